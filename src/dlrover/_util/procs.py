@@ -1,0 +1,133 @@
+"""Processes: who dies with whom, and who cleans up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Container, Iterable
+from pathlib import Path
+
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def become_subreaper() -> None:
+    """Make orphaned descendants children of this process instead of the system's init."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def start_time(pid: int) -> int:
+    """When process ``pid`` started, in clock ticks since boot; 0 if there is no such process.
+
+    Together with the pid it names a process for ever; the pid alone is used again.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+def children() -> list[int]:
+    """Pids of this process's children."""
+    me = os.getpid()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and _parent(int(entry.name)) == me:
+            found.append(int(entry.name))
+    return found
+
+
+def _parent(pid: int) -> int:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return int(stat.rpartition(")")[2].split()[1])
+
+
+def kill(pids: Iterable[int], number: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal to processes; those that are gone are skipped."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def kill_group(pid: int) -> None:
+    """End every process of the group that ``pid`` leads or led."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def reap_orphans(own: Container[int]) -> None:
+    """Reap ended orphans that this subreaper inherited, that is children that are not in ``own``."""
+    for pid in children():
+        if pid not in own:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def end_orphans(own: Container[int], timeout: float) -> list[int]:
+    """Kill and reap orphans, and those that they leave in turn; the pids still there after ``timeout``.
+
+    A process that hangs in the kernel cannot be killed: its pid is returned.
+    """
+    until = time.monotonic() + timeout
+    while orphans := [pid for pid in children() if pid not in own]:
+        for pid in orphans:
+            kill_group(pid)
+            kill([pid])
+            _reap(pid, until - time.monotonic())
+        if time.monotonic() >= until:
+            return orphans
+    return []
+
+
+def _reap(pid: int, seconds: float) -> None:
+    """Wait for a child that was killed, at most so long."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        if poll.poll(max(0.0, seconds) * 1000):
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+    finally:
+        os.close(pidfd)
+
+
+class Lifeline:
+    """A pipe whose other end only one process holds: it closes when that process dies.
+
+    Unlike a parent-death signal it also reaches grandchildren, and does not mistake the death of a
+    thread or of an intermediate parent for the end.
+    """
+
+    def __init__(self) -> None:
+        self.read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC)
+        os.set_inheritable(self.read_fd, True)
+
+    @staticmethod
+    def watch(fd: int, gone: Callable[[], None]) -> None:
+        """Call ``gone`` on the running event loop when the holder has died."""
+        loop = asyncio.get_running_loop()
+
+        def closed() -> None:
+            loop.remove_reader(fd)
+            gone()
+
+        loop.add_reader(fd, closed)
+
+
+def exit_reason(status: int) -> str:
+    """How a process ended, from the status of `os.waitpid`, in words."""
+    if os.WIFSIGNALED(status):
+        return f"it was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+    return f"it left with exit code {os.WEXITSTATUS(status)}"

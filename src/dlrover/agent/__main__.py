@@ -1,0 +1,7 @@
+"""``python -m dlrover.agent``."""
+
+import sys
+
+from dlrover.agent.app import main
+
+sys.exit(main())

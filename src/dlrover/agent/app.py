@@ -1,0 +1,108 @@
+"""The agent process: ``python -m dlrover.agent --job-dir DIR``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from dlrover import config
+from dlrover._util import files, procs
+from dlrover.agent.logs import RunLogs
+from dlrover.agent.shell import Agent
+from dlrover.agent.workers import WorkerGroup
+from dlrover.errors import ConfigurationError, DLRoverError, ExitCode
+from dlrover.rpc import wire
+from dlrover.rpc.client import MasterClient
+from dlrover.spec.failure import Failure
+from dlrover.spec.jobdir import AgentConfig, JobDir, MasterAddress
+from dlrover.spec.outcome import Outcome
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one node's agent until the job is over for it; the exit code of its outcome."""
+    parser = argparse.ArgumentParser(prog="python -m dlrover.agent", description=main.__doc__)
+    parser.add_argument("--job-dir", type=Path, required=True)
+    parser.add_argument("--lifeline-fd", type=int, default=-1, help="Leave when it closes.")
+    parser.add_argument("--node-id", type=int, default=-1)
+    parser.add_argument("--node-rank", type=int, default=-1)
+    parser.add_argument("--outcome", type=Path, help="Where to write the outcome (JSON).")
+    args = parser.parse_args(argv)
+    job_dir = JobDir(args.job_dir)
+    name = str(args.node_id) if args.node_id >= 0 else "joined"
+    logging.basicConfig(
+        filename=job_dir.agent_log(name),
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    procs.become_subreaper()
+    try:
+        outcome = asyncio.run(_serve(job_dir, args.node_id, args.node_rank, args.lifeline_fd))
+    except DLRoverError as error:
+        logger.exception("The agent ends")
+        outcome = Outcome(exit_code=error.exit_code, reason=str(error))
+    if args.outcome is not None:
+        files.write_atomically(args.outcome, msgspec.json.encode(outcome))
+    return outcome.exit_code
+
+
+async def _serve(job_dir: JobDir, node_id: int, node_rank: int, lifeline_fd: int) -> Outcome:
+    try:
+        settings = msgspec.json.decode(job_dir.agent.read_bytes(), type=AgentConfig)
+        token = job_dir.token.read_text().strip()
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigurationError(f"{job_dir.path} is not a job directory: {error}.") from error
+    launch = settings.launch
+    base = Path(launch.log_dir) if launch.log_dir not in ("", "/dev/null") else job_dir.logs
+    hostname = socket.gethostname()
+
+    def on_exit(local_rank: int, failure: Failure | None) -> None:
+        agent.worker_ended(local_rank, failure)
+
+    workers = WorkerGroup(launch, config.environ(), RunLogs(launch, base), hostname, on_exit)
+    tls = wire.Tls(settings.tls.cert, settings.tls.key, settings.tls.ca)
+    address = settings.master_address or _master_address(job_dir)
+    async with MasterClient(address, token, tls) as client:
+        agent = Agent(
+            client,
+            workers,
+            launch,
+            settings.limits,
+            hostname=hostname,
+            address=settings.address,
+            node_id=node_id,
+            node_rank=node_rank,
+            store_port=settings.store_port,
+        )
+        _handle_ends(agent, launch.signals_to_handle, lifeline_fd)
+        return await agent.run()
+
+
+def _handle_ends(agent: Agent, signals: str, lifeline_fd: int) -> None:
+    loop = asyncio.get_running_loop()
+    for name in signals.split(","):
+        number = signal.Signals[name]
+        loop.add_signal_handler(
+            number,
+            agent.abandon,
+            ExitCode.SIGNAL_BASE + number,
+            f"The agent was stopped by {name}.",
+        )
+    if lifeline_fd >= 0:
+        procs.Lifeline.watch(
+            lifeline_fd,
+            lambda: agent.abandon(ExitCode.INFRASTRUCTURE, "The launcher of this node died."),
+        )
+
+
+def _master_address(job_dir: JobDir) -> str:
+    found = msgspec.json.decode(job_dir.master.read_bytes(), type=MasterAddress)
+    return found.address

@@ -1,0 +1,290 @@
+"""Copying growing files to a console, line by line or raw, without ever being held up by it.
+
+A `Copier` is one thread that drives a `Pump` per destination; a pump takes turns between its
+sources and reads a file no faster than the destination accepts: the files are the buffer.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import os
+import select
+import threading
+from typing import TYPE_CHECKING, BinaryIO
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+POLL_INTERVAL = 0.05
+"""Seconds between two looks at files that have nothing new, or at a console that is blocked."""
+LINE_LIMIT = 1 << 20
+"""Bytes after which a line that does not end is shown as several: bounds the memory per stream."""
+READ_SIZE = 1 << 16
+"""Bytes read from one file before the next file has its turn."""
+
+
+class LineSplitter:
+    r"""Cuts a stream into lines; how the stream was chunked does not change them.
+
+    ``\n``, ``\r`` and ``\r\n`` end a line, so that each state of a progress bar is one. Lines come
+    without their end; one longer than ``limit`` bytes comes as several.
+    """
+
+    def __init__(self, limit: int = LINE_LIMIT) -> None:
+        self._limit = limit
+        self._partial = b""
+        self._after_return = False
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The lines that ``data`` completes."""
+        if not data:
+            return []
+        # After a return, a newline is the second half of a line end that has had its effect.
+        text = self._partial + (data.removeprefix(b"\n") if self._after_return else data)
+        self._after_return = data.endswith(b"\r")
+        lines = text.splitlines()
+        complete = not text or text.endswith((b"\n", b"\r"))
+        self._partial = b"" if complete else lines.pop()
+        pieces = [
+            line[start : start + self._limit]
+            for line in lines
+            for start in range(0, len(line) or 1, self._limit)
+        ]
+        while len(self._partial) > self._limit:
+            pieces.append(self._partial[: self._limit])
+            self._partial = self._partial[self._limit :]
+        return pieces
+
+    def flush(self) -> list[bytes]:
+        """The last line, where the stream ended without ending it."""
+        rest, self._partial = self._partial, b""
+        return [rest] if rest else []
+
+
+class LineFormatter:
+    """Bytes of one worker's stream in; prefixed lines out.
+
+    With ``needles``, only lines that contain one of them pass; a needle is not found across the
+    cut in a line longer than `LINE_LIMIT`.
+    """
+
+    def __init__(self, prefix: str, needles: Iterable[str] = ()) -> None:
+        self._prefix = prefix.encode(errors="surrogateescape")
+        self._needles = [needle.encode(errors="surrogateescape") for needle in needles]
+        self._splitter = LineSplitter()
+
+    def feed(self, data: bytes) -> bytes:
+        """The output for the lines that ``data`` completes."""
+        return self._format(self._splitter.feed(data))
+
+    def flush(self) -> bytes:
+        """The output for a last line without an end; it gets one, so that the next starts afresh."""
+        return self._format(self._splitter.flush())
+
+    def _format(self, lines: list[bytes]) -> bytes:
+        return b"".join(self._prefix + line + b"\n" for line in lines if self._passes(line))
+
+    def _passes(self, line: bytes) -> bool:
+        return not self._needles or any(needle in line for needle in self._needles)
+
+
+class Source:
+    """A file that another process appends to, read from its beginning as it grows."""
+
+    def __init__(self, path: Path, formatter: LineFormatter | None = None) -> None:
+        self._path = path
+        self._formatter = formatter
+        self._descriptor: int | None = None
+        self._offset = 0
+        self.ended = False
+
+    def read(self, *, final: bool) -> bytes | None:
+        """The output for the next bytes, or None where there are none now.
+
+        With ``final``, where nobody writes any more, the end of the file ends the source.
+        """
+        try:
+            data = self._read_bytes()
+        except OSError as error:
+            logger.warning("Stopped reading %s: %s", self._path, error)
+            self.close()
+            return None
+        if data:
+            return self._formatter.feed(data) if self._formatter else data
+        if not final:
+            return None
+        self.close()
+        return self._formatter.flush() if self._formatter else None
+
+    def close(self) -> None:
+        """End the source. Idempotent."""
+        self.ended = True
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _read_bytes(self) -> bytes:
+        if self._descriptor is None:
+            try:
+                self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:  # the worker has not been started yet
+                return b""
+        data = os.pread(self._descriptor, READ_SIZE, self._offset)
+        if len(data) == READ_SIZE:  # there is more: do not let another worker's turn cut a line
+            data = data[: data.rfind(b"\n") + 1] or data
+        self._offset += len(data)
+        return data
+
+
+class Sink:
+    """A console or a file, written to without waiting.
+
+    Bytes go to the file descriptor itself: what the caller has left in ``file``'s buffer would come
+    out later. A file without a descriptor, such as one in memory, is taken not to block.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.descriptor: int | None = None
+        with contextlib.suppress(OSError, ValueError):
+            self.descriptor = file.fileno()
+
+    def write(self, data: bytes) -> int:
+        """How many bytes of ``data``, at most ``PIPE_BUF`` long, were taken: 0 if it would block.
+
+        Raises:
+            OSError: the other end is gone, or its disk is full.
+            ValueError: the file is closed.
+        """
+        if self.descriptor is None:
+            self._file.write(data)
+            self._file.flush()
+            return len(data)
+        if self._file.closed:  # its number may belong to another file by now
+            raise ValueError("the file is closed")
+        if not _await_room([self.descriptor], 0):
+            return 0
+        try:
+            return os.write(self.descriptor, data)
+        except BlockingIOError:  # it is non-blocking, and another process took the room
+            return 0
+
+
+class Pump:
+    """Copies several sources to one sink, in turn; reads no more than the sink takes."""
+
+    def __init__(self, name: str, sink: Sink, sources: Iterable[Source]) -> None:
+        self._name = name
+        self._sink = sink
+        self._sources = collections.deque(sources)
+        self._pending = b""
+        self._written = 0
+
+    @property
+    def done(self) -> bool:
+        """All sources have ended and all their output is written, or the sink is gone."""
+        return not self._sources and self._written == len(self._pending)
+
+    @property
+    def blocked_on(self) -> int | None:
+        """The descriptor that takes no more for now, if there is one."""
+        return self._sink.descriptor if self._written < len(self._pending) else None
+
+    def step(self, *, final: bool) -> bool:
+        """Read once and write what the sink takes; whether anything moved."""
+        loaded = self._written == len(self._pending) and self._load(final=final)
+        try:
+            return self._write() or loaded
+        except (OSError, ValueError) as error:
+            logger.warning("Stopped copying worker output to %s: %s", self._name, error)
+            self.close()
+            return False
+
+    def close(self) -> None:
+        """Give up what is not written."""
+        for source in self._sources:
+            source.close()
+        self._sources.clear()
+        self._pending, self._written = b"", 0
+
+    def _load(self, *, final: bool) -> bool:
+        for _ in range(len(self._sources)):
+            source = self._sources.popleft()
+            output = source.read(final=final)
+            if not source.ended:
+                self._sources.append(source)
+            if output is not None:
+                self._pending, self._written = output, 0
+                return True
+        return False
+
+    def _write(self) -> bool:
+        before = self._written
+        while self._written < len(self._pending):
+            taken = self._sink.write(self._next_piece())
+            if not taken:
+                break
+            self._written += taken
+        return self._written > before
+
+    def _next_piece(self) -> bytes:
+        """At most ``PIPE_BUF`` bytes, ending with a line if they can.
+
+        A pipe takes that many whole or not at all, so lines of several writers do not mix.
+        """
+        end = self._written + select.PIPE_BUF
+        piece = self._pending[self._written : end]
+        if end >= len(self._pending):
+            return piece
+        return piece[: piece.rfind(b"\n") + 1] or piece
+
+
+class Copier:
+    """The thread that drives the pumps until all is copied, or until there is no more time."""
+
+    def __init__(self, pumps: Sequence[Pump], resources: contextlib.ExitStack) -> None:
+        self._pumps = pumps
+        self._resources = resources
+        self._stopping = threading.Event()
+        self._given_up = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="worker-logs", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout: float) -> bool:
+        """Copy what remains, for at most ``timeout`` seconds; whether all of it was copied."""
+        self._stopping.set()
+        self._thread.join(timeout)
+        complete = not self._thread.is_alive()
+        self._given_up.set()
+        self._thread.join(2 * POLL_INTERVAL)
+        return complete
+
+    def _run(self) -> None:
+        with self._resources:
+            while not self._given_up.is_set() and not all(pump.done for pump in self._pumps):
+                final = self._stopping.is_set()  # read before the files: nothing comes after it
+                moved = [pump.step(final=final) for pump in self._pumps]
+                if not any(moved):
+                    self._wait(final=final)
+            for pump in self._pumps:
+                pump.close()
+
+    def _wait(self, *, final: bool) -> None:
+        blocked = [fd for pump in self._pumps if (fd := pump.blocked_on) is not None]
+        if blocked:
+            _await_room(blocked, POLL_INTERVAL)
+        else:
+            (self._given_up if final else self._stopping).wait(POLL_INTERVAL)
+
+
+def _await_room(descriptors: Iterable[int], timeout: float) -> bool:
+    """Whether a write to one of ``descriptors`` is possible, or known to fail, within seconds."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLOUT)
+    return bool(poll.poll(timeout * 1000))

@@ -1,0 +1,66 @@
+"""The workers' environment and arguments: exactly torchrun's."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping
+
+from dlrover.errors import ConfigurationError
+from dlrover.spec.launch import LaunchSpec
+from dlrover.spec.world import World
+
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+"""The variable that torchrun's ``--virtual-local-rank`` sets; HIP reads it too."""
+
+
+def worker_environment(
+    launch: LaunchSpec, world: World, local_rank: int, base: Mapping[str, str], error_file: str
+) -> dict[str, str]:
+    """The environment of the worker ``local_rank``; ``base`` is what the launcher was started with.
+
+    The store belongs to the worker of rank 0, so that each round has a fresh one:
+    ``TORCHELASTIC_USE_AGENT_STORE`` is ``False``.
+    """
+    rank = str(world.first_rank + local_rank)
+    world_size = str(world.world_size)
+    environment = {
+        **base,
+        "RANK": rank,
+        "LOCAL_RANK": str(local_rank),
+        "GROUP_RANK": str(world.node_rank),
+        "ROLE_RANK": rank,
+        "ROLE_NAME": launch.role,
+        "LOCAL_WORLD_SIZE": str(launch.nproc_per_node),
+        "WORLD_SIZE": world_size,
+        "GROUP_WORLD_SIZE": str(world.node_count),
+        "ROLE_WORLD_SIZE": world_size,
+        "MASTER_ADDR": world.store_addr,
+        "MASTER_PORT": str(world.store_port),
+        "TORCHELASTIC_RESTART_COUNT": str(world.restart_count),
+        "TORCHELASTIC_MAX_RESTARTS": str(launch.max_restarts),
+        "TORCHELASTIC_RUN_ID": launch.run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": launch.signals_to_handle,
+        "TORCHELASTIC_ERROR_FILE": error_file,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": base.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+    if launch.virtual_local_rank:
+        environment["LOCAL_RANK"] = "0"
+        environment[VISIBLE_DEVICES] = _device_of(local_rank, base.get(VISIBLE_DEVICES))
+    return environment
+
+
+def worker_arguments(launch: LaunchSpec, local_rank: int) -> list[str]:
+    """The program's arguments, with ``${local_rank}`` replaced as torchrun does."""
+    return [string.Template(arg).safe_substitute(local_rank=local_rank) for arg in launch.args]
+
+
+def _device_of(local_rank: int, visible: str | None) -> str:
+    if visible is None:
+        return str(local_rank)
+    devices = [device.strip() for device in visible.split(",")]
+    if local_rank >= len(devices):
+        raise ConfigurationError(
+            f"--virtual-local-rank: local rank {local_rank} has no device; {VISIBLE_DEVICES} is {visible}."
+        )
+    return devices[local_rank]

@@ -1,0 +1,209 @@
+"""The workers' log files, and what of them the console shows.
+
+Every worker writes to files, always; a background thread copies from the files to the console what
+the launch options ask for. So the console can be slow, blocked or closed without a worker noticing,
+and the last lines of a failed worker are at hand whatever the options were. The layout is
+torchrun's::
+
+    <base>/<run_id>_<random>/attempt_<restart_count>/<local_rank>/{stdout.log,stderr.log,error.json}
+    <base>/<run_id>_<random>/attempt_<restart_count>/filtered_{stdout,stderr}.log
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import itertools
+import logging
+import os
+import string
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from dlrover.agent.copying import Copier, LineFormatter, Pump, Sink, Source
+from dlrover.errors import ConfigurationError
+from dlrover.spec.failure import TEXT_LIMIT
+from dlrover.spec.launch import Std
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from dlrover.spec.launch import LaunchSpec
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT = 5.0
+"""Seconds that `AttemptLogs.stop` gives the console to take what remains."""
+
+_NAMES = {Std.OUT: "stdout", Std.ERR: "stderr"}
+
+
+class ConsoleMode(enum.Enum):
+    """What the console shows of one stream of one worker."""
+
+    HIDDEN = "hidden"
+    """Nothing; the stream is in its file only."""
+    RAW = "raw"
+    """The same bytes, as if the worker had inherited the console."""
+    PREFIXED = "prefixed"
+    """Whole lines, each behind a prefix that names the worker."""
+
+
+def console_mode(launch: LaunchSpec, local_rank: int, stream: Std) -> ConsoleMode:
+    """What torchrun shows of ``stream`` (one of ``Std.OUT`` and ``Std.ERR``) of ``local_rank``.
+
+    With the null device as log directory it shows everything raw, whatever the other options say.
+    """
+    if launch.log_dir == os.devnull:
+        return ConsoleMode.RAW
+    if launch.local_ranks_filter and local_rank not in launch.local_ranks_filter:
+        return ConsoleMode.HIDDEN
+    if stream in launch.tee.of(local_rank):
+        return ConsoleMode.PREFIXED
+    if stream in launch.redirects.of(local_rank):
+        return ConsoleMode.HIDDEN
+    return ConsoleMode.RAW
+
+
+def line_prefix(launch: LaunchSpec, local_rank: int, rank: int) -> str:
+    """The prefix of a teed line; names that a template does not know stay as they are."""
+    if not launch.log_line_prefix_template:
+        return f"[{launch.role}{local_rank}]:"
+    template = string.Template(launch.log_line_prefix_template)
+    return template.safe_substitute(role_name=launch.role, rank=rank, local_rank=local_rank)
+
+
+class AttemptLogs:
+    """The logs of one start of all of a node's workers."""
+
+    def __init__(self, launch: LaunchSpec, directory: Path, ranks: Mapping[int, int]) -> None:
+        self.directory = directory
+        self._launch = launch
+        self._ranks = dict(ranks)
+        self._copier: Copier | None = None
+
+    def stdout(self, local_rank: int) -> Path:
+        """The file for the worker's standard output; whoever starts the worker opens it."""
+        return self._path(local_rank, Std.OUT)
+
+    def stderr(self, local_rank: int) -> Path:
+        """The file for the worker's standard error; whoever starts the worker opens it."""
+        return self._path(local_rank, Std.ERR)
+
+    def error_file(self, local_rank: int) -> Path:
+        """The file in which the worker records its exception (``TORCHELASTIC_ERROR_FILE``)."""
+        return self.directory / str(local_rank) / "error.json"
+
+    def start(self, console_out: BinaryIO, console_err: BinaryIO) -> None:
+        """Begin to copy, in one background thread. The files need not exist yet. Call it once."""
+        with contextlib.ExitStack() as files:
+            pumps = [
+                *self._pumps(Std.OUT, console_out, self._launch.duplicate_stdout_filters, files),
+                *self._pumps(Std.ERR, console_err, self._launch.duplicate_stderr_filters, files),
+            ]
+            self._copier = Copier(pumps, files.pop_all())
+
+    def stop(self, timeout: float = STOP_TIMEOUT) -> None:
+        """Copy what the workers have left, for about ``timeout`` seconds at most. Idempotent.
+
+        Call it when no worker runs any more: what is written later stays in the files.
+        """
+        copier, self._copier = self._copier, None
+        if copier and not copier.stop(timeout):
+            logger.warning(
+                "The console did not take all worker output within %g s; it is whole in %s",
+                timeout,
+                self.directory,
+            )
+
+    def stderr_tail(self, local_rank: int, limit: int = TEXT_LIMIT) -> str:
+        """The last ``limit`` characters of the worker's standard error; empty if unreadable."""
+        room = 4 * limit  # bytes: UTF-8 takes up to four for a character
+        try:
+            with self.stderr(local_rank).open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - room))
+                text = file.read(room).decode(errors="replace")
+        except OSError:
+            return ""
+        return text[max(0, len(text) - limit) :]
+
+    def _path(self, local_rank: int, stream: Std) -> Path:
+        return self.directory / str(local_rank) / f"{_NAMES[stream]}.log"
+
+    def _pumps(
+        self,
+        stream: Std,
+        console: BinaryIO,
+        needles: tuple[str, ...],
+        files: contextlib.ExitStack,
+    ) -> Iterable[Pump]:
+        modes = {rank: console_mode(self._launch, rank, stream) for rank in self._ranks}
+        raw = [rank for rank, mode in modes.items() if mode is ConsoleMode.RAW]
+        teed = [rank for rank, mode in modes.items() if mode is ConsoleMode.PREFIXED]
+        sources = [Source(self._path(rank, stream)) for rank in raw]
+        sources += self._teed_sources(stream, teed, ())
+        yield Pump(f"the console's {_NAMES[stream]}", Sink(console), sources)
+        if needles:
+            path = self.directory / f"filtered_{_NAMES[stream]}.log"
+            file = files.enter_context(path.open("ab", buffering=0))
+            yield Pump(str(path), Sink(file), self._teed_sources(stream, teed, needles))
+
+    def _teed_sources(
+        self, stream: Std, local_ranks: Iterable[int], needles: tuple[str, ...]
+    ) -> list[Source]:
+        return [
+            Source(
+                self._path(local_rank, stream),
+                LineFormatter(
+                    line_prefix(self._launch, local_rank, self._ranks[local_rank]), needles
+                ),
+            )
+            for local_rank in local_ranks
+        ]
+
+
+class RunLogs:
+    """The logs of one agent's life: a directory of its own, in it one per attempt."""
+
+    def __init__(self, launch: LaunchSpec, base: Path) -> None:
+        self._launch = launch
+        self._base = base.absolute()  # workers may change their directory
+
+    @functools.cached_property
+    def directory(self) -> Path:
+        """The run's directory, made at the first use.
+
+        Raises:
+            ConfigurationError: a directory cannot be made there.
+        """
+        prefix = self._launch.run_id.replace(os.sep, "_") + "_"
+        try:
+            self._base.mkdir(parents=True, exist_ok=True)
+            return Path(tempfile.mkdtemp(prefix=prefix, dir=self._base))
+        except (FileExistsError, NotADirectoryError, PermissionError) as error:
+            raise ConfigurationError(
+                f"The log directory {str(self._base)!r} cannot be used ({error.strerror}): "
+                "--log-dir takes a directory that this user may write to or create."
+            ) from error
+
+    def attempt(self, restart_count: int, ranks: Mapping[int, int]) -> AttemptLogs:
+        """A fresh directory for the workers in ``ranks`` (local rank -> rank).
+
+        torchrun deletes what an earlier start with the same ``restart_count`` left; a round may
+        begin without a counted restart, and the files of the one before are evidence, so they stay
+        and this one is named ``attempt_<restart_count>.1``, ``.2`` and so on.
+        """
+        directory = _make_fresh(self.directory / f"attempt_{restart_count}")
+        for local_rank in ranks:
+            (directory / str(local_rank)).mkdir()
+        return AttemptLogs(self._launch, directory, ranks)
+
+
+def _make_fresh(path: Path) -> Path:
+    numbered = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+    fresh = next(name for name in itertools.chain([path], numbered) if not name.exists())
+    fresh.mkdir(parents=True)
+    return fresh

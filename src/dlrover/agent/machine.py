@@ -1,0 +1,208 @@
+"""The agent's decisions: when to join, to start and to stop the workers, and what to tell the master.
+
+A plain state machine: no clock, no I/O. After a reconnection it says again what still holds, so that
+nothing is lost when a connection breaks, and nothing here waits for the master while workers run.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import msgspec
+
+from dlrover.rpc import messages
+from dlrover.spec.failure import Failure
+from dlrover.spec.outcome import Outcome
+from dlrover.spec.world import World
+
+
+class Stage(str, enum.Enum):
+    """What the node is doing."""
+
+    CONNECTING = "connecting"
+    """The master has not been heard of yet."""
+    JOINED = "joined"
+    """Ready for `AgentMachine.round`; no workers."""
+    RUNNING = "running"
+    FAILED = "failed"
+    """A worker failed; the master has not said yet what to do. Other workers may still run."""
+    SUCCEEDED = "succeeded"
+    """All workers ended with exit code 0."""
+    STOPPING = "stopping"
+    """The workers are being stopped, to join `AgentMachine.round` or to leave."""
+    LEFT = "left"
+
+
+# ---- inputs
+
+
+class WorkerEnded(msgspec.Struct, frozen=True):
+    """A worker ended by itself; ``failure`` is None after exit code 0."""
+
+    local_rank: int
+    failure: Failure | None
+
+
+class WorkersStopped(msgspec.Struct, frozen=True):
+    """`StopWorkers` is done: nothing of the workers is left."""
+
+
+class Abandoned(msgspec.Struct, frozen=True):
+    """The node must leave without the master's word: its owner died, or the master is gone for good."""
+
+    outcome: Outcome
+
+
+Input: TypeAlias = messages.MasterMessage | WorkerEnded | WorkersStopped | Abandoned
+
+# ---- commands
+
+
+class JoinRound(msgspec.Struct, frozen=True):
+    """Tell the master that this node is ready for ``round``."""
+
+    round: int
+
+
+class Say(msgspec.Struct, frozen=True):
+    """Tell the master something. Dropped while there is no connection."""
+
+    message: messages.Failed | messages.Succeeded
+
+
+class StartWorkers(msgspec.Struct, frozen=True):
+    """Start this node's workers of a world."""
+
+    world: World
+
+
+class StopWorkers(msgspec.Struct, frozen=True):
+    """Stop all workers, then report `WorkersStopped`."""
+
+
+class Leave(msgspec.Struct, frozen=True):
+    """End the agent."""
+
+    outcome: Outcome
+
+
+Command: TypeAlias = JoinRound | Say | StartWorkers | StopWorkers | Leave
+
+
+@dataclass
+class AgentMachine:
+    """One agent's state."""
+
+    nproc: int
+    stage: Stage = Stage.CONNECTING
+    #: given by the master; -1 before
+    node_id: int = -1
+    #: the round to join, or the one that was joined
+    round: int = 0
+    #: the world whose workers run or ran; None before the first and after they were stopped
+    world: World | None = None
+    #: local ranks of workers that have not ended; empty unless there is a world
+    running: set[int] = field(default_factory=set)
+    #: failures in ``world``, until the next one
+    failures: list[Failure] = field(default_factory=list)
+    #: set once the node is to leave
+    outcome: Outcome | None = None
+
+    @property
+    def running_round(self) -> int:
+        """The round whose workers run, ended or are being stopped here; 0 for none."""
+        return self.world.round if self.world is not None else 0
+
+    def handle(self, event: Input) -> list[Command]:
+        """Take in one input; what is to be done about it."""
+        if self.stage is Stage.LEFT:
+            return []
+        if isinstance(event, messages.Welcome):
+            return self._welcome(event)
+        if isinstance(event, messages.CallToRound):
+            return self._called(event.round)
+        if isinstance(event, messages.AssignWorld):
+            return self._assigned(event.world)
+        if isinstance(event, WorkerEnded):
+            return self._worker_ended(event)
+        if isinstance(event, WorkersStopped):
+            return self._workers_stopped()
+        return self._dismissed(event.outcome)
+
+    def _welcome(self, event: messages.Welcome) -> list[Command]:
+        self.node_id = event.node_id
+        if self.stage in (Stage.CONNECTING, Stage.JOINED):
+            self.stage = Stage.JOINED
+            self.round = event.round
+            return [JoinRound(self.round)]
+        if self.stage is Stage.FAILED:
+            return [Say(messages.Failed(failure)) for failure in self.failures]
+        if self.stage is Stage.SUCCEEDED:
+            return [Say(messages.Succeeded(self.running_round))]
+        return []
+
+    def _called(self, round_: int) -> list[Command]:
+        if round_ <= self.running_round:
+            return []
+        self.round = round_
+        if self.stage is Stage.JOINED:
+            return [JoinRound(round_)]
+        if self.stage in (Stage.RUNNING, Stage.FAILED, Stage.SUCCEEDED):
+            self.stage = Stage.STOPPING
+            return [StopWorkers()]
+        return []
+
+    def _assigned(self, world: World) -> list[Command]:
+        if self.stage is not Stage.JOINED:
+            return []  # a repetition: these workers are already there, or are being stopped
+        self.stage = Stage.RUNNING
+        self.round = world.round
+        self.world = world
+        self.failures = []
+        self.running = set(range(self.nproc))
+        return [StartWorkers(world)]
+
+    def _worker_ended(self, event: WorkerEnded) -> list[Command]:
+        self.running.discard(event.local_rank)
+        if event.failure is not None:
+            self.failures.append(event.failure)
+            if self.stage is Stage.RUNNING:
+                self.stage = Stage.FAILED
+            return [Say(messages.Failed(event.failure))]
+        if self.stage is Stage.RUNNING and not self.running:
+            self.stage = Stage.SUCCEEDED
+            return [Say(messages.Succeeded(self.running_round))]
+        return []
+
+    def _workers_stopped(self) -> list[Command]:
+        self.running = set()
+        self.world = None
+        if self.outcome is not None:
+            self.stage = Stage.LEFT
+            return [Leave(self.outcome)]
+        self.stage = Stage.JOINED
+        return [JoinRound(self.round)]
+
+    def _dismissed(self, outcome: Outcome) -> list[Command]:
+        if self.outcome is not None:
+            return []
+        self.outcome = outcome
+        if self.stage is Stage.STOPPING:
+            return []
+        if self.world is not None:
+            self.stage = Stage.STOPPING
+            return [StopWorkers()]
+        self.stage = Stage.LEFT
+        return [Leave(outcome)]
+
+    def validate(self) -> None:
+        """Check the invariants; raise AssertionError on the first that is broken."""
+        has_world = self.stage in (Stage.RUNNING, Stage.FAILED, Stage.SUCCEEDED, Stage.STOPPING)
+        assert has_world or self.world is None, "a world without workers"
+        assert not has_world or self.world is not None, "workers without a world"
+        assert self.world is not None or not self.running, "running workers without a world"
+        assert self.stage is not Stage.SUCCEEDED or not (self.running or self.failures)
+        assert self.stage is not Stage.FAILED or self.failures, "failed without a failure"
+        assert self.stage is not Stage.LEFT or self.outcome is not None, "left without an outcome"

@@ -1,0 +1,237 @@
+"""The agent's shell: holds the stream to the master and carries out the machine's commands."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+import uuid
+from collections.abc import AsyncIterator
+
+from dlrover.agent import machine as agent_machine
+from dlrover.agent.ports import PortReservation
+from dlrover.agent.workers import WorkerGroup
+from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
+from dlrover.rpc import messages
+from dlrover.rpc.client import MasterClient
+from dlrover.spec.failure import Failure, FailureKind
+from dlrover.spec.job import Limits
+from dlrover.spec.launch import LaunchSpec
+from dlrover.spec.outcome import Outcome
+from dlrover.spec.world import Offer, World
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_POLL = 0.05
+"""Seconds between two looks at the progress board."""
+PROGRESS_REPORT = 1.0
+"""Seconds between two progress reports of the node with rank 0; the others report with heartbeats."""
+RECONNECT_DELAYS = (0.05, 0.1, 0.2, 0.5, 1.0)
+"""Seconds between attempts to reach the master; the last one is repeated."""
+REAP_INTERVAL = 5.0
+"""Seconds between two looks for orphans to reap."""
+
+
+class Agent:
+    """One node's agent. Make and run it on an event loop."""
+
+    def __init__(
+        self,
+        client: MasterClient,
+        workers: WorkerGroup,
+        launch: LaunchSpec,
+        limits: Limits,
+        *,
+        hostname: str,
+        address: str,
+        node_id: int = -1,
+        node_rank: int = -1,
+        store_port: int = 0,
+    ) -> None:
+        self._client = client
+        self._workers = workers
+        self._launch = launch
+        self._limits = limits
+        self._hostname = hostname
+        self._address = address
+        self._claimed_id = node_id
+        self._node_rank = node_rank
+        self._store_port = store_port
+        self._uid = uuid.uuid4().hex
+        self._machine = agent_machine.AgentMachine(launch.nproc_per_node)
+        self._port: PortReservation | None = None
+        self._outgoing: asyncio.Queue[messages.AgentMessage] | None = None
+        self._heartbeat_interval = limits.heartbeat_interval
+        self._last_contact = time.monotonic()
+        self._left: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._stopping: asyncio.Task[None] | None = None
+
+    # ---- life
+
+    async def run(self) -> Outcome:
+        """Serve until the job is over for this node.
+
+        Raises:
+            ConfigurationError: the master refuses the token.
+        """
+        self._workers.prepare()
+        tasks = [
+            asyncio.create_task(self._stay_connected()),
+            asyncio.create_task(self._report_progress()),
+        ]
+        try:
+            done, _ = await asyncio.wait(
+                [*tasks, self._left], return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                if task is not self._left:
+                    task.result()  # a background task ends only with an error
+            return await self._left
+        finally:
+            for task in tasks:
+                task.cancel()
+            await self._workers.stop(signal.SIGTERM, 0.0)
+            await self._workers.close()
+
+    def abandon(self, exit_code: int, reason: str) -> None:
+        """Stop the workers and leave without the master's word."""
+        self._handle(agent_machine.Abandoned(Outcome(exit_code=exit_code, reason=reason)))
+
+    def worker_ended(self, local_rank: int, failure: Failure | None) -> None:
+        """The worker group's report."""
+        self._handle(agent_machine.WorkerEnded(local_rank, failure))
+
+    # ---- the stream
+
+    async def _stay_connected(self) -> None:
+        attempt = 0
+        while not self._left.done():
+            began = time.monotonic()
+            try:
+                await self._attend()
+            except InfrastructureError as error:
+                logger.debug("%s", error)
+            self._outgoing = None
+            if self._last_contact > began:
+                attempt = 0
+            self._check_master_absence()
+            await asyncio.sleep(RECONNECT_DELAYS[min(attempt, len(RECONNECT_DELAYS) - 1)])
+            attempt += 1
+
+    async def _attend(self) -> None:
+        outgoing: asyncio.Queue[messages.AgentMessage] = asyncio.Queue()
+        claimed = self._machine.node_id if self._machine.node_id >= 0 else self._claimed_id
+        outgoing.put_nowait(
+            messages.Hello(
+                self._uid, claimed, self._node_rank, self._hostname, self._machine.running_round
+            )
+        )
+
+        async def said() -> AsyncIterator[messages.AgentMessage]:
+            while True:
+                yield await outgoing.get()
+
+        async for message in self._client.attend(said()):
+            self._last_contact = time.monotonic()
+            self._outgoing = outgoing
+            if isinstance(message, messages.Welcome):
+                self._heartbeat_interval = message.heartbeat_interval
+                self._workers.node_id = message.node_id
+            self._handle(message)
+
+    def _check_master_absence(self) -> None:
+        limits = self._limits
+        absent = time.monotonic() - self._last_contact
+        never = self._machine.stage is agent_machine.Stage.CONNECTING
+        name = "connect_timeout" if never else "master_timeout"
+        limit = limits.connect_timeout if never else limits.master_timeout
+        if absent > limit:
+            answered = "answered" if never else "came back"
+            self.abandon(
+                ExitCode.INFRASTRUCTURE,
+                f"No DLRover master {answered} at {self._client.address} within {limit:g} s ({name}).",
+            )
+
+    def _say(self, message: messages.AgentMessage) -> None:
+        if self._outgoing is not None:
+            self._outgoing.put_nowait(message)
+
+    # ---- progress
+
+    async def _report_progress(self) -> None:
+        """Report the first step of a round at once, later ones now and then, as heartbeats."""
+        reported_round, reported_steps, reported_at = 0, 0, 0.0
+        reaped_at = time.monotonic()
+        while True:
+            await asyncio.sleep(PROGRESS_POLL)
+            now = time.monotonic()
+            if now - reaped_at > REAP_INTERVAL:
+                reaped_at = now
+                self._workers.reap()
+            world = self._machine.world
+            round_ = world.round if world is not None else 0
+            steps = self._workers.steps() if world is not None else 0
+            if round_ != reported_round:
+                reported_round, reported_steps = round_, 0
+            first = steps > 0 and reported_steps == 0
+            often = world is not None and world.node_rank == 0 and steps > reported_steps
+            due = now - reported_at >= (PROGRESS_REPORT if often else self._heartbeat_interval)
+            if first or due:
+                reported_steps, reported_at = steps, now
+                self._say(messages.Heartbeat(round_, steps))
+
+    # ---- commands
+
+    def _handle(self, event: agent_machine.Input) -> None:
+        for command in self._machine.handle(event):
+            self._carry_out(command)
+
+    def _carry_out(self, command: agent_machine.Command) -> None:
+        if isinstance(command, agent_machine.JoinRound):
+            self._join(command.round)
+        elif isinstance(command, agent_machine.Say):
+            self._say(command.message)
+        elif isinstance(command, agent_machine.StartWorkers):
+            self._start(command.world)
+        elif isinstance(command, agent_machine.StopWorkers):
+            self._stopping = asyncio.create_task(self._stop_workers())
+        elif not self._left.done():
+            self._left.set_result(command.outcome)
+
+    def _join(self, round_: int) -> None:
+        if self._port is None:
+            self._port = PortReservation(self._store_port)
+        offer = Offer(self._launch.nproc_per_node, self._address, self._port.port)
+        self._say(messages.Join(round_, offer))
+
+    def _start(self, world: World) -> None:
+        if self._port is not None:
+            self._port.release()
+            self._port = None
+        try:
+            self._workers.start(world)
+        except (OSError, ConfigurationError) as error:
+            failure = self._spawn_failure(world, error)
+            asyncio.get_running_loop().call_soon(self.worker_ended, 0, failure)
+
+    def _spawn_failure(self, world: World, error: Exception) -> Failure:
+        return Failure(
+            id=uuid.uuid4().hex,
+            kind=FailureKind.SPAWN,
+            node_id=self._machine.node_id,
+            rank=world.first_rank,
+            local_rank=0,
+            round=world.round,
+            time=time.time(),
+            message=str(error),
+            hostname=self._hostname,
+        )
+
+    async def _stop_workers(self) -> None:
+        outcome = self._machine.outcome
+        number = signal.SIGTERM
+        if outcome is not None and outcome.exit_code > ExitCode.SIGNAL_BASE:
+            number = signal.Signals(outcome.exit_code - ExitCode.SIGNAL_BASE)
+        await self._workers.stop(number, self._launch.shutdown_timeout)
+        self._handle(agent_machine.WorkersStopped())

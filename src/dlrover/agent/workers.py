@@ -1,0 +1,335 @@
+"""One node's workers: started from a zygote, watched, stopped without leaving anything behind."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dlrover._util import accelerators, cgroup, procs
+from dlrover.agent import environment, numa, zygotes
+from dlrover.agent.logs import AttemptLogs, RunLogs
+from dlrover.agent.zygote import Order
+from dlrover.elastic.progress import MAX_SLOTS, Board
+from dlrover.errors import ConfigurationError
+from dlrover.spec.failure import Failure, FailureKind
+from dlrover.spec.launch import Entry, LaunchSpec
+from dlrover.spec.world import World
+
+logger = logging.getLogger(__name__)
+
+KILL_WAIT = 10.0
+"""Seconds to wait for a process after SIGKILL; one that stays longer hangs in the kernel."""
+
+
+@dataclass
+class Worker:
+    """One worker process of the current round."""
+
+    local_rank: int
+    rank: int
+    pid: int = 0
+    status: int | None = None
+    """Wait status once it has ended."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class WorkerGroup:
+    """The workers of one node. Everything happens on the event loop it was made on.
+
+    ``on_exit(local_rank, failure)`` is called for each worker that ends by itself, with None after exit
+    code 0. Workers that end after `stop` was called are reported only if they had failed before.
+    """
+
+    def __init__(
+        self,
+        launch: LaunchSpec,
+        base_env: Mapping[str, str],
+        logs: RunLogs,
+        hostname: str,
+        on_exit: Callable[[int, Failure | None], None],
+    ) -> None:
+        if launch.nproc_per_node > MAX_SLOTS:
+            raise ConfigurationError(
+                f"--nproc-per-node {launch.nproc_per_node}: at most {MAX_SLOTS} workers run on a node."
+            )
+        self.node_id = -1
+        self._launch = launch
+        self._base_env = base_env
+        self._run_logs = logs
+        self._hostname = hostname
+        self._on_exit = on_exit
+        self._board_fd = zygotes.make_board()
+        self._board = Board(self._board_fd)
+        self._cold: zygotes.ZygoteProcess | None = None
+        self._warm: zygotes.ZygoteProcess | None = None
+        self._retired: list[zygotes.ZygoteProcess] = []
+        self._modules_file = ""
+        self._workers: dict[int, Worker] = {}
+        self._ids = 0
+        self._by_id: dict[int, Worker] = {}
+        self._world: World | None = None
+        self._logs: AttemptLogs | None = None
+        self._stopped_at: float | None = None
+        self._oom_kills = 0
+
+    # ---- start
+
+    def prepare(self) -> None:
+        """Start a zygote ahead of the first round."""
+        if self._cold is None:
+            self._cold = self._start_zygote("")
+
+    def start(self, world: World) -> None:
+        """Start the workers of a round."""
+        count = self._launch.nproc_per_node
+        ranks = {local: world.first_rank + local for local in range(count)}
+        self._world = world
+        self._stopped_at = None
+        self._oom_kills = cgroup.oom_kills()
+        self._board.clear()
+        self._logs = self._run_logs.attempt(world.restart_count, ranks)
+        self._workers = {local: Worker(local, rank) for local, rank in ranks.items()}
+        zygote = self._pick_zygote()
+        for worker in self._workers.values():
+            self._ids += 1
+            self._by_id[self._ids] = worker
+            zygote.spawn(self._order(self._ids, worker, world, self._logs))
+        sys.stdout.flush()
+        self._logs.start(sys.stdout.buffer, sys.stderr.buffer)
+
+    def _order(self, id_: int, worker: Worker, world: World, logs: AttemptLogs) -> Order:
+        local_rank = worker.local_rank
+        error_file = str(logs.error_file(local_rank))
+        launch = self._launch
+        return Order(
+            spawn=id_,
+            entry=launch.entry.value,
+            target=launch.target,
+            args=environment.worker_arguments(launch, local_rank),
+            env=environment.worker_environment(
+                launch, world, local_rank, self._base_env, error_file
+            ),
+            stdout=str(logs.stdout(local_rank)),
+            stderr=str(logs.stderr(local_rank)),
+            error_file=error_file,
+            slot=local_rank,
+            modules_file=str(logs.directory / "modules.json") if local_rank == 0 else "",
+            cpus=self._cpus(local_rank),
+        )
+
+    def _cpus(self, local_rank: int) -> list[int]:
+        if not self._launch.numa_binding:
+            return []
+        topology, devices = self._topology
+        return sorted(numa.plan(self._launch.numa_binding, local_rank, topology, devices))
+
+    @functools.cached_property
+    def _topology(self) -> tuple[numa.Topology, tuple[int, ...]]:
+        """This machine, and the NUMA node of each local rank's device."""
+        topology = numa.read_topology()
+        count = self._launch.nproc_per_node
+        return topology, numa.device_numa_nodes(accelerators.pci_addresses(), count, topology)
+
+    # ---- zygotes
+
+    def _start_zygote(self, preload_file: str) -> zygotes.ZygoteProcess:
+        return zygotes.ZygoteProcess(
+            self._launch.python or sys.executable,
+            self._base_env,
+            self._board_fd,
+            preload_file,
+            self._started,
+            self._exited,
+            self._zygote_lost,
+        )
+
+    def _pick_zygote(self) -> zygotes.ZygoteProcess:
+        """The warmest zygote that is ready; one without preloaded modules is always at hand."""
+        warm = self._warm
+        if warm is not None and warm.ready and not warm.problem:
+            if self._cold is not None:
+                self._retire(self._cold)
+                self._cold = None
+            return warm
+        self.prepare()
+        assert self._cold is not None
+        return self._cold
+
+    def _warm_up(self) -> None:
+        """Once the workers have listed what they imported, start a zygote that has it too."""
+        if self._warm is not None or self._launch.entry is Entry.COMMAND or self._logs is None:
+            return
+        listed = str(self._logs.directory / "modules.json")
+        if listed != self._modules_file and self._board.read(0).modules_listed:
+            self._modules_file = listed  # one attempt for each list: importing may crash
+            self._warm = self._start_zygote(listed)
+
+    def _retire(self, zygote: zygotes.ZygoteProcess) -> None:
+        zygote.close()
+        self._retired.append(zygote)
+
+    def _zygote_lost(self, zygote: zygotes.ZygoteProcess) -> None:
+        """A zygote died; its workers died with it."""
+        zygote.close()
+        self._retired.append(zygote)
+        if zygote is self._warm:
+            self._warm = None
+        elif zygote is self._cold:
+            self._cold = None
+        for worker in sorted(zygote.workers):
+            self._exited(worker, int(signal.SIGKILL))
+
+    # ---- watch
+
+    def _started(self, id_: int, pid: int) -> None:
+        self._by_id[id_].pid = pid
+
+    def _exited(self, id_: int, status: int) -> None:
+        worker = self._by_id.pop(id_)
+        worker.status = status
+        worker.ended.set()
+        if self._workers.get(worker.local_rank) is not worker:
+            return
+        failure = None if status == 0 else self._failure(worker, status)
+        if self._stopped_at is None or (failure is not None and self._preceded_stop(failure)):
+            self._on_exit(worker.local_rank, failure)
+
+    def _preceded_stop(self, failure: Failure) -> bool:
+        """Whether a worker that ended while being stopped had recorded an exception before."""
+        stopped_at = self._stopped_at or 0.0
+        return failure.kind is FailureKind.EXCEPTION and failure.time < stopped_at
+
+    def _failure(self, worker: Worker, status: int) -> Failure:
+        assert self._logs is not None
+        assert self._world is not None
+        stderr = self._logs.stderr(worker.local_rank)
+        error = _recorded_error(self._logs.error_file(worker.local_rank))
+        signaled = os.WIFSIGNALED(status)
+        kind = FailureKind.SIGNAL if signaled else FailureKind.EXIT
+        if error and not signaled:
+            kind = FailureKind.EXCEPTION
+        return Failure(
+            id=uuid.uuid4().hex,
+            kind=kind,
+            node_id=self.node_id,
+            rank=worker.rank,
+            local_rank=worker.local_rank,
+            round=self._world.round,
+            pid=worker.pid,
+            time=error.time if kind is FailureKind.EXCEPTION and error.time else time.time(),
+            exit_code=None if signaled else os.WEXITSTATUS(status),
+            signal=os.WTERMSIG(status) if signaled else None,
+            exception=error.type,
+            message=error.message,
+            traceback=error.traceback,
+            stderr_tail=self._logs.stderr_tail(worker.local_rank),
+            log_path=str(stderr),
+            steps=self._board.read(worker.local_rank).steps,
+            hostname=self._hostname,
+            oom_killed=cgroup.oom_kills() > self._oom_kills,
+        ).bounded()
+
+    def steps(self) -> int:
+        """Optimizer steps that every worker of the round has completed, at least."""
+        self._warm_up()
+        return min((self._board.read(w.local_rank).steps for w in self._workers.values()), default=0)
+
+    # ---- stop
+
+    async def stop(self, number: signal.Signals, grace: float) -> None:
+        """End all workers and everything that they started.
+
+        The signal goes to the workers alone, not to their children, so that a worker can still use its
+        data loaders while it saves; after ``grace`` seconds everything is killed.
+        """
+        self._stopped_at = time.time()
+        running = [w for w in self._workers.values() if w.status is None]
+        procs.kill([w.pid for w in running if w.pid], number)
+        await _all_ended(running, grace)
+        for worker in self._workers.values():
+            procs.kill_group(worker.pid)
+        stuck = await _all_ended(running, KILL_WAIT)
+        for worker in stuck:
+            logger.error(
+                "Worker %d (pid %d) did not end %g s after SIGKILL: it hangs in the kernel",
+                worker.rank, worker.pid, KILL_WAIT,
+            )  # fmt: skip
+        procs.end_orphans(self._own_pids(), KILL_WAIT)
+        if self._logs is not None:
+            self._logs.stop()
+            self._logs = None
+        self._workers = {}
+
+    async def close(self) -> None:
+        """End the zygotes too."""
+        for zygote in (self._cold, self._warm):
+            if zygote is not None:
+                self._retire(zygote)
+        self._cold = self._warm = None
+        for zygote in self._retired:
+            await zygote.wait()
+
+    def reap(self) -> None:
+        """Reap orphans of the workers and zygotes that have ended."""
+        self._retired = [z for z in self._retired if z.process.poll() is None]
+        procs.reap_orphans(self._own_pids())
+
+    def _own_pids(self) -> set[int]:
+        alive = [self._cold, self._warm, *self._retired]
+        return {z.process.pid for z in alive if z is not None}
+
+
+@dataclass(frozen=True)
+class RecordedError:
+    """What an error file says; empty texts where it says nothing."""
+
+    type: str = ""
+    message: str = ""
+    traceback: str = ""
+    time: float = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self.type or self.message or self.traceback)
+
+
+def _recorded_error(path: Path) -> RecordedError:
+    """The exception in an error file, written by our bootstrap or by torch's ``@record``."""
+    content = zygotes.read_json(path)
+    message = content.get("message") if isinstance(content, dict) else None
+    if isinstance(message, str):
+        return RecordedError(message=message)
+    if not isinstance(message, dict):
+        return RecordedError()
+    extra = message.get("extraInfo")
+    extra = extra if isinstance(extra, dict) else {}
+    text = str(message.get("message", ""))
+    name, _, rest = text.partition(": ")
+    try:
+        when = float(extra.get("time") or extra.get("timestamp") or 0)
+    except (TypeError, ValueError):
+        when = 0.0
+    return RecordedError(
+        type=str(message.get("errorType") or name.partition("(")[0]),
+        message=rest if rest and name.isidentifier() else text,
+        traceback=str(extra.get("py_callstack", "")),
+        time=when,
+    )
+
+
+async def _all_ended(workers: list[Worker], seconds: float) -> list[Worker]:
+    """Wait until the workers have ended, at most so long; those that have not."""
+    waits = [asyncio.ensure_future(w.ended.wait()) for w in workers if not w.ended.is_set()]
+    if waits:
+        _, pending = await asyncio.wait(waits, timeout=seconds)
+        for wait in pending:
+            wait.cancel()
+    return [w for w in workers if not w.ended.is_set()]

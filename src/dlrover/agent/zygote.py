@@ -1,0 +1,246 @@
+"""The zygote: a process that forks workers, so that a restart costs no import.
+
+The agent starts one with the names of the modules that the last run had imported. It imports them,
+initialises no accelerator, and waits for orders on a socket. A worker is then a fork of it: there in
+milliseconds. The first zygote of a job has imported nothing, so that the first run is as plain
+``python`` would have it.
+
+The protocol is one JSON object per frame (4 bytes of length, big-endian, then the text):
+
+- to the zygote: ``{"spawn": id, ...}`` (see `Order`);
+- from it: ``{"ready": seconds, "problem": text}``, ``{"started": id, "pid": n}``,
+  ``{"exited": id, "status": wait status}``.
+
+Only the standard library is imported here. When the agent dies the socket closes; the zygote then kills
+its workers with their process groups and leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import warnings
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from dlrover.elastic import bootstrap
+from dlrover.elastic.progress import Board
+
+PR_SET_PDEATHSIG = 1
+_LENGTH = struct.Struct(">I")
+
+
+@dataclass(frozen=True)
+class Order:
+    """One worker to start."""
+
+    spawn: int
+    """The agent's id for the worker."""
+    entry: str
+    target: str
+    args: list[str]
+    env: dict[str, str]
+    stdout: str
+    stderr: str
+    error_file: str
+    slot: int
+    modules_file: str = ""
+    cpus: list[int] = field(default_factory=list)
+    """CPUs to run on; empty: as inherited."""
+
+
+def pack(message: dict[str, Any]) -> bytes:
+    """A frame of the protocol."""
+    data = json.dumps(message).encode()
+    return _LENGTH.pack(len(data)) + data
+
+
+def frames(buffer: bytearray) -> list[dict[str, Any]]:
+    """Take the complete frames out of ``buffer``."""
+    found = []
+    while len(buffer) >= _LENGTH.size:
+        (length,) = _LENGTH.unpack_from(buffer)
+        end = _LENGTH.size + length
+        if len(buffer) < end:
+            break
+        found.append(json.loads(bytes(buffer[_LENGTH.size : end])))
+        del buffer[:end]
+    return found
+
+
+def preload(names: list[str]) -> str:
+    """Import modules by name; why forking would not be safe afterwards, or an empty string.
+
+    A module that cannot be imported is left to the worker, which will report it if it matters.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in names:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+    if threading.active_count() > 1:
+        others = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+        return f"importing started threads: {', '.join(others)}"
+    initialised = _initialised_devices()
+    return f"importing initialised {', '.join(initialised)}" if initialised else ""
+
+
+def _initialised_devices() -> list[str]:
+    """PyTorch's device modules that hold an accelerator: it would not survive a fork."""
+    torch = sys.modules.get("torch")
+    found = []
+    for name, module in vars(torch).items() if torch else ():
+        is_initialized = getattr(module, "is_initialized", None)
+        is_device = hasattr(module, "device_count") and callable(is_initialized)
+        if is_device and is_initialized():
+            found.append(f"torch.{name}")
+    return found
+
+
+class Zygote:
+    """The process's state: its socket, and the workers it has forked."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._workers: dict[int, int] = {}  # pid -> the agent's id
+
+    def serve(self) -> Order | None:
+        """Obey until the socket closes, then kill what is left and return None.
+
+        In a forked worker it returns the order that the worker is to carry out.
+        """
+        wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake_write)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        selector = selectors.DefaultSelector()
+        selector.register(self._sock, selectors.EVENT_READ)
+        selector.register(wake_read, selectors.EVENT_READ)
+        buffer = bytearray()
+        closed = False
+        while not closed:
+            for key, _ in selector.select():
+                if key.fileobj is self._sock:
+                    data = self._sock.recv(1 << 16)
+                    closed = not data
+                    buffer += data
+                else:
+                    os.read(wake_read, 1 << 10)
+            for message in frames(buffer):
+                order = Order(**message)
+                if self._fork(order):
+                    selector.close()
+                    return order
+            self._reap()
+        for pid in self._workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        return None
+
+    def _fork(self, order: Order) -> bool:
+        """Fork; True in the new process."""
+        with warnings.catch_warnings():
+            # Python 3.12 warns of threads that a fork does not copy. `preload` has made sure that
+            # Python has none; the native pools of BLAS libraries handle forks themselves.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid == 0:
+            return True
+        self._workers[pid] = order.spawn
+        self.send({"started": order.spawn, "pid": pid})
+        return False
+
+    def _reap(self) -> None:
+        while self._workers:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            worker = self._workers.pop(pid, None)
+            if worker is not None:
+                self.send({"exited": worker, "status": status})
+
+    def send(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._sock.sendall(pack(message))  # a dead agent is noticed when reading
+
+
+def become_worker(order: Order, sock: socket.socket, board: Board, zygote_pid: int) -> int:
+    """Turn a forked process into a worker and run its program; the exit code of the process."""
+    _leave_zygote(order, sock, zygote_pid)
+    if order.entry == "command":
+        return _replace_by_command(order)
+    program = bootstrap.Program(
+        entry=order.entry,
+        target=order.target,
+        args=order.args,
+        error_file=order.error_file,
+        slot=order.slot,
+        modules_file=order.modules_file,
+    )
+    return bootstrap.run(program, board)
+
+
+def _replace_by_command(order: Order) -> int:
+    """Become another program; a shell's exit code if that is not possible."""
+    try:
+        os.execvpe(order.target, [order.target, *order.args], order.env)  # noqa: S606
+    except OSError as error:
+        print(f"{order.target} cannot be started: {error.strerror}", file=sys.stderr)  # noqa: T201
+        return 127 if isinstance(error, FileNotFoundError) else 126
+
+
+def _leave_zygote(order: Order, sock: socket.socket, zygote_pid: int) -> None:
+    os.setsid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != zygote_pid:
+        sys.exit(1)  # the zygote died before the kernel knew that this process depends on it
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sock.close()
+    _redirect(order.stdout, 1)
+    _redirect(order.stderr, 2)
+    if order.cpus:
+        os.sched_setaffinity(0, order.cpus)
+    os.environ.clear()  # noqa: TID251 - the worker's environment is the order's
+    os.environ.update(order.env)  # noqa: TID251
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()  # forks of one process must not draw the same numbers
+
+
+def _redirect(path: str, fd: int) -> None:
+    opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(opened, fd)
+    os.close(opened)
+
+
+def main(sock_fd: int, board_fd: int, preload_file: str) -> NoReturn:
+    """Run as the zygote on the given descriptors."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    zygote_pid = os.getpid()
+    started = time.monotonic()
+    problem = ""
+    if preload_file:
+        with open(preload_file, encoding="utf-8") as file:
+            problem = preload(json.load(file))
+    sock = socket.socket(fileno=sock_fd)
+    board = Board(board_fd)
+    zygote = Zygote(sock)
+    zygote.send({"ready": time.monotonic() - started, "problem": problem})
+    gc.freeze()  # what is shared with the workers stays shared
+    order = zygote.serve()
+    sys.exit(0 if order is None else become_worker(order, sock, board, zygote_pid))

@@ -1,0 +1,137 @@
+"""The agent's side of a zygote: start one, send it orders, hear what becomes of its workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import dlrover
+from dlrover.agent import zygote
+
+logger = logging.getLogger(__name__)
+
+PACKAGE_ROOT = str(Path(dlrover.__file__).parent.parent)
+
+# The interpreter may be one in which this package is not installed (PYTHON_EXEC): what the zygote
+# needs is imported from here, then the path is as if we had never been there.
+_START = (
+    "import sys; sys.path.insert(0, {root!r}); from dlrover.agent import zygote; del sys.path[0]; "
+    "zygote.main({sock}, {board}, {preload!r})"
+)
+
+OnStarted = Callable[[int, int], None]
+"""Called with a worker's id and pid."""
+OnExited = Callable[[int, int], None]
+"""Called with a worker's id and its wait status."""
+
+
+class ZygoteProcess:
+    """One zygote, from its start to its end."""
+
+    def __init__(
+        self,
+        python: str,
+        env: Mapping[str, str],
+        board_fd: int,
+        preload_file: str,
+        on_started: OnStarted,
+        on_exited: OnExited,
+        on_lost: Callable[[ZygoteProcess], None],
+    ) -> None:
+        self.ready = False
+        self.problem = ""
+        self.workers: set[int] = set()
+        self._on_started, self._on_exited, self._on_lost = on_started, on_exited, on_lost
+        self._buffer = bytearray()
+        ours, theirs = socket.socketpair()
+        code = _START.format(
+            root=PACKAGE_ROOT, sock=theirs.fileno(), board=board_fd, preload=preload_file
+        )
+        with theirs:
+            self.process = subprocess.Popen(
+                [python, "-u", "-c", code],
+                env=dict(env),
+                pass_fds=(theirs.fileno(), board_fd),
+                start_new_session=True,
+            )
+        ours.setblocking(False)
+        self._socket = ours
+        asyncio.get_running_loop().add_reader(ours.fileno(), self._receive)
+
+    def spawn(self, order: zygote.Order) -> None:
+        """Start a worker."""
+        self.workers.add(order.spawn)
+        self._send(zygote.pack(asdict(order)))
+
+    def close(self) -> None:
+        """Let the zygote go: it ends, and kills what workers it still has."""
+        with contextlib.suppress(ValueError, OSError):
+            asyncio.get_running_loop().remove_reader(self._socket.fileno())
+        self._socket.close()
+
+    async def wait(self) -> None:
+        """Wait until the process has ended."""
+        while self.process.poll() is None:
+            await asyncio.sleep(0.01)
+
+    def _send(self, data: bytes) -> None:
+        # Orders are rare and small; a zygote that does not read them is being given up on anyway.
+        self._socket.setblocking(True)
+        self._socket.settimeout(5.0)
+        try:
+            self._socket.sendall(data)
+        except OSError as error:
+            logger.warning("The zygote %d does not take orders: %s", self.process.pid, error)
+        finally:
+            self._socket.setblocking(False)
+
+    def _receive(self) -> None:
+        try:
+            data = self._socket.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            asyncio.get_running_loop().remove_reader(self._socket.fileno())
+            self._on_lost(self)
+            return
+        self._buffer += data
+        for message in zygote.frames(self._buffer):
+            self._take(message)
+
+    def _take(self, message: dict[str, object]) -> None:
+        if "ready" in message:
+            self.ready = True
+            self.problem = str(message["problem"])
+            logger.debug("Zygote %d is ready after %s s", self.process.pid, message["ready"])
+        elif "started" in message:
+            self._on_started(int(str(message["started"])), int(str(message["pid"])))
+        elif "exited" in message:
+            worker = int(str(message["exited"]))
+            self.workers.discard(worker)
+            self._on_exited(worker, int(str(message["status"])))
+
+
+def make_board() -> int:
+    """The descriptor of a fresh progress board: memory that no name refers to."""
+    fd = os.memfd_create("dlrover-progress", os.MFD_CLOEXEC)
+    os.ftruncate(fd, os.sysconf("SC_PAGE_SIZE"))
+    os.set_inheritable(fd, True)
+    return fd
+
+
+def read_json(path: Path) -> object:
+    """The JSON value in a file; None if it is not there or torn."""
+    try:
+        return json.loads(path.read_text(errors="replace"))
+    except (OSError, ValueError):
+        return None

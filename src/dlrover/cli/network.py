@@ -1,0 +1,66 @@
+"""Which machine is which: whether a host name is this one, and under which address others reach it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+import psutil
+
+from dlrover.errors import ConfigurationError
+
+
+def addresses_of(host: str) -> frozenset[str]:
+    """The IP addresses of a host.
+
+    Raises:
+        ConfigurationError: the name is unknown.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigurationError(
+            f"The host {host} of --rdzv-endpoint cannot be resolved: {error.strerror}."
+        ) from error
+    return frozenset(str(info[4][0]) for info in found)
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether one of the host's addresses belongs to an interface of this machine."""
+    own = {
+        address.address.partition("%")[0]
+        for interface in psutil.net_if_addrs().values()
+        for address in interface
+        if address.family in (socket.AF_INET, socket.AF_INET6)
+    }
+    return any(a in own or a.startswith("127.") for a in addresses_of(host))
+
+
+def address_towards(host: str, port: int) -> str:
+    """This machine's address on the way to another one: where that one can reach it."""
+    for family, _, _, _, target in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # sends nothing: it only looks up the route
+            return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+class HostLock:
+    """Decides which of several launchers on this machine starts the master for an endpoint.
+
+    The lock is a name in the kernel, not a file: it goes with the process that holds it.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        try:
+            self._socket.bind(f"\0dlrover-master-{port}")
+            self.held = True
+        except OSError:
+            self._socket.close()
+            self.held = False
+
+    def release(self) -> None:
+        """Let another launcher start a master."""
+        self._socket.close()
+        self.held = False

@@ -1,0 +1,195 @@
+"""argparse with torchrun's habits: two spellings of an option, ``PET_`` defaults, abbreviations."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import difflib
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from dlrover.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+NEARNESS = 0.7
+"""From which similarity, between 0 and 1, an option is suggested for an unknown one."""
+
+
+class LaunchParser(argparse.ArgumentParser):
+    """Raises `ConfigurationError` instead of exiting, and keeps torchrun's abbreviations."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.own_options: set[str] = set()
+        """Names of the options that torchrun does not have."""
+        self.set_by_environ: set[str] = set()
+        """Names of the options that an environment variable sets."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ``message``, followed by where to read on."""
+        raise ConfigurationError(f"{message}; see {self.prog} --help")
+
+    def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
+        """As argparse's; a wrong value in the environment counts if nothing replaced it."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(self._unknown_option(unknown[0]))
+        for value in vars(parsed).values():
+            if isinstance(value, _BadDefault):
+                self.error(value.message)
+        return parsed
+
+    def _unknown_option(self, text: str) -> str:
+        option = text.partition("=")[0]
+        alike = _most_alike(option, [flag for flag in self._option_string_actions if flag[2:]])
+        hint = f" (did you mean {alike}?)" if alike else ""
+        return f"unknown option {option}{hint}"
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        # What argparse asks when an option is not spelled out. An abbreviation that torchrun
+        # understands must not turn ambiguous because of an option that only DLRover has, nor
+        # because of the two spellings of one option.
+        matches: list[Any] = super()._get_option_tuples(option_string)
+        of_torchrun = [match for match in matches if match[0].dest not in self.own_options]
+        unique: dict[str, Any] = {}
+        for match in of_torchrun or matches:
+            unique.setdefault(match[0].dest, match)
+        return list(unique.values())
+
+
+class OptionGroup:
+    """Adds options under one heading of the help text: both spellings, ``PET_`` defaults."""
+
+    def __init__(
+        self,
+        parser: LaunchParser,
+        environ: Mapping[str, str],
+        title: str,
+        description: str | None = None,
+        *,
+        own: bool = False,
+    ) -> None:
+        self.environ = environ
+        self._parser = parser
+        self._group = parser.add_argument_group(title, description)
+        self._own = own
+
+    def add_positional(self, name: str, **settings: Any) -> None:
+        """Add a positional argument; ``settings`` are argparse's."""
+        action = self._group.add_argument(name, type=str, **settings)
+        # Some versions of argparse say of the rest of the line, too, that it is missing.
+        action.required = action.nargs != argparse.REMAINDER
+
+    def add(
+        self,
+        *flags: str,
+        kind: Callable[[str], Any] = str,
+        from_environ: bool = True,
+        **settings: Any,
+    ) -> None:
+        """Add an option with a value; ``settings`` are argparse's."""
+        action = self._group.add_argument(*_spellings(flags), action=_Set, type=kind, **settings)
+        self._register(action, kind if from_environ else None)
+
+    def add_switch(self, *flags: str, help: str) -> None:  # noqa: A002
+        """Add an option without a value: off unless it is given or its variable is not 0."""
+        action = self._group.add_argument(
+            *_spellings(flags), action=_Set, nargs=0, const=True, default=False, help=help
+        )
+        self._register(action, _switch_value)
+
+    def _register(self, action: argparse.Action, kind: Callable[[str], Any] | None) -> None:
+        if self._own:
+            self._parser.own_options.add(action.dest)
+        variable = f"PET_{action.dest.upper()}"
+        if kind is None or variable not in self.environ:
+            return
+        self._parser.set_by_environ.add(action.dest)
+        action.default = _from_environ(action, kind, variable, self.environ[variable])
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Lists one spelling of each option."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        shown = copy.copy(action)
+        shown.option_strings = [flag for flag in action.option_strings if "_" not in flag]
+        return super()._format_action_invocation(shown)
+
+
+class _Set(argparse.Action):
+    """Stores the value, or the constant of a switch, and notes in ``given`` that it was set."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
+        namespace.given |= {self.dest}
+
+
+class _BadDefault:
+    """A value from the environment that its option does not take.
+
+    It becomes an error only if it is used: the command line may set the option, or ask for help.
+    """
+
+    def __init__(self, text: str, message: str) -> None:
+        self.text = text
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _spellings(flags: Sequence[str]) -> list[str]:
+    """``flags``, and after each one with inner dashes its spelling with underscores."""
+    both = ((flag, "--" + flag[2:].replace("-", "_")) if flag[2:] else (flag,) for flag in flags)
+    return [spelling for pair in both for spelling in dict.fromkeys(pair)]
+
+
+def _from_environ(
+    action: argparse.Action, kind: Callable[[str], Any], variable: str, text: str
+) -> Any:
+    """``text`` as a value of ``action``, or the error to report if it gets used."""
+    subject = f"{variable}={text!r} is not a value for {_long_option(action)}"
+    try:
+        value = kind(text)
+    except ValueError:
+        wanted = "a number" if kind is float else "a whole number"
+        if action.nargs == 0:
+            wanted = "1 (on) or 0 (off)"
+        return _BadDefault(text, f"{subject}, which takes {wanted}")
+    if action.choices is not None and value not in action.choices:
+        choices = ", ".join(map(str, action.choices))
+        return _BadDefault(text, f"{subject}, which takes one of {choices}")
+    return value
+
+
+def _most_alike(option: str, flags: Sequence[str]) -> str:
+    """The one of ``flags`` that ``option`` was meant to be, empty if none is near."""
+    wanted = option.lstrip("-").replace("_", "-")
+    matcher = difflib.SequenceMatcher(b=wanted)
+
+    def similarity(flag: str) -> float:
+        # Also against as much of the flag: people leave out the end of a name, as of --nproc.
+        ratios = []
+        for name in (flag[2:], flag[2:][: len(wanted)]):
+            matcher.set_seq1(name)
+            ratios.append(matcher.ratio())
+        return max(ratios)
+
+    best = max(flags, key=similarity)
+    return best if len(wanted) > 1 and similarity(best) > NEARNESS else ""
+
+
+def _long_option(action: argparse.Action) -> str:
+    return next(option for option in action.option_strings if option.startswith("--"))
+
+
+def _switch_value(text: str) -> bool:
+    return bool(int(text))

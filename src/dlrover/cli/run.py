@@ -1,0 +1,192 @@
+"""``dlrover-run``: torchrun's command line, plus fault tolerance and an explanation of each end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import shutil
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from dlrover import config
+from dlrover._util import files
+from dlrover.cli import arguments, jobs, report
+from dlrover.cli.launchspec import Endpoint, RunOptions, parse_endpoint
+from dlrover.errors import ConfigurationError, DLRoverError
+from dlrover.spec.job import JobSpec
+from dlrover.spec.jobdir import AgentConfig, JobDir, MasterConfig, TlsFiles
+from dlrover.spec.outcome import Outcome
+
+DEFAULT_PORT = 29400
+"""Of a master's address that names none; torchrun's rendezvous port."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``dlrover-run``; its exit code (see ``dlrover.errors.ExitCode``)."""
+    logging.basicConfig(format="dlrover: %(message)s", level=logging.WARNING)
+    env = config.environ()
+    try:
+        options = arguments.parse(sys.argv[1:] if argv is None else argv, env)
+        outcome = run(options, env)
+    except DLRoverError as error:
+        print(f"dlrover-run: {error}", file=sys.stderr)
+        return error.exit_code
+    show(outcome, options.output)
+    return outcome.exit_code
+
+
+def show(outcome: Outcome, output: str) -> None:
+    """Print the last screen: JSON to standard output, text to standard error."""
+    if output == "json":
+        print(report.render_json(outcome))
+        return
+    terminal = sys.stderr.isatty()
+    text = report.render(outcome, width=shutil.get_terminal_size((100, 24)).columns, colour=terminal)
+    if outcome.exit_code or terminal:
+        print(text, file=sys.stderr)
+
+
+def run(options: RunOptions, env: Mapping[str, str]) -> Outcome:
+    """Run the job, or this machine's part of it, to its end.
+
+    Raises:
+        ConfigurationError: something in the options or on this machine does not allow to start.
+        InfrastructureError: the job's processes cannot be kept alive.
+    """
+    settings = config.settings(env, options.config_file, options.rdzv_conf)
+    for notice in options.notices:
+        print(f"dlrover-run: {notice}", file=sys.stderr)
+    name = jobs.job_name(options.launch.run_id if not options.standalone else "", options.launch.target)
+    job_dir = jobs.create(env, name, options.job_dir)
+    with jobs.locked(job_dir):
+        plan = _Plan(options, settings, env, job_dir, name)
+        if env.get("DLROVER_MASTER_ADDR"):
+            plan.join(parse_endpoint("DLROVER_MASTER_ADDR", env["DLROVER_MASTER_ADDR"], DEFAULT_PORT))
+        elif options.standalone or options.local_nodes or options.max_nodes == 1:
+            plan.run_here()
+        elif options.rdzv_endpoint is None:
+            raise ConfigurationError(
+                f"--nnodes {options.max_nodes} needs a place to meet: give --rdzv-endpoint HOST:PORT, "
+                "the same on every node, or --local-nodes to run all nodes on this machine."
+            )
+        else:
+            plan.meet(options.rdzv_endpoint)
+        return plan.execute()
+
+
+class _Plan:
+    """Which processes to start on this machine, and the files that they start from."""
+
+    def __init__(
+        self,
+        options: RunOptions,
+        settings: config.Settings,
+        env: Mapping[str, str],
+        job_dir: JobDir,
+        name: str,
+    ) -> None:
+        self._options = options
+        self._settings = settings
+        self._env = env
+        self._job_dir = job_dir
+        self._name = name
+        self._tls = TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_ca)
+        self._has_master = False
+        self._has_agent = False
+
+    def run_here(self) -> None:
+        """A job of this machine alone: a master that launches one or more local nodes."""
+        nodes = self._options.local_nodes or 1
+        self._write_master("127.0.0.1", 0, managed_nodes=nodes)
+        self._write_agent("", self._options.local_addr or "127.0.0.1", self._options.master_port)
+        jobs.write_token(self._job_dir, secrets.token_hex(16))
+
+    def join(self, master: Endpoint) -> None:
+        """One node of a job whose master is elsewhere."""
+        self._join(master)
+        jobs.write_token(self._job_dir, self._shared_token())
+
+    def meet(self, endpoint: Endpoint) -> None:
+        """One node of a job whose nodes know an endpoint; the machine that owns it runs the master."""
+        from dlrover.cli import network  # noqa: PLC0415 - only here: psutil takes its time
+
+        self._join(endpoint)
+        jobs.write_token(self._job_dir, self._shared_token())
+        if not network.is_this_machine(endpoint.host):
+            return
+        self._host_lock = network.HostLock(endpoint.port)
+        if self._host_lock.held:
+            self._write_master("0.0.0.0", endpoint.port, managed_nodes=0)  # noqa: S104
+
+    def execute(self) -> Outcome:
+        """Start the processes and wait for the job's end."""
+        from dlrover.cli.supervisor import Supervisor  # noqa: PLC0415 - loads grpc
+
+        env = dict(self._env)
+        if self._options.omp_num_threads:
+            env["OMP_NUM_THREADS"] = self._options.omp_num_threads
+        supervisor = Supervisor(self._job_dir, env)
+        if self._has_master:
+            supervisor.add_master()
+        if self._has_agent:
+            supervisor.add_agent(self._options.node_rank if self._options.node_rank_given else -1)
+        launch = self._options.launch
+        signals = [signal.Signals[name] for name in launch.signals_to_handle.split(",")]
+        outcome = asyncio.run(supervisor.run(signals, launch.shutdown_timeout))
+        return msgspec.structs.replace(outcome, job_dir=str(self._job_dir.path))
+
+    def _join(self, master: Endpoint) -> None:
+        from dlrover.cli import network  # noqa: PLC0415
+
+        address = self._options.local_addr or network.address_towards(master.host, master.port)
+        host = f"[{master.host}]" if ":" in master.host else master.host
+        self._write_agent(f"{host}:{master.port}", address, 0)
+        self._has_agent = True
+
+    def _shared_token(self) -> str:
+        token, notice = jobs.shared_token(self._env, self._options.launch.run_id)
+        if notice:
+            print(f"dlrover-run: {notice}", file=sys.stderr)
+        return token
+
+    def _write_master(self, host: str, port: int, managed_nodes: int) -> None:
+        options = self._options
+        job = JobSpec(
+            name=self._name,
+            min_nodes=options.min_nodes,
+            max_nodes=options.max_nodes,
+            node_unit=options.node_unit,
+            managed_nodes=managed_nodes,
+            max_restarts=options.launch.max_restarts,
+            shutdown_timeout=options.launch.shutdown_timeout,
+            limits=self._settings.limits,
+        )
+        content = MasterConfig(
+            job=job, host=host, port=port, platform="local" if managed_nodes else "", tls=self._tls
+        )
+        self._write(self._job_dir.job, content)
+        self._has_master = True
+
+    def _write_agent(self, master: str, address: str, store_port: int) -> None:
+        content = AgentConfig(
+            launch=self._options.launch,
+            limits=self._settings.limits,
+            master_address=master,
+            address=address,
+            store_port=store_port,
+            tls=self._tls,
+        )
+        self._write(self._job_dir.agent, content)
+
+    @staticmethod
+    def _write(path: Path, content: msgspec.Struct) -> None:
+        files.write_atomically(path, msgspec.json.encode(content), mode=0o600)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""The foreground of ``dlrover-run``: starts the master and the agent, keeps them alive, cleans up.
+
+It decides nothing about the job. When it dies, everything it started dies with it: they hold the other
+end of its lifeline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from dlrover._util import procs
+from dlrover.cli.jobs import connect
+from dlrover.errors import ExitCode, InfrastructureError
+from dlrover.master.app import read_outcome
+from dlrover.spec.jobdir import JobDir
+from dlrover.spec.outcome import Outcome
+
+logger = logging.getLogger(__name__)
+
+RESTART_LIMIT = 10
+"""Restarts of one child within `RESTART_WINDOW` after which something is wrong for good."""
+RESTART_WINDOW = 60.0
+"""Seconds."""
+REAP_INTERVAL = 1.0
+"""Seconds between two looks for orphans to reap."""
+END_WAIT = 60.0
+"""Seconds that a stopped job gets beyond its shutdown time-out until it is killed."""
+
+KILL_WAIT = 10.0
+"""Seconds to wait for processes after SIGKILL."""
+FINAL_CODES = (ExitCode.USAGE,)
+"""Exit codes after which a child is not started again."""
+
+
+class Child:
+    """A process that is started again when it dies, until it leaves its outcome in a file."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], outcome: Path, env: Mapping[str, str], fd: int
+    ) -> None:
+        self.name = name
+        self._command = [*command, "--lifeline-fd", str(fd)]
+        self._outcome = outcome
+        self._env = dict(env)
+        self._fd = fd
+        self.process: subprocess.Popen[bytes] | None = None
+        self._starts: list[float] = []
+
+    async def run(self) -> Outcome:
+        """Keep the process alive until its outcome is there.
+
+        Raises:
+            InfrastructureError: it dies again and again, or cannot do its work at all.
+        """
+        while True:
+            self._check_restarts()
+            self.process = subprocess.Popen(
+                self._command, env=self._env, pass_fds=(self._fd,), start_new_session=True
+            )
+            await _ended(self.process.pid)
+            code = self.process.wait()
+            outcome = read_outcome(self._outcome)
+            if outcome is not None:
+                return outcome
+            if code in FINAL_CODES:
+                return Outcome(exit_code=code, reason=f"The {self.name} could not start.")
+            logger.warning("The %s ended with exit code %d and is started again", self.name, code)
+
+    def _check_restarts(self) -> None:
+        now = time.monotonic()
+        self._starts = [t for t in self._starts if now - t < RESTART_WINDOW]
+        if len(self._starts) >= RESTART_LIMIT:
+            raise InfrastructureError(
+                f"The {self.name} ended {RESTART_LIMIT} times within {RESTART_WINDOW:g} s; "
+                f"see its log in {self._outcome.parent}."
+            )
+        self._starts.append(now)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process, if it runs."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)
+
+
+class Supervisor:
+    """The processes of one ``dlrover-run``. Use it on one event loop, once."""
+
+    def __init__(self, job_dir: JobDir, env: Mapping[str, str]) -> None:
+        self._job_dir = job_dir
+        self._env = env
+        self._lifeline = procs.Lifeline()
+        self.master: Child | None = None
+        self.agent: Child | None = None
+        self.stopped_by: signal.Signals | None = None
+        procs.become_subreaper()
+
+    def add_master(self) -> None:
+        """Run the job's master here."""
+        self.master = self._child("master", "dlrover.master", self._job_dir.outcome, [])
+
+    def add_agent(self, node_rank: int) -> None:
+        """Run one node here, of a job whose master is here or elsewhere."""
+        arguments = ["--node-rank", str(node_rank), "--outcome", str(self._job_dir.left)]
+        self.agent = self._child("agent", "dlrover.agent", self._job_dir.left, arguments)
+
+    def _child(self, name: str, module: str, outcome: Path, arguments: Sequence[str]) -> Child:
+        command = [sys.executable, "-m", module, "--job-dir", str(self._job_dir.path), *arguments]
+        return Child(name, command, outcome, self._env, self._lifeline.read_fd)
+
+    async def run(self, signals: Sequence[signal.Signals], patience: float) -> Outcome:
+        """Run to the job's end, for this machine.
+
+        On a signal the job is asked to stop; after ``patience`` seconds, or at a second signal,
+        everything is killed.
+
+        Raises:
+            InfrastructureError: a child cannot be kept alive.
+        """
+        loop = asyncio.get_running_loop()
+        interrupted = asyncio.Event()
+        impatient = asyncio.Event()
+
+        def on_signal(number: signal.Signals) -> None:
+            (impatient if interrupted.is_set() else interrupted).set()
+            self.stopped_by = self.stopped_by or number
+
+        for number in signals:
+            loop.add_signal_handler(number, on_signal, number)
+        reaping = asyncio.create_task(self._reap())
+        work = asyncio.create_task(self._children())
+        stopping = asyncio.create_task(self._stop_when(interrupted, impatient, patience, work.cancel))
+        try:
+            return await work
+        except asyncio.CancelledError:
+            return self._killed()
+        finally:
+            for task in (reaping, stopping):
+                task.cancel()
+            self._end()
+
+    async def _children(self) -> Outcome:
+        """The agent's outcome if there is one here, else the master's; both have ended then."""
+        running = [child.run() for child in (self.agent, self.master) if child is not None]
+        outcomes = await asyncio.gather(*running)
+        return outcomes[0]
+
+    async def _stop_when(
+        self,
+        interrupted: asyncio.Event,
+        impatient: asyncio.Event,
+        patience: float,
+        kill: Callable[[], object],
+    ) -> None:
+        await interrupted.wait()
+        assert self.stopped_by is not None
+        number = self.stopped_by
+        if self.agent is not None:
+            self.agent.signal(number)
+        elif self.master is not None:
+            reason = f"The job was stopped by {number.name}."
+            with contextlib.suppress(InfrastructureError):
+                await self._ask_to_stop(reason, ExitCode.SIGNAL_BASE + number)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(impatient.wait(), patience + END_WAIT)
+        kill()
+
+    async def _ask_to_stop(self, reason: str, exit_code: int) -> None:
+        async with connect(self._job_dir) as client:
+            await client.stop(reason, exit_code)
+
+    def _killed(self) -> Outcome:
+        number = self.stopped_by or signal.SIGTERM
+        return Outcome(
+            exit_code=ExitCode.SIGNAL_BASE + number,
+            reason=f"The job was killed after {number.name}.",
+            job_dir=str(self._job_dir.path),
+        )
+
+    async def _reap(self) -> None:
+        while True:
+            await asyncio.sleep(REAP_INTERVAL)
+            procs.reap_orphans(self._own_pids())
+
+    def _own_pids(self) -> set[int]:
+        children = [c.process for c in (self.master, self.agent) if c is not None]
+        return {p.pid for p in children if p is not None}
+
+    def _end(self) -> None:
+        """Leave nothing behind: kill the children, and whatever became an orphan meanwhile."""
+        for child in (self.master, self.agent):
+            if child is not None:
+                child.signal(signal.SIGKILL)
+                if child.process is not None:
+                    child.process.wait()
+        for pid in procs.end_orphans((), KILL_WAIT):
+            logger.error("Process %d hangs in the kernel and could not be ended", pid)
+
+
+async def _ended(pid: int) -> None:
+    """Wait until a child process has ended, without reaping it."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    pidfd = os.pidfd_open(pid)
+    loop.add_reader(pidfd, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)

@@ -1,0 +1,124 @@
+"""Settings, and the only reader of the process environment.
+
+A setting's value is, in this order: the command-line flag (``--rdzv-conf key=value``), the environment
+(``DLROVER_<KEY>``), the configuration file (TOML; ``--config`` or ``DLROVER_CONFIG``), the default. An
+unknown key is an error wherever it stands.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dlrover.errors import ConfigurationError
+from dlrover.spec.job import Limits
+
+ENV_PREFIX = "DLROVER_"
+TORCH_RDZV_KEYS = frozenset(
+    {"timeout", "close_timeout", "heartbeat", "keep_alive_interval", "read_timeout", "is_host",
+     "store_type", "rank", "use_libuv"}
+)  # fmt: skip
+"""Keys of torchrun's ``--rdzv-conf`` that are accepted and mean nothing to our rendezvous."""
+ALIASES = {"lastcall_timeout": "last_call_timeout"}
+"""Other spellings of settings: the original DLRover's."""
+OTHER_VARIABLES = frozenset({"MASTER_ADDR", "JOB_DIR", "CONFIG", "TOKEN", "STATE_DIR"})
+"""``DLROVER_...`` variables that are not settings of the file."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """All settings of a process."""
+
+    limits: Limits = Limits()
+    tls_cert: str = ""
+    """PEM certificate of the master's server; set it with ``tls_key``. Empty: no TLS."""
+    tls_key: str = ""
+    """PEM key that belongs to ``tls_cert``."""
+    tls_ca: str = ""
+    """PEM certificates that clients trust; they use TLS if it is set."""
+
+
+def environ() -> dict[str, str]:
+    """A copy of the process environment."""
+    return dict(os.environ)
+
+
+def settings(
+    env: Mapping[str, str],
+    config_file: str = "",
+    rdzv_conf: Mapping[str, str] | None = None,
+) -> Settings:
+    """The settings of this process.
+
+    Raises:
+        ConfigurationError: a key is unknown, a value has the wrong type, or the file cannot be read.
+    """
+    values: dict[str, Any] = _from_file(config_file or env.get(f"{ENV_PREFIX}CONFIG", ""))
+    values.update(_from_environment(env))
+    values.update(_from_rdzv_conf(rdzv_conf or {}))
+    limits = {key: values.pop(key) for key in Limits.__struct_fields__ if key in values}
+    try:
+        return Settings(limits=msgspec.convert(limits, Limits, strict=False), **values)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"A setting has a wrong value: {error}.") from error
+
+
+def setting_names() -> frozenset[str]:
+    """Every name that a configuration file may set."""
+    return (frozenset(Settings.__struct_fields__) - {"limits"}) | set(Limits.__struct_fields__)
+
+
+def state_dir(env: Mapping[str, str]) -> Path:
+    """Where job directories go by default: the user's state directory."""
+    if env.get("DLROVER_STATE_DIR"):
+        return Path(env["DLROVER_STATE_DIR"])
+    base = env.get("XDG_STATE_HOME") or str(Path(env.get("HOME", "/tmp")) / ".local" / "state")  # noqa: S108
+    return Path(base) / "dlrover"
+
+
+def _from_file(path: str) -> dict[str, Any]:
+    if not path:
+        return {}
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigurationError(
+            f"The configuration file {path} cannot be read: {error.strerror}."
+        ) from error
+    try:
+        values = msgspec.toml.decode(data, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ConfigurationError(
+            f"The configuration file {path} is not valid TOML: {error}."
+        ) from error
+    _refuse_unknown(values, f"the configuration file {path}")
+    return values
+
+
+def _from_environment(env: Mapping[str, str]) -> dict[str, Any]:
+    names = setting_names()
+    values = {}
+    for variable, value in env.items():
+        key = variable[len(ENV_PREFIX) :].lower()
+        if variable.startswith(ENV_PREFIX) and key in names:
+            values[key] = value
+    return values
+
+
+def _from_rdzv_conf(conf: Mapping[str, str]) -> dict[str, Any]:
+    values = {ALIASES.get(key, key): value for key, value in conf.items()}
+    values = {key: value for key, value in values.items() if key not in TORCH_RDZV_KEYS}
+    _refuse_unknown(values, "--rdzv-conf")
+    return values
+
+
+def _refuse_unknown(values: Mapping[str, Any], where: str) -> None:
+    names = setting_names()
+    for key in values:
+        if key not in names:
+            raise ConfigurationError(
+                f"{where} sets {key}, which is not a setting; the settings are {', '.join(sorted(names))}."
+            )

@@ -1,0 +1,71 @@
+"""The exceptions of DLRover and the exit codes they stand for.
+
+::
+
+    DLRoverError
+    ├── UserCodeError         the user's program failed            exit code 1
+    ├── ConfigurationError    a flag, file or variable is wrong    exit code 2
+    ├── InfrastructureError   a machine, network or limit failed   exit code 3
+    ├── NoProgressError       restarts no longer help              exit code 4
+    └── ProtocolError         a peer sent what it must not send    exit code 3
+
+Every message is one sentence that names the field, the value, and what is accepted.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class ExitCode(enum.IntEnum):
+    """Exit codes of ``dlrover-run`` and ``dlrover``: documented API, stable across releases."""
+
+    SUCCESS = 0
+    USER_CODE = 1
+    """The training program failed: fix the program. Restarting elsewhere would not help."""
+    USAGE = 2
+    """A flag, a file or a variable is wrong: nothing was started."""
+    INFRASTRUCTURE = 3
+    """A machine, the network or a limit failed, and the budget of restarts is used up."""
+    NO_PROGRESS = 4
+    """The job was stopped because its restarts no longer led to a new step."""
+    STOPPED = 5
+    """Somebody stopped the job with ``dlrover stop``."""
+    SIGNAL_BASE = 128
+    """128 + n: ``dlrover-run`` was ended by signal n."""
+
+
+class DLRoverError(Exception):
+    """Base of every error that DLRover raises on purpose."""
+
+    exit_code: ExitCode = ExitCode.INFRASTRUCTURE
+
+
+class UserCodeError(DLRoverError):
+    """The user's program failed."""
+
+    exit_code = ExitCode.USER_CODE
+
+
+class ConfigurationError(DLRoverError):
+    """A flag, a configuration file or an environment variable is wrong."""
+
+    exit_code = ExitCode.USAGE
+
+
+class InfrastructureError(DLRoverError):
+    """A machine, the network or a limit failed."""
+
+    exit_code = ExitCode.INFRASTRUCTURE
+
+
+class NoProgressError(DLRoverError):
+    """Restarts no longer lead to new steps."""
+
+    exit_code = ExitCode.NO_PROGRESS
+
+
+class ProtocolError(DLRoverError):
+    """A peer sent something that the protocol does not allow."""
+
+    exit_code = ExitCode.INFRASTRUCTURE

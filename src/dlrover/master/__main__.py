@@ -1,0 +1,7 @@
+"""``python -m dlrover.master``."""
+
+import sys
+
+from dlrover.master.app import main
+
+sys.exit(main())

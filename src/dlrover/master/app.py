@@ -1,0 +1,159 @@
+"""The master process: ``python -m dlrover.master --job-dir DIR``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from dlrover._util import files, procs
+from dlrover.errors import ConfigurationError, DLRoverError, ExitCode
+from dlrover.master.history import History
+from dlrover.master.journal import Journal
+from dlrover.master.machine import inputs
+from dlrover.master.service import Master
+from dlrover.platform.base import Platform, platform_class
+from dlrover.rpc import wire
+from dlrover.rpc.server import Server
+from dlrover.spec.jobdir import JobDir, MasterAddress, MasterConfig
+from dlrover.spec.outcome import Outcome
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the master of one job to the job's end; the job's exit code."""
+    parser = argparse.ArgumentParser(prog="python -m dlrover.master", description=main.__doc__)
+    parser.add_argument("--job-dir", type=Path, required=True)
+    parser.add_argument("--lifeline-fd", type=int, default=-1, help="Leave when it closes.")
+    args = parser.parse_args(argv)
+    job_dir = JobDir(args.job_dir)
+    logging.basicConfig(
+        filename=job_dir.master_log,
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    try:
+        return asyncio.run(serve(job_dir, args.lifeline_fd))
+    except DLRoverError as error:
+        logger.exception("The master ends")
+        print(f"dlrover: {error}", file=sys.stderr)  # noqa: T201 - the last word of this process
+        return error.exit_code
+
+
+async def serve(job_dir: JobDir, lifeline_fd: int) -> int:
+    """Serve one job until it has ended and its nodes have left."""
+    config = load_config(job_dir)
+    journal = Journal(job_dir.journal)
+    history = History(job_dir.events)
+    with contextlib.closing(journal), contextlib.closing(history):
+        master = Master(journal, history)
+        orphaned = asyncio.Event()
+        if lifeline_fd >= 0:
+            procs.Lifeline.watch(lifeline_fd, orphaned.set)
+        tls = wire.Tls(config.tls.cert, config.tls.key, config.tls.ca)
+        server = Server(read_token(job_dir), tls)
+        master.register(server)
+        port = await server.start(config.host, _port(job_dir, config))
+        _publish(job_dir, config.host, port)
+        master.use_platform(_platform(config, job_dir, lifeline_fd, master))
+        _begin(master, config, job_dir)
+        silence = asyncio.create_task(master.watch_silence())
+        try:
+            return await _until_ended(master, job_dir, orphaned)
+        finally:
+            silence.cancel()
+            await server.stop(0.2)
+
+
+def load_config(job_dir: JobDir) -> MasterConfig:
+    """The configuration in a job directory.
+
+    Raises:
+        ConfigurationError: it cannot be read.
+    """
+    try:
+        return msgspec.json.decode(job_dir.job.read_bytes(), type=MasterConfig)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigurationError(f"{job_dir.job} cannot be read: {error}.") from error
+
+
+def read_token(job_dir: JobDir) -> str:
+    """The token in a job directory.
+
+    Raises:
+        ConfigurationError: it cannot be read.
+    """
+    try:
+        return job_dir.token.read_text().strip()
+    except OSError as error:
+        raise ConfigurationError(f"{job_dir.token} cannot be read: {error.strerror}.") from error
+
+
+def _port(job_dir: JobDir, config: MasterConfig) -> int:
+    """The port to listen on: the one of the last master of this job, where its agents look."""
+    if config.port or not job_dir.master.exists():
+        return config.port
+    last = msgspec.json.decode(job_dir.master.read_bytes(), type=MasterAddress)
+    return int(last.address.rpartition(":")[2])
+
+
+def _publish(job_dir: JobDir, host: str, port: int) -> None:
+    # A listener on all addresses is reached from this machine by the loopback one.
+    reachable = "127.0.0.1" if host in ("0.0.0.0", "::") else host  # noqa: S104
+    address = MasterAddress(f"{reachable}:{port}", os.getpid())
+    files.write_atomically(job_dir.master, msgspec.json.encode(address))
+
+
+def _platform(
+    config: MasterConfig, job_dir: JobDir, lifeline_fd: int, master: Master
+) -> Platform | None:
+    if not config.platform:
+        return None
+    command = [sys.executable, "-m", "dlrover.agent", "--job-dir", str(job_dir.path)]
+    pass_fds = []
+    if lifeline_fd >= 0:
+        command += ["--lifeline-fd", str(lifeline_fd)]
+        pass_fds.append(lifeline_fd)
+    platform: Platform = platform_class(config.platform)(command, pass_fds, master.on_node_exit)
+    return platform
+
+
+def _begin(master: Master, config: MasterConfig, job_dir: JobDir) -> None:
+    if master.replayed:
+        master.submit(inputs.MasterStarted(master.replayed))
+        if master.machine.outcome is not None:
+            master.ended.set()
+    else:
+        master.submit(inputs.Submitted(config.job, str(job_dir.path)))
+
+
+async def _until_ended(master: Master, job_dir: JobDir, orphaned: asyncio.Event) -> int:
+    ended = asyncio.ensure_future(master.ended.wait())
+    owner_died = asyncio.ensure_future(orphaned.wait())
+    await asyncio.wait([ended, owner_died], return_when=asyncio.FIRST_COMPLETED)
+    if not ended.done():
+        logger.info("The launcher died; so does its master")
+        ended.cancel()
+        return ExitCode.INFRASTRUCTURE
+    owner_died.cancel()
+    outcome = master.machine.outcome
+    assert outcome is not None
+    await master.nodes_left()
+    files.write_atomically(job_dir.outcome, msgspec.json.encode(outcome))
+    return outcome.exit_code
+
+
+def read_outcome(path: Path) -> Outcome | None:
+    """The outcome in a file; None if there is none yet."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Outcome)
+    except FileNotFoundError:
+        return None

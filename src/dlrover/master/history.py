@@ -1,0 +1,54 @@
+"""The job's events: numbered, kept in memory for watchers and in ``events.jsonl`` for everybody."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from dlrover.spec.events import Event, EventBody
+
+
+class History:
+    """Appends events to a file, one JSON object a line.
+
+    Replaying the journal produces the same events again; those that the file already has are not
+    written twice.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.events: list[Event] = []
+        self._written = _complete_lines(path)
+        self._file = path.open("ab")
+
+    def add(self, body: EventBody, time: float) -> Event:
+        """Number an event and keep it."""
+        event = Event(len(self.events) + 1, time, body)
+        self.events.append(event)
+        if event.seq > self._written:
+            self._file.write(msgspec.json.encode(event) + b"\n")
+            self._file.flush()
+        return event
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read(path: Path) -> list[Event]:
+    """The events in a file; a last line that a crash cut short is left out."""
+    data = path.read_bytes()
+    lines = data[: data.rfind(b"\n") + 1].splitlines()
+    return [msgspec.json.decode(line, type=Event) for line in lines]
+
+
+def _complete_lines(path: Path) -> int:
+    """Number of whole lines in a file; a torn last line is cut off."""
+    if not path.exists():
+        return 0
+    data = path.read_bytes()
+    end = data.rfind(b"\n") + 1
+    if end < len(data):
+        with path.open("r+b") as file:
+            file.truncate(end)
+    return data.count(b"\n", 0, end)

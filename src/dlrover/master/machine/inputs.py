@@ -1,0 +1,187 @@
+"""What the job machine is told (journalled before it is handled) and what it orders in return."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from dlrover.spec.events import EventBody
+from dlrover.spec.failure import Failure
+from dlrover.spec.job import JobSpec
+from dlrover.spec.outcome import Outcome
+from dlrover.spec.world import Offer, World
+
+# ---- inputs
+
+
+class Submitted(msgspec.Struct, frozen=True, tag="submitted"):
+    """The job is handed over. The first input, once."""
+
+    job: JobSpec
+    job_dir: str = ""
+
+
+class MasterStarted(msgspec.Struct, frozen=True, tag="master_started"):
+    """A master process begins or takes over; connections of the last one are gone."""
+
+    replayed: int = 0
+
+
+class NodePlaced(msgspec.Struct, frozen=True, tag="node_placed"):
+    """The platform started a node; ``handle`` finds it again after a restart of the master."""
+
+    node_id: int
+    handle: str
+
+
+class NodeExited(msgspec.Struct, frozen=True, tag="node_exited"):
+    """The platform reports that a node's agent ended."""
+
+    node_id: int
+    reason: str
+
+
+class NodeConnected(msgspec.Struct, frozen=True, tag="node_connected"):
+    """An agent opened its stream, for the first time or again.
+
+    ``uid`` is unique to the agent process. ``node_id`` is the id it was launched with or given
+    before, -1 for none. ``round`` is the round whose workers it runs, 0 for none.
+    """
+
+    uid: str
+    node_id: int
+    node_rank: int
+    hostname: str
+    round: int
+
+
+class NodeDisconnected(msgspec.Struct, frozen=True, tag="node_disconnected"):
+    """An agent's stream broke."""
+
+    node_id: int
+
+
+class NodeSilent(msgspec.Struct, frozen=True, tag="node_silent"):
+    """An agent sent nothing for the heartbeat time-out though its stream is open."""
+
+    node_id: int
+    seconds: float
+
+
+class NodeJoined(msgspec.Struct, frozen=True, tag="node_joined"):
+    """A node without running workers is ready for ``round``."""
+
+    node_id: int
+    round: int
+    offer: Offer
+
+
+class WorkerFailed(msgspec.Struct, frozen=True, tag="worker_failed"):
+    """A worker of the round ``failure.round`` ended in failure."""
+
+    failure: Failure
+
+
+class NodeSucceeded(msgspec.Struct, frozen=True, tag="node_succeeded"):
+    """All workers of a node ended with exit code 0."""
+
+    node_id: int
+    round: int
+
+
+class Progressed(msgspec.Struct, frozen=True, tag="progressed"):
+    """A round's workers have completed ``steps`` optimizer steps."""
+
+    round: int
+    steps: int
+
+
+class StopRequested(msgspec.Struct, frozen=True, tag="stop_requested"):
+    """Somebody asked to stop the job."""
+
+    reason: str
+    exit_code: int
+
+
+class DeadlinePassed(msgspec.Struct, frozen=True, tag="deadline_passed"):
+    """The time that the machine named in ``deadline()`` has come."""
+
+
+Input: TypeAlias = (
+    Submitted
+    | MasterStarted
+    | NodePlaced
+    | NodeExited
+    | NodeConnected
+    | NodeDisconnected
+    | NodeSilent
+    | NodeJoined
+    | WorkerFailed
+    | NodeSucceeded
+    | Progressed
+    | StopRequested
+    | DeadlinePassed
+)
+
+# ---- commands
+
+
+class LaunchNode(msgspec.Struct, frozen=True):
+    """Ask the platform for a node."""
+
+    node_id: int
+    node_rank: int
+
+
+class KillNode(msgspec.Struct, frozen=True):
+    """End a node through the platform: it is lost and must not return."""
+
+    node_id: int
+
+
+class Welcome(msgspec.Struct, frozen=True):
+    """Tell the agent ``uid`` its node id and the round it may join."""
+
+    uid: str
+    node_id: int
+    round: int
+
+
+class CallToRound(msgspec.Struct, frozen=True):
+    """Tell a node to stop its workers and join ``round``."""
+
+    node_id: int
+    round: int
+    reason: str
+
+
+class AssignWorld(msgspec.Struct, frozen=True):
+    """Tell a node its place in a completed round."""
+
+    node_id: int
+    world: World
+
+
+class Dismiss(msgspec.Struct, frozen=True):
+    """Tell a node that the job is over, or that it itself is no longer part of it."""
+
+    node_id: int
+    outcome: Outcome
+
+
+class Emit(msgspec.Struct, frozen=True):
+    """Record an event."""
+
+    body: EventBody
+
+
+class EndJob(msgspec.Struct, frozen=True):
+    """The job is over; the master may leave when its nodes have left."""
+
+    outcome: Outcome
+
+
+Command: TypeAlias = (
+    LaunchNode | KillNode | Welcome | CallToRound | AssignWorld | Dismiss | Emit | EndJob
+)

@@ -1,0 +1,581 @@
+"""The job machine: nodes, rounds, incidents and the job's end, composed from the smaller machines.
+
+A *fault* (a worker fails, a node of the world is lost) opens an *incident*. The first thing every fault
+needs is the same, so it is ordered at once: the remaining workers stop and their nodes join a new round.
+Whether the job goes on is decided as soon as a conclusive failure is known. A failure that merely echoes
+a peer's death (a reset connection) is not conclusive: the decision then waits for the reports of the
+other nodes, which precede their joining.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from dlrover.errors import ExitCode
+from dlrover.master import diagnosis
+from dlrover.master.machine import inputs
+from dlrover.master.machine.rendezvous import Rendezvous
+from dlrover.master.machine.restarts import Cause, RestartPolicy, Stop
+from dlrover.spec import events
+from dlrover.spec.failure import Failure, Origin
+from dlrover.spec.job import JobSpec
+from dlrover.spec.node import TRANSITIONS, NodeStatus
+from dlrover.spec.outcome import Outcome
+from dlrover.spec.world import World
+
+
+class Phase(str, enum.Enum):
+    """Where a job stands. The value is what users see."""
+
+    WAITING = "waiting for nodes"
+    """The first round is collecting."""
+    RUNNING = "running"
+    RESTARTING = "restarting"
+    """A later round is collecting."""
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+@dataclass
+class Node:
+    """One node of the job. Change ``status`` only through `JobMachine`."""
+
+    id: int
+    node_rank: int
+    status: NodeStatus = NodeStatus.PENDING
+    #: of the agent process that last connected; a different one is a different node
+    uid: str = ""
+    hostname: str = ""
+    #: how the platform finds the node again; empty for nodes that came by themselves
+    handle: str = ""
+    #: its stream is open
+    connected: bool = False
+    #: whether it ever was part of a world
+    has_run: bool = False
+    #: its agent ended after its workers had succeeded: nothing is missing unless a new round opens
+    gone: bool = False
+    #: why it is lost
+    reason: str = ""
+
+
+@dataclass
+class Incident:
+    """From a fault's first sign to the first new step."""
+
+    since: float
+    round: int
+    failures: list[Failure] = field(default_factory=list)
+    lost_nodes: list[str] = field(default_factory=list)
+    #: whether the restart policy has spoken
+    decided: bool = False
+
+
+@dataclass
+class JobMachine:
+    """All state of one job. `handle` is the only way to change it."""
+
+    job: JobSpec = field(default_factory=lambda: JobSpec(name=""))
+    job_dir: str = ""
+    nodes: dict[int, Node] = field(default_factory=dict)
+    #: agent process -> node; every node whose agent ever connected
+    by_uid: dict[str, int] = field(default_factory=dict)
+    rendezvous: Rendezvous = field(init=False)
+    restarts: RestartPolicy = field(init=False)
+    #: set once, when the job ends
+    outcome: Outcome | None = None
+    incident: Incident | None = None
+    #: what each member of the last completed round was told
+    worlds: dict[int, World] = field(default_factory=dict)
+    submitted_at: float = 0.0
+    #: when the world of the last completed round was formed
+    world_since: float = 0.0
+    #: steps of the last completed round
+    steps: int = 0
+    #: steps of all rounds before it
+    earlier_steps: int = 0
+    #: when a connectionless node counts as lost; only for nodes that are not connected nor final
+    lost_at: dict[int, float] = field(default_factory=dict)
+    #: when the running world is interrupted to take in newcomers
+    grow_at: float | None = None
+    #: by wanted rank: how often in a row a launched node ended before it was part of a world
+    failed_starts: dict[int, int] = field(default_factory=dict)
+    _out: list[inputs.Command] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rendezvous = Rendezvous(self.job)
+        self.restarts = RestartPolicy(self.job)
+
+    # ---- queries
+
+    @property
+    def phase(self) -> Phase:
+        """Where the job stands."""
+        if self.outcome is not None:
+            ended = {ExitCode.SUCCESS: Phase.SUCCEEDED, ExitCode.STOPPED: Phase.STOPPED}
+            return ended.get(ExitCode(self.outcome.exit_code), Phase.FAILED)
+        if not self.rendezvous.collecting:
+            return Phase.RUNNING
+        return Phase.RESTARTING if self.rendezvous.members else Phase.WAITING
+
+    @property
+    def world_size(self) -> int:
+        """Workers of the last completed round; 0 before the first."""
+        return next(iter(self.worlds.values())).world_size if self.worlds else 0
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps done since the job began, repeated ones included."""
+        return self.earlier_steps + self.steps
+
+    def deadline(self) -> float | None:
+        """When `DeadlinePassed` is due, unless another input changes that; None for never."""
+        if self.outcome is not None:
+            return None
+        times = [self.rendezvous.deadline(), self.grow_at, *self.lost_at.values()]
+        return min((t for t in times if t is not None), default=None)
+
+    def waiting_for(self, now: float) -> str:
+        """What the job waits for, for how long, and how long it may last; empty if for nothing."""
+        rdzv = self.rendezvous
+        if self.outcome is not None or not rdzv.collecting:
+            return ""
+        limit = (rdzv.deadline() or now) - rdzv.opened_at
+        waited = f"{now - rdzv.opened_at:.0f} s of {limit:.0f} s"
+        joined = len(rdzv.offers)
+        if rdzv.missing:
+            named = ", ".join(f"node {i} ({self._state_of(i)})" for i in sorted(rdzv.missing)[:5])
+            more = f" and {len(rdzv.missing) - 5} more" if len(rdzv.missing) > 5 else ""
+            return f"waiting for {named}{more}: {waited}; {joined} joined"
+        if not rdzv.usable(joined):
+            return f"waiting for {self.job.min_nodes} nodes, {joined} joined: {waited}"
+        return f"{joined} of at most {self.job.max_nodes} nodes joined; waiting for more: {waited}"
+
+    def _state_of(self, node_id: int) -> str:
+        node = self.nodes[node_id]
+        if node.status is NodeStatus.PENDING:
+            return "is being started"
+        return "is stopping its workers" if node.connected else "has no connection"
+
+    # ---- inputs
+
+    def handle(self, event: inputs.Input, now: float) -> list[inputs.Command]:
+        """Take in one input at time ``now`` (seconds since the epoch); what is to be done about it.
+
+        Inputs may be repeated and may come late: what no longer applies changes nothing.
+        """
+        self._out = []
+        handler = _HANDLERS[type(event)]
+        handler(self, event, now)
+        self._advance(now)
+        return self._out
+
+    def _submitted(self, event: inputs.Submitted, now: float) -> None:
+        self.job, self.job_dir = event.job, event.job_dir
+        self.submitted_at = now
+        self.rendezvous = Rendezvous(self.job)
+        self.restarts = RestartPolicy(self.job)
+        self._emit(
+            events.JobSubmitted(self.job.name, self.job.min_nodes, self.job.max_nodes)
+        )
+        launched = [self._launch(node_rank) for node_rank in range(self.job.managed_nodes)]
+        self.rendezvous.open(launched, fixed=bool(launched), now=now)
+        self._emit_round_opened("the job starts")
+
+    def _master_started(self, event: inputs.MasterStarted, now: float) -> None:
+        if not event.replayed:
+            return
+        for node in self.nodes.values():
+            node.connected = False
+            if not (node.status.final or node.gone or node.status is NodeStatus.PENDING):
+                self.lost_at[node.id] = now + self.job.limits.recovery_grace
+            if node.status is NodeStatus.PENDING and not node.handle:
+                self._send(inputs.LaunchNode(node.id, node.node_rank))
+        self._emit(events.MasterRecovered(event.replayed))
+
+    def _node_placed(self, event: inputs.NodePlaced, now: float) -> None:
+        self.nodes[event.node_id].handle = event.handle
+
+    def _node_exited(self, event: inputs.NodeExited, now: float) -> None:
+        self._lose(event.node_id, event.reason, now)
+
+    def _node_connected(self, event: inputs.NodeConnected, now: float) -> None:
+        node = self._node_of(event)
+        node.connected = True
+        node.hostname = event.hostname
+        self.lost_at.pop(node.id, None)
+        if self.outcome is not None:
+            self._send(inputs.Dismiss(node.id, self.outcome))
+            return
+        if node.status is NodeStatus.PENDING:
+            self._move(node, NodeStatus.READY)
+            self._emit(events.NodeConnected(node.id, event.hostname))
+        self._send(inputs.Welcome(event.uid, node.id, self.rendezvous.next_round))
+        self._catch_up(node, event.round)
+
+    def _node_of(self, event: inputs.NodeConnected) -> Node:
+        """The node that an agent process is, a new one for an unknown process."""
+        known = self.by_uid.get(event.uid)
+        if known is None and event.node_id in self.nodes and not self.nodes[event.node_id].uid:
+            known = event.node_id
+        node = self.nodes.get(known) if known is not None else None
+        if node is None or node.status.final:
+            node = self._add_node(event.node_rank)
+        node.uid = event.uid
+        self.by_uid[event.uid] = node.id
+        return node
+
+    def _catch_up(self, node: Node, running_round: int) -> None:
+        """Send a node what it missed while it had no connection."""
+        rdzv = self.rendezvous
+        if rdzv.collecting:
+            rdzv.expect(node.id)
+            if running_round:
+                self._call(node, "a new round is open")
+        elif node.id in rdzv.members:
+            if running_round < rdzv.round and node.status is NodeStatus.RUNNING:
+                self._send(inputs.AssignWorld(node.id, self.worlds[node.id]))
+        elif running_round:
+            self._call(node, "the world went on without this node")
+
+    def _node_disconnected(self, event: inputs.NodeDisconnected, now: float) -> None:
+        node = self.nodes[event.node_id]
+        node.connected = False
+        if not node.status.final and self.outcome is None:
+            self.lost_at[node.id] = now + self.job.limits.reconnect_grace
+
+    def _node_silent(self, event: inputs.NodeSilent, now: float) -> None:
+        self._lose(event.node_id, f"it sent no heartbeat for {event.seconds:.0f} s", now)
+
+    def _node_joined(self, event: inputs.NodeJoined, now: float) -> None:
+        node = self.nodes[event.node_id]
+        rdzv = self.rendezvous
+        if self.outcome is not None or node.status.final or event.round != rdzv.next_round:
+            return
+        if not rdzv.collecting and node.id in rdzv.members:
+            return
+        if node.status in (NodeStatus.RUNNING, NodeStatus.SUCCEEDED):
+            self._move(node, NodeStatus.READY)
+        rdzv.join(node.id, event.offer, now)
+        if not rdzv.collecting and self._can_grow():
+            self.grow_at = now + self.job.limits.scale_up_delay
+
+    def _worker_failed(self, event: inputs.WorkerFailed, now: float) -> None:
+        failure = event.failure.bounded()
+        rdzv = self.rendezvous
+        open_incident = self.incident is not None and self.incident.round == failure.round
+        current = failure.round == rdzv.round and not rdzv.collecting
+        if self.outcome is not None or not (open_incident or current):
+            return
+        incident = self._begin_incident(now)
+        if any(f.id == failure.id for f in incident.failures):
+            return
+        incident.failures.append(failure)
+        verdict = diagnosis.diagnose(failure)
+        self._emit(events.WorkerFailed(failure, verdict))
+        self.steps = max(self.steps, failure.steps)
+        if not incident.decided and not diagnosis.is_echo(failure):
+            self._decide(incident, now)
+        if self.outcome is None and current:
+            self._open_round(verdict.title, now)
+
+    def _node_succeeded(self, event: inputs.NodeSucceeded, now: float) -> None:
+        node = self.nodes[event.node_id]
+        if event.round != self.rendezvous.round or node.status is not NodeStatus.RUNNING:
+            return
+        self._move(node, NodeStatus.SUCCEEDED)
+        self._emit(events.NodeSucceeded(node.id))
+
+    def _progressed(self, event: inputs.Progressed, now: float) -> None:
+        if event.round != self.rendezvous.round or self.rendezvous.collecting:
+            return
+        self.steps = max(self.steps, event.steps)
+        if self.incident is not None and event.steps > 0:
+            self._emit(events.Recovered(event.round, now - self.incident.since))
+            self.incident = None
+
+    def _stop_requested(self, event: inputs.StopRequested, now: float) -> None:
+        if self.outcome is None:
+            self._end(event.exit_code, event.reason, now)
+
+    def _deadline_passed(self, event: inputs.DeadlinePassed, now: float) -> None:
+        for node_id in [i for i, at in self.lost_at.items() if at <= now]:
+            self._lose(node_id, "its connection did not come back", now)
+        if self.grow_at is not None and self.grow_at <= now:
+            self.grow_at = None
+            if self._can_grow():
+                self._open_round(f"{len(self.rendezvous.offers)} more nodes joined", now)
+
+    # ---- steps that several inputs share
+
+    def _advance(self, now: float) -> None:
+        """Do what the state now allows: complete a round, end the job."""
+        if self.outcome is not None:
+            return
+        rdzv = self.rendezvous
+        if rdzv.expired(now):
+            self._end(
+                ExitCode.INFRASTRUCTURE,
+                f"only {len(rdzv.offers)} of at least {self.job.min_nodes} nodes joined round "
+                f"{rdzv.round} within {self.job.limits.join_timeout:g} s (join_timeout).",
+                now,
+            )
+        elif rdzv.ready(now):
+            self._complete_round(now)
+        elif not rdzv.collecting and rdzv.members and self._all_succeeded():
+            self._end(ExitCode.SUCCESS, "All workers succeeded.", now)
+
+    def _all_succeeded(self) -> bool:
+        return all(
+            self.nodes[i].status is NodeStatus.SUCCEEDED for i in self.rendezvous.members
+        )
+
+    def _complete_round(self, now: float) -> None:
+        incident = self.incident
+        if incident is not None and not incident.decided:
+            self._decide(incident, now)
+            if self.outcome is not None:
+                return
+        rdzv = self.rendezvous
+        ranks = {i: self.nodes[i].node_rank for i in rdzv.offers}
+        self.worlds = rdzv.complete(ranks, self.restarts.count)
+        self.earlier_steps += self.steps
+        self.steps = 0
+        self.world_since = now
+        for node_id, world in self.worlds.items():
+            node = self.nodes[node_id]
+            self._move(node, NodeStatus.RUNNING)
+            node.has_run = True
+            self.failed_starts.pop(node.node_rank, None)
+            self._send(inputs.AssignWorld(node_id, world))
+        some_world = next(iter(self.worlds.values()))
+        self._emit(
+            events.RoundCompleted(
+                rdzv.round, some_world.node_count, some_world.world_size, now - rdzv.opened_at
+            )
+        )
+
+    def _open_round(self, reason: str, now: float) -> None:
+        """Call every living node to a new round."""
+        self.grow_at = None
+        for node in [n for n in self.nodes.values() if n.gone and not n.status.final]:
+            self._bury(node)
+            self._replace(node, now)
+        living = [n for n in self.nodes.values() if not n.status.final]
+        awaited = [n.id for n in living if n.status is not NodeStatus.PENDING]
+        self.rendezvous.open(awaited, fixed=True, now=now)
+        self._emit_round_opened(reason)
+        for node in living:
+            if node.status in (NodeStatus.RUNNING, NodeStatus.SUCCEEDED):
+                self._call(node, reason)
+
+    def _lose(self, node_id: int, reason: str, now: float) -> None:
+        node = self.nodes[node_id]
+        if node.status.final:
+            return
+        self.lost_at.pop(node_id, None)
+        if self.outcome is not None:
+            self._move(node, NodeStatus.RELEASED)
+            return
+        was_running = node.status is NodeStatus.RUNNING
+        succeeded = node.status is NodeStatus.SUCCEEDED
+        awaited_by_incident = self.rendezvous.collecting and node_id in self.rendezvous.missing
+        self.rendezvous.drop(node_id)
+        node.connected = False
+        node.reason = reason
+        if succeeded and not self.rendezvous.collecting:
+            node.gone = True
+            return
+        self._bury(node)
+        if was_running and (not self.rendezvous.collecting or awaited_by_incident):
+            self._node_fault(node, reason, now)
+        if self.outcome is None:
+            self._replace(node, now)
+
+    def _bury(self, node: Node) -> None:
+        self._move(node, NodeStatus.LOST)
+        self._emit(events.NodeLost(node.id, node.reason))
+        if node.handle:
+            self._send(inputs.KillNode(node.id))
+
+    def _node_fault(self, node: Node, reason: str, now: float) -> None:
+        """A node of the world is lost."""
+        incident = self._begin_incident(now)
+        incident.lost_nodes.append(f"node {node.id} was lost: {reason}")
+        if not incident.decided:
+            self._decide(incident, now)
+        if self.outcome is None and not self.rendezvous.collecting:
+            self._open_round(f"node {node.id} was lost", now)
+
+    def _replace(self, node: Node, now: float) -> None:
+        """Launch another node in place of a lost one that the platform had launched."""
+        if not self.job.managed_nodes or not 0 <= node.node_rank < self.job.managed_nodes:
+            return
+        if not node.has_run:
+            attempts = self.failed_starts.get(node.node_rank, 0) + 1
+            self.failed_starts[node.node_rank] = attempts
+            if attempts >= self.job.limits.node_start_attempts:
+                self._end(
+                    ExitCode.INFRASTRUCTURE,
+                    f"node {node.id} could not be started in {attempts} attempts: {node.reason}.",
+                    now,
+                )
+                return
+        self._launch(node.node_rank, replaces=node.id)
+
+    def _launch(self, node_rank: int, replaces: int = -1) -> int:
+        node = self._add_node(node_rank)
+        self._emit(events.NodeLaunched(node.id, replaces))
+        self._send(inputs.LaunchNode(node.id, node_rank))
+        return node.id
+
+    def _add_node(self, node_rank: int) -> Node:
+        node = Node(id=len(self.nodes), node_rank=node_rank)
+        self.nodes[node.id] = node
+        return node
+
+    def _can_grow(self) -> bool:
+        """Whether a new round would form a larger world than the running one."""
+        rdzv = self.rendezvous
+        running = sum(self.nodes[i].status is NodeStatus.RUNNING for i in rdzv.members)
+        if running < len(rdzv.members):
+            return False  # the job is about to end: some nodes have finished
+        return rdzv.usable(running + len(rdzv.offers)) > running
+
+    def _begin_incident(self, now: float) -> Incident:
+        rdzv = self.rendezvous
+        old = self.incident
+        if old is None or (not rdzv.collecting and old.round != rdzv.round):
+            # A fault before the first step after another one prolongs the interruption.
+            since = now if old is None else old.since
+            round_ = rdzv.round - 1 if rdzv.collecting else rdzv.round
+            self.incident = Incident(since=since, round=round_)
+            return self.incident
+        return old
+
+    def _decide(self, incident: Incident, now: float) -> None:
+        """Ask the restart policy about an incident, once."""
+        incident.decided = True
+        root = diagnosis.root_cause(incident.failures) if incident.failures else None
+        if incident.lost_nodes and (root is None or diagnosis.is_echo(root)):
+            root = None
+        cause = self._cause(incident, root, now)
+        decision = self.restarts.decide(cause, now)
+        if isinstance(decision, Stop):
+            self._end(decision.exit_code, decision.reason, now, root)
+        else:
+            self._emit(events.RestartDecided(self.restarts.count, decision.reason))
+
+    def _cause(self, incident: Incident, root: Failure | None, now: float) -> Cause:
+        seconds = now - self.world_since
+        if root is None:
+            return Cause(
+                title=incident.lost_nodes[0],
+                origin=Origin.INFRASTRUCTURE,
+                hopeless=False,
+                signature="node lost",
+                steps=self.steps,
+                seconds=seconds,
+            )
+        verdict = diagnosis.diagnose(root)
+        return Cause(
+            title=verdict.title,
+            origin=verdict.origin,
+            hopeless=verdict.hopeless,
+            signature=verdict.signature,
+            steps=self.steps,
+            seconds=seconds,
+        )
+
+    def _end(
+        self, exit_code: int, reason: str, now: float, root: Failure | None = None
+    ) -> None:
+        """End the job and dismiss every node."""
+        failures = self.incident.failures if self.incident is not None else []
+        self.outcome = Outcome(
+            exit_code=int(exit_code),
+            reason=reason,
+            failure=root,
+            verdict=diagnosis.diagnose(root) if root is not None else None,
+            others=diagnosis.other_failures(failures, root),
+            restarts=self.restarts.count,
+            steps=self.total_steps,
+            seconds=now - self.submitted_at,
+            job_dir=self.job_dir,
+        )
+        self.lost_at.clear()
+        self.grow_at = None
+        self._emit(events.JobEnded(int(exit_code), reason))
+        for node in self.nodes.values():
+            if node.status.final:
+                continue
+            if node.connected:
+                self._send(inputs.Dismiss(node.id, self.outcome))
+            elif node.handle:
+                self._send(inputs.KillNode(node.id))
+        self._send(inputs.EndJob(self.outcome))
+
+    def _call(self, node: Node, reason: str) -> None:
+        if node.connected:
+            self._send(inputs.CallToRound(node.id, self.rendezvous.next_round, reason))
+
+    def _move(self, node: Node, status: NodeStatus) -> None:
+        assert status in TRANSITIONS[node.status], f"{node.id}: {node.status} -> {status}"
+        node.status = status
+
+    def _emit_round_opened(self, reason: str) -> None:
+        rdzv = self.rendezvous
+        awaited = len(rdzv.missing) + len(rdzv.offers)
+        self._emit(events.RoundOpened(rdzv.round, reason, awaited))
+
+    def _emit(self, body: events.EventBody) -> None:
+        self._send(inputs.Emit(body))
+
+    def _send(self, command: inputs.Command) -> None:
+        self._out.append(command)
+
+    # ---- invariants
+
+    def validate(self) -> None:
+        """Check the invariants; raise AssertionError on the first that is broken."""
+        self.rendezvous.validate()
+        self.restarts.validate()
+        rdzv = self.rendezvous
+        for node in self.nodes.values():
+            assert not (node.status.final and node.id in rdzv.offers), "a lost node has an offer"
+            assert not (node.status is NodeStatus.LOST and node.connected), "lost but connected"
+            assert node.status is not NodeStatus.PENDING or not node.connected, "pending, connected"
+        for node_id in rdzv.offers:
+            assert self.nodes[node_id].status is NodeStatus.READY, "an offer from a busy node"
+        for node_id in rdzv.missing:
+            assert not self.nodes[node_id].status.final, "a lost node is awaited"
+        if self.outcome is None and not rdzv.collecting:
+            for node_id in rdzv.members:
+                status = self.nodes[node_id].status
+                assert status in (NodeStatus.RUNNING, NodeStatus.SUCCEEDED), "a hole in the world"
+        for node_id in self.lost_at:
+            node = self.nodes[node_id]
+            assert not node.connected and not node.status.final, "a wrong node is being given up"
+        for uid, node_id in self.by_uid.items():
+            assert uid and node_id in self.nodes
+        assert self.steps >= 0 and self.earlier_steps >= 0
+
+
+_HANDLERS: dict[type, Callable[[JobMachine, Any, float], None]] = {
+    inputs.Submitted: JobMachine._submitted,  # noqa: SLF001
+    inputs.MasterStarted: JobMachine._master_started,  # noqa: SLF001
+    inputs.NodePlaced: JobMachine._node_placed,  # noqa: SLF001
+    inputs.NodeExited: JobMachine._node_exited,  # noqa: SLF001
+    inputs.NodeConnected: JobMachine._node_connected,  # noqa: SLF001
+    inputs.NodeDisconnected: JobMachine._node_disconnected,  # noqa: SLF001
+    inputs.NodeSilent: JobMachine._node_silent,  # noqa: SLF001
+    inputs.NodeJoined: JobMachine._node_joined,  # noqa: SLF001
+    inputs.WorkerFailed: JobMachine._worker_failed,  # noqa: SLF001
+    inputs.NodeSucceeded: JobMachine._node_succeeded,  # noqa: SLF001
+    inputs.Progressed: JobMachine._progressed,  # noqa: SLF001
+    inputs.StopRequested: JobMachine._stop_requested,  # noqa: SLF001
+    inputs.DeadlinePassed: JobMachine._deadline_passed,  # noqa: SLF001
+}

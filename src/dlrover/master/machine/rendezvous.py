@@ -1,0 +1,151 @@
+"""Rendezvous rounds: which nodes form the next world, and when.
+
+A round is *collecting* from the moment it opens until its world is formed. It completes
+
+- at once when the maximum of nodes has joined;
+- at once when every awaited node has joined, if the set is *fixed*: it is known who can come, because
+  the platform launches the nodes or because they are the survivors of the last world;
+- otherwise after a quiet time without a further join, once the minimum is there.
+
+A round that does not reach its minimum within the join time-out has expired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from dlrover.spec.job import JobSpec
+from dlrover.spec.world import Offer, World
+
+UNRANKED = 1 << 31
+"""Sorts nodes without a wanted rank behind those with one; among themselves they sort by id (age)."""
+
+
+@dataclass
+class Rendezvous:
+    """The rounds of one job. Change it only through its methods."""
+
+    job: JobSpec
+    #: number of the round that is collecting, or else of the last completed one; 0 before the first
+    round: int = 0
+    #: whether ``round`` is still waiting for nodes
+    collecting: bool = False
+    #: what each node ready for the collecting (or else the next) round brings
+    offers: dict[int, Offer] = field(default_factory=dict)
+    #: awaited nodes that have not joined; empty unless collecting; disjoint from ``offers``
+    missing: set[int] = field(default_factory=set)
+    #: nodes of the last completed round, in order of rank
+    members: tuple[int, ...] = ()
+    #: no unknown node can come: the round need not wait for more than the awaited ones
+    fixed: bool = False
+    opened_at: float = 0.0
+    last_join_at: float = 0.0
+
+    @property
+    def next_round(self) -> int:
+        """The round that a node may join now."""
+        return self.round if self.collecting else self.round + 1
+
+    def open(self, awaited: Iterable[int], *, fixed: bool, now: float) -> None:
+        """Begin to collect the next round; nodes that already made an offer are in."""
+        self.round += 1
+        self.collecting = True
+        self.fixed = fixed
+        self.missing = set(awaited) - self.offers.keys()
+        self.opened_at = self.last_join_at = now
+
+    def expect(self, node_id: int) -> None:
+        """Await one more node, if a round is collecting."""
+        if self.collecting and node_id not in self.offers:
+            self.missing.add(node_id)
+
+    def join(self, node_id: int, offer: Offer, now: float) -> None:
+        """Take a node's offer for the next round to be completed."""
+        self.offers[node_id] = offer
+        self.missing.discard(node_id)
+        self.last_join_at = now
+
+    def drop(self, node_id: int) -> None:
+        """Forget a node that is gone."""
+        self.offers.pop(node_id, None)
+        self.missing.discard(node_id)
+
+    def usable(self, count: int) -> int:
+        """How many of ``count`` nodes a world can take: at most the maximum, a multiple of the unit.
+
+        0 if that is fewer than the minimum.
+        """
+        fitting = min(count, self.job.max_nodes) // self.job.node_unit * self.job.node_unit
+        return fitting if fitting >= self.job.min_nodes else 0
+
+    def quiet_until(self) -> float:
+        """When a round that has its minimum completes even though awaited nodes are missing."""
+        quiet = self.job.limits.last_call_timeout
+        # Survivors may take their whole shutdown time-out to stop their workers.
+        return self.last_join_at + quiet + (self.job.shutdown_timeout if self.fixed else 0.0)
+
+    def expires_at(self) -> float:
+        """When a round that lacks its minimum fails."""
+        return self.opened_at + self.job.limits.join_timeout
+
+    def deadline(self) -> float | None:
+        """The next time at which the round may complete or expire without a further input."""
+        if not self.collecting:
+            return None
+        return self.quiet_until() if self.usable(len(self.offers)) else self.expires_at()
+
+    def ready(self, now: float) -> bool:
+        """Whether the collecting round can be completed now."""
+        if not self.collecting or not self.usable(len(self.offers)):
+            return False
+        if len(self.offers) >= self.job.max_nodes:
+            return True
+        return (self.fixed and not self.missing) or now >= self.quiet_until()
+
+    def expired(self, now: float) -> bool:
+        """Whether the collecting round has failed."""
+        short = self.collecting and not self.usable(len(self.offers))
+        return short and now >= self.expires_at()
+
+    def complete(self, node_ranks: dict[int, int], restart_count: int) -> dict[int, World]:
+        """Form the world of a round that is `ready`: what to tell each member, by node id.
+
+        Nodes with a wanted rank come first, in its order, then the others by age, so that rank 0 stays
+        where it is. Nodes beyond the usable number keep their offers for the next round.
+        """
+        order = sorted(self.offers, key=lambda i: (_wanted(node_ranks, i), i))
+        self.members = tuple(order[: self.usable(len(order))])
+        chosen = [(node, self.offers.pop(node)) for node in self.members]
+        self.collecting = False
+        self.missing = set()
+        world_size = sum(offer.nproc for _, offer in chosen)
+        first = chosen[0][1]
+        worlds: dict[int, World] = {}
+        first_rank = 0
+        for node_rank, (node, offer) in enumerate(chosen):
+            worlds[node] = World(
+                round=self.round,
+                restart_count=restart_count,
+                node_rank=node_rank,
+                node_count=len(chosen),
+                first_rank=first_rank,
+                world_size=world_size,
+                store_addr=first.addr,
+                store_port=first.store_port,
+            )
+            first_rank += offer.nproc
+        return worlds
+
+    def validate(self) -> None:
+        """Check the invariants; raise AssertionError on the first that is broken."""
+        assert not (self.missing & self.offers.keys()), "a node is both missing and joined"
+        assert self.collecting or not self.missing, "nodes are missing though nothing is collected"
+        assert len(set(self.members)) == len(self.members), "a node is twice in the world"
+        if self.members:
+            assert self.usable(len(self.members)) == len(self.members), "the world has a wrong size"
+
+
+def _wanted(node_ranks: dict[int, int], node_id: int) -> int:
+    rank = node_ranks.get(node_id, -1)
+    return rank if rank >= 0 else UNRANKED

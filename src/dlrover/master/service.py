@@ -1,0 +1,360 @@
+"""The master's shell: takes messages in, journals and handles them, carries out the commands."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from dlrover.errors import InfrastructureError
+from dlrover.master.history import History
+from dlrover.master.journal import Journal
+from dlrover.master.machine import inputs
+from dlrover.master.machine.job import JobMachine, Node
+from dlrover.master.machine.store import KeyValueStore
+from dlrover.platform.base import Platform
+from dlrover.rpc import messages
+from dlrover.rpc.server import Server
+from dlrover.spec.events import Event
+from dlrover.spec.node import NodeStatus
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_JOURNAL_INTERVAL = 5.0
+"""Seconds between two journal entries that only tell of more steps."""
+LEAVE_POLL = 0.02
+"""Seconds between two looks whether the nodes of an ended job have left."""
+WATCH_INTERVAL = 0.2
+"""Seconds between two notices to one watcher, at least."""
+WATCH_REFRESH = 1.0
+"""Seconds after which a watcher gets a notice even though no event happened."""
+
+
+class Clock:
+    """Wall-clock seconds that never run backwards: the wall's time at the start plus monotonic time."""
+
+    def __init__(self, not_before: float = 0.0) -> None:
+        self._offset = max(time.time(), not_before) - time.monotonic()
+
+    def __call__(self) -> float:
+        """Seconds since the epoch."""
+        return self._offset + time.monotonic()
+
+
+class Master:
+    """One job's master. All methods run on one event loop; nothing here blocks it."""
+
+    def __init__(self, journal: Journal, history: History) -> None:
+        self.machine = JobMachine()
+        self.store = KeyValueStore()
+        self.ended = asyncio.Event()
+        self._journal = journal
+        self._history = history
+        self._platform: Platform | None = None
+        self._queues: dict[int, asyncio.Queue[messages.MasterMessage | None]] = {}
+        self._greeted: dict[str, asyncio.Queue[messages.MasterMessage | None]] = {}
+        self._heard: dict[int, float] = {}
+        self._steps: dict[int, int] = {}
+        self._progress_journalled = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._changed = asyncio.Event()
+        self._store_changed = asyncio.Event()
+        self.clock = Clock(self._replay())
+
+    def _replay(self) -> float:
+        """Bring the machines to where the journal ends; the time of its last entry, 0.0 if empty."""
+        last = 0.0
+        self.replayed = 0
+        for last, entry in self._journal.entries():
+            self.replayed += 1
+            if isinstance(entry, inputs.Input):
+                for command in self.machine.handle(entry, last):
+                    if isinstance(command, inputs.Emit):
+                        self._history.add(command.body, last)
+            else:
+                self.store.apply(entry)
+        return last
+
+    # ---- life
+
+    def use_platform(self, platform: Platform | None) -> None:
+        """Launch nodes here. Nodes that an earlier master process launched are taken over."""
+        self._platform = platform
+        for node in self.machine.nodes.values():
+            if platform is not None and node.handle and not node.status.final:
+                platform.adopt(node.id, node.handle)
+
+    def register(self, server: Server) -> None:
+        """Serve this master's methods."""
+        server.stream("Attend", messages.AgentMessage, self.attend)
+        server.unary("Status", messages.StatusRequest, self.status)
+        server.server_stream("Watch", messages.WatchRequest, self.watch)
+        server.unary("Stop", messages.StopRequest, self.stop)
+        server.unary("Store", messages.StoreRequest, self.use_store)
+
+    async def watch_silence(self) -> None:
+        """Report nodes that are connected and say nothing; runs until cancelled."""
+        while True:
+            limits = self.machine.job.limits
+            await asyncio.sleep(limits.heartbeat_timeout / 4)
+            now = self.clock()
+            for node_id, heard in list(self._heard.items()):
+                if now - heard > limits.heartbeat_timeout:
+                    del self._heard[node_id]
+                    self.submit(inputs.NodeSilent(node_id, now - heard))
+
+    async def nodes_left(self) -> None:
+        """Wait until all nodes have left an ended job; those that do not are killed in the end."""
+        job = self.machine.job
+        until = self.clock() + job.shutdown_timeout + job.limits.end_grace
+        while self._remaining() and self.clock() < until:
+            await asyncio.sleep(LEAVE_POLL)
+        for node in self._remaining():
+            if self._platform is not None and node.handle:
+                self._platform.kill(node.handle)
+
+    def _remaining(self) -> list[Node]:
+        """Nodes that are connected, or that the platform still runs."""
+        return [
+            node
+            for node in self.machine.nodes.values()
+            if node.connected or (node.handle and not node.status.final and not node.gone)
+        ]
+
+    def on_node_exit(self, node_id: int, reason: str) -> None:
+        """The platform's report of a node's end."""
+        self.submit(inputs.NodeExited(node_id, reason))
+
+    def submit(self, event: inputs.Input) -> None:
+        """Journal an input, handle it, and carry out what the machine orders."""
+        now = self.clock()
+        self._journal.append(event, now)
+        for command in self.machine.handle(event, now):
+            self._carry_out(command, now)
+        self._set_timer()
+        self._changed.set()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline = self.machine.deadline()
+        if deadline is not None:
+            loop = asyncio.get_running_loop()
+            delay = max(0.0, deadline - self.clock())
+            self._timer = loop.call_later(delay, self._on_timer)
+
+    def _on_timer(self) -> None:
+        deadline = self.machine.deadline()
+        if deadline is not None and deadline <= self.clock():
+            self.submit(inputs.DeadlinePassed())
+        else:
+            self._set_timer()  # the loop's clock may be a little early
+
+    # ---- commands
+
+    def _carry_out(self, command: inputs.Command, now: float) -> None:
+        _CARRY_OUT[type(command)](self, command, now)
+
+    def _emit(self, command: inputs.Emit, now: float) -> None:
+        event = self._history.add(command.body, now)
+        logger.info("%s", event.sentence())
+
+    def _launch_node(self, command: inputs.LaunchNode, _now: float) -> None:
+        loop = asyncio.get_running_loop()
+        if self._platform is None:
+            return
+        try:
+            handle = self._platform.launch(command.node_id, command.node_rank)
+        except InfrastructureError as error:
+            loop.call_soon(self.on_node_exit, command.node_id, str(error))
+        else:
+            loop.call_soon(self.submit, inputs.NodePlaced(command.node_id, handle))
+
+    def _kill_node(self, command: inputs.KillNode, _now: float) -> None:
+        if self._platform is not None:
+            self._platform.kill(self.machine.nodes[command.node_id].handle)
+
+    def _welcome(self, command: inputs.Welcome, _now: float) -> None:
+        queue = self._greeted[command.uid]
+        older = self._queues.get(command.node_id)
+        if older is not None and older is not queue:
+            older.put_nowait(None)
+        self._queues[command.node_id] = queue
+        interval = self.machine.job.limits.heartbeat_interval
+        queue.put_nowait(messages.Welcome(command.node_id, command.round, interval))
+
+    def _call_to_round(self, command: inputs.CallToRound, _now: float) -> None:
+        self._say(command.node_id, messages.CallToRound(command.round, command.reason))
+
+    def _assign_world(self, command: inputs.AssignWorld, _now: float) -> None:
+        self._steps[command.node_id] = 0
+        self._say(command.node_id, messages.AssignWorld(command.world))
+
+    def _dismiss(self, command: inputs.Dismiss, _now: float) -> None:
+        self._say(command.node_id, messages.Dismiss(command.outcome))
+
+    def _end_job(self, _command: inputs.EndJob, _now: float) -> None:
+        self.ended.set()
+
+    def _say(self, node_id: int, message: messages.MasterMessage) -> None:
+        queue = self._queues.get(node_id)
+        if queue is not None:
+            queue.put_nowait(message)
+
+    # ---- methods on the wire
+
+    async def attend(
+        self, incoming: AsyncIterator[messages.AgentMessage]
+    ) -> AsyncIterator[messages.MasterMessage]:
+        """An agent's stream: what it reports comes in, what it is to do goes out."""
+        hello = await anext(aiter(incoming), None)
+        if not isinstance(hello, messages.Hello):
+            return
+        queue: asyncio.Queue[messages.MasterMessage | None] = asyncio.Queue()
+        self._greeted[hello.uid] = queue
+        self.submit(
+            inputs.NodeConnected(
+                hello.uid, hello.node_id, hello.node_rank, hello.hostname, hello.round
+            )
+        )
+        node_id = self.machine.by_uid[hello.uid]
+        self._queues[node_id] = queue
+        self._heard[node_id] = self.clock()
+        reader = asyncio.create_task(self._listen(node_id, incoming, queue))
+        try:
+            while (message := await queue.get()) is not None:
+                yield message
+        finally:
+            reader.cancel()
+            self._hang_up(hello.uid, node_id, queue)
+
+    async def _listen(
+        self,
+        node_id: int,
+        incoming: AsyncIterator[messages.AgentMessage],
+        queue: asyncio.Queue[messages.MasterMessage | None],
+    ) -> None:
+        async for message in incoming:
+            if node_id in self._heard:
+                self._heard[node_id] = self.clock()
+            self._take(node_id, message)
+        queue.put_nowait(None)
+
+    def _take(self, node_id: int, message: messages.AgentMessage) -> None:
+        if isinstance(message, messages.Heartbeat):
+            self._take_heartbeat(node_id, message)
+        elif isinstance(message, messages.Join):
+            self.submit(inputs.NodeJoined(node_id, message.round, message.offer))
+        elif isinstance(message, messages.Failed):
+            self.submit(inputs.WorkerFailed(message.failure))
+        elif isinstance(message, messages.Succeeded):
+            self.submit(inputs.NodeSucceeded(node_id, message.round))
+
+    def _take_heartbeat(self, node_id: int, message: messages.Heartbeat) -> None:
+        """Note a node's steps; journal them when they end an incident, else now and then."""
+        if message.round != self.machine.rendezvous.round:
+            return
+        self._steps[node_id] = message.steps
+        now = self.clock()
+        recovering = self.machine.incident is not None and message.steps > 0
+        due = now - self._progress_journalled >= PROGRESS_JOURNAL_INTERVAL
+        if message.steps > self.machine.steps and (recovering or due or self.machine.steps == 0):
+            self._progress_journalled = now
+            self.submit(inputs.Progressed(message.round, message.steps))
+
+    def _hang_up(
+        self, uid: str, node_id: int, queue: asyncio.Queue[messages.MasterMessage | None]
+    ) -> None:
+        if self._greeted.get(uid) is queue:
+            del self._greeted[uid]
+        if self._queues.get(node_id) is queue:
+            del self._queues[node_id]
+            self._heard.pop(node_id, None)
+            self.submit(inputs.NodeDisconnected(node_id))
+
+    async def status(self, _request: messages.StatusRequest) -> messages.Status:
+        """Where the job stands."""
+        return status_of(self.machine, self.clock(), self._steps)
+
+    async def watch(self, request: messages.WatchRequest) -> AsyncIterator[messages.Notice]:
+        """Events after ``request.since``, and for a follower also those to come."""
+        since = request.since
+        while True:
+            fresh: tuple[Event, ...] = tuple(self._history.events[since:])
+            since += len(fresh)
+            yield messages.Notice(fresh, await self.status(messages.StatusRequest()))
+            if not request.follow:
+                return
+            await asyncio.sleep(WATCH_INTERVAL)
+            if since == len(self._history.events):
+                await _wait(self._changed, WATCH_REFRESH)
+            self._changed.clear()
+
+    async def stop(self, request: messages.StopRequest) -> messages.Done:
+        """End the job."""
+        self.submit(inputs.StopRequested(request.reason, request.exit_code))
+        return messages.Done()
+
+    async def use_store(self, request: messages.StoreRequest) -> messages.StoreReply:
+        """Carry out a request on the key-value store, waiting as long as it asks for."""
+        if not isinstance(request, messages.GetKey):
+            self.store.apply(request)
+            self._journal.append(request, self.clock())
+            waiting, self._store_changed = self._store_changed, asyncio.Event()
+            waiting.set()
+        until = self.clock() + getattr(request, "wait", 0.0)
+        while (value := self.store.reply(request)) is None and self.clock() < until:
+            await _wait(self._store_changed, until - self.clock())
+        return messages.StoreReply(value)
+
+
+_CARRY_OUT: dict[type, Callable[[Master, Any, float], None]] = {
+    inputs.Emit: Master._emit,  # noqa: SLF001
+    inputs.LaunchNode: Master._launch_node,  # noqa: SLF001
+    inputs.KillNode: Master._kill_node,  # noqa: SLF001
+    inputs.Welcome: Master._welcome,  # noqa: SLF001
+    inputs.CallToRound: Master._call_to_round,  # noqa: SLF001
+    inputs.AssignWorld: Master._assign_world,  # noqa: SLF001
+    inputs.Dismiss: Master._dismiss,  # noqa: SLF001
+    inputs.EndJob: Master._end_job,  # noqa: SLF001
+}
+
+
+def status_of(machine: JobMachine, now: float, steps: dict[int, int]) -> messages.Status:
+    """Where a job stands at time ``now``; ``steps`` are the latest ones by node."""
+    members = machine.rendezvous.members
+    current = max([machine.steps, *(steps.get(i, 0) for i in members)])
+    outcome = machine.outcome
+    return messages.Status(
+        name=machine.job.name,
+        phase=machine.phase.value,
+        round=machine.rendezvous.round,
+        world_size=machine.world_size,
+        restarts=machine.restarts.count,
+        steps=current,
+        total_steps=machine.earlier_steps + current,
+        waiting_for=machine.waiting_for(now),
+        nodes=tuple(
+            messages.NodeState(
+                id=node.id,
+                node_rank=members.index(node.id) if node.status is NodeStatus.RUNNING else -1,
+                status=node.status.value,
+                hostname=node.hostname,
+                connected=node.connected,
+                steps=steps.get(node.id, 0),
+            )
+            for node in machine.nodes.values()
+        ),
+        outcome=outcome,
+        seconds=outcome.seconds if outcome else now - machine.submitted_at,
+    )
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    try:
+        await asyncio.wait_for(event.wait(), seconds)
+    except asyncio.TimeoutError:
+        return

@@ -1,0 +1,47 @@
+"""The interface between the master and whatever runs its nodes."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Protocol
+
+from dlrover.errors import ConfigurationError
+
+OnExit = Callable[[int, str], None]
+"""Called with a node's id and, in words, how its agent ended."""
+
+PLATFORMS = {"local": "dlrover.platform.local:LocalPlatform"}
+"""Platforms by name, as ``module:class``, so that none is imported before it is asked for."""
+
+
+class Platform(Protocol):
+    """Makes nodes. All methods are called on the master's event loop and must not block it."""
+
+    def launch(self, node_id: int, node_rank: int) -> str:
+        """Start a node; the handle by which it is found again, also by another master process.
+
+        Raises:
+            InfrastructureError: the node cannot be started.
+        """
+
+    def adopt(self, node_id: int, handle: str) -> None:
+        """Watch a node that an earlier master process launched. Reports its exit if it is gone."""
+
+    def kill(self, handle: str) -> None:
+        """End a node. Does nothing if it is gone."""
+
+
+def platform_class(name: str) -> type:
+    """The platform class called ``name``.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    if name not in PLATFORMS:
+        raise ConfigurationError(
+            f"Platform {name} is unknown; known platforms are {', '.join(sorted(PLATFORMS))}."
+        )
+    module, _, attribute = PLATFORMS[name].partition(":")
+    found: type = getattr(importlib.import_module(module), attribute)
+    return found

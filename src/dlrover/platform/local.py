@@ -1,0 +1,81 @@
+"""Nodes as child processes of the master: one machine plays a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from collections.abc import Sequence
+
+from dlrover._util import procs
+from dlrover.errors import InfrastructureError
+from dlrover.platform.base import OnExit
+
+
+class LocalPlatform:
+    """Starts agents as processes on this machine.
+
+    An agent outlives its master, so that another master process can adopt it; it dies with the process
+    at the other end of its lifeline.
+    """
+
+    def __init__(
+        self, agent_command: Sequence[str], pass_fds: Sequence[int], on_exit: OnExit
+    ) -> None:
+        self._agent_command = list(agent_command)
+        self._pass_fds = tuple(pass_fds)
+        self._on_exit = on_exit
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def launch(self, node_id: int, node_rank: int) -> str:
+        """Start an agent; the handle is its pid and start time."""
+        command = [*self._agent_command, "--node-id", str(node_id), "--node-rank", str(node_rank)]
+        try:
+            process = subprocess.Popen(command, pass_fds=self._pass_fds, start_new_session=True)
+        except OSError as error:
+            raise InfrastructureError(
+                f"Node {node_id} cannot be started: {error.strerror}."
+            ) from error
+        self._processes[process.pid] = process
+        self._watch(node_id, process.pid)
+        return f"{process.pid}:{procs.start_time(process.pid)}"
+
+    def adopt(self, node_id: int, handle: str) -> None:
+        """Watch an agent that an earlier master process started."""
+        pid, _, started = handle.partition(":")
+        if str(procs.start_time(int(pid))) == started:
+            self._watch(node_id, int(pid))
+        else:
+            asyncio.get_running_loop().call_soon(
+                self._on_exit, node_id, "its agent ended while the master was away"
+            )
+
+    def kill(self, handle: str) -> None:
+        """End an agent with SIGKILL; its zygote ends its workers."""
+        pid, _, started = handle.partition(":")
+        if str(procs.start_time(int(pid))) == started:
+            procs.kill([int(pid)])
+
+    def _watch(self, node_id: int, pid: int) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            loop.call_soon(self._on_exit, node_id, "its agent ended")
+            return
+
+        def ended() -> None:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+            self._on_exit(node_id, f"its agent ended: {self._reason(pid)}")
+
+        loop.add_reader(pidfd, ended)
+
+    def _reason(self, pid: int) -> str:
+        process = self._processes.pop(pid, None)
+        if process is None:
+            return "another process has its exit code"  # adopted: not a child of this process
+        code = process.wait()
+        return procs.exit_reason(-code if code < 0 else code << 8)
+
+

@@ -1,0 +1,1 @@
+"""How processes talk: typed messages, one server, one client. The only home of grpc."""

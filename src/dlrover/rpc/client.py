@@ -1,0 +1,123 @@
+"""The client side: one connection to a job's master."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+import msgspec
+
+from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
+from dlrover.rpc import messages, wire
+
+REQUEST_TIMEOUT = 10.0
+"""Seconds that a single request may take, on top of a wait that it asks for itself."""
+
+
+class MasterClient:
+    """A connection to the master at ``address`` (``host:port``). Use it as an async context manager.
+
+    Every method raises
+
+    - `InfrastructureError` when the master cannot be reached within the time limit,
+    - `ConfigurationError` when it refuses the token,
+    - `ProtocolError` when it does not understand the message.
+    """
+
+    def __init__(self, address: str, token: str, tls: wire.Tls | None = None) -> None:
+        self.address = address
+        self._metadata = ((wire.TOKEN_KEY, token),)
+        credentials = tls.channel_credentials() if tls else None
+        options = list(wire.CHANNEL_OPTIONS)
+        if credentials is not None:
+            self._channel = grpc.aio.secure_channel(address, credentials, options=options)
+        else:
+            self._channel = grpc.aio.insecure_channel(address, options=options)
+
+    async def __aenter__(self) -> MasterClient:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._channel.close()
+
+    async def status(self) -> messages.Status:
+        """Where the job stands."""
+        return await self._call("Status", messages.StatusRequest(), messages.Status)
+
+    async def stop(self, reason: str, exit_code: int) -> None:
+        """Ask the master to end the job with ``exit_code``."""
+        await self._call("Stop", messages.StopRequest(reason, exit_code), messages.Done)
+
+    async def store(self, request: messages.StoreRequest) -> bytes | None:
+        """Carry out a request on the job's key-value store; its value, None after a time-out."""
+        wait = getattr(request, "wait", 0.0)
+        reply = await self._call("Store", request, messages.StoreReply, REQUEST_TIMEOUT + wait)
+        return reply.value
+
+    async def watch(self, since: int = 0, *, follow: bool = False) -> AsyncIterator[messages.Notice]:
+        """The job's events after number ``since``, with its status; endless with ``follow``."""
+        call = self._channel.unary_stream(f"/{wire.SERVICE}/Watch")(
+            wire.encode(messages.WatchRequest(since, follow)),
+            metadata=self._metadata,
+            timeout=None if follow else REQUEST_TIMEOUT,
+        )
+        try:
+            async for data in call:
+                yield wire.decode(data, messages.Notice)
+        except grpc.aio.AioRpcError as error:
+            self._fail(error)
+
+    async def attend(
+        self, outgoing: AsyncIterator[messages.AgentMessage]
+    ) -> AsyncIterator[messages.MasterMessage]:
+        """Hold the agent's stream: send what ``outgoing`` yields, yield what the master says."""
+
+        async def frames() -> AsyncIterator[bytes]:
+            async for message in outgoing:
+                yield wire.encode(message)
+
+        call = self._channel.stream_stream(f"/{wire.SERVICE}/Attend")(
+            frames(), metadata=self._metadata
+        )
+        try:
+            async for data in call:
+                yield wire.decode(data, messages.MasterMessage)
+        except grpc.aio.AioRpcError as error:
+            self._fail(error)
+        finally:
+            call.cancel()
+
+    async def _call(
+        self, method: str, request: msgspec.Struct, reply: Any, timeout: float = REQUEST_TIMEOUT
+    ) -> Any:
+        call = self._channel.unary_unary(f"/{wire.SERVICE}/{method}")
+        try:
+            data = await call(wire.encode(request), metadata=self._metadata, timeout=timeout)
+        except grpc.aio.AioRpcError as error:
+            self._fail(error)
+        return wire.decode(data, reply)
+
+    def _fail(self, error: grpc.aio.AioRpcError) -> NoReturn:
+        """Raise what a failed call means to the caller."""
+        code, details = error.code(), error.details() or ""
+        if code is grpc.StatusCode.UNAUTHENTICATED:
+            raise ConfigurationError(
+                f"The master at {self.address} refused the connection: {details}"
+            ) from error
+        if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED):
+            raise ProtocolError(
+                f"The master at {self.address} did not understand a message: {details}"
+            ) from error
+        if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            raise ProtocolError(
+                f"The master at {self.address} refused a message: {details}"
+            ) from error
+        raise InfrastructureError(
+            f"The master at {self.address} cannot be reached: {details or code.name}."
+        ) from error

@@ -1,0 +1,196 @@
+"""The messages on the wire: frozen records, encoded as MessagePack. Nothing in them is executable.
+
+An agent holds one stream to its master (`AgentMessage` up, `MasterMessage` down). Each message states a
+fact and may be repeated: after a reconnection the agent says again what still holds, and the master what
+the agent has missed. Everything else is a single request with a deadline.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from dlrover.spec.events import Event
+from dlrover.spec.failure import Failure
+from dlrover.spec.outcome import Outcome
+from dlrover.spec.world import Offer, World
+
+# ---- agent to master
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """The first message on a stream. Fields as in the machine's ``NodeConnected``."""
+
+    uid: str
+    node_id: int = -1
+    node_rank: int = -1
+    hostname: str = ""
+    round: int = 0
+
+
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    """No workers run here; the node is ready for ``round``."""
+
+    round: int
+    offer: Offer
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """The agent is alive; its workers of ``round`` have completed ``steps`` optimizer steps."""
+
+    round: int
+    steps: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """A worker failed."""
+
+    failure: Failure
+
+
+class Succeeded(msgspec.Struct, frozen=True, tag="succeeded"):
+    """All workers of ``round`` ended with exit code 0."""
+
+    round: int
+
+
+AgentMessage: TypeAlias = Hello | Join | Heartbeat | Failed | Succeeded
+
+# ---- master to agent
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """The node's id, the round it may join, and how often it must be heard of (seconds)."""
+
+    node_id: int
+    round: int
+    heartbeat_interval: float
+
+
+class CallToRound(msgspec.Struct, frozen=True, tag="call_to_round"):
+    """Stop the workers and join ``round``."""
+
+    round: int
+    reason: str
+
+
+class AssignWorld(msgspec.Struct, frozen=True, tag="assign_world"):
+    """The round is complete: start the workers."""
+
+    world: World
+
+
+class Dismiss(msgspec.Struct, frozen=True, tag="dismiss"):
+    """Stop the workers and leave."""
+
+    outcome: Outcome
+
+
+MasterMessage: TypeAlias = Welcome | CallToRound | AssignWorld | Dismiss
+
+# ---- requests
+
+
+class NodeState(msgspec.Struct, frozen=True):
+    """One node in a `Status`."""
+
+    id: int
+    node_rank: int
+    status: str
+    hostname: str
+    connected: bool
+    steps: int = 0
+
+
+class StatusRequest(msgspec.Struct, frozen=True):
+    """Ask where the job stands."""
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the job stands."""
+
+    name: str
+    phase: str
+    round: int
+    world_size: int
+    restarts: int
+    steps: int
+    """Optimizer steps of the current round."""
+    total_steps: int
+    """Optimizer steps of all rounds, repeated ones included."""
+    waiting_for: str
+    nodes: tuple[NodeState, ...]
+    outcome: Outcome | None = None
+    seconds: float = 0.0
+
+
+class WatchRequest(msgspec.Struct, frozen=True):
+    """Ask for the events after number ``since``; with ``follow`` also for those to come."""
+
+    since: int = 0
+    follow: bool = False
+
+
+class Notice(msgspec.Struct, frozen=True):
+    """One item of a watch: new events, and where the job stands after them."""
+
+    events: tuple[Event, ...]
+    status: Status
+
+
+class StopRequest(msgspec.Struct, frozen=True):
+    """Ask to stop the job."""
+
+    reason: str
+    exit_code: int
+
+
+class Done(msgspec.Struct, frozen=True):
+    """The request was carried out."""
+
+
+class SetKey(msgspec.Struct, frozen=True, tag="set"):
+    """Set a key."""
+
+    key: str
+    value: bytes
+
+
+class GetKey(msgspec.Struct, frozen=True, tag="get"):
+    """Read a key, waiting up to ``wait`` seconds until somebody sets it."""
+
+    key: str
+    wait: float = 0.0
+
+
+class AddToKey(msgspec.Struct, frozen=True, tag="add"):
+    """Add to a counter, which starts at 0; ``request_id`` makes a repeated request count once."""
+
+    key: str
+    amount: int
+    request_id: str
+
+
+class DeleteKeys(msgspec.Struct, frozen=True, tag="delete"):
+    """Delete every key that starts with ``prefix``."""
+
+    prefix: str
+
+
+class EnterBarrier(msgspec.Struct, frozen=True, tag="barrier"):
+    """Wait up to ``wait`` seconds until ``size`` different members have entered the barrier."""
+
+    name: str
+    member: str
+    size: int
+    wait: float
+
+
+StoreRequest: TypeAlias = SetKey | GetKey | AddToKey | DeleteKeys | EnterBarrier
+
+
+class StoreReply(msgspec.Struct, frozen=True):
+    """The value after a store request; None if the key is not set or the wait timed out."""
+
+    value: bytes | None

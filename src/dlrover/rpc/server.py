@@ -1,0 +1,110 @@
+"""The server side: three kinds of methods over gRPC, each with a token check and typed messages."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+import msgspec
+
+from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
+from dlrover.rpc import wire
+
+Unary = Callable[[Any], Awaitable[msgspec.Struct]]
+ServerStream = Callable[[Any], AsyncIterator[msgspec.Struct]]
+Stream = Callable[[AsyncIterator[Any]], AsyncIterator[msgspec.Struct]]
+
+
+class Server:
+    """Serves typed methods to callers that know the token. Register methods, then `start`."""
+
+    def __init__(self, token: str, tls: wire.Tls | None = None) -> None:
+        if not token:
+            raise ConfigurationError("The master's token is empty; a non-empty one is required.")
+        self._token = token
+        self._credentials = tls.server_credentials() if tls else None
+        self._methods: dict[str, grpc.RpcMethodHandler] = {}
+        self._server: grpc.aio.Server | None = None
+
+    def unary(self, name: str, request: Any, call: Unary) -> None:
+        """Register a method with one request and one reply."""
+
+        async def serve(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+            await self._authenticate(context)
+            message = await _decode(data, request, context)
+            return wire.encode(await call(message))
+
+        self._methods[name] = grpc.unary_unary_rpc_method_handler(serve)
+
+    def server_stream(self, name: str, request: Any, call: ServerStream) -> None:
+        """Register a method with one request and a stream of replies."""
+
+        async def serve(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+            await self._authenticate(context)
+            message = await _decode(data, request, context)
+            async for reply in call(message):
+                yield wire.encode(reply)
+
+        self._methods[name] = grpc.unary_stream_rpc_method_handler(serve)
+
+    def stream(self, name: str, request: Any, call: Stream) -> None:
+        """Register a method with a stream each way."""
+
+        async def serve(
+            frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+        ) -> AsyncIterator[bytes]:
+            await self._authenticate(context)
+
+            async def messages() -> AsyncIterator[Any]:
+                async for data in frames:
+                    yield await _decode(data, request, context)
+
+            async for reply in call(messages()):
+                yield wire.encode(reply)
+
+        self._methods[name] = grpc.stream_stream_rpc_method_handler(serve)
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen on ``host:port`` (0: any free port) and return the port.
+
+        Raises:
+            InfrastructureError: the port is taken or the address is not this machine's.
+        """
+        server = grpc.aio.server(options=list(wire.CHANNEL_OPTIONS))
+        handler = grpc.method_handlers_generic_handler(wire.SERVICE, self._methods)
+        server.add_generic_rpc_handlers((handler,))
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            if self._credentials is not None:
+                bound = server.add_secure_port(address, self._credentials)
+            else:
+                bound = server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise InfrastructureError(
+                f"The master cannot listen on {address}: the port is taken by another program or the "
+                f"address is not this machine's; choose another port."
+            ) from error
+        await server.start()
+        self._server = server
+        return int(bound)
+
+    async def stop(self, grace: float) -> None:
+        """Stop listening; open calls get ``grace`` seconds to finish."""
+        if self._server is not None:
+            await self._server.stop(grace)
+
+    async def _authenticate(self, context: grpc.aio.ServicerContext) -> None:
+        given = dict(context.invocation_metadata() or ()).get(wire.TOKEN_KEY)
+        if not wire.token_matches(given, self._token):
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, "The token is missing or is not this job's."
+            )
+
+
+async def _decode(data: bytes, kind: Any, context: grpc.aio.ServicerContext) -> Any:
+    try:
+        return wire.decode(data, kind)
+    except ProtocolError as error:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))

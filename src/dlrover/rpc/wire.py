@@ -1,0 +1,92 @@
+"""What server and client agree on: encoding, names, limits, and how a connection is secured."""
+
+from __future__ import annotations
+
+import hmac
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import msgspec
+
+from dlrover.errors import ConfigurationError, ProtocolError
+
+SERVICE = "dlrover.Master"
+MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+"""No message of this protocol comes near it; a larger one is refused before it is read."""
+TOKEN_KEY = "dlrover-token"  # noqa: S105 - the name of the metadata field, not a token
+LOCAL_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
+
+T = TypeVar("T")
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """A message as bytes."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes, kind: Any) -> Any:
+    """The message of type ``kind`` in ``data``.
+
+    Raises:
+        ProtocolError: the bytes are not such a message.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ProtocolError(f"A message could not be read: {error}.") from error
+
+
+def token_matches(given: object, expected: str) -> bool:
+    """Compare tokens in constant time."""
+    text = given if isinstance(given, str) else ""
+    return hmac.compare_digest(text.encode(), expected.encode())
+
+
+class Tls(msgspec.Struct, frozen=True):
+    """Paths of PEM files. A server needs ``cert`` and ``key``, a client ``ca``."""
+
+    cert: str = ""
+    key: str = ""
+    ca: str = ""
+
+    def server_credentials(self) -> grpc.ServerCredentials | None:
+        """Credentials for a server; None without TLS."""
+        if not self.cert and not self.key:
+            return None
+        if not (self.cert and self.key):
+            raise ConfigurationError("TLS needs both tls_cert and tls_key; only one of them is set.")
+        return grpc.ssl_server_credentials([(_read("tls_key", self.key), _read("tls_cert", self.cert))])
+
+    def channel_credentials(self) -> grpc.ChannelCredentials | None:
+        """Credentials for a client; None without TLS."""
+        if not self.ca:
+            return None
+        return grpc.ssl_channel_credentials(_read("tls_ca", self.ca))
+
+
+def _read(field: str, path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"{field}: {path} cannot be read: {error.strerror}.") from error
+
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A peer whose machine lost power closes no connection: ask it now and then.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    # Back to a restarted master within a second.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.so_reuseport", 0),
+)

@@ -1,0 +1,4 @@
+"""Frozen records that every layer shares: what to launch, nodes, failures, events.
+
+Nothing here does I/O, reads a clock or the environment.
+"""

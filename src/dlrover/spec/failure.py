@@ -1,0 +1,101 @@
+"""The record of one worker's failure, and the verdict that the master reaches on it."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+TEXT_LIMIT = 16_384
+"""Characters kept of each text in a failure record: head and tail of longer ones.
+
+Thousands of workers may fail at once, each with a long traceback; the master holds all of them.
+"""
+
+
+def clip(text: str, limit: int = TEXT_LIMIT) -> str:
+    """``text`` cut to ``limit`` characters, keeping a quarter from its head, the rest its tail.
+
+    The end of a traceback or a log names the cause, so the tail gets the larger part.
+    """
+    if len(text) <= limit:
+        return text
+    note = f"\n... {len(text) - limit} characters left out ...\n"
+    head = limit // 4
+    return text[:head] + note + text[head + len(note) - limit :]
+
+
+class FailureKind(str, enum.Enum):
+    """How a worker ended."""
+
+    EXCEPTION = "exception"
+    """An exception reached the top of the program (``exception``, ``message``, ``traceback``)."""
+    EXIT = "exit"
+    """The process left with a non-zero exit code and no recorded exception."""
+    SIGNAL = "signal"
+    """A signal ended the process (``signal``)."""
+    SPAWN = "spawn"
+    """The process could not be started (``message``)."""
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts about one failed worker, gathered on its node. Texts are at most `TEXT_LIMIT` long."""
+
+    id: str
+    """Unique: a report that is sent twice counts once."""
+    kind: FailureKind
+    node_id: int
+    rank: int
+    local_rank: int
+    round: int
+    pid: int = 0
+    time: float = 0.0
+    """Seconds since the epoch at which the process was seen to have ended."""
+    exit_code: int | None = None
+    signal: int | None = None
+    exception: str = ""
+    """Qualified name of the exception's type, for instance ``ValueError``."""
+    message: str = ""
+    traceback: str = ""
+    stderr_tail: str = ""
+    """The last lines that the worker wrote to its standard error."""
+    log_path: str = ""
+    """The worker's standard error file on its node."""
+    steps: int = 0
+    """Optimizer steps that the process had completed."""
+    hostname: str = ""
+    oom_killed: bool = False
+    """The kernel's out-of-memory killer ended a process of this node's memory cgroup meanwhile."""
+
+    def bounded(self) -> Failure:
+        """The same record with each text cut to `TEXT_LIMIT` characters."""
+        return msgspec.structs.replace(
+            self,
+            message=clip(self.message),
+            traceback=clip(self.traceback),
+            stderr_tail=clip(self.stderr_tail),
+        )
+
+
+class Origin(str, enum.Enum):
+    """Whose fault it is, as far as the evidence tells."""
+
+    USER = "user code"
+    INFRASTRUCTURE = "infrastructure"
+    UNKNOWN = "undetermined"
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What a failure means, in words for people and in facts for the restart policy."""
+
+    title: str
+    """One line: what happened, for instance ``rank 1 was killed by SIGKILL``."""
+    origin: Origin
+    hopeless: bool = False
+    """A restart cannot help: the same program would fail in the same way."""
+    evidence: str = ""
+    """The line that the verdict rests on."""
+    advice: str = ""
+    """One sentence: what to do next."""
+    signature: str = ""
+    """Equal for failures that look the same; counts repeated failures."""

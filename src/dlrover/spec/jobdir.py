@@ -1,0 +1,118 @@
+"""The job directory: everything a job leaves behind lies in it, under these names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from dlrover.spec.job import JobSpec, Limits
+from dlrover.spec.launch import LaunchSpec
+
+
+class JobDir:
+    """Paths in the job directory at ``path``. Nothing is made or read here."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def job(self) -> Path:
+        """The `MasterConfig` that the job's master was started with (JSON)."""
+        return self.path / "job.json"
+
+    @property
+    def agent(self) -> Path:
+        """The `AgentConfig` of the nodes that were started from here (JSON)."""
+        return self.path / "agent.json"
+
+    @property
+    def token(self) -> Path:
+        """The job's token; readable by its owner alone."""
+        return self.path / "token"
+
+    @property
+    def master(self) -> Path:
+        """Where the master listens: a `MasterAddress` (JSON), replaced at each start of a master."""
+        return self.path / "master.json"
+
+    @property
+    def journal(self) -> Path:
+        """Every input of the master's machines (SQLite)."""
+        return self.path / "journal.sqlite"
+
+    @property
+    def events(self) -> Path:
+        """The job's events, one JSON object a line."""
+        return self.path / "events.jsonl"
+
+    @property
+    def outcome(self) -> Path:
+        """The job's `Outcome` (JSON), once it has ended."""
+        return self.path / "outcome.json"
+
+    @property
+    def left(self) -> Path:
+        """The `Outcome` with which this machine's node left a job whose master is elsewhere (JSON)."""
+        return self.path / "left.json"
+
+    @property
+    def lock(self) -> Path:
+        """Locked by the launcher while it runs."""
+        return self.path / "lock"
+
+    @property
+    def logs(self) -> Path:
+        """The workers' logs, in torchrun's layout."""
+        return self.path / "logs"
+
+    @property
+    def master_log(self) -> Path:
+        """What the master logs."""
+        return self.path / "master.log"
+
+    def agent_log(self, name: str) -> Path:
+        """What an agent logs."""
+        return self.path / f"agent-{name}.log"
+
+
+class MasterAddress(msgspec.Struct, frozen=True):
+    """Where a job's master listens."""
+
+    address: str
+    pid: int
+
+
+class TlsFiles(msgspec.Struct, frozen=True):
+    """Paths of PEM files; empty ones are not used."""
+
+    cert: str = ""
+    key: str = ""
+    ca: str = ""
+
+
+class MasterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a master process is started with."""
+
+    job: JobSpec
+    host: str = "127.0.0.1"
+    """The address to listen on."""
+    port: int = 0
+    """0: any free port at the first start, the same one afterwards."""
+    platform: str = ""
+    """Launches the job's ``managed_nodes``; empty if there are none."""
+    tls: TlsFiles = TlsFiles()
+
+
+class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an agent process is started with."""
+
+    launch: LaunchSpec
+    limits: Limits = Limits()
+    master_address: str = ""
+    """``host:port``; empty: the one in the job directory."""
+    address: str = "127.0.0.1"
+    """Where the other nodes reach this one."""
+    store_port: int = 0
+    """The port of the world's store if this node has rank 0; 0: any free one."""
+    tls: TlsFiles = TlsFiles()

@@ -1,0 +1,40 @@
+"""The life cycle of a node: one agent and its workers."""
+
+from __future__ import annotations
+
+import enum
+
+
+class NodeStatus(str, enum.Enum):
+    """Where a node stands. The value is what users see."""
+
+    PENDING = "pending"
+    """Asked of the platform; its agent has not connected yet."""
+    READY = "ready"
+    """Its agent is connected and runs no workers: it waits for a round."""
+    RUNNING = "running"
+    """Its workers belong to the current world."""
+    SUCCEEDED = "succeeded"
+    """All of its workers ended with exit code 0."""
+    LOST = "lost"
+    """Its agent ended, or was silent for too long. Final: what returns is a new node."""
+    RELEASED = "released"
+    """It left because the job ended. Final."""
+
+    @property
+    def final(self) -> bool:
+        """Whether no transition leads out of this status."""
+        return not TRANSITIONS[self]
+
+
+TRANSITIONS: dict[NodeStatus, frozenset[NodeStatus]] = {
+    NodeStatus.PENDING: frozenset({NodeStatus.READY, NodeStatus.LOST, NodeStatus.RELEASED}),
+    NodeStatus.READY: frozenset({NodeStatus.RUNNING, NodeStatus.LOST, NodeStatus.RELEASED}),
+    NodeStatus.RUNNING: frozenset(
+        {NodeStatus.READY, NodeStatus.SUCCEEDED, NodeStatus.LOST, NodeStatus.RELEASED}
+    ),
+    NodeStatus.SUCCEEDED: frozenset({NodeStatus.READY, NodeStatus.LOST, NodeStatus.RELEASED}),
+    NodeStatus.LOST: frozenset(),
+    NodeStatus.RELEASED: frozenset(),
+}
+"""Every allowed change of status; any other is a defect and raises."""

@@ -1,0 +1,1 @@
+"""The public test kit: simulated agents, and drivers for the state machines."""
