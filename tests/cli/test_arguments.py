@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import dlrover
-from dlrover.cli.arguments import ACCELERATORS, build_parser, parse
+from dlrover._util.accelerators import RESOURCES
+from dlrover.cli.arguments import build_parser, parse
 from dlrover.cli.launchspec import (
     Endpoint,
     parse_endpoint,
@@ -219,7 +220,7 @@ def test_defaults_of_own_options():
     }
 
 
-@pytest.mark.parametrize("accelerator", ACCELERATORS)
+@pytest.mark.parametrize("accelerator", RESOURCES)
 def test_accelerators(accelerator):
     assert options("--accelerator", accelerator).accelerator == accelerator
 

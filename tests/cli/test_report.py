@@ -55,7 +55,6 @@ Fault:    user code
 Evidence: {TRAIN}:3: in load: raise ValueError(f"bad batch {{batch}}")
 
 Traceback (most recent call last):
-  ... 3 library frames ...
   File "{TRAIN}", line 9, in <module>
     train()
   File "{TRAIN}", line 7, in train
@@ -92,11 +91,40 @@ def test_library_frames_are_cut_down_to_the_one_that_raised() -> None:
     assert sum("argparse.py" in line for line in lines) == 1
 
 
-def test_process_that_said_nothing() -> None:
-    lines = shown(ended_by(RECORDED["exit_3"])).split("\n")
+def test_library_frames_between_the_users_own_are_counted() -> None:
+    torch = (
+        '  File "/opt/venv/lib/python3.11/site-packages/torch/nn.py", line 1, in call\n    f()\n'
+    )
+    own = f'  File "{TRAIN}", line 2, in forward\n    g()\n'
+    trace = f"Traceback (most recent call last):\n{own}{torch}{torch}{own}ValueError: bad\n"
+    failure = msgspec.structs.replace(RECORDED["nested_exception"], traceback=trace)
+    screen = shown(ended_by(failure))
+    assert f"{own}  ... 2 library frames ...\n{own}ValueError: bad\n" in screen
+    assert "torch" not in screen
+
+
+def test_process_that_said_nothing_anywhere() -> None:
+    failure = msgspec.structs.replace(RECORDED["exit_3"], log_path="")
+    lines = shown(ended_by(failure)).split("\n")
     assert lines[2] == "Evidence: it wrote nothing to its standard error"
     assert lines[3] == ""
-    assert lines[4].startswith("Log: ")
+    assert lines[4].startswith("Ended: ")
+
+
+def test_the_last_lines_of_stderr_are_enough() -> None:
+    said = "".join(f"line {n}\n" for n in range(100))
+    screen = shown(ended_by(msgspec.structs.replace(RECORDED["killed"], stderr_tail=said)))
+    assert "standard error:\nline 80\n" in screen
+    assert "line 99\n" in screen
+
+
+def test_many_others_and_long_lines_fit() -> None:
+    long = msgspec.structs.replace(RECORDED["killed"], stderr_tail=("x" * 90 + "\n") * 20)
+    outcome = ended_by(long, others=tuple(f"rank {n} failed" for n in range(60)))
+    screen = shown(outcome, width=40)
+    assert rows(screen, 40) <= SCREEN_ROWS
+    assert "rank 8 failed" in screen
+    assert screen.endswith("--job-dir /home/ann/jobs/llm")
 
 
 def test_long_traceback_keeps_its_end() -> None:
@@ -116,11 +144,11 @@ def test_a_narrow_terminal_wraps_within_the_screen() -> None:
 
 
 def test_stderr_as_a_terminal_would_leave_it() -> None:
-    said = "\x1b[31mred\x1b[0m\nstep 1\rstep 2\rstep 3\r\n\n\x1b]0;title\x07bell\x07\n"
+    said = "\x1b[31mred\x1b[0m\nstep 1\rstep 2\rstep 3\r\n\n\x1b]0;title\x07bell\x07 \x9b2Jnul\0\n"
     failure = msgspec.structs.replace(RECORDED["killed"], stderr_tail=said)
     lines = shown(ended_by(failure)).split("\n")
     at = lines.index("The end of its standard error:")
-    assert lines[at + 1 : at + 5] == ["red", "step 3", "bell", ""]
+    assert lines[at + 1 : at + 5] == ["red", "step 3", "bell 2Jnul", ""]
 
 
 def test_end_without_a_failure() -> None:

@@ -13,6 +13,9 @@ TRAIN = "/home/ann/project/train.py"
 USER, INFRASTRUCTURE, UNKNOWN = Origin.USER, Origin.INFRASTRUCTURE, Origin.UNKNOWN
 
 
+LOADER_KILLED = "DataLoader worker (pid 7) is killed by signal: Killed."
+
+
 def failed(kind: FailureKind = FailureKind.SIGNAL, **facts: object) -> Failure:
     numbers = {"node_id": 3, "rank": 1, "local_rank": 1, "round": 0} | facts
     return Failure(**{"id": f"{numbers['rank']}", "kind": kind, **numbers})
@@ -72,6 +75,38 @@ def test_exit_codes_of_wrappers(code: int, title: str, *, echo: bool) -> None:
 
 def test_exit_code_2_without_a_usage_text_may_be_tried_again() -> None:
     assert not diagnose(failed(FailureKind.EXIT, exit_code=2, stderr_tail="usage high")).hopeless
+
+
+@pytest.mark.parametrize(
+    "last_words",
+    ["/opt/venv/bin/python: No module named train", "SyntaxError: '(' was never closed"],
+)
+def test_a_program_that_python_cannot_load(last_words: str) -> None:
+    failure = failed(FailureKind.EXIT, exit_code=1, stderr_tail=f"  File\n{last_words}\n")
+    verdict = diagnose(failure)
+    assert verdict.title == "rank 1 could not load the program (exit code 1) on node 3"
+    assert (verdict.hopeless, verdict.evidence) == (True, last_words)
+
+
+def test_a_failed_assertion_on_the_device_says_what_to_check() -> None:
+    verdict = diagnose(raised("AcceleratorError", "CUDA error: device-side assert triggered"))
+    assert "index and label" in verdict.advice
+
+
+def test_long_messages_are_cut_in_titles() -> None:
+    verdict = diagnose(raised("ValueError", "x" * 1000))
+    assert len(verdict.title) < 200
+    assert verdict.title.endswith("x…")
+
+
+def test_an_exit_code_of_the_programs_own_is_not_explained_by_a_traceback() -> None:
+    stderr = (
+        f'Traceback (most recent call last):\n  File "{TRAIN}", line 1, in f\nValueError: bad\n'
+    )
+    assert diagnose(failed(FailureKind.EXIT, exit_code=1, stderr_tail=stderr)).signature == (
+        "exception:ValueError:train.py:f:1"
+    )
+    assert diagnose(failed(FailureKind.EXIT, exit_code=4, stderr_tail=stderr)).signature == "exit:4"
 
 
 def test_a_logged_traceback_of_a_thread_does_not_explain_an_exit() -> None:
@@ -142,6 +177,17 @@ def test_spawn(message: str, origin: Origin, *, hopeless: bool) -> None:
             INFRASTRUCTURE,
             True,
         ),
+        (
+            raised(
+                "ConnectionResetError",
+                traceback='  File "/opt/venv/site-packages/torch/distributed/rpc/api.py", line 5, in f',
+            ),
+            INFRASTRUCTURE,
+            True,
+        ),
+        (raised("OSError", "[Errno 24] Too many open files: 'x'"), INFRASTRUCTURE, False),
+        (raised("RuntimeError", LOADER_KILLED), UNKNOWN, False),
+        (raised("RuntimeError", LOADER_KILLED, oom_killed=True), INFRASTRUCTURE, False),
         (raised("RuntimeError", "shape mismatch"), USER, False),
     ],
 )
@@ -158,6 +204,19 @@ def test_a_missing_data_file_is_no_missing_program() -> None:
         "FileNotFoundError", "[Errno 2] No such file or directory: 'x'", traceback=trace
     )
     assert not diagnose(missing).hopeless
+
+
+def test_frames_of_a_cause_are_not_those_of_the_exception() -> None:
+    """As with python -m and a module that does not exist: no frame is left of the import itself."""
+    chain = (
+        'Traceback (most recent call last):\n  File "<frozen importlib.util>", line 94, in find_spec\n'
+        "ModuleNotFoundError: No module named 'no'\n\n"
+        "The above exception was the direct cause of the following exception:\n\n"
+        "ImportError: Error while finding module specification\n"
+    )
+    verdict = diagnose(raised("ImportError", "Error while finding", traceback=chain))
+    assert verdict.evidence == "ImportError: Error while finding"
+    assert verdict.signature == "exception:ImportError"
 
 
 def test_what_was_being_handled_is_no_cause() -> None:
@@ -180,6 +239,7 @@ def test_what_was_being_handled_is_no_cause() -> None:
         ("/usr/lib/python3.10/runpy.py", False),
         ("/opt/conda/lib/python3.12/site-packages/torch/nn/modules/module.py", False),
         ("/usr/lib/python3/dist-packages/numpy/core.py", False),
+        ("/srv/libraries/site-packages/torch/optim/adam.py", False),
         ("<frozen importlib._bootstrap>", False),
         ("/home/ann/dlrover/src/dlrover/agent/bootstrap.py", False),
         ("/home/ann/dlrover/examples/train.py", True),

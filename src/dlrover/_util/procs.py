@@ -35,11 +35,8 @@ def start_time(pid: int) -> int:
 def children() -> list[int]:
     """Pids of this process's children."""
     me = os.getpid()
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and _parent(int(entry.name)) == me:
-            found.append(int(entry.name))
-    return found
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in pids if _parent(pid) == me]
 
 
 def _parent(pid: int) -> int:
@@ -100,6 +97,19 @@ def _reap(pid: int, seconds: float) -> None:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
     finally:
+        os.close(pidfd)
+
+
+async def ended(pid: int) -> None:
+    """Wait until a child process has ended, without reaping it."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    pidfd = os.pidfd_open(pid)
+    loop.add_reader(pidfd, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(pidfd)
         os.close(pidfd)
 
 

@@ -72,15 +72,7 @@ async def _serve(job_dir: JobDir, node_id: int, node_rank: int, lifeline_fd: int
     address = settings.master_address or _master_address(job_dir)
     async with MasterClient(address, token, tls) as client:
         agent = Agent(
-            client,
-            workers,
-            launch,
-            settings.limits,
-            hostname=hostname,
-            address=settings.address,
-            node_id=node_id,
-            node_rank=node_rank,
-            store_port=settings.store_port,
+            client, workers, settings, hostname=hostname, node_id=node_id, node_rank=node_rank
         )
         _handle_ends(agent, launch.signals_to_handle, lifeline_fd)
         return await agent.run()

@@ -7,8 +7,9 @@ nothing is lost when a connection breaks, and nothing here waits for the master 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -119,17 +120,7 @@ class AgentMachine:
         """Take in one input; what is to be done about it."""
         if self.stage is Stage.LEFT:
             return []
-        if isinstance(event, messages.Welcome):
-            return self._welcome(event)
-        if isinstance(event, messages.CallToRound):
-            return self._called(event.round)
-        if isinstance(event, messages.AssignWorld):
-            return self._assigned(event.world)
-        if isinstance(event, WorkerEnded):
-            return self._worker_ended(event)
-        if isinstance(event, WorkersStopped):
-            return self._workers_stopped()
-        return self._dismissed(event.outcome)
+        return _HANDLERS[type(event)](self, event)
 
     def _welcome(self, event: messages.Welcome) -> list[Command]:
         self.node_id = event.node_id
@@ -143,7 +134,8 @@ class AgentMachine:
             return [Say(messages.Succeeded(self.running_round))]
         return []
 
-    def _called(self, round_: int) -> list[Command]:
+    def _called(self, event: messages.CallToRound) -> list[Command]:
+        round_ = event.round
         if round_ <= self.running_round:
             return []
         self.round = round_
@@ -154,7 +146,8 @@ class AgentMachine:
             return [StopWorkers()]
         return []
 
-    def _assigned(self, world: World) -> list[Command]:
+    def _assigned(self, event: messages.AssignWorld) -> list[Command]:
+        world = event.world
         if self.stage is not Stage.JOINED:
             return []  # a repetition: these workers are already there, or are being stopped
         self.stage = Stage.RUNNING
@@ -176,7 +169,7 @@ class AgentMachine:
             return [Say(messages.Succeeded(self.running_round))]
         return []
 
-    def _workers_stopped(self) -> list[Command]:
+    def _workers_stopped(self, _event: WorkersStopped) -> list[Command]:
         self.running = set()
         self.world = None
         if self.outcome is not None:
@@ -185,7 +178,8 @@ class AgentMachine:
         self.stage = Stage.JOINED
         return [JoinRound(self.round)]
 
-    def _dismissed(self, outcome: Outcome) -> list[Command]:
+    def _dismissed(self, event: messages.Dismiss | Abandoned) -> list[Command]:
+        outcome = event.outcome
         if self.outcome is not None:
             return []
         self.outcome = outcome
@@ -206,3 +200,14 @@ class AgentMachine:
         assert self.stage is not Stage.SUCCEEDED or not (self.running or self.failures)
         assert self.stage is not Stage.FAILED or self.failures, "failed without a failure"
         assert self.stage is not Stage.LEFT or self.outcome is not None, "left without an outcome"
+
+
+_HANDLERS: dict[type, Callable[[AgentMachine, Any], list[Command]]] = {
+    messages.Welcome: AgentMachine._welcome,  # noqa: SLF001
+    messages.CallToRound: AgentMachine._called,  # noqa: SLF001
+    messages.AssignWorld: AgentMachine._assigned,  # noqa: SLF001
+    messages.Dismiss: AgentMachine._dismissed,  # noqa: SLF001
+    Abandoned: AgentMachine._dismissed,  # noqa: SLF001
+    WorkerEnded: AgentMachine._worker_ended,  # noqa: SLF001
+    WorkersStopped: AgentMachine._workers_stopped,  # noqa: SLF001
+}

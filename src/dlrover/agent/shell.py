@@ -8,6 +8,7 @@ import signal
 import time
 import uuid
 from collections.abc import AsyncIterator
+from typing import Any
 
 from dlrover.agent import machine as agent_machine
 from dlrover.agent.ports import PortReservation
@@ -16,8 +17,7 @@ from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
 from dlrover.rpc import messages
 from dlrover.rpc.client import MasterClient
 from dlrover.spec.failure import Failure, FailureKind
-from dlrover.spec.job import Limits
-from dlrover.spec.launch import LaunchSpec
+from dlrover.spec.jobdir import AgentConfig
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.world import Offer, World
 
@@ -40,24 +40,22 @@ class Agent:
         self,
         client: MasterClient,
         workers: WorkerGroup,
-        launch: LaunchSpec,
-        limits: Limits,
+        settings: AgentConfig,
         *,
         hostname: str,
-        address: str,
         node_id: int = -1,
         node_rank: int = -1,
-        store_port: int = 0,
     ) -> None:
+        launch, limits = settings.launch, settings.limits
         self._client = client
         self._workers = workers
         self._launch = launch
         self._limits = limits
+        self._address = settings.address
+        self._store_port = settings.store_port
         self._hostname = hostname
-        self._address = address
         self._claimed_id = node_id
         self._node_rank = node_rank
-        self._store_port = store_port
         self._uid = uuid.uuid4().hex
         self._machine = agent_machine.AgentMachine(launch.nproc_per_node)
         self._port: PortReservation | None = None
@@ -80,13 +78,11 @@ class Agent:
             asyncio.create_task(self._stay_connected()),
             asyncio.create_task(self._report_progress()),
         ]
+        waits: list[asyncio.Future[Any]] = [*tasks, self._left]
         try:
-            done, _ = await asyncio.wait(
-                [*tasks, self._left], return_when=asyncio.FIRST_COMPLETED
-            )
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                if task is not self._left:
-                    task.result()  # a background task ends only with an error
+                task.result()  # the background tasks end only with an error
             return await self._left
         finally:
             for task in tasks:
@@ -191,6 +187,7 @@ class Agent:
         if isinstance(command, agent_machine.JoinRound):
             self._join(command.round)
         elif isinstance(command, agent_machine.Say):
+            self._say(messages.Heartbeat(self._machine.running_round, self._workers.steps()))
             self._say(command.message)
         elif isinstance(command, agent_machine.StartWorkers):
             self._start(command.world)

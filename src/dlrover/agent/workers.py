@@ -241,7 +241,9 @@ class WorkerGroup:
     def steps(self) -> int:
         """Optimizer steps that every worker of the round has completed, at least."""
         self._warm_up()
-        return min((self._board.read(w.local_rank).steps for w in self._workers.values()), default=0)
+        return min(
+            (self._board.read(w.local_rank).steps for w in self._workers.values()), default=0
+        )
 
     # ---- stop
 

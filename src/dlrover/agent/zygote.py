@@ -30,6 +30,7 @@ import struct
 import sys
 import threading
 import time
+import types
 import warnings
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -101,9 +102,9 @@ def _initialised_devices() -> list[str]:
     torch = sys.modules.get("torch")
     found = []
     for name, module in vars(torch).items() if torch else ():
-        is_initialized = getattr(module, "is_initialized", None)
-        is_device = hasattr(module, "device_count") and callable(is_initialized)
-        if is_device and is_initialized():
+        names = vars(module) if isinstance(module, types.ModuleType) else {}
+        # A module of a kind of device has both functions.
+        if "device_count" in names and "is_initialized" in names and names["is_initialized"]():
             found.append(f"torch.{name}")
     return found
 
@@ -173,6 +174,7 @@ class Zygote:
                 self.send({"exited": worker, "status": status})
 
     def send(self, message: dict[str, Any]) -> None:
+        """Tell the agent something."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._sock.sendall(pack(message))  # a dead agent is noticed when reading
 

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import dlrover
+from dlrover._util import procs
 from dlrover.agent import zygote
 
 logger = logging.getLogger(__name__)
@@ -79,8 +80,9 @@ class ZygoteProcess:
 
     async def wait(self) -> None:
         """Wait until the process has ended."""
-        while self.process.poll() is None:
-            await asyncio.sleep(0.01)
+        if self.process.poll() is None:
+            await procs.ended(self.process.pid)
+            self.process.wait()
 
     def _send(self, data: bytes) -> None:
         # Orders are rare and small; a zygote that does not read them is being given up on anyway.

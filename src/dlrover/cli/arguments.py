@@ -13,6 +13,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from dlrover import __version__
+from dlrover._util import accelerators
 from dlrover.cli.launchspec import RunOptions, run_options
 from dlrover.cli.nproc import probe_devices
 from dlrover.cli.parser import HelpFormatter, LaunchParser, OptionGroup
@@ -21,14 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 PROG = "dlrover-run"
-
-ACCELERATORS = (
-    "nvidia.com/gpu",
-    "ascend-npu",
-    "mthreads.com/gpu",
-    "metax-tech.com/gpu",
-    "cpu",
-)
 
 _USAGE = """%(prog)s [options] script.py [arg ...]
        %(prog)s [options] -m package.module [arg ...]
@@ -312,8 +305,8 @@ def _add_job(group: OptionGroup) -> None:
     )
     group.add(
         "--accelerator",
-        default=ACCELERATORS[0],
-        choices=list(ACCELERATORS),
+        default=accelerators.RESOURCES[0],
+        choices=list(accelerators.RESOURCES),
         metavar="KIND",
         help="Accelerator that the program trains on: %(choices)s (default: %(default)s).",
     )

@@ -56,8 +56,10 @@ def create(env: Mapping[str, str], name: str, path: str) -> JobDir:
 
 
 @contextlib.contextmanager
-def locked(job_dir: JobDir) -> Iterator[None]:
-    """Hold a job directory for one launcher; put the state of an earlier run aside.
+def locked(job_dir: JobDir, *, resume: bool = False) -> Iterator[None]:
+    """Hold a job directory for one launcher.
+
+    The state of an earlier run is put aside, unless it is to be resumed.
 
     Raises:
         ConfigurationError: another launcher holds it.
@@ -69,7 +71,8 @@ def locked(job_dir: JobDir) -> Iterator[None]:
             raise ConfigurationError(
                 f"--job-dir {job_dir.path}: another dlrover-run uses it (process {file.read().strip()})."
             ) from error
-        _put_aside(job_dir)
+        if not resume:
+            _put_aside(job_dir)
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
@@ -95,6 +98,11 @@ def _put_aside(job_dir: JobDir) -> None:
 def write_token(job_dir: JobDir, token: str) -> None:
     """Keep the job's token where only its owner can read it."""
     files.write_atomically(job_dir.token, token.encode(), mode=0o600)
+
+
+def kept_token(job_dir: JobDir) -> str:
+    """The token that a job directory holds; empty if it holds none."""
+    return job_dir.token.read_text().strip() if job_dir.token.exists() else ""
 
 
 def shared_token(env: Mapping[str, str], run_id: str) -> tuple[str, str]:

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import psutil
 
+from dlrover._util import accelerators
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -31,14 +33,6 @@ LIMIT = 2.0
 """Seconds that `collect` waits for a name server (whose own time-out is 5 s) or a file system."""
 SYS_PTRACE = 19
 """Bit of CAP_SYS_PTRACE (``linux/capability.h``)."""
-
-ACCELERATOR_FILES = {
-    "nvidia": re.compile(r"nvidia\d+"),
-    "ascend": re.compile(r"davinci\d+"),
-    "mthreads": re.compile(r"mtgpu\.\d+"),
-    "metax": re.compile(r"mxcd"),
-}
-"""Device files in ``/dev`` by vendor. MetaX has one control device for all of its boards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,11 +251,11 @@ def _torch_version() -> str | None:
 def _accelerators(dev: Path) -> tuple[Accelerator, ...]:
     names = sorted(os.listdir(dev), key=lambda name: (len(name), name)) if dev.is_dir() else []
     found = []
-    for vendor, pattern in ACCELERATOR_FILES.items():
-        files = [dev / name for name in names if pattern.fullmatch(name)]
+    for vendor in accelerators.VENDORS:
+        files = [dev / name for name in names if vendor.device_file.fullmatch(name)]
         denied = [str(file) for file in files if not os.access(file, os.R_OK | os.W_OK)]
         if files:
-            found.append(Accelerator(vendor, tuple(map(str, files)), tuple(denied)))
+            found.append(Accelerator(vendor.name, tuple(map(str, files)), tuple(denied)))
     return tuple(found)
 
 

@@ -60,7 +60,6 @@ def render(outcome: Outcome, *, width: int, colour: bool) -> str:
         force_terminal=colour,
         color_system="standard" if colour else None,
         no_color=not colour,
-        highlight=False,
     )
     for line in lines:
         console.print(line, soft_wrap=True)

@@ -46,7 +46,9 @@ def show(outcome: Outcome, output: str) -> None:
         print(report.render_json(outcome))
         return
     terminal = sys.stderr.isatty()
-    text = report.render(outcome, width=shutil.get_terminal_size((100, 24)).columns, colour=terminal)
+    text = report.render(
+        outcome, width=shutil.get_terminal_size((100, 24)).columns, colour=terminal
+    )
     if outcome.exit_code or terminal:
         print(text, file=sys.stderr)
 
@@ -61,12 +63,16 @@ def run(options: RunOptions, env: Mapping[str, str]) -> Outcome:
     settings = config.settings(env, options.config_file, options.rdzv_conf)
     for notice in options.notices:
         print(f"dlrover-run: {notice}", file=sys.stderr)
-    name = jobs.job_name(options.launch.run_id if not options.standalone else "", options.launch.target)
+    name = jobs.job_name(
+        options.launch.run_id if not options.standalone else "", options.launch.target
+    )
     job_dir = jobs.create(env, name, options.job_dir)
     with jobs.locked(job_dir):
         plan = _Plan(options, settings, env, job_dir, name)
         if env.get("DLROVER_MASTER_ADDR"):
-            plan.join(parse_endpoint("DLROVER_MASTER_ADDR", env["DLROVER_MASTER_ADDR"], DEFAULT_PORT))
+            plan.join(
+                parse_endpoint("DLROVER_MASTER_ADDR", env["DLROVER_MASTER_ADDR"], DEFAULT_PORT)
+            )
         elif options.standalone or options.local_nodes or options.max_nodes == 1:
             plan.run_here()
         elif options.rdzv_endpoint is None:

@@ -10,14 +10,17 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from dlrover._util import procs
+from dlrover.cli import progress
 from dlrover.cli.jobs import connect
 from dlrover.errors import ExitCode, InfrastructureError
 from dlrover.master.app import read_outcome
@@ -37,6 +40,8 @@ END_WAIT = 60.0
 
 KILL_WAIT = 10.0
 """Seconds to wait for processes after SIGKILL."""
+RELAY_WAIT = 5.0
+"""Seconds that a terminal gets to take the last output."""
 FINAL_CODES = (ExitCode.USAGE,)
 """Exit codes after which a child is not started again."""
 
@@ -52,6 +57,8 @@ class Child:
         self._outcome = outcome
         self._env = dict(env)
         self._fd = fd
+        self.output: int | None = None
+        """Where the process writes to; None: where this one does."""
         self.process: subprocess.Popen[bytes] | None = None
         self._starts: list[float] = []
 
@@ -63,17 +70,26 @@ class Child:
         """
         while True:
             self._check_restarts()
-            self.process = subprocess.Popen(
-                self._command, env=self._env, pass_fds=(self._fd,), start_new_session=True
-            )
-            await _ended(self.process.pid)
-            code = self.process.wait()
+            process = self._start()
+            await procs.ended(process.pid)
+            code = process.wait()
             outcome = read_outcome(self._outcome)
             if outcome is not None:
                 return outcome
             if code in FINAL_CODES:
                 return Outcome(exit_code=code, reason=f"The {self.name} could not start.")
             logger.warning("The %s ended with exit code %d and is started again", self.name, code)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self.process = subprocess.Popen(
+            self._command,
+            env=self._env,
+            pass_fds=(self._fd,),
+            start_new_session=True,
+            stdout=self.output,
+            stderr=self.output,
+        )
+        return self.process
 
     def _check_restarts(self) -> None:
         now = time.monotonic()
@@ -101,6 +117,7 @@ class Supervisor:
         self.master: Child | None = None
         self.agent: Child | None = None
         self.stopped_by: signal.Signals | None = None
+        self._relay: Relay | None = None
         procs.become_subreaper()
 
     def add_master(self) -> None:
@@ -135,17 +152,36 @@ class Supervisor:
 
         for number in signals:
             loop.add_signal_handler(number, on_signal, number)
+        showing = self._show()
         reaping = asyncio.create_task(self._reap())
         work = asyncio.create_task(self._children())
-        stopping = asyncio.create_task(self._stop_when(interrupted, impatient, patience, work.cancel))
+        stopping = asyncio.create_task(
+            self._stop_when(interrupted, impatient, patience, work.cancel)
+        )
         try:
             return await work
         except asyncio.CancelledError:
             return self._killed()
         finally:
-            for task in (reaping, stopping):
+            for task in (reaping, stopping, showing):
                 task.cancel()
             self._end()
+            if self._relay is not None:
+                self._relay.close()
+
+    def _show(self) -> asyncio.Task[None]:
+        """Begin to show progress: on a terminal below the job's output, which then passes here."""
+        screen = None
+        if sys.stderr.isatty():
+            width = shutil.get_terminal_size().columns
+            screen = progress.Screen(sys.stderr.buffer, width=width)
+            self._relay = Relay(screen)
+            for child in (self.master, self.agent):
+                if child is not None:
+                    child.output = self._relay.write_fd
+        if self.master is None and screen is None:
+            return asyncio.create_task(asyncio.sleep(0))  # the machine with the master tells it
+        return asyncio.create_task(progress.follow(self._job_dir, screen))
 
     async def _children(self) -> Outcome:
         """The agent's outcome if there is one here, else the master's; both have ended then."""
@@ -205,14 +241,21 @@ class Supervisor:
             logger.error("Process %d hangs in the kernel and could not be ended", pid)
 
 
-async def _ended(pid: int) -> None:
-    """Wait until a child process has ended, without reaping it."""
-    loop = asyncio.get_running_loop()
-    ended = asyncio.Event()
-    pidfd = os.pidfd_open(pid)
-    loop.add_reader(pidfd, ended.set)
-    try:
-        await ended.wait()
-    finally:
-        loop.remove_reader(pidfd)
-        os.close(pidfd)
+class Relay:
+    """Passes what the children write on to the screen, in a thread: a terminal may block."""
+
+    def __init__(self, screen: progress.Screen) -> None:
+        self._screen = screen
+        self._read_fd, self.write_fd = os.pipe2(os.O_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Show what is left and take the status line away. All writers must have ended."""
+        os.close(self.write_fd)
+        self._thread.join(RELAY_WAIT)
+        self._screen.close()
+
+    def _run(self) -> None:
+        while data := os.read(self._read_fd, 1 << 16):
+            self._screen.write(data)

@@ -123,7 +123,9 @@ def describe(error: BaseException) -> dict[str, Any]:
 
 
 def _is_ours(filename: str) -> bool:
-    return filename == __file__ or filename.startswith("<frozen runpy>") or filename == runpy.__file__
+    return (
+        filename == __file__ or filename.startswith("<frozen runpy>") or filename == runpy.__file__
+    )
 
 
 def _write_atomically(path: str, text: str) -> None:

@@ -212,7 +212,7 @@ def _read_exception(facts: _Facts, failure: Failure) -> _Facts:
     facts = replace(
         facts,
         text=f"{failure.message}\n{_messages(chain)}",
-        frames=_frames(chain.rpartition(_HEADER)[2]),
+        frames=_frames(chain.rpartition(_CAUSE)[2].rpartition(_HEADER)[2]),
     )
     # An exception that a library carried over from another process has that process's traceback in its
     # message; what was raised there says more than how it got here.

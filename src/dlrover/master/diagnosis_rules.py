@@ -32,7 +32,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Regular expression, searched in the messages of the exception and of what it was raised from, or
     else in the end of stderr."""
     raised_in: str = ""
-    """Regular expression, searched in the name of the file that raised the exception."""
+    """Regular expression, searched in the name of the file that raised the exception; the name is empty
+    when the exception came up before the program's first line."""
     before_first_step: bool = False
     oom_killed: bool = False
     """The kernel's out-of-memory killer struck meanwhile."""
@@ -103,7 +104,7 @@ _EXCEPTION_RULES = (
     ),
     Rule(
         types=("FileNotFoundError",),
-        raised_in=r"\brunpy(\.py|>)$|/dlrover/agent/",
+        raised_in=r"^$|\brunpy(\.py|>)$",
         origin=_USER,
         hopeless=True,
         title="found no program to run ({error})",

@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 PROGRESS_JOURNAL_INTERVAL = 5.0
 """Seconds between two journal entries that only tell of more steps."""
-LEAVE_POLL = 0.02
-"""Seconds between two looks whether the nodes of an ended job have left."""
 WATCH_INTERVAL = 0.2
 """Seconds between two notices to one watcher, at least."""
 WATCH_REFRESH = 1.0
@@ -110,7 +108,7 @@ class Master:
         job = self.machine.job
         until = self.clock() + job.shutdown_timeout + job.limits.end_grace
         while self._remaining() and self.clock() < until:
-            await asyncio.sleep(LEAVE_POLL)
+            await _wait(self._changed, until - self.clock())
         for node in self._remaining():
             if self._platform is not None and node.handle:
                 self._platform.kill(node.handle)
@@ -134,7 +132,7 @@ class Master:
         for command in self.machine.handle(event, now):
             self._carry_out(command, now)
         self._set_timer()
-        self._changed.set()
+        self._changed = _renew(self._changed)
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -249,8 +247,10 @@ class Master:
         elif isinstance(message, messages.Join):
             self.submit(inputs.NodeJoined(node_id, message.round, message.offer))
         elif isinstance(message, messages.Failed):
+            self._flush_steps()
             self.submit(inputs.WorkerFailed(message.failure))
         elif isinstance(message, messages.Succeeded):
+            self._flush_steps()
             self.submit(inputs.NodeSucceeded(node_id, message.round))
 
     def _take_heartbeat(self, node_id: int, message: messages.Heartbeat) -> None:
@@ -264,6 +264,12 @@ class Master:
         if message.steps > self.machine.steps and (recovering or due or self.machine.steps == 0):
             self._progress_journalled = now
             self.submit(inputs.Progressed(message.round, message.steps))
+
+    def _flush_steps(self) -> None:
+        """Journal the latest steps: what comes next is judged by them."""
+        steps = max((self._steps.get(i, 0) for i in self.machine.rendezvous.members), default=0)
+        if steps > self.machine.steps:
+            self.submit(inputs.Progressed(self.machine.rendezvous.round, steps))
 
     def _hang_up(
         self, uid: str, node_id: int, queue: asyncio.Queue[messages.MasterMessage | None]
@@ -291,10 +297,10 @@ class Master:
             await asyncio.sleep(WATCH_INTERVAL)
             if since == len(self._history.events):
                 await _wait(self._changed, WATCH_REFRESH)
-            self._changed.clear()
 
     async def stop(self, request: messages.StopRequest) -> messages.Done:
         """End the job."""
+        self._flush_steps()
         self.submit(inputs.StopRequested(request.reason, request.exit_code))
         return messages.Done()
 
@@ -303,8 +309,7 @@ class Master:
         if not isinstance(request, messages.GetKey):
             self.store.apply(request)
             self._journal.append(request, self.clock())
-            waiting, self._store_changed = self._store_changed, asyncio.Event()
-            waiting.set()
+            self._store_changed = _renew(self._store_changed)
         until = self.clock() + getattr(request, "wait", 0.0)
         while (value := self.store.reply(request)) is None and self.clock() < until:
             await _wait(self._store_changed, until - self.clock())
@@ -351,6 +356,12 @@ def status_of(machine: JobMachine, now: float, steps: dict[int, int]) -> message
         outcome=outcome,
         seconds=outcome.seconds if outcome else now - machine.submitted_at,
     )
+
+
+def _renew(event: asyncio.Event) -> asyncio.Event:
+    """Wake everybody who waits for ``event``; the event for those who wait from now on."""
+    event.set()
+    return asyncio.Event()
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

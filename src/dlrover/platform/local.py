@@ -77,5 +77,3 @@ class LocalPlatform:
             return "another process has its exit code"  # adopted: not a child of this process
         code = process.wait()
         return procs.exit_reason(-code if code < 0 else code << 8)
-
-

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Any, NoReturn
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 import grpc.aio
@@ -11,6 +11,9 @@ import msgspec
 
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
 from dlrover.rpc import messages, wire
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 REQUEST_TIMEOUT = 10.0
 """Seconds that a single request may take, on top of a wait that it asks for itself."""
@@ -36,7 +39,7 @@ class MasterClient:
         else:
             self._channel = grpc.aio.insecure_channel(address, options=options)
 
-    async def __aenter__(self) -> MasterClient:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -60,7 +63,9 @@ class MasterClient:
         reply = await self._call("Store", request, messages.StoreReply, REQUEST_TIMEOUT + wait)
         return reply.value
 
-    async def watch(self, since: int = 0, *, follow: bool = False) -> AsyncIterator[messages.Notice]:
+    async def watch(
+        self, since: int = 0, *, follow: bool = False
+    ) -> AsyncIterator[messages.Notice]:
         """The job's events after number ``since``, with its status; endless with ``follow``."""
         call = self._channel.unary_stream(f"/{wire.SERVICE}/Watch")(
             wire.encode(messages.WatchRequest(since, follow)),
@@ -75,7 +80,7 @@ class MasterClient:
 
     async def attend(
         self, outgoing: AsyncIterator[messages.AgentMessage]
-    ) -> AsyncIterator[messages.MasterMessage]:
+    ) -> AsyncGenerator[messages.MasterMessage, None]:
         """Hold the agent's stream: send what ``outgoing`` yields, yield what the master says."""
 
         async def frames() -> AsyncIterator[bytes]:

@@ -57,8 +57,12 @@ class Tls(msgspec.Struct, frozen=True):
         if not self.cert and not self.key:
             return None
         if not (self.cert and self.key):
-            raise ConfigurationError("TLS needs both tls_cert and tls_key; only one of them is set.")
-        return grpc.ssl_server_credentials([(_read("tls_key", self.key), _read("tls_cert", self.cert))])
+            raise ConfigurationError(
+                "TLS needs both tls_cert and tls_key; only one of them is set."
+            )
+        return grpc.ssl_server_credentials(
+            [(_read("tls_key", self.key), _read("tls_cert", self.cert))]
+        )
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
         """Credentials for a client; None without TLS."""

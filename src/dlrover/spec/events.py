@@ -36,7 +36,9 @@ class MasterRecovered(msgspec.Struct, frozen=True, tag="master_recovered"):
 
     def sentence(self) -> str:
         """The event in words."""
-        return f"The master is back: it replayed {self.inputs} journal entries; workers kept running."
+        return (
+            f"The master is back: it replayed {self.inputs} journal entries; workers kept running."
+        )
 
 
 class NodeLaunched(msgspec.Struct, frozen=True, tag="node_launched"):

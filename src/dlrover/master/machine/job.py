@@ -178,9 +178,7 @@ class JobMachine:
         self.submitted_at = now
         self.rendezvous = Rendezvous(self.job)
         self.restarts = RestartPolicy(self.job)
-        self._emit(
-            events.JobSubmitted(self.job.name, self.job.min_nodes, self.job.max_nodes)
-        )
+        self._emit(events.JobSubmitted(self.job.name, self.job.min_nodes, self.job.max_nodes))
         launched = [self._launch(node_rank) for node_rank in range(self.job.managed_nodes)]
         self.rendezvous.open(launched, fixed=bool(launched), now=now)
         self._emit_round_opened("the job starts")
@@ -329,9 +327,7 @@ class JobMachine:
             self._end(ExitCode.SUCCESS, "All workers succeeded.", now)
 
     def _all_succeeded(self) -> bool:
-        return all(
-            self.nodes[i].status is NodeStatus.SUCCEEDED for i in self.rendezvous.members
-        )
+        return all(self.nodes[i].status is NodeStatus.SUCCEEDED for i in self.rendezvous.members)
 
     def _complete_round(self, now: float) -> None:
         incident = self.incident
@@ -490,9 +486,7 @@ class JobMachine:
             seconds=seconds,
         )
 
-    def _end(
-        self, exit_code: int, reason: str, now: float, root: Failure | None = None
-    ) -> None:
+    def _end(self, exit_code: int, reason: str, now: float, root: Failure | None = None) -> None:
         """End the job and dismiss every node."""
         failures = self.incident.failures if self.incident is not None else []
         self.outcome = Outcome(

@@ -73,9 +73,7 @@ class RestartPolicy:
     def _decide(self, cause: Cause, now: float) -> Restart | Stop:
         limits = self.job.limits
         if cause.hopeless:
-            return Stop(
-                ExitCode.USER_CODE, f"{cause.title}; a restart would fail in the same way."
-            )
+            return Stop(ExitCode.USER_CODE, f"{cause.title}; a restart would fail in the same way.")
         if self.stalled > limits.no_progress_restarts:
             return Stop(
                 ExitCode.NO_PROGRESS,

@@ -67,7 +67,9 @@ class KeyValueStore:
         try:
             current = int(self.values.get(request.key, b"0"))
         except ValueError as error:
-            raise ProtocolError(f"Key {request.key} holds no number; it cannot be added to.") from error
+            raise ProtocolError(
+                f"Key {request.key} holds no number; it cannot be added to."
+            ) from error
         self._set(request.key, b"%d" % (current + request.amount))
         made.add(request.request_id)
 

@@ -1,0 +1,136 @@
+"""What ``dlrover-run`` shows while a job runs: a status line on a terminal, a line for each fault."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import sys
+import threading
+from collections.abc import Callable
+from typing import BinaryIO
+
+from rich.console import Console
+from rich.text import Text
+
+from dlrover.cli.jobs import connect
+from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.rpc import messages
+from dlrover.spec import events
+from dlrover.spec.jobdir import JobDir
+
+RETRY_DELAY = 0.5
+"""Seconds between attempts to reach the master."""
+WAIT_NOTICE = 10.0
+"""Seconds between two lines that tell what a job waits for, where there is no status line."""
+
+NOTABLE = (
+    events.NodeLost,
+    events.WorkerFailed,
+    events.RestartDecided,
+    events.Recovered,
+    events.MasterRecovered,
+)
+"""Events that a user is told of without asking."""
+
+ERASE_LINE = b"\r\x1b[2K"
+
+
+def status_line(status: messages.Status) -> Text:
+    """The job's state on one line."""
+    nodes = sum(node.status == "running" for node in status.nodes)
+    parts = [
+        Text(status.phase, style="bold"),
+        Text(f"{nodes} nodes, {status.world_size} workers"),
+        Text(f"step {status.steps}"),
+        Text(f"{status.restarts} restarts", style="yellow" if status.restarts else ""),
+    ]
+    if status.waiting_for:
+        parts.append(Text(status.waiting_for, style="cyan"))
+    return Text(" · ").join(parts)
+
+
+class Screen:
+    """The terminal: output of the job scrolls by, the status line stays below it.
+
+    Without a terminal there is no status line, and output is not routed through here at all.
+    """
+
+    def __init__(self, out: BinaryIO, *, width: int) -> None:
+        self._out = out
+        self._width = width
+        self._lock = threading.Lock()
+        self._shown = b""
+        self._line = b""
+        self._at_line_start = True
+
+    def write(self, data: bytes) -> None:
+        """Show output of the job, bytes unchanged."""
+        with self._lock:
+            self._hide()
+            self._out.write(data)
+            self._at_line_start = data.endswith(b"\n")
+            self._draw()
+
+    def set_status(self, line: Text) -> None:
+        """Replace the status line."""
+        with self._lock:
+            self._line = _render(line, self._width)
+            self._hide()
+            self._draw()
+
+    def close(self) -> None:
+        """Take the status line away."""
+        with self._lock:
+            self._line = b""
+            self._hide()
+            self._out.flush()
+
+    def _hide(self) -> None:
+        if self._shown:
+            self._out.write(ERASE_LINE)
+            self._shown = b""
+
+    def _draw(self) -> None:
+        # A progress bar of the job's own is on the last line: leave it alone until it ends.
+        if self._at_line_start and self._line:
+            self._out.write(self._line)
+            self._shown = self._line
+        self._out.flush()
+
+
+def _render(line: Text, width: int) -> bytes:
+    line.truncate(max(10, width - 1), overflow="ellipsis")
+    buffer = io.StringIO()
+    Console(file=buffer, force_terminal=True, width=width, highlight=False).print(line, end="")
+    return buffer.getvalue().encode()
+
+
+async def follow(job_dir: JobDir, screen: Screen | None) -> None:
+    """Show a job's progress until cancelled. A master that is away is waited for."""
+    since = 0
+    say = _sayer(screen)
+    waited_at = 0.0
+    while True:
+        try:
+            async with connect(job_dir) as client:
+                async for notice in client.watch(since, follow=True):
+                    for event in notice.events:
+                        since = event.seq
+                        if isinstance(event.body, NOTABLE):
+                            say(event.sentence())
+                    if screen is not None:
+                        screen.set_status(status_line(notice.status))
+                    elif (
+                        notice.status.waiting_for
+                        and notice.status.seconds - waited_at > WAIT_NOTICE
+                    ):
+                        waited_at = notice.status.seconds
+                        say(notice.status.waiting_for)
+        except (InfrastructureError, ConfigurationError):
+            await asyncio.sleep(RETRY_DELAY)
+
+
+def _sayer(screen: Screen | None) -> Callable[[str], None]:
+    if screen is not None:
+        return lambda text: screen.write(f"dlrover: {text}\n".encode())
+    return lambda text: print(f"dlrover: {text}", file=sys.stderr, flush=True)

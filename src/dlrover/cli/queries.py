@@ -1,0 +1,136 @@
+"""What ``dlrover status``, ``events`` and ``stop`` do: ask the master, or read what it left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from dlrover.cli.jobs import connect
+from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
+from dlrover.master import history
+from dlrover.master.journal import Journal
+from dlrover.master.machine import inputs
+from dlrover.master.machine.job import JobMachine
+from dlrover.master.service import status_of
+from dlrover.rpc import messages
+from dlrover.spec.events import Event
+from dlrover.spec.jobdir import JobDir
+
+
+class Report(msgspec.Struct, frozen=True):
+    """Where a job stands, and who says so."""
+
+    job_dir: str
+    master_running: bool
+    """Whether the master itself answered; else its journal did."""
+    status: messages.Status
+
+
+def status(job_dir: JobDir) -> Report:
+    """Where the job in ``job_dir`` stands.
+
+    Raises:
+        ConfigurationError: nothing there tells of a job.
+    """
+    try:
+        return Report(str(job_dir.path), True, asyncio.run(_ask(job_dir)))
+    except (InfrastructureError, ConfigurationError):
+        if not job_dir.journal.exists():
+            raise
+        return Report(str(job_dir.path), False, _from_journal(job_dir))
+
+
+async def _ask(job_dir: JobDir) -> messages.Status:
+    async with connect(job_dir) as client:
+        return await client.status()
+
+
+def _from_journal(job_dir: JobDir) -> messages.Status:
+    machine = JobMachine()
+    last = 0.0
+    for last, entry in Journal(job_dir.journal, read_only=True).entries():
+        if isinstance(entry, inputs.Input):
+            machine.handle(entry, last)
+    return status_of(machine, last, {})
+
+
+def render_status(report: Report, console: Console) -> None:
+    """Print a job's status for people."""
+    status = report.status
+    console.print(f"[bold]{status.name}[/]: {status.phase}", highlight=False)
+    if not report.master_running and status.outcome is None:
+        console.print("The master does not answer; this is where its journal ends.")
+    if status.outcome is not None:
+        console.print(f"Exit code {status.outcome.exit_code}: {status.outcome.reason}")
+    if status.waiting_for:
+        console.print(status.waiting_for)
+    console.print(
+        f"round {status.round}, {status.world_size} workers, {status.restarts} restarts, "
+        f"{status.steps} steps since the last one, {status.total_steps} in all, "
+        f"{status.seconds:.0f} s",
+        highlight=False,
+    )
+    table = Table("node", "rank", "status", "steps", "host", "connected", box=None)
+    for node in status.nodes:
+        rank = str(node.node_rank) if node.node_rank >= 0 else "-"
+        connected = "yes" if node.connected else "no"
+        table.add_row(str(node.id), rank, node.status, str(node.steps), node.hostname, connected)
+    console.print(table)
+    console.print(f"Job directory: {report.job_dir}", highlight=False, soft_wrap=True)
+
+
+def events(job_dir: JobDir) -> list[Event]:
+    """The events of a job so far.
+
+    Raises:
+        ConfigurationError: the job has no events on this machine.
+    """
+    if not job_dir.events.exists():
+        raise ConfigurationError(
+            f"{job_dir.path} holds no events; they are on the machine that runs the job's master."
+        )
+    return history.read(job_dir.events)
+
+
+async def follow(job_dir: JobDir, show: Callable[[Event], None]) -> None:
+    """Show the events of a job from its first, and those to come, until its master leaves.
+
+    Raises:
+        InfrastructureError: the master cannot be reached at all.
+    """
+    seen = 0
+    async with connect(job_dir) as client:
+        try:
+            async for notice in client.watch(follow=True):
+                for event in notice.events:
+                    show(event)
+                seen += len(notice.events)
+        except InfrastructureError:
+            if seen == 0:
+                raise
+    for event in events(job_dir)[seen:]:
+        show(event)  # what was written while the connection closed
+
+
+def line(event: Event) -> str:
+    """An event as one line of text."""
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(event.time))}  {event.sentence()}"
+
+
+def stop(job_dir: JobDir, reason: str) -> None:
+    """Ask a job's master to end the job; its nodes stop their workers.
+
+    Raises:
+        InfrastructureError: the master cannot be reached.
+    """
+
+    async def ask() -> None:
+        async with connect(job_dir) as client:
+            await client.stop(reason, ExitCode.STOPPED)
+
+    asyncio.run(ask())

@@ -1,0 +1,194 @@
+"""Agents without workers: thousands of nodes in one process, over the real wire."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Callable
+
+from dlrover.agent import machine as agent_machine
+from dlrover.errors import InfrastructureError
+from dlrover.rpc import messages
+from dlrover.rpc.client import MasterClient
+from dlrover.spec.failure import Failure, FailureKind
+from dlrover.spec.outcome import Outcome
+from dlrover.spec.world import Offer, World
+
+RECONNECT_DELAY = 0.1
+"""Seconds between two attempts to reach the master."""
+
+
+class SimulatedAgent:
+    """A node whose decisions are the real agent's and whose workers do what the caller says.
+
+    `run` is the node's life. Cancel it, and the node is gone from the network; run it again, and the
+    same agent process is back. Several agents may share one ``client``, and with it one connection.
+    """
+
+    def __init__(
+        self,
+        client: MasterClient,
+        *,
+        node_id: int = -1,
+        node_rank: int = -1,
+        nproc: int = 1,
+        hostname: str = "simulated",
+        phase: float = 1.0,
+    ) -> None:
+        """Make an agent; nothing is sent yet.
+
+        Args:
+            client: The way to the master. It stays open when the agent leaves.
+            node_id: The id that the agent claims, -1 for none.
+            node_rank: The rank that it wishes for, -1 for none.
+            nproc: Workers that it claims to start.
+            hostname: What it says its machine is called.
+            phase: When the first heartbeat is due, in heartbeat intervals. Agents with evenly spread
+                phases send evenly spread heartbeats.
+        """
+        self.uid = uuid.uuid4().hex
+        self.machine = agent_machine.AgentMachine(nproc)
+        self.steps = 0
+        """Optimizer steps that the workers claim to have completed in their round."""
+        self.silent = False
+        """Send no heartbeats though the stream is open, as a stopped process does."""
+        self.outcome: Outcome | None = None
+        """What the agent left with; None before."""
+        self._client = client
+        self._claimed_id = node_id
+        self._node_rank = node_rank
+        self._hostname = hostname
+        self._phase = phase
+        self._interval = asyncio.get_running_loop().create_future()
+        self._outgoing: asyncio.Queue[messages.AgentMessage] = asyncio.Queue()
+        self._changed = asyncio.Event()
+
+    @property
+    def node_id(self) -> int:
+        """The id that the master gave; -1 before."""
+        return self.machine.node_id
+
+    @property
+    def world(self) -> World | None:
+        """The world whose workers run here; None if none do."""
+        return self.machine.world
+
+    # ---- life
+
+    async def run(self) -> Outcome:
+        """Stay connected until the master dismisses the node.
+
+        Raises:
+            ConfigurationError: the master refuses the token.
+            ProtocolError: it does not understand a message.
+        """
+        beating = asyncio.create_task(self._beat())
+        try:
+            while self.outcome is None:
+                with contextlib.suppress(InfrastructureError):
+                    await self._attend()
+                if self.outcome is None:
+                    await asyncio.sleep(RECONNECT_DELAY)
+        finally:
+            beating.cancel()
+        return self.outcome
+
+    async def until(self, condition: Callable[[SimulatedAgent], bool]) -> None:
+        """Wait until ``condition`` holds for this agent; it is asked after every change."""
+        while not condition(self):
+            await self._changed.wait()
+
+    async def running(self, round_: int = 1) -> World:
+        """Wait until the workers of ``round_``, or of a later one, run; their world."""
+        await self.until(lambda a: a.outcome is not None or a.machine.running_round >= round_)
+        assert self.world is not None, f"The node left: {self.outcome}"
+        return self.world
+
+    # ---- what the workers do
+
+    def report(self, steps: int) -> None:
+        """The workers have completed ``steps`` steps: tell the master now."""
+        self.steps = steps
+        self._say(messages.Heartbeat(self.machine.running_round, steps))
+
+    def succeed(self) -> None:
+        """All workers end with exit code 0."""
+        for local_rank in range(self.machine.nproc):
+            self._handle(agent_machine.WorkerEnded(local_rank, None))
+
+    def fail(self, failure: Failure | None = None) -> None:
+        """A worker fails, by default the first one with an exception of its program."""
+        failure = failure or self.failure()
+        self._handle(agent_machine.WorkerEnded(failure.local_rank, failure))
+
+    def failure(self, traceback: str = "", stderr_tail: str = "") -> Failure:
+        """The record of an exception in this node's first worker."""
+        return Failure(
+            id=uuid.uuid4().hex,
+            kind=FailureKind.EXCEPTION,
+            node_id=self.node_id,
+            rank=self.world.first_rank if self.world is not None else 0,
+            local_rank=0,
+            round=self.machine.running_round,
+            exit_code=1,
+            exception="ValueError",
+            message="simulated failure",
+            traceback=traceback,
+            stderr_tail=stderr_tail,
+            steps=self.steps,
+            hostname=self._hostname,
+        )
+
+    # ---- the stream
+
+    async def _attend(self) -> None:
+        self._outgoing = outgoing = asyncio.Queue[messages.AgentMessage]()
+        claimed = self.node_id if self.node_id >= 0 else self._claimed_id
+        outgoing.put_nowait(
+            messages.Hello(
+                self.uid, claimed, self._node_rank, self._hostname, self.machine.running_round
+            )
+        )
+
+        async def said() -> AsyncIterator[messages.AgentMessage]:
+            while True:
+                yield await outgoing.get()
+
+        async with contextlib.aclosing(self._client.attend(said())) as incoming:
+            async for message in incoming:
+                if isinstance(message, messages.Welcome) and not self._interval.done():
+                    self._interval.set_result(message.heartbeat_interval)
+                self._handle(message)
+                if self.outcome is not None:
+                    return
+
+    async def _beat(self) -> None:
+        interval = await asyncio.shield(self._interval)
+        await asyncio.sleep(self._phase * interval)
+        while True:
+            if not self.silent:
+                self.report(self.steps)
+            await asyncio.sleep(interval)
+
+    def _say(self, message: messages.AgentMessage) -> None:
+        self._outgoing.put_nowait(message)
+
+    def _handle(self, event: agent_machine.Input) -> None:
+        for command in self.machine.handle(event):
+            self._carry_out(command)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _carry_out(self, command: agent_machine.Command) -> None:
+        if isinstance(command, agent_machine.JoinRound):
+            offer = Offer(self.machine.nproc, self._hostname, 1)
+            self._say(messages.Join(command.round, offer))
+        elif isinstance(command, agent_machine.Say):
+            self._say(command.message)
+        elif isinstance(command, agent_machine.StartWorkers):
+            self.steps = 0
+        elif isinstance(command, agent_machine.StopWorkers):
+            self._handle(agent_machine.WorkersStopped())
+        else:
+            self.outcome = command.outcome
