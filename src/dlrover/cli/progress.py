@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import sys
 import threading
-from collections.abc import Callable
 from typing import BinaryIO
 
 from rich.console import Console
@@ -75,8 +75,9 @@ class Screen:
         """Replace the status line."""
         with self._lock:
             self._line = _render(line, self._width)
-            self._hide()
-            self._draw()
+            if self._line != self._shown:
+                self._hide()
+                self._draw()
 
     def close(self) -> None:
         """Take the status line away."""
@@ -107,30 +108,38 @@ def _render(line: Text, width: int) -> bytes:
 
 async def follow(job_dir: JobDir, screen: Screen | None) -> None:
     """Show a job's progress until cancelled. A master that is away is waited for."""
-    since = 0
-    say = _sayer(screen)
-    waited_at = 0.0
+    viewer = _Viewer(screen)
     while True:
-        try:
+        with contextlib.suppress(InfrastructureError, ConfigurationError):
             async with connect(job_dir) as client:
-                async for notice in client.watch(since, follow=True):
-                    for event in notice.events:
-                        since = event.seq
-                        if isinstance(event.body, NOTABLE):
-                            say(event.sentence())
-                    if screen is not None:
-                        screen.set_status(status_line(notice.status))
-                    elif (
-                        notice.status.waiting_for
-                        and notice.status.seconds - waited_at > WAIT_NOTICE
-                    ):
-                        waited_at = notice.status.seconds
-                        say(notice.status.waiting_for)
-        except (InfrastructureError, ConfigurationError):
-            await asyncio.sleep(RETRY_DELAY)
+                async for notice in client.watch(viewer.seen, follow=True):
+                    viewer.show(notice)
+        await asyncio.sleep(RETRY_DELAY)
 
 
-def _sayer(screen: Screen | None) -> Callable[[str], None]:
-    if screen is not None:
-        return lambda text: screen.write(f"dlrover: {text}\n".encode())
-    return lambda text: print(f"dlrover: {text}", file=sys.stderr, flush=True)
+class _Viewer:
+    """Shows notices, each event once."""
+
+    def __init__(self, screen: Screen | None) -> None:
+        self._screen = screen
+        self._waited_at = 0.0
+        self.seen = 0
+        """Number of the last event that was shown."""
+
+    def show(self, notice: messages.Notice) -> None:
+        for event in notice.events:
+            self.seen = event.seq
+            if isinstance(event.body, NOTABLE):
+                self._say(event.sentence())
+        status = notice.status
+        if self._screen is not None:
+            self._screen.set_status(status_line(status))
+        elif status.waiting_for and status.seconds - self._waited_at > WAIT_NOTICE:
+            self._waited_at = status.seconds
+            self._say(status.waiting_for)
+
+    def _say(self, text: str) -> None:
+        if self._screen is not None:
+            self._screen.write(f"dlrover: {text}\n".encode())
+        else:
+            print(f"dlrover: {text}", file=sys.stderr, flush=True)
