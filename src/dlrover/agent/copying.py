@@ -266,13 +266,16 @@ class Copier:
 
     def _run(self) -> None:
         with self._resources:
-            while not self._given_up.is_set() and not all(pump.done for pump in self._pumps):
+            while not self._given_up.is_set() and not self._done():
                 final = self._stopping.is_set()  # read before the files: nothing comes after it
                 moved = [pump.step(final=final) for pump in self._pumps]
-                if not any(moved):
+                if not any(moved) and not self._done():
                     self._wait(final=final)
             for pump in self._pumps:
                 pump.close()
+
+    def _done(self) -> bool:
+        return all(pump.done for pump in self._pumps)
 
     def _wait(self, *, final: bool) -> None:
         blocked = [fd for pump in self._pumps if (fd := pump.blocked_on) is not None]

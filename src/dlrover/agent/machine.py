@@ -124,23 +124,19 @@ class AgentMachine:
 
     def _welcome(self, event: messages.Welcome) -> list[Command]:
         self.node_id = event.node_id
+        said: list[Command] = [Say(messages.Failed(failure)) for failure in self.failures]
         if self.stage in (Stage.CONNECTING, Stage.JOINED):
             self.stage = Stage.JOINED
             self.round = event.round
-            return [JoinRound(self.round)]
-        if self.stage is Stage.FAILED:
-            return [Say(messages.Failed(failure)) for failure in self.failures]
-        if self.stage is Stage.SUCCEEDED:
-            return [Say(messages.Succeeded(self.running_round))]
-        return []
+            said.append(JoinRound(self.round))
+        elif self.stage is Stage.SUCCEEDED:
+            said.append(Say(messages.Succeeded(self.running_round)))
+        return said
 
     def _called(self, event: messages.CallToRound) -> list[Command]:
-        round_ = event.round
-        if round_ <= self.running_round:
-            return []
-        self.round = round_
+        self.round = event.round
         if self.stage is Stage.JOINED:
-            return [JoinRound(round_)]
+            return [JoinRound(self.round)]
         if self.stage in (Stage.RUNNING, Stage.FAILED, Stage.SUCCEEDED):
             self.stage = Stage.STOPPING
             return [StopWorkers()]
@@ -158,6 +154,8 @@ class AgentMachine:
         return [StartWorkers(world)]
 
     def _worker_ended(self, event: WorkerEnded) -> list[Command]:
+        if self.world is None:
+            return []
         self.running.discard(event.local_rank)
         if event.failure is not None:
             self.failures.append(event.failure)

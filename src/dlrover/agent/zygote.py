@@ -103,6 +103,8 @@ def _initialised_devices() -> list[str]:
     found = []
     for name, module in vars(torch).items() if torch else ():
         names = vars(module) if isinstance(module, types.ModuleType) else {}
+        if name == "cpu":
+            continue  # always initialised, and nothing that a fork could break
         # A module of a kind of device has both functions.
         if "device_count" in names and "is_initialized" in names and names["is_initialized"]():
             found.append(f"torch.{name}")
@@ -141,6 +143,9 @@ class Zygote:
                 order = Order(**message)
                 if self._fork(order):
                     selector.close()
+                    signal.set_wakeup_fd(-1)
+                    os.close(wake_read)
+                    os.close(wake_write)
                     return order
             self._reap()
         for pid in self._workers:
@@ -179,11 +184,11 @@ class Zygote:
             self._sock.sendall(pack(message))  # a dead agent is noticed when reading
 
 
-def become_worker(order: Order, sock: socket.socket, board: Board, zygote_pid: int) -> int:
-    """Turn a forked process into a worker and run its program; the exit code of the process."""
+def become_worker(order: Order, sock: socket.socket, board: Board, zygote_pid: int) -> None:
+    """Turn a forked process into a worker and run its program."""
     _leave_zygote(order, sock, zygote_pid)
     if order.entry == "command":
-        return _replace_by_command(order)
+        _replace_by_command(order)
     program = bootstrap.Program(
         entry=order.entry,
         target=order.target,
@@ -192,16 +197,16 @@ def become_worker(order: Order, sock: socket.socket, board: Board, zygote_pid: i
         slot=order.slot,
         modules_file=order.modules_file,
     )
-    return bootstrap.run(program, board)
+    bootstrap.run(program, board)
 
 
-def _replace_by_command(order: Order) -> int:
-    """Become another program; a shell's exit code if that is not possible."""
+def _replace_by_command(order: Order) -> NoReturn:
+    """Become another program; leave with a shell's exit code if that is not possible."""
     try:
         os.execvpe(order.target, [order.target, *order.args], order.env)  # noqa: S606
     except OSError as error:
         print(f"{order.target} cannot be started: {error.strerror}", file=sys.stderr)  # noqa: T201
-        return 127 if isinstance(error, FileNotFoundError) else 126
+        sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
 def _leave_zygote(order: Order, sock: socket.socket, zygote_pid: int) -> None:
@@ -209,7 +214,6 @@ def _leave_zygote(order: Order, sock: socket.socket, zygote_pid: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != zygote_pid:
         sys.exit(1)  # the zygote died before the kernel knew that this process depends on it
-    signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sock.close()
@@ -230,19 +234,23 @@ def _redirect(path: str, fd: int) -> None:
     os.close(opened)
 
 
-def main(sock_fd: int, board_fd: int, preload_file: str) -> NoReturn:
-    """Run as the zygote on the given descriptors."""
+def main(sock_fd: int, board_fd: int, preload_file: str) -> None:
+    """Run as the zygote on the given descriptors; returns in each worker when its program has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     zygote_pid = os.getpid()
     started = time.monotonic()
     problem = ""
+    if sys.path[0] == "":
+        del sys.path[0]  # what lies in the current directory is not what a program would import
     if preload_file:
         with open(preload_file, encoding="utf-8") as file:
             problem = preload(json.load(file))
     sock = socket.socket(fileno=sock_fd)
     board = Board(board_fd)
+    os.close(board_fd)  # the mapping has its own descriptor, which no other program inherits
     zygote = Zygote(sock)
     zygote.send({"ready": time.monotonic() - started, "problem": problem})
     gc.freeze()  # what is shared with the workers stays shared
     order = zygote.serve()
-    sys.exit(0 if order is None else become_worker(order, sock, board, zygote_pid))
+    if order is not None:
+        become_worker(order, sock, board, zygote_pid)

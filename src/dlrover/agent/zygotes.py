@@ -114,7 +114,9 @@ class ZygoteProcess:
         if "ready" in message:
             self.ready = True
             self.problem = str(message["problem"])
-            logger.debug("Zygote %d is ready after %s s", self.process.pid, message["ready"])
+            if self.problem:
+                logger.warning("Restarts will import everything anew: %s", self.problem)
+            logger.info("Zygote %d is ready after %s s", self.process.pid, message["ready"])
         elif "started" in message:
             self._on_started(int(str(message["started"])), int(str(message["pid"])))
         elif "exited" in message:

@@ -10,13 +10,13 @@ Only the standard library is imported here: the program decides what else its pr
 
 from __future__ import annotations
 
-import builtins
 import faulthandler
 import importlib.abc
 import importlib.machinery
 import io
 import json
 import os
+import pkgutil
 import runpy
 import sys
 import time
@@ -48,62 +48,96 @@ class Program:
     """Where the names of imported modules go at the first step; empty for nowhere."""
 
 
-def run(program: Program, board: Board | None) -> int:
-    """Run the program to its end; the exit code of its process."""
+def run(program: Program, board: Board | None) -> None:
+    """Run the program to its end. What it raises is recorded, and raised for the interpreter to handle.
+
+    Call it at the bottom of a process that runs nothing else: the interpreter then prints the error,
+    chooses the exit code and waits for threads, as it does for any program.
+    """
     faulthandler.enable(sys.__stderr__ or 2)
     if board is not None:
         _count_optimizer_steps(board, program)
     try:
         _execute(program)
-    except SystemExit as exit_request:
-        return _exit_code(exit_request.code)
-    except BaseException as error:  # noqa: BLE001 - the top of the program: everything ends here
-        _report(error, program.error_file)
-        return 130 if isinstance(error, KeyboardInterrupt) else 1
-    return 0
+    except SystemExit:
+        raise
+    except BaseException as error:
+        _hide_own_frames(error)
+        if program.error_file and not Path(program.error_file).exists():
+            _write_atomically(program.error_file, json.dumps(describe(error)))
+        raise
 
 
 def _execute(program: Program) -> None:
     sys.argv = [program.target, *program.args]
-    if program.entry == "module":
-        sys.argv[0] = ""  # as with python -m: runpy sets it to the module's path
-        runpy.run_module(program.target, run_name="__main__", alter_sys=True)
-    elif program.entry == "run_path" or not Path(program.target).is_file():
-        runpy.run_path(program.target, run_name="__main__")  # also directories and zip files
+    if program.entry == "run_path":
+        _add_to_path(os.getcwd())
+        runpy.run_path(program.target, run_name="__main__")
+    elif program.entry == "module":
+        _clear_main()
+        _add_to_path(os.getcwd())
+        runpy._run_module_as_main(program.target)  # noqa: SLF001 - what python -m calls
+    elif pkgutil.get_importer(program.target) is not None:  # a directory or a zip file
+        _clear_main()
+        sys.path.insert(0, _absolute(program.target))
+        runpy._run_module_as_main("__main__", alter_argv=False)  # noqa: SLF001
     else:
         _run_script(program.target)
 
 
 def _run_script(target: str) -> None:
-    sys.path[0] = str(Path(target).resolve().parent)
-    module = types.ModuleType("__main__")
-    module.__file__ = target
-    module.__dict__["__builtins__"] = builtins
-    sys.modules["__main__"] = module
-    with io.open_code(str(Path(target).resolve())) as file:
-        code = compile(file.read(), target, "exec")
-    exec(code, module.__dict__)  # noqa: S102 - running the user's program is the purpose
+    _add_to_path(str(Path(target).resolve().parent))
+    path = _absolute(target)
+    namespace = _clear_main()
+    namespace["__file__"] = path
+    namespace["__cached__"] = None
+    with io.open_code(path) as file:
+        code = pkgutil.read_code(file)  # if it is compiled already
+        namespace["__loader__"] = (
+            importlib.machinery.SourceFileLoader("__main__", path)
+            if code is None
+            else importlib.machinery.SourcelessFileLoader("__main__", path)
+        )
+        if code is None:
+            file.seek(0)
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, namespace)  # noqa: S102 - running the user's program is the purpose
 
 
-def _exit_code(code: object) -> int:
-    """The exit code of ``SystemExit(code)``, as the interpreter defines it."""
-    if code is None:
-        return 0
-    if isinstance(code, int):
-        return code & 0xFF
-    print(code, file=sys.stderr)  # noqa: T201 - what the interpreter does
-    return 1
+def _absolute(path: str) -> str:
+    """As the interpreter has it: without a change to ``.``, ``..`` and symbolic links."""
+    return os.path.join(os.getcwd(), path)  # noqa: PTH118 - Path would drop a "./"
 
 
-def _report(error: BaseException, error_file: str) -> None:
-    """Print a traceback as the interpreter would, without our own frames, and record it."""
+def _add_to_path(directory: str) -> None:
+    """Let the program import what lies beside it, unless the interpreter was told not to."""
+    if not getattr(sys.flags, "safe_path", False):  # new in Python 3.11
+        sys.path.insert(0, directory)
+
+
+def _clear_main() -> dict[str, Any]:
+    """The namespace of ``__main__``, as empty as in a new process."""
+    namespace = vars(sys.modules["__main__"])
+    for name in [name for name in namespace if not name.startswith("__")]:
+        del namespace[name]
+    return namespace
+
+
+def _hide_own_frames(error: BaseException) -> None:
+    """Make the traceback of an error, and what the interpreter will print of it, begin at the program."""
     frames = error.__traceback__
-    while frames is not None and _is_ours(frames.tb_frame.f_code.co_filename):
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
-    error = error.with_traceback(frames)
-    sys.excepthook(type(error), error, frames)
-    if error_file and not Path(error_file).exists():  # torch's @record may have written it
-        _write_atomically(error_file, json.dumps(describe(error)))
+    error.__traceback__ = frames
+    show = sys.excepthook
+
+    def excepthook(
+        kind: type[BaseException], error: BaseException, _: types.TracebackType | None
+    ) -> None:
+        sys.excepthook = show
+        show(kind, error.with_traceback(frames), frames)
+
+    sys.excepthook = excepthook
 
 
 def describe(error: BaseException) -> dict[str, Any]:
@@ -120,12 +154,6 @@ def describe(error: BaseException) -> dict[str, Any]:
             },
         }
     }
-
-
-def _is_ours(filename: str) -> bool:
-    return (
-        filename == __file__ or filename.startswith("<frozen runpy>") or filename == runpy.__file__
-    )
 
 
 def _write_atomically(path: str, text: str) -> None:

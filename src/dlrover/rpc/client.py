@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -77,25 +79,23 @@ class MasterClient:
                 yield wire.decode(data, messages.Notice)
         except grpc.aio.AioRpcError as error:
             self._fail(error)
+        finally:
+            call.cancel()
 
     async def attend(
         self, outgoing: AsyncIterator[messages.AgentMessage]
     ) -> AsyncGenerator[messages.MasterMessage, None]:
         """Hold the agent's stream: send what ``outgoing`` yields, yield what the master says."""
-
-        async def frames() -> AsyncIterator[bytes]:
-            async for message in outgoing:
-                yield wire.encode(message)
-
-        call = self._channel.stream_stream(f"/{wire.SERVICE}/Attend")(
-            frames(), metadata=self._metadata
-        )
+        call = self._channel.stream_stream(f"/{wire.SERVICE}/Attend")(metadata=self._metadata)
+        # Not a request iterator: grpc would leave it waiting when the master ends the stream.
+        sending = asyncio.create_task(_send(call, outgoing))
         try:
             async for data in call:
                 yield wire.decode(data, messages.MasterMessage)
         except grpc.aio.AioRpcError as error:
             self._fail(error)
         finally:
+            sending.cancel()
             call.cancel()
 
     async def _call(
@@ -126,3 +126,13 @@ class MasterClient:
         raise InfrastructureError(
             f"The master at {self.address} cannot be reached: {details or code.name}."
         ) from error
+
+
+async def _send(
+    call: grpc.aio.StreamStreamCall, outgoing: AsyncIterator[messages.AgentMessage]
+) -> None:
+    """Send what ``outgoing`` yields until it ends, or the call does: then its reader is told why."""
+    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        async for message in outgoing:
+            await call.write(wire.encode(message))
+        await call.done_writing()

@@ -87,10 +87,14 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
-    # Back to a restarted master within a second.
+    # Back to a restarted master within a second ...
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # ... but a connection may take so long to be made: over a slow link, or while ten thousand nodes
+    # connect at once.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
+    # Clients in one process do not share a connection behind their backs.
+    ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
     ("grpc.so_reuseport", 0),
 )

@@ -52,6 +52,8 @@ class Node:
     hostname: str = ""
     #: how the platform finds the node again; empty for nodes that came by themselves
     handle: str = ""
+    #: the platform was asked for it; it gets a replacement
+    launched: bool = False
     #: its stream is open
     connected: bool = False
     #: whether it ever was part of a world
@@ -69,6 +71,8 @@ class Incident:
     since: float
     round: int
     failures: list[Failure] = field(default_factory=list)
+    #: ids of the failures
+    seen: set[str] = field(default_factory=set)
     lost_nodes: list[str] = field(default_factory=list)
     #: whether the restart policy has spoken
     decided: bool = False
@@ -115,8 +119,7 @@ class JobMachine:
     def phase(self) -> Phase:
         """Where the job stands."""
         if self.outcome is not None:
-            ended = {ExitCode.SUCCESS: Phase.SUCCEEDED, ExitCode.STOPPED: Phase.STOPPED}
-            return ended.get(ExitCode(self.outcome.exit_code), Phase.FAILED)
+            return _phase_after(self.outcome.exit_code)
         if not self.rendezvous.collecting:
             return Phase.RUNNING
         return Phase.RESTARTING if self.rendezvous.members else Phase.WAITING
@@ -158,7 +161,9 @@ class JobMachine:
         node = self.nodes[node_id]
         if node.status is NodeStatus.PENDING:
             return "is being started"
-        return "is stopping its workers" if node.connected else "has no connection"
+        if not node.connected:
+            return "has no connection"
+        return "is joining" if node.status is NodeStatus.READY else "is stopping its workers"
 
     # ---- inputs
 
@@ -188,53 +193,73 @@ class JobMachine:
             return
         for node in self.nodes.values():
             node.connected = False
-            if not (node.status.final or node.gone or node.status is NodeStatus.PENDING):
-                self.lost_at[node.id] = now + self.job.limits.recovery_grace
-            if node.status is NodeStatus.PENDING and not node.handle:
-                self._send(inputs.LaunchNode(node.id, node.node_rank))
+            if self.outcome is not None or node.status.final or node.gone:
+                continue
+            if node.status is NodeStatus.PENDING:
+                if not node.handle:
+                    self._send(inputs.LaunchNode(node.id, node.node_rank))
+                continue
+            self.rendezvous.withdraw(node.id)
+            self.lost_at[node.id] = now + self.job.limits.recovery_grace
+        self.rendezvous.resume(now)
         self._emit(events.MasterRecovered(event.replayed))
 
     def _node_placed(self, event: inputs.NodePlaced, now: float) -> None:
-        self.nodes[event.node_id].handle = event.handle
+        node = self.nodes[event.node_id]
+        node.handle = event.handle
+        if node.status.final or (self.outcome is not None and not node.connected):
+            self._send(inputs.KillNode(node.id))
 
     def _node_exited(self, event: inputs.NodeExited, now: float) -> None:
         self._lose(event.node_id, event.reason, now)
 
     def _node_connected(self, event: inputs.NodeConnected, now: float) -> None:
         node = self._node_of(event)
+        self._send(inputs.Welcome(event.uid, node.id, self.rendezvous.next_round))
+        if node.status.final:
+            self._send(inputs.Dismiss(node.id, self.outcome or _given_up(node)))
+            return
         node.connected = True
+        node.gone = False
         node.hostname = event.hostname
         self.lost_at.pop(node.id, None)
+        arrived = node.status is NodeStatus.PENDING
+        if arrived:
+            self._move(node, NodeStatus.READY)
         if self.outcome is not None:
             self._send(inputs.Dismiss(node.id, self.outcome))
             return
-        if node.status is NodeStatus.PENDING:
-            self._move(node, NodeStatus.READY)
+        if arrived:
             self._emit(events.NodeConnected(node.id, event.hostname))
-        self._send(inputs.Welcome(event.uid, node.id, self.rendezvous.next_round))
-        self._catch_up(node, event.round)
+        self._catch_up(node, event.round, now)
 
     def _node_of(self, event: inputs.NodeConnected) -> Node:
-        """The node that an agent process is, a new one for an unknown process."""
+        """The node that an agent process is.
+
+        An unknown process is a new node, and so is one whose node is lost, unless that has been replaced.
+        """
         known = self.by_uid.get(event.uid)
         if known is None and event.node_id in self.nodes and not self.nodes[event.node_id].uid:
             known = event.node_id
         node = self.nodes.get(known) if known is not None else None
-        if node is None or node.status.final:
+        if node is None or (node.status.final and not node.launched):
             node = self._add_node(event.node_rank)
         node.uid = event.uid
         self.by_uid[event.uid] = node.id
         return node
 
-    def _catch_up(self, node: Node, running_round: int) -> None:
+    def _catch_up(self, node: Node, running_round: int, now: float) -> None:
         """Send a node what it missed while it had no connection."""
         rdzv = self.rendezvous
         if rdzv.collecting:
             rdzv.expect(node.id)
             if running_round:
                 self._call(node, "a new round is open")
-        elif node.id in rdzv.members:
-            if running_round < rdzv.round and node.status is NodeStatus.RUNNING:
+        elif node.id in self.worlds:
+            if running_round > rdzv.round:
+                # A crash of the master's machine may take the journal's last moments.
+                self._open_round("the master has lost a round", now)
+            elif running_round < rdzv.round and node.status is NodeStatus.RUNNING:
                 self._send(inputs.AssignWorld(node.id, self.worlds[node.id]))
         elif running_round:
             self._call(node, "the world went on without this node")
@@ -243,38 +268,43 @@ class JobMachine:
         node = self.nodes[event.node_id]
         node.connected = False
         if not node.status.final and self.outcome is None:
+            self.rendezvous.withdraw(node.id)
             self.lost_at[node.id] = now + self.job.limits.reconnect_grace
 
     def _node_silent(self, event: inputs.NodeSilent, now: float) -> None:
-        self._lose(event.node_id, f"it sent no heartbeat for {event.seconds:.0f} s", now)
+        if self.outcome is None:  # an ended job's nodes have a time limit of their own
+            self._lose(event.node_id, f"it sent no heartbeat for {event.seconds:.0f} s", now)
 
     def _node_joined(self, event: inputs.NodeJoined, now: float) -> None:
         node = self.nodes[event.node_id]
         rdzv = self.rendezvous
-        if self.outcome is not None or node.status.final or event.round != rdzv.next_round:
+        if self.outcome is not None or not node.connected:
             return
-        if not rdzv.collecting and node.id in rdzv.members:
+        if not rdzv.collecting and node.id in self.worlds:
+            return
+        if event.round != rdzv.next_round:
+            self._call(node, f"round {event.round} is over")
             return
         if node.status in (NodeStatus.RUNNING, NodeStatus.SUCCEEDED):
             self._move(node, NodeStatus.READY)
-        rdzv.join(node.id, event.offer, now)
-        if not rdzv.collecting and self._can_grow():
+        if rdzv.join(node.id, event.offer, now) and not rdzv.collecting and self._can_grow():
             self.grow_at = now + self.job.limits.scale_up_delay
 
     def _worker_failed(self, event: inputs.WorkerFailed, now: float) -> None:
+        if self.outcome is not None:
+            return
         failure = event.failure.bounded()
         rdzv = self.rendezvous
-        open_incident = self.incident is not None and self.incident.round == failure.round
         current = failure.round == rdzv.round and not rdzv.collecting
-        if self.outcome is not None or not (open_incident or current):
-            return
-        incident = self._begin_incident(now)
-        if any(f.id == failure.id for f in incident.failures):
+        incident = self._begin_incident(now) if current else self.incident
+        if incident is None or incident.round != failure.round or failure.id in incident.seen:
             return
         incident.failures.append(failure)
+        incident.seen.add(failure.id)
         verdict = diagnosis.diagnose(failure)
         self._emit(events.WorkerFailed(failure, verdict))
-        self.steps = max(self.steps, failure.steps)
+        if failure.round == rdzv.last_round:
+            self.steps = max(self.steps, failure.steps)
         if not incident.decided and not diagnosis.is_echo(failure):
             self._decide(incident, now)
         if self.outcome is None and current:
@@ -336,6 +366,9 @@ class JobMachine:
             if self.outcome is not None:
                 return
         rdzv = self.rendezvous
+        for node_id in rdzv.missing:  # they are late, and are called to the next round when they join
+            if self.nodes[node_id].status in (NodeStatus.RUNNING, NodeStatus.SUCCEEDED):
+                self._move(self.nodes[node_id], NodeStatus.READY)
         ranks = {i: self.nodes[i].node_rank for i in rdzv.offers}
         self.worlds = rdzv.complete(ranks, self.restarts.count)
         self.earlier_steps += self.steps
@@ -374,6 +407,7 @@ class JobMachine:
             return
         self.lost_at.pop(node_id, None)
         if self.outcome is not None:
+            node.connected = False
             self._move(node, NodeStatus.RELEASED)
             return
         was_running = node.status is NodeStatus.RUNNING
@@ -408,7 +442,7 @@ class JobMachine:
 
     def _replace(self, node: Node, now: float) -> None:
         """Launch another node in place of a lost one that the platform had launched."""
-        if not self.job.managed_nodes or not 0 <= node.node_rank < self.job.managed_nodes:
+        if not node.launched:
             return
         if not node.has_run:
             attempts = self.failed_starts.get(node.node_rank, 0) + 1
@@ -424,6 +458,7 @@ class JobMachine:
 
     def _launch(self, node_rank: int, replaces: int = -1) -> int:
         node = self._add_node(node_rank)
+        node.launched = True
         self._emit(events.NodeLaunched(node.id, replaces))
         self._send(inputs.LaunchNode(node.id, node_rank))
         return node.id
@@ -442,15 +477,12 @@ class JobMachine:
         return rdzv.usable(running + len(rdzv.offers)) > running
 
     def _begin_incident(self, now: float) -> Incident:
-        rdzv = self.rendezvous
-        old = self.incident
-        if old is None or (not rdzv.collecting and old.round != rdzv.round):
-            # A fault before the first step after another one prolongs the interruption.
-            since = now if old is None else old.since
-            round_ = rdzv.round - 1 if rdzv.collecting else rdzv.round
-            self.incident = Incident(since=since, round=round_)
-            return self.incident
-        return old
+        old, round_ = self.incident, self.rendezvous.last_round
+        if old is not None and old.round == round_:
+            return old
+        # A fault before the first step after another one prolongs the interruption.
+        self.incident = Incident(since=now if old is None else old.since, round=round_)
+        return self.incident
 
     def _decide(self, incident: Incident, now: float) -> None:
         """Ask the restart policy about an incident, once."""
@@ -540,10 +572,18 @@ class JobMachine:
         rdzv = self.rendezvous
         for node in self.nodes.values():
             assert not (node.status.final and node.id in rdzv.offers), "a lost node has an offer"
-            assert not (node.status is NodeStatus.LOST and node.connected), "lost but connected"
+            assert not (node.status.final and node.connected), "lost but connected"
             assert node.status is not NodeStatus.PENDING or not node.connected, "pending, connected"
+            busy = node.status in (NodeStatus.RUNNING, NodeStatus.SUCCEEDED)
+            assert not busy or node.id in self.worlds, "workers outside of the world"
+            away = not (node.connected or node.gone or node.status is NodeStatus.PENDING)
+            if self.outcome is None and away and not node.status.final:
+                assert node.id in self.lost_at, "a node without connection is waited for without end"
+        assert tuple(self.worlds) == rdzv.members, "the members were told of another world"
         for node_id in rdzv.offers:
             assert self.nodes[node_id].status is NodeStatus.READY, "an offer from a busy node"
+            if self.outcome is None:
+                assert self.nodes[node_id].connected, "an offer from a node without connection"
         for node_id in rdzv.missing:
             assert not self.nodes[node_id].status.final, "a lost node is awaited"
         if self.outcome is None and not rdzv.collecting:
@@ -553,9 +593,26 @@ class JobMachine:
         for node_id in self.lost_at:
             node = self.nodes[node_id]
             assert not node.connected and not node.status.final, "a wrong node is being given up"
-        for uid, node_id in self.by_uid.items():
-            assert uid and node_id in self.nodes
+        assert all(node_id in self.nodes for node_id in self.by_uid.values())
+        if self.incident is not None:
+            assert self.incident.seen == {failure.id for failure in self.incident.failures}
+            assert self.incident.decided or rdzv.collecting or self.outcome is not None
         assert self.steps >= 0 and self.earlier_steps >= 0
+
+
+def _phase_after(exit_code: int) -> Phase:
+    if exit_code == ExitCode.SUCCESS:
+        return Phase.SUCCEEDED
+    stopped = exit_code == ExitCode.STOPPED or exit_code > ExitCode.SIGNAL_BASE
+    return Phase.STOPPED if stopped else Phase.FAILED
+
+
+def _given_up(node: Node) -> Outcome:
+    """What a node is told that comes back after it was replaced."""
+    return Outcome(
+        exit_code=ExitCode.INFRASTRUCTURE,
+        reason=f"node {node.id} was given up ({node.reason}) and replaced.",
+    )
 
 
 _HANDLERS: dict[type, Callable[[JobMachine, Any, float], None]] = {

@@ -41,6 +41,13 @@ class Rendezvous:
     fixed: bool = False
     opened_at: float = 0.0
     last_join_at: float = 0.0
+    #: when a master last took over: its absence counts against no time limit
+    resumed_at: float = 0.0
+
+    @property
+    def last_round(self) -> int:
+        """The last completed round; 0 before the first."""
+        return self.round - 1 if self.collecting else self.round
 
     @property
     def next_round(self) -> int:
@@ -60,11 +67,23 @@ class Rendezvous:
         if self.collecting and node_id not in self.offers:
             self.missing.add(node_id)
 
-    def join(self, node_id: int, offer: Offer, now: float) -> None:
-        """Take a node's offer for the next round to be completed."""
+    def join(self, node_id: int, offer: Offer, now: float) -> bool:
+        """Take a node's offer for the next round to be completed; whether it had made none before."""
+        new = node_id not in self.offers
         self.offers[node_id] = offer
         self.missing.discard(node_id)
-        self.last_join_at = now
+        if new:
+            self.last_join_at = now
+        return new
+
+    def withdraw(self, node_id: int) -> None:
+        """Await a node again that lost its connection after it had joined."""
+        if self.offers.pop(node_id, None) is not None:
+            self.expect(node_id)
+
+    def resume(self, now: float) -> None:
+        """Let the time limits run anew: the master was away."""
+        self.resumed_at = now
 
     def drop(self, node_id: int) -> None:
         """Forget a node that is gone."""
@@ -83,11 +102,12 @@ class Rendezvous:
         """When a round that has its minimum completes even though awaited nodes are missing."""
         quiet = self.job.limits.last_call_timeout
         # Survivors may take their whole shutdown time-out to stop their workers.
-        return self.last_join_at + quiet + (self.job.shutdown_timeout if self.fixed else 0.0)
+        stopping = self.job.shutdown_timeout if self.fixed else 0.0
+        return max(self.last_join_at, self.resumed_at) + quiet + stopping
 
     def expires_at(self) -> float:
         """When a round that lacks its minimum fails."""
-        return self.opened_at + self.job.limits.join_timeout
+        return max(self.opened_at, self.resumed_at) + self.job.limits.join_timeout
 
     def deadline(self) -> float | None:
         """The next time at which the round may complete or expire without a further input."""

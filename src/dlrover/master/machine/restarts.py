@@ -57,24 +57,24 @@ class RestartPolicy:
     user_restarts: int = 0
     #: times of the restarts granted for other causes, within the window
     infrastructure_times: list[float] = field(default_factory=list)
-    #: interruptions in a row without progress
+    #: restarts in a row without progress; the first round is none
     stalled: int = 0
     last_signature: str = ""
     last_steps: int = -1
 
     def decide(self, cause: Cause, now: float) -> Restart | Stop:
         """Grant a restart after ``cause``, or say why not."""
-        self._count_progress(cause)
-        decision = self._decide(cause, now)
+        stuck = self._count_progress(cause)
+        decision = self._decide(cause, stuck, now)
         if isinstance(decision, Restart):
             self.count += 1
         return decision
 
-    def _decide(self, cause: Cause, now: float) -> Restart | Stop:
+    def _decide(self, cause: Cause, stuck: bool, now: float) -> Restart | Stop:
         limits = self.job.limits
         if cause.hopeless:
             return Stop(ExitCode.USER_CODE, f"{cause.title}; a restart would fail in the same way.")
-        if self.stalled > limits.no_progress_restarts:
+        if stuck and self.stalled >= limits.no_progress_restarts:
             return Stop(
                 ExitCode.NO_PROGRESS,
                 f"{cause.title}; the last {limits.no_progress_restarts} restarts led to no new step.",
@@ -104,16 +104,18 @@ class RestartPolicy:
         self.infrastructure_times.append(now)
         return Restart(cause.title)
 
-    def _count_progress(self, cause: Cause) -> None:
+    def _count_progress(self, cause: Cause) -> bool:
+        """Whether the interrupted round was without progress."""
         repeated = cause.signature == self.last_signature and cause.steps == self.last_steps
         if cause.steps > 0:
             # The same failure of the program at the same step is deterministic; a kill that strikes
             # twice at one step is chance.
-            stalled = repeated and cause.origin is not Origin.INFRASTRUCTURE
+            stuck = repeated and cause.origin is not Origin.INFRASTRUCTURE
         else:
-            stalled = cause.seconds < UNKNOWN_PROGRESS_SECONDS
-        self.stalled = self.stalled + 1 if stalled else 0
+            stuck = cause.seconds < UNKNOWN_PROGRESS_SECONDS
+        self.stalled = self.stalled + 1 if stuck and self.count else 0
         self.last_signature, self.last_steps = cause.signature, cause.steps
+        return stuck
 
     def validate(self) -> None:
         """Check the invariants; raise AssertionError on the first that is broken."""

@@ -8,7 +8,7 @@ from dlrover.errors import ProtocolError
 from dlrover.rpc import messages
 
 MAX_STORE_BYTES = 64 * 1024 * 1024
-"""Keys and values together; a set beyond it is refused."""
+"""Everything that the store keeps; a request beyond it is refused."""
 
 
 @dataclass
@@ -20,7 +20,7 @@ class KeyValueStore:
     additions: dict[str, set[str]] = field(default_factory=dict)
     #: who has entered each barrier
     barriers: dict[str, set[str]] = field(default_factory=dict)
-    #: bytes of all keys and values; at most `MAX_STORE_BYTES`
+    #: bytes of all keys, values, ids of additions and members; at most `MAX_STORE_BYTES`
     size: int = 0
 
     def apply(self, request: messages.StoreRequest) -> None:
@@ -34,11 +34,9 @@ class KeyValueStore:
         elif isinstance(request, messages.AddToKey):
             self._add(request)
         elif isinstance(request, messages.DeleteKeys):
-            for key in [k for k in self.values if k.startswith(request.prefix)]:
-                self.size -= len(key) + len(self.values.pop(key))
-                self.additions.pop(key, None)
+            self._delete(request.prefix)
         elif isinstance(request, messages.EnterBarrier):
-            self.barriers.setdefault(request.name, set()).add(request.member)
+            self._enter(request.name, request.member)
 
     def reply(self, request: messages.StoreRequest) -> bytes | None:
         """The answer to a request that has been applied; None while it must wait."""
@@ -49,31 +47,49 @@ class KeyValueStore:
             return b"%d" % entered if entered >= request.size else None
         return b""
 
-    def _set(self, key: str, value: bytes) -> None:
-        before = len(key) + len(self.values[key]) if key in self.values else 0
-        size = self.size - before + len(key) + len(value)
-        if size > MAX_STORE_BYTES:
-            raise ProtocolError(
-                f"Key {key} of {len(value)} bytes does not fit: the store holds at most "
-                f"{MAX_STORE_BYTES} bytes."
-            )
+    def _set(self, key: str, value: bytes, request_id: str = "") -> None:
+        before = _bytes(key, self.values[key]) if key in self.values else 0
+        self._take(_bytes(key, value, request_id) - before, key)
         self.values[key] = value
-        self.size = size
 
     def _add(self, request: messages.AddToKey) -> None:
-        made = self.additions.setdefault(request.key, set())
-        if request.request_id in made:
+        key = request.key
+        if request.request_id in self.additions.get(key, ()):
             return
         try:
-            current = int(self.values.get(request.key, b"0"))
-        except ValueError as error:
+            value = b"%d" % (int(self.values.get(key, b"0")) + request.amount)
+        except ValueError as error:  # also beyond the 4300 digits that the interpreter converts
+            raise ProtocolError(f"Key {key} holds no number; it cannot be added to.") from error
+        self._set(key, value, request.request_id)
+        self.additions.setdefault(key, set()).add(request.request_id)
+
+    def _delete(self, prefix: str) -> None:
+        for key in [k for k in self.values if k.startswith(prefix)]:
+            self.size -= _bytes(key, self.values.pop(key), *self.additions.pop(key, ()))
+
+    def _enter(self, name: str, member: str) -> None:
+        if member not in self.barriers.get(name, ()):
+            self._take(_bytes(name, member), name)
+            self.barriers.setdefault(name, set()).add(member)
+
+    def _take(self, size: int, name: str) -> None:
+        """Account for ``size`` more bytes."""
+        if self.size + size > MAX_STORE_BYTES:
             raise ProtocolError(
-                f"Key {request.key} holds no number; it cannot be added to."
-            ) from error
-        self._set(request.key, b"%d" % (current + request.amount))
-        made.add(request.request_id)
+                f"Key {name} does not fit, {size} bytes more: the store holds at most "
+                f"{MAX_STORE_BYTES} bytes."
+            )
+        self.size += size
 
     def validate(self) -> None:
         """Check the invariants; raise AssertionError on the first that is broken."""
-        assert self.size == sum(len(k) + len(v) for k, v in self.values.items())
+        pairs = sum(_bytes(key, value) for key, value in self.values.items())
+        ids = sum(_bytes(*made) for made in self.additions.values())
+        members = sum(_bytes(name, m) for name, entered in self.barriers.items() for m in entered)
+        assert self.size == pairs + ids + members
         assert self.size <= MAX_STORE_BYTES
+        assert self.additions.keys() <= self.values.keys()
+
+
+def _bytes(*parts: str | bytes) -> int:
+    return sum(len(part.encode() if isinstance(part, str) else part) for part in parts)

@@ -1,0 +1,521 @@
+"""What one job's master carries: thousands of agents over the real wire, on one core.
+
+The master runs on the first core, this load generator on the second. Simulated agents speak the real
+protocol and start no workers. Bare grpc.aio servers, on the same core in the same run, show what the
+transport alone costs. ``benchmarks/README.md`` explains every figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, final
+
+import grpc.aio
+import psutil
+
+from dlrover.rpc import messages, wire
+from dlrover.rpc.client import MasterClient
+from dlrover.spec.job import JobSpec, Limits
+from dlrover.spec.world import Offer
+from dlrover.testing.agents import SimulatedAgent
+from dlrover.testing.masters import MasterProcess
+
+Row = dict[str, Any]
+
+BARE_SERVICE = "bare.Echo"
+UPSTREAM_CORE_SECONDS = {1000: 0.97, 2000: 1.9, 4000: 6.2, 8000: 28.4}
+"""CPU seconds of upstream's master (0.6.1) for one rendezvous, measured on a machine of this kind."""
+UPSTREAM_HEARTBEATS = 6200.0
+"""Heartbeats per second of upstream's master on one core of that machine."""
+FLOOD_STREAMS = 16
+PROBE_INTERVAL = 0.05
+STREAM_PROBE_INTERVAL = 0.2
+
+
+# ---- processes and cores
+
+
+def cores() -> tuple[int, int]:
+    """The master's core and the generator's; the same one on a machine with a single core."""
+    usable = sorted(os.sched_getaffinity(0))
+    return usable[0], usable[-1]
+
+
+@final
+class Meter:
+    """CPU time that a process uses in a ``with`` block."""
+
+    def __init__(self, pid: int) -> None:
+        self._process = psutil.Process(pid)
+        self.cpu = self.wall = 0.0
+
+    def __enter__(self) -> Meter:
+        self._began, self._used = time.perf_counter(), self._total()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.wall = time.perf_counter() - self._began
+        self.cpu = self._total() - self._used
+
+    def _total(self) -> float:
+        times = self._process.cpu_times()
+        return float(times.user + times.system)
+
+    def rss_mib(self) -> float:
+        """Resident memory now."""
+        return round(self._process.memory_info().rss / 2**20, 1)
+
+
+@contextlib.asynccontextmanager
+async def master_of(nodes: int, core: int, **limits: float) -> AsyncIterator[MasterProcess]:
+    """A master on ``core`` for a job of ``nodes`` nodes."""
+    job = JobSpec(
+        name="load", min_nodes=nodes, max_nodes=nodes, max_restarts=10, limits=Limits(**limits)
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        async with MasterProcess(Path(directory), job) as master:
+            os.sched_setaffinity(master.pid, {core})
+            yield master
+
+
+async def serve_bare() -> None:
+    """Serve echo and sink methods by grpc.aio alone; print the port."""
+
+    async def unary(data: bytes, _context: object) -> bytes:
+        return data
+
+    async def echo(frames: AsyncIterator[bytes], _context: object) -> AsyncIterator[bytes]:
+        async for data in frames:
+            yield data
+
+    async def sink(frames: AsyncIterator[bytes], _context: object) -> AsyncIterator[bytes]:
+        async for data in frames:
+            last = data
+        yield last
+
+    methods = {
+        "Unary": grpc.unary_unary_rpc_method_handler(unary),
+        "Echo": grpc.stream_stream_rpc_method_handler(echo),
+        "Sink": grpc.stream_stream_rpc_method_handler(sink),
+    }
+    server = grpc.aio.server(options=list(wire.CHANNEL_OPTIONS))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(BARE_SERVICE, methods),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    print(port, flush=True)
+    await server.wait_for_termination()
+
+
+@contextlib.contextmanager
+def bare_server(core: int) -> Any:
+    """The process of `serve_bare`, and its address."""
+    command = [sys.executable, __file__, "--serve-bare"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        os.sched_setaffinity(process.pid, {core})
+        assert process.stdout is not None
+        try:
+            yield process.pid, f"127.0.0.1:{process.stdout.readline().strip()}"
+        finally:
+            process.kill()
+
+
+# ---- saturation
+
+
+async def flood_unary(channel: grpc.aio.Channel, method: str, frame: bytes, seconds: float) -> int:
+    """Send requests in closed loops for so long; how many were answered."""
+    call = channel.unary_unary(method)
+    until = time.perf_counter() + seconds
+    metadata_ = ((wire.TOKEN_KEY, "simulated"),)
+
+    async def loop() -> int:
+        count = 0
+        while time.perf_counter() < until:
+            await call(frame, metadata=metadata_)
+            count += 1
+        return count
+
+    return sum(await asyncio.gather(*(loop() for _ in range(FLOOD_STREAMS))))
+
+
+async def flood_echo(channel: grpc.aio.Channel, method: str, frame: bytes, seconds: float) -> int:
+    """Ping-pong on streams for so long; how many messages came back."""
+    until = time.perf_counter() + seconds
+
+    async def loop() -> int:
+        stream = channel.stream_stream(method)()
+        count = 0
+        while time.perf_counter() < until:
+            await stream.write(frame)
+            await stream.read()
+            count += 1
+        stream.cancel()
+        return count
+
+    return sum(await asyncio.gather(*(loop() for _ in range(FLOOD_STREAMS))))
+
+
+async def flood_sink(streams: Sequence[Any], frame: bytes, seconds: float) -> int:
+    """Write to open streams for so long, close them, and wait until the server has read it all."""
+    until = time.perf_counter() + seconds
+
+    async def loop(stream: Any) -> int:
+        count = 0
+        while time.perf_counter() < until:
+            await stream.write(frame)
+            count += 1
+        await stream.done_writing()
+        # The server ends its side after the last message: only then have all been handled.
+        while await stream.read() is not grpc.aio.EOF:
+            pass
+        return count
+
+    return sum(await asyncio.gather(*(loop(stream) for stream in streams)))
+
+
+async def attending(channel: grpc.aio.Channel) -> list[Any]:
+    """Open streams of agents whose world is formed."""
+    method = channel.stream_stream(f"/{wire.SERVICE}/Attend")
+    streams = [method(metadata=((wire.TOKEN_KEY, "simulated"),)) for _ in range(FLOOD_STREAMS)]
+    for number, stream in enumerate(streams):
+        await stream.write(wire.encode(messages.Hello(f"uid-{number}")))
+        await stream.read()
+        await stream.write(wire.encode(messages.Join(1, Offer(8, "127.0.0.1", 1))))
+    for stream in streams:
+        await stream.read()
+    return streams
+
+
+async def measured(pid: int, flood: Awaitable[int]) -> Row:
+    """Rate of a flood, and what a message costs the server."""
+    with Meter(pid) as meter:
+        count = await flood
+    return {
+        "messages_per_s": round(count / meter.wall),
+        "server_cpu_percent": round(100 * meter.cpu / meter.wall),
+        "server_us_per_message": round(1e6 * meter.cpu / count, 1),
+        "messages_per_core_s": round(count / meter.cpu),
+    }
+
+
+async def saturation(seconds: float) -> Row:
+    """The master's methods beside the same traffic to bare grpc.aio."""
+    heartbeat = wire.encode(messages.Heartbeat(1, 1000))
+    get = wire.encode(messages.GetKey("absent"))
+    core, _ = cores()
+    rows: Row = {}
+    with bare_server(core) as (pid, address):
+        async with grpc.aio.insecure_channel(address) as channel:
+            path = f"/{BARE_SERVICE}"
+            rows["bare unary echo"] = await measured(
+                pid, flood_unary(channel, f"{path}/Unary", get, seconds)
+            )
+            rows["bare stream echo"] = await measured(
+                pid, flood_echo(channel, f"{path}/Echo", heartbeat, seconds)
+            )
+            sinks = [channel.stream_stream(f"{path}/Sink")() for _ in range(FLOOD_STREAMS)]
+            rows["bare stream sink"] = await measured(pid, flood_sink(sinks, heartbeat, seconds))
+    async with (
+        master_of(FLOOD_STREAMS, core, reconnect_grace=60) as master,
+        grpc.aio.insecure_channel(master.address) as channel,
+    ):
+        rows["master unary (store get)"] = await measured(
+            master.pid, flood_unary(channel, f"/{wire.SERVICE}/Store", get, seconds)
+        )
+        streams = await attending(channel)
+        rows["master heartbeats"] = await measured(
+            master.pid, flood_sink(streams, heartbeat, seconds)
+        )
+    return rows
+
+
+# ---- many agents
+
+
+@final
+class Fleet:
+    """Simulated agents that share some connections to one master."""
+
+    def __init__(self, master: MasterProcess, nodes: int, connections: int) -> None:
+        self.clients = [master.client() for _ in range(min(connections, nodes))]
+        self.agents = [
+            SimulatedAgent(self.clients[i % len(self.clients)], nproc=8, phase=i / nodes)
+            for i in range(nodes)
+        ]
+        self._lives: list[asyncio.Task[Any]] = []
+
+    async def __aenter__(self) -> Fleet:
+        self._lives = [asyncio.create_task(agent.run()) for agent in self.agents]
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for life in self._lives:
+            life.cancel()
+        await asyncio.gather(*self._lives, return_exceptions=True)
+        for client in self.clients:
+            await client.close()
+
+    async def all(self, condition: Callable[[SimulatedAgent], bool]) -> None:
+        """Wait until a condition holds for every agent."""
+        for agent in self.agents:
+            await agent.until(condition)
+
+
+async def rendezvous(nodes: int, connections: int) -> Row:
+    """One job's life without steps: first round, a failure and the next round, the end."""
+    core, _ = cores()
+    async with master_of(nodes, core) as master:
+        with Meter(master.pid) as first:
+            fleet = await Fleet(master, nodes, connections).__aenter__()
+            await fleet.all(lambda a: a.machine.running_round == 1)
+        rss = first.rss_mib()
+        with Meter(master.pid) as second:
+            fleet.agents[0].report(1)
+            fleet.agents[0].fail()
+            await fleet.all(lambda a: a.machine.running_round == 2)
+        with Meter(master.pid) as end:
+            for agent in fleet.agents:
+                agent.succeed()
+            await fleet.all(lambda a: a.outcome is not None)
+        await fleet.__aexit__()
+    row = {"nodes": nodes, "connections": len(fleet.clients), "master_rss_mib": rss}
+    for name, meter in (("first_round", first), ("restart_round", second), ("end", end)):
+        row[f"{name}_s"] = round(meter.wall, 2)
+        row[f"{name}_cpu_s"] = round(meter.cpu, 2)
+    row["first_round_cpu_us_per_node"] = round(1e6 * first.cpu / nodes)
+    return row
+
+
+async def steady(nodes: int, connections: int, seconds: float) -> Row:
+    """All agents report every 15 s; probes beside them. Then the master is killed and comes back."""
+    core, _ = cores()
+    async with master_of(nodes, core, heartbeat_interval=15.0) as master:
+        probe = master.client()
+        idle = await probe_unary(probe, 2.0)
+        async with Fleet(master, nodes, connections) as fleet:
+            await fleet.all(lambda a: a.machine.running_round == 1)
+            for agent in fleet.agents:
+                agent.steps = 1000
+            await asyncio.sleep(2.0)  # let the rendezvous settle
+            row: Row = {"nodes": nodes, "connections": len(fleet.clients), "seconds": seconds}
+            row["heartbeats_per_s"] = round(nodes / 15)
+            row["probe_unary_idle_ms"] = quantiles(idle)
+            with Meter(master.pid) as meter:
+                unary, stream = await asyncio.gather(
+                    probe_unary(probe, seconds), probe_stream(probe, seconds)
+                )
+            row["master_cpu_percent"] = round(100 * meter.cpu / meter.wall, 1)
+            row["master_rss_mib"] = meter.rss_mib()
+            row["probe_unary_ms"] = quantiles(unary)
+            row["probe_stream_open_ms"] = quantiles(stream)
+            row["with_watcher"] = await with_watcher(master, probe, seconds / 3)
+            row["status"] = await timed_status(master.pid, probe)
+            row["master_restart"] = await restart(master, fleet, core)
+        await probe.close()
+    return row
+
+
+async def probe_unary(client: MasterClient, seconds: float) -> list[float]:
+    """Latencies of small requests sent at a low rate."""
+    return await repeat(lambda: client.store(messages.GetKey("absent")), PROBE_INTERVAL, seconds)
+
+
+async def probe_stream(client: MasterClient, seconds: float) -> list[float]:
+    """Latencies from a stream's Hello to its Welcome: stream, journal, machine and back."""
+
+    async def hello() -> AsyncIterator[messages.AgentMessage]:
+        yield messages.Hello("probe", hostname="probe")
+        await asyncio.Event().wait()
+
+    async def once() -> None:
+        async with contextlib.aclosing(client.attend(hello())) as incoming:
+            await anext(incoming)
+
+    return await repeat(once, STREAM_PROBE_INTERVAL, seconds)
+
+
+async def repeat(
+    action: Callable[[], Awaitable[object]], interval: float, seconds: float
+) -> list[float]:
+    """Latencies of an action that is begun every ``interval`` seconds, late ones included."""
+    latencies = []
+    due = time.perf_counter()
+    until = due + seconds
+    while due < until:
+        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        await action()
+        latencies.append(time.perf_counter() - due)
+        due += interval
+    return latencies
+
+
+def quantiles(latencies: Sequence[float]) -> Row:
+    """p50, p99 and the maximum, in milliseconds."""
+    cuts = statistics.quantiles(latencies, n=100, method="inclusive")
+    found = {"p50": cuts[49], "p99": cuts[98], "max": max(latencies)}
+    return {name: round(1000 * value, 2) for name, value in found.items()}
+
+
+async def with_watcher(master: MasterProcess, probe: MasterClient, seconds: float) -> Row:
+    """The same probes while somebody follows the job's events and status."""
+
+    async def follow() -> None:
+        async with master.client() as client:
+            async for _ in client.watch(follow=True):
+                pass
+
+    following = asyncio.create_task(follow())
+    with Meter(master.pid) as meter:
+        latencies = await probe_unary(probe, seconds)
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    percent = round(100 * meter.cpu / meter.wall, 1)
+    return {"master_cpu_percent": percent, "probe_unary_ms": quantiles(latencies)}
+
+
+async def timed_status(pid: int, client: MasterClient) -> Row:
+    """One status of the whole job."""
+    with Meter(pid) as meter:
+        status = await client.status()
+    return {"bytes": len(wire.encode(status)), "ms": round(1000 * meter.wall, 1)}
+
+
+async def restart(master: MasterProcess, fleet: Fleet, core: int) -> Row:
+    """SIGKILL the master and start another one in its place."""
+    await asyncio.get_running_loop().run_in_executor(None, master.kill)
+    began = time.perf_counter()
+    await master.start()
+    os.sched_setaffinity(master.pid, {core})
+    async with master.client() as client:
+        await client.store(messages.GetKey("absent"))
+        answered = time.perf_counter() - began
+        while True:
+            status = await client.status()
+            connected = sum(node.connected for node in status.nodes)
+            if connected >= len(fleet.agents):
+                break
+            await asyncio.sleep(0.1)
+    return {
+        "first_answer_s": round(answered, 2),
+        "all_nodes_back_s": round(time.perf_counter() - began, 2),
+        "round_after": status.round,
+    }
+
+
+# ---- the report
+
+
+def machine() -> Row:
+    """What the figures were measured on."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "grpcio": metadata.version("grpcio"),
+        "msgspec": metadata.version("msgspec"),
+        "open_files_limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "load_average_before": os.getloadavg()[0],
+    }
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def ratios(results: Row) -> Row:
+    """What the figures mean beside bare gRPC and upstream's master."""
+    flood = results["saturation"]
+    cost = {name: row["server_us_per_message"] for name, row in flood.items()}
+    found = {
+        "unary: cost / bare grpc.aio unary": cost["master unary (store get)"]
+        / cost["bare unary echo"],
+        "heartbeat: cost / bare grpc.aio stream sink": cost["master heartbeats"]
+        / cost["bare stream sink"],
+        "heartbeat: cost / bare grpc.aio stream echo": cost["master heartbeats"]
+        / cost["bare stream echo"],
+        "heartbeats per core: ours / upstream": flood["master heartbeats"]["messages_per_core_s"]
+        / UPSTREAM_HEARTBEATS,
+    }
+    rounds = results["rendezvous"]
+    for row in rounds:
+        upstream = UPSTREAM_CORE_SECONDS.get(row["nodes"])
+        if upstream is not None:
+            name = f"rendezvous of {row['nodes']}: core-seconds, upstream / ours"
+            found[name] = upstream / row["first_round_cpu_s"]
+    found["rendezvous: CPU per node, largest / smallest (1 is linear)"] = (
+        rounds[-1]["first_round_cpu_us_per_node"] / rounds[0]["first_round_cpu_us_per_node"]
+    )
+    return {name: round(value, 2) for name, value in found.items()}
+
+
+def show(title: str, row: Row) -> None:
+    """Print one section."""
+    print(f"\n{title}")
+    for name, value in row.items():
+        print(f"  {name:58} {value}")
+
+
+async def run(args: argparse.Namespace) -> Row:
+    """All sections; what they found."""
+    results: Row = {"machine": machine()}
+    show("machine", results["machine"])
+    results["saturation"] = await saturation(args.flood_seconds)
+    show("saturation (one core)", results["saturation"])
+    results["rendezvous"] = []
+    for nodes in args.sizes:
+        row = await rendezvous(nodes, args.connections)
+        show(f"rendezvous of {nodes} nodes", row)
+        results["rendezvous"].append(row)
+    results["steady"] = await steady(args.agents, args.connections, args.seconds)
+    show("steady load", results["steady"])
+    results["ratios"] = ratios(results)
+    show("ratios", results["ratios"])
+    return results
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="A smoke test: few agents, seconds.")
+    parser.add_argument("--agents", type=int, default=10_000, help="Agents of the steady load.")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1000, 4000, 8000, 10_000])
+    parser.add_argument(
+        "--connections", type=int, default=10_000, help="Connections that the agents share at most."
+    )
+    parser.add_argument("--seconds", type=float, default=45.0, help="Length of the steady load.")
+    parser.add_argument("--flood-seconds", type=float, default=5.0, help="Length of each flood.")
+    parser.add_argument("--json", type=Path, help="Where to write the results.")
+    parser.add_argument("--serve-bare", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.serve_bare:
+        asyncio.run(serve_bare())
+        return
+    if args.quick:
+        args.agents, args.sizes, args.connections = 50, [20, 50], 10
+        args.seconds, args.flood_seconds = 1.5, 0.2
+    os.sched_setaffinity(0, {cores()[1]})
+    results = asyncio.run(run(args))
+    if args.json is not None:
+        args.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""Runs `dlrover-run` as a user does, finds its processes, and sees to it that none stays behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from dlrover.spec.events import Event
+
+DLROVER_RUN = (sys.executable, "-m", "dlrover.cli.run")
+DLROVER = (sys.executable, "-m", "dlrover.cli.main")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+
+POLL = 0.01
+"""Seconds between two looks at something that a test waits for."""
+ORPHAN_TIME = 5.0
+"""Seconds that the processes of a launcher that died by SIGKILL have to follow it."""
+MARK = "PROCESS_TEST_RUN"
+"""The variable by which every process of a launch is known, whoever its parent is by now."""
+
+
+def until(condition: Callable[[], Any], timeout: float = 20.0, what: str = "") -> Any:
+    """The first true value of ``condition()``."""
+    end = time.monotonic() + timeout
+    while not (value := condition()):
+        if time.monotonic() > end:
+            pytest.fail(f"{what or condition.__name__} did not come true within {timeout:g} s")
+        time.sleep(POLL)
+    return value
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("", 0))
+        return sock.getsockname()[1]
+
+
+def kind_of(process: psutil.Process) -> str:
+    """``launcher``, ``master``, ``agent``, ``zygote``, ``worker`` or ``other``; empty if it is gone."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        command = process.cmdline()
+        for name in ("master", "agent"):
+            if f"dlrover.{name}" in command:
+                return name
+        if "dlrover.cli.run" in command:
+            return "launcher"
+        parent = process.parent()
+        above = parent.cmdline() if parent is not None else []
+        # A worker is a fork of its zygote and shows the same command line.
+        if any("zygote.main(" in word for word in above):
+            return "worker"
+        if any("zygote.main(" in word for word in command):
+            return "zygote" if "dlrover.agent" in above else "other"
+        return "other"
+    return ""
+
+
+class Launch:
+    """One command, started; its output goes to files."""
+
+    def __init__(
+        self, command: Sequence[str], directory: Path, env: Mapping[str, str], cwd: Path | None
+    ) -> None:
+        self.mark = uuid.uuid4().hex
+        self.job_dir = directory / "job"
+        directory.mkdir(parents=True, exist_ok=True)
+        self._out, self._err = (directory / f"{n}-{self.mark[:6]}" for n in ("out", "err"))
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.started = time.monotonic()
+            self.process = psutil.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env={**env, MARK: self.mark},
+                cwd=cwd or directory,
+            )
+        self.left_behind: list[str] = []
+
+    # ---- its output
+
+    @property
+    def stdout(self) -> str:
+        return self._out.read_text(errors="replace")
+
+    @property
+    def stderr(self) -> str:
+        return self._err.read_text(errors="replace")
+
+    @property
+    def events(self) -> list[Event]:
+        """The job's events so far; a line that is being written is left for the next time."""
+        with contextlib.suppress(FileNotFoundError):
+            lines = (self.job_dir / "events.jsonl").read_bytes().split(b"\n")[:-1]
+            return [msgspec.json.decode(line, type=Event) for line in lines]
+        return []
+
+    def events_of(self, kind: type) -> list[Event]:
+        return [event for event in self.events if isinstance(event.body, kind)]
+
+    # ---- its end
+
+    def wait(self, timeout: float = 25.0) -> int:
+        """Wait for the end, and look at once for what is still there."""
+        code = self.process.wait(timeout)
+        if code != -signal.SIGKILL:
+            self.left_behind = self._alive()
+        return code
+
+    def succeed(self, timeout: float = 25.0) -> str:
+        """Wait for exit code 0; what was printed."""
+        return self.end_with(0, timeout)[0]
+
+    def end_with(self, code: int, timeout: float = 25.0) -> tuple[str, str]:
+        """Wait for an exit code; standard output and standard error."""
+        try:
+            ended = self.wait(timeout)
+        except psutil.TimeoutExpired:
+            pytest.fail(f"still runs after {timeout:g} s\n{self._report()}")
+        assert ended == code, self._report()
+        return self.stdout, self.stderr
+
+    def _report(self) -> str:
+        parts = [f"--- stdout\n{self.stdout}", f"--- stderr\n{self.stderr}", "--- events"]
+        parts += [f"{event.time:.2f} {event.sentence()}" for event in self.events]
+        for log in sorted(self.job_dir.glob("*.log")):
+            parts.append(f"--- {log.name}\n{log.read_text()[-3000:]}")
+        return "\n".join(parts)
+
+    # ---- its processes
+
+    def processes(self) -> list[psutil.Process]:
+        """All processes that were started by this launch, the launcher included."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                ended = process.status() == psutil.STATUS_ZOMBIE
+                if not ended and process.environ().get(MARK) == self.mark:
+                    found.append(process)
+        return found
+
+    def of_kind(self, kind: str) -> list[psutil.Process]:
+        return [process for process in self.processes() if kind_of(process) == kind]
+
+    def pids(self, kind: str) -> set[int]:
+        return {process.pid for process in self.of_kind(kind)}
+
+    def wait_for(self, kind: str, count: int = 1, timeout: float = 20.0) -> list[psutil.Process]:
+        """The processes of a kind, once there are ``count`` of them."""
+
+        def found() -> list[psutil.Process]:
+            processes = self.of_kind(kind)
+            return processes if len(processes) == count else []
+
+        return until(found, timeout, f"{count} of kind {kind}")
+
+    def _alive(self) -> list[str]:
+        found = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                command = " ".join(process.cmdline())[:120]
+                found.append(f"{kind_of(process)} {process.pid}: {command}")
+        return found
+
+    def close(self) -> None:
+        """Kill what is left. Fails if the launch left something behind by itself."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        end = time.monotonic() + ORPHAN_TIME
+        while (stayed := self._alive()) and time.monotonic() < end:
+            time.sleep(POLL)
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        assert not self.left_behind, f"left behind at the end: {self.left_behind}"
+        assert not stayed, f"left behind {ORPHAN_TIME:g} s after the launcher's death: {stayed}"
+
+
+class Runner:
+    """Starts launches in a test's own directory. Use `Runner.close` when the test is over."""
+
+    scripts = Path(__file__).parent / "scripts"
+    until = staticmethod(until)
+    free_port = staticmethod(free_port)
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.env = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("DLROVER_", "PET_", "TORCHELASTIC_", "OMP_", "TORCH_NCCL"))
+        }
+        self.env["DLROVER_STATE_DIR"] = str(directory / "state")
+        self._launches: list[Launch] = []
+
+    def __call__(
+        self,
+        *args: str | Path,
+        launcher: Sequence[str] = DLROVER_RUN,
+        name: str = "run",
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> Launch:
+        """Start ``dlrover-run args``, in the job directory ``<name>/job``."""
+        directory = self.directory / name
+        own = ["--job-dir", str(directory / "job")] if launcher == DLROVER_RUN else []
+        command = [*launcher, *own, *map(str, args)]
+        launch = Launch(command, directory, {**self.env, **(env or {})}, cwd)
+        self._launches.append(launch)
+        return launch
+
+    def torchrun(self, *args: str | Path, **settings: Any) -> Launch:
+        """Start ``torchrun args``."""
+        return self(*args, launcher=TORCHRUN, **{"name": "torchrun", **settings})
+
+    def dlrover(self, *args: str | Path, timeout: float = 20.0) -> subprocess.CompletedProcess:
+        """Run a verb of ``dlrover`` to its end."""
+        return subprocess.run(
+            [*DLROVER, *map(str, args)],
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    def status(self, launch: Launch) -> dict[str, Any]:
+        """What ``dlrover status --output json`` says."""
+        shown = self.dlrover("status", "--job-dir", launch.job_dir, "--output", "json")
+        assert shown.returncode == 0, shown.stderr
+        return json.loads(shown.stdout)
+
+    def close(self) -> None:
+        problems = []
+        for launch in self._launches:
+            try:
+                launch.close()
+            except AssertionError as problem:
+                problems.append(str(problem))
+        assert not problems, problems
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Runner]:
+    runner = Runner(tmp_path)
+    try:
+        yield runner
+    finally:
+        runner.close()
