@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import zipfile
 from pathlib import Path
 
@@ -19,18 +20,8 @@ MAY_DIFFER = {
 }
 """The only variables whose values may differ. Both launchers set all of them."""
 
-OWN_MODULES = {"dlrover", "faulthandler", "runpy"}
-"""Beside modules of the standard library, these are loaded in a worker and not in plain Python."""
-
-LAUNCHES = {
-    "plain": [],
-    "two": ["--nproc-per-node", "2"],
-    "standalone": ["--standalone", "--nproc-per-node", "2"],
-    "options": ["--nnodes", "1", "--role", "trainer", "--max-restarts", "3", "--nproc-per-node=2"],
-    "named": ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=me"],
-    "virtual local rank": ["--virtual-local-rank", "--nproc-per-node", "2"],
-    "signals": ["--signals-to-handle", "SIGTERM,SIGUSR2"],
-}
+OWN_MODULES = {"dlrover", *sys.stdlib_module_names}
+"""What may be loaded in a worker before its program is."""
 
 PRESET = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -42,17 +33,13 @@ PRESET = {
     "PYTHONWARNINGS": "ignore::ResourceWarning",
 }
 
-PROGRAMS = {
-    "script": ["facts.py"],
-    "dotted": ["./facts.py"],
-    "absolute": ["{here}/facts.py"],
-    "elsewhere": ["package/../link/link.py"],
-    "package": ["package"],
-    "zip": ["packed.zip"],
-    "module": ["-m", "package.inner"],
-    "module of a package": ["-m", "package"],
-    "no python": ["--no-python", "{here}/command"],
-    "run path": ["--run-path", "{here}/facts.py"],
+LAUNCHES = {
+    "two workers": ("--nproc-per-node 2 facts.py", {}),
+    "standalone": ("--standalone --max-restarts 3 --role trainer package/../link/link.py", {}),
+    "module": ("--nnodes 1 --nproc-per-node 2 --module package.inner", {}),
+    "environment": ("--virtual-local-rank --nproc-per-node 2 package", PRESET),
+    "named job": ("--rdzv-backend c10d --rdzv-endpoint localhost:0 --rdzv-id me packed.zip", {}),
+    "command": ("--signals-to-handle SIGTERM,SIGUSR2 --no-python ./command", {}),
 }
 
 
@@ -87,28 +74,36 @@ def facts_of(start, out: Path, *args: str | Path, **settings) -> dict[str, dict]
     return by_rank
 
 
-def both(run, project: Path, *args: str, env: dict[str, str] | None = None):
+def both(run, project: Path, command: str, env: dict[str, str]) -> list[tuple[dict, dict]]:
     """For each rank the facts under torchrun and under dlrover-run."""
     settings = {"cwd": project, "env": env}
-    theirs = facts_of(run.torchrun, project / "theirs", *args, **settings)
-    ours = facts_of(run, project / "ours", *args, **settings)
+    theirs = facts_of(run.torchrun, project / "theirs", *command.split(), **settings)
+    ours = facts_of(run, project / "ours", *command.split(), **settings)
     assert theirs.keys() == ours.keys()
     return [(theirs[rank], ours[rank]) for rank in theirs]
 
 
 def check_environ(theirs: dict[str, str], ours: dict[str, str]) -> None:
     assert ours.keys() == theirs.keys()
-    differ = {name for name in ours if ours[name] != theirs[name]}
-    assert differ <= MAY_DIFFER, {name: (theirs[name], ours[name]) for name in differ}
+    differ = {name: (theirs[name], ours[name]) for name in ours if ours[name] != theirs[name]}
+    assert differ.keys() <= MAY_DIFFER, differ
 
 
-def check_same(theirs: dict, ours: dict, *left_out: str) -> None:
-    """Everything that a worker can know of its start is equal, but for what is named."""
-    check_environ(theirs.pop("environ"), ours.pop("environ"))
-    loaded = {name.partition(".")[0] for name in set(ours["modules"]) - set(theirs["modules"])}
-    assert loaded <= OWN_MODULES | STDLIB
-    assert all("dlrover-progress" in text for text in ours["descriptors"].values())
-    assert ours["meta_path"] <= theirs["meta_path"] + 1
-    for name in ("modules", "descriptors", "meta_path", *left_out):
-        del theirs[name], ours[name]
-    assert ours == theirs
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_a_worker_is_started_as_by_torchrun(run, project: Path, launch: str) -> None:
+    for theirs, ours in both(run, project, *LAUNCHES[launch]):
+        check_environ(theirs.pop("environ"), ours.pop("environ"))
+        loaded = {name.partition(".")[0] for name in set(ours["modules"]) - set(theirs["modules"])}
+        assert loaded <= OWN_MODULES
+        assert all("dlrover-progress" in name for name in ours["descriptors"].values())
+        assert ours["meta_path"] <= theirs["meta_path"] + 1  # awaits the import of PyTorch
+        for name in ("modules", "descriptors", "meta_path"):
+            del theirs[name], ours[name]
+        assert ours == theirs
+
+
+def test_run_path_runs_a_program_as_torchrun_does(run, project: Path) -> None:
+    for theirs, ours in both(run, project, f"--run-path {project}/facts.py", {}):
+        check_environ(theirs["environ"], ours["environ"])
+        same = ("argv", "cwd", "path", "name", "file", "package", "spec", "globals", "stdin")
+        assert [ours[name] for name in same] == [theirs[name] for name in same]

@@ -59,6 +59,7 @@ class Agent:
         self._uid = uuid.uuid4().hex
         self._machine = agent_machine.AgentMachine(launch.nproc_per_node)
         self._port: PortReservation | None = None
+        self._port_used = False
         self._outgoing: asyncio.Queue[messages.AgentMessage] | None = None
         self._heartbeat_interval = limits.heartbeat_interval
         self._last_contact = time.monotonic()
@@ -197,15 +198,17 @@ class Agent:
             self._left.set_result(command.outcome)
 
     def _join(self, round_: int) -> None:
+        if self._port is not None and self._port_used:
+            self._port.release()
+            self._port = None
         if self._port is None:
             self._port = PortReservation(self._store_port)
+            self._port_used = False
         offer = Offer(self._launch.nproc_per_node, self._address, self._port.port)
         self._say(messages.Join(round_, offer))
 
     def _start(self, world: World) -> None:
-        if self._port is not None:
-            self._port.release()
-            self._port = None
+        self._port_used = True
         try:
             self._workers.start(world)
         except (OSError, ConfigurationError) as error:

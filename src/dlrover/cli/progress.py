@@ -100,9 +100,10 @@ class Screen:
 
 
 def _render(line: Text, width: int) -> bytes:
-    line.truncate(max(10, width - 1), overflow="ellipsis")
+    line.truncate(max(1, width - 1), overflow="ellipsis")
     buffer = io.StringIO()
-    Console(file=buffer, force_terminal=True, width=width, highlight=False).print(line, end="")
+    console = Console(file=buffer, force_terminal=True, width=width, highlight=False)
+    console.print(line, end="", soft_wrap=True)
     return buffer.getvalue().encode()
 
 

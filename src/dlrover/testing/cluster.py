@@ -15,106 +15,32 @@ master that comes back must find in its journal exactly the state that the last 
 
 from __future__ import annotations
 
-import heapq
-import itertools
-import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
-from dlrover.agent import machine as agent_machine
-from dlrover.agent.machine import AgentMachine, Stage
+from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
 from dlrover.master.machine.job import JobMachine
 from dlrover.rpc import messages
 from dlrover.spec.events import Event
-from dlrover.spec.failure import Failure, FailureKind
+from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec
 from dlrover.spec.outcome import Outcome
-from dlrover.spec.world import Offer, World
+from dlrover.testing.nodes import Delays, Link, Program, SimulatedNode, Time
 
-Range = tuple[float, float]
-"""Bounds in seconds between which a random time is drawn."""
-
-
-class Delays(msgspec.Struct, frozen=True, kw_only=True):
-    """How long things take."""
-
-    message: Range = (0.0005, 0.02)
-    """From one end of a stream to the other; messages of one stream keep their order."""
-    notice: Range = (0.001, 0.3)
-    """Until an end of a broken stream, or the platform, notices it."""
-    reconnect: Range = (0.05, 1.0)
-    """Between two attempts of an agent to reach its master."""
-    launch: Range = (0.2, 3.0)
-    """From the order of a node to its agent's first attempt to connect."""
-    start: Range = (0.05, 2.0)
-    """From the order to start workers to their readiness for the first step."""
-    stop: Range = (0.01, 1.0)
-    """From the order to stop workers to their end."""
-    step: Range = (0.5, 0.6)
-    """One optimizer step of the whole world."""
-
-
-@dataclass(eq=False)
-class Run:
-    """The workers of one round, which step together once all nodes' workers are up."""
-
-    round: int
-    node_count: int
-    #: nodes whose workers are up
-    up: list[SimulatedNode] = field(default_factory=list)
-    steps: int = 0
-    #: a worker is gone: the others wait for it until they are stopped
-    broken: bool = False
-
-
-@dataclass(eq=False)
-class Link:
-    """One stream between an agent and a master."""
-
-    node: SimulatedNode
-    #: which master process it leads to
-    master: int
-    node_id: int = -1
-    open: bool = True
-    #: the master has answered; agents say nothing before
-    greeted: bool = False
-    #: when the latest message of each direction arrives
-    up_at: float = 0.0
-    down_at: float = 0.0
-
-
-@dataclass(eq=False)
-class SimulatedNode:
-    """A node: a real agent machine, whose process and workers are simulated."""
-
-    uid: str
-    machine: AgentMachine
-    node_rank: int = -1
-    #: the node id that it was launched with; -1 for a node that comes by itself
-    claimed: int = -1
-    alive: bool = True
-    link: Link | None = None
-    #: nothing reaches it before
-    unreachable_until: float = 0.0
-    #: its process does nothing before
-    stopped_until: float = 0.0
-    #: its workers' run; None without workers
-    run: Run | None = None
-
-    @property
-    def training(self) -> bool:
-        """Whether its workers are up and none has ended."""
-        return self.machine.stage is Stage.RUNNING and self.run is not None and self in self.run.up
+_DETAILS: dict[FailureKind, dict[str, Any]] = {
+    FailureKind.SIGNAL: {"signal": 9},
+    FailureKind.EXCEPTION: {"exception": "ValueError", "message": "bad value"},
+    FailureKind.EXIT: {"exit_code": 3},
+    FailureKind.SPAWN: {"message": "Resource temporarily unavailable"},
+}
+_ECHO = {"exception": "ConnectionResetError", "message": "Connection reset by peer"}
 
 
 class Cluster:
     """One job: its master, its platform and its nodes.
 
-    Faults are methods: call them between two runs, from ``schedule``, or leave them to ``inject``.
+    Faults are methods: call them between two runs, from ``time.after``, or leave them to `inject`.
     """
 
     def __init__(
@@ -125,7 +51,6 @@ class Cluster:
         nproc: int = 2,
         steps: int = 10,
         seed: int = 0,
-        revive: float | None = None,
         delays: Delays | None = None,
         validate_every: int = 1,
     ) -> None:
@@ -137,38 +62,30 @@ class Cluster:
             nproc: Workers of each node.
             steps: Optimizer steps until the program ends; those done before a fault are not repeated.
             seed: Of all random times and choices.
-            revive: Seconds until a node that came by itself comes again after it died; None for never.
             delays: How long things take.
-            validate_every: Inputs between two checks of the job machine, which take time in proportion
-                to the number of nodes.
+            validate_every: Inputs between two checks of the job machine; a check takes time in
+                proportion to the number of nodes.
         """
+        self.time = Time(seed)
         self.machine = JobMachine()
         self.journal: list[tuple[float, inputs.Input]] = []
-        """What a master that comes back learns from."""
+        """Every input of the job machine with its time; what a master that comes back learns from."""
         self.events: list[Event] = []
         """What the job's event file holds."""
         self.nodes: list[SimulatedNode] = []
         """Every node that was ever started, in order."""
-        self.now = 0.0
-        """Virtual time, seconds."""
-        self.steps_done = 0
+        self.alive: dict[str, SimulatedNode] = {}
+        """The nodes whose agents live, by the agents' unique ids, in order."""
         self.master_away = False
-        self.random = random.Random(seed)  # noqa: S311 - chance, no secret
+        self.program = Program(self.time, delays or Delays(), steps)
         self._job = job
         self._nproc = nproc
-        self._steps = steps
-        self._revive = revive
-        self._delays = delays or Delays()
         self._validate_every = validate_every
-        self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._order = itertools.count()
         self._master = 0  # counts master processes
-        self._crash_after: tuple[int, float] | None = None
+        self._crash: tuple[int, float] | None = None
         self._links: dict[int, Link] = {}
         self._greeted: dict[str, Link] = {}
         self._watched: dict[str, int] = {}
-        self._handles: dict[str, SimulatedNode] = {}
-        self._runs: dict[int, Run] = {}
         self._timer: float | None = None
         self._submit(inputs.Submitted(job))
         for _ in range(nodes):
@@ -176,61 +93,51 @@ class Cluster:
 
     # ---- time
 
-    def schedule(self, delay: float, action: Callable[..., None], *args: Any) -> None:
-        """Do something ``delay`` seconds from now."""
-        heapq.heappush(self._queue, (self.now + delay, next(self._order), action, args))
-
     def run(self, seconds: float) -> None:
         """Let time pass."""
-        until = self.now + seconds
-        while self._queue and self._queue[0][0] <= until:
-            self._next()
-        self.now = until
+        until = self.time.now + seconds
+        while self.time.next_at <= until:
+            self.time.advance()
+        self.time.now = until
 
     def run_until(self, condition: Callable[[], bool], limit: float = 3600.0) -> None:
-        """Let time pass until ``condition`` holds; it is asked after every event.
+        """Let time pass until ``condition`` holds; it is asked after everything that happens.
 
         Raises:
-            AssertionError: it does not hold after ``limit`` seconds.
+            AssertionError: it does not hold within ``limit`` seconds.
         """
-        until = self.now + limit
+        until = self.time.now + limit
         while not condition():
-            assert self._queue, f"nothing happens any more: {self.describe()}"
-            assert self._queue[0][0] <= until, f"not within {limit:g} s: {self.describe()}"
-            self._next()
+            assert self.time.next_at <= until, f"not within {limit:g} s: {self.describe()}"
+            self.time.advance()
 
     def finish(self, limit: float = 86_400.0) -> Outcome:
-        """Let time pass until the job has ended and every node has left; the outcome."""
+        """Let time pass until the job has ended and every node has left; the outcome.
+
+        Raises:
+            AssertionError: the job has not ended within ``limit`` seconds, or the nodes do not leave.
+        """
         self.run_until(lambda: self.machine.outcome is not None, limit)
-        outcome = self.machine.outcome
-        assert outcome is not None
-        self.run_until(lambda: not self.master_away and not self.alive(), 600.0)
-        return outcome
-
-    def describe(self) -> str:
-        """Where everything stands, for the message of a failed test."""
-        stages = [f"{n.machine.node_id}:{n.machine.stage.value}" for n in self.alive()]
-        waiting = self.machine.waiting_for(self.now)
-        return f"t={self.now:.2f} {self.machine.phase.value} {waiting} {' '.join(stages[:20])}"
-
-    def _next(self) -> None:
-        self.now, _, action, args = heapq.heappop(self._queue)
-        action(*args)
-
-    def _draw(self, bounds: Range) -> float:
-        return self.random.uniform(*bounds)
+        self.run_until(lambda: not self.alive, 600.0)
+        assert self.machine.outcome is not None
+        return self.machine.outcome
 
     # ---- queries
 
     @property
     def training(self) -> bool:
         """Whether the workers of the latest world step."""
-        run = self._runs.get(self.machine.rendezvous.round)
-        return run is not None and not run.broken and run.steps > 0
+        run = self.program.runs.get(self.machine.rendezvous.round)
+        return run is not None and run.steps > 0 and not run.broken
 
-    def alive(self) -> list[SimulatedNode]:
-        """The nodes whose agents live."""
-        return [node for node in self.nodes if node.alive]
+    def describe(self) -> str:
+        """Where everything stands, for the message of a failed test."""
+        agents = [
+            f"{n.machine.node_id}:{n.machine.stage.value}" for n in list(self.alive.values())[:20]
+        ]
+        waiting = self.machine.waiting_for(self.time.now)
+        phase = self.machine.phase.value
+        return f"t={self.time.now:.2f}: {phase} {waiting}; agents {' '.join(agents)}"
 
     # ---- faults
 
@@ -241,69 +148,61 @@ class Cluster:
     def kill_worker(
         self, node: SimulatedNode, kind: FailureKind = FailureKind.SIGNAL, echoes: int = 0
     ) -> None:
-        """A worker of ``node`` ends: by SIGKILL, an exception or exit code 3.
+        """A worker ends: by SIGKILL, an exception, exit code 3, or without having started.
 
-        ``echoes`` workers of other nodes then fail too, because they lost the connection to it.
+        Workers of so many other nodes then fail too, because they lose the connection to it.
         """
-        run = node.run
-        if node.machine.stage is not Stage.RUNNING or run is None:
-            return
-        run.broken = True
-        details = {
-            FailureKind.SIGNAL: {"signal": 9},
-            FailureKind.EXCEPTION: {"exception": "ValueError", "message": "bad value"},
-            FailureKind.EXIT: {"exit_code": 3},
-        }
-        self._fail(node, run, kind, details[kind])
-        lost_peer = {"exception": "ConnectionResetError", "message": "Connection reset by peer"}
-        others = [other for other in run.up if other is not node]
-        for other in self.random.sample(others, min(echoes, len(others))):
-            delay = self._draw(self._delays.message)
-            self.schedule(delay, self._fail, other, run, FailureKind.EXCEPTION, lost_peer)
+        others = node.peers()
+        node.fail(kind, **_DETAILS[kind])
+        for other in self.time.random.sample(others, min(echoes, len(others))):
+            delay = self.program.delays.message
+            self.time.after(delay, lambda n=other: n.fail(FailureKind.EXCEPTION, **_ECHO))
 
     def kill_agent(self, node: SimulatedNode) -> None:
         """An agent and its workers die by SIGKILL."""
-        if not node.alive:
-            return
-        self._end_agent(node, "its agent was killed by SIGKILL")
-        if self._revive is not None and node.claimed < 0:
-            self.schedule(self._revive, self._come_again, node)
+        revive = self.program.delays.revive
+        if node.alive and node.launched_as < 0 and revive is not None:
+            self.time.after(revive, self._come_again, node.node_rank)
+        node.end("its agent was killed by SIGKILL")
 
     def disconnect(self, node: SimulatedNode, seconds: float = 0.0) -> None:
         """A stream breaks; the agent cannot connect again before ``seconds`` have passed."""
-        node.unreachable_until = self.now + seconds
-        self._cut(node.link)
+        node.unreachable_until = self.time.now + seconds
+        if node.link is not None:
+            node.link.cut()
 
     def silence(self, node: SimulatedNode, seconds: float) -> None:
         """An agent's process is stopped and continued after ``seconds``; its workers run on."""
-        node.stopped_until = max(node.stopped_until, self.now + seconds)
+        node.stopped_until = max(node.stopped_until, self.time.now + seconds)
         timeout = self._job.limits.heartbeat_timeout
         if seconds > timeout and node.link is not None:
-            self.schedule(timeout, self._notice_silence, node.link)
+            self.time.after(timeout, self._notice_silence, node.link)
 
-    def kill_master(self, away: float = 1.0, *, carries_out: int | None = None) -> None:
+    def kill_master(self, away: float = 1.0, *, after_commands: int | None = None) -> None:
         """The master dies; another one takes over ``away`` seconds later.
 
-        With ``carries_out`` it dies at its next input, after so many of the commands that follow from it.
+        With ``after_commands`` it dies at its next input, which it has journalled and handled, when it
+        has carried out that many of the commands.
         """
         if self.master_away:
             return
-        if carries_out is not None:
-            self._crash_after = (carries_out, away)
+        if after_commands is not None:
+            self._crash = (after_commands, away)
             return
         self.master_away = True
-        self._crash_after = None
         self._master += 1
+        self._crash = None
         self._links.clear()
         self._greeted.clear()
         self._watched.clear()
-        for node in self.alive():
-            self._cut(node.link)
-        self.schedule(away, self._take_over)
+        for node in self.alive.values():
+            if node.link is not None:
+                node.link.forget()
+        self.time.after(away, self._take_over)
 
-    def stop(self, exit_code: int = 5) -> None:
+    def stop(self, exit_code: int = ExitCode.STOPPED) -> None:
         """Somebody stops the job."""
-        self._submit(inputs.StopRequested("stopped by a test", exit_code))
+        self._submit(inputs.StopRequested("stopped", exit_code))
 
     def inject(
         self, faults: Sequence[Callable[[SimulatedNode], None]], *, every: float, until: float
@@ -311,53 +210,54 @@ class Cluster:
         """Do one of ``faults`` to a random node, about ``every`` seconds, ``until`` a time has come."""
 
         def strike() -> None:
-            alive = self.alive()
-            if self.now > until or self.machine.outcome is not None:
-                return
+            alive = list(self.alive.values())
             if alive:
-                self.random.choice(faults)(self.random.choice(alive))
-            self.schedule(self.random.expovariate(1 / every), strike)
+                self.time.random.choice(faults)(self.time.random.choice(alive))
+            plan()
 
-        self.schedule(self.random.expovariate(1 / every), strike)
+        def plan() -> None:
+            delay = self.time.random.expovariate(1 / every)
+            if self.time.now + delay < until and self.machine.outcome is None:
+                self.time.after(delay, strike)
+
+        plan()
 
     # ---- the master's process
 
     def _submit(self, event: inputs.Input) -> None:
-        """What the master's shell does with an input."""
+        """Do what the master's shell does with an input."""
         if self.master_away:
             return
-        self.journal.append((self.now, event))
-        commands = self.machine.handle(event, self.now)
+        now = self.time.now
+        self.journal.append((now, event))
+        commands = self.machine.handle(event, now)
         if len(self.journal) % self._validate_every == 0:
             self.machine.validate()
-        if self._crash_after is not None:
-            count, away = self._crash_after
-            for command in commands[:count]:
-                self._carry_out(command)
-            self.kill_master(away)
-            return
-        for command in commands:
+        carried_out = len(commands) if self._crash is None else self._crash[0]
+        for command in commands[:carried_out]:
             self._carry_out(command)
-        self._set_timer()
+        if self._crash is not None:
+            self.kill_master(self._crash[1])
+        else:
+            self._set_timer()
 
     def _set_timer(self) -> None:
         deadline = self.machine.deadline()
         if deadline is not None and (self._timer is None or deadline < self._timer):
             self._timer = deadline
-            self.schedule(max(0.0, deadline - self.now), self._on_timer, deadline)
+            self.time.after(max(0.0, deadline - self.time.now), self._on_timer, deadline)
 
     def _on_timer(self, due: float) -> None:
-        if due != self._timer:
+        if due != self._timer or self.master_away:
             return
         self._timer = None
         deadline = self.machine.deadline()
-        if deadline is not None and deadline <= self.now:
+        if deadline is not None and deadline <= self.time.now:
             self._submit(inputs.DeadlinePassed())
-        if not self.master_away:
-            self._set_timer()
+        self._set_timer()
 
     def _take_over(self) -> None:
-        """A new master process: its state comes from the journal."""
+        """Start another master process: its state comes from the journal."""
         machine, recorded = JobMachine(), list[Event]()
         for time, event in self.journal:
             for command in machine.handle(event, time):
@@ -375,59 +275,132 @@ class Cluster:
 
     def _carry_out(self, command: inputs.Command) -> None:
         if isinstance(command, inputs.Emit):
-            self.events.append(Event(len(self.events) + 1, self.now, command.body))
+            self.events.append(Event(len(self.events) + 1, self.time.now, command.body))
         elif isinstance(command, inputs.LaunchNode):
             self._launch(command)
         elif isinstance(command, inputs.KillNode):
-            doomed = self._handles.get(self.machine.nodes[command.node_id].handle)
+            doomed = self.alive.get(self.machine.nodes[command.node_id].handle)
             if doomed is not None:
-                self.schedule(self._draw(self._delays.notice), self._end_agent, doomed, "killed")
+                self.time.after(self.program.delays.notice, doomed.end, "killed by SIGKILL")
         elif isinstance(command, inputs.Welcome):
-            self._register(self._greeted[command.uid], command.node_id)
-            self._say(
-                command.node_id, messages.Welcome(command.node_id, command.round, 15.0)
-            )
-        elif not isinstance(command, inputs.EndJob):
-            self._say(command.node_id, _message(command))
+            link = self._greeted[command.uid]
+            self._register(link, command.node_id)
+            link.down(messages.Welcome(command.node_id, command.round, 15.0))
+        elif not isinstance(command, inputs.EndJob) and command.node_id in self._links:
+            self._links[command.node_id].down(_message(command))
 
     # ---- the platform
 
+    def _start_node(self, node_rank: int, node_id: int) -> SimulatedNode:
+        node = SimulatedNode(
+            f"agent {len(self.nodes)}",
+            self.program,
+            self._dial,
+            self._ended,
+            nproc=self._nproc,
+            node_rank=node_rank,
+            node_id=node_id,
+        )
+        self.nodes.append(node)
+        self.alive[node.uid] = node
+        self.time.after(self.program.delays.launch, node.reconnect)
+        return node
+
+    def _ended(self, node: SimulatedNode, reason: str) -> None:
+        del self.alive[node.uid]
+        self._report_end(node.uid, reason)
+
+    def _come_again(self, node_rank: int) -> None:
+        if self.machine.outcome is None:
+            self.add_node(node_rank)
+
     def _launch(self, command: inputs.LaunchNode) -> None:
-        handle = f"process {len(self.nodes)}"
         node = self._start_node(command.node_rank, command.node_id)
-        self._handles[handle] = node
-        self._watch(handle, command.node_id)
-        self._later(0.0, inputs.NodePlaced(command.node_id, handle))
+        self._watch(node.uid, command.node_id)
+        self._soon(0.0, inputs.NodePlaced(command.node_id, node.uid))
 
     def _watch(self, handle: str, node_id: int) -> None:
         self._watched[handle] = node_id
-        if not self._handles[handle].alive:
-            self._report_exit(handle, "its agent ended while the master was away")
+        if handle not in self.alive:
+            self._report_end(handle, "its agent ended while the master was away")
 
-    def _report_exit(self, handle: str, reason: str) -> None:
+    def _report_end(self, handle: str, reason: str) -> None:
         node_id = self._watched.pop(handle, None)
         if node_id is not None:
-            self._later(self._draw(self._delays.notice), inputs.NodeExited(node_id, reason))
+            delay = self.time.random.uniform(*self.program.delays.notice)
+            self._soon(delay, inputs.NodeExited(node_id, reason))
 
-    def _later(self, delay: float, event: inputs.Input) -> None:
-        """Submit an input that dies with this master process."""
-        self.schedule(delay, self._submit_by, self._master, event)
+    def _soon(self, delay: float, event: inputs.Input) -> None:
+        """Submit an input later, unless this master process has died by then."""
+        master = self._master
 
-    def _submit_by(self, master: int, event: inputs.Input) -> None:
-        if master == self._master:
-            self._submit(event)
-            if isinstance(event, inputs.NodeExited):
-                self._hang_up(self._links.get(event.node_id))
+        def submit() -> None:
+            if master == self._master:
+                self._submit(event)
+                if isinstance(event, inputs.NodeExited):
+                    self._hang_up(event.node_id)
 
-    def _start_node(self, node_rank: int, claimed: int) -> SimulatedNode:
-        uid = f"agent {len(self.nodes)}"
-        node = SimulatedNode(uid, AgentMachine(self._nproc), node_rank, claimed)
-        self.nodes.append(node)
-        self.schedule(self._draw(self._delays.launch), self._connect, node)
-        return node
-
-    def _come_again(self, node: SimulatedNode) -> None:
-        if self.machine.outcome is None:
-            self.add_node(node.node_rank)
+        self.time.after(delay, submit)
 
     # ---- streams
+
+    def _dial(self, node: SimulatedNode) -> Link | None:
+        if self.master_away:
+            return None
+        return Link(node, self.time, self.program.delays, self._take, self._lost)
+
+    def _take(self, link: Link, message: messages.AgentMessage) -> None:
+        if isinstance(message, messages.Hello):
+            self._greet(link, message)
+        elif isinstance(message, messages.Heartbeat):
+            current = message.round == self.machine.rendezvous.round
+            if current and message.steps > self.machine.steps:
+                self._submit(inputs.Progressed(message.round, message.steps))
+        elif isinstance(message, messages.Join):
+            self._submit(inputs.NodeJoined(link.node_id, message.round, message.offer))
+        elif isinstance(message, messages.Failed):
+            self._submit(inputs.WorkerFailed(message.failure))
+        else:
+            self._submit(inputs.NodeSucceeded(link.node_id, message.round))
+
+    def _greet(self, link: Link, hello: messages.Hello) -> None:
+        self._greeted[hello.uid] = link
+        self._submit(
+            inputs.NodeConnected(
+                hello.uid, hello.node_id, hello.node_rank, hello.hostname, hello.round
+            )
+        )
+        if not self.master_away:
+            self._register(link, self.machine.by_uid[hello.uid])
+
+    def _register(self, link: Link, node_id: int) -> None:
+        link.node_id = node_id
+        self._links[node_id] = link
+
+    def _lost(self, link: Link) -> None:
+        if self._links.get(link.node_id) is link:
+            del self._links[link.node_id]
+            self._submit(inputs.NodeDisconnected(link.node_id))
+
+    def _notice_silence(self, link: Link) -> None:
+        still = self._links.get(link.node_id) is link and link.open
+        if still and self.time.now < link.node.stopped_until:
+            seconds = self._job.limits.heartbeat_timeout
+            self._submit(inputs.NodeSilent(link.node_id, seconds))
+            self._hang_up(link.node_id)
+
+    def _hang_up(self, node_id: int) -> None:
+        """Close the stream of a node that is given up: what returns is a new node."""
+        link = self._links.get(node_id)
+        if link is not None:
+            link.cut()
+
+
+def _message(
+    command: inputs.CallToRound | inputs.AssignWorld | inputs.Dismiss,
+) -> messages.MasterMessage:
+    if isinstance(command, inputs.CallToRound):
+        return messages.CallToRound(command.round, command.reason)
+    if isinstance(command, inputs.AssignWorld):
+        return messages.AssignWorld(command.world)
+    return messages.Dismiss(command.outcome)

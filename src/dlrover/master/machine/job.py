@@ -305,9 +305,9 @@ class JobMachine:
         self._emit(events.WorkerFailed(failure, verdict))
         if failure.round == rdzv.last_round:
             self.steps = max(self.steps, failure.steps)
-        if not incident.decided and not diagnosis.is_echo(failure):
-            self._decide(incident, now)
-        if self.outcome is None and current:
+        echo = diagnosis.is_echo(failure)
+        goes_on = incident.decided or echo or self._decide(incident, now)
+        if goes_on and current:
             self._open_round(verdict.title, now)
 
     def _node_succeeded(self, event: inputs.NodeSucceeded, now: float) -> None:
@@ -361,12 +361,12 @@ class JobMachine:
 
     def _complete_round(self, now: float) -> None:
         incident = self.incident
-        if incident is not None and not incident.decided:
-            self._decide(incident, now)
-            if self.outcome is not None:
-                return
+        if incident is not None and not incident.decided and not self._decide(incident, now):
+            return
         rdzv = self.rendezvous
-        for node_id in rdzv.missing:  # they are late, and are called to the next round when they join
+        for (
+            node_id
+        ) in rdzv.missing:  # they are late, and are called to the next round when they join
             if self.nodes[node_id].status in (NodeStatus.RUNNING, NodeStatus.SUCCEEDED):
                 self._move(self.nodes[node_id], NodeStatus.READY)
         ranks = {i: self.nodes[i].node_rank for i in rdzv.offers}
@@ -405,22 +405,20 @@ class JobMachine:
         node = self.nodes[node_id]
         if node.status.final:
             return
-        self.lost_at.pop(node_id, None)
-        if self.outcome is not None:
-            node.connected = False
-            self._move(node, NodeStatus.RELEASED)
-            return
         was_running = node.status is NodeStatus.RUNNING
         succeeded = node.status is NodeStatus.SUCCEEDED
-        awaited_by_incident = self.rendezvous.collecting and node_id in self.rendezvous.missing
+        self.lost_at.pop(node_id, None)
         self.rendezvous.drop(node_id)
         node.connected = False
         node.reason = reason
+        if self.outcome is not None:
+            self._move(node, NodeStatus.RELEASED)
+            return
         if succeeded and not self.rendezvous.collecting:
             node.gone = True
             return
         self._bury(node)
-        if was_running and (not self.rendezvous.collecting or awaited_by_incident):
+        if was_running:
             self._node_fault(node, reason, now)
         if self.outcome is None:
             self._replace(node, now)
@@ -435,9 +433,8 @@ class JobMachine:
         """A node of the world is lost."""
         incident = self._begin_incident(now)
         incident.lost_nodes.append(f"node {node.id} was lost: {reason}")
-        if not incident.decided:
-            self._decide(incident, now)
-        if self.outcome is None and not self.rendezvous.collecting:
+        goes_on = incident.decided or self._decide(incident, now)
+        if goes_on and not self.rendezvous.collecting:
             self._open_round(f"node {node.id} was lost", now)
 
     def _replace(self, node: Node, now: float) -> None:
@@ -484,8 +481,8 @@ class JobMachine:
         self.incident = Incident(since=now if old is None else old.since, round=round_)
         return self.incident
 
-    def _decide(self, incident: Incident, now: float) -> None:
-        """Ask the restart policy about an incident, once."""
+    def _decide(self, incident: Incident, now: float) -> bool:
+        """Ask the restart policy about an incident, once; whether the job goes on."""
         incident.decided = True
         root = diagnosis.root_cause(incident.failures) if incident.failures else None
         if incident.lost_nodes and (root is None or diagnosis.is_echo(root)):
@@ -494,8 +491,9 @@ class JobMachine:
         decision = self.restarts.decide(cause, now)
         if isinstance(decision, Stop):
             self._end(decision.exit_code, decision.reason, now, root)
-        else:
-            self._emit(events.RestartDecided(self.restarts.count, decision.reason))
+            return False
+        self._emit(events.RestartDecided(self.restarts.count, decision.reason))
+        return True
 
     def _cause(self, incident: Incident, root: Failure | None, now: float) -> Cause:
         seconds = now - self.world_since
@@ -578,7 +576,9 @@ class JobMachine:
             assert not busy or node.id in self.worlds, "workers outside of the world"
             away = not (node.connected or node.gone or node.status is NodeStatus.PENDING)
             if self.outcome is None and away and not node.status.final:
-                assert node.id in self.lost_at, "a node without connection is waited for without end"
+                assert node.id in self.lost_at, (
+                    "a node without connection is waited for without end"
+                )
         assert tuple(self.worlds) == rdzv.members, "the members were told of another world"
         for node_id in rdzv.offers:
             assert self.nodes[node_id].status is NodeStatus.READY, "an offer from a busy node"
@@ -592,12 +592,14 @@ class JobMachine:
                 assert status in (NodeStatus.RUNNING, NodeStatus.SUCCEEDED), "a hole in the world"
         for node_id in self.lost_at:
             node = self.nodes[node_id]
-            assert not node.connected and not node.status.final, "a wrong node is being given up"
+            assert not node.connected, "a connected node is being given up"
+            assert not node.status.final, "a lost node is being given up"
         assert all(node_id in self.nodes for node_id in self.by_uid.values())
         if self.incident is not None:
             assert self.incident.seen == {failure.id for failure in self.incident.failures}
             assert self.incident.decided or rdzv.collecting or self.outcome is not None
-        assert self.steps >= 0 and self.earlier_steps >= 0
+        assert self.steps >= 0
+        assert self.earlier_steps >= 0
 
 
 def _phase_after(exit_code: int) -> Phase:

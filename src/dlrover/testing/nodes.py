@@ -1,0 +1,375 @@
+"""Simulated nodes on a virtual clock: real agent machines with simulated processes, workers and streams.
+
+`dlrover.testing.cluster` makes a whole job of them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from dlrover.agent import machine as agent_machine
+from dlrover.agent.machine import AgentMachine, Stage
+from dlrover.rpc import messages
+from dlrover.spec.failure import Failure, FailureKind
+from dlrover.spec.world import Offer, World
+
+Range = tuple[float, float]
+"""Bounds in seconds between which a random time is drawn."""
+
+
+class Delays(msgspec.Struct, frozen=True, kw_only=True):
+    """How long things take."""
+
+    message: Range = (0.0005, 0.02)
+    """From one end of a stream to the other; messages of one stream keep their order."""
+    notice: Range = (0.001, 0.3)
+    """Until an end of a broken stream, or the platform, notices it."""
+    reconnect: Range = (0.05, 1.0)
+    """Between two attempts of an agent to reach its master."""
+    launch: Range = (0.2, 3.0)
+    """From the order of a node to its agent's first attempt to connect."""
+    start: Range = (0.05, 2.0)
+    """From the order to start workers to their readiness for the first step."""
+    stop: Range = (0.01, 1.0)
+    """From the order to stop workers to their end."""
+    step: Range = (0.5, 0.6)
+    """One optimizer step of the whole world."""
+    revive: Range | None = None
+    """From the death of a node that came by itself to its next process; None: it stays away."""
+
+
+class Time:
+    """Virtual time, and everything that is due."""
+
+    def __init__(self, seed: int) -> None:
+        self.now = 0.0
+        """Seconds since the simulation began."""
+        self.random = random.Random(seed)  # noqa: S311 - chance, no secret
+        self._due: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._order = itertools.count()
+
+    @property
+    def next_at(self) -> float:
+        """When something happens next; infinity for never."""
+        return self._due[0][0] if self._due else float("inf")
+
+    def after(self, delay: float | Range, action: Callable[..., None], *args: Any) -> None:
+        """Do something after ``delay``: seconds, or bounds of a random time."""
+        seconds = self.random.uniform(*delay) if isinstance(delay, tuple) else delay
+        heapq.heappush(self._due, (self.now + seconds, next(self._order), action, args))
+
+    def advance(self) -> None:
+        """Go to the next thing that is due, and do it."""
+        self.now, _, action, args = heapq.heappop(self._due)
+        action(*args)
+
+
+class Run:
+    """The workers of one round. They step together, once those of every node are up."""
+
+    def __init__(self, program: Program, node_count: int) -> None:
+        self.nodes: list[SimulatedNode] = []
+        """Nodes whose workers are up."""
+        self.steps = 0
+        self.broken = False
+        """A worker is gone: the others wait for it until they are stopped."""
+        self._program = program
+        self._node_count = node_count
+
+    def add(self, node: SimulatedNode) -> None:
+        """The workers of ``node`` are up."""
+        self.nodes.append(node)
+        if len(self.nodes) == self._node_count:
+            self._continue()
+
+    def _continue(self) -> None:
+        self._program.time.after(self._program.delays.step, self._step)
+
+    def _step(self) -> None:
+        if self.broken:
+            return
+        self.steps += 1
+        self._program.steps_done += 1
+        first = min(self.nodes, key=lambda n: n.first_rank)
+        first.report_steps()
+        if self._program.steps_done < self._program.steps:
+            self._continue()
+            return
+        for node in self.nodes:
+            node.succeed(self)
+
+
+@dataclass
+class Program:
+    """What the job's workers run. Steps that were done before a fault are not repeated."""
+
+    time: Time
+    delays: Delays
+    #: optimizer steps until the workers end with exit code 0
+    steps: int
+    steps_done: int = 0
+    runs: dict[int, Run] = field(default_factory=dict)
+
+    def run_of(self, world: World) -> Run:
+        """The run of a world's round."""
+        return self.runs.setdefault(world.round, Run(self, world.node_count))
+
+
+class Link:
+    """One stream between an agent and a master. What is on its way when it breaks may be lost."""
+
+    def __init__(
+        self,
+        node: SimulatedNode,
+        time: Time,
+        delays: Delays,
+        take: Callable[[Link, messages.AgentMessage], None],
+        lost: Callable[[Link], None],
+    ) -> None:
+        """Make a stream.
+
+        Args:
+            node: The agent's end.
+            time: Virtual time.
+            delays: How long messages take.
+            take: Called at the master's end with each message.
+            lost: Called once when the master notices that the stream is broken.
+        """
+        self.node = node
+        self.node_id = -1
+        """The node that the master takes the agent for."""
+        self.open = True
+        self.greeted = False
+        """The agent has heard of the master; it says nothing before."""
+        self._time = time
+        self._delays = delays
+        self._take = take
+        self._lost = lost
+        self._noticed = False
+        self._up_at = 0.0
+        self._down_at = 0.0
+
+    def up(self, message: messages.AgentMessage) -> None:
+        """The agent says something."""
+        self._up_at = self._arrival(self._up_at)
+        self._time.after(self._up_at - self._time.now, self._arrive_up, message)
+
+    def down(self, message: messages.MasterMessage) -> None:
+        """The master says something."""
+        self._down_at = self._arrival(self._down_at)
+        self._time.after(self._down_at - self._time.now, self._arrive_down, message)
+
+    def cut(self) -> None:
+        """The stream breaks; each end notices it later."""
+        if self.open:
+            self.open = False
+            self._time.after(self._delays.notice, self._notice)
+            self._time.after(self._delays.notice, self.node.reconnect, self)
+
+    def forget(self) -> None:
+        """The master is dead: nothing arrives there any more."""
+        self._noticed = True
+        self.cut()
+
+    def _arrival(self, previous: float) -> float:
+        return max(previous, self._time.now + self._time.random.uniform(*self._delays.message))
+
+    def _arrive_up(self, message: messages.AgentMessage) -> None:
+        # What was sent before the stream broke may still arrive until the master notices.
+        if not self._noticed and (self.open or self._time.random.random() < 0.5):
+            self._take(self, message)
+
+    def _arrive_down(self, message: messages.MasterMessage) -> None:
+        if self.open:
+            self.node.when_awake(self._receive, message)
+
+    def _receive(self, message: messages.MasterMessage) -> None:
+        if self.open and self.node.alive:
+            self.greeted = True
+            self.node.handle(message)
+
+    def _notice(self) -> None:
+        if not self._noticed:
+            self._noticed = True
+            self._lost(self)
+
+
+class SimulatedNode:
+    """A node: a real agent machine whose process, stream and workers are simulated."""
+
+    def __init__(
+        self,
+        uid: str,
+        program: Program,
+        dial: Callable[[SimulatedNode], Link | None],
+        ended: Callable[[SimulatedNode, str], None],
+        *,
+        nproc: int,
+        node_rank: int = -1,
+        node_id: int = -1,
+    ) -> None:
+        """Make a node; `reconnect` makes it look for its master.
+
+        Args:
+            uid: Of the agent process.
+            program: What its workers run.
+            dial: A new stream to the master; None when it cannot be reached.
+            ended: Called once, when the agent has ended, with the reason.
+            nproc: Workers of the node.
+            node_rank: The rank that it wishes for, -1 for none.
+            node_id: The id that it was launched with, -1 for a node that comes by itself.
+        """
+        self.uid = uid
+        self.node_rank = node_rank
+        self.launched_as = node_id
+        self.machine = AgentMachine(nproc)
+        self.alive = True
+        self.link: Link | None = None
+        self.unreachable_until = 0.0
+        """It cannot connect before."""
+        self.stopped_until = 0.0
+        """Its process does nothing before."""
+        self._program = program
+        self._time = program.time
+        self._delays = program.delays
+        self._dial = dial
+        self._ended = ended
+        self._run: Run | None = None
+        self._failures = itertools.count()
+
+    @property
+    def training(self) -> bool:
+        """Whether its workers are up and all there."""
+        run = self._run
+        return run is not None and self in run.nodes and self.machine.stage is Stage.RUNNING
+
+    @property
+    def first_rank(self) -> int:
+        """The rank of its first worker; -1 without workers."""
+        return self.machine.world.first_rank if self.machine.world is not None else -1
+
+    # ---- faults
+
+    def fail(self, kind: FailureKind, **details: Any) -> None:
+        """A worker ends in failure, if one runs."""
+        run, world = self._run, self.machine.world
+        if world is None or run is None or self.machine.stage is not Stage.RUNNING:
+            return
+        run.broken = True
+        local_rank = self._time.random.choice(sorted(self.machine.running))
+        failure = Failure(
+            id=f"{self.uid}, failure {next(self._failures)}",
+            kind=kind,
+            node_id=self.machine.node_id,
+            rank=world.first_rank + local_rank,
+            local_rank=local_rank,
+            round=world.round,
+            time=self._time.now,
+            steps=run.steps,
+            **details,
+        )
+        self.when_awake(self._worker_ended, run, local_rank, failure)
+
+    def peers(self) -> list[SimulatedNode]:
+        """The other nodes whose workers are up in the same run."""
+        return [n for n in self._run.nodes if n is not self] if self._run is not None else []
+
+    def end(self, reason: str) -> None:
+        """The agent ends, and its workers with it."""
+        if not self.alive:
+            return
+        self.alive = False
+        self._break_run()
+        if self.link is not None:
+            self.link.cut()
+        self._ended(self, reason)
+
+    # ---- the process
+
+    def when_awake(self, action: Callable[..., None], *args: Any) -> None:
+        """Do something, later if the process is stopped."""
+        if self.alive and self._time.now < self.stopped_until:
+            self._time.after(self.stopped_until - self._time.now, self.when_awake, action, *args)
+        elif self.alive:
+            action(*args)
+
+    def reconnect(self, broken: Link | None = None) -> None:
+        """Look for the master until it is reached, unless another stream took the place of ``broken``."""
+        if self.link is broken:
+            self.when_awake(self._connect)
+
+    def _connect(self) -> None:
+        if self.link is not None and self.link.open:
+            return
+        self.link = self._dial(self) if self._time.now >= self.unreachable_until else None
+        if self.link is None:
+            self._time.after(self._delays.reconnect, self.reconnect)
+            return
+        machine = self.machine
+        known = machine.node_id if machine.node_id >= 0 else self.launched_as
+        self.link.up(
+            messages.Hello(self.uid, known, self.node_rank, "simulated", machine.running_round)
+        )
+
+    def handle(self, event: agent_machine.Input) -> None:
+        """Give the machine an input and carry out its commands."""
+        commands = self.machine.handle(event)
+        self.machine.validate()
+        for command in commands:
+            self._carry_out(command)
+
+    def _carry_out(self, command: agent_machine.Command) -> None:
+        if isinstance(command, agent_machine.JoinRound):
+            self._say(messages.Join(command.round, Offer(self.machine.nproc, self.uid, 29400)))
+        elif isinstance(command, agent_machine.Say):
+            self.report_steps()
+            self._say(command.message)
+        elif isinstance(command, agent_machine.StartWorkers):
+            self._run = self._program.run_of(command.world)
+            self._time.after(self._delays.start, self._started, self._run)
+        elif isinstance(command, agent_machine.StopWorkers):
+            self._break_run()
+            self._time.after(self._delays.stop, self.when_awake, self._stopped)
+        else:
+            self.end("its agent left")
+
+    def _say(self, message: messages.AgentMessage) -> None:
+        if self.link is not None and self.link.greeted:
+            self.link.up(message)
+
+    # ---- the workers
+
+    def report_steps(self) -> None:
+        """Tell the master how many steps the workers have completed."""
+        steps = self._run.steps if self._run is not None else 0
+        self._say(messages.Heartbeat(self.machine.running_round, steps))
+
+    def succeed(self, run: Run) -> None:
+        """The workers reach the end of the program."""
+        for local_rank in range(self.machine.nproc):
+            self._time.after(
+                self._delays.start, self.when_awake, self._worker_ended, run, local_rank, None
+            )
+
+    def _worker_ended(self, run: Run, local_rank: int, failure: Failure | None) -> None:
+        if run is self._run and local_rank in self.machine.running:
+            self.handle(agent_machine.WorkerEnded(local_rank, failure))
+
+    def _started(self, run: Run) -> None:
+        if self.alive and run is self._run:
+            run.add(self)
+
+    def _stopped(self) -> None:
+        self.handle(agent_machine.WorkersStopped())
+
+    def _break_run(self) -> None:
+        if self._run is not None:
+            self._run.broken = True
+            self._run = None

@@ -1,0 +1,44 @@
+"""The workers' environment, piece by piece; `tests/process` compares the whole with torchrun's."""
+
+import pytest
+
+from dlrover.agent.environment import worker_arguments, worker_environment
+from dlrover.errors import ConfigurationError
+from dlrover.spec.launch import Entry, LaunchSpec
+from dlrover.spec.world import World
+
+WORLD = World(
+    round=3, restart_count=1, node_rank=1, node_count=2, first_rank=4, world_size=6,
+    store_addr="10.0.0.1", store_port=5000,
+)  # fmt: skip
+
+
+def launch(**changes: object) -> LaunchSpec:
+    return LaunchSpec(entry=Entry.SCRIPT, target="train.py", nproc_per_node=2, **changes)
+
+
+def test_ranks_are_dealt_in_blocks():
+    env = worker_environment(launch(), WORLD, 1, {"A": "b"}, "/e.json")
+    assert env["A"] == "b"
+    assert (env["RANK"], env["LOCAL_RANK"], env["GROUP_RANK"]) == ("5", "1", "1")
+    assert (env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"], env["GROUP_WORLD_SIZE"]) == ("6", "2", "2")
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("10.0.0.1", "5000")
+    assert env["TORCHELASTIC_RESTART_COUNT"] == "1"
+
+
+@pytest.mark.parametrize(("visible", "device"), [(None, "1"), ("5,7", "7"), ("a, b", "b")])
+def test_virtual_local_rank(visible, device: str):
+    base = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    env = worker_environment(launch(virtual_local_rank=True), WORLD, 1, base, "")
+    assert (env["LOCAL_RANK"], env["CUDA_VISIBLE_DEVICES"]) == ("0", device)
+
+
+def test_virtual_local_rank_without_a_device():
+    base = {"CUDA_VISIBLE_DEVICES": "3"}
+    with pytest.raises(ConfigurationError, match="local rank 1 has no device"):
+        worker_environment(launch(virtual_local_rank=True), WORLD, 1, base, "")
+
+
+def test_the_local_rank_in_arguments():
+    spec = launch(args=("--gpu", "${local_rank}", "$other", "$$"))
+    assert worker_arguments(spec, 1) == ["--gpu", "1", "$other", "$"]

@@ -1,0 +1,70 @@
+"""The status line stays below the job's output and never mixes with it."""
+
+import io
+
+import msgspec
+import pytest
+from hypothesis import given, strategies as st
+from rich.text import Text
+
+from dlrover.cli import progress
+from dlrover.rpc import messages
+
+STATUS = messages.Status(
+    name="job", phase="running", round=1, world_size=4, restarts=2, steps=17, total_steps=40,
+    waiting_for="", nodes=(messages.NodeState(0, 0, "running", "host", True, 17),),
+)  # fmt: skip
+
+
+def test_the_line_names_what_a_user_asks_for():
+    line = progress.status_line(STATUS).plain
+    assert line == "running · 1 nodes, 4 workers · step 17 · 2 restarts"
+
+
+def test_what_is_waited_for_is_part_of_the_line():
+    status = msgspec.structs.replace(STATUS, waiting_for="waiting for node 3: 42 s of 600 s")
+    assert progress.status_line(status).plain.endswith("waiting for node 3: 42 s of 600 s")
+
+
+def shown(writes: list[bytes]) -> tuple[bytes, bytes]:
+    """What a terminal's screen holds after the writes: lines above, and the status line."""
+    out = io.BytesIO()
+    screen = progress.Screen(out, width=40)
+    screen.set_status(Text("STATUS"))
+    for data in writes:
+        screen.write(data)
+    raw = out.getvalue()
+    # Whatever stands before an erasure on its line is gone.
+    kept = b"\n".join(line.rpartition(progress.ERASE_LINE)[2] for line in raw.split(b"\n"))
+    head, _, last = kept.rpartition(b"\n")
+    return head, last
+
+
+def test_output_scrolls_above_the_status_line():
+    assert shown([b"one\n", b"two\n"]) == (b"one\ntwo", b"STATUS")
+
+
+def test_a_line_that_is_not_finished_is_left_alone():
+    assert shown([b"one\n", b"10%"]) == (b"one", b"10%")
+    assert shown([b"one\n", b"10%", b"\r20%\n"]) == (b"one\n10%\r20%", b"STATUS")
+
+
+@given(st.lists(st.binary(min_size=1).filter(lambda data: b"\x1b" not in data)))
+def test_output_is_never_lost(writes: list[bytes]):
+    out = io.BytesIO()
+    screen = progress.Screen(out, width=40)
+    for number, data in enumerate(writes):
+        screen.set_status(Text(f"status {number}"))
+        screen.write(data)
+    screen.close()
+    rest = out.getvalue()
+    for number in range(len(writes)):
+        rest = rest.replace(f"status {number}".encode() + progress.ERASE_LINE, b"", 1)
+    assert rest == b"".join(writes)
+
+
+@pytest.mark.parametrize("width", [1, 10, 200])
+def test_the_line_fits_the_terminal(width: int):
+    out = io.BytesIO()
+    progress.Screen(out, width=width).set_status(Text("x" * 300))
+    assert len(out.getvalue().decode()) <= width

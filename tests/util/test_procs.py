@@ -1,0 +1,91 @@
+"""Processes: orphans are ended and reaped, lifelines notice a death."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from dlrover._util import procs
+
+# A script that becomes a subreaper, leaves an orphan in a session of its own, and ends it.
+ORPHAN = textwrap.dedent(
+    """
+    import subprocess, sys, time
+    from dlrover._util import procs
+
+    procs.become_subreaper()
+    parent = subprocess.Popen(
+        [sys.executable, "-c",
+         "import subprocess, sys; p = subprocess.Popen(['sleep', '60'], start_new_session=True);"
+         "print(p.pid, flush=True)"],
+        stdout=subprocess.PIPE, text=True)
+    orphan = int(parent.stdout.readline())
+    parent.wait()
+    assert procs.children() == [orphan], procs.children()
+    assert procs.end_orphans({orphan}, 5.0) == []
+    assert procs.start_time(orphan) > 0, "an own child must be left alone"
+    assert procs.end_orphans((), 5.0) == []
+    assert procs.start_time(orphan) == 0, "the orphan must be gone"
+    print("done")
+    """
+)
+
+
+@pytest.mark.slow
+def test_orphans_are_killed_and_reaped():
+    result = subprocess.run(
+        [sys.executable, "-c", ORPHAN], check=False, capture_output=True, text=True
+    )
+    assert result.stdout.strip() == "done", result.stderr
+
+
+def test_start_time_tells_processes_apart():
+    assert procs.start_time(os.getpid()) > 0
+    assert procs.start_time(2**22 + 1) == 0
+
+
+def test_kill_skips_what_is_gone():
+    process = subprocess.Popen(["true"])
+    process.wait()
+    procs.kill([process.pid])
+    procs.kill_group(process.pid)
+
+
+def test_lifeline_closes_with_its_holder():
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "from dlrover._util.procs import Lifeline\nimport sys\n"
+            "line = Lifeline()\nprint(line.read_fd, flush=True)\nsys.stdin.read()",
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout is not None
+    read_fd = os.open(f"/proc/{holder.pid}/fd/{int(holder.stdout.readline())}", os.O_RDONLY)
+
+    async def wait() -> None:
+        gone = asyncio.Event()
+        procs.Lifeline.watch(read_fd, gone.set)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(gone.wait(), 0.05)
+        holder.send_signal(signal.SIGKILL)
+        await asyncio.wait_for(gone.wait(), 5.0)
+
+    asyncio.run(wait())
+    holder.communicate()
+    os.close(read_fd)
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [(3 << 8, "it left with exit code 3"), (9, "it was killed by SIGKILL")],
+)
+def test_exit_reason(status: int, words: str):
+    assert procs.exit_reason(status) == words
