@@ -41,9 +41,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """PEM certificates that clients trust; they use TLS if it is set."""
 
 
+_added: set[str] = set()
+
+
 def environ() -> dict[str, str]:
-    """A copy of the process environment."""
-    return dict(os.environ)
+    """A copy of the process environment as this process was given it."""
+    return {name: value for name, value in os.environ.items() if name not in _added}
+
+
+def silence_grpc() -> None:
+    """Keep gRPC's C library from writing to standard error; it reads this when it is loaded.
+
+    What it would say reaches the user as an error of ours.
+    """
+    if "GRPC_VERBOSITY" not in os.environ:
+        os.environ["GRPC_VERBOSITY"] = "NONE"
+        _added.add("GRPC_VERBOSITY")
 
 
 def settings(

@@ -22,7 +22,7 @@ LEAVER = [sys.executable, "-c", "import sys; sys.exit(int(sys.argv[2]))"]
 def run(body: Callable[[LocalPlatform, "asyncio.Queue[tuple[int, str]]"], object], command=SLEEPER):
     async def main() -> None:
         exits: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
-        platform = LocalPlatform(command, (), lambda *exited: exits.put_nowait(exited))
+        platform = LocalPlatform(command, {}, (), lambda *exited: exits.put_nowait(exited))
         await asyncio.wait_for(body(platform, exits), 10)
 
     asyncio.run(main())
@@ -51,7 +51,7 @@ def test_another_master_process_adopts_a_node():
     async def body(platform: LocalPlatform, exits) -> None:
         handle = platform.launch(0, 0)
         adopted: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
-        other = LocalPlatform(SLEEPER, (), lambda *exited: adopted.put_nowait(exited))
+        other = LocalPlatform(SLEEPER, {}, (), lambda *exited: adopted.put_nowait(exited))
         other.adopt(0, handle)
         await asyncio.sleep(0)
         assert adopted.empty()

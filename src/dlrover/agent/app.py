@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--outcome", type=Path, help="Where to write the outcome (JSON).")
     args = parser.parse_args(argv)
     job_dir = JobDir(args.job_dir)
+    env = config.environ()
     name = str(args.node_id) if args.node_id >= 0 else "joined"
     logging.basicConfig(
         filename=job_dir.agent_log(name),
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     procs.become_subreaper()
     try:
-        outcome = asyncio.run(_serve(job_dir, args.node_id, args.node_rank, args.lifeline_fd))
+        outcome = asyncio.run(_serve(job_dir, env, args))
     except DLRoverError as error:
         logger.exception("The agent ends")
         outcome = Outcome(exit_code=error.exit_code, reason=str(error))
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return outcome.exit_code
 
 
-async def _serve(job_dir: JobDir, node_id: int, node_rank: int, lifeline_fd: int) -> Outcome:
+async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace) -> Outcome:
     try:
         settings = msgspec.json.decode(job_dir.agent.read_bytes(), type=AgentConfig)
         token = job_dir.token.read_text().strip()
@@ -67,14 +68,19 @@ async def _serve(job_dir: JobDir, node_id: int, node_rank: int, lifeline_fd: int
     def on_exit(local_rank: int, failure: Failure | None) -> None:
         agent.worker_ended(local_rank, failure)
 
-    workers = WorkerGroup(launch, config.environ(), RunLogs(launch, base), hostname, on_exit)
+    workers = WorkerGroup(launch, env, RunLogs(launch, base), hostname, on_exit)
     tls = wire.Tls(settings.tls.cert, settings.tls.key, settings.tls.ca)
     address = settings.master_address or _master_address(job_dir)
     async with MasterClient(address, token, tls) as client:
         agent = Agent(
-            client, workers, settings, hostname=hostname, node_id=node_id, node_rank=node_rank
+            client,
+            workers,
+            settings,
+            hostname=hostname,
+            node_id=args.node_id,
+            node_rank=args.node_rank,
         )
-        _handle_ends(agent, launch.signals_to_handle, lifeline_fd)
+        _handle_ends(agent, launch.signals_to_handle, args.lifeline_fd)
         return await agent.run()
 
 

@@ -33,12 +33,15 @@ import time
 import types
 import warnings
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 from dlrover.elastic import bootstrap
 from dlrover.elastic.progress import Board
 
 PR_SET_PDEATHSIG = 1
+COMMAND_LINE_ROOM = 2048
+"""Bytes of padding in a zygote's arguments, so that its workers' command lines fit."""
 _LENGTH = struct.Struct(">I")
 
 
@@ -189,6 +192,8 @@ def become_worker(order: Order, sock: socket.socket, board: Board, zygote_pid: i
     _leave_zygote(order, sock, zygote_pid)
     if order.entry == "command":
         _replace_by_command(order)
+    module = ["-m"] if order.entry == "module" else []
+    show_command_line([sys.executable, "-u", *module, order.target, *order.args])
     program = bootstrap.Program(
         entry=order.entry,
         target=order.target,
@@ -198,6 +203,19 @@ def become_worker(order: Order, sock: socket.socket, board: Board, zygote_pid: i
         modules_file=order.modules_file,
     )
     bootstrap.run(program, board)
+
+
+def show_command_line(words: list[str]) -> None:
+    """Make ``ps`` and ``pkill -f`` show a fork as the program that it runs, not as the zygote.
+
+    The kernel reads a process's command line from where its arguments lie in memory: as many bytes as
+    the zygote's own arguments take (`COMMAND_LINE_ROOM` among them) can be replaced.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)
+    text = b"\0".join(os.fsencode(word) for word in words)[: end - start - 1]
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, text, len(text))
 
 
 def _replace_by_command(order: Order) -> NoReturn:

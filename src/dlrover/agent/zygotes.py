@@ -58,7 +58,7 @@ class ZygoteProcess:
         )
         with theirs:
             self.process = subprocess.Popen(
-                [python, "-u", "-c", code],
+                [python, "-u", "-c", code + " " * zygote.COMMAND_LINE_ROOM],
                 env=dict(env),
                 pass_fds=(theirs.fileno(), board_fd),
                 start_new_session=True,

@@ -40,10 +40,10 @@ END_WAIT = 60.0
 
 KILL_WAIT = 10.0
 """Seconds to wait for processes after SIGKILL."""
+LEAVE_WAIT = 10.0
+"""Seconds that an agent gets to leave once its master has left."""
 RELAY_WAIT = 5.0
 """Seconds that a terminal gets to take the last output."""
-FINAL_CODES = (ExitCode.USAGE,)
-"""Exit codes after which a child is not started again."""
 
 
 class Child:
@@ -76,8 +76,6 @@ class Child:
             outcome = read_outcome(self._outcome)
             if outcome is not None:
                 return outcome
-            if code in FINAL_CODES:
-                return Outcome(exit_code=code, reason=f"The {self.name} could not start.")
             logger.warning("The %s ended with exit code %d and is started again", self.name, code)
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -185,9 +183,22 @@ class Supervisor:
 
     async def _children(self) -> Outcome:
         """The agent's outcome if there is one here, else the master's; both have ended then."""
-        running = [child.run() for child in (self.agent, self.master) if child is not None]
-        outcomes = await asyncio.gather(*running)
-        return outcomes[0]
+        if self.agent is None:
+            assert self.master is not None
+            return await self.master.run()
+        agent = asyncio.ensure_future(self.agent.run())
+        if self.master is None:
+            return await agent
+        master = asyncio.ensure_future(self.master.run())
+        await asyncio.wait({agent, master}, return_when=asyncio.FIRST_COMPLETED)
+        if not agent.done():
+            # The master has dismissed its nodes before it left, unless it never served one.
+            await asyncio.wait({agent}, timeout=LEAVE_WAIT if self._job_dir.master.exists() else 0)
+        if not agent.done():
+            agent.cancel()
+            return await master
+        await master
+        return await agent
 
     async def _stop_when(
         self,

@@ -8,11 +8,12 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from dlrover import config
 from dlrover._util import files, procs
 from dlrover.errors import ConfigurationError, DLRoverError, ExitCode
 from dlrover.master.history import History
@@ -27,6 +28,9 @@ from dlrover.spec.outcome import Outcome
 
 logger = logging.getLogger(__name__)
 
+STOP_GRACE = 1.0
+"""Seconds that open calls get when the master leaves; they have been told."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the master of one job to the job's end; the job's exit code."""
@@ -35,22 +39,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--lifeline-fd", type=int, default=-1, help="Leave when it closes.")
     args = parser.parse_args(argv)
     job_dir = JobDir(args.job_dir)
+    env = config.environ()
     logging.basicConfig(
         filename=job_dir.master_log,
         level=logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     try:
-        return asyncio.run(serve(job_dir, args.lifeline_fd))
+        return asyncio.run(serve(job_dir, env, args.lifeline_fd))
     except DLRoverError as error:
         logger.exception("The master ends")
-        print(f"dlrover: {error}", file=sys.stderr)  # noqa: T201 - the last word of this process
+        if not job_dir.master.exists():  # it never served: trying again would fail in the same way
+            outcome = Outcome(exit_code=error.exit_code, reason=str(error))
+            files.write_atomically(job_dir.outcome, msgspec.json.encode(outcome))
         return error.exit_code
 
 
-async def serve(job_dir: JobDir, lifeline_fd: int) -> int:
-    """Serve one job until it has ended and its nodes have left."""
-    config = load_config(job_dir)
+async def serve(job_dir: JobDir, env: Mapping[str, str], lifeline_fd: int) -> int:
+    """Serve one job until it has ended and its nodes have left; ``env`` is for nodes launched here."""
+    settings = load_config(job_dir)
     journal = Journal(job_dir.journal)
     history = History(job_dir.events)
     with contextlib.closing(journal), contextlib.closing(history):
@@ -58,19 +65,20 @@ async def serve(job_dir: JobDir, lifeline_fd: int) -> int:
         orphaned = asyncio.Event()
         if lifeline_fd >= 0:
             procs.Lifeline.watch(lifeline_fd, orphaned.set)
-        tls = wire.Tls(config.tls.cert, config.tls.key, config.tls.ca)
+        tls = wire.Tls(settings.tls.cert, settings.tls.key, settings.tls.ca)
         server = Server(read_token(job_dir), tls)
         master.register(server)
-        port = await server.start(config.host, _port(job_dir, config))
-        _publish(job_dir, config.host, port)
-        master.use_platform(_platform(config, job_dir, lifeline_fd, master))
-        _begin(master, config, job_dir)
+        port = await server.start(settings.host, _port(job_dir, settings))
+        _publish(job_dir, settings.host, port)
+        master.use_platform(_platform(settings, job_dir, env, lifeline_fd, master))
+        _begin(master, settings, job_dir)
         silence = asyncio.create_task(master.watch_silence())
         try:
             return await _until_ended(master, job_dir, orphaned)
         finally:
             silence.cancel()
-            await server.stop(0.2)
+            master.close()
+            await server.stop(STOP_GRACE)
 
 
 def load_config(job_dir: JobDir) -> MasterConfig:
@@ -97,10 +105,10 @@ def read_token(job_dir: JobDir) -> str:
         raise ConfigurationError(f"{job_dir.token} cannot be read: {error.strerror}.") from error
 
 
-def _port(job_dir: JobDir, config: MasterConfig) -> int:
+def _port(job_dir: JobDir, settings: MasterConfig) -> int:
     """The port to listen on: the one of the last master of this job, where its agents look."""
-    if config.port or not job_dir.master.exists():
-        return config.port
+    if settings.port or not job_dir.master.exists():
+        return settings.port
     last = msgspec.json.decode(job_dir.master.read_bytes(), type=MasterAddress)
     return int(last.address.rpartition(":")[2])
 
@@ -113,26 +121,32 @@ def _publish(job_dir: JobDir, host: str, port: int) -> None:
 
 
 def _platform(
-    config: MasterConfig, job_dir: JobDir, lifeline_fd: int, master: Master
+    settings: MasterConfig,
+    job_dir: JobDir,
+    env: Mapping[str, str],
+    lifeline_fd: int,
+    master: Master,
 ) -> Platform | None:
-    if not config.platform:
+    if not settings.platform:
         return None
     command = [sys.executable, "-m", "dlrover.agent", "--job-dir", str(job_dir.path)]
     pass_fds = []
     if lifeline_fd >= 0:
         command += ["--lifeline-fd", str(lifeline_fd)]
         pass_fds.append(lifeline_fd)
-    platform: Platform = platform_class(config.platform)(command, pass_fds, master.on_node_exit)
+    platform: Platform = platform_class(settings.platform)(
+        command, env, pass_fds, master.on_node_exit
+    )
     return platform
 
 
-def _begin(master: Master, config: MasterConfig, job_dir: JobDir) -> None:
+def _begin(master: Master, settings: MasterConfig, job_dir: JobDir) -> None:
     if master.replayed:
         master.submit(inputs.MasterStarted(master.replayed))
         if master.machine.outcome is not None:
             master.ended.set()
     else:
-        master.submit(inputs.Submitted(config.job, str(job_dir.path)))
+        master.submit(inputs.Submitted(settings.job, str(job_dir.path)))
 
 
 async def _until_ended(master: Master, job_dir: JobDir, orphaned: asyncio.Event) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import msgspec
@@ -29,6 +30,17 @@ class History:
             self._file.write(msgspec.json.encode(event) + b"\n")
             self._file.flush()
         return event
+
+    def batch(self, since: int, limit: int) -> tuple[Event, ...]:
+        """The events after number ``since`` that fit into ``limit`` bytes on the wire, one at least."""
+        size = 0
+        end = since
+        for event in itertools.islice(self.events, since, None):
+            size += len(msgspec.msgpack.encode(event))
+            if size > limit and end > since:
+                break
+            end += 1
+        return tuple(self.events[since:end])
 
     def close(self) -> None:
         """Close the file."""

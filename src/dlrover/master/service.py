@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 from dlrover.errors import InfrastructureError
 from dlrover.master.history import History
@@ -26,6 +27,8 @@ PROGRESS_JOURNAL_INTERVAL = 5.0
 """Seconds between two journal entries that only tell of more steps."""
 WATCH_INTERVAL = 0.2
 """Seconds between two notices to one watcher, at least."""
+NOTICE_BYTES = 1024 * 1024
+"""Size of the events in one notice, at most; a large job's status needs room beside them."""
 WATCH_REFRESH = 1.0
 """Seconds after which a watcher gets a notice even though no event happened."""
 
@@ -55,10 +58,14 @@ class Master:
         self._greeted: dict[str, asyncio.Queue[messages.MasterMessage | None]] = {}
         self._heard: dict[int, float] = {}
         self._steps: dict[int, int] = {}
+        # the latest round that a heartbeat told of, and the most steps of a node in it
+        self._furthest = (0, 0)
         self._progress_journalled = 0.0
         self._timer: asyncio.TimerHandle | None = None
+        self._closing = False
         self._changed = asyncio.Event()
-        self._store_changed = asyncio.Event()
+        # set when there is an answer; kept by those who wait for it
+        self._awaited: WeakValueDictionary[tuple[str, int], asyncio.Event] = WeakValueDictionary()
         self.clock = Clock(self._replay())
 
     def _replay(self) -> float:
@@ -120,6 +127,13 @@ class Master:
             for node in self.machine.nodes.values()
             if node.connected or (node.handle and not node.status.final and not node.gone)
         ]
+
+    def close(self) -> None:
+        """End every open stream: the master leaves."""
+        self._closing = True
+        for queue in self._queues.values():
+            queue.put_nowait(None)
+        self._changed = _renew(self._changed)
 
     def on_node_exit(self, node_id: int, reason: str) -> None:
         """The platform's report of a node's end."""
@@ -258,6 +272,7 @@ class Master:
         if message.round != self.machine.rendezvous.round:
             return
         self._steps[node_id] = message.steps
+        self._furthest = max(self._furthest, (message.round, message.steps))
         now = self.clock()
         recovering = self.machine.incident is not None and message.steps > 0
         due = now - self._progress_journalled >= PROGRESS_JOURNAL_INTERVAL
@@ -267,9 +282,9 @@ class Master:
 
     def _flush_steps(self) -> None:
         """Journal the latest steps: what comes next is judged by them."""
-        steps = max((self._steps.get(i, 0) for i in self.machine.rendezvous.members), default=0)
-        if steps > self.machine.steps:
-            self.submit(inputs.Progressed(self.machine.rendezvous.round, steps))
+        round_, steps = self._furthest
+        if round_ == self.machine.rendezvous.round and steps > self.machine.steps:
+            self.submit(inputs.Progressed(round_, steps))
 
     def _hang_up(
         self, uid: str, node_id: int, queue: asyncio.Queue[messages.MasterMessage | None]
@@ -287,15 +302,17 @@ class Master:
 
     async def watch(self, request: messages.WatchRequest) -> AsyncIterator[messages.Notice]:
         """Events after ``request.since``, and for a follower also those to come."""
-        since = request.since
+        since = max(0, request.since)
         while True:
-            fresh: tuple[Event, ...] = tuple(self._history.events[since:])
+            fresh = self._history.batch(since, NOTICE_BYTES)
             since += len(fresh)
             yield messages.Notice(fresh, await self.status(messages.StatusRequest()))
+            if since < len(self._history.events):
+                continue
             if not request.follow:
                 return
             await asyncio.sleep(WATCH_INTERVAL)
-            if since == len(self._history.events):
+            if since >= len(self._history.events):
                 await _wait(self._changed, WATCH_REFRESH)
 
     async def stop(self, request: messages.StopRequest) -> messages.Done:
@@ -309,10 +326,13 @@ class Master:
         if not isinstance(request, messages.GetKey):
             self.store.apply(request)
             self._journal.append(request, self.clock())
-            self._store_changed = _renew(self._store_changed)
+        topic = _topic(request)
         until = self.clock() + getattr(request, "wait", 0.0)
         while (value := self.store.reply(request)) is None and self.clock() < until:
-            await _wait(self._store_changed, until - self.clock())
+            answered = self._awaited.setdefault(topic, asyncio.Event())
+            await _wait(answered, until - self.clock())
+        if value is not None and topic in self._awaited:
+            self._awaited.pop(topic).set()
         return messages.StoreReply(value)
 
 
@@ -330,8 +350,8 @@ _CARRY_OUT: dict[type, Callable[[Master, Any, float], None]] = {
 
 def status_of(machine: JobMachine, now: float, steps: dict[int, int]) -> messages.Status:
     """Where a job stands at time ``now``; ``steps`` are the latest ones by node."""
-    members = machine.rendezvous.members
-    current = max([machine.steps, *(steps.get(i, 0) for i in members)])
+    ranks = {node_id: rank for rank, node_id in enumerate(machine.rendezvous.members)}
+    current = max([machine.steps, *(steps.get(i, 0) for i in ranks)])
     outcome = machine.outcome
     return messages.Status(
         name=machine.job.name,
@@ -345,7 +365,7 @@ def status_of(machine: JobMachine, now: float, steps: dict[int, int]) -> message
         nodes=tuple(
             messages.NodeState(
                 id=node.id,
-                node_rank=members.index(node.id) if node.status is NodeStatus.RUNNING else -1,
+                node_rank=ranks[node.id] if node.status is NodeStatus.RUNNING else -1,
                 status=node.status.value,
                 hostname=node.hostname,
                 connected=node.connected,
@@ -356,6 +376,16 @@ def status_of(machine: JobMachine, now: float, steps: dict[int, int]) -> message
         outcome=outcome,
         seconds=outcome.seconds if outcome else now - machine.submitted_at,
     )
+
+
+def _topic(request: messages.StoreRequest) -> tuple[str, int]:
+    """What a request waits for or may bring about: a key, or so many members at a barrier.
+
+    Nobody is woken who would have to go on waiting, else a barrier of n members costs n * n wake-ups.
+    """
+    if isinstance(request, messages.EnterBarrier):
+        return request.name, request.size
+    return ("", 0) if isinstance(request, messages.DeleteKeys) else (request.key, 0)
 
 
 def _renew(event: asyncio.Event) -> asyncio.Event:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dlrover._util import procs
 from dlrover.errors import InfrastructureError
@@ -20,9 +20,14 @@ class LocalPlatform:
     """
 
     def __init__(
-        self, agent_command: Sequence[str], pass_fds: Sequence[int], on_exit: OnExit
+        self,
+        agent_command: Sequence[str],
+        env: Mapping[str, str],
+        pass_fds: Sequence[int],
+        on_exit: OnExit,
     ) -> None:
         self._agent_command = list(agent_command)
+        self._env = dict(env)
         self._pass_fds = tuple(pass_fds)
         self._on_exit = on_exit
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -31,7 +36,9 @@ class LocalPlatform:
         """Start an agent; the handle is its pid and start time."""
         command = [*self._agent_command, "--node-id", str(node_id), "--node-rank", str(node_rank)]
         try:
-            process = subprocess.Popen(command, pass_fds=self._pass_fds, start_new_session=True)
+            process = subprocess.Popen(
+                command, env=self._env, pass_fds=self._pass_fds, start_new_session=True
+            )
         except OSError as error:
             raise InfrastructureError(
                 f"Node {node_id} cannot be started: {error.strerror}."

@@ -1,1 +1,5 @@
 """How processes talk: typed messages, one server, one client. The only home of grpc."""
+
+from dlrover import config
+
+config.silence_grpc()

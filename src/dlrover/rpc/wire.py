@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hmac
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 import msgspec
@@ -15,11 +16,11 @@ SERVICE = "dlrover.Master"
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 """No message of this protocol comes near it; a larger one is refused before it is read."""
 TOKEN_KEY = "dlrover-token"  # noqa: S105 - the name of the metadata field, not a token
-LOCAL_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
-
-T = TypeVar("T")
+MAX_QUOTE = 200
+"""Characters of a peer's error that are passed on; an error travels in headers of limited size."""
 
 _encoder = msgspec.msgpack.Encoder()
+_decoder = functools.cache(msgspec.msgpack.Decoder)
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -34,9 +35,10 @@ def decode(data: bytes, kind: Any) -> Any:
         ProtocolError: the bytes are not such a message.
     """
     try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise ProtocolError(f"A message could not be read: {error}.") from error
+        return _decoder(kind).decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        # What is wrong may quote the sender, at any length.
+        raise ProtocolError(f"A message could not be read: {str(error)[:MAX_QUOTE]}.") from error
 
 
 def token_matches(given: object, expected: str) -> bool:

@@ -267,7 +267,7 @@ class JobMachine:
     def _node_disconnected(self, event: inputs.NodeDisconnected, now: float) -> None:
         node = self.nodes[event.node_id]
         node.connected = False
-        if not node.status.final and self.outcome is None:
+        if not (node.status.final or node.gone) and self.outcome is None:
             self.rendezvous.withdraw(node.id)
             self.lost_at[node.id] = now + self.job.limits.reconnect_grace
 
