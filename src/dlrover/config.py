@@ -41,22 +41,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """PEM certificates that clients trust; they use TLS if it is set."""
 
 
-_added: set[str] = set()
+_given: dict[str, str] = {}
 
 
 def environ() -> dict[str, str]:
-    """A copy of the process environment as this process was given it."""
-    return {name: value for name, value in os.environ.items() if name not in _added}
+    """A copy of the environment that this process was given; what workers get."""
+    return dict(_given or os.environ)
 
 
-def silence_grpc() -> None:
-    """Keep gRPC's C library from writing to standard error; it reads this when it is loaded.
+def prepare_for_grpc() -> None:
+    """Call it before grpc is loaded, which reads the environment and adds to it.
 
-    What it would say reaches the user as an error of ours.
+    Its C library is kept from writing to standard error: what it would say reaches the user as an error
+    of ours. Neither that nor what grpc adds is for the workers.
     """
-    if "GRPC_VERBOSITY" not in os.environ:
-        os.environ["GRPC_VERBOSITY"] = "NONE"
-        _added.add("GRPC_VERBOSITY")
+    _given.update(os.environ)
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def settings(

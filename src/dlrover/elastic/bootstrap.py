@@ -106,7 +106,7 @@ def _run_script(target: str) -> None:
 
 def _absolute(path: str) -> str:
     """As the interpreter has it: without a change to ``.``, ``..`` and symbolic links."""
-    return os.path.join(os.getcwd(), path)  # noqa: PTH118 - Path would drop a "./"
+    return os.path.join(os.getcwd(), path)
 
 
 def _add_to_path(directory: str) -> None:

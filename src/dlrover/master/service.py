@@ -18,7 +18,6 @@ from dlrover.master.machine.store import KeyValueStore
 from dlrover.platform.base import Platform
 from dlrover.rpc import messages
 from dlrover.rpc.server import Server
-from dlrover.spec.events import Event
 from dlrover.spec.node import NodeStatus
 
 logger = logging.getLogger(__name__)

@@ -2,4 +2,4 @@
 
 from dlrover import config
 
-config.silence_grpc()
+config.prepare_for_grpc()
