@@ -21,9 +21,8 @@ DIGITS = EXAMPLES / "01_digits_ddp" / "train.py"
 CHAR_GPT = EXAMPLES / "02_char_gpt" / "train.py"
 
 PYTHON = [sys.executable, "-u"]
-LAUNCHERS = [
-    [sys.executable, "-m", "torch.distributed.run"],
-]
+DLROVER_RUN = [sys.executable, "-m", "dlrover.cli.run"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 TINY_GPT = (
     *("--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--corpus-mb", "1"),
@@ -96,18 +95,13 @@ def read_losses(out: Path) -> list[float]:
     return [record["loss"] for record in records]
 
 
-@pytest.fixture(scope="module", params=LAUNCHERS, ids=lambda command: command[-1])
-def launcher(request: pytest.FixtureRequest) -> list[str]:
-    return request.param
-
-
 @pytest.fixture(scope="module")
 def undisturbed_digits(
-    launcher: list[str], tmp_path_factory: pytest.TempPathFactory
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[str, list[float]]:
     """Output and losses of the README's run: two workers, all defaults, no fault."""
     out = tmp_path_factory.mktemp("digits") / "out"
-    printed = run(workers(launcher, 2), DIGITS, out)
+    printed = run(workers(DLROVER_RUN, 2), DIGITS, out)
     return printed, read_losses(out)
 
 
@@ -119,14 +113,21 @@ def test_digits_are_learnt_to_the_target(undisturbed_digits: tuple[str, list[flo
     assert len(losses) == 280
 
 
+def test_digits_have_the_same_losses_under_torchrun(
+    tmp_path: Path, undisturbed_digits: tuple[str, list[float]]
+) -> None:
+    run(workers(TORCHRUN, 2), DIGITS, tmp_path / "out")
+    assert read_losses(tmp_path / "out") == undisturbed_digits[1]
+
+
 @pytest.mark.long
 def test_digits_killed_twice_end_with_the_losses_of_an_undisturbed_run(
-    launcher: list[str], tmp_path: Path, undisturbed_digits: tuple[str, list[float]]
+    tmp_path: Path, undisturbed_digits: tuple[str, list[float]]
 ) -> None:
-    out, launch = tmp_path / "out", workers(launcher, 2)
+    out, launch = tmp_path / "out", workers(DLROVER_RUN, 2)
     run_until_line(3, launch, DIGITS, out)
     assert not (out / "checkpoint.pt").exists(), "the first blow came too late"
-    strike = random.randrange(15, 80)
+    strike = random.Random(1).randrange(15, 80)
     run_until_line(strike, launch, DIGITS, out)
     printed = run(launch, DIGITS, out)
     resumed_from = int(printed.split("resumed from step ")[1].split(" of 280")[0])
@@ -137,10 +138,10 @@ def test_digits_killed_twice_end_with_the_losses_of_an_undisturbed_run(
 
 @pytest.mark.long
 def test_digits_resume_exactly_where_the_order_of_sums_matters(
-    launcher: list[str], tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     # From three workers on, floating-point sums depend on who is added first.
-    launch, untested = workers(launcher, 3), ("--target-accuracy", "0")
+    launch, untested = workers(DLROVER_RUN, 3), ("--target-accuracy", "0")
     run(launch, DIGITS, tmp_path / "undisturbed", *untested, "--epochs", "2")
     run(launch, DIGITS, tmp_path / "resumed", *untested, "--epochs", "1")
     run(launch, DIGITS, tmp_path / "resumed", *untested, "--epochs", "2")
@@ -149,13 +150,13 @@ def test_digits_resume_exactly_where_the_order_of_sums_matters(
 
 @pytest.mark.long
 def test_digits_follow_the_same_curve_on_any_number_of_workers(
-    launcher: list[str], tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     # 100 images are 34 + 33 + 33 on three workers.
     common = ("--global-batch-size", "100", "--target-accuracy", "0")
     run(PYTHON, DIGITS, tmp_path / "one", *common, "--epochs", "2")
-    run(workers(launcher, 3), DIGITS, tmp_path / "changing", *common, "--epochs", "1")
-    run(workers(launcher, 2), DIGITS, tmp_path / "changing", *common, "--epochs", "2")
+    run(workers(DLROVER_RUN, 3), DIGITS, tmp_path / "changing", *common, "--epochs", "1")
+    run(workers(DLROVER_RUN, 2), DIGITS, tmp_path / "changing", *common, "--epochs", "2")
     text = (tmp_path / "changing" / "losses.jsonl").read_text()
     assert [json.loads(line)["world_size"] for line in text.splitlines()] == [3] * 14 + [2] * 14
     expected = pytest.approx(read_losses(tmp_path / "one"), rel=1e-4)
@@ -180,9 +181,9 @@ def test_digits_batches_show_an_image_once_an_epoch_in_a_new_order() -> None:
 
 @pytest.mark.long
 def test_char_gpt_learns_and_resumes_where_it_was_killed(
-    launcher: list[str], tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    launch = workers(launcher, 2)
+    launch = workers(DLROVER_RUN, 2)
     printed = run(launch, CHAR_GPT, tmp_path / "undisturbed", *TINY_GPT)
     losses = read_losses(tmp_path / "undisturbed")
     assert losses[0] == pytest.approx(5.55, abs=0.3)  # ln 256: every byte as likely
@@ -190,7 +191,9 @@ def test_char_gpt_learns_and_resumes_where_it_was_killed(
     assert max(losses[-1], validation) < 4.0
     assert printed.split("--- what it writes ---\n")[1].startswith("def ")
 
-    run_until_line(random.randrange(12, 50), launch, CHAR_GPT, tmp_path / "killed", *TINY_GPT)
+    run_until_line(
+        random.Random(2).randrange(12, 50), launch, CHAR_GPT, tmp_path / "killed", *TINY_GPT
+    )
     printed = run(launch, CHAR_GPT, tmp_path / "killed", *TINY_GPT)
     assert "resumed from step " in printed
     assert read_losses(tmp_path / "killed") == losses

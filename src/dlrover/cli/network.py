@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from typing import Any
 
 import psutil
 
@@ -16,13 +17,7 @@ def addresses_of(host: str) -> frozenset[str]:
     Raises:
         ConfigurationError: the name is unknown.
     """
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigurationError(
-            f"The host {host} of --rdzv-endpoint cannot be resolved: {error.strerror}."
-        ) from error
-    return frozenset(str(info[4][0]) for info in found)
+    return frozenset(str(address[0]) for _, address in _resolve(host, 0))
 
 
 def is_this_machine(host: str) -> bool:
@@ -37,12 +32,27 @@ def is_this_machine(host: str) -> bool:
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's address on the way to another one: where that one can reach it."""
-    for family, _, _, _, target in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+    """This machine's address on the way to another one: where that one can reach it.
+
+    Raises:
+        ConfigurationError: the name is unknown.
+    """
+    for family, target in _resolve(host, port):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)  # sends nothing: it only looks up the route
             return str(probe.getsockname()[0])
     return "127.0.0.1"
+
+
+def _resolve(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
+    """The families and socket addresses of a host's port."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        raise ConfigurationError(
+            f"The master's host {host} cannot be resolved: {error.strerror}."
+        ) from error
+    return [(family, address) for family, _, _, _, address in found]
 
 
 class HostLock:

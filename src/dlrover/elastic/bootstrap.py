@@ -76,13 +76,19 @@ def _execute(program: Program) -> None:
     elif program.entry == "module":
         _clear_main()
         _add_to_path(os.getcwd())
-        runpy._run_module_as_main(program.target)  # noqa: SLF001 - what python -m calls
+        _run_module(program.target, alter_argv=True)
     elif pkgutil.get_importer(program.target) is not None:  # a directory or a zip file
         _clear_main()
         sys.path.insert(0, _absolute(program.target))
-        runpy._run_module_as_main("__main__", alter_argv=False)  # noqa: SLF001
+        _run_module("__main__", alter_argv=False)
     else:
         _run_script(program.target)
+
+
+def _run_module(name: str, *, alter_argv: bool) -> None:
+    # What the interpreter itself calls; runpy's public functions put another module in the place of
+    # __main__, and take it away again before threads and exit handlers are done with it.
+    runpy._run_module_as_main(name, alter_argv)  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def _run_script(target: str) -> None:
@@ -129,7 +135,7 @@ def _hide_own_frames(error: BaseException) -> None:
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     error.__traceback__ = frames
-    show = sys.excepthook
+    show = getattr(sys, "excepthook", sys.__excepthook__)  # a program may have deleted it
 
     def excepthook(
         kind: type[BaseException], error: BaseException, _: types.TracebackType | None

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 from weakref import WeakValueDictionary
 
-from dlrover.errors import InfrastructureError
+from dlrover.errors import InfrastructureError, ProtocolError
 from dlrover.master.history import History
 from dlrover.master.journal import Journal
 from dlrover.master.machine import inputs
@@ -30,6 +30,10 @@ NOTICE_BYTES = 1024 * 1024
 """Size of the events in one notice, at most; a large job's status needs room beside them."""
 WATCH_REFRESH = 1.0
 """Seconds after which a watcher gets a notice even though no event happened."""
+
+
+SILENCE_CHECKS = 4
+"""Looks for silent nodes within one heartbeat time-out."""
 
 
 class Clock:
@@ -101,13 +105,19 @@ class Master:
     async def watch_silence(self) -> None:
         """Report nodes that are connected and say nothing; runs until cancelled."""
         while True:
-            limits = self.machine.job.limits
-            await asyncio.sleep(limits.heartbeat_timeout / 4)
+            timeout = self.machine.job.limits.heartbeat_timeout
+            due = self.clock() + timeout / SILENCE_CHECKS
+            await asyncio.sleep(timeout / SILENCE_CHECKS)
             now = self.clock()
+            if now - due > timeout / SILENCE_CHECKS:
+                # This process itself was stopped: what came meanwhile has yet to be read.
+                self._heard = dict.fromkeys(self._heard, now)
             for node_id, heard in list(self._heard.items()):
-                if now - heard > limits.heartbeat_timeout:
+                if now - heard > timeout:
                     del self._heard[node_id]
                     self.submit(inputs.NodeSilent(node_id, now - heard))
+                    # Should the node wake up, it learns by the end of its stream that it was given up.
+                    self._queues[node_id].put_nowait(None)
 
     async def nodes_left(self) -> None:
         """Wait until all nodes have left an ended job; those that do not are killed in the end."""
@@ -223,7 +233,7 @@ class Master:
         """An agent's stream: what it reports comes in, what it is to do goes out."""
         hello = await anext(aiter(incoming), None)
         if not isinstance(hello, messages.Hello):
-            return
+            raise ProtocolError("An agent's stream must begin with a Hello; this one does not.")
         queue: asyncio.Queue[messages.MasterMessage | None] = asyncio.Queue()
         self._greeted[hello.uid] = queue
         self.submit(
@@ -234,25 +244,22 @@ class Master:
         node_id = self.machine.by_uid[hello.uid]
         self._queues[node_id] = queue
         self._heard[node_id] = self.clock()
-        reader = asyncio.create_task(self._listen(node_id, incoming, queue))
+        reader = asyncio.create_task(self._listen(node_id, incoming))
+        reader.add_done_callback(lambda _: queue.put_nowait(None))
         try:
             while (message := await queue.get()) is not None:
                 yield message
+            if reader.done():
+                reader.result()  # raises if the stream did not end by itself
         finally:
             reader.cancel()
             self._hang_up(hello.uid, node_id, queue)
 
-    async def _listen(
-        self,
-        node_id: int,
-        incoming: AsyncIterator[messages.AgentMessage],
-        queue: asyncio.Queue[messages.MasterMessage | None],
-    ) -> None:
+    async def _listen(self, node_id: int, incoming: AsyncIterator[messages.AgentMessage]) -> None:
         async for message in incoming:
             if node_id in self._heard:
                 self._heard[node_id] = self.clock()
             self._take(node_id, message)
-        queue.put_nowait(None)
 
     def _take(self, node_id: int, message: messages.AgentMessage) -> None:
         if isinstance(message, messages.Heartbeat):

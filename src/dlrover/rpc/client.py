@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 REQUEST_TIMEOUT = 10.0
-"""Seconds that a single request may take, on top of a wait that it asks for itself."""
+"""Seconds that a request may take unless its client says otherwise."""
 
 
 class MasterClient:
     """A connection to the master at ``address`` (``host:port``). Use it as an async context manager.
+
+    A request may take ``timeout`` seconds, on top of a wait that it asks for itself.
 
     Every method raises
 
@@ -31,9 +33,16 @@ class MasterClient:
     - `ProtocolError` when it does not understand the message.
     """
 
-    def __init__(self, address: str, token: str, tls: wire.Tls | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        tls: wire.Tls | None = None,
+        timeout: float = REQUEST_TIMEOUT,
+    ) -> None:
         self.address = address
-        self._metadata = ((wire.TOKEN_KEY, token),)
+        self._timeout = timeout
+        self._metadata = ((wire.TOKEN_KEY, wire.checked_token(token)),)
         credentials = tls.channel_credentials() if tls else None
         options = list(wire.CHANNEL_OPTIONS)
         if credentials is not None:
@@ -62,7 +71,7 @@ class MasterClient:
     async def store(self, request: messages.StoreRequest) -> bytes | None:
         """Carry out a request on the job's key-value store; its value, None after a time-out."""
         wait = getattr(request, "wait", 0.0)
-        reply = await self._call("Store", request, messages.StoreReply, REQUEST_TIMEOUT + wait)
+        reply = await self._call("Store", request, messages.StoreReply, wait)
         return reply.value
 
     async def watch(
@@ -72,7 +81,7 @@ class MasterClient:
         call = self._channel.unary_stream(f"/{wire.SERVICE}/Watch")(
             wire.encode(messages.WatchRequest(since, follow)),
             metadata=self._metadata,
-            timeout=None if follow else REQUEST_TIMEOUT,
+            timeout=None if follow else self._timeout,
         )
         try:
             async for data in call:
@@ -99,11 +108,13 @@ class MasterClient:
             call.cancel()
 
     async def _call(
-        self, method: str, request: msgspec.Struct, reply: Any, timeout: float = REQUEST_TIMEOUT
+        self, method: str, request: msgspec.Struct, reply: Any, wait: float = 0.0
     ) -> Any:
         call = self._channel.unary_unary(f"/{wire.SERVICE}/{method}")
         try:
-            data = await call(wire.encode(request), metadata=self._metadata, timeout=timeout)
+            data = await call(
+                wire.encode(request), metadata=self._metadata, timeout=self._timeout + wait
+            )
         except grpc.aio.AioRpcError as error:
             self._fail(error)
         return wire.decode(data, reply)
@@ -123,8 +134,10 @@ class MasterClient:
             raise ProtocolError(
                 f"The master at {self.address} refused a message: {details}"
             ) from error
+        failed = code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
         raise InfrastructureError(
-            f"The master at {self.address} cannot be reached: {details or code.name}."
+            f"The master at {self.address} {'failed' if failed else 'cannot be reached'}: "
+            f"{(details or code.name).rstrip('.')}."
         ) from error
 
 

@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import msgspec
 
-from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
+from dlrover.errors import DLRoverError, InfrastructureError, ProtocolError
 from dlrover.rpc import wire
 
 Unary = Callable[[Any], Awaitable[msgspec.Struct]]
@@ -18,12 +18,13 @@ Stream = Callable[[AsyncIterator[Any]], AsyncIterator[msgspec.Struct]]
 
 
 class Server:
-    """Serves typed methods to callers that know the token. Register methods, then `start`."""
+    """Serves typed methods to callers that know the token. Register methods, then `start`.
+
+    A caller whose message cannot be read, or for whom a method raises a `DLRoverError`, is told why.
+    """
 
     def __init__(self, token: str, tls: wire.Tls | None = None) -> None:
-        if not token:
-            raise ConfigurationError("The master's token is empty; a non-empty one is required.")
-        self._token = token
+        self._token = wire.checked_token(token)
         self._credentials = tls.server_credentials() if tls else None
         self._methods: dict[str, grpc.RpcMethodHandler] = {}
         self._server: grpc.aio.Server | None = None
@@ -33,8 +34,10 @@ class Server:
 
         async def serve(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
             await self._authenticate(context)
-            message = await _decode(data, request, context)
-            return wire.encode(await call(message))
+            try:
+                return wire.encode(await call(wire.decode(data, request)))
+            except DLRoverError as error:
+                return await _refuse(context, error)
 
         self._methods[name] = grpc.unary_unary_rpc_method_handler(serve)
 
@@ -43,9 +46,11 @@ class Server:
 
         async def serve(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
             await self._authenticate(context)
-            message = await _decode(data, request, context)
-            async for reply in call(message):
-                yield wire.encode(reply)
+            try:
+                async for reply in call(wire.decode(data, request)):
+                    yield wire.encode(reply)
+            except DLRoverError as error:
+                await _refuse(context, error)
 
         self._methods[name] = grpc.unary_stream_rpc_method_handler(serve)
 
@@ -59,10 +64,13 @@ class Server:
 
             async def messages() -> AsyncIterator[Any]:
                 async for data in frames:
-                    yield await _decode(data, request, context)
+                    yield wire.decode(data, request)
 
-            async for reply in call(messages()):
-                yield wire.encode(reply)
+            try:
+                async for reply in call(messages()):
+                    yield wire.encode(reply)
+            except DLRoverError as error:
+                await _refuse(context, error)
 
         self._methods[name] = grpc.stream_stream_rpc_method_handler(serve)
 
@@ -103,8 +111,7 @@ class Server:
             )
 
 
-async def _decode(data: bytes, kind: Any, context: grpc.aio.ServicerContext) -> Any:
-    try:
-        return wire.decode(data, kind)
-    except ProtocolError as error:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+async def _refuse(context: grpc.aio.ServicerContext, error: DLRoverError) -> Any:
+    wrong_message = isinstance(error, ProtocolError)
+    code = grpc.StatusCode.INVALID_ARGUMENT if wrong_message else grpc.StatusCode.INTERNAL
+    return await context.abort(code, str(error))  # it raises

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hmac
+import ssl
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ SERVICE = "dlrover.Master"
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 """No message of this protocol comes near it; a larger one is refused before it is read."""
 TOKEN_KEY = "dlrover-token"  # noqa: S105 - the name of the metadata field, not a token
+MAX_TOKEN = 4096
+"""Characters of a token: headers are limited in size."""
 MAX_QUOTE = 200
 """Characters of a peer's error that are passed on; an error travels in headers of limited size."""
 
@@ -41,6 +44,21 @@ def decode(data: bytes, kind: Any) -> Any:
         raise ProtocolError(f"A message could not be read: {str(error)[:MAX_QUOTE]}.") from error
 
 
+def checked_token(token: str) -> str:
+    """``token`` itself.
+
+    Raises:
+        ConfigurationError: it cannot travel in the headers of a call.
+    """
+    fits = token.isascii() and token.isprintable() and token.strip() == token
+    if not (fits and 1 <= len(token) <= MAX_TOKEN):
+        raise ConfigurationError(
+            f"The job's token has {len(token)} characters or holds others than printable ASCII; "
+            f"1 to {MAX_TOKEN} of them are accepted, with no space at either end."
+        )
+    return token
+
+
 def token_matches(given: object, expected: str) -> bool:
     """Compare tokens in constant time."""
     text = given if isinstance(given, str) else ""
@@ -48,7 +66,10 @@ def token_matches(given: object, expected: str) -> bool:
 
 
 class Tls(msgspec.Struct, frozen=True):
-    """Paths of PEM files. A server needs ``cert`` and ``key``, a client ``ca``."""
+    """Paths of PEM files. A server needs ``cert`` and ``key``, a client ``ca``.
+
+    Credentials raise `ConfigurationError` if a file is missing, or is not what it should be.
+    """
 
     cert: str = ""
     key: str = ""
@@ -62,15 +83,29 @@ class Tls(msgspec.Struct, frozen=True):
             raise ConfigurationError(
                 "TLS needs both tls_cert and tls_key; only one of them is set."
             )
-        return grpc.ssl_server_credentials(
-            [(_read("tls_key", self.key), _read("tls_cert", self.cert))]
-        )
+        key, cert = _read("tls_key", self.key), _read("tls_cert", self.cert)
+        try:
+            # gRPC would only say that it cannot listen.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+                self.cert, self.key, password=""
+            )
+        except ssl.SSLError as error:
+            raise ConfigurationError(
+                f"tls_cert {self.cert} and tls_key {self.key} are not a PEM certificate and the "
+                f"unencrypted key that belongs to it."
+            ) from error
+        return grpc.ssl_server_credentials([(key, cert)])
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
         """Credentials for a client; None without TLS."""
         if not self.ca:
             return None
-        return grpc.ssl_channel_credentials(_read("tls_ca", self.ca))
+        ca = _read("tls_ca", self.ca)
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(self.ca)
+        except ssl.SSLError as error:
+            raise ConfigurationError(f"tls_ca {self.ca} holds no PEM certificate.") from error
+        return grpc.ssl_channel_credentials(ca)
 
 
 def _read(field: str, path: str) -> bytes:

@@ -34,7 +34,7 @@ _DETAILS: dict[FailureKind, dict[str, Any]] = {
     FailureKind.EXIT: {"exit_code": 3},
     FailureKind.SPAWN: {"message": "Resource temporarily unavailable"},
 }
-_ECHO = {"exception": "ConnectionResetError", "message": "Connection reset by peer"}
+_ECHO = {"exception": "RuntimeError", "message": "Connection closed by peer [10.0.0.1]:40404"}
 
 
 class Cluster:

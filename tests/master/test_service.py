@@ -1,0 +1,498 @@
+"""The master's shell over the real wire: streams, silence, watches, the store, and what replays."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, final
+
+import pytest
+
+from dlrover.errors import InfrastructureError, ProtocolError
+from dlrover.master import history as history_module
+from dlrover.master.history import History
+from dlrover.master.journal import Journal
+from dlrover.master.machine import inputs
+from dlrover.master.service import Master
+from dlrover.rpc import messages, wire
+from dlrover.rpc.client import MasterClient
+from dlrover.rpc.server import Server
+from dlrover.spec import events
+from dlrover.spec.job import JobSpec, Limits
+from dlrover.testing.agents import SimulatedAgent
+
+TOKEN = "right"
+
+
+@final
+class Job:
+    """A master that is served in this process, and its clients."""
+
+    def __init__(self, path: Path, job: JobSpec) -> None:
+        self.path = path
+        self.spec = job
+        self.stack = contextlib.AsyncExitStack()
+        self.port = 0
+
+    async def __aenter__(self) -> Job:
+        self.journal = Journal(self.path / "journal.sqlite")
+        self.history = History(self.path / "events.jsonl")
+        self.master = Master(self.journal, self.history)
+        self.server = Server(TOKEN)
+        self.master.register(self.server)
+        self.port = await self.server.start("127.0.0.1", self.port)
+        if self.master.replayed:
+            self.master.submit(inputs.MasterStarted(self.master.replayed))
+        else:
+            self.master.submit(inputs.Submitted(self.spec, str(self.path)))
+        self.client = await self.stack.enter_async_context(self.new_client())
+        self.background(self.master.watch_silence())
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.stack.aclose()
+        await self.server.stop(0.0)
+        self.journal.close()
+        self.history.close()
+
+    def new_client(self) -> MasterClient:
+        return MasterClient(f"127.0.0.1:{self.port}", TOKEN)
+
+    def background(self, work: Awaitable[Any]) -> asyncio.Task[Any]:
+        """Run something until the job is left; its errors come out then."""
+        task = asyncio.ensure_future(work)
+
+        async def end() -> None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+        self.stack.push_async_callback(end)
+        return task
+
+    def agents(self, count: int, **options: Any) -> list[SimulatedAgent]:
+        found = [SimulatedAgent(self.client, hostname=f"host-{i}", **options) for i in range(count)]
+        for agent in found:
+            agent.life = self.background(agent.run())
+        return found
+
+    def bodies(self, kind: type) -> list[Any]:
+        """The bodies of the events of one kind."""
+        return [e.body for e in self.history.events if isinstance(e.body, kind)]
+
+    def inputs(self, kind: type) -> list[Any]:
+        """The journal's entries of one kind."""
+        return [entry for _, entry in self.journal.entries() if isinstance(entry, kind)]
+
+    async def event(self, kind: type, count: int = 1) -> Any:
+        """Wait for the ``count``-th event of a kind; its body."""
+        seen = 0
+        async with contextlib.aclosing(self.client.watch(follow=True)) as notices:
+            async for notice in notices:
+                for event in notice.events:
+                    seen += isinstance(event.body, kind)
+                    if seen == count:
+                        return event.body
+        raise AssertionError
+
+
+def run(tmp_path: Path, test: Callable[[Job], Awaitable[None]], **spec: Any) -> None:
+    limits = {"heartbeat_timeout": 60.0, **spec.pop("limits", {})}
+    job = JobSpec(name="job", limits=Limits(**limits), **spec)
+
+    async def main() -> None:
+        async with Job(tmp_path, job) as served:
+            await served_test(served)
+
+    async def served_test(served: Job) -> None:
+        await asyncio.wait_for(test(served), 20.0)
+
+    asyncio.run(main())
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Let the event loop run until a condition holds; the test's time-out is the limit."""
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+# ---- rounds
+
+
+def test_agents_form_a_world_and_leave_when_all_have_succeeded(tmp_path: Path) -> None:
+    async def test(job: Job) -> None:
+        agents = job.agents(3, nproc=4)
+        worlds = [await agent.running() for agent in agents]
+        assert sorted(w.first_rank for w in worlds) == [0, 4, 8]
+        assert {(w.round, w.node_count, w.world_size) for w in worlds} == {(1, 3, 12)}
+        assert len({(w.store_addr, w.store_port) for w in worlds}) == 1
+        status = await job.client.status()
+        assert (status.phase, status.world_size) == ("running", 12)
+        by_id = {node.id: node for node in status.nodes}
+        for agent in agents:
+            assert by_id[agent.node_id].node_rank == agent.world.node_rank
+            assert by_id[agent.node_id].connected
+        for agent in agents:
+            agent.succeed()
+        outcomes = [await agent.life for agent in agents]
+        assert {o.exit_code for o in outcomes} == {0}
+        assert (await job.client.status()).phase == "succeeded"
+
+    run(tmp_path, test, min_nodes=3, max_nodes=3)
+
+
+def test_a_failed_worker_brings_all_nodes_into_the_next_round(tmp_path: Path) -> None:
+    async def test(job: Job) -> None:
+        agents = job.agents(3)
+        for agent in agents:
+            await agent.running()
+        agents[1].report(7)
+        failure = agents[1].failure()
+        agents[1].fail(failure)
+        agents[1]._say(messages.Failed(failure))  # as after a reconnection
+        worlds = [await agent.running(2) for agent in agents]
+        assert {w.restart_count for w in worlds} == {1}
+        assert len(job.bodies(events.WorkerFailed)) == 1
+        status = await job.client.status()
+        assert (status.restarts, status.steps, status.total_steps) == (1, 0, 7)
+
+    run(tmp_path, test, min_nodes=3, max_nodes=3, max_restarts=1)
+
+
+def test_a_stop_dismisses_every_node(tmp_path: Path) -> None:
+    async def test(job: Job) -> None:
+        agents = job.agents(2)
+        for agent in agents:
+            await agent.running()
+        await job.client.stop("enough", 5)
+        outcomes = [await agent.life for agent in agents]
+        assert {(o.exit_code, o.reason) for o in outcomes} == {(5, "enough")}
+
+    run(tmp_path, test, min_nodes=2, max_nodes=2)
+
+
+# ---- streams
+
+
+def test_a_node_that_reconnects_keeps_its_place(tmp_path: Path) -> None:
+    async def test(job: Job) -> None:
+        agents = job.agents(2)
+        for agent in agents:
+            await agent.running()
+        before = agents[0].node_id, agents[0].world
+        agents[0].life.cancel()
+        await eventually(lambda: not job.master.machine.nodes[agents[0].node_id].connected)
+        job.background(agents[0].run())
+        await eventually(lambda: job.master.machine.nodes[agents[0].node_id].connected)
+        assert (agents[0].node_id, agents[0].world) == before
+        assert len(job.bodies(events.RoundOpened)) == 1
+        assert len(job.bodies(events.NodeConnected)) == 2
+
+    run(tmp_path, test, min_nodes=2, max_nodes=2)
+
+
+def test_a_node_that_stays_away_is_lost(tmp_path: Path) -> None:
+    async def test(job: Job) -> None:
+        agents = job.agents(2)
+        for agent in agents:
+            await agent.running()
+        agents[0].life.cancel()
+        lost = await job.event(events.NodeLost)
+        assert lost.node == agents[0].node_id
+        assert "connection" in lost.reason
+        (world,) = [await agents[1].running(2)]
+        assert world.node_count == 1
+
+    run(tmp_path, test, min_nodes=1, max_nodes=2, limits={"reconnect_grace": 0.05})
+
+
+async def says(*first: messages.AgentMessage) -> AsyncIterator[messages.AgentMessage]:
+    """A stream's messages; then it stays open."""
+    for message in first:
+        yield message
+    await asyncio.Event().wait()
+
+
+def test_the_newer_of_two_streams_of_one_agent_counts(tmp_path: Path) -> None:
+    async def test(job: Job) -> None:
+        async with job.new_client() as other:
+            older = job.client.attend(says(messages.Hello("uid")))
+            assert isinstance(await anext(older), messages.Welcome)
+            newer = other.attend(says(messages.Hello("uid")))
+            welcome = await anext(newer)
+            assert welcome.node_id == 0
+            with pytest.raises(StopAsyncIteration):
+                await anext(older)
+            assert job.master.machine.nodes[0].connected
+            assert not job.inputs(inputs.NodeDisconnected)
+            await job.client.stop("enough", 5)
+            assert isinstance(await anext(newer), messages.Dismiss)
+            await newer.aclose()
+            await eventually(lambda: not job.master.machine.nodes[0].connected)
+
+    run(tmp_path, test)
+
+
+def test_a_node_that_comes_back_after_the_end_is_dismissed(tmp_path: Path) -> None:
+    async def test(job: Job) -> None:
+        (agent,) = job.agents(1)
+        await agent.running()
+        agent.life.cancel()
+        await eventually(lambda: not job.master.machine.nodes[0].connected)
+        await job.client.stop("enough", 5)
+        outcome = await agent.run()
+        assert outcome.exit_code == 5
+
+    run(tmp_path, test)
+
+
+def test_a_stream_must_begin_with_a_hello(tmp_path: Path) -> None:
+    async def test(job: Job) -> None:
+        stream = job.client.attend(says(messages.Heartbeat(1, 2)))
+        with pytest.raises(ProtocolError, match="Hello"):
+            await anext(stream)
+        assert not job.master.machine.nodes
+
+    run(tmp_path, test)
+
+
+def test_what_cannot_be_read_ends_the_stream_and_the_connection_of_the_node(tmp_path: Path) -> None:
+    async def test(job: Job) -> None:
+        call = job.client._channel.stream_stream(f"/{wire.SERVICE}/Attend")(
+            metadata=((wire.TOKEN_KEY, TOKEN),)
+        )
+        await call.write(wire.encode(messages.Hello("uid")))
+        await call.read()
+        await call.write(b"\xc1 no message")
+        assert (await call.code()).name == "INVALID_ARGUMENT"
+        await eventually(lambda: not job.master.machine.nodes[0].connected)
+
+    run(tmp_path, test)
+
+
+def test_a_silent_node_is_lost_and_may_come_back_as_a_new_one(tmp_path: Path) -> None:
+    async def test(job: Job) -> None:
+        agents = job.agents(2)
+        for agent in agents:
+            await agent.running()
+        agents[0].silent = True
+        lost = await job.event(events.NodeLost)
+        assert lost.node == agents[0].node_id
+        assert "no heartbeat" in lost.reason
+        agents[0].silent = False  # the process was stopped, and goes on
+        await agents[0].until(lambda a: a.node_id != lost.node)
+        worlds = [await agent.running(3) for agent in agents]
+        assert {w.node_count for w in worlds} == {2}
+
+    run(
+        tmp_path,
+        test,
+        min_nodes=1,
+        max_nodes=2,
+        limits={"heartbeat_timeout": 0.2, "heartbeat_interval": 0.05, "scale_up_delay": 0.0},
+    )
+
+
+def test_old_news_of_steps_is_left_out(tmp_path: Path) -> None:
+    async def test(job: Job) -> None:
+        agents = job.agents(2)
+        for agent in agents:
+            await agent.running()
+        agents[0].report(5)
+        agents[1].report(3)
+        agents[1]._say(messages.Heartbeat(0, 1000))
+        agents[1]._say(messages.Heartbeat(2, 1000))
+        agents[1].fail()
+        await agents[0].running(2)
+        assert (await job.client.status()).total_steps == 5
+
+    run(tmp_path, test, min_nodes=2, max_nodes=2, max_restarts=1)
+
+
+# ---- watches
+
+
+def test_watchers_get_each_event_once_and_in_order(tmp_path: Path) -> None:
+    async def test(job: Job) -> None:
+        async def follow(since: int) -> list[int]:
+            seen: list[int] = []
+            async with (
+                job.new_client() as client,
+                contextlib.aclosing(client.watch(since, follow=True)) as notices,
+            ):
+                async for notice in notices:
+                    seen += [event.seq for event in notice.events]
+                    if notice.status.phase == "succeeded":
+                        return seen
+            raise AssertionError
+
+        watchers = [asyncio.create_task(follow(since)) for since in (0, 0, 2)]
+        agents = job.agents(2)
+        for agent in agents:
+            await agent.running()
+            agent.report(1)
+        agents[0].fail()
+        for agent in agents:
+            await agent.running(2)
+        for agent in agents:
+            agent.succeed()
+        seen = await asyncio.gather(*watchers)
+        last = len(job.history.events)
+        assert last > 8
+        assert seen == [list(range(n + 1, last + 1)) for n in (0, 0, 2)]
+        stored = history_module.read(tmp_path / "events.jsonl")
+        assert stored == job.history.events
+
+    run(tmp_path, test, min_nodes=2, max_nodes=2, max_restarts=1)
+
+
+@pytest.mark.parametrize("since", [-5, 0, 1, 1000])
+def test_a_watch_without_following_ends(tmp_path: Path, since: int) -> None:
+    async def test(job: Job) -> None:
+        seen = [e.seq async for notice in job.client.watch(since) for e in notice.events]
+        assert seen == [1, 2][max(0, since) :]
+
+    run(tmp_path, test)
+
+
+def test_notices_of_many_long_failures_fit_into_messages(tmp_path: Path) -> None:
+    async def test(job: Job) -> None:
+        (agent,) = job.agents(1)
+        await agent.running()
+        text = "é" * 16_000
+        for _ in range(80):
+            agent._say(messages.Failed(agent.failure(traceback=text, stderr_tail=text)))
+        await eventually(lambda: len(job.bodies(events.WorkerFailed)) == 80)
+        seen = [e.seq async for notice in job.client.watch() for e in notice.events]
+        assert seen == list(range(1, len(job.history.events) + 1))
+
+    run(tmp_path, test, max_restarts=1)
+
+
+# ---- the store
+
+
+def test_the_store_is_idempotent_over_the_wire(tmp_path: Path) -> None:
+    async def test(job: Job) -> None:
+        store = job.client.store
+        assert await store(messages.GetKey("key")) is None
+        assert await store(messages.SetKey("key", b"value")) == b"value"
+        assert await store(messages.GetKey("key")) == b"value"
+        add = messages.AddToKey("counter", 2, "request-1")
+        assert [await store(add), await store(add)] == [b"2", b"2"]
+        assert await store(messages.AddToKey("counter", -3, "request-2")) == b"-1"
+        await store(messages.DeleteKeys("k"))
+        assert await store(messages.GetKey("key")) is None
+        assert await store(messages.GetKey("counter")) == b"-1"
+
+    run(tmp_path, test)
+
+
+def test_what_the_store_refuses_is_told_in_one_sentence(tmp_path: Path) -> None:
+    async def test(job: Job) -> None:
+        await job.client.store(messages.SetKey("key", b"text"))
+        with pytest.raises(ProtocolError, match="Key key holds no number"):
+            await job.client.store(messages.AddToKey("key", 1, "request"))
+        assert not job.inputs(messages.AddToKey)
+
+    run(tmp_path, test)
+
+
+def test_waits_end_when_there_is_an_answer_or_no_time_left(tmp_path: Path) -> None:
+    async def test(job: Job) -> None:
+        began = time.monotonic()
+        assert await job.client.store(messages.GetKey("key", wait=0.05)) is None
+        assert await job.client.store(messages.EnterBarrier("b", "m1", 2, wait=0.05)) is None
+        assert 0.1 <= time.monotonic() - began < 1.0
+        waiting = asyncio.create_task(job.client.store(messages.GetKey("key", wait=30.0)))
+        other = asyncio.create_task(job.client.store(messages.GetKey("other", wait=30.0)))
+        await eventually(lambda: len(job.master._awaited) == 2)
+        await job.client.store(messages.SetKey("key", b"value"))
+        assert await waiting == b"value"
+        assert not other.done()
+        await job.client.store(messages.AddToKey("other", 1, "request"))
+        assert await other == b"1"
+        assert not job.master._awaited
+
+    run(tmp_path, test)
+
+
+def test_a_barrier_opens_for_all_when_the_last_one_enters(tmp_path: Path) -> None:
+    async def test(job: Job) -> None:
+        def enter(member: str) -> asyncio.Task[bytes | None]:
+            request = messages.EnterBarrier("barrier", member, 3, wait=30.0)
+            return asyncio.create_task(job.client.store(request))
+
+        waiting = [enter("a"), enter("a"), enter("b")]
+        await eventually(lambda: len(job.inputs(messages.EnterBarrier)) == 3)
+        assert not any(task.done() for task in waiting)
+        assert await enter("c") == b"3"
+        assert await asyncio.gather(*waiting) == [b"3"] * 3
+
+    run(tmp_path, test)
+
+
+# ---- replay
+
+
+def test_the_journal_replays_to_the_same_machines(tmp_path: Path) -> None:
+    async def test(job: Job) -> None:
+        agents = job.agents(3)
+        for agent in agents:
+            await agent.running()
+        agents[0].report(4)
+        agents[2].life.cancel()
+        await job.event(events.NodeLost)
+        agents[1].fail()
+        await agents[1].running(3)
+        await job.client.store(messages.SetKey("key", b"value"))
+        await job.client.store(messages.AddToKey("counter", 1, "request"))
+        await job.client.store(messages.EnterBarrier("barrier", "m", 1, wait=0.0))
+        size = (tmp_path / "events.jsonl").stat().st_size
+        journal = Journal(tmp_path / "journal.sqlite", read_only=True)
+        history = History(tmp_path / "events.jsonl")
+        with contextlib.closing(journal), contextlib.closing(history):
+            again = Master(journal, history)
+            again.machine._out = job.master.machine._out
+            assert again.machine == job.master.machine
+            assert again.store == job.master.store
+            assert history.events == job.history.events
+        assert (tmp_path / "events.jsonl").stat().st_size == size
+
+    run(
+        tmp_path,
+        test,
+        min_nodes=2,
+        max_nodes=3,
+        max_restarts=5,
+        limits={"reconnect_grace": 0.05},
+    )
+
+
+def test_a_torn_last_line_of_the_history_is_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    bodies = [events.NodeSucceeded(node) for node in range(3)]
+    first = History(path)
+    for body in bodies:
+        first.add(body, 1.0)
+    first.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-4])
+    assert len(history_module.read(path)) == 2
+    second = History(path)
+    for body in bodies:
+        second.add(body, 1.0)
+    second.close()
+    assert path.read_bytes() == whole
+
+
+def test_an_unreachable_master_is_one_sentence(tmp_path: Path) -> None:
+    async def test(job: Job) -> None:
+        await job.server.stop(0.0)
+        with pytest.raises(InfrastructureError, match=r"The master at .* cannot be reached"):
+            await job.client.status()
+
+    run(tmp_path, test)

@@ -1,0 +1,114 @@
+"""What cannot work is said in one sentence, with the right exit code, in a bounded time."""
+
+import socket
+
+import pytest
+
+from dlrover.errors import ExitCode
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(30)]
+
+USAGE = {
+    "unknown option": (["--nope", "SCRIPT"], "unknown option --nope"),
+    "least above most": (["--nnodes", "4:2", "SCRIPT"], "--nnodes 4:2: the minimum, 4, is greater"),
+    "no program": ([], "training_script"),
+    "missing script": (["not/there.py"], "training script not/there.py does not exist"),
+    "missing command": (["--no-python", "no-such-command"], "command no-such-command is neither"),
+    "wrong setting": (["--rdzv-conf", "patience=1", "SCRIPT"], "--rdzv-conf sets patience"),
+    "wrong value": (["--rdzv-conf", "join_timeout=soon", "SCRIPT"], "join_timeout"),
+    "configuration": (["--config", "not/there.toml", "SCRIPT"], "not/there.toml cannot be read"),
+    "no place to meet": (
+        ["--nnodes", "2", "--rdzv-backend", "c10d", "SCRIPT"],
+        "give --rdzv-endpoint HOST:PORT",
+    ),
+    "unknown host": (
+        ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=no-such-host.invalid:1", "SCRIPT"],
+        "no-such-host.invalid",
+    ),
+}
+
+
+def sentences(stderr: str) -> list[str]:
+    """The lines of a short message, after checking that it is one for people."""
+    assert "Traceback" not in stderr
+    return stderr.splitlines()
+
+
+@pytest.mark.parametrize("case", USAGE)
+def test_wrong_usage_is_one_sentence_and_exit_code_2(run, case: str) -> None:
+    args, expected = USAGE[case]
+    script = str(run.scripts / "hello.py")
+    launch = run(*[script if arg == "SCRIPT" else arg for arg in args])
+    stdout, stderr = launch.end_with(ExitCode.USAGE, timeout=10)
+    (sentence,) = sentences(stderr)
+    assert sentence.startswith("dlrover-run: ")
+    assert expected in sentence
+    assert not stdout
+
+
+def test_an_unwritable_job_directory_is_named(run, tmp_path) -> None:
+    (tmp_path / "file").touch()
+    launch = run("--job-dir", tmp_path / "file", run.scripts / "hello.py")
+    (sentence,) = sentences(launch.end_with(ExitCode.USAGE)[1])
+    assert f"--job-dir {tmp_path / 'file'} cannot be used" in sentence
+
+
+def test_a_job_directory_in_use_is_refused_and_the_job_in_it_unharmed(run) -> None:
+    first = run(run.scripts / "wait_for_file.py", "go")
+    first.wait_for("worker")
+    second = run(run.scripts / "hello.py")
+    (sentence,) = sentences(second.end_with(ExitCode.USAGE)[1])
+    assert f"another dlrover-run uses it (process {first.process.pid})" in sentence
+    (first.job_dir.parent / "go").touch()
+    first.succeed()
+
+
+def test_a_taken_port_for_the_master_is_named(run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        launch = run(*meeting_at(port), "--nnodes=2", run.scripts / "hello.py")
+        _, stderr = launch.end_with(ExitCode.INFRASTRUCTURE, timeout=10)
+    assert any(f":{port}: the port is taken" in line for line in sentences(stderr))
+
+
+def test_a_round_without_enough_nodes_ends_when_it_said(run) -> None:
+    conf = "--rdzv-conf=join_timeout=2"
+    launch = run(*meeting_at(run.free_port()), "--nnodes=2", conf, run.scripts / "hello.py")
+    _, stderr = launch.end_with(ExitCode.INFRASTRUCTURE, timeout=10)
+    reason = "only 1 of at least 2 nodes joined round 1 within 2 s (join_timeout)."
+    assert reason in sentences(stderr)
+
+
+@pytest.mark.parametrize("listener", ["none", "silent", "deaf"])
+def test_an_unreachable_master_is_given_up_after_connect_timeout(run, listener: str) -> None:
+    """Nobody listens, somebody who never answers, or somebody who takes no connection at all."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        host, port = held.getsockname()
+        fillers = []
+        if listener != "none":
+            held.listen(0)
+        if listener == "deaf":
+            fillers = [fill(host, port) for _ in range(4)]
+        launch = run(
+            "--rdzv-conf=connect_timeout=2",
+            run.scripts / "hello.py",
+            env={"DLROVER_MASTER_ADDR": f"{host}:{port}", "DLROVER_TOKEN": "secret"},
+        )
+        _, stderr = launch.end_with(ExitCode.INFRASTRUCTURE, timeout=12)
+        for filler in fillers:
+            filler.close()
+    sentence = f"No DLRover master answered at {host}:{port} within 2 s (connect_timeout)."
+    assert sentences(stderr)[0] == sentence
+
+
+def fill(host: str, port: int) -> socket.socket:
+    """Take one place in the queue of a listener, so that it drops further connections."""
+    sock = socket.socket()
+    sock.setblocking(False)
+    sock.connect_ex((host, port))
+    return sock
+
+
+def meeting_at(port: int) -> list[str]:
+    return ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=meeting"]

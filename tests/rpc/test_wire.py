@@ -1,0 +1,166 @@
+"""What goes over the wire: nothing but the messages that were meant, whatever the bytes are."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from dlrover.errors import ConfigurationError, ProtocolError
+from dlrover.rpc import messages, wire
+from dlrover.spec.events import Event, WorkerFailed
+from dlrover.spec.failure import Failure, FailureKind, Origin, Verdict
+from dlrover.spec.outcome import Outcome
+from dlrover.spec.world import Offer, World
+
+FAILURE = Failure(
+    id="f", kind=FailureKind.SIGNAL, node_id=3, rank=25, local_rank=1, round=2, signal=9
+)
+VERDICT = Verdict(title="rank 25 was killed by SIGKILL", origin=Origin.INFRASTRUCTURE)
+STATUS = messages.Status(
+    name="job",
+    phase="running",
+    round=2,
+    world_size=16,
+    restarts=1,
+    steps=5,
+    total_steps=9,
+    waiting_for="",
+    nodes=(messages.NodeState(0, 0, "running", "host", True, 5),),
+    outcome=Outcome(exit_code=1, reason="it failed", failure=FAILURE, verdict=VERDICT),
+)
+EXAMPLES: list[tuple[Any, msgspec.Struct]] = [
+    (messages.AgentMessage, messages.Hello("uid", 3, 1, "host", 2)),
+    (messages.AgentMessage, messages.Join(2, Offer(8, "host", 1234))),
+    (messages.AgentMessage, messages.Heartbeat(2, 10**12)),
+    (messages.AgentMessage, messages.Failed(FAILURE)),
+    (messages.AgentMessage, messages.Succeeded(2)),
+    (messages.MasterMessage, messages.Welcome(3, 2, 15.0)),
+    (messages.MasterMessage, messages.CallToRound(3, "node 2 was lost")),
+    (messages.MasterMessage, messages.AssignWorld(World(2, 1, 0, 2, 0, 16, "host", 1234))),
+    (messages.MasterMessage, messages.Dismiss(Outcome(exit_code=0, reason="done"))),
+    (messages.StoreRequest, messages.SetKey("key", b"\x00\xff")),
+    (messages.StoreRequest, messages.GetKey("key", 1.5)),
+    (messages.StoreRequest, messages.AddToKey("key", -1, "request")),
+    (messages.StoreRequest, messages.DeleteKeys("k")),
+    (messages.StoreRequest, messages.EnterBarrier("b", "m", 2, 0.0)),
+    (messages.StoreReply, messages.StoreReply(None)),
+    (messages.Status, STATUS),
+    (messages.Notice, messages.Notice((Event(1, 2.5, WorkerFailed(FAILURE, VERDICT)),), STATUS)),
+]
+KINDS = [messages.AgentMessage, messages.MasterMessage, messages.StoreRequest, messages.Status]
+
+
+def refusal(data: bytes, kind: Any) -> str:
+    """Why bytes are refused; empty if they are a message."""
+    try:
+        wire.decode(data, kind)
+    except ProtocolError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("kind", "message"), EXAMPLES, ids=lambda value: type(value).__name__)
+def test_a_message_arrives_as_it_was_sent(kind: Any, message: msgspec.Struct) -> None:
+    assert wire.decode(wire.encode(message), kind) == message
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.binary(max_size=64), kind=st.sampled_from(KINDS))
+def test_any_bytes_are_a_message_or_are_refused(data: bytes, kind: Any) -> None:
+    assert len(refusal(data, kind)) < 300
+
+
+@settings(max_examples=300, deadline=None)
+@given(example=st.sampled_from(EXAMPLES), data=st.data())
+def test_a_damaged_message_is_a_message_or_is_refused(example: Any, data: st.DataObject) -> None:
+    kind, message = example
+    encoded = bytearray(wire.encode(message))
+    place = data.draw(st.integers(0, len(encoded) - 1))
+    encoded[place] = data.draw(st.integers(0, 255))
+    assert len(refusal(bytes(encoded), kind)) < 300
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        b"\x91" * 1_000_000,
+        b"\x82\xa4type\xa5hello\xa1x" + b"\x91" * 1_000_000,
+        b"\x81\xa1x" * 100_000,
+        b"\x82\xa4type\xa5hello\xa3uid\xa2\xff\xfe",
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        pickle.dumps(messages.Hello),
+        wire.encode(messages.Heartbeat(1, 2)) + b"more",
+        wire.encode(messages.Heartbeat(1, 2))[:-1],
+    ],
+    ids=range(12),
+)
+def test_what_is_no_message_is_refused(data: bytes) -> None:
+    assert refusal(data, messages.AgentMessage).startswith("A message could not be read: ")
+
+
+def test_a_refusal_names_what_is_wrong() -> None:
+    assert "`uid`" in refusal(msgspec.msgpack.encode({"type": "hello"}), messages.AgentMessage)
+    assert "'goodbye'" in refusal(
+        msgspec.msgpack.encode({"type": "goodbye"}), messages.AgentMessage
+    )
+    assert "$.steps" in refusal(
+        msgspec.msgpack.encode({"type": "heartbeat", "round": 1, "steps": "1"}),
+        messages.AgentMessage,
+    )
+
+
+def test_a_refusal_does_not_repeat_a_long_message() -> None:
+    long = msgspec.msgpack.encode({"type": "x" * 1_000_000})
+    assert 0 < len(refusal(long, messages.AgentMessage)) < 300
+
+
+def test_fields_of_a_newer_peer_are_left_out() -> None:
+    newer = msgspec.msgpack.encode({"type": "heartbeat", "round": 1, "steps": 2, "mood": [3]})
+    assert wire.decode(newer, messages.AgentMessage) == messages.Heartbeat(1, 2)
+
+
+def test_tokens_match_only_when_equal() -> None:
+    assert wire.token_matches("secret", "secret")
+    for other in ("", "secre", "secrets", "Secret", None, b"secret", "sécret"):
+        assert not wire.token_matches(other, "secret")
+
+
+@pytest.mark.parametrize("token", ["", " ", "a ", "a\nb", "ü", "x" * 4097, "\x00"])
+def test_a_token_that_headers_cannot_carry_is_refused(token: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"token has .* printable ASCII"):
+        wire.checked_token(token)
+
+
+@pytest.mark.parametrize("token", ["a", "two words", "x" * 4096])
+def test_other_tokens_are_accepted(token: str) -> None:
+    assert wire.checked_token(token) == token
+
+
+def test_tls_names_the_file_that_is_wrong(tmp_path: Path) -> None:
+    junk = tmp_path / "junk.pem"
+    junk.write_text("no certificate")
+    absent = str(tmp_path / "absent.pem")
+    with pytest.raises(ConfigurationError, match="both tls_cert and tls_key"):
+        wire.Tls(cert=str(junk)).server_credentials()
+    with pytest.raises(ConfigurationError, match=r"tls_key: .*absent.pem cannot be read: No such"):
+        wire.Tls(cert=str(junk), key=absent).server_credentials()
+    with pytest.raises(ConfigurationError, match=r"tls_cert .*junk.pem and tls_key .*junk.pem are"):
+        wire.Tls(cert=str(junk), key=str(junk)).server_credentials()
+    with pytest.raises(ConfigurationError, match=r"tls_ca: .*absent.pem cannot be read: No such"):
+        wire.Tls(ca=absent).channel_credentials()
+    with pytest.raises(ConfigurationError, match=r"tls_ca .*junk.pem holds no PEM certificate"):
+        wire.Tls(ca=str(junk)).channel_credentials()
+
+
+def test_without_files_there_is_no_tls() -> None:
+    assert wire.Tls().server_credentials() is None
+    assert wire.Tls().channel_credentials() is None

@@ -1,0 +1,428 @@
+"""The job machine among real agent machines: faults by seed, and peers that say anything in any order."""
+
+import copy
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from dlrover.errors import ExitCode
+from dlrover.master.machine import inputs
+from dlrover.master.machine.job import JobMachine, Phase
+from dlrover.spec.events import RoundOpened
+from dlrover.spec.failure import Failure, FailureKind
+from dlrover.spec.job import JobSpec, Limits
+from dlrover.spec.node import NodeStatus
+from dlrover.spec.world import Offer
+from dlrover.testing.cluster import Cluster
+from dlrover.testing.nodes import Delays
+
+ENOUGH = Limits(
+    max_infrastructure_restarts=1000, no_progress_restarts=1000, node_start_attempts=1000
+)
+
+
+def job(minimum: int, maximum: int, *, managed: bool = False, **options: object) -> JobSpec:
+    settings_of_job = {"limits": ENOUGH, "max_restarts": 1000} | options
+    return JobSpec(
+        name="simulated",
+        min_nodes=minimum,
+        max_nodes=maximum,
+        managed_nodes=maximum if managed else 0,
+        **settings_of_job,
+    )
+
+
+def started(spec: JobSpec, **options: object) -> Cluster:
+    """A cluster whose first round trains."""
+    nodes = 0 if spec.managed_nodes else spec.max_nodes
+    cluster = Cluster(spec, **({"nodes": nodes, "steps": 200} | options))
+    cluster.run_until(lambda: cluster.training)
+    return cluster
+
+
+def rounds(cluster: Cluster) -> int:
+    return sum(isinstance(event.body, RoundOpened) for event in cluster.events)
+
+
+def settle(cluster: Cluster) -> None:
+    """Long enough for everything that follows from one fault."""
+    cluster.run(50.0)
+    assert cluster.training, cluster.describe()
+
+
+# ---- one fault costs one round
+
+SEEDS = range(8)
+
+
+@pytest.mark.parametrize("managed", [True, False])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_killed_worker_costs_one_round_and_no_node(seed, managed):
+    cluster = started(job(3, 3, managed=managed), seed=seed)
+    nodes = set(cluster.machine.nodes)
+    cluster.kill_worker(
+        cluster.nodes[seed % 3], random.Random(seed).choice(list(FailureKind)), echoes=2
+    )
+    settle(cluster)
+    assert (rounds(cluster), cluster.machine.restarts.count) == (2, 1)
+    assert set(cluster.machine.nodes) == nodes
+    assert cluster.finish().exit_code == ExitCode.SUCCESS
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_killed_agent_of_a_managed_job_of_fixed_size_costs_one_round(seed):
+    cluster = started(job(3, 3, managed=True), seed=seed)
+    cluster.kill_agent(cluster.nodes[seed % 3])
+    settle(cluster)
+    assert (rounds(cluster), cluster.machine.restarts.count) == (2, 1)
+    assert cluster.machine.world_size == 6
+    assert cluster.finish().exit_code == ExitCode.SUCCESS
+
+
+@pytest.mark.parametrize("managed", [True, False])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_killed_agent_of_an_elastic_job_costs_a_round_to_shrink_and_one_to_grow(seed, managed):
+    delays = Delays(revive=(20.0, 25.0), launch=(8.0, 9.0))
+    cluster = started(job(2, 3, managed=managed), seed=seed, delays=delays)
+    cluster.kill_agent(cluster.nodes[seed % 3])
+    cluster.run_until(lambda: cluster.training and cluster.machine.rendezvous.round == 2, 8.0)
+    assert cluster.machine.world_size == 4
+    settle(cluster)
+    assert (rounds(cluster), cluster.machine.restarts.count) == (3, 1)
+    assert cluster.machine.world_size == 6
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nodes_that_come_together_cost_one_round(seed):
+    cluster = started(job(2, 6), nodes=2, seed=seed, delays=Delays(launch=(0.2, 1.0)))
+    for _ in range(3):
+        cluster.add_node()
+    settle(cluster)
+    assert (rounds(cluster), cluster.machine.restarts.count) == (2, 0)
+    assert cluster.machine.world_size == 10
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_node_too_many_waits_until_it_is_needed(seed):
+    cluster = started(job(3, 3), seed=seed)
+    spare = cluster.add_node()
+    settle(cluster)
+    assert rounds(cluster) == 1
+    cluster.kill_agent(cluster.nodes[0])
+    settle(cluster)
+    assert (rounds(cluster), spare.training) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda c: c.disconnect(c.nodes[1], 1.5),
+        lambda c: c.silence(c.nodes[1], 50.0),
+        lambda c: c.kill_master(30.0),
+        lambda c: [c.disconnect(c.nodes[0]), c.kill_master(0.1), c.silence(c.nodes[2], 5.0)],
+    ],
+    ids=["short disconnection", "short silence", "lost master", "all together"],
+)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_stops_no_worker_costs_no_round(seed, fault):
+    cluster = started(job(3, 3), seed=seed)
+    fault(cluster)
+    settle(cluster)
+    assert rounds(cluster) == 1
+    assert cluster.finish().restarts == 0
+
+
+@pytest.mark.parametrize("managed", [True, False])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_node_that_stays_silent_costs_its_place_and_comes_back_as_a_new_one(seed, managed):
+    delays = Delays(launch=(4.0, 5.0))
+    cluster = started(job(2, 3, managed=managed), seed=seed, steps=400, delays=delays)
+    cluster.silence(cluster.nodes[1], 90.0)
+    cluster.run(120.0)
+    assert (rounds(cluster), cluster.machine.restarts.count) == (3, 1)
+    assert cluster.machine.world_size == 6
+    assert len(cluster.alive) == 3
+    lost = cluster.machine.nodes[cluster.nodes[1].launched_as] if managed else None
+    assert lost is None or lost.status is NodeStatus.LOST
+
+
+# ---- the job always reaches its end
+
+
+def troubled(seed: int) -> Cluster:
+    """A job of random size and kind, whose faults end after two minutes."""
+    chance = random.Random(seed)
+    unit = chance.choice([1, 1, 1, 2])
+    maximum = unit * chance.randint(1, 5 // unit)
+    minimum = unit * chance.randint(1, maximum // unit)
+    managed = chance.random() < 0.5
+    cluster = Cluster(
+        job(minimum, maximum, managed=managed, node_unit=unit),
+        nodes=0 if managed else maximum + chance.randrange(2),
+        nproc=chance.randint(1, 3),
+        steps=chance.choice([5, 40, 100]),
+        seed=seed,
+        delays=Delays(revive=(0.1, 20.0)),
+    )
+    away = [0.1, 1.0, 5.0, 30.0]
+    cluster.inject(
+        [
+            lambda n: cluster.kill_worker(n, chance.choice(list(FailureKind)), chance.randrange(3)),
+            cluster.kill_agent,
+            lambda n: cluster.disconnect(n, chance.choice([0.0, 0.0, 1.0, 2.0, 5.0, 20.0])),
+            lambda n: cluster.silence(n, chance.choice([0.5, 2.0, 30.0, 70.0, 100.0])),
+            lambda _: cluster.kill_master(chance.choice(away)),
+            lambda _: cluster.kill_master(chance.choice(away), after_commands=chance.randrange(6)),
+            lambda _: cluster.add_node() if chance.random() < 0.3 else None,
+        ],
+        every=chance.choice([0.5, 2.0, 5.0, 20.0]),
+        until=120.0,
+    )
+    return cluster
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(8))
+def test_a_job_whose_faults_end_succeeds_and_its_nodes_leave(block):
+    for seed in range(block * 125, (block + 1) * 125):
+        cluster = troubled(seed)
+        outcome = cluster.finish(limit=3600.0)
+        assert outcome.exit_code == ExitCode.SUCCESS, f"seed {seed}: {outcome.reason}"
+        assert cluster.program.steps_done >= cluster.program.steps
+        assert cluster.machine.phase is Phase.SUCCEEDED
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_without_a_budget_the_job_ends_in_order(seed):
+    cluster = started(job(2, 3, max_restarts=0), seed=seed)
+    cluster.kill_worker(cluster.nodes[0], FailureKind.EXCEPTION)
+    outcome = cluster.finish(30.0)
+    assert outcome.exit_code == ExitCode.USER_CODE
+    assert outcome.failure is not None
+    assert outcome.failure.exception == "ValueError"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_an_echo_that_is_reported_first_is_not_the_cause(seed):
+    cluster = started(job(3, 3, max_restarts=0), seed=seed)
+    cluster.silence(cluster.nodes[1], 0.3)  # its reports come late
+    cluster.kill_worker(cluster.nodes[1], FailureKind.EXCEPTION, echoes=2)
+    outcome = cluster.finish(60.0)
+    assert outcome.failure is not None
+    assert outcome.failure.exception == "ValueError"
+    assert len(outcome.others) <= 2
+
+
+@pytest.mark.slow
+def test_ten_thousand_nodes_form_a_world_and_recover():
+    count = 10_000
+    cluster = Cluster(
+        job(count, count, managed=True), nproc=8, steps=30, seed=1, validate_every=5_000
+    )
+    cluster.run_until(lambda: cluster.training)
+    assert cluster.machine.world_size == 8 * count
+    cluster.kill_worker(cluster.nodes[4321], echoes=100)
+    cluster.kill_agent(cluster.nodes[1234])
+    cluster.run_until(lambda: cluster.training and cluster.machine.rendezvous.round == 2)
+    cluster.kill_master()
+    assert cluster.finish().exit_code == ExitCode.SUCCESS
+    assert rounds(cluster) == 2
+
+
+# ---- anything in any order
+
+Noise = list[tuple[int, int, int]]
+NOISE = st.lists(
+    st.tuples(st.integers(0, 19), st.integers(0, 7), st.integers(0, 7)), min_size=25, max_size=80
+)
+JOBS = st.sampled_from(
+    [
+        job(minimum, maximum, managed=managed, node_unit=unit, max_restarts=restarts, limits=limits)
+        for minimum, maximum, unit in [(1, 1, 1), (1, 3, 1), (2, 4, 2), (3, 3, 1)]
+        for managed in (False, True)
+        for restarts, limits in [(0, Limits()), (1000, ENOUGH)]
+    ]
+)
+quick = settings(
+    max_examples=1000,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+class HostilePeers:
+    """Makes inputs out of numbers: all that the master's shell lets pass, sensible or not."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        self.machine = JobMachine()
+        self.now = 1000.0
+        self.last: inputs.Input = inputs.Submitted(spec)
+        self.ended = 0
+        self.give(self.last)
+
+    def give(self, event: inputs.Input) -> list[inputs.Command]:
+        self.last = event
+        over = self.machine.outcome is not None
+        commands = self.machine.handle(event, self.now)
+        self.machine.validate()
+        for command in commands:
+            assert not (over and isinstance(command, inputs.LaunchNode | inputs.CallToRound))
+            self.ended += isinstance(command, inputs.EndJob)
+        assert self.ended == (self.machine.outcome is not None)
+        assert self.machine.phase
+        assert self.machine.waiting_for(self.now) or not self.waits()
+        return commands
+
+    def waits(self) -> bool:
+        return self.machine.outcome is None and self.machine.rendezvous.collecting
+
+    def play(self, noise: Noise) -> None:
+        for kind, a, b in noise:
+            for event in self.several(kind, a, b) or [self.single(kind, a, b)]:
+                if event is not None:
+                    self.give(event)
+
+    def several(self, kind: int, a: int, b: int) -> list[inputs.Input | None]:
+        """What brings the job on: nodes come, all join, most succeed."""
+        machine, rdzv = self.machine, self.machine.rendezvous
+        if kind == 17:
+            uids = [f"agent {i}" for i in range(1, 4 + b % 2)]
+            return [inputs.NodeConnected(uid, -1, -1, "host", 0) for uid in uids]
+        if kind == 18:
+            joining = set(machine.by_uid.values()) - set(machine.worlds if b == 7 else ())
+            return [inputs.NodeJoined(i, rdzv.next_round, offer(a)) for i in sorted(joining)]
+        if kind == 19:
+            return [inputs.NodeSucceeded(i, rdzv.round) for i in rdzv.members[0 if b == 7 else 1 :]]
+        return []
+
+    def single(self, kind: int, a: int, b: int) -> inputs.Input | None:
+        """What the shell would make of a message; None where it would make nothing."""
+        machine, rdzv = self.machine, self.machine.rendezvous
+        current = rdzv.next_round if kind % 2 else rdzv.round
+        round_ = [current, current, current, rdzv.last_round, 0, -1, 10**9, 2**63][b]
+        attended = list(machine.by_uid.values())
+        launched = [n.id for n in machine.nodes.values() if n.launched]
+        common = self.anybody(kind, a, b, round_)
+        if kind in (10, 11) and launched:
+            node_id = launched[a % len(launched)]
+            exited = inputs.NodeExited(node_id, "its agent ended")
+            return exited if kind == 10 else inputs.NodePlaced(node_id, f"process {b}")
+        if kind >= 12 and attended:
+            node_id = attended[a % len(attended)]
+            return {
+                12: inputs.NodeDisconnected(node_id),
+                13: inputs.NodeSilent(node_id, 60.0),
+                14: inputs.NodeSucceeded(node_id, round_),
+                15: inputs.NodeJoined(node_id, round_, offer(a)),
+                16: inputs.NodeDisconnected(node_id),
+            }.get(kind)
+        return common
+
+    def anybody(self, kind: int, a: int, b: int, round_: int) -> inputs.Input | None:
+        """What does not come from a node that is known."""
+        machine, rdzv = self.machine, self.machine.rendezvous
+        if kind <= 2:
+            self.now += [0.0, 0.5, 1.0, 3.5, 16.0, 31.0, 61.0, 601.0 if b == 7 else 0.0][a]
+            return inputs.DeadlinePassed()
+        if kind <= 5:
+            uid = f"agent {a}" if a else ""
+            running = round_ if kind == 5 else rdzv.last_round * (b % 2)
+            claimed = machine.by_uid.get(uid, [-1, 0, 1, 2, 99, -7, 3, 2**40][b])
+            return inputs.NodeConnected(uid, claimed, b - 1, "host", running)
+        if kind == 8:
+            return inputs.WorkerFailed(self.failure(a, b, round_))
+        rare = {
+            6: inputs.StopRequested("stopped", [5, 143, 0, 77][self.machine.steps % 4])
+            if a == b == 7
+            else None,
+            7: inputs.MasterStarted(7) if a >= 6 else None,
+            9: inputs.Progressed(rdzv.round, machine.steps + 1 + a),
+        }
+        return rare.get(kind)
+
+    def failure(self, a: int, b: int, round_: int) -> Failure:
+        return Failure(
+            id=f"{a}",
+            kind=list(FailureKind)[a % 4],
+            exit_code=b,
+            exception=["ValueError", "DistNetworkError", "SyntaxError"][a % 3],
+            node_id=a - 1,
+            rank=b,
+            local_rank=a,
+            round=round_,
+            time=self.now + a - b,
+            steps=(a - 1) * 10,
+            message="x" * 100_000 if a == 6 else "",
+        )
+
+
+def offer(a: int) -> Offer:
+    return Offer(1 + a % 3, f"10.0.0.{a}", 29400 + a)
+
+
+@pytest.mark.slow
+@quick
+@given(JOBS, NOISE)
+def test_no_order_of_inputs_breaks_the_job_machine(spec, noise):
+    HostilePeers(spec).play(noise)
+
+
+REPEATABLE = (
+    inputs.NodeExited
+    | inputs.NodeDisconnected
+    | inputs.NodeSilent
+    | inputs.NodeJoined
+    | inputs.WorkerFailed
+    | inputs.NodeSucceeded
+    | inputs.Progressed
+    | inputs.StopRequested
+    | inputs.DeadlinePassed
+)
+
+
+@pytest.mark.slow
+@settings(quick, max_examples=300)
+@given(JOBS, NOISE)
+def test_an_input_that_is_repeated_changes_nothing(spec, noise):
+    peers = HostilePeers(spec)
+    peers.play(noise)
+    if not isinstance(peers.last, REPEATABLE):
+        return
+    before = copy.deepcopy(peers.machine)
+    commands = peers.give(peers.last)
+    assert all(isinstance(command, inputs.CallToRound) for command in commands)
+    before._out = peers.machine._out
+    assert peers.machine == before
+
+
+@pytest.mark.slow
+@settings(quick, max_examples=300)
+@given(JOBS, NOISE)
+def test_after_any_noise_nodes_that_behave_form_a_world(spec, noise):
+    peers = HostilePeers(spec)
+    peers.play(noise)
+    machine = peers.machine
+    for node_id in list(machine.by_uid.values()):
+        peers.give(inputs.NodeDisconnected(node_id))
+    honest = [f"honest {i}" for i in range(spec.max_nodes)]
+    inbox = [
+        command
+        for uid in honest
+        for command in peers.give(inputs.NodeConnected(uid, -1, -1, "host", 0))
+    ]
+    for _ in range(100):
+        members = {machine.by_uid[uid] for uid in honest} & set(machine.worlds)
+        if machine.outcome is not None or (members and not machine.rendezvous.collecting):
+            break
+        while inbox:
+            command = inbox.pop(0)
+            if isinstance(command, inputs.Welcome | inputs.CallToRound):
+                joined = inputs.NodeJoined(command.node_id, command.round, offer(1))
+                inbox += peers.give(joined)
+        peers.now = max(peers.now, machine.deadline() or peers.now)
+        inbox += peers.give(inputs.DeadlinePassed())
+    else:
+        raise AssertionError(machine.waiting_for(peers.now))
