@@ -39,8 +39,8 @@ class Worker(NamedTuple):
     """Content of the error file."""
     slot: Slot
     """What is on the progress board."""
-    modules: list[str] | None
-    """The list of imported modules."""
+    modules: dict | None
+    """What it had loaded at its first step."""
 
 
 def plain(directory: Path, *args: str, **variables: str) -> Ended:
@@ -60,15 +60,15 @@ def plain(directory: Path, *args: str, **variables: str) -> Ended:
 class Zygote:
     """A zygote that runs workers one after another."""
 
-    def __init__(self, directory: Path, preload: Sequence[str] = (), **variables: str) -> None:
+    def __init__(self, directory: Path, preload: dict | None = None, **variables: str) -> None:
+        self.problem = ""
         self._directory = directory
         self._env = {**os.environ, **variables}
         self._board_fd = make_board()
         self._preload = ""
         if preload:
             self._preload = str(directory / "preload.json")
-            Path(self._preload).write_text(json.dumps(list(preload)))
-        self._count = 0
+            Path(self._preload).write_text(json.dumps({"own": {}, **preload}))
 
     def run(self, *programs: Sequence[str], strike: signal.Signals | None = None) -> list[Worker]:
         """Run programs, given as the arguments of python, one after another."""
@@ -102,7 +102,7 @@ class Zygote:
                 os.kill(pids[-1], strike)
             status = await asyncio.wait_for(exited.get(), 20)
             workers.append(self._worker(order, status))
-        assert not zygote.problem
+        self.problem = zygote.problem
         zygote.close()
         await zygote.wait()
         return workers
@@ -111,7 +111,7 @@ class Zygote:
         base = self._directory / f"worker-{number}"
         module = program[0] == "-m"
         for name in (f"{base}.out", f"{base}.err"):
-            Path(name).touch()
+            Path(name).write_text("")
         return Order(
             spawn=number,
             entry="module" if module else "script",
@@ -168,7 +168,6 @@ EXITS = {
     "exit -1": "raise SystemExit(-1)",
     "exit True": "raise SystemExit(True)",
     "exit of 64 bits": "raise SystemExit(2**40 + 5)",
-    "exit of 80 bits": "raise SystemExit(2**80)",
     "exit text": "raise SystemExit('what went wrong: \\u00fc')",
     "exit tuple": "raise SystemExit(1, 2)",
     "exit object": "raise SystemExit([None])",
@@ -461,3 +460,170 @@ def test_a_crash_shows_where_the_program_was(tmp_path: Path) -> None:
     assert worker.ended.code == -signal.SIGSEGV
     assert "Fatal Python error: Segmentation fault" in worker.ended.stderr
     assert f'File "{tmp_path}/program.py", line 4 in crash' in worker.ended.stderr
+
+
+# ---- a warm zygote
+
+
+@pytest.fixture
+def packages(tmp_path: Path) -> Path:
+    """A directory that counts as one of installed packages."""
+    directory = tmp_path / "site-packages"
+    directory.mkdir()
+    return directory
+
+
+def run_warm(directory: Path, preload: dict, *programs: Sequence[str]) -> list[Worker]:
+    """Run programs as workers of a zygote that has imported modules, which must not be a problem."""
+    zygote = Zygote(directory, preload, PYTHONPATH=str(directory / "site-packages"))
+    workers = zygote.run(*programs)
+    assert not zygote.problem
+    return workers
+
+
+def problem_of(directory: Path, preload: dict) -> str:
+    zygote = Zygote(directory, preload, PYTHONPATH=str(directory / "site-packages"))
+    zygote.run(["program.py"])
+    return zygote.problem
+
+
+def test_a_warm_zygote_has_imported_what_its_workers_need(
+    tmp_path: Path, packages: Path, capfd
+) -> None:
+    write(packages, installed="print('imported', __name__)\nimport json.tool")
+    write(tmp_path, program="import sys, installed; print('json.tool' in sys.modules)")
+    workers = run_warm(tmp_path, {"names": ["installed"]}, ["program.py"], ["program.py"])
+    assert [worker.ended for worker in workers] == [Ended(0, "True\n", "")] * 2
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_importing_does_to_a_process_is_there_in_a_fork(
+    tmp_path: Path, packages: Path
+) -> None:
+    source = """
+        import atexit, os, sys, warnings
+        os.environ.setdefault("KMP_INIT_AT_FORK", "FALSE")
+        os.environ["PATH"] += ":/opt/installed"
+        os.environ.pop("TO_REMOVE", None)
+        warnings.filterwarnings("error", message="of this kind")
+        warnings.warn("while importing")
+        sys.path.append("/added")
+        atexit.register(print, "exit handler of the package")
+        """
+    write(packages, installed=source)
+    source = """
+        import installed, os, sys, warnings
+        print(os.environ["KMP_INIT_AT_FORK"], os.environ["PATH"], os.environ.get("TO_REMOVE"))
+        print(warnings.filters, warnings.showwarning.__module__)
+        print([path for path in sys.path if "zip" not in path])
+        """
+    write(tmp_path, program=source)
+    variables = {"PYTHONPATH": str(packages), "TO_REMOVE": "x"}
+    expected = plain(tmp_path, "program.py", **variables)
+    (worker,) = Zygote(tmp_path, {"names": ["installed"]}, **variables).run(["program.py"])
+    assert worker.ended.code == expected.code == 0
+    assert worker.ended.stdout == expected.stdout
+    assert "while importing" in expected.stderr  # this alone a fork has no reason to repeat
+    assert worker.ended.stderr == ""
+
+
+@pytest.mark.parametrize("source", ["os.environ['LOCAL_RANK']", "os.getenv('RANK', '0')"])
+def test_modules_that_ask_for_their_rank_are_not_imported_ahead(
+    tmp_path: Path, packages: Path, source: str
+) -> None:
+    write(packages, installed=f"import os; rank = {source}")
+    write(tmp_path, program="import installed; print(installed.rank)")
+    problem = problem_of(tmp_path, {"names": ["installed"]})
+    assert "RANK, which only workers have" in problem
+
+
+def test_modules_with_threads_are_not_imported_ahead(tmp_path: Path, packages: Path) -> None:
+    thread = "threading.Thread(target=time.sleep, args=(9,), daemon=True, name='beat').start()"
+    write(packages, installed=f"import threading, time; {thread}")
+    write(tmp_path, program="")
+    assert problem_of(tmp_path, {"names": ["installed"]}) == "importing started threads: beat"
+
+
+def test_a_module_that_fails_to_import_is_the_workers_to_report(
+    tmp_path: Path, packages: Path
+) -> None:
+    write(packages, installed="raise ValueError('broken package')", other="")
+    write(tmp_path, program="import other, installed")
+    names = ["installed", "no_longer_there", "other"]
+    (worker,) = run_warm(tmp_path, {"names": names}, ["program.py"])
+    assert worker.ended.stderr.endswith("ValueError: broken package\n")
+    assert worker.error["message"]["message"] == "ValueError: broken package"
+
+
+LISTS = """
+    import json, sys
+    sys.path.append("..")
+    import helper, installed, shared
+    from dlrover.elastic import bootstrap
+    with open("loaded.json", "w") as file:
+        json.dump(bootstrap.loaded_modules(), file)
+    print(shared.__file__)
+    """
+
+
+def test_a_programs_own_modules_come_before_installed_ones(tmp_path: Path, packages: Path) -> None:
+    """A package imports a module that the program replaces: so must it be after a restart."""
+    write(packages, installed="import shared", shared="")
+    write(tmp_path, program=LISTS, helper="", shared="")
+    (cold,) = Zygote(tmp_path, PYTHONPATH=str(packages)).run(["program.py"])
+    assert cold.ended == Ended(0, f"{tmp_path}/shared.py\n", "")
+    loaded = read_json(tmp_path / "loaded.json")
+    own = {name: f"{tmp_path}/{name}.py" for name in ("helper", "shared")}
+    assert "installed" in loaded["names"]
+    assert loaded["own"] == own
+    expected = "importing loaded other modules than the program's: shared"
+    assert problem_of(tmp_path, loaded) == expected
+
+
+def test_a_restart_runs_the_program_as_it_is_now(tmp_path: Path, packages: Path) -> None:
+    write(packages, installed="", shared="")
+    write(tmp_path, program=LISTS, helper="")
+    (cold,) = Zygote(tmp_path, PYTHONPATH=str(packages)).run(["program.py"])
+    loaded = read_json(tmp_path / "loaded.json")
+    assert cold.ended.stdout == f"{packages}/shared.py\n"
+    assert loaded["own"] == {"helper": f"{tmp_path}/helper.py"}
+    write(tmp_path, helper="print('a new helper')")
+    (worker,) = run_warm(tmp_path, loaded, ["program.py"])
+    assert worker.ended.stdout == f"a new helper\n{packages}/shared.py\n"
+    write(tmp_path, program="import sys; print('installed' in sys.modules)\nimport broken_now")
+    (worker,) = run_warm(tmp_path, loaded, ["program.py"])
+    assert (worker.ended.code, worker.ended.stdout) == (1, "True\n")
+
+
+def test_modules_of_the_current_directory_are_not_imported_ahead(
+    tmp_path: Path, packages: Path
+) -> None:
+    """The program lies elsewhere, so it took the installed module of this name."""
+    (tmp_path / "source").mkdir()
+    write(packages, shared="")
+    write(tmp_path, shared="raise SystemExit('wrong module')")
+    write(tmp_path / "source", program="import shared; print(shared.__file__)")
+    (worker,) = run_warm(tmp_path, {"names": ["shared"]}, ["source/program.py"])
+    assert worker.ended == Ended(0, f"{packages}/shared.py\n", "")
+
+
+def test_forks_draw_different_random_numbers(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    source = """
+        import numpy, random, uuid, tempfile
+        print(random.random(), numpy.random.rand(), uuid.uuid4(), tempfile.mktemp())
+        """
+    write(tmp_path, program=source)
+    names = ["random", "tempfile", "uuid", *(["numpy", "numpy.random"] if numpy else [])]
+    first, second = run_warm(tmp_path, {"names": names}, ["program.py"], ["program.py"])
+    drawn = [set(worker.ended.stdout.split()) for worker in (first, second)]
+    assert len(drawn[0]) == 4
+    assert not drawn[0] & drawn[1]
+
+
+@pytest.mark.parametrize("case", ["exception", "context", "syntax", "own hook", "exit handler"])
+def test_errors_look_the_same_in_a_warm_fork(tmp_path: Path, case: str) -> None:
+    write(tmp_path, program=ERRORS[case])
+    expected = plain(tmp_path, "program.py")
+    (worker,) = run_warm(tmp_path, {"names": ["json.tool", "random"]}, ["program.py"])
+    assert worker.ended == expected

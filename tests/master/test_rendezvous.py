@@ -119,6 +119,32 @@ def test_the_masters_absence_counts_against_no_time_limit():
     assert (rdzv.ready(1000.0), rdzv.deadline()) == (False, 1030.0)
 
 
+def test_time_limits_begin_when_the_round_opens():
+    rdzv = rendezvous(1, 3)
+    join(rdzv, 1, now=10.0)
+    rdzv.open([], fixed=False, now=100.0)
+    assert (rdzv.ready(129.9), rdzv.deadline()) == (False, 130.0)
+    rdzv.drop(1)
+    assert rdzv.deadline() == 700.0
+
+
+def test_a_set_that_is_complete_and_too_small_waits_for_others():
+    rdzv = opened(2, 9, 1, fixed=True)
+    join(rdzv, 1)
+    assert not rdzv.ready(599.0)
+
+
+def test_between_rounds_nothing_is_due():
+    rdzv = opened(1, 1, 1, 2, fixed=True)
+    join(rdzv, 1)
+    rdzv.complete({}, 0)
+    join(rdzv, 2)
+    assert rdzv.missing == set()
+    assert (rdzv.ready(9e9), rdzv.expired(9e9), rdzv.deadline()) == (False, False, None)
+    rdzv.drop(2)
+    assert not rdzv.expired(9e9)
+
+
 # ---- who is in, and where
 
 

@@ -95,6 +95,12 @@ def test_as_many_useless_restarts_end_a_job_that_had_progressed_before():
     assert [type(d) for d in decided] == [Restart, Restart, Stop]
 
 
+def test_a_job_that_may_not_restart_without_progress_goes_on_while_it_progresses():
+    useful, stuck = cause(steps=100), cause(steps=0, seconds=5.0)
+    decided = decisions(policy(no_progress_restarts=0), useful, stuck)
+    assert [type(d) for d in decided] == [Restart, Stop]
+
+
 def test_the_same_failure_at_the_same_step_is_no_progress():
     same = cause(USER, signature="exception:ValueError:train.py:3", steps=17)
     decided = decisions(policy(9), same, same, same, same)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, final
 
 import pytest
 
 from dlrover.errors import InfrastructureError, ProtocolError
-from dlrover.master import history as history_module
+from dlrover.master import history as history_module, service
 from dlrover.master.history import History
 from dlrover.master.journal import Journal
 from dlrover.master.machine import inputs
@@ -396,7 +397,8 @@ def test_what_the_store_refuses_is_told_in_one_sentence(tmp_path: Path) -> None:
         await job.client.store(messages.SetKey("key", b"text"))
         with pytest.raises(ProtocolError, match="Key key holds no number"):
             await job.client.store(messages.AddToKey("key", 1, "request"))
-        assert not job.inputs(messages.AddToKey)
+        with contextlib.closing(History(tmp_path / "events.jsonl")) as history:
+            assert Master(job.journal, history).store == job.master.store
 
     run(tmp_path, test)
 
@@ -487,6 +489,66 @@ def test_a_torn_last_line_of_the_history_is_written_again(tmp_path: Path) -> Non
         second.add(body, 1.0)
     second.close()
     assert path.read_bytes() == whole
+
+
+@contextlib.contextmanager
+def full_disk(path: Path) -> Iterator[None]:
+    """No file of this process may grow beyond the size of ``path``."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_events_that_a_full_disk_did_not_take_are_written_later(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with contextlib.closing(History(path)) as history:
+        history.add(events.NodeSucceeded(0), 1.0)
+        with full_disk(path):
+            history.add(events.NodeSucceeded(1), 2.0)
+            history.add(events.NodeSucceeded(2), 3.0)
+        assert len(history_module.read(path)) == 1
+        history.add(events.NodeSucceeded(3), 4.0)
+        assert history_module.read(path) == history.events
+        assert [event.seq for event in history.events] == [1, 2, 3, 4]
+
+
+def test_what_happens_while_the_disk_is_full_is_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "JOURNAL_RETRY", 0.02)
+
+    async def test(job: Job) -> None:
+        agents = job.agents(3)
+        for agent in agents:
+            await agent.running()
+        with full_disk(tmp_path / "journal.sqlite"):
+            with pytest.raises(
+                InfrastructureError, match=r"failed: The journal .* cannot be written"
+            ):
+                await job.client.store(messages.SetKey("key", b"value"))
+            agents[0].life.cancel()
+            agents[1].life.cancel()
+            await eventually(lambda: len(job.master._queues) == 1)
+            agents[1].life = asyncio.create_task(agents[1].run())
+            assert (await job.client.status()).phase == "running"
+        lost = await job.event(events.NodeLost)
+        assert lost.node == agents[0].node_id
+        worlds = [await agent.running(2) for agent in agents[1:]]
+        assert {world.node_count for world in worlds} == {2}
+        assert await job.client.store(messages.GetKey("key")) is None
+        assert len(job.bodies(events.NodeLost)) == 1
+        agents[1].life.cancel()
+
+    run(
+        tmp_path,
+        test,
+        min_nodes=1,
+        max_nodes=3,
+        limits={"reconnect_grace": 0.3},
+    )
 
 
 def test_an_unreachable_master_is_one_sentence(tmp_path: Path) -> None:

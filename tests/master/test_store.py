@@ -86,7 +86,7 @@ def small(monkeypatch) -> KeyValueStore:
 
 def test_a_key_that_does_not_fit_is_refused_and_changes_nothing(small):
     ask(small, SetKey("a", b"x" * 9))
-    with pytest.raises(ProtocolError, match="Key b does not fit, 11 bytes more: .* 20 bytes"):
+    with pytest.raises(ProtocolError, match=r"Key b does not fit, 11 bytes more: .* 20 bytes"):
         small.apply(SetKey("b", b"x" * 10))
     assert (small.values, small.size) == ({"a": b"x" * 9}, 10)
     ask(small, SetKey("b", b"x" * 9))
@@ -108,14 +108,17 @@ def test_bytes_are_counted_not_characters(small):
     ids=["additions", "members"],
 )
 def test_what_is_remembered_of_requests_is_bounded_too(small, request_of):
+    refused = 0
+    for number in range(9):
+        try:
+            ask(small, request_of(number))
+        except ProtocolError:
+            refused += 1
+        small.validate()
+    assert 0 < refused < 9
+    before = repr(small)
     ask(small, request_of(0))
-    with pytest.raises(ProtocolError, match="does not fit"):
-        for number in range(1, 9):
-            small.apply(request_of(number))
-    small.validate()
-    before = (dict(small.values), small.size)
-    assert ask(small, request_of(0)) is not None or not small.values
-    assert (small.values, small.size) == before
+    assert repr(small) == before
 
 
 # ---- any order

@@ -43,6 +43,11 @@ def until(condition: Callable[[], Any], timeout: float = 20.0, what: str = "") -
     return value
 
 
+def listener() -> socket.socket:
+    """A socket that listens on a free port."""
+    return socket.create_server(("", 0))
+
+
 def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("", 0))
@@ -73,8 +78,14 @@ class Launch:
     """One command, started; its output goes to files."""
 
     def __init__(
-        self, command: Sequence[str], directory: Path, env: Mapping[str, str], cwd: Path | None
+        self,
+        command: Sequence[str],
+        is_ours: bool,
+        directory: Path,
+        env: Mapping[str, str],
+        cwd: Path | None,
     ) -> None:
+        self.is_ours = is_ours
         self.mark = uuid.uuid4().hex
         self.job_dir = directory / "job"
         directory.mkdir(parents=True, exist_ok=True)
@@ -117,7 +128,7 @@ class Launch:
     def wait(self, timeout: float = 25.0) -> int:
         """Wait for the end, and look at once for what is still there."""
         code = self.process.wait(timeout)
-        if code != -signal.SIGKILL:
+        if code != -signal.SIGKILL and self.is_ours:
             self.left_behind = self._alive()
         return code
 
@@ -188,7 +199,9 @@ class Launch:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         assert not self.left_behind, f"left behind at the end: {self.left_behind}"
-        assert not stayed, f"left behind {ORPHAN_TIME:g} s after the launcher's death: {stayed}"
+        assert not (stayed and self.is_ours), (
+            f"left behind {ORPHAN_TIME:g} s after the launcher's death: {stayed}"
+        )
 
 
 class Runner:
@@ -197,6 +210,7 @@ class Runner:
     scripts = Path(__file__).parent / "scripts"
     until = staticmethod(until)
     free_port = staticmethod(free_port)
+    listener = staticmethod(listener)
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -212,15 +226,20 @@ class Runner:
         self,
         *args: str | Path,
         launcher: Sequence[str] = DLROVER_RUN,
+        inside: Sequence[str] = (),
         name: str = "run",
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
     ) -> Launch:
-        """Start ``dlrover-run args``, in the job directory ``<name>/job``."""
+        """Start ``dlrover-run args``, in the job directory ``<name>/job``.
+
+        ``inside`` is a command that starts the one that follows it.
+        """
         directory = self.directory / name
-        own = ["--job-dir", str(directory / "job")] if launcher == DLROVER_RUN else []
-        command = [*launcher, *own, *map(str, args)]
-        launch = Launch(command, directory, {**self.env, **(env or {})}, cwd)
+        own = ["--job-dir", directory / "job"] if launcher == DLROVER_RUN else []
+        command = [str(word) for word in (*inside, *launcher, *own, *args)]
+        is_ours = launcher == DLROVER_RUN
+        launch = Launch(command, is_ours, directory, {**self.env, **(env or {})}, cwd)
         self._launches.append(launch)
         return launch
 
@@ -246,13 +265,9 @@ class Runner:
         return json.loads(shown.stdout)
 
     def close(self) -> None:
-        problems = []
-        for launch in self._launches:
-            try:
-                launch.close()
-            except AssertionError as problem:
-                problems.append(str(problem))
-        assert not problems, problems
+        with contextlib.ExitStack() as closing:
+            for launch in self._launches:
+                closing.callback(launch.close)
 
 
 @pytest.fixture
@@ -262,3 +277,60 @@ def run(tmp_path: Path) -> Iterator[Runner]:
         yield runner
     finally:
         runner.close()
+
+
+@pytest.fixture(scope="module")
+def module_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    """A runner for what the tests of a module have in common."""
+    runner = Runner(tmp_path_factory.mktemp("module"))
+    try:
+        yield runner
+    finally:
+        runner.close()
+
+
+class Training:
+    """A training job of `scripts/train.py`, and what it has written."""
+
+    def __init__(self, run: Runner, steps: int, step_time: float, *options: str, **settings: Any):
+        self.out = run.directory / settings.get("name", "run") / "out"
+        self.out.mkdir(parents=True, exist_ok=True)
+        script = run.scripts / "train.py"
+        self.launch = run(*options, script, self.out, steps, step_time, **settings)
+
+    @property
+    def losses(self) -> list[tuple[int, float, int]]:
+        """Step, loss and world size of each step done so far."""
+        return [(r["step"], r["loss"], r["world_size"]) for r in self._records("losses.jsonl")]
+
+    @property
+    def starts(self) -> list[dict[str, Any]]:
+        """Each start of a worker: its rank, pid, step and time."""
+        return self._records("starts.jsonl")
+
+    def _records(self, name: str) -> list[dict[str, Any]]:
+        with contextlib.suppress(FileNotFoundError):
+            lines = (self.out / name).read_text().split("\n")[:-1]
+            return [json.loads(line) for line in lines]
+        return []
+
+    def wait_for_step(self, step: int, timeout: float = 30.0) -> None:
+        until(lambda: len(self.losses) >= step, timeout, f"step {step}")
+
+
+@pytest.fixture
+def train(run: Runner) -> Callable[..., Training]:
+    """Starts training: ``train(steps, step_time, *options of dlrover-run, name=...)``."""
+
+    def start(steps: int, step_time: float, *options: str, **settings: Any) -> Training:
+        return Training(run, steps, step_time, *options, **settings)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def undisturbed(module_run: Runner) -> list[tuple[int, float, int]]:
+    """Losses of 30 steps of two workers that nothing happens to."""
+    training = Training(module_run, 30, 0.0, "--nproc-per-node", "2")
+    training.launch.succeed()
+    return training.losses

@@ -215,13 +215,13 @@ def test_an_echo_that_is_reported_first_is_not_the_cause(seed):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(120)
 def test_ten_thousand_nodes_form_a_world_and_recover():
     count = 10_000
-    cluster = Cluster(
-        job(count, count, managed=True), nproc=8, steps=30, seed=1, validate_every=5_000
-    )
+    spec = job(count, count, managed=True)
+    cluster = Cluster(spec, nproc=1, steps=30, seed=1, validate_every=5_000)
     cluster.run_until(lambda: cluster.training)
-    assert cluster.machine.world_size == 8 * count
+    assert cluster.machine.world_size == count
     cluster.kill_worker(cluster.nodes[4321], echoes=100)
     cluster.kill_agent(cluster.nodes[1234])
     cluster.run_until(lambda: cluster.training and cluster.machine.rendezvous.round == 2)
@@ -253,6 +253,10 @@ quick = settings(
 )
 
 
+CHANGES = inputs.LaunchNode | inputs.CallToRound | inputs.AssignWorld | inputs.Emit
+"""What no command of an ended job is."""
+
+
 class HostilePeers:
     """Makes inputs out of numbers: all that the master's shell lets pass, sensible or not."""
 
@@ -269,7 +273,7 @@ class HostilePeers:
         commands = self.machine.handle(event, self.now)
         self.machine.validate()
         for command in commands:
-            assert not (over and isinstance(command, inputs.LaunchNode | inputs.CallToRound))
+            assert not (over and isinstance(command, CHANGES))
             self.ended += isinstance(command, inputs.EndJob)
         assert self.ended == (self.machine.outcome is not None)
         assert self.machine.phase

@@ -173,6 +173,9 @@ class WorkerGroup:
             self._modules_file = listed  # one attempt for each list: importing may crash
             self._warm = self._start_zygote(listed)
 
+    def _kill_zygotes(self) -> None:
+        procs.kill(z.process.pid for z in (self._cold, self._warm) if z is not None)
+
     def _retire(self, zygote: zygotes.ZygoteProcess) -> None:
         zygote.close()
         self._retired.append(zygote)
@@ -192,6 +195,8 @@ class WorkerGroup:
 
     def _started(self, id_: int, pid: int) -> None:
         self._by_id[id_].pid = pid
+        if self._stopped_at is not None:
+            procs.kill([pid])  # it has only just begun: there is nothing to save
 
     def _exited(self, id_: int, status: int) -> None:
         worker = self._by_id.pop(id_)
@@ -256,9 +261,11 @@ class WorkerGroup:
         self._stopped_at = time.time()
         running = [w for w in self._workers.values() if w.status is None]
         procs.kill([w.pid for w in running if w.pid], number)
-        await _all_ended(running, grace)
-        for worker in self._workers.values():
-            procs.kill_group(worker.pid)
+        for worker in await _all_ended(running, grace):
+            if worker.pid:
+                procs.kill_group(worker.pid)
+            else:
+                self._kill_zygotes()  # the one that should have started it hangs
         stuck = await _all_ended(running, KILL_WAIT)
         for worker in stuck:
             logger.error(
@@ -314,14 +321,14 @@ def _recorded_error(path: Path) -> RecordedError:
     extra = message.get("extraInfo")
     extra = extra if isinstance(extra, dict) else {}
     text = str(message.get("message", ""))
-    name, _, rest = text.partition(": ")
+    name, colon, rest = text.partition(": ")
     try:
         when = float(extra.get("time") or extra.get("timestamp") or 0)
     except (TypeError, ValueError):
         when = 0.0
     return RecordedError(
         type=str(message.get("errorType") or name.partition("(")[0]),
-        message=rest if rest and name.isidentifier() else text,
+        message=rest if colon and name.isidentifier() else text,
         traceback=str(extra.get("py_callstack", "")),
         time=when,
     )

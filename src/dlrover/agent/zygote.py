@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import importlib
 import json
 import os
 import selectors
@@ -28,14 +27,14 @@ import signal
 import socket
 import struct
 import sys
-import threading
 import time
-import types
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from dlrover.agent.preload import Preloaded, preload
 from dlrover.elastic import bootstrap
 from dlrover.elastic.progress import Board
 
@@ -80,37 +79,6 @@ def frames(buffer: bytearray) -> list[dict[str, Any]]:
             break
         found.append(json.loads(bytes(buffer[_LENGTH.size : end])))
         del buffer[:end]
-    return found
-
-
-def preload(names: list[str]) -> str:
-    """Import modules by name; why forking would not be safe afterwards, or an empty string.
-
-    A module that cannot be imported is left to the worker, which will report it if it matters.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in names:
-            with contextlib.suppress(Exception):
-                importlib.import_module(name)
-    if threading.active_count() > 1:
-        others = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
-        return f"importing started threads: {', '.join(others)}"
-    initialised = _initialised_devices()
-    return f"importing initialised {', '.join(initialised)}" if initialised else ""
-
-
-def _initialised_devices() -> list[str]:
-    """PyTorch's device modules that hold an accelerator: it would not survive a fork."""
-    torch = sys.modules.get("torch")
-    found = []
-    for name, module in vars(torch).items() if torch else ():
-        names = vars(module) if isinstance(module, types.ModuleType) else {}
-        if name == "cpu":
-            continue  # always initialised, and nothing that a fork could break
-        # A module of a kind of device has both functions.
-        if "device_count" in names and "is_initialized" in names and names["is_initialized"]():
-            found.append(f"torch.{name}")
     return found
 
 
@@ -187,9 +155,12 @@ class Zygote:
             self._sock.sendall(pack(message))  # a dead agent is noticed when reading
 
 
-def become_worker(order: Order, sock: socket.socket, board: Board, zygote_pid: int) -> None:
-    """Turn a forked process into a worker and run its program."""
-    _leave_zygote(order, sock, zygote_pid)
+def become_worker(order: Order, board: Board, variables: Mapping[str, str | None]) -> None:
+    """Run a worker's program in a process that `Zygote.serve` has forked.
+
+    ``variables`` is what importing has changed in the environment.
+    """
+    _set_environment(order.env, variables)
     if order.entry == "command":
         _replace_by_command(order)
     module = ["-m"] if order.entry == "module" else []
@@ -227,23 +198,32 @@ def _replace_by_command(order: Order) -> NoReturn:
         sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
-def _leave_zygote(order: Order, sock: socket.socket, zygote_pid: int) -> None:
+def leave_zygote(order: Order, sock: socket.socket, zygote_pid: int) -> None:
+    """Turn a forked process into one that has nothing in common with its zygote."""
     os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != zygote_pid:
-        sys.exit(1)  # the zygote died before the kernel knew that this process depends on it
+        os._exit(1)  # the zygote died before the kernel knew that this process depends on it
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     sock.close()
     _redirect(order.stdout, 1)
     _redirect(order.stderr, 2)
     if order.cpus:
         os.sched_setaffinity(0, order.cpus)
-    os.environ.clear()  # noqa: TID251 - the worker's environment is the order's
-    os.environ.update(order.env)  # noqa: TID251
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()  # forks of one process must not draw the same numbers
+
+
+def _set_environment(env: Mapping[str, str], imported: Mapping[str, str | None]) -> None:
+    """Set the worker's environment as it would be after importing what its zygote has imported."""
+    os.environ.clear()  # noqa: TID251
+    os.environ.update(env)  # noqa: TID251
+    for name, value in imported.items():
+        if value is None:
+            os.environ.pop(name, None)  # noqa: TID251
+        else:
+            os.environ[name] = value  # noqa: TID251
 
 
 def _redirect(path: str, fd: int) -> None:
@@ -254,21 +234,22 @@ def _redirect(path: str, fd: int) -> None:
 
 def main(sock_fd: int, board_fd: int, preload_file: str) -> None:
     """Run as the zygote on the given descriptors; returns in each worker when its program has ended."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     zygote_pid = os.getpid()
     started = time.monotonic()
-    problem = ""
+    imported = Preloaded()
     if sys.path[0] == "":
         del sys.path[0]  # what lies in the current directory is not what a program would import
     if preload_file:
         with open(preload_file, encoding="utf-8") as file:
-            problem = preload(json.load(file))
+            imported = preload(**json.load(file))
     sock = socket.socket(fileno=sock_fd)
     board = Board(board_fd)
     os.close(board_fd)  # the mapping has its own descriptor, which no other program inherits
     zygote = Zygote(sock)
-    zygote.send({"ready": time.monotonic() - started, "problem": problem})
+    zygote.send({"ready": time.monotonic() - started, "problem": imported.problem})
     gc.freeze()  # what is shared with the workers stays shared
     order = zygote.serve()
-    if order is not None:
-        become_worker(order, sock, board, zygote_pid)
+    if order is None:
+        os._exit(0)  # the exit handlers of what was imported are the workers' to run
+    leave_zygote(order, sock, zygote_pid)
+    become_worker(order, board, imported.variables)

@@ -62,6 +62,9 @@ class ZygoteProcess:
                 env=dict(env),
                 pass_fds=(theirs.fileno(), board_fd),
                 start_new_session=True,
+                # What importing prints is for the worker's log, where it was at the first import.
+                stdout=subprocess.DEVNULL if preload_file else None,
+                stderr=subprocess.DEVNULL if preload_file else None,
             )
         ours.setblocking(False)
         self._socket = ours

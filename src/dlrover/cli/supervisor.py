@@ -22,7 +22,7 @@ from pathlib import Path
 from dlrover._util import procs
 from dlrover.cli import progress
 from dlrover.cli.jobs import connect
-from dlrover.errors import ExitCode, InfrastructureError
+from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
 from dlrover.master.app import read_outcome
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.outcome import Outcome
@@ -38,6 +38,8 @@ REAP_INTERVAL = 1.0
 END_WAIT = 60.0
 """Seconds that a stopped job gets beyond its shutdown time-out until it is killed."""
 
+STOP_RETRY = 0.1
+"""Seconds between attempts to tell the master to stop the job."""
 KILL_WAIT = 10.0
 """Seconds to wait for processes after SIGKILL."""
 LEAVE_WAIT = 10.0
@@ -60,6 +62,8 @@ class Child:
         self.output: int | None = None
         """Where the process writes to; None: where this one does."""
         self.process: subprocess.Popen[bytes] | None = None
+        self.last_resort: Outcome | None = None
+        """Once this is set, the process is not started again: this is its outcome if it leaves none."""
         self._starts: list[float] = []
 
     async def run(self) -> Outcome:
@@ -76,6 +80,8 @@ class Child:
             outcome = read_outcome(self._outcome)
             if outcome is not None:
                 return outcome
+            if self.last_resort is not None:
+                return self.last_resort
             logger.warning("The %s ended with exit code %d and is started again", self.name, code)
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -208,21 +214,34 @@ class Supervisor:
         kill: Callable[[], object],
     ) -> None:
         await interrupted.wait()
-        assert self.stopped_by is not None
-        number = self.stopped_by
-        if self.agent is not None:
-            self.agent.signal(number)
-        elif self.master is not None:
-            reason = f"The job was stopped by {number.name}."
-            with contextlib.suppress(InfrastructureError):
-                await self._ask_to_stop(reason, ExitCode.SIGNAL_BASE + number)
+        stopping = asyncio.create_task(self._stop())
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(impatient.wait(), patience + END_WAIT)
+        stopping.cancel()
         kill()
 
-    async def _ask_to_stop(self, reason: str, exit_code: int) -> None:
-        async with connect(self._job_dir) as client:
-            await client.stop(reason, exit_code)
+    async def _stop(self) -> None:
+        """Pass the signal on: to the job's master if it is here, else to this machine's node."""
+        assert self.stopped_by is not None
+        number = self.stopped_by
+        reason = f"The job was stopped by {number.name}."
+        if self.master is None:
+            assert self.agent is not None
+            self.agent.last_resort = Outcome(exit_code=ExitCode.SIGNAL_BASE + number, reason=reason)
+            self.agent.signal(number)
+            return
+        code = ExitCode.SIGNAL_BASE + number
+        while not await self._ask_to_stop(reason, code):  # noqa: ASYNC110 - another process
+            await asyncio.sleep(STOP_RETRY)
+
+    async def _ask_to_stop(self, reason: str, exit_code: int) -> bool:
+        """Whether the master was told: it may have been started just now."""
+        try:
+            async with connect(self._job_dir) as client:
+                await client.stop(reason, exit_code)
+        except (InfrastructureError, ConfigurationError):
+            return False
+        return True
 
     def _killed(self) -> Outcome:
         number = self.stopped_by or signal.SIGTERM

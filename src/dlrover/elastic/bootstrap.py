@@ -10,6 +10,7 @@ Only the standard library is imported here: the program decides what else its pr
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib.abc
 import importlib.machinery
@@ -204,25 +205,29 @@ class _StepCounter:
 
     def _list_modules(self) -> None:
         if self._modules_file:
-            _write_atomically(self._modules_file, json.dumps(importable_modules()))
+            _write_atomically(self._modules_file, json.dumps(loaded_modules()))
             self._board.mark_modules_listed(self._slot)
 
 
-def importable_modules() -> list[str]:
-    """Names of loaded modules of installed packages, in the order in which they were loaded.
+def loaded_modules() -> dict[str, Any]:
+    """What is loaded: ``names`` of modules of installed packages, in the order of loading; and ``own``.
 
-    The user's own modules are left out: they may change between two runs, and importing them may do
-    anything.
+    ``own`` are the program's other modules, with their files. They are not to be loaded ahead: they may
+    change between two runs, and importing them may do anything.
     """
     roots = tuple({str(Path(os.__file__).parent), *(p for p in sys.path if "-packages" in p)})
-    names = []
+    names: list[str] = []
+    own: dict[str, str] = {}
     for name, module in list(sys.modules.items()):
         spec = getattr(module, "__spec__", None)
-        origin = getattr(spec, "origin", None)
-        installed = isinstance(origin, str) and origin.startswith(roots)
-        if installed and name != "__main__" and not name.startswith("dlrover"):
+        file = getattr(spec, "origin", None) if getattr(spec, "has_location", False) else None
+        if file is None or name.partition(".")[0] in ("__main__", "dlrover"):
+            continue
+        if file.startswith(roots):
             names.append(name)
-    return names
+        else:
+            own[name] = file
+    return {"names": names, "own": own}
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
@@ -241,11 +246,15 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         """Find the awaited module as usual, with its loader wrapped."""
         if fullname != self._name:
             return None
-        sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _CallingLoader(spec.loader, self._then)
+            spec.loader = _CallingLoader(spec.loader, self._imported)
         return spec
+
+    def _imported(self, module: types.ModuleType) -> None:
+        with contextlib.suppress(ValueError):  # the program may have taken it out
+            sys.meta_path.remove(self)
+        self._then(module)
 
 
 class _CallingLoader(importlib.abc.Loader):

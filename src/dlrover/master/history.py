@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from pathlib import Path
 
 import msgspec
 
 from dlrover.spec.events import Event, EventBody
+
+logger = logging.getLogger(__name__)
 
 
 class History:
@@ -20,16 +23,25 @@ class History:
     def __init__(self, path: Path) -> None:
         self.events: list[Event] = []
         self._written = _complete_lines(path)
-        self._file = path.open("ab")
+        self._file = path.open("ab", buffering=0)
+        self._unwritten = b""
 
     def add(self, body: EventBody, time: float) -> Event:
         """Number an event and keep it."""
         event = Event(len(self.events) + 1, time, body)
         self.events.append(event)
         if event.seq > self._written:
-            self._file.write(msgspec.json.encode(event) + b"\n")
-            self._file.flush()
+            self._unwritten += msgspec.json.encode(event) + b"\n"
+            self._write()
         return event
+
+    def _write(self) -> None:
+        """Write what is to be written; what a full disk does not take now is kept for the next time."""
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            logger.warning("Events cannot be written: %s", error)
 
     def batch(self, since: int, limit: int) -> tuple[Event, ...]:
         """The events after number ``since`` that fit into ``limit`` bytes on the wire, one at least."""

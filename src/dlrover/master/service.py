@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -32,6 +33,8 @@ WATCH_REFRESH = 1.0
 """Seconds after which a watcher gets a notice even though no event happened."""
 
 
+JOURNAL_RETRY = 1.0
+"""Seconds between attempts to journal what nobody would report again: the disk may be full."""
 SILENCE_CHECKS = 4
 """Looks for silent nodes within one heartbeat time-out."""
 
@@ -61,6 +64,7 @@ class Master:
         self._greeted: dict[str, asyncio.Queue[messages.MasterMessage | None]] = {}
         self._heard: dict[int, float] = {}
         self._steps: dict[int, int] = {}
+        self._dismissed: set[int] = set()
         # the latest round that a heartbeat told of, and the most steps of a node in it
         self._furthest = (0, 0)
         self._progress_journalled = 0.0
@@ -82,7 +86,8 @@ class Master:
                     if isinstance(command, inputs.Emit):
                         self._history.add(command.body, last)
             else:
-                self.store.apply(entry)
+                with contextlib.suppress(ProtocolError):  # it was refused the first time, too
+                    self.store.apply(entry)
         return last
 
     # ---- life
@@ -115,19 +120,34 @@ class Master:
             for node_id, heard in list(self._heard.items()):
                 if now - heard > timeout:
                     del self._heard[node_id]
-                    self.submit(inputs.NodeSilent(node_id, now - heard))
+                    self._insist(inputs.NodeSilent(node_id, now - heard))
                     # Should the node wake up, it learns by the end of its stream that it was given up.
                     self._queues[node_id].put_nowait(None)
 
     async def nodes_left(self) -> None:
         """Wait until all nodes have left an ended job; those that do not are killed in the end."""
-        job = self.machine.job
-        until = self.clock() + job.shutdown_timeout + job.limits.end_grace
-        while self._remaining() and self.clock() < until:
-            await _wait(self._changed, until - self.clock())
+        job, limits = self.machine.job, self.machine.job.limits
+        ended = self.clock()
+        grace = limits.recovery_grace if self.replayed else limits.reconnect_grace
+        await self._wait_while(self._uninformed, ended + grace)
+        await self._wait_while(self._remaining, ended + job.shutdown_timeout + limits.end_grace)
         for node in self._remaining():
             if self._platform is not None and node.handle:
                 self._platform.kill(node.handle)
+
+    async def _wait_while(self, some: Callable[[], list[Node]], until: float) -> None:
+        while some() and self.clock() < until:
+            await _wait(self._changed, until - self.clock())
+
+    def _uninformed(self) -> list[Node]:
+        """Nodes without a connection that may be about to come back, and do not know of the end."""
+        return [
+            node
+            for node in self.machine.nodes.values()
+            if node.uid
+            and not (node.connected or node.launched or node.status.final)
+            and node.id not in self._dismissed
+        ]
 
     def _remaining(self) -> list[Node]:
         """Nodes that are connected, or that the platform still runs."""
@@ -146,7 +166,17 @@ class Master:
 
     def on_node_exit(self, node_id: int, reason: str) -> None:
         """The platform's report of a node's end."""
-        self.submit(inputs.NodeExited(node_id, reason))
+        self._insist(inputs.NodeExited(node_id, reason))
+
+    def _insist(self, event: inputs.Input) -> None:
+        """Submit what nobody would report again, once more as long as the journal cannot be written."""
+        if isinstance(event, inputs.NodeDisconnected) and event.node_id in self._heard:
+            return  # the node has come back meanwhile
+        try:
+            self.submit(event)
+        except InfrastructureError as error:
+            logger.error("%s Trying again in %g s.", error, JOURNAL_RETRY)  # noqa: TRY400
+            asyncio.get_running_loop().call_later(JOURNAL_RETRY, self._insist, event)
 
     def submit(self, event: inputs.Input) -> None:
         """Journal an input, handle it, and carry out what the machine orders."""
@@ -170,7 +200,7 @@ class Master:
     def _on_timer(self) -> None:
         deadline = self.machine.deadline()
         if deadline is not None and deadline <= self.clock():
-            self.submit(inputs.DeadlinePassed())
+            self._insist(inputs.DeadlinePassed())
         else:
             self._set_timer()  # the loop's clock may be a little early
 
@@ -192,7 +222,7 @@ class Master:
         except InfrastructureError as error:
             loop.call_soon(self.on_node_exit, command.node_id, str(error))
         else:
-            loop.call_soon(self.submit, inputs.NodePlaced(command.node_id, handle))
+            loop.call_soon(self._insist, inputs.NodePlaced(command.node_id, handle))
 
     def _kill_node(self, command: inputs.KillNode, _now: float) -> None:
         if self._platform is not None:
@@ -215,6 +245,7 @@ class Master:
         self._say(command.node_id, messages.AssignWorld(command.world))
 
     def _dismiss(self, command: inputs.Dismiss, _now: float) -> None:
+        self._dismissed.add(command.node_id)
         self._say(command.node_id, messages.Dismiss(command.outcome))
 
     def _end_job(self, _command: inputs.EndJob, _now: float) -> None:
@@ -300,7 +331,7 @@ class Master:
         if self._queues.get(node_id) is queue:
             del self._queues[node_id]
             self._heard.pop(node_id, None)
-            self.submit(inputs.NodeDisconnected(node_id))
+            self._insist(inputs.NodeDisconnected(node_id))
 
     async def status(self, _request: messages.StatusRequest) -> messages.Status:
         """Where the job stands."""
@@ -330,8 +361,8 @@ class Master:
     async def use_store(self, request: messages.StoreRequest) -> messages.StoreReply:
         """Carry out a request on the key-value store, waiting as long as it asks for."""
         if not isinstance(request, messages.GetKey):
-            self.store.apply(request)
             self._journal.append(request, self.clock())
+            self.store.apply(request)
         topic = _topic(request)
         until = self.clock() + getattr(request, "wait", 0.0)
         while (value := self.store.reply(request)) is None and self.clock() < until:

@@ -1,5 +1,6 @@
 """Writes what a worker can know of how it was started, as JSON: ``facts.py OUT [anything ...]``."""
 
+import contextlib
 import json
 import os
 import resource
@@ -20,12 +21,9 @@ def descriptors() -> dict[int, str]:
     """The open descriptors above standard error, but for the one that lists them."""
     found = {}
     for entry in os.listdir("/proc/self/fd"):
-        try:
-            if int(entry) > 2:
-                found[int(entry)] = os.readlink(f"/proc/self/fd/{entry}")
-        except FileNotFoundError:
-            continue
-    return found
+        with contextlib.suppress(FileNotFoundError):
+            found[int(entry)] = os.readlink(f"/proc/self/fd/{entry}")
+    return {number: name for number, name in found.items() if number > 2}
 
 
 main = sys.modules["__main__"]

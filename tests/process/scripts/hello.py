@@ -1,5 +1,6 @@
 """Says which worker it is."""
 
 import os
+import sys
 
-print(f"hello from rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}", flush=True)
+sys.stdout.write(f"hello from rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}\n")

@@ -173,8 +173,8 @@ class JobMachine:
         Inputs may be repeated and may come late: what no longer applies changes nothing.
         """
         self._out = []
-        handler = _HANDLERS[type(event)]
-        handler(self, event, now)
+        if self.outcome is None or isinstance(event, _AFTER_THE_END):
+            _HANDLERS[type(event)](self, event, now)
         self._advance(now)
         return self._out
 
@@ -201,8 +201,9 @@ class JobMachine:
                 continue
             self.rendezvous.withdraw(node.id)
             self.lost_at[node.id] = now + self.job.limits.recovery_grace
-        self.rendezvous.resume(now)
-        self._emit(events.MasterRecovered(event.replayed))
+        if self.outcome is None:
+            self.rendezvous.resume(now)
+            self._emit(events.MasterRecovered(event.replayed))
 
     def _node_placed(self, event: inputs.NodePlaced, now: float) -> None:
         node = self.nodes[event.node_id]
@@ -267,20 +268,17 @@ class JobMachine:
     def _node_disconnected(self, event: inputs.NodeDisconnected, now: float) -> None:
         node = self.nodes[event.node_id]
         node.connected = False
-        if not (node.status.final or node.gone) and self.outcome is None:
+        if not (node.status.final or node.gone):
             self.rendezvous.withdraw(node.id)
             self.lost_at[node.id] = now + self.job.limits.reconnect_grace
 
     def _node_silent(self, event: inputs.NodeSilent, now: float) -> None:
-        if self.outcome is None:  # an ended job's nodes have a time limit of their own
-            self._lose(event.node_id, f"it sent no heartbeat for {event.seconds:.0f} s", now)
+        self._lose(event.node_id, f"it sent no heartbeat for {event.seconds:.0f} s", now)
 
     def _node_joined(self, event: inputs.NodeJoined, now: float) -> None:
         node = self.nodes[event.node_id]
         rdzv = self.rendezvous
-        if self.outcome is not None or not node.connected:
-            return
-        if not rdzv.collecting and node.id in self.worlds:
+        if not node.connected or (not rdzv.collecting and node.id in self.worlds):
             return
         if event.round != rdzv.next_round:
             self._call(node, f"round {event.round} is over")
@@ -291,8 +289,6 @@ class JobMachine:
             self.grow_at = now + self.job.limits.scale_up_delay
 
     def _worker_failed(self, event: inputs.WorkerFailed, now: float) -> None:
-        if self.outcome is not None:
-            return
         failure = event.failure.bounded()
         rdzv = self.rendezvous
         current = failure.round == rdzv.round and not rdzv.collecting
@@ -326,8 +322,7 @@ class JobMachine:
             self.incident = None
 
     def _stop_requested(self, event: inputs.StopRequested, now: float) -> None:
-        if self.outcome is None:
-            self._end(event.exit_code, event.reason, now)
+        self._end(event.exit_code, event.reason, now)
 
     def _deadline_passed(self, event: inputs.DeadlinePassed, now: float) -> None:
         for node_id in [i for i, at in self.lost_at.items() if at <= now]:
@@ -484,9 +479,8 @@ class JobMachine:
     def _decide(self, incident: Incident, now: float) -> bool:
         """Ask the restart policy about an incident, once; whether the job goes on."""
         incident.decided = True
-        root = diagnosis.root_cause(incident.failures) if incident.failures else None
-        if incident.lost_nodes and (root is None or diagnosis.is_echo(root)):
-            root = None
+        # What was reported before the loss of a node can only echo it, or it had been decided upon.
+        root = None if incident.lost_nodes else diagnosis.root_cause(incident.failures)
         cause = self._cause(incident, root, now)
         decision = self.restarts.decide(cause, now)
         if isinstance(decision, Stop):
@@ -530,8 +524,6 @@ class JobMachine:
             seconds=now - self.submitted_at,
             job_dir=self.job_dir,
         )
-        self.lost_at.clear()
-        self.grow_at = None
         self._emit(events.JobEnded(int(exit_code), reason))
         for node in self.nodes.values():
             if node.status.final:
@@ -616,6 +608,15 @@ def _given_up(node: Node) -> Outcome:
         reason=f"node {node.id} was given up ({node.reason}) and replaced.",
     )
 
+
+_AFTER_THE_END = (
+    inputs.MasterStarted
+    | inputs.NodePlaced
+    | inputs.NodeExited
+    | inputs.NodeConnected
+    | inputs.NodeDisconnected
+)
+"""What still counts when the job has ended: which nodes there are, for all have to leave."""
 
 _HANDLERS: dict[type, Callable[[JobMachine, Any, float], None]] = {
     inputs.Submitted: JobMachine._submitted,  # noqa: SLF001

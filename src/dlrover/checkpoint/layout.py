@@ -1,0 +1,218 @@
+"""What a rank's state looks like in memory: where each tensor lies, and the plain values around them.
+
+A state is a tree of dicts, lists and tuples whose leaves are tensors or plain values. It is kept as the
+list of its tensors and a *skeleton*: the tree in MessagePack, in which a `TensorRef` stands for each
+tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import xxhash
+
+from dlrover.errors import ConfigurationError, InfrastructureError
+
+Path = tuple[str | int, ...]
+"""The keys and indices from the root of a state to a leaf."""
+
+ALIGNMENT = 64
+"""Bytes; where a tensor may start, unless it is packed behind small ones of its type."""
+SMALL = 32768
+"""Elements below which neighbours of one type are packed, so that one call copies them all."""
+MAX_DEPTH = 100
+"""Levels of a state that are followed; deeper ones refer to themselves."""
+
+ITEM_BYTES = {
+    "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8,
+    "int64": 8, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 4,
+    "complex64": 8, "complex128": 16, "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
+}  # fmt: skip
+"""The types of tensors that can be kept, by torch's names, and the bytes of an element."""
+
+_TUPLE, _TENSOR, _INTEGER = 1, 2, 3
+_SCALARS = (type(None), bool, int, float, str, bytes)
+_INT64 = range(-(2**63), 2**64)
+
+
+class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor: dense, in row-major order. Tied tensors have entries with the same offset."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes from the start of the data."""
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        """The byte behind the last one."""
+        return self.offset + self.nbytes
+
+
+class Layout(msgspec.Struct, frozen=True, array_like=True):
+    """All tensors of a state, and the skeleton that holds them together."""
+
+    entries: tuple[TensorEntry, ...]
+    skeleton: bytes
+    hash: int
+    """`layout_hash` of the entries; the skeleton changes from step to step, they rarely do."""
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return max((entry.end for entry in self.entries), default=0)
+
+
+class TensorRef(msgspec.Struct, frozen=True):
+    """Stands in a skeleton for the tensor ``index`` of the layout."""
+
+    index: int
+
+
+def place(
+    specs: Sequence[tuple[Path, str, tuple[int, ...]]], same_as: Sequence[int]
+) -> tuple[TensorEntry, ...]:
+    """Give each tensor its place.
+
+    ``same_as[i]`` is the index of the first tensor that is tensor ``i`` itself: tied ones are kept once.
+    """
+    entries: list[TensorEntry] = []
+    end, before = 0, ""
+    for index, (path, dtype, shape) in enumerate(specs):
+        elements = _elements(shape)
+        nbytes = elements * ITEM_BYTES[dtype]
+        if same_as[index] != index:
+            offset = entries[same_as[index]].offset
+        else:
+            packed = elements < SMALL and dtype == before
+            offset = end if packed else -(-end // ALIGNMENT) * ALIGNMENT
+            end = offset + nbytes
+            before = dtype if elements < SMALL else ""
+        entries.append(TensorEntry(path, dtype, shape, offset, nbytes))
+    return tuple(entries)
+
+
+def layout_hash(entries: tuple[TensorEntry, ...]) -> int:
+    """The same for equal entries."""
+    return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(entries))
+
+
+def check(layout: Layout, data_bytes: int) -> None:
+    """Refuse a layout, read from memory or storage, that does not fit ``data_bytes`` of data.
+
+    Raises:
+        InfrastructureError: it does not.
+    """
+    for entry in layout.entries:
+        item = ITEM_BYTES.get(entry.dtype)
+        sizes_fit = item is not None and min(entry.shape, default=0) >= 0
+        if not sizes_fit or entry.nbytes != _elements(entry.shape) * (item or 0):
+            raise InfrastructureError(f"The tensor {name(entry.path)} has an impossible size or type.")
+        if entry.offset < 0 or entry.end > data_bytes or entry.offset % (item or 1):
+            raise InfrastructureError(f"The tensor {name(entry.path)} lies outside of the data.")
+
+
+def name(path: Path) -> str:
+    """A path as DCP writes it: the keys joined by dots."""
+    return ".".join(map(str, path)) or "the state itself"
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+# ---- skeletons
+
+
+def pack(value: Any, path: Path, leaf: Callable[[Any, Path], Any]) -> Any:
+    """What msgspec can encode, equal to the tree ``value``.
+
+    ``leaf`` is called with everything that is not a plain scalar or a container, and with its path. It
+    returns what stands for it: a packed tensor (`pack_ref`), or a value that is packed in its place.
+
+    Raises:
+        ConfigurationError: a leaf or a key cannot be kept; the message names its path.
+    """
+    kind = type(value)
+    if isinstance(value, dict):
+        _check_depth(path)
+        packed = {}
+        for key, item in value.items():
+            if type(key) is not str:
+                _check_key(key, path)
+            packed[key] = pack(item, (*path, key), leaf)
+        return packed
+    if kind is list or kind is tuple:
+        _check_depth(path)
+        items = [pack(item, (*path, index), leaf) for index, item in enumerate(value)]
+        return items if kind is list else msgspec.msgpack.Ext(_TUPLE, encode(items, path))
+    if kind is int and value not in _INT64:
+        return msgspec.msgpack.Ext(_INTEGER, str(value).encode())
+    if kind in _SCALARS or kind is msgspec.msgpack.Ext:
+        return value
+    replaced = leaf(value, path)
+    if replaced is value:
+        raise ConfigurationError(
+            f"{name(path)} is a {kind.__module__}.{kind.__qualname__}; a checkpoint holds tensors, objects"
+            " with state_dict, and None, bool, int, float, str, bytes, list, tuple and dict."
+        )
+    return pack(replaced, path, leaf)
+
+
+def pack_ref(index: int) -> Any:
+    """The packed form of ``TensorRef(index)``."""
+    return msgspec.msgpack.Ext(_TENSOR, index.to_bytes(8, "big"))
+
+
+def encode(packed: Any, path: Path = ()) -> bytes:
+    """The skeleton of a packed tree.
+
+    Raises:
+        ConfigurationError: a text has no UTF-8 form.
+    """
+    try:
+        return msgspec.msgpack.encode(packed)
+    except UnicodeEncodeError as error:
+        raise ConfigurationError(f"{name(path)} holds text that is not Unicode: {error}.") from error
+
+
+def decode(skeleton: bytes) -> Any:
+    """The tree again, with `TensorRef` for tensors.
+
+    Raises:
+        InfrastructureError: the bytes are not a skeleton.
+    """
+    try:
+        return msgspec.msgpack.decode(skeleton, ext_hook=_unpack, strict=False)
+    except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
+        raise InfrastructureError(f"The plain values of a checkpoint are damaged: {error}.") from error
+
+
+def _check_key(key: Any, path: Path) -> None:
+    if type(key) is not int or key not in _INT64:
+        raise ConfigurationError(f"{name(path)} has the key {key!r}; keys are str or 64-bit int.")
+
+
+def _check_depth(path: Path) -> None:
+    if len(path) > MAX_DEPTH:
+        raise ConfigurationError(
+            f"{name(path[:5])}... is nested deeper than {MAX_DEPTH} levels, or contains itself."
+        )
+
+
+def _unpack(code: int, data: memoryview) -> Any:
+    if code == _TENSOR:
+        return TensorRef(int.from_bytes(data, "big"))
+    if code == _INTEGER:
+        return int(bytes(data))
+    if code == _TUPLE:
+        return tuple(msgspec.msgpack.decode(data, ext_hook=_unpack, strict=False))
+    raise ValueError(f"unknown extension {code}")

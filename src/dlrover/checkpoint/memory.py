@@ -1,0 +1,223 @@
+"""One generation: a rank's state of one step in a `memfd`.
+
+::
+
+    header page | data (64-byte aligned) | index (MessagePack of the Layout) | checksums (8 bytes each)
+
+The header's ``state`` is written last when a generation is published and first when it is given up, so
+that a process that dies in between leaves one that is not valid. Whoever reads trusts no size: every
+range is checked against the file, the header and the index against their checksums.
+"""
+
+from __future__ import annotations
+
+import enum
+import mmap
+import os
+import struct
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+import xxhash
+
+from dlrover.checkpoint import layout as layouts
+from dlrover.checkpoint.layout import Layout
+from dlrover.errors import InfrastructureError
+
+PAGE = mmap.PAGESIZE
+MAGIC = b"DLROVER\0"
+FORMAT = 1
+INDEX_ROOM = 1 << 16
+"""Bytes kept for an index to grow in before the memory must be made larger."""
+
+_FIELDS = struct.Struct("<8sIIqQQQQQQQ")
+_STATE_AT = 256
+_SUMMED_AT = 264
+_WORD = struct.Struct("<Q")
+
+
+class State(enum.IntEnum):
+    """Whether a generation can be used."""
+
+    EMPTY = 0
+    WRITING = 1
+    VALID = 2
+
+
+class Header(msgspec.Struct, frozen=True):
+    """What the header page says of a valid generation."""
+
+    rank: int
+    world_size: int
+    step: int
+    session: int
+    """The run of the world that wrote it: equal on all its ranks, different in each run."""
+    layout_hash: int
+    data_bytes: int
+    index_bytes: int
+    index_hash: int
+    tensors: int
+
+
+class Generation:
+    """A view of one memfd. The descriptor stays the caller's; `close` gives the mapping back."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._map = mmap.mmap(fd, os.fstat(fd).st_size or _grow(fd, PAGE))
+        self.buffer = memoryview(self._map)
+
+    @property
+    def size(self) -> int:
+        """Bytes that are mapped."""
+        return len(self._map)
+
+    def close(self) -> None:
+        """Unmap, unless a view of the data is still used; then the last of those does."""
+        self.buffer.release()
+        try:
+            self._map.close()
+        except BufferError:
+            return
+
+    @property
+    def data(self) -> memoryview:
+        """Everything behind the header page."""
+        return self.buffer[PAGE:]
+
+    # ---- write
+
+    def invalidate(self, state: State = State.EMPTY) -> None:
+        """Say that what is here cannot be used."""
+        _WORD.pack_into(self._map, _STATE_AT, state)
+        _WORD.pack_into(self._map, _SUMMED_AT, 0)
+
+    def publish(
+        self, layout: Layout, *, rank: int, world_size: int, step: int, session: int
+    ) -> None:
+        """Write index and header for data that is in place, then say that it is valid."""
+        index = msgspec.msgpack.encode(layout)
+        data_bytes = layout.data_bytes
+        if required(data_bytes, len(index), len(layout.entries)) > self.size:
+            raise InfrastructureError(
+                f"The state of step {step} does not fit in {self.size} bytes of memory."
+            )
+        start = PAGE + data_bytes
+        self._map[start : start + len(index)] = index
+        fields = _FIELDS.pack(
+            MAGIC, FORMAT, rank, step, world_size, session, layout.hash, data_bytes, len(index),
+            xxhash.xxh3_64_intdigest(index), len(layout.entries),
+        )  # fmt: skip
+        self._map[: len(fields)] = fields
+        _WORD.pack_into(self._map, len(fields), xxhash.xxh3_64_intdigest(fields))
+        _WORD.pack_into(self._map, _STATE_AT, State.VALID)
+
+    def store_sums(self, header: Header, sums: Sequence[int]) -> None:
+        """Write the tensors' checksums."""
+        data = array("Q", sums).tobytes()
+        start = _sums_at(header)
+        self._map[start : start + len(data)] = data
+        digest = xxhash.xxh3_64_intdigest(data)
+        _WORD.pack_into(self._map, start + len(data), digest)
+        _WORD.pack_into(self._map, _SUMMED_AT, 1)
+
+    # ---- read
+
+    @property
+    def state(self) -> State:
+        """What the header says; EMPTY if it says nonsense."""
+        (value,) = _WORD.unpack_from(self._map, _STATE_AT)
+        return State(value) if value in State.__members__.values() else State.EMPTY
+
+    def header(self) -> Header | None:
+        """The header of a valid generation; None if there is none.
+
+        Raises:
+            InfrastructureError: it is damaged.
+        """
+        if self.state is not State.VALID:
+            return None
+        fields = bytes(self._map[: _FIELDS.size])
+        (digest,) = _WORD.unpack_from(self._map, _FIELDS.size)
+        if digest != xxhash.xxh3_64_intdigest(fields):
+            raise InfrastructureError("The header of a memory checkpoint is damaged.")
+        (
+            magic, version, rank, step, world_size, session, layout_hash, data_bytes, index_bytes,
+            index_hash, tensors,
+        ) = _FIELDS.unpack(fields)  # fmt: skip
+        if magic != MAGIC or version != FORMAT:
+            raise InfrastructureError(
+                f"A memory checkpoint has format {version}; this version reads format {FORMAT}."
+            )
+        if required(data_bytes, index_bytes, tensors) > self.size:
+            raise InfrastructureError(f"The memory checkpoint of step {step} is truncated.")
+        return Header(
+            rank, world_size, step, session, layout_hash, data_bytes, index_bytes, index_hash, tensors
+        )
+
+    def layout(self, header: Header) -> Layout:
+        """The checked index.
+
+        Raises:
+            InfrastructureError: it is damaged.
+        """
+        start = PAGE + header.data_bytes
+        index = bytes(self._map[start : start + header.index_bytes])
+        if xxhash.xxh3_64_intdigest(index) != header.index_hash:
+            raise InfrastructureError(f"The index of step {header.step} in memory is damaged.")
+        try:
+            layout = msgspec.msgpack.decode(index, type=Layout)
+        except msgspec.DecodeError as error:
+            raise InfrastructureError(
+                f"The index of step {header.step} in memory cannot be read: {error}."
+            ) from error
+        if len(layout.entries) != header.tensors:
+            raise InfrastructureError(f"The index of step {header.step} has a wrong length.")
+        layouts.check(layout, header.data_bytes)
+        return layout
+
+    def sums(self, header: Header) -> list[int] | None:
+        """The tensors' checksums; None if they have not been computed.
+
+        Raises:
+            InfrastructureError: they are damaged.
+        """
+        if _WORD.unpack_from(self._map, _SUMMED_AT) != (1,):
+            return None
+        start = _sums_at(header)
+        end = start + 8 * header.tensors
+        data = bytes(self._map[start:end])
+        if _WORD.unpack_from(self._map, end) != (xxhash.xxh3_64_intdigest(data),):
+            raise InfrastructureError(f"The checksums of step {header.step} in memory are damaged.")
+        return list(array("Q", data))
+
+    def tensor_bytes(self, entry: layouts.TensorEntry) -> memoryview:
+        """The bytes of one tensor."""
+        return self.buffer[PAGE + entry.offset : PAGE + entry.end]
+
+
+def required(data_bytes: int, index_bytes: int, tensors: int) -> int:
+    """Bytes that a generation takes."""
+    return PAGE + data_bytes + index_bytes + 8 * tensors + _WORD.size
+
+
+def room_for(layout: Layout) -> int:
+    """Bytes to reserve for a state like this one, with room for plain values that grow."""
+    index = len(msgspec.msgpack.encode(layout))
+    size = required(layout.data_bytes, 2 * index + INDEX_ROOM, len(layout.entries))
+    return -(-size // PAGE) * PAGE
+
+
+def compute_sums(generation: Generation, layout: Layout) -> list[int]:
+    """The checksum of each tensor: XXH3, 64 bits."""
+    return [xxhash.xxh3_64_intdigest(generation.tensor_bytes(entry)) for entry in layout.entries]
+
+
+def _sums_at(header: Header) -> int:
+    return PAGE + header.data_bytes + header.index_bytes
+
+
+def _grow(fd: int, size: int) -> int:
+    os.ftruncate(fd, size)
+    return size

@@ -1,0 +1,200 @@
+"""What workers and the saver of their node say to each other, and over what.
+
+A Unix socket of packets in the abstract namespace: no file to leave behind. Each packet is one message in
+MessagePack; memory is handed over as file descriptors. The worker asks, the saver answers, in turn. Both
+ends check that the other one runs as the same user.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from dlrover.errors import InfrastructureError, ProtocolError
+
+MAX_PACKET = 1 << 16
+MAX_FDS = 2
+GENERATIONS = 2
+_CREDENTIALS = struct.Struct("3i")
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of all messages."""
+
+
+class Attach(Message, frozen=True):
+    """A worker introduces itself; answered by `Attached`, with its generations' descriptors."""
+
+    rank: int
+
+
+class Join(Message, frozen=True):
+    """The world that the worker is part of. What an earlier one had not finished asking for is dropped."""
+
+    session: int
+    world_size: int
+    ranks: tuple[int, ...]
+    """The ranks that share this saver."""
+
+
+class Reserve(Message, frozen=True):
+    """Make both generations at least ``nbytes`` large, in memory; answered when they are."""
+
+    nbytes: int
+
+
+class Begin(Message, frozen=True):
+    """Which generation may be written? Answered by `Granted`, when one is free."""
+
+    step: int
+
+
+class Publish(Message, frozen=True):
+    """The generation is valid."""
+
+    slot: int
+    step: int
+    to_storage: bool
+
+
+class Keep(Message, frozen=True):
+    """The step in ``slot`` was chosen to continue from; -1: none. Others are given up."""
+
+    slot: int
+
+
+class Verify(Message, frozen=True):
+    """Compare the tensors of a generation with their checksums; answered by `Verified`."""
+
+    slot: int
+
+
+class Wait(Message, frozen=True):
+    """Answered by `Settled` when everything asked for storage by this world is durable or has failed."""
+
+
+class Held(msgspec.Struct, frozen=True, array_like=True):
+    """A valid generation."""
+
+    slot: int
+    step: int
+    session: int
+    world_size: int
+
+
+class Attached(Message, frozen=True):
+    """The saver's name for itself, and what memory it holds of the rank, newest first."""
+
+    saver: int
+    held: tuple[Held, ...]
+
+
+class Done(Message, frozen=True):
+    """Nothing more to say."""
+
+
+class Granted(Message, frozen=True):
+    """The generation to write."""
+
+    slot: int
+
+
+class Verified(Message, frozen=True):
+    """Why the generation cannot be used; empty if it is whole."""
+
+    problem: str
+
+
+class Settled(Message, frozen=True):
+    """What went wrong since the last time it was asked, one sentence each."""
+
+    problems: tuple[str, ...]
+
+
+class Refused(Message, frozen=True):
+    """What was asked cannot be done."""
+
+    reason: str
+
+
+Request = Attach | Join | Reserve | Begin | Publish | Keep | Verify | Wait
+Reply = Attached | Done | Granted | Verified | Settled | Refused
+
+_requests = msgspec.msgpack.Decoder(Request)
+_replies = msgspec.msgpack.Decoder(Reply)
+
+
+def address(directory: Path, identity: str) -> str:
+    """The abstract address of the saver for a checkpoint directory and its identity."""
+    text = f"{directory}\0{identity}".encode()
+    return f"\0dlrover-ckpt-{os.getuid()}-{xxhash.xxh3_128_hexdigest(text)}"
+
+
+def new_socket() -> socket.socket:
+    """A socket of the kind that the protocol uses."""
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def check_peer(sock: socket.socket) -> None:
+    """Refuse a peer that runs as another user.
+
+    Raises:
+        ProtocolError: it does.
+    """
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    uid = _CREDENTIALS.unpack(data)[1]
+    if uid != os.getuid():
+        raise ProtocolError(
+            f"The peer of a checkpoint socket runs as user {uid}, not as {os.getuid()}."
+        )
+
+
+def send(sock: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:
+    """Send one packet."""
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    sock.sendmsg([msgspec.msgpack.encode(message)], rights)
+
+
+def receive_request(sock: socket.socket) -> Request | None:
+    """The next request; None when the peer is gone.
+
+    Raises:
+        ProtocolError: it is not one.
+    """
+    data = sock.recv(MAX_PACKET)
+    try:
+        return _requests.decode(data) if data else None
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"A worker sent what is not a request: {error}.") from error
+
+
+def receive_reply(sock: socket.socket) -> tuple[Reply, list[int]]:
+    """The next reply, and the descriptors that came with it.
+
+    Raises:
+        InfrastructureError: the saver is gone.
+        ProtocolError: it is not a reply, or does not fit its time.
+    """
+    room = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
+    data, ancillary, flags, _ = sock.recvmsg(MAX_PACKET, room, socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    if not data:
+        raise InfrastructureError("The checkpoint saver of this node is gone.")
+    try:
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            raise ProtocolError("The checkpoint saver sent a packet that is too large.")
+        return _replies.decode(data), list(fds)
+    except (msgspec.DecodeError, ProtocolError) as error:
+        for fd in fds:
+            os.close(fd)
+        raise ProtocolError(f"The checkpoint saver sent what is not a reply: {error}.") from error

@@ -1,0 +1,304 @@
+"""Checkpoints in a directory: their names, what they must contain, and which of them can be used.
+
+::
+
+    <directory>/
+    ├── checkpoint-id          names the directory; a new one gets a new name
+    ├── latest                 the newest step that was stored (JSON)
+    ├── step-40/               one checkpoint: what DCP reads, and
+    │   ├── manifest.json      a `Manifest`; written last
+    │   └── rank-0.index       a `RankIndex`: where each tensor of a rank lies, with its checksum
+    ├── step-30.bad/           was found to be damaged
+    └── .step-50.<session>/    is being written
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from dlrover._util import files
+from dlrover.checkpoint import faults, layout as layouts
+from dlrover.checkpoint.layout import Layout, TensorEntry, name
+from dlrover.errors import InfrastructureError
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+TRACKER = "latest"
+IDENTITY = "checkpoint-id"
+_STEP = re.compile(r"step-(\d+)")
+
+
+class FileRecord(msgspec.Struct, frozen=True):
+    """One file of a checkpoint."""
+
+    nbytes: int
+    xxh3_64: str
+    """Of the whole file, in hexadecimal."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint consists of."""
+
+    format: int
+    step: int
+    world_size: int
+    replicated: bool
+    """Whether all ranks hold the same tensors: then any number of ranks can load it."""
+    files: dict[str, FileRecord]
+
+
+class StoredTensor(msgspec.Struct, frozen=True, array_like=True):
+    """Where a tensor's bytes lie."""
+
+    path: layouts.Path
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    nbytes: int
+    xxh3: int
+    item: tuple[int, int]
+    """Offset and length of the ``torch.save`` file around it."""
+
+
+class RankIndex(msgspec.Struct, frozen=True):
+    """One rank's state."""
+
+    rank: int
+    step: int
+    skeleton: bytes
+    tensors: tuple[StoredTensor, ...]
+    files: dict[str, FileRecord]
+    """Those that this rank wrote."""
+
+
+class Tracker(msgspec.Struct, frozen=True):
+    """The newest step that was stored."""
+
+    step: int
+
+
+# ---- names
+
+
+def step_directory(directory: Path, step: int) -> Path:
+    """Where a step lies once it is whole."""
+    return directory / f"step-{step}"
+
+
+def unfinished(directory: Path, step: int, session: int) -> Path:
+    """Where a step is written; all savers of a world find the same place."""
+    return directory / f".step-{step}.{session:016x}"
+
+
+def index_file(rank: int) -> str:
+    """The name of a rank's `RankIndex`."""
+    return f"rank-{rank}.index"
+
+
+def identity(directory: Path) -> str:
+    """The name of this directory, made at its first use; the same for all who ask."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / IDENTITY
+    if not path.exists():
+        temporary = directory / f".{IDENTITY}.{os.getpid()}.{secrets.token_hex(4)}"
+        temporary.write_text(secrets.token_hex(16))
+        with contextlib.suppress(FileExistsError):
+            os.link(temporary, path)
+        temporary.unlink()
+    return path.read_text().strip()
+
+
+# ---- what is there
+
+
+def steps(directory: Path) -> list[int]:
+    """The steps that look whole, newest first."""
+    found = []
+    for entry in directory.iterdir() if directory.is_dir() else ():
+        match = _STEP.fullmatch(entry.name)
+        if match and (entry / MANIFEST).is_file():
+            found.append(int(match[1]))
+    return sorted(found, reverse=True)
+
+
+def tracked(directory: Path) -> int | None:
+    """The newest step that was ever stored; None if none was, -1 if the tracker is damaged."""
+    try:
+        return msgspec.json.decode((directory / TRACKER).read_bytes(), type=Tracker).step
+    except FileNotFoundError:
+        return None
+    except msgspec.DecodeError:
+        return -1
+
+
+def track(directory: Path, step: int) -> None:
+    """Say that ``step`` is the newest one."""
+    files.write_atomically(directory / TRACKER, msgspec.json.encode(Tracker(step)))
+    sync_directory(directory)
+
+
+def quarantine(directory: Path, step: int) -> Path:
+    """Put a damaged step out of the way; its new name."""
+    bad = directory / f"step-{step}.bad"
+    number = 1
+    while bad.exists():
+        number += 1
+        bad = directory / f"step-{step}.bad{number}"
+    step_directory(directory, step).rename(bad)
+    return bad
+
+
+def prune(directory: Path, keep: int) -> None:
+    """Delete all but the newest ``keep`` steps."""
+    for step in steps(directory)[keep:]:
+        faults.point("prune.begun")
+        doomed = directory / f".step-{step}.{secrets.token_hex(8)}"
+        step_directory(directory, step).rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Delete what earlier worlds did not finish. Nobody may be writing."""
+    for path in directory.glob(".step-*.*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+# ---- read
+
+
+class StoredState:
+    """One rank's part of a checkpoint, mapped. Use it in a ``with`` block."""
+
+    def __init__(self, directory: Path, rank: int, world_size: int) -> None:
+        manifest = read_manifest(directory)
+        if manifest.world_size != world_size and not manifest.replicated:
+            raise InfrastructureError(
+                f"{directory} was saved by {manifest.world_size} ranks with different tensors and cannot"
+                f" be loaded by {world_size}."
+            )
+        owner = rank if manifest.world_size == world_size else 0
+        self.index = read_index(directory, owner, manifest)
+        self.layout, self._origins = _layout(self.index)
+        self._maps: dict[str, memoryview] = {}
+        self._directory = directory
+        self._manifest = manifest
+
+    def __enter__(self) -> StoredState:
+        for file in sorted({tensor.file for tensor in self.index.tensors}):
+            self._maps[file] = _mapped(self._directory / file, self._manifest)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._maps.clear()  # a mapping ends with its last view
+
+    def tensor_bytes(self) -> Iterator[tuple[StoredTensor, memoryview]]:
+        """Each tensor with its bytes.
+
+        Raises:
+            InfrastructureError: it lies outside of its file.
+        """
+        for tensor in self.index.tensors:
+            data = self._maps[tensor.file]
+            if tensor.offset < 0 or tensor.offset + tensor.nbytes > len(data):
+                raise InfrastructureError(f"{name(tensor.path)} lies outside of {tensor.file}.")
+            yield tensor, data[tensor.offset : tensor.offset + tensor.nbytes]
+
+    def verify(self) -> None:
+        """Compare every tensor with its checksum.
+
+        Raises:
+            InfrastructureError: one differs.
+        """
+        for tensor, data in self.tensor_bytes():
+            if xxhash.xxh3_64_intdigest(data) != tensor.xxh3:
+                raise InfrastructureError(
+                    f"The tensor {name(tensor.path)} in {self._directory / tensor.file} is damaged."
+                )
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        InfrastructureError: it is missing or damaged.
+    """
+    try:
+        manifest = msgspec.json.decode((directory / MANIFEST).read_bytes(), type=Manifest)
+    except (OSError, msgspec.DecodeError) as error:
+        raise InfrastructureError(f"{directory / MANIFEST} cannot be read: {error}.") from error
+    if manifest.format != FORMAT:
+        raise InfrastructureError(
+            f"{directory} has format {manifest.format}; this version reads format {FORMAT}."
+        )
+    return manifest
+
+
+def read_index(directory: Path, rank: int, manifest: Manifest) -> RankIndex:
+    """A rank's index, compared with the manifest.
+
+    Raises:
+        InfrastructureError: it is missing or damaged.
+    """
+    path = directory / index_file(rank)
+    record = manifest.files.get(path.name)
+    try:
+        data = path.read_bytes()
+        if record is None or record != record_of(data):
+            raise InfrastructureError(f"{path} differs from what the manifest says.")
+        return msgspec.msgpack.decode(data, type=RankIndex)
+    except (OSError, msgspec.DecodeError) as error:
+        raise InfrastructureError(f"{path} cannot be read: {error}.") from error
+
+
+def record_of(data: bytes) -> FileRecord:
+    """The record of a file with this content."""
+    return FileRecord(len(data), xxhash.xxh3_64_hexdigest(data))
+
+
+def _layout(index: RankIndex) -> tuple[Layout, None]:
+    entries = []
+    end = 0
+    for tensor in index.tensors:
+        item = layouts.ITEM_BYTES.get(tensor.dtype, 1)
+        offset = -(-end // item) * item
+        entries.append(TensorEntry(tensor.path, tensor.dtype, tensor.shape, offset, tensor.nbytes))
+        end = offset + tensor.nbytes
+    layout = Layout(tuple(entries), index.skeleton, 0)
+    layouts.check(layout, end)
+    return layout, None
+
+
+def _mapped(path: Path, manifest: Manifest) -> memoryview:
+    record = manifest.files.get(path.name)
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if record is None or size != record.nbytes:
+                expected = record.nbytes if record is not None else "no"
+                raise InfrastructureError(f"{path} has {size} bytes, not {expected}.")
+            return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) if size else b"")
+    except OSError as error:
+        raise InfrastructureError(f"{path} cannot be read: {error.strerror}.") from error

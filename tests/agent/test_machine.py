@@ -1,0 +1,295 @@
+"""When an agent joins, starts and stops its workers, and what it says."""
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from dlrover.agent.machine import (
+    Abandoned,
+    AgentMachine,
+    Command,
+    Input,
+    JoinRound,
+    Leave,
+    Say,
+    Stage,
+    StartWorkers,
+    StopWorkers,
+    WorkerEnded,
+    WorkersStopped,
+)
+from dlrover.rpc.messages import AssignWorld, CallToRound, Dismiss, Failed, Succeeded, Welcome
+from dlrover.spec.failure import Failure, FailureKind
+from dlrover.spec.outcome import Outcome
+from dlrover.spec.world import World
+
+DONE = Outcome(exit_code=0, reason="All workers succeeded.")
+
+
+def world(round_: int = 1) -> World:
+    return World(round_, 0, 0, 1, 0, 2, "10.0.0.1", 29400)
+
+
+def failure(round_: int = 1, local_rank: int = 0) -> Failure:
+    return Failure(
+        id=f"failure {round_} {local_rank}",
+        kind=FailureKind.EXIT,
+        node_id=3,
+        rank=local_rank,
+        local_rank=local_rank,
+        round=round_,
+        exit_code=1,
+    )
+
+
+def welcome(round_: int = 1) -> Welcome:
+    return Welcome(3, round_, 15.0)
+
+
+def call(round_: int) -> CallToRound:
+    return CallToRound(round_, "a worker failed")
+
+
+def give(machine: AgentMachine, *events: Input) -> list[Command]:
+    """What the last of the events leads to."""
+    commands: list[Command] = []
+    for event in events:
+        commands = machine.handle(event)
+        machine.validate()
+    return commands
+
+
+def agent(*events: Input) -> AgentMachine:
+    """An agent of two workers to which these things have happened."""
+    machine = AgentMachine(nproc=2)
+    give(machine, *events)
+    return machine
+
+
+def running() -> AgentMachine:
+    return agent(welcome(), AssignWorld(world()))
+
+
+def failed() -> AgentMachine:
+    machine = running()
+    give(machine, WorkerEnded(0, failure()))
+    return machine
+
+
+def succeeded() -> AgentMachine:
+    machine = running()
+    give(machine, WorkerEnded(0, None), WorkerEnded(1, None))
+    return machine
+
+
+def stopping() -> AgentMachine:
+    machine = running()
+    give(machine, call(2))
+    return machine
+
+
+def joined_again() -> AgentMachine:
+    machine = failed()
+    give(machine, call(2), WorkersStopped())
+    return machine
+
+
+# ---- from the first word to the last
+
+
+def test_it_joins_the_round_that_it_is_welcomed_to():
+    machine = agent()
+    assert give(machine, welcome(4)) == [JoinRound(4)]
+    assert (machine.stage, machine.node_id) == (Stage.JOINED, 3)
+
+
+def test_it_starts_its_workers_in_the_world_that_it_is_assigned():
+    machine = agent(welcome())
+    assert give(machine, AssignWorld(world(7))) == [StartWorkers(world(7))]
+    assert (machine.stage, machine.round, machine.running_round) == (Stage.RUNNING, 7, 7)
+    assert machine.running == {0, 1}
+
+
+def test_it_reports_success_once_all_workers_have_succeeded():
+    machine = running()
+    assert give(machine, WorkerEnded(1, None)) == []
+    assert give(machine, WorkerEnded(0, None)) == [Say(Succeeded(1))]
+    assert machine.stage is Stage.SUCCEEDED
+
+
+def test_it_reports_every_failure_and_waits_for_the_masters_word():
+    machine = running()
+    assert give(machine, WorkerEnded(0, failure())) == [Say(Failed(failure()))]
+    assert give(machine, WorkerEnded(1, failure(local_rank=1))) == [
+        Say(Failed(failure(local_rank=1)))
+    ]
+    assert machine.stage is Stage.FAILED
+
+
+def test_a_success_after_a_failure_is_no_success():
+    assert give(failed(), WorkerEnded(1, None)) == []
+
+
+@pytest.mark.parametrize("make", [running, failed, succeeded])
+def test_a_call_to_a_new_round_stops_the_workers_before_it_joins(make):
+    machine = make()
+    assert give(machine, call(2)) == [StopWorkers()]
+    assert give(machine, WorkersStopped()) == [JoinRound(2)]
+    assert (machine.stage, machine.running_round) == (Stage.JOINED, 0)
+
+
+def test_without_workers_it_joins_at_once():
+    assert give(agent(welcome()), call(2)) == [JoinRound(2)]
+
+
+def test_a_later_call_while_it_stops_is_the_round_that_it_joins():
+    machine = stopping()
+    assert give(machine, call(3)) == []
+    assert give(machine, WorkersStopped()) == [JoinRound(3)]
+
+
+def test_it_obeys_a_master_that_has_lost_rounds():
+    """A crash of the master's machine may take the end of its journal."""
+    machine = agent(welcome(), AssignWorld(world(5)))
+    assert give(machine, call(5)) == [StopWorkers()]
+    assert give(machine, WorkersStopped(), AssignWorld(world(5))) == [StartWorkers(world(5))]
+
+
+def test_a_failure_while_it_stops_is_reported():
+    assert give(stopping(), WorkerEnded(1, failure())) == [Say(Failed(failure()))]
+
+
+def test_failures_of_a_past_world_are_forgotten_in_the_next_one():
+    machine = joined_again()
+    give(machine, AssignWorld(world(2)))
+    assert give(machine, welcome(3)) == []
+
+
+# ---- after a reconnection it says again what still holds
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: agent(welcome()), [JoinRound(9)]),
+        (running, []),
+        (failed, [Say(Failed(failure()))]),
+        (succeeded, [Say(Succeeded(1))]),
+        (stopping, []),
+        (joined_again, [Say(Failed(failure())), JoinRound(9)]),
+    ],
+    ids=["joined", "running", "failed", "succeeded", "stopping", "joined after a failure"],
+)
+def test_it_says_again_what_still_holds(make, said):
+    machine = make()
+    stage = machine.stage
+    assert give(machine, welcome(9)) == said
+    assert machine.stage is stage
+
+
+def test_a_failure_that_it_reports_while_it_stops_is_said_again_too():
+    """Who reports the root cause may lose the connection, and the call may come first."""
+    machine = failed()
+    give(machine, call(2))
+    assert give(machine, welcome(2)) == [Say(Failed(failure()))]
+
+
+@pytest.mark.parametrize("make", [running, failed, succeeded, stopping])
+def test_a_world_that_is_assigned_again_changes_nothing(make):
+    machine = make()
+    before = repr(machine)
+    assert give(machine, AssignWorld(world())) == []
+    assert repr(machine) == before
+
+
+def test_an_end_that_is_reported_after_the_workers_were_stopped_changes_nothing():
+    machine = stopping()
+    give(machine, WorkersStopped())
+    before = repr(machine)
+    assert give(machine, WorkerEnded(0, failure())) == []
+    assert repr(machine) == before
+
+
+# ---- leaving
+
+DISMISSALS = [Dismiss(DONE), Abandoned(DONE)]
+
+
+@pytest.mark.parametrize("dismissal", DISMISSALS, ids=["dismissed", "abandoned"])
+@pytest.mark.parametrize("make", [agent, lambda: agent(welcome()), joined_again])
+def test_without_workers_it_leaves_at_once(make, dismissal):
+    machine = make()
+    assert give(machine, dismissal) == [Leave(DONE)]
+    assert machine.stage is Stage.LEFT
+
+
+@pytest.mark.parametrize("dismissal", DISMISSALS, ids=["dismissed", "abandoned"])
+@pytest.mark.parametrize("make", [running, failed, succeeded])
+def test_it_stops_its_workers_before_it_leaves(make, dismissal):
+    machine = make()
+    assert give(machine, dismissal) == [StopWorkers()]
+    assert give(machine, welcome(2), call(2)) == []
+    assert give(machine, WorkersStopped()) == [Leave(DONE)]
+
+
+def test_while_it_stops_a_dismissal_changes_what_comes_after():
+    machine = stopping()
+    assert give(machine, Dismiss(DONE)) == []
+    assert give(machine, WorkersStopped()) == [Leave(DONE)]
+
+
+def test_the_first_dismissal_counts():
+    machine = running()
+    other = Outcome(exit_code=3, reason="The launcher died.")
+    assert give(machine, Dismiss(DONE), Abandoned(other)) == []
+    assert give(machine, WorkersStopped()) == [Leave(DONE)]
+
+
+def test_once_it_has_left_nothing_happens():
+    machine = agent(Dismiss(DONE))
+    before = repr(machine)
+    for event in (welcome(), call(2), AssignWorld(world()), Dismiss(DONE)):
+        assert give(machine, event) == []
+    assert repr(machine) == before
+
+
+# ---- any order
+
+ROUNDS = st.sampled_from([1, 2, 3, 0, -1, 2**63])
+MESSAGES = st.one_of(
+    st.builds(welcome, ROUNDS),
+    st.builds(call, ROUNDS),
+    st.builds(lambda r: AssignWorld(world(r)), ROUNDS),
+)
+ENDS = st.builds(
+    lambda rank, bad: WorkerEnded(rank, failure(local_rank=rank) if bad else None),
+    st.integers(0, 1),
+    st.sampled_from([False, False, True]),
+)
+STOPPED = st.just(WorkersStopped())
+EVENTS = st.lists(st.one_of(MESSAGES, MESSAGES, ENDS, ENDS, STOPPED), min_size=15, max_size=60)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000, deadline=None, derandomize=True, database=None)
+@given(EVENTS, st.sampled_from([*DISMISSALS, None]), st.integers(0, 60))
+def test_no_order_of_messages_breaks_it_or_starts_workers_beside_others(events, dismissal, at):
+    """Of its own worker group only what can happen: a worker ends once, a stop is done once."""
+    if dismissal is not None:
+        events.insert(at, dismissal)
+    machine = AgentMachine(nproc=2)
+    workers = stops = leaves = 0
+    for event in events:
+        stopped = isinstance(event, WorkersStopped)
+        impossible = isinstance(event, WorkerEnded) and event.local_rank not in machine.running
+        if impossible or (stopped and not stops):
+            continue
+        if stopped:
+            workers = stops = 0
+        for command in give(machine, event):
+            assert not leaves, "it did something after it had left"
+            assert not (workers and isinstance(command, StartWorkers | JoinRound | Leave))
+            workers += isinstance(command, StartWorkers)
+            stops += isinstance(command, StopWorkers)
+            leaves += isinstance(command, Leave)
+        assert stops <= workers <= 1
+    assert leaves == (machine.stage is Stage.LEFT)

@@ -1,0 +1,257 @@
+"""The journal gives the machines their state back, and the history keeps each event once."""
+
+import contextlib
+import os
+import resource
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlrover.errors import InfrastructureError, ProtocolError
+from dlrover.master import history
+from dlrover.master.history import History
+from dlrover.master.journal import FORMAT, Journal
+from dlrover.master.machine import inputs
+from dlrover.master.machine.job import JobMachine
+from dlrover.master.machine.store import KeyValueStore
+from dlrover.rpc.messages import AddToKey, DeleteKeys, EnterBarrier, SetKey, StoreRequest
+from dlrover.spec import events
+from dlrover.spec.failure import FailureKind
+from dlrover.spec.job import JobSpec, Limits
+from dlrover.testing.cluster import Cluster
+from dlrover.testing.nodes import Delays
+
+PATIENT = Limits(max_infrastructure_restarts=1000, no_progress_restarts=1000)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "job #1?" / "journal.sqlite"
+
+
+@pytest.fixture
+def journal(path: Path):
+    path.parent.mkdir()
+    with contextlib.closing(Journal(path)) as opened:
+        yield opened
+
+
+def replayed(path: Path, into: History | None = None) -> tuple[JobMachine, KeyValueStore]:
+    """The machines as a new master finds them."""
+    machine, store = JobMachine(), KeyValueStore()
+    with contextlib.closing(Journal(path, read_only=True)) as journal:
+        for time, entry in journal.entries():
+            if isinstance(entry, StoreRequest):
+                store.apply(entry)
+                continue
+            for command in machine.handle(entry, time):
+                if into is not None and isinstance(command, inputs.Emit):
+                    into.add(command.body, time)
+    machine.validate()
+    store.validate()
+    return machine, store
+
+
+# ---- what is written comes back
+
+
+def test_entries_come_back_in_order_with_their_times(journal, path):
+    written = [
+        (1.5, inputs.Submitted(JobSpec(name="jöb"), "/tmp/job")),
+        (2.5, SetKey("key", b"\x00\xff")),
+        (2.5, inputs.NodeConnected("uid", -1, 2**63 - 1, "host", 0)),
+        (0.5, inputs.DeadlinePassed()),
+        (3.0, EnterBarrier("gate", "node 0", 2, 1.0)),
+    ]
+    for time, entry in written:
+        journal.append(entry, time)
+    assert list(journal.entries()) == written
+    with contextlib.closing(Journal(path, read_only=True)) as reader:
+        assert list(reader.entries()) == written
+
+
+def test_entries_survive_a_master_that_closed_nothing(journal, path):
+    journal.append(inputs.DeadlinePassed(), 1.0)
+    with contextlib.closing(Journal(path)) as successor:
+        successor.append(inputs.MasterStarted(1), 2.0)
+        assert [entry for _, entry in successor.entries()] == [
+            inputs.DeadlinePassed(),
+            inputs.MasterStarted(1),
+        ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_the_replayed_state_equals_the_live_one(seed, journal, path, tmp_path):
+    """After any history of faults, in every field, and with the same events."""
+    cluster = eventful(seed)
+    chance = cluster.time.random
+    store = KeyValueStore()
+    for time, entry in cluster.journal:
+        journal.append(entry, time)
+        request = chance.choice(
+            [
+                SetKey(chance.choice("ab"), chance.choice([b"1", b"word"])),
+                AddToKey(chance.choice("abc"), 3, chance.choice("pqrst")),
+                DeleteKeys(chance.choice("abc")),
+                EnterBarrier(chance.choice("ab"), chance.choice("pqrst"), 3, 0.0),
+            ]
+        )
+        with contextlib.suppress(ProtocolError):
+            store.apply(request)
+            journal.append(request, time)
+    recorder = History(tmp_path / "events.jsonl")
+    with contextlib.closing(recorder):
+        machine, restored = replayed(path, recorder)
+    assert machine == cluster.machine
+    assert restored == store
+    assert recorder.events == cluster.events == history.read(tmp_path / "events.jsonl")
+    for field in vars(machine):  # equality compares them all: none may be left out of it
+        assert getattr(machine, field) == getattr(cluster.machine, field), field
+
+
+def eventful(seed: int) -> Cluster:
+    managed = seed % 2 * 3
+    spec = JobSpec(
+        name="job",
+        min_nodes=2,
+        max_nodes=3,
+        managed_nodes=managed,
+        max_restarts=1000,
+        limits=PATIENT,
+    )
+    cluster = Cluster(
+        spec, nodes=3 - managed, steps=10**6, seed=seed, delays=Delays(revive=(0.5, 9.0))
+    )
+    cluster.inject(
+        [
+            lambda n: cluster.kill_worker(n, cluster.time.random.choice(list(FailureKind)), 1),
+            cluster.kill_agent,
+            cluster.disconnect,
+            lambda _: cluster.kill_master(after_commands=1),
+        ],
+        every=3.0,
+        until=80.0,
+    )
+    cluster.run(cluster.time.random.uniform(10.0, 80.0))
+    return cluster
+
+
+# ---- journals that cannot be used
+
+
+def test_a_journal_of_another_format_is_refused(journal, path):
+    journal.close()
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute(f"PRAGMA user_version={FORMAT + 1}")
+    for read_only in (True, False):
+        with pytest.raises(
+            InfrastructureError, match=f"has format {FORMAT + 1}; this version reads {FORMAT}"
+        ):
+            Journal(path, read_only=read_only)
+
+
+def test_a_file_that_is_no_journal_is_refused(tmp_path):
+    path = tmp_path / "journal.sqlite"
+    path.write_text("not a database, but long enough to have a header that could be one" * 9)
+    with pytest.raises(InfrastructureError, match=r"cannot be opened: file is not a database"):
+        Journal(path)
+
+
+def test_a_journal_that_is_not_there_is_not_made_by_a_reader(tmp_path):
+    with pytest.raises(InfrastructureError, match="cannot be opened"):
+        Journal(tmp_path / "journal.sqlite", read_only=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_entry_is_named(journal, path):
+    journal.append(inputs.DeadlinePassed(), 1.0)
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute("INSERT INTO entries (time, kind, body) VALUES (2.0, 'input', x'c1')")
+        db.commit()
+    with pytest.raises(InfrastructureError, match="cannot be read"):
+        list(journal.entries())
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_an_infrastructure_error_and_loses_nothing_before_it(tmp_path):
+    """The limit on a file's size stands in for the end of a disk."""
+    path = tmp_path / "journal.sqlite"
+    program = f"""
+from pathlib import Path
+from dlrover.errors import InfrastructureError
+from dlrover.master.journal import Journal
+from dlrover.rpc.messages import SetKey
+
+journal = Journal(Path({str(path)!r}))
+for number in range(1000):
+    try:
+        journal.append(SetKey(str(number), bytes(1000)), float(number))
+    except InfrastructureError as error:
+        print(number, error)
+        break
+"""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        capture_output=True,
+        text=True,
+        preexec_fn=limit,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    number, _, message = ran.stdout.partition(" ")
+    assert message.startswith(f"The journal {path} cannot be written: ")
+    with contextlib.closing(Journal(path)) as journal:
+        assert [time for time, _ in journal.entries()] == [float(n) for n in range(int(number))]
+        journal.append(SetKey("more", b""), 0.0)
+
+
+# ---- events
+
+
+def bodies() -> list[events.EventBody]:
+    return [events.JobSubmitted("job", 1, 2), events.NodeLaunched(0), events.JobEnded(0, "done")]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "events.jsonl"
+
+
+def write(file: Path, written: list[events.EventBody]) -> list[events.Event]:
+    """What a master adds when it replays from the beginning."""
+    recorder = History(file)
+    with contextlib.closing(recorder):
+        return [recorder.add(body, float(time)) for time, body in enumerate(written)]
+
+
+def test_events_are_numbered_and_readable_at_once(file):
+    recorder = History(file)
+    with contextlib.closing(recorder):
+        assert recorder.add(bodies()[0], 5.0) == events.Event(1, 5.0, bodies()[0])
+        assert history.read(file) == recorder.events
+
+
+def test_events_that_the_file_has_are_not_written_twice(file):
+    write(file, bodies()[:2])
+    recorded = write(file, bodies())
+    assert history.read(file) == recorded
+    assert [event.seq for event in recorded] == [1, 2, 3]
+
+
+def test_a_last_line_that_a_crash_cut_short_is_written_again(file):
+    recorded = write(file, bodies())
+    whole = file.read_bytes()
+    for cut in range(len(whole)):
+        file.write_bytes(whole[:cut])
+        lines = whole[:cut].count(b"\n")
+        assert history.read(file) == recorded[:lines]
+        write(file, bodies())
+        assert file.read_bytes() == whole

@@ -1,0 +1,210 @@
+"""What the last screen tells of a failure, next to what torchrun tells of the same one."""
+
+import contextlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from dlrover.errors import ExitCode
+from dlrover.spec import events
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
+
+USER, INFRASTRUCTURE, UNKNOWN = "user code", "infrastructure", "undetermined"
+UNEXPLAINED = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
+"""What torchrun says instead of a traceback, for programs without its decorator."""
+
+
+class Expected(NamedTuple):
+    """Regular expressions; the last screen's, unless it says torchrun."""
+
+    title: str
+    fault: str
+    code: ExitCode
+    torchrun: str
+    """What torchrun says of the first failure."""
+    evidence: str = ""
+    detail: str = ""
+    """A line of the traceback or of standard error."""
+    next: str = ""
+    restarts: int = 0
+
+
+EXPECTED = {
+    "exception": Expected(
+        title="rank 1 raised ValueError on node 0 .*: the batch is empty",
+        fault=USER,
+        code=ExitCode.USER_CODE,
+        torchrun=UNEXPLAINED,
+        evidence=r'fails.py:\d+: in exception: raise ValueError\("the batch is empty"\)',
+        detail="^ValueError: the batch is empty",
+        next=r"Correct the program at fails.py:\d+",
+    ),
+    "leave": Expected(
+        title="rank 1 left with exit code 3",
+        fault=USER,
+        code=ExitCode.USER_CODE,
+        torchrun=UNEXPLAINED,
+        detail="^leaving without a word",
+        next="Look in the program for what leaves with this code",
+    ),
+    "killed": Expected(
+        title=r"rank 1 was killed by SIGKILL \(signal 9\)",
+        fault=INFRASTRUCTURE,
+        code=ExitCode.NO_PROGRESS,
+        torchrun="Signal 9 .SIGKILL. received by PID",
+        evidence="killed from outside",
+        next="who killed it",
+        restarts=3,
+    ),
+    "segfault": Expected(
+        title=r"rank 1 crashed with SIGSEGV \(signal 11\).*native code touched memory",
+        fault=UNKNOWN,
+        code=ExitCode.NO_PROGRESS,
+        torchrun="Signal 11 .SIGSEGV. received by PID",
+        evidence=r"in string_at, called at .*fails.py:\d+: in segfault",
+        detail="^Fatal Python error: Segmentation fault",
+        restarts=3,
+    ),
+    "bus_error": Expected(
+        title=r"rank 1 crashed with SIGBUS \(signal 7\).*memory backed by a file",
+        fault=INFRASTRUCTURE,
+        code=ExitCode.NO_PROGRESS,
+        torchrun="Signal 7 .SIGBUS. received by PID",
+        evidence=r"fails.py:\d+: in bus_error",
+        detail="^Fatal Python error: Bus error",
+        next="/dev/shm",
+        restarts=3,
+    ),
+    "no_memory": Expected(
+        title=r"rank 1 ran out of memory \(MemoryError\)",
+        fault=USER,
+        code=ExitCode.USER_CODE,
+        torchrun=UNEXPLAINED,
+        evidence=r"fails.py:\d+: in no_memory",
+        detail="^MemoryError",
+        next="smaller batch",
+    ),
+    "missing_module": Expected(
+        title="rank 1 raised ModuleNotFoundError .*: No module named 'no_such_module_anywhere'",
+        fault=USER,
+        code=ExitCode.USER_CODE,
+        torchrun=UNEXPLAINED,
+        detail="^ModuleNotFoundError: No module named",
+        next="Install the module",
+    ),
+}
+
+
+class Screen:
+    """The last screen, taken apart."""
+
+    def __init__(self, text: str) -> None:
+        last = re.split(r"^dlrover: .*\n", text, flags=re.MULTILINE)[-1]
+        self.lines = last.splitlines()
+        self.title = next(line for line in self.lines if line.startswith("rank "))
+
+    def field(self, name: str) -> str:
+        found = [line for line in self.lines if line.startswith(f"{name}:")]
+        return found[0].partition(":")[2].strip() if found else ""
+
+    def has_line(self, pattern: str) -> bool:
+        return any(re.search(pattern, line) for line in self.lines)
+
+
+def check_screen(stderr: str, expected: Expected) -> Screen:
+    screen = Screen(stderr)
+    assert re.match(expected.title, screen.title)
+    assert screen.field("Fault") == expected.fault
+    assert re.search(expected.evidence, screen.field("Evidence"))
+    assert re.search(expected.next, screen.field("Next"))
+    assert not expected.detail or screen.has_line(expected.detail)
+    restarts = f"{expected.restarts} restart{'' if expected.restarts == 1 else 's'}"
+    assert screen.field("Ended").endswith(restarts)
+    return screen
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_the_first_failing_rank_is_explained(run, kind: str) -> None:
+    expected = EXPECTED[kind]
+    command = ["--nproc-per-node", "2", run.scripts / "fails.py", kind]
+    torchrun, ours = run.torchrun(*command), run(*command)
+
+    _, stderr = ours.end_with(expected.code, timeout=30)
+    screen = check_screen(stderr, expected)
+    log = Path(screen.field("Log").partition(" on node ")[0])
+    assert log.exists()
+    assert log.read_text() in stderr
+    assert screen.field("Job") == str(ours.job_dir)
+    recovered = [event.sentence() for event in ours.events_of(events.RestartDecided)]
+    assert len(recovered) == expected.restarts
+
+    _, stderr = torchrun.end_with(1, timeout=30)
+    root_cause = stderr.partition("Root Cause (first observed failure)")[2]
+    assert "error_file: <N/A>" in root_cause
+    assert re.search(expected.torchrun, root_cause)
+
+
+def test_the_last_screen_is_there_as_json(run) -> None:
+    launch = run("--output=json", "--nproc-per-node=2", run.scripts / "fails.py", "exception")
+    stdout, _ = launch.end_with(ExitCode.USER_CODE)
+    outcome = json.loads(stdout)
+    assert outcome["exit_code"] == ExitCode.USER_CODE
+    assert outcome["failure"]["rank"] == 1
+    assert outcome["failure"]["exception"] == "ValueError"
+    assert outcome["failure"]["traceback"].endswith("ValueError: the batch is empty\n")
+    assert outcome["verdict"]["origin"] == USER
+
+
+def test_a_program_of_another_language_is_explained(run) -> None:
+    script = 'if [ "$RANK" = 1 ]; then echo "no data" >&2; exit 9; fi; exec sleep 60'
+    launch = run("--nproc-per-node=2", "--no-python", "sh", "-c", script)
+    _, stderr = launch.end_with(ExitCode.USER_CODE)
+    expected = Expected("rank 1 left with exit code 9", USER, ExitCode.USER_CODE, "")
+    assert check_screen(stderr, expected).has_line("^no data")
+
+
+def test_a_taken_port_of_the_store_is_explained(run) -> None:
+    """The workers' own error names it: `--master-port` is theirs, not the master's."""
+    pytest.importorskip("torch")
+    with contextlib.closing(run.listener()) as listener:
+        port = listener.getsockname()[1]
+        launch = run(f"--master-port={port}", run.scripts / "meets.py")
+        _, stderr = launch.end_with(ExitCode.NO_PROGRESS, timeout=40)
+    screen = Screen(stderr)
+    assert re.match("rank 0 found its port taken", screen.title)
+    assert screen.field("Fault") == INFRASTRUCTURE
+    assert f"holds the port ({port})" in screen.field("Next")
+
+
+@pytest.fixture
+def memory_group(tmp_path: Path):
+    """A control group with little memory; skips where this process may not make one."""
+    group = Path("/sys/fs/cgroup/memory", f"dlrover-test-{os.getpid()}")
+    limit = group / "memory.limit_in_bytes"
+    try:
+        group.mkdir()
+        limit.write_text(str(400 << 20))
+    except OSError as error:
+        pytest.skip(f"no memory control group can be made here: {error}")
+    yield group
+    group.rmdir()
+
+
+def test_a_kill_for_lack_of_memory_is_told_from_other_kills(run, memory_group: Path) -> None:
+    inside = ["sh", "-c", f'echo $$ > {memory_group}/cgroup.procs; exec "$@"', "sh"]
+    launch = run("--nproc-per-node=2", run.scripts / "fails.py", "out_of_memory", inside=inside)
+    _, stderr = launch.end_with(ExitCode.NO_PROGRESS, timeout=40)
+    expected = Expected(
+        title="rank 1 was killed by the kernel's out-of-memory killer",
+        fault=USER,
+        code=ExitCode.NO_PROGRESS,
+        torchrun="",
+        restarts=3,
+    )
+    check_screen(stderr, expected)

@@ -1,0 +1,153 @@
+"""What signals to `dlrover-run` do: to the job, to its workers, and to all that these started."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from dlrover.errors import ExitCode
+from dlrover.spec import events
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    directory = tmp_path / "out"
+    directory.mkdir()
+    return directory
+
+
+def start(run, script: str, out: Path, *options: str, workers: int = 2):
+    """Start a script of this directory, and wait until its workers are ready."""
+    launch = run(*options, run.scripts / script, out)
+    run.until(lambda: len(list(out.glob("ready-*"))) == workers, 20, "ready")
+    return launch
+
+
+def noted(out: Path, name: str) -> list[str]:
+    return [path.read_text() for path in sorted(out.glob(f"{name}-*"))]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_workers_may_save_before_they_leave(run, out: Path, number: signal.Signals) -> None:
+    launch = start(run, "obedient.py", out, "--nproc-per-node", "2")
+    launch.process.send_signal(number)
+    _, stderr = launch.end_with(ExitCode.SIGNAL_BASE + number)
+    assert noted(out, "signalled") == [number.name] * 2
+    assert noted(out, "batch") == ["batch\n"] * 2
+    assert noted(out, "saved") == [""] * 2
+    assert noted(out, "child-signalled") == []
+    assert f"stopped by {number.name}" in stderr
+    assert "Traceback" not in stderr
+
+
+def test_a_signal_reaches_the_workers_of_every_local_node(run, out: Path) -> None:
+    launch = start(run, "obedient.py", out, "--local-nodes", "2")
+    launch.process.send_signal(signal.SIGTERM)
+    launch.end_with(ExitCode.SIGNAL_BASE + signal.SIGTERM)
+    assert noted(out, "saved") == [""] * 2
+
+
+def test_stopping_a_job_gives_its_workers_time_to_save(run, out: Path) -> None:
+    launch = start(run, "obedient.py", out, "--nproc-per-node", "2")
+    stopped = run.dlrover("stop", "--job-dir", launch.job_dir, "--reason", "Enough.")
+    assert stopped.returncode == 0
+    _, stderr = launch.end_with(ExitCode.STOPPED)
+    assert noted(out, "signalled") == ["SIGTERM"] * 2
+    assert noted(out, "saved") == [""] * 2
+    assert stderr.startswith("Enough.\n")
+
+
+def test_a_worker_that_stays_is_killed_after_the_shutdown_timeout(run, out: Path) -> None:
+    launch = start(run, "stubborn.py", out, "--nproc-per-node", "2", "--shutdown-timeout", "1")
+    began = time.monotonic()
+    launch.process.send_signal(signal.SIGTERM)
+    launch.end_with(ExitCode.SIGNAL_BASE + signal.SIGTERM)
+    assert 1.0 <= time.monotonic() - began < 4.0
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_kills_at_once(run, out: Path, second: signal.Signals) -> None:
+    launch = start(run, "stubborn.py", out, "--nproc-per-node", "2")
+    launch.process.send_signal(signal.SIGINT)
+    run.until(lambda: launch.events_of(events.JobEnded), 5, "the job's end")
+    began = time.monotonic()
+    launch.process.send_signal(second)
+    _, stderr = launch.end_with(ExitCode.SIGNAL_BASE + signal.SIGINT)
+    assert time.monotonic() - began < 3.0
+    assert stderr.startswith("The job was killed after SIGINT.\n")
+
+
+@pytest.mark.parametrize("kind", ["master", "agent", "zygote"])
+def test_a_signal_while_the_job_starts_ends_it(run, out: Path, kind: str) -> None:
+    launch = run(run.scripts / "obedient.py", out)
+    launch.wait_for(kind)
+    launch.process.send_signal(signal.SIGINT)
+    launch.end_with(ExitCode.SIGNAL_BASE + signal.SIGINT, timeout=10)
+
+
+def test_a_signal_while_the_master_is_away_is_not_lost(run, out: Path) -> None:
+    launch = start(run, "obedient.py", out, workers=1)
+    launch.of_kind("master")[0].kill()
+    launch.process.send_signal(signal.SIGTERM)
+    launch.end_with(ExitCode.SIGNAL_BASE + signal.SIGTERM, timeout=10)
+    assert noted(out, "saved") == [""]
+
+
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_a_signal_where_the_nodes_meet_ends_the_job(run, out: Path, nodes: str) -> None:
+    """This machine runs both a node and the master; with two nodes it waits for the other."""
+    endpoint = f"--rdzv-endpoint=localhost:{run.free_port()}"
+    meeting = ["--rdzv-backend=c10d", "--rdzv-id=x", endpoint]
+    launch = run(f"--nnodes={nodes}:2", *meeting, "--rdzv-conf=last_call_timeout=0.1",
+                 run.scripts / "obedient.py", out)  # fmt: skip
+    run.until(lambda: launch.events_of(events.NodeConnected), 10, "the node's connection")
+    if nodes == "1":
+        run.until(lambda: noted(out, "ready"), 10, "ready")
+    launch.process.send_signal(signal.SIGTERM)
+    launch.end_with(ExitCode.SIGNAL_BASE + signal.SIGTERM, timeout=10)
+    assert noted(out, "saved") == noted(out, "ready")
+
+
+@pytest.mark.parametrize("kind", ["agent", "zygote"])
+def test_a_signal_to_one_of_several_machines_ends_its_node(run, out: Path, kind: str) -> None:
+    """The master is elsewhere, and never answers."""
+    env = {"DLROVER_MASTER_ADDR": f"127.0.0.1:{run.free_port()}"}
+    launch = run(run.scripts / "obedient.py", out, env=env)
+    launch.wait_for(kind)
+    launch.process.send_signal(signal.SIGTERM)
+    launch.end_with(ExitCode.SIGNAL_BASE + signal.SIGTERM, timeout=10)
+
+
+@pytest.mark.parametrize("options", [["--nproc-per-node=2"], ["--local-nodes=2"]], ids=str)
+def test_the_launchers_death_leaves_nothing_behind(run, out: Path, options: list[str]) -> None:
+    launch = start(run, "obedient.py", out, *options)
+    launch.process.kill()
+    assert launch.wait() == -signal.SIGKILL
+    run.until(lambda: not launch.processes(), 5, "the end of all processes")
+    assert noted(out, "saved") == [""] * 2
+
+
+def test_a_job_directory_can_be_used_again_at_once(run, out: Path, tmp_path: Path) -> None:
+    launch = start(run, "obedient.py", out, "--nproc-per-node", "2")
+    launch.process.kill()
+    launch.wait()
+    again = run(run.scripts / "hello.py")
+    assert again.succeed() == "hello from rank 0 of 1\n"
+    assert (launch.job_dir / "run-1" / "events.jsonl").exists()
+
+
+def test_a_stopped_agent_counts_as_lost(run, tmp_path: Path) -> None:
+    conf = "--rdzv-conf=heartbeat_interval=0.2,heartbeat_timeout=1.5"
+    launch = run("--local-nodes=2", conf, run.scripts / "wait_for_file.py", tmp_path / "go")
+    launch.wait_for("worker", 2)
+    victim = launch.of_kind("agent")[0]
+    victim.suspend()
+    lost = run.until(lambda: launch.events_of(events.NodeLost), 10, "the loss")[0]
+    assert "it sent no heartbeat for" in lost.sentence()
+    run.until(lambda: len(launch.events_of(events.RoundCompleted)) == 2, 10, "a new round")
+    assert not victim.is_running()
+    (tmp_path / "go").touch()
+    launch.succeed()
