@@ -10,13 +10,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import platform
 import resource
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -24,8 +23,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, final
 
+import bare_grpc
 import grpc.aio
 import psutil
+from bare_grpc import GENERATOR_CORE, SERVER_CORE, Meter, Row, pin
 
 from dlrover.rpc import messages, wire
 from dlrover.rpc.client import MasterClient
@@ -34,163 +35,33 @@ from dlrover.spec.world import Offer
 from dlrover.testing.agents import SimulatedAgent
 from dlrover.testing.masters import MasterProcess
 
-Row = dict[str, Any]
-
-BARE_SERVICE = "bare.Echo"
 UPSTREAM_CORE_SECONDS = {1000: 0.97, 2000: 1.9, 4000: 6.2, 8000: 28.4}
 """CPU seconds of upstream's master (0.6.1) for one rendezvous, measured on a machine of this kind."""
 UPSTREAM_HEARTBEATS = 6200.0
 """Heartbeats per second of upstream's master on one core of that machine."""
-FLOOD_STREAMS = 16
 PROBE_INTERVAL = 0.05
 STREAM_PROBE_INTERVAL = 0.2
 
 
-# ---- processes and cores
-
-
-def cores() -> tuple[int, int]:
-    """The master's core and the generator's; the same one on a machine with a single core."""
-    usable = sorted(os.sched_getaffinity(0))
-    return usable[0], usable[-1]
-
-
-@final
-class Meter:
-    """CPU time that a process uses in a ``with`` block."""
-
-    def __init__(self, pid: int) -> None:
-        self._process = psutil.Process(pid)
-        self.cpu = self.wall = 0.0
-
-    def __enter__(self) -> Meter:
-        self._began, self._used = time.perf_counter(), self._total()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.wall = time.perf_counter() - self._began
-        self.cpu = self._total() - self._used
-
-    def _total(self) -> float:
-        times = self._process.cpu_times()
-        return float(times.user + times.system)
-
-    def rss_mib(self) -> float:
-        """Resident memory now."""
-        return round(self._process.memory_info().rss / 2**20, 1)
-
-
 @contextlib.asynccontextmanager
-async def master_of(nodes: int, core: int, **limits: float) -> AsyncIterator[MasterProcess]:
-    """A master on ``core`` for a job of ``nodes`` nodes."""
+async def master_of(nodes: int, **limits: float) -> AsyncIterator[MasterProcess]:
+    """A master on the server core for a job of ``nodes`` nodes."""
     job = JobSpec(
         name="load", min_nodes=nodes, max_nodes=nodes, max_restarts=10, limits=Limits(**limits)
     )
     with tempfile.TemporaryDirectory() as directory:
         async with MasterProcess(Path(directory), job) as master:
-            os.sched_setaffinity(master.pid, {core})
+            pin(master.pid, SERVER_CORE)
             yield master
-
-
-async def serve_bare() -> None:
-    """Serve echo and sink methods by grpc.aio alone; print the port."""
-
-    async def unary(data: bytes, _context: object) -> bytes:
-        return data
-
-    async def echo(frames: AsyncIterator[bytes], _context: object) -> AsyncIterator[bytes]:
-        async for data in frames:
-            yield data
-
-    async def sink(frames: AsyncIterator[bytes], _context: object) -> AsyncIterator[bytes]:
-        async for data in frames:
-            last = data
-        yield last
-
-    methods = {
-        "Unary": grpc.unary_unary_rpc_method_handler(unary),
-        "Echo": grpc.stream_stream_rpc_method_handler(echo),
-        "Sink": grpc.stream_stream_rpc_method_handler(sink),
-    }
-    server = grpc.aio.server(options=list(wire.CHANNEL_OPTIONS))
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(BARE_SERVICE, methods),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    print(port, flush=True)
-    await server.wait_for_termination()
-
-
-@contextlib.contextmanager
-def bare_server(core: int) -> Any:
-    """The process of `serve_bare`, and its address."""
-    command = [sys.executable, __file__, "--serve-bare"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        os.sched_setaffinity(process.pid, {core})
-        assert process.stdout is not None
-        try:
-            yield process.pid, f"127.0.0.1:{process.stdout.readline().strip()}"
-        finally:
-            process.kill()
 
 
 # ---- saturation
 
 
-async def flood_unary(channel: grpc.aio.Channel, method: str, frame: bytes, seconds: float) -> int:
-    """Send requests in closed loops for so long; how many were answered."""
-    call = channel.unary_unary(method)
-    until = time.perf_counter() + seconds
-    metadata_ = ((wire.TOKEN_KEY, "simulated"),)
-
-    async def loop() -> int:
-        count = 0
-        while time.perf_counter() < until:
-            await call(frame, metadata=metadata_)
-            count += 1
-        return count
-
-    return sum(await asyncio.gather(*(loop() for _ in range(FLOOD_STREAMS))))
-
-
-async def flood_echo(channel: grpc.aio.Channel, method: str, frame: bytes, seconds: float) -> int:
-    """Ping-pong on streams for so long; how many messages came back."""
-    until = time.perf_counter() + seconds
-
-    async def loop() -> int:
-        stream = channel.stream_stream(method)()
-        count = 0
-        while time.perf_counter() < until:
-            await stream.write(frame)
-            await stream.read()
-            count += 1
-        stream.cancel()
-        return count
-
-    return sum(await asyncio.gather(*(loop() for _ in range(FLOOD_STREAMS))))
-
-
-async def flood_sink(streams: Sequence[Any], frame: bytes, seconds: float) -> int:
-    """Write to open streams for so long, close them, and wait until the server has read it all."""
-    until = time.perf_counter() + seconds
-
-    async def loop(stream: Any) -> int:
-        count = 0
-        while time.perf_counter() < until:
-            await stream.write(frame)
-            count += 1
-        await stream.done_writing()
-        # The server ends its side after the last message: only then have all been handled.
-        while await stream.read() is not grpc.aio.EOF:
-            pass
-        return count
-
-    return sum(await asyncio.gather(*(loop(stream) for stream in streams)))
-
-
 async def attending(channel: grpc.aio.Channel) -> list[Any]:
     """Open streams of agents whose world is formed."""
     method = channel.stream_stream(f"/{wire.SERVICE}/Attend")
-    streams = [method(metadata=((wire.TOKEN_KEY, "simulated"),)) for _ in range(FLOOD_STREAMS)]
+    streams = [method(metadata=((wire.TOKEN_KEY, "simulated"),)) for _ in range(bare_grpc.STREAMS)]
     for number, stream in enumerate(streams):
         await stream.write(wire.encode(messages.Hello(f"uid-{number}")))
         await stream.read()
@@ -200,45 +71,34 @@ async def attending(channel: grpc.aio.Channel) -> list[Any]:
     return streams
 
 
-async def measured(pid: int, flood: Awaitable[int]) -> Row:
-    """Rate of a flood, and what a message costs the server."""
-    with Meter(pid) as meter:
-        count = await flood
-    return {
-        "messages_per_s": round(count / meter.wall),
-        "server_cpu_percent": round(100 * meter.cpu / meter.wall),
-        "server_us_per_message": round(1e6 * meter.cpu / count, 1),
-        "messages_per_core_s": round(count / meter.cpu),
-    }
-
-
 async def saturation(seconds: float) -> Row:
     """The master's methods beside the same traffic to bare grpc.aio."""
     heartbeat = wire.encode(messages.Heartbeat(1, 1000))
     get = wire.encode(messages.GetKey("absent"))
-    core, _ = cores()
     rows: Row = {}
-    with bare_server(core) as (pid, address):
+    with bare_grpc.bare_server() as (pid, address):
         async with grpc.aio.insecure_channel(address) as channel:
-            path = f"/{BARE_SERVICE}"
-            rows["bare unary echo"] = await measured(
-                pid, flood_unary(channel, f"{path}/Unary", get, seconds)
+            path = f"/{bare_grpc.SERVICE}"
+            rows["bare unary echo"] = await bare_grpc.measured(
+                pid, bare_grpc.flood_unary(channel, f"{path}/Unary", get, seconds)
             )
-            rows["bare stream echo"] = await measured(
-                pid, flood_echo(channel, f"{path}/Echo", heartbeat, seconds)
+            rows["bare stream echo"] = await bare_grpc.measured(
+                pid, bare_grpc.flood_echo(channel, f"{path}/Echo", heartbeat, seconds)
             )
-            sinks = [channel.stream_stream(f"{path}/Sink")() for _ in range(FLOOD_STREAMS)]
-            rows["bare stream sink"] = await measured(pid, flood_sink(sinks, heartbeat, seconds))
+            sinks = [channel.stream_stream(f"{path}/Sink")() for _ in range(bare_grpc.STREAMS)]
+            rows["bare stream sink"] = await bare_grpc.measured(
+                pid, bare_grpc.flood_sink(sinks, heartbeat, seconds)
+            )
     async with (
-        master_of(FLOOD_STREAMS, core, reconnect_grace=60) as master,
+        master_of(bare_grpc.STREAMS, reconnect_grace=60) as master,
         grpc.aio.insecure_channel(master.address) as channel,
     ):
-        rows["master unary (store get)"] = await measured(
-            master.pid, flood_unary(channel, f"/{wire.SERVICE}/Store", get, seconds)
+        rows["master unary (store get)"] = await bare_grpc.measured(
+            master.pid, bare_grpc.flood_unary(channel, f"/{wire.SERVICE}/Store", get, seconds)
         )
         streams = await attending(channel)
-        rows["master heartbeats"] = await measured(
-            master.pid, flood_sink(streams, heartbeat, seconds)
+        rows["master heartbeats"] = await bare_grpc.measured(
+            master.pid, bare_grpc.flood_sink(streams, heartbeat, seconds)
         )
     return rows
 
@@ -277,8 +137,7 @@ class Fleet:
 
 async def rendezvous(nodes: int, connections: int) -> Row:
     """One job's life without steps: first round, a failure and the next round, the end."""
-    core, _ = cores()
-    async with master_of(nodes, core) as master:
+    async with master_of(nodes) as master:
         with Meter(master.pid) as first:
             fleet = await Fleet(master, nodes, connections).__aenter__()
             await fleet.all(lambda a: a.machine.running_round == 1)
@@ -302,8 +161,7 @@ async def rendezvous(nodes: int, connections: int) -> Row:
 
 async def steady(nodes: int, connections: int, seconds: float) -> Row:
     """All agents report every 15 s; probes beside them. Then the master is killed and comes back."""
-    core, _ = cores()
-    async with master_of(nodes, core, heartbeat_interval=15.0) as master:
+    async with master_of(nodes, heartbeat_interval=15.0) as master:
         probe = master.client()
         idle = await probe_unary(probe, 2.0)
         async with Fleet(master, nodes, connections) as fleet:
@@ -324,7 +182,7 @@ async def steady(nodes: int, connections: int, seconds: float) -> Row:
             row["probe_stream_open_ms"] = quantiles(stream)
             row["with_watcher"] = await with_watcher(master, probe, seconds / 3)
             row["status"] = await timed_status(master.pid, probe)
-            row["master_restart"] = await restart(master, fleet, core)
+            row["master_restart"] = await restart(master, fleet)
         await probe.close()
     return row
 
@@ -394,12 +252,13 @@ async def timed_status(pid: int, client: MasterClient) -> Row:
     return {"bytes": len(wire.encode(status)), "ms": round(1000 * meter.wall, 1)}
 
 
-async def restart(master: MasterProcess, fleet: Fleet, core: int) -> Row:
+async def restart(master: MasterProcess, fleet: Fleet) -> Row:
     """SIGKILL the master and start another one in its place."""
     await asyncio.get_running_loop().run_in_executor(None, master.kill)
     began = time.perf_counter()
     await master.start()
-    os.sched_setaffinity(master.pid, {core})
+    pin(master.pid, SERVER_CORE)
+    used = psutil.Process(master.pid)
     async with master.client() as client:
         await client.store(messages.GetKey("absent"))
         answered = time.perf_counter() - began
@@ -408,10 +267,11 @@ async def restart(master: MasterProcess, fleet: Fleet, core: int) -> Row:
             connected = sum(node.connected for node in status.nodes)
             if connected >= len(fleet.agents):
                 break
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.5)
     return {
         "first_answer_s": round(answered, 2),
         "all_nodes_back_s": round(time.perf_counter() - began, 2),
+        "master_cpu_s": round(sum(used.cpu_times()[:2]), 2),
         "round_after": status.round,
     }
 
@@ -479,13 +339,14 @@ async def run(args: argparse.Namespace) -> Row:
     show("machine", results["machine"])
     results["saturation"] = await saturation(args.flood_seconds)
     show("saturation (one core)", results["saturation"])
+    results["steady"] = await steady(args.agents, args.connections, args.seconds)
+    show("steady load", results["steady"])
     results["rendezvous"] = []
     for nodes in args.sizes:
         row = await rendezvous(nodes, args.connections)
+        gc.collect()
         show(f"rendezvous of {nodes} nodes", row)
         results["rendezvous"].append(row)
-    results["steady"] = await steady(args.agents, args.connections, args.seconds)
-    show("steady load", results["steady"])
     results["ratios"] = ratios(results)
     show("ratios", results["ratios"])
     return results
@@ -503,15 +364,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=45.0, help="Length of the steady load.")
     parser.add_argument("--flood-seconds", type=float, default=5.0, help="Length of each flood.")
     parser.add_argument("--json", type=Path, help="Where to write the results.")
-    parser.add_argument("--serve-bare", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.serve_bare:
-        asyncio.run(serve_bare())
-        return
     if args.quick:
         args.agents, args.sizes, args.connections = 50, [20, 50], 10
         args.seconds, args.flood_seconds = 1.5, 0.2
-    os.sched_setaffinity(0, {cores()[1]})
+    pin(os.getpid(), GENERATOR_CORE)
+    gc.disable()  # this process's own pauses must not show up as the master's
     results = asyncio.run(run(args))
     if args.json is not None:
         args.json.write_text(json.dumps(results, indent=2) + "\n")

@@ -134,6 +134,7 @@ def summary(results: list[dict[str, float]]) -> dict[str, float]:
 
 
 def main() -> None:
+    """Measure, print the table, and write the figures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def main(out: Path, steps: int) -> None:
+    """Train for so many steps, or until a file called ``stop`` appears."""
     restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     dist.init_process_group("gloo")
     torch.manual_seed(0)

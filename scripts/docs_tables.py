@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import ast
 import enum
-import inspect
 import re
-import textwrap
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import get_args
@@ -61,11 +60,11 @@ def updated(page: str) -> str:
 
 def field_docs(cls: type) -> dict[str, str]:
     """The docstring below each field of a record, on one line; empty for a field without one."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    assert isinstance(body, ast.ClassDef)
+    module = ast.parse(Path(str(sys.modules[cls.__module__].__file__)).read_text())
+    classes = {node.name: node for node in module.body if isinstance(node, ast.ClassDef)}
     docs: dict[str, str] = {}
     name = ""
-    for statement in body.body:
+    for statement in classes[cls.__name__].body:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             name = statement.target.id
             docs[name] = ""

@@ -270,6 +270,7 @@ EVENTS = st.lists(st.one_of(MESSAGES, MESSAGES, ENDS, ENDS, STOPPED), min_size=1
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(120)
 @settings(max_examples=1000, deadline=None, derandomize=True, database=None)
 @given(EVENTS, st.sampled_from([*DISMISSALS, None]), st.integers(0, 60))
 def test_no_order_of_messages_breaks_it_or_starts_workers_beside_others(events, dismissal, at):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -627,3 +628,89 @@ def test_errors_look_the_same_in_a_warm_fork(tmp_path: Path, case: str) -> None:
     expected = plain(tmp_path, "program.py")
     (worker,) = run_warm(tmp_path, {"names": ["json.tool", "random"]}, ["program.py"])
     assert worker.ended == expected
+
+
+# ---- PyTorch
+
+STEPS = """
+    import torch
+
+    class Own(torch.optim.SGD):
+        pass
+
+    def parameter():
+        return torch.nn.Parameter(torch.zeros(1))
+
+    first, second = Own([parameter()]), torch.optim.Adagrad([parameter()])
+    for _ in range(5):
+        for optimizer in (first, second):
+            optimizer.param_groups[0]["params"][0].grad = torch.ones(1)
+            optimizer.step()
+    print(type(first.step).__name__, second.state_dict()["param_groups"][0]["lr"])
+    """
+
+
+@pytest.mark.torch
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+def test_the_steps_of_the_first_optimizer_are_counted(tmp_path: Path, warm: bool) -> None:
+    pytest.importorskip("torch")
+    write(tmp_path, program=STEPS)
+    began = time.time()
+    zygote = Zygote(tmp_path, {"names": ["torch"]} if warm else None)
+    (worker,) = zygote.run(["program.py"])
+    assert worker.ended == Ended(0, "method 0.01\n", "")
+    assert worker.slot.steps == 5
+    assert began < worker.slot.first_step <= worker.slot.last_step < time.time()
+    assert worker.slot.modules_listed
+    assert "torch.optim.adagrad" in worker.modules["names"]
+    assert not zygote.problem
+
+
+@pytest.mark.torch
+def test_the_hook_on_the_import_leaves_no_trace(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    source = """
+        import importlib.util, inspect, sys, torch
+        module = sys.modules["torch.optim.optimizer"]
+        print(type(module.__loader__), type(module.__spec__.loader), module.__spec__.origin[-12:])
+        print(type(importlib.util.find_spec(module.__name__).loader), len(inspect.getsource(module)))
+        print([type(finder).__module__ for finder in sys.meta_path])
+        """
+    write(tmp_path, program=source)
+    (worker,) = Zygote(tmp_path).run(["program.py"])
+    assert worker.ended == plain(tmp_path, "program.py")
+
+
+@pytest.mark.torch
+def test_what_record_has_written_is_kept(tmp_path: Path) -> None:
+    """torch's own decorator writes the error file first."""
+    pytest.importorskip("torch")
+    source = """
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        @record
+        def main():
+            raise ValueError("recorded by torch")
+
+        main()
+        """
+    write(tmp_path, program=source)
+    error_file = str(tmp_path / "worker-0.error.json")
+    (worker,) = Zygote(tmp_path, TORCHELASTIC_ERROR_FILE=error_file).run(["program.py"])
+    assert worker.ended.code == 1
+    assert worker.ended.stderr.endswith("ValueError: recorded by torch\n")
+    assert worker.error["message"]["message"] == "ValueError: recorded by torch"
+    assert "time" not in worker.error["message"]["extraInfo"]  # which ours would have
+
+
+@pytest.mark.torch
+def test_forks_draw_different_numbers_from_torch(tmp_path: Path) -> None:
+    """As new processes do, unless the program sets a seed."""
+    pytest.importorskip("torch")
+    source = "import torch; print(torch.initial_seed(), torch.rand(1).item())"
+    write(tmp_path, program=source)
+    first, second = run_warm(tmp_path, {"names": ["torch"]}, ["program.py"], ["program.py"])
+    drawn = [set(worker.ended.stdout.split()) for worker in (first, second)]
+    assert len(drawn[0]) == len(drawn[1]) == 2
+    assert not drawn[0] & drawn[1]

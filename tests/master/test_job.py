@@ -312,7 +312,7 @@ def test_a_failure_of_a_round_before_the_incident_is_no_part_of_it():
         job.join(0, 1, 2)
     job.fail(0, ECHO)
     assert job.fail(1, TYPO, round=1) == job.fail(1, TYPO, round=4) == []
-    assert job.machine.outcome is None
+    assert len(job.emitted(events.WorkerFailed)) == 3
 
 
 @pytest.mark.parametrize("round_", [0, 2, -1, 10**9])
@@ -320,6 +320,16 @@ def test_a_failure_of_a_round_that_never_was_changes_nothing(round_):
     job = JobDriver.running()
     assert job.fail(1, TYPO, round=round_) == []
     assert job.machine.phase is Phase.RUNNING
+
+
+def test_a_failure_of_a_round_that_has_yet_to_begin_changes_nothing():
+    job = JobDriver.running(2)
+    job.connect(2)
+    job.join(2, at=50.0)
+    job.give(DeadlinePassed(), at=51.0)
+    assert job.fail(1, TYPO, round=2) == []
+    assert len(job.join(0, 1)) == 3
+    assert job.machine.restarts.count == 0
 
 
 def test_the_first_step_ends_an_incident_and_faults_before_it_prolong_it():

@@ -151,6 +151,7 @@ CAUSES = st.builds(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(120)
 @settings(max_examples=1000, deadline=None, derandomize=True, database=None)
 @given(
     st.integers(0, 3),

@@ -303,12 +303,15 @@ def test_old_news_of_steps_is_left_out(tmp_path: Path) -> None:
         for agent in agents:
             await agent.running()
         agents[0].report(5)
+        await eventually(lambda: job.master.machine.steps == 5)
+        agents[0].report(9)  # too soon after the last one to be journalled by itself
+        await eventually(lambda: job.master._steps[agents[0].node_id] == 9)
         agents[1].report(3)
         agents[1]._say(messages.Heartbeat(0, 1000))
         agents[1]._say(messages.Heartbeat(2, 1000))
         agents[1].fail()
         await agents[0].running(2)
-        assert (await job.client.status()).total_steps == 5
+        assert (await job.client.status()).total_steps == 9
 
     run(tmp_path, test, min_nodes=2, max_nodes=2, max_restarts=1)
 

@@ -134,6 +134,7 @@ REQUESTS = st.one_of(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(120)
 @settings(max_examples=1000, deadline=None, derandomize=True, database=None)
 @given(st.lists(REQUESTS, min_size=3, max_size=25), st.integers(0, 4400))
 def test_any_request_is_carried_out_whole_or_refused(requests, limit):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import pty
 import signal
 import socket
 import subprocess
 import sys
+import termios
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +31,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 POLL = 0.01
 """Seconds between two looks at something that a test waits for."""
-ORPHAN_TIME = 5.0
+ORPHAN_TIME = 15.0
 """Seconds that the processes of a launcher that died by SIGKILL have to follow it."""
 MARK = "PROCESS_TEST_RUN"
 """The variable by which every process of a launch is known, whoever its parent is by now."""
@@ -74,6 +78,33 @@ def kind_of(process: psutil.Process) -> str:
     return ""
 
 
+class Terminal:
+    """A terminal whose screen is a file."""
+
+    def __init__(self, screen: Path) -> None:
+        self._master, self.slave = pty.openpty()
+        self._thread = threading.Thread(target=self._copy, args=(screen,), daemon=True)
+        self._thread.start()
+
+    def _copy(self, screen: Path) -> None:
+        with screen.open("ab", buffering=0) as file, contextlib.suppress(OSError):
+            while data := os.read(self._master, 1 << 16):
+                file.write(data)
+
+    def press(self, keys: bytes) -> None:
+        os.write(self._master, keys)
+
+    def close(self) -> None:
+        os.close(self.slave)  # the last one: reading ends
+        self._thread.join(5)
+        os.close(self._master)
+
+
+def take_terminal() -> None:
+    """Make standard input the terminal that controls this process, which leads a session."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 class Launch:
     """One command, started; its output goes to files."""
 
@@ -84,21 +115,24 @@ class Launch:
         directory: Path,
         env: Mapping[str, str],
         cwd: Path | None,
+        terminal: bool,
     ) -> None:
         self.is_ours = is_ours
         self.mark = uuid.uuid4().hex
         self.job_dir = directory / "job"
         directory.mkdir(parents=True, exist_ok=True)
         self._out, self._err = (directory / f"{n}-{self.mark[:6]}" for n in ("out", "err"))
-        with self._out.open("wb") as out, self._err.open("wb") as err:
-            self.started = time.monotonic()
+        self._terminal = Terminal(self._err) if terminal else None
+        with self._out.open("wb") as out, self._err.open("ab") as err:
             self.process = psutil.Popen(
                 command,
-                stdin=subprocess.DEVNULL,
+                stdin=self._terminal.slave if self._terminal else subprocess.DEVNULL,
                 stdout=out,
-                stderr=err,
+                stderr=self._terminal.slave if self._terminal else err,
                 env={**env, MARK: self.mark},
                 cwd=cwd or directory,
+                start_new_session=True,
+                preexec_fn=take_terminal if terminal else None,
             )
         self.left_behind: list[str] = []
 
@@ -123,20 +157,27 @@ class Launch:
     def events_of(self, kind: type) -> list[Event]:
         return [event for event in self.events if isinstance(event.body, kind)]
 
+    until = staticmethod(until)
+
+    def press(self, keys: bytes) -> None:
+        """Type on the launch's terminal."""
+        assert self._terminal is not None
+        self._terminal.press(keys)
+
     # ---- its end
 
-    def wait(self, timeout: float = 25.0) -> int:
+    def wait(self, timeout: float = 60.0) -> int:
         """Wait for the end, and look at once for what is still there."""
         code = self.process.wait(timeout)
         if code != -signal.SIGKILL and self.is_ours:
             self.left_behind = self._alive()
         return code
 
-    def succeed(self, timeout: float = 25.0) -> str:
+    def succeed(self, timeout: float = 60.0) -> str:
         """Wait for exit code 0; what was printed."""
         return self.end_with(0, timeout)[0]
 
-    def end_with(self, code: int, timeout: float = 25.0) -> tuple[str, str]:
+    def end_with(self, code: int, timeout: float = 60.0) -> tuple[str, str]:
         """Wait for an exit code; standard output and standard error."""
         try:
             ended = self.wait(timeout)
@@ -198,6 +239,8 @@ class Launch:
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+        if self._terminal is not None:
+            self._terminal.close()
         assert not self.left_behind, f"left behind at the end: {self.left_behind}"
         assert not (stayed and self.is_ours), (
             f"left behind {ORPHAN_TIME:g} s after the launcher's death: {stayed}"
@@ -230,16 +273,18 @@ class Runner:
         name: str = "run",
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
+        terminal: bool = False,
     ) -> Launch:
         """Start ``dlrover-run args``, in the job directory ``<name>/job``.
 
-        ``inside`` is a command that starts the one that follows it.
+        ``inside`` is a command that starts the one that follows it. With ``terminal`` standard input
+        and standard error are a terminal.
         """
         directory = self.directory / name
         own = ["--job-dir", directory / "job"] if launcher == DLROVER_RUN else []
         command = [str(word) for word in (*inside, *launcher, *own, *args)]
         is_ours = launcher == DLROVER_RUN
-        launch = Launch(command, is_ours, directory, {**self.env, **(env or {})}, cwd)
+        launch = Launch(command, is_ours, directory, {**self.env, **(env or {})}, cwd, terminal)
         self._launches.append(launch)
         return launch
 

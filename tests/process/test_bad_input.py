@@ -1,12 +1,13 @@
 """What cannot work is said in one sentence, with the right exit code, in a bounded time."""
 
+import shutil
 import socket
 
 import pytest
 
 from dlrover.errors import ExitCode
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(30)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 USAGE = {
     "unknown option": (["--nope", "SCRIPT"], "unknown option --nope"),
@@ -17,6 +18,7 @@ USAGE = {
     "wrong setting": (["--rdzv-conf", "patience=1", "SCRIPT"], "--rdzv-conf sets patience"),
     "wrong value": (["--rdzv-conf", "join_timeout=soon", "SCRIPT"], "join_timeout"),
     "configuration": (["--config", "not/there.toml", "SCRIPT"], "not/there.toml cannot be read"),
+    "wrong log directory": (["--log-dir=/dev/null/x", "SCRIPT"], "--log-dir /dev/null/x cannot be"),
     "no place to meet": (
         ["--nnodes", "2", "--rdzv-backend", "c10d", "SCRIPT"],
         "give --rdzv-endpoint HOST:PORT",
@@ -32,6 +34,27 @@ def sentences(stderr: str) -> list[str]:
     """The lines of a short message, after checking that it is one for people."""
     assert "Traceback" not in stderr
     return stderr.splitlines()
+
+
+def test_a_missing_interpreter_is_named(run) -> None:
+    launch = run(run.scripts / "hello.py", env={"PYTHON_EXEC": "/no/such/python"})
+    (sentence,) = sentences(launch.end_with(ExitCode.USAGE)[1])
+    assert "PYTHON_EXEC=/no/such/python" in sentence
+
+
+def test_an_interpreter_that_starts_nothing_is_named(run) -> None:
+    launch = run(run.scripts / "hello.py", env={"PYTHON_EXEC": shutil.which("false")})
+    _, stderr = launch.end_with(ExitCode.USER_CODE, timeout=20)
+    expected = "false left with exit code 1 before it ran the program"
+    assert any(expected in line for line in sentences(stderr))
+
+
+def test_too_few_devices_for_the_workers_are_named_at_once(run) -> None:
+    options = ["--virtual-local-rank", "--nproc-per-node=2"]
+    launch = run(*options, run.scripts / "hello.py", env={"CUDA_VISIBLE_DEVICES": "0"})
+    stdout, stderr = launch.end_with(ExitCode.USER_CODE, timeout=20)
+    assert any("local rank 1 has no device" in line for line in sentences(stderr))
+    assert not stdout
 
 
 @pytest.mark.parametrize("case", USAGE)

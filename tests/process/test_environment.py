@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(120)]
 
 MAY_DIFFER = {
     "MASTER_ADDR",  # torchrun names the host, we give its address
@@ -61,10 +61,13 @@ def project(run, tmp_path: Path) -> Path:
     return here
 
 
-def facts_of(start, out: Path, *args: str | Path, **settings) -> dict[str, dict]:
-    """What the workers of a launch wrote into ``out``, by rank."""
+def facts_of(start, out: Path, *args: str | Path, nodes: int = 1, **settings) -> dict[str, dict]:
+    """What the workers of a launch, or of one for each node, wrote into ``out``, by rank."""
     out.mkdir()
-    start(*args, out, "--flag", "${local_rank}/$LOCAL_RANK", "a b", **settings).succeed(40)
+    args = (*args, out, "--flag", "${local_rank}/$LOCAL_RANK", "a b")
+    launches = [start(*args, name=f"{out.name}-{node}", **settings) for node in range(nodes)]
+    for launch in launches:
+        launch.succeed()
     facts = [json.loads(path.read_text()) for path in sorted(out.iterdir())]
     for worker in facts:
         assert worker["argv"][1] == str(out)
@@ -107,3 +110,17 @@ def test_run_path_runs_a_program_as_torchrun_does(run, project: Path) -> None:
         check_environ(theirs["environ"], ours["environ"])
         same = ("argv", "cwd", "path", "name", "file", "package", "spec", "globals", "stdin")
         assert [ours[name] for name in same] == [theirs[name] for name in same]
+
+
+def test_workers_of_two_nodes_are_numbered_as_by_torchrun(run, project: Path) -> None:
+    def facts(start, name: str) -> dict[str, dict]:
+        endpoint = f"--rdzv-endpoint=localhost:{run.free_port()}"
+        meeting = ["--rdzv-backend=c10d", "--rdzv-id=pair", endpoint, "--nnodes=2"]
+        options = [*meeting, "--nproc-per-node=2", "facts.py"]
+        return facts_of(start, project / name, *options, nodes=2, cwd=project)
+
+    theirs, ours = facts(run.torchrun, "theirs"), facts(run, "ours")
+    assert sorted(ours) == sorted(theirs) == ["0", "1", "2", "3"]
+    for rank, worker in ours.items():
+        check_environ(theirs[rank]["environ"], worker["environ"])
+        assert worker["argv"] == theirs[rank]["argv"]

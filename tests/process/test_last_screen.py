@@ -12,7 +12,7 @@ import pytest
 from dlrover.errors import ExitCode
 from dlrover.spec import events
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 USER, INFRASTRUCTURE, UNKNOWN = "user code", "infrastructure", "undetermined"
 UNEXPLAINED = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"

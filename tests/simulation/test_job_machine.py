@@ -183,6 +183,7 @@ def troubled(seed: int) -> Cluster:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("block", range(8))
 def test_a_job_whose_faults_end_succeeds_and_its_nodes_leave(block):
     for seed in range(block * 125, (block + 1) * 125):
@@ -234,7 +235,7 @@ def test_ten_thousand_nodes_form_a_world_and_recover():
 
 Noise = list[tuple[int, int, int]]
 NOISE = st.lists(
-    st.tuples(st.integers(0, 19), st.integers(0, 7), st.integers(0, 7)), min_size=25, max_size=80
+    st.tuples(st.integers(0, 19), st.integers(0, 7), st.integers(0, 7)), min_size=20, max_size=60
 )
 JOBS = st.sampled_from(
     [
@@ -368,6 +369,7 @@ def offer(a: int) -> Offer:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(120)
 @quick
 @given(JOBS, NOISE)
 def test_no_order_of_inputs_breaks_the_job_machine(spec, noise):
@@ -388,6 +390,7 @@ REPEATABLE = (
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(120)
 @settings(quick, max_examples=300)
 @given(JOBS, NOISE)
 def test_an_input_that_is_repeated_changes_nothing(spec, noise):
@@ -403,6 +406,7 @@ def test_an_input_that_is_repeated_changes_nothing(spec, noise):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(120)
 @settings(quick, max_examples=300)
 @given(JOBS, NOISE)
 def test_after_any_noise_nodes_that_behave_form_a_world(spec, noise):

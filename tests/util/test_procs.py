@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 
@@ -89,3 +90,14 @@ def test_lifeline_closes_with_its_holder():
 )
 def test_exit_reason(status: int, words: str):
     assert procs.exit_reason(status) == words
+
+
+def test_children_that_run_a_module_are_found_and_ended():
+    child = subprocess.Popen([sys.executable, "-m", "http.server", "0", "--bind", "127.0.0.1"])
+    until_it_runs = time.monotonic() + 10
+    while child.pid not in procs.running("http.server"):
+        assert time.monotonic() < until_it_runs
+    assert child.pid not in procs.running("http")
+    asyncio.run(procs.end([child.pid], 5.0))
+    assert procs.start_time(child.pid) == 0
+    child.wait()

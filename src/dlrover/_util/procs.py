@@ -39,6 +39,33 @@ def children() -> list[int]:
     return [pid for pid in pids if _parent(pid) == me]
 
 
+def running(module: str) -> set[int]:
+    """Those of this process's children that are ``python -m module``."""
+    return {pid for pid in children() if module in _words_after_m(pid)}
+
+
+def _words_after_m(pid: int) -> list[str]:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return words[words.index("-m") + 1 :][:1] if "-m" in words else []
+
+
+async def end(pids: Iterable[int], timeout: float) -> None:
+    """Ask children to end, and kill and reap those that have not after ``timeout`` seconds."""
+    pids = list(pids)
+    kill(pids, signal.SIGTERM)
+    waits = [asyncio.ensure_future(ended(pid)) for pid in pids]
+    if waits:
+        _, late = await asyncio.wait(waits, timeout=timeout)
+        for wait in late:
+            wait.cancel()
+    kill(pids)
+    for pid in pids:
+        _reap(pid, timeout)
+
+
 def _parent(pid: int) -> int:
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()

@@ -183,7 +183,7 @@ class RunLogs:
         try:
             self._base.mkdir(parents=True, exist_ok=True)
             return Path(tempfile.mkdtemp(prefix=prefix, dir=self._base))
-        except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        except OSError as error:
             raise ConfigurationError(
                 f"The log directory {str(self._base)!r} cannot be used ({error.strerror}): "
                 "--log-dir takes a directory that this user may write to or create."

@@ -135,6 +135,7 @@ class Agent:
             if isinstance(message, messages.Welcome):
                 self._heartbeat_interval = message.heartbeat_interval
                 self._workers.node_id = message.node_id
+                self._say_progress()  # a new master must not count from zero
             self._handle(message)
 
     def _check_master_absence(self) -> None:
@@ -153,6 +154,9 @@ class Agent:
     def _say(self, message: messages.AgentMessage) -> None:
         if self._outgoing is not None:
             self._outgoing.put_nowait(message)
+
+    def _say_progress(self) -> None:
+        self._say(messages.Heartbeat(self._machine.running_round, self._workers.steps()))
 
     # ---- progress
 
@@ -188,7 +192,7 @@ class Agent:
         if isinstance(command, agent_machine.JoinRound):
             self._join(command.round)
         elif isinstance(command, agent_machine.Say):
-            self._say(messages.Heartbeat(self._machine.running_round, self._workers.steps()))
+            self._say_progress()
             self._say(command.message)
         elif isinstance(command, agent_machine.StartWorkers):
             self._start(command.world)
@@ -231,7 +235,8 @@ class Agent:
     async def _stop_workers(self) -> None:
         outcome = self._machine.outcome
         number = signal.SIGTERM
-        if outcome is not None and outcome.exit_code > ExitCode.SIGNAL_BASE:
-            number = signal.Signals(outcome.exit_code - ExitCode.SIGNAL_BASE)
+        asked = 0 if outcome is None else outcome.exit_code - ExitCode.SIGNAL_BASE
+        if asked in signal.valid_signals():
+            number = signal.Signals(asked)
         await self._workers.stop(number, self._launch.shutdown_timeout)
         self._handle(agent_machine.WorkersStopped())

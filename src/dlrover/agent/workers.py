@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from dlrover._util import accelerators, cgroup, procs
 from dlrover.agent import environment, numa, zygotes
 from dlrover.agent.logs import AttemptLogs, RunLogs
@@ -28,6 +30,12 @@ logger = logging.getLogger(__name__)
 
 KILL_WAIT = 10.0
 """Seconds to wait for a process after SIGKILL; one that stays longer hangs in the kernel."""
+
+
+SAVER = "dlrover.checkpoint.saver"
+"""The module of a process that workers start and that outlives them: it holds their memory checkpoints."""
+SAVER_WAIT = 5.0
+"""Seconds that it gets to end: a supervisor does not wait much longer for its agent."""
 
 
 @dataclass
@@ -89,7 +97,12 @@ class WorkerGroup:
             self._cold = self._start_zygote("")
 
     def start(self, world: World) -> None:
-        """Start the workers of a round."""
+        """Start the workers of a round.
+
+        Raises:
+            ConfigurationError: the options do not allow it on this node.
+            OSError: the logs or the zygote cannot be had.
+        """
         count = self._launch.nproc_per_node
         ranks = {local: world.first_rank + local for local in range(count)}
         self._world = world
@@ -97,12 +110,14 @@ class WorkerGroup:
         self._oom_kills = cgroup.oom_kills()
         self._board.clear()
         self._logs = self._run_logs.attempt(world.restart_count, ranks)
-        self._workers = {local: Worker(local, rank) for local, rank in ranks.items()}
-        zygote = self._pick_zygote()
-        for worker in self._workers.values():
+        orders = []
+        for worker in [Worker(local, rank) for local, rank in ranks.items()]:
             self._ids += 1
-            self._by_id[self._ids] = worker
-            zygote.spawn(self._order(self._ids, worker, world, self._logs))
+            orders.append((worker, self._order(self._ids, worker, world, self._logs)))
+        zygote = self._pick_zygote()
+        for worker, order in orders:  # all or none: what is wrong with an order has shown by now
+            self._workers[worker.local_rank] = self._by_id[order.spawn] = worker
+            zygote.spawn(order)
         sys.stdout.flush()
         self._logs.start(sys.stdout.buffer, sys.stderr.buffer)
 
@@ -182,6 +197,7 @@ class WorkerGroup:
 
     def _zygote_lost(self, zygote: zygotes.ZygoteProcess) -> None:
         """A zygote died; its workers died with it."""
+        problem = zygote.start_problem()
         zygote.close()
         self._retired.append(zygote)
         if zygote is self._warm:
@@ -189,7 +205,7 @@ class WorkerGroup:
         elif zygote is self._cold:
             self._cold = None
         for worker in sorted(zygote.workers):
-            self._exited(worker, int(signal.SIGKILL))
+            self._exited(worker, int(signal.SIGKILL), problem)
 
     # ---- watch
 
@@ -198,13 +214,17 @@ class WorkerGroup:
         if self._stopped_at is not None:
             procs.kill([pid])  # it has only just begun: there is nothing to save
 
-    def _exited(self, id_: int, status: int) -> None:
+    def _exited(self, id_: int, status: int, start_problem: str = "") -> None:
         worker = self._by_id.pop(id_)
         worker.status = status
         worker.ended.set()
         if self._workers.get(worker.local_rank) is not worker:
             return
         failure = None if status == 0 else self._failure(worker, status)
+        if failure is not None and start_problem:
+            failure = msgspec.structs.replace(
+                failure, kind=FailureKind.SPAWN, signal=None, message=start_problem
+            )
         if self._stopped_at is None or (failure is not None and self._preceded_stop(failure)):
             self._on_exit(worker.local_rank, failure)
 
@@ -272,20 +292,21 @@ class WorkerGroup:
                 "Worker %d (pid %d) did not end %g s after SIGKILL: it hangs in the kernel",
                 worker.rank, worker.pid, KILL_WAIT,
             )  # fmt: skip
-        procs.end_orphans(self._own_pids(), KILL_WAIT)
+        procs.end_orphans(self._own_pids() | procs.running(SAVER), KILL_WAIT)
         if self._logs is not None:
             self._logs.stop()
             self._logs = None
         self._workers = {}
 
     async def close(self) -> None:
-        """End the zygotes too."""
+        """End the zygotes too, and the checkpoint saver, which gets a moment to store what it was asked for."""
         for zygote in (self._cold, self._warm):
             if zygote is not None:
                 self._retire(zygote)
         self._cold = self._warm = None
         for zygote in self._retired:
             await zygote.wait()
+        await procs.end(procs.running(SAVER), SAVER_WAIT)
 
     def reap(self) -> None:
         """Reap orphans of the workers and zygotes that have ended."""

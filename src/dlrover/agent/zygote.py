@@ -210,9 +210,15 @@ def leave_zygote(order: Order, sock: socket.socket, zygote_pid: int) -> None:
     _redirect(order.stderr, 2)
     if order.cpus:
         os.sched_setaffinity(0, order.cpus)
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is not None:
-        numpy_random.seed()  # forks of one process must not draw the same numbers
+    _seed_anew()
+
+
+def _seed_anew() -> None:
+    """Forks of one process must not draw the same numbers; the standard library sees to its own."""
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
 
 
 def _set_environment(env: Mapping[str, str], imported: Mapping[str, str | None]) -> None:

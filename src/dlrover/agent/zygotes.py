@@ -28,6 +28,9 @@ _START = (
     "zygote.main({sock}, {board}, {preload!r})"
 )
 
+END_WAIT = 1.0
+"""Seconds in which a process ends that has closed its socket by ending."""
+
 OnStarted = Callable[[int, int], None]
 """Called with a worker's id and pid."""
 OnExited = Callable[[int, int], None]
@@ -48,6 +51,7 @@ class ZygoteProcess:
         on_lost: Callable[[ZygoteProcess], None],
     ) -> None:
         self.ready = False
+        self._python = python
         self.problem = ""
         self.workers: set[int] = set()
         self._on_started, self._on_exited, self._on_lost = on_started, on_exited, on_lost
@@ -75,11 +79,25 @@ class ZygoteProcess:
         self.workers.add(order.spawn)
         self._send(zygote.pack(asdict(order)))
 
+    def start_problem(self) -> str:
+        """Why the process, which has let go of its socket, never got ready; empty if it was killed."""
+        try:
+            code = self.process.wait(END_WAIT)
+        except subprocess.TimeoutExpired:
+            return ""
+        if self.ready or code <= 0:
+            return ""
+        return (
+            f"the interpreter {self._python} left with exit code {code} before it ran the program"
+        )
+
     def close(self) -> None:
         """Let the zygote go: it ends, and kills what workers it still has."""
         with contextlib.suppress(ValueError, OSError):
             asyncio.get_running_loop().remove_reader(self._socket.fileno())
         self._socket.close()
+        if not self.ready:
+            self.process.kill()  # it has no workers yet, and would go on importing first
 
     async def wait(self) -> None:
         """Wait until the process has ended."""

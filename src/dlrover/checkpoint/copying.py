@@ -6,11 +6,11 @@ import operator
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+import msgspec
 import torch
 
-from dlrover.checkpoint import layout as layouts
-from dlrover.checkpoint import tree
-from dlrover.checkpoint.layout import SMALL, Layout, TensorEntry
+from dlrover.checkpoint import layout as layouts, tree
+from dlrover.checkpoint.layout import SMALL, PackedLayout, TensorEntry
 from dlrover.checkpoint.tree import Flat
 
 _shape = operator.attrgetter("shape")
@@ -32,7 +32,7 @@ class Copier:
         self._known: _Known | None = None
         self._plan: _Plan | None = None
 
-    def layout(self, flat: Flat) -> Layout:
+    def layout(self, flat: Flat) -> PackedLayout:
         """Where the state goes.
 
         Raises:
@@ -42,7 +42,7 @@ class Copier:
         if known is None or not known.matches(flat):
             known = self._known = _Known(flat)
             self._plan = None
-        return Layout(known.entries, layouts.encode(flat.packed), known.hash)
+        return layouts.packed(known.encoded, layouts.encode(flat.packed), known.sizes)
 
     def copy(self, buffer: torch.Tensor) -> None:
         """Copy the state that `layout` was called with last."""
@@ -63,7 +63,12 @@ class _Known:
         specs = tree.specs(flat)
         self._same = tree.same_tensors(flat.tensors)
         self.entries = layouts.place(specs, self._same)
-        self.hash = layouts.layout_hash(self.entries)
+        self.encoded = msgspec.Raw(msgspec.msgpack.encode(self.entries))
+        self.sizes = (
+            max((entry.end for entry in self.entries), default=0),
+            len(self.entries),
+            layouts.layout_hash(self.entries),
+        )
         # Detached aliases keep the memory from being used for another tensor at the same address.
         self._sources = [tensor.detach() for tensor in flat.tensors]
         self._paths = flat.paths
@@ -94,7 +99,9 @@ class _Known:
                 return plan
         first = [index for index, same in enumerate(self._same) if index == same]
         made = _Plan(
-            buffer, [self._sources[index] for index in first], [self.entries[index] for index in first]
+            buffer,
+            [self._sources[index] for index in first],
+            [self.entries[index] for index in first],
         )
         self._plans = [*self._plans[-1:], made]
         return made

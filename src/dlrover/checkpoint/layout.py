@@ -8,7 +8,7 @@ tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import xxhash
@@ -62,10 +62,15 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
     hash: int
     """`layout_hash` of the entries; the skeleton changes from step to step, they rarely do."""
 
-    @property
-    def data_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return max((entry.end for entry in self.entries), default=0)
+
+class PackedLayout(NamedTuple):
+    """A `Layout` as it is written."""
+
+    encoded: bytes
+    """`Layout` in MessagePack."""
+    data_bytes: int
+    tensors: int
+    layout_hash: int
 
 
 class TensorRef(msgspec.Struct, frozen=True):
@@ -97,6 +102,12 @@ def place(
     return tuple(entries)
 
 
+def packed(entries: msgspec.Raw, skeleton: bytes, sizes: tuple[int, int, int]) -> PackedLayout:
+    """A layout whose entries are encoded already; ``sizes``: bytes of data, tensors, hash."""
+    index = msgspec.msgpack.encode((entries, skeleton, sizes[2]))
+    return PackedLayout(index, *sizes)
+
+
 def layout_hash(entries: tuple[TensorEntry, ...]) -> int:
     """The same for equal entries."""
     return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(entries))
@@ -112,7 +123,9 @@ def check(layout: Layout, data_bytes: int) -> None:
         item = ITEM_BYTES.get(entry.dtype)
         sizes_fit = item is not None and min(entry.shape, default=0) >= 0
         if not sizes_fit or entry.nbytes != _elements(entry.shape) * (item or 0):
-            raise InfrastructureError(f"The tensor {name(entry.path)} has an impossible size or type.")
+            raise InfrastructureError(
+                f"The tensor {name(entry.path)} has an impossible size or type."
+            )
         if entry.offset < 0 or entry.end > data_bytes or entry.offset % (item or 1):
             raise InfrastructureError(f"The tensor {name(entry.path)} lies outside of the data.")
 
@@ -181,7 +194,9 @@ def encode(packed: Any, path: Path = ()) -> bytes:
     try:
         return msgspec.msgpack.encode(packed)
     except UnicodeEncodeError as error:
-        raise ConfigurationError(f"{name(path)} holds text that is not Unicode: {error}.") from error
+        raise ConfigurationError(
+            f"{name(path)} holds text that is not Unicode: {error}."
+        ) from error
 
 
 def decode(skeleton: bytes) -> Any:
@@ -193,7 +208,9 @@ def decode(skeleton: bytes) -> Any:
     try:
         return msgspec.msgpack.decode(skeleton, ext_hook=_unpack, strict=False)
     except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
-        raise InfrastructureError(f"The plain values of a checkpoint are damaged: {error}.") from error
+        raise InfrastructureError(
+            f"The plain values of a checkpoint are damaged: {error}."
+        ) from error
 
 
 def _check_key(key: Any, path: Path) -> None:

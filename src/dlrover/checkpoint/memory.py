@@ -22,7 +22,7 @@ import msgspec
 import xxhash
 
 from dlrover.checkpoint import layout as layouts
-from dlrover.checkpoint.layout import Layout
+from dlrover.checkpoint.layout import Layout, PackedLayout
 from dlrover.errors import InfrastructureError
 
 PAGE = mmap.PAGESIZE
@@ -61,10 +61,9 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class Generation:
-    """A view of one memfd. The descriptor stays the caller's; `close` gives the mapping back."""
+    """One memfd, mapped until the last reference to it is gone. The descriptor stays the caller's."""
 
     def __init__(self, fd: int) -> None:
-        self._fd = fd
         self._map = mmap.mmap(fd, os.fstat(fd).st_size or _grow(fd, PAGE))
         self.buffer = memoryview(self._map)
 
@@ -72,14 +71,6 @@ class Generation:
     def size(self) -> int:
         """Bytes that are mapped."""
         return len(self._map)
-
-    def close(self) -> None:
-        """Unmap, unless a view of the data is still used; then the last of those does."""
-        self.buffer.release()
-        try:
-            self._map.close()
-        except BufferError:
-            return
 
     @property
     def data(self) -> memoryview:
@@ -94,20 +85,19 @@ class Generation:
         _WORD.pack_into(self._map, _SUMMED_AT, 0)
 
     def publish(
-        self, layout: Layout, *, rank: int, world_size: int, step: int, session: int
+        self, packed: PackedLayout, *, rank: int, world_size: int, step: int, session: int
     ) -> None:
         """Write index and header for data that is in place, then say that it is valid."""
-        index = msgspec.msgpack.encode(layout)
-        data_bytes = layout.data_bytes
-        if required(data_bytes, len(index), len(layout.entries)) > self.size:
+        index, data_bytes = packed.encoded, packed.data_bytes
+        if needed_for(packed) > self.size:
             raise InfrastructureError(
                 f"The state of step {step} does not fit in {self.size} bytes of memory."
             )
         start = PAGE + data_bytes
         self._map[start : start + len(index)] = index
         fields = _FIELDS.pack(
-            MAGIC, FORMAT, rank, step, world_size, session, layout.hash, data_bytes, len(index),
-            xxhash.xxh3_64_intdigest(index), len(layout.entries),
+            MAGIC, FORMAT, rank, step, world_size, session, packed.layout_hash, data_bytes, len(index),
+            xxhash.xxh3_64_intdigest(index), packed.tensors,
         )  # fmt: skip
         self._map[: len(fields)] = fields
         _WORD.pack_into(self._map, len(fields), xxhash.xxh3_64_intdigest(fields))
@@ -153,7 +143,15 @@ class Generation:
         if required(data_bytes, index_bytes, tensors) > self.size:
             raise InfrastructureError(f"The memory checkpoint of step {step} is truncated.")
         return Header(
-            rank, world_size, step, session, layout_hash, data_bytes, index_bytes, index_hash, tensors
+            rank,
+            world_size,
+            step,
+            session,
+            layout_hash,
+            data_bytes,
+            index_bytes,
+            index_hash,
+            tensors,
         )
 
     def layout(self, header: Header) -> Layout:
@@ -202,10 +200,14 @@ def required(data_bytes: int, index_bytes: int, tensors: int) -> int:
     return PAGE + data_bytes + index_bytes + 8 * tensors + _WORD.size
 
 
-def room_for(layout: Layout) -> int:
-    """Bytes to reserve for a state like this one, with room for plain values that grow."""
-    index = len(msgspec.msgpack.encode(layout))
-    size = required(layout.data_bytes, 2 * index + INDEX_ROOM, len(layout.entries))
+def needed_for(packed: PackedLayout) -> int:
+    """Bytes that a generation of this state takes."""
+    return required(packed.data_bytes, len(packed.encoded), packed.tensors)
+
+
+def room_for(packed: PackedLayout, more: int = 0) -> int:
+    """Bytes to reserve for a state like this one and ``more`` bytes of tensors that it will get."""
+    size = needed_for(packed) + more + more // 8 + len(packed.encoded) + INDEX_ROOM
     return -(-size // PAGE) * PAGE
 
 

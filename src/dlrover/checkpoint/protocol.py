@@ -25,6 +25,10 @@ GENERATIONS = 2
 _CREDENTIALS = struct.Struct("3i")
 
 
+class SaverGoneError(InfrastructureError):
+    """The saver has ended."""
+
+
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Base of all messages."""
 
@@ -80,6 +84,10 @@ class Wait(Message, frozen=True):
     """Answered by `Settled` when everything asked for storage by this world is durable or has failed."""
 
 
+class Look(Message, frozen=True):
+    """What is valid? Answered by `Holding`."""
+
+
 class Held(msgspec.Struct, frozen=True, array_like=True):
     """A valid generation."""
 
@@ -90,9 +98,14 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Attached(Message, frozen=True):
-    """The saver's name for itself, and what memory it holds of the rank, newest first."""
+    """The saver's name for itself."""
 
     saver: int
+
+
+class Holding(Message, frozen=True):
+    """The rank's valid generations."""
+
     held: tuple[Held, ...]
 
 
@@ -124,8 +137,8 @@ class Refused(Message, frozen=True):
     reason: str
 
 
-Request = Attach | Join | Reserve | Begin | Publish | Keep | Verify | Wait
-Reply = Attached | Done | Granted | Verified | Settled | Refused
+Request = Attach | Join | Look | Reserve | Begin | Publish | Keep | Verify | Wait
+Reply = Attached | Done | Holding | Granted | Verified | Settled | Refused
 
 _requests = msgspec.msgpack.Decoder(Request)
 _replies = msgspec.msgpack.Decoder(Reply)
@@ -142,18 +155,19 @@ def new_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def check_peer(sock: socket.socket) -> None:
-    """Refuse a peer that runs as another user.
+def check_peer(sock: socket.socket) -> int:
+    """Refuse a peer that runs as another user. The peer's process id; 0 if it is not to be seen here.
 
     Raises:
         ProtocolError: it does.
     """
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    uid = _CREDENTIALS.unpack(data)[1]
+    pid, uid, _ = _CREDENTIALS.unpack(data)
     if uid != os.getuid():
         raise ProtocolError(
             f"The peer of a checkpoint socket runs as user {uid}, not as {os.getuid()}."
         )
+    return int(pid)
 
 
 def send(sock: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:
@@ -179,7 +193,7 @@ def receive_reply(sock: socket.socket) -> tuple[Reply, list[int]]:
     """The next reply, and the descriptors that came with it.
 
     Raises:
-        InfrastructureError: the saver is gone.
+        SaverGoneError: the saver is gone.
         ProtocolError: it is not a reply, or does not fit its time.
     """
     room = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
@@ -189,12 +203,11 @@ def receive_reply(sock: socket.socket) -> tuple[Reply, list[int]]:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
     if not data:
-        raise InfrastructureError("The checkpoint saver of this node is gone.")
+        raise SaverGoneError("The checkpoint saver of this node is gone.")
+    cut = flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
     try:
-        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-            raise ProtocolError("The checkpoint saver sent a packet that is too large.")
-        return _replies.decode(data), list(fds)
-    except (msgspec.DecodeError, ProtocolError) as error:
+        return _replies.decode(b"" if cut else data), list(fds)
+    except msgspec.DecodeError as error:
         for fd in fds:
             os.close(fd)
         raise ProtocolError(f"The checkpoint saver sent what is not a reply: {error}.") from error

@@ -23,6 +23,7 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import xxhash
@@ -30,7 +31,11 @@ import xxhash
 from dlrover._util import files
 from dlrover.checkpoint import faults, layout as layouts
 from dlrover.checkpoint.layout import Layout, TensorEntry, name
-from dlrover.errors import InfrastructureError
+from dlrover.errors import ConfigurationError, InfrastructureError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 logger = logging.getLogger(__name__)
 
@@ -171,10 +176,11 @@ def prune(directory: Path, keep: int) -> None:
         shutil.rmtree(doomed)
 
 
-def remove_unfinished(directory: Path) -> None:
-    """Delete what earlier worlds did not finish. Nobody may be writing."""
+def remove_unfinished(directory: Path, session: int) -> None:
+    """Delete what worlds other than ``session`` did not finish; nobody may be writing that."""
     for path in directory.glob(".step-*.*"):
-        shutil.rmtree(path, ignore_errors=True)
+        if f"{session:016x}" not in path.name:
+            shutil.rmtree(path)
 
 
 def sync_directory(path: Path) -> None:
@@ -195,18 +201,18 @@ class StoredState:
     def __init__(self, directory: Path, rank: int, world_size: int) -> None:
         manifest = read_manifest(directory)
         if manifest.world_size != world_size and not manifest.replicated:
-            raise InfrastructureError(
+            raise ConfigurationError(
                 f"{directory} was saved by {manifest.world_size} ranks with different tensors and cannot"
                 f" be loaded by {world_size}."
             )
         owner = rank if manifest.world_size == world_size else 0
         self.index = read_index(directory, owner, manifest)
-        self.layout, self._origins = _layout(self.index)
+        self.layout = _layout(self.index)
         self._maps: dict[str, memoryview] = {}
         self._directory = directory
         self._manifest = manifest
 
-    def __enter__(self) -> StoredState:
+    def __enter__(self) -> Self:
         for file in sorted({tensor.file for tensor in self.index.tensors}):
             self._maps[file] = _mapped(self._directory / file, self._manifest)
         return self
@@ -278,7 +284,7 @@ def record_of(data: bytes) -> FileRecord:
     return FileRecord(len(data), xxhash.xxh3_64_hexdigest(data))
 
 
-def _layout(index: RankIndex) -> tuple[Layout, None]:
+def _layout(index: RankIndex) -> Layout:
     entries = []
     end = 0
     for tensor in index.tensors:
@@ -288,7 +294,7 @@ def _layout(index: RankIndex) -> tuple[Layout, None]:
         end = offset + tensor.nbytes
     layout = Layout(tuple(entries), index.skeleton, 0)
     layouts.check(layout, end)
-    return layout, None
+    return layout
 
 
 def _mapped(path: Path, manifest: Manifest) -> memoryview:
@@ -299,6 +305,7 @@ def _mapped(path: Path, manifest: Manifest) -> memoryview:
             if record is None or size != record.nbytes:
                 expected = record.nbytes if record is not None else "no"
                 raise InfrastructureError(f"{path} has {size} bytes, not {expected}.")
-            return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) if size else b"")
+            # Private, not read-only: torch warns of tensors that must not be written.
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size else b"")
     except OSError as error:
         raise InfrastructureError(f"{path} cannot be read: {error.strerror}.") from error

@@ -17,13 +17,20 @@ _SIZES64 = struct.Struct("<2H2Q")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR64 = struct.Struct("<4sLQL")
 _END = struct.Struct("<4s4H2LH")
+_PADDING = struct.Struct("<2H")
+_PADDING_ID = 0x4246  # the one that torch uses
 _BIG = 0xFFFFFFFF
 _VERSION = 45  # of the zip format: the first with 64-bit sizes
 _MIDNIGHT = (0, 0x21)  # 1980-01-01, the earliest time that zip knows
 
 
-def wrap(dtype: str, shape: Sequence[int], data: memoryview) -> tuple[bytes, bytes]:
-    """What goes before and after ``data``, a tensor's bytes in row-major order."""
+def wrap(
+    dtype: str, shape: Sequence[int], data: memoryview, at: int, alignment: int
+) -> tuple[bytes, bytes]:
+    """What goes before and after ``data``, a tensor's bytes in row-major order.
+
+    ``at`` is where in a larger file it will start: the data then lies at a multiple of ``alignment``.
+    """
     small = [
         (b"archive/data.pkl", _pickle(dtype, shape, len(data))),
         (b"archive/version", b"3\n"),
@@ -36,7 +43,9 @@ def wrap(dtype: str, shape: Sequence[int], data: memoryview) -> tuple[bytes, byt
         head += _local(name, crc, len(content)) + content
     crc = zlib.crc32(data)
     directory += _central(b"archive/data/0", crc, len(data), len(head), wide=True)
-    head += _local(b"archive/data/0", crc, len(data), wide=True)
+    unpadded = at + len(head) + len(_local(b"archive/data/0", crc, len(data), wide=True, padding=0))
+    padding = -unpadded % alignment
+    head += _local(b"archive/data/0", crc, len(data), wide=True, padding=padding)
     start = len(head) + len(data)
     end64 = _END64.pack(
         b"PK\6\6", _END64.size - 12, _VERSION, _VERSION, 0, 0, len(small) + 1, len(small) + 1,
@@ -48,8 +57,12 @@ def wrap(dtype: str, shape: Sequence[int], data: memoryview) -> tuple[bytes, byt
     return bytes(head), bytes(directory) + end64 + locator + end
 
 
-def _local(name: bytes, crc: int, size: int, *, wide: bool = False) -> bytes:
+def _local(
+    name: bytes, crc: int, size: int, *, wide: bool = False, padding: int | None = None
+) -> bytes:
     extra = _SIZES64.pack(1, 16, size, size) if wide else b""
+    if padding is not None:
+        extra += _PADDING.pack(_PADDING_ID, padding) + bytes(padding)
     shown = _BIG if wide else size
     header = _LOCAL.pack(
         b"PK\3\4", _VERSION, 0, 0, *_MIDNIGHT, crc, shown, shown, len(name), len(extra)

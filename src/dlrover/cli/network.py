@@ -10,6 +10,9 @@ import psutil
 
 from dlrover.errors import ConfigurationError
 
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+"""Hosts by which a user says that all nodes are on this machine."""
+
 
 def addresses_of(host: str) -> frozenset[str]:
     """The IP addresses of a host.
@@ -37,11 +40,25 @@ def address_towards(host: str, port: int) -> str:
     Raises:
         ConfigurationError: the name is unknown.
     """
+    found = "127.0.0.1"
     for family, target in _resolve(host, port):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)  # sends nothing: it only looks up the route
-            return str(probe.getsockname()[0])
-    return "127.0.0.1"
+            found = str(probe.getsockname()[0])
+            break
+    if found.startswith("127.") and host not in LOOPBACK_NAMES:
+        # Some systems resolve a machine's own name to 127.0.1.1, which other machines cannot reach.
+        return _outward_address() or found
+    return found
+
+
+def _outward_address() -> str:
+    """An IPv4 address of this machine that is not its loopback; empty if it has none."""
+    for interface in psutil.net_if_addrs().values():
+        for address in interface:
+            if address.family == socket.AF_INET and not address.address.startswith("127."):
+                return str(address.address)
+    return ""
 
 
 def _resolve(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:

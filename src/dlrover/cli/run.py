@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import shutil
 import signal
@@ -20,6 +21,7 @@ from dlrover.cli.launchspec import Endpoint, RunOptions, parse_endpoint
 from dlrover.errors import ConfigurationError, DLRoverError
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import AgentConfig, JobDir, MasterConfig, TlsFiles
+from dlrover.spec.launch import LaunchSpec
 from dlrover.spec.outcome import Outcome
 
 DEFAULT_PORT = 29400
@@ -61,6 +63,7 @@ def run(options: RunOptions, env: Mapping[str, str]) -> Outcome:
         InfrastructureError: the job's processes cannot be kept alive.
     """
     settings = config.settings(env, options.config_file, options.rdzv_conf)
+    _check_machine(options.launch)
     for notice in options.notices:
         print(f"dlrover-run: {notice}", file=sys.stderr)
     name = jobs.job_name(
@@ -83,6 +86,23 @@ def run(options: RunOptions, env: Mapping[str, str]) -> Outcome:
         else:
             plan.meet(options.rdzv_endpoint)
         return plan.execute()
+
+
+def _check_machine(launch: LaunchSpec) -> None:
+    """Refuse at once what every start of a worker would trip over on this machine."""
+    if launch.python and shutil.which(launch.python) is None:
+        raise ConfigurationError(
+            f"PYTHON_EXEC={launch.python}: must be an interpreter that this user may run."
+        )
+    if launch.log_dir in ("", os.devnull):
+        return
+    try:
+        Path(launch.log_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"--log-dir {launch.log_dir} cannot be used: {error.strerror}; it takes a directory to "
+            "write to."
+        ) from error
 
 
 class _Plan:

@@ -37,24 +37,34 @@ class Journal:
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self._path = path
+        uri = f"{path.absolute().as_uri()}{'?mode=ro' if read_only else ''}"
         try:
-            uri = f"{path.absolute().as_uri()}{'?mode=ro' if read_only else ''}"
             self._db = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=5.0)
-            if not read_only:
-                self._db.execute("PRAGMA journal_mode=WAL")
-                self._db.execute("PRAGMA synchronous=NORMAL")
-                self._db.execute(
-                    "CREATE TABLE IF NOT EXISTS entries "
-                    "(seq INTEGER PRIMARY KEY, time REAL NOT NULL, kind TEXT NOT NULL, body BLOB NOT NULL)"
-                )
-                if self._version() == 0:
-                    self._db.execute(f"PRAGMA user_version={FORMAT}")
-            if self._version() != FORMAT:
-                raise InfrastructureError(
-                    f"The journal {path} has format {self._version()}; this version reads {FORMAT}."
-                )
         except sqlite3.Error as error:
             raise self._problem("cannot be opened", error) from error
+        try:
+            version = self._prepare(read_only)
+        except sqlite3.Error as error:
+            self._db.close()
+            raise self._problem("cannot be opened", error) from error
+        if version != FORMAT:
+            self._db.close()
+            raise InfrastructureError(
+                f"The journal {path} has format {version}; this version reads {FORMAT}."
+            )
+
+    def _prepare(self, read_only: bool) -> int:
+        """Make the table of a new journal; the journal's format."""
+        if not read_only:
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.execute(
+                "CREATE TABLE IF NOT EXISTS entries "
+                "(seq INTEGER PRIMARY KEY, time REAL NOT NULL, kind TEXT NOT NULL, body BLOB NOT NULL)"
+            )
+            if self._version() == 0:
+                self._db.execute(f"PRAGMA user_version={FORMAT}")
+        return self._version()
 
     def append(self, entry: Entry, time: float) -> None:
         """Add an entry; it is on its way to the disk when this returns."""

@@ -92,8 +92,8 @@ MasterMessage: TypeAlias = Welcome | CallToRound | AssignWorld | Dismiss
 # ---- requests
 
 
-class NodeState(msgspec.Struct, frozen=True):
-    """One node in a `Status`."""
+class NodeState(msgspec.Struct, frozen=True, gc=False):
+    """One node in a `Status`. Holds no container: thousands at once must not set off the collector."""
 
     id: int
     node_rank: int

@@ -33,7 +33,8 @@ class Server:
         """Register a method with one request and one reply."""
 
         async def serve(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
-            await self._authenticate(context)
+            if not self._knows_token(context):
+                await _turn_away(context)
             try:
                 return wire.encode(await call(wire.decode(data, request)))
             except DLRoverError as error:
@@ -45,7 +46,8 @@ class Server:
         """Register a method with one request and a stream of replies."""
 
         async def serve(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-            await self._authenticate(context)
+            if not self._knows_token(context):
+                await _turn_away(context)
             try:
                 async for reply in call(wire.decode(data, request)):
                     yield wire.encode(reply)
@@ -60,7 +62,8 @@ class Server:
         async def serve(
             frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext
         ) -> AsyncIterator[bytes]:
-            await self._authenticate(context)
+            if not self._knows_token(context):
+                await _turn_away(context)
 
             async def messages() -> AsyncIterator[Any]:
                 async for data in frames:
@@ -103,12 +106,16 @@ class Server:
         if self._server is not None:
             await self._server.stop(grace)
 
-    async def _authenticate(self, context: grpc.aio.ServicerContext) -> None:
-        given = dict(context.invocation_metadata() or ()).get(wire.TOKEN_KEY)
-        if not wire.token_matches(given, self._token):
-            await context.abort(
-                grpc.StatusCode.UNAUTHENTICATED, "The token is missing or is not this job's."
-            )
+    def _knows_token(self, context: grpc.aio.ServicerContext) -> bool:
+        for key, value in context.invocation_metadata() or ():
+            if key == wire.TOKEN_KEY:
+                return wire.token_matches(value, self._token)
+        return False
+
+
+async def _turn_away(context: grpc.aio.ServicerContext) -> None:
+    why = "The token is missing or is not this job's."
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, why)  # it raises
 
 
 async def _refuse(context: grpc.aio.ServicerContext, error: DLRoverError) -> Any:

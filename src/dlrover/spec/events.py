@@ -111,7 +111,7 @@ class WorkerFailed(msgspec.Struct, frozen=True, tag="worker_failed"):
 
     def sentence(self) -> str:
         """The event in words."""
-        return f"{self.verdict.title} (node {self.failure.node_id}; {self.verdict.origin.value})."
+        return f"{self.verdict.title} ({self.verdict.origin.value})."
 
 
 class RestartDecided(msgspec.Struct, frozen=True, tag="restart_decided"):

@@ -15,8 +15,8 @@ from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.world import Offer, World
 
-RECONNECT_DELAY = 0.1
-"""Seconds between two attempts to reach the master."""
+RECONNECT_DELAYS = (0.05, 0.1, 0.2, 0.5, 1.0)
+"""Seconds between attempts to reach the master, as the real agent's; the last one is repeated."""
 
 
 class SimulatedAgent:
@@ -60,6 +60,7 @@ class SimulatedAgent:
         self._node_rank = node_rank
         self._hostname = hostname
         self._phase = phase
+        self._attempts = 0
         self._interval = asyncio.get_running_loop().create_future()
         self._outgoing: asyncio.Queue[messages.AgentMessage] = asyncio.Queue()
         self._changed = asyncio.Event()
@@ -84,12 +85,15 @@ class SimulatedAgent:
             ProtocolError: it does not understand a message.
         """
         beating = asyncio.create_task(self._beat())
+        self._attempts = 0
         try:
             while self.outcome is None:
                 with contextlib.suppress(InfrastructureError):
                     await self._attend()
                 if self.outcome is None:
-                    await asyncio.sleep(RECONNECT_DELAY)
+                    last = len(RECONNECT_DELAYS) - 1
+                    await asyncio.sleep(RECONNECT_DELAYS[min(self._attempts, last)])
+                    self._attempts += 1
         finally:
             beating.cancel()
         return self.outcome
@@ -157,6 +161,7 @@ class SimulatedAgent:
 
         async with contextlib.aclosing(self._client.attend(said())) as incoming:
             async for message in incoming:
+                self._attempts = 0
                 if isinstance(message, messages.Welcome) and not self._interval.done():
                     self._interval.set_result(message.heartbeat_interval)
                 self._handle(message)

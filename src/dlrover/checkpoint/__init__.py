@@ -1,0 +1,21 @@
+"""Flash Checkpoint: state to memory in about the time of one copy, to storage in the background.
+
+The public names load torch when they are first used: the saver, which is part of this package, does
+without it for most of its life.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dlrover.checkpoint.checkpointer import Checkpointer, LoadRecord
+
+__all__ = ["Checkpointer", "LoadRecord"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("dlrover.checkpoint.checkpointer"), name)

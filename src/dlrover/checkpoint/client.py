@@ -1,0 +1,166 @@
+"""A worker's side of its node's saver: find or start it, get the memory, ask."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import dlrover
+from dlrover.checkpoint import protocol
+from dlrover.checkpoint.memory import Generation
+from dlrover.checkpoint.protocol import SaverGoneError
+from dlrover.errors import InfrastructureError, ProtocolError
+
+START_ATTEMPTS = 5
+"""How often a saver is started: one that is just leaving may hold the address without serving."""
+START_TIMEOUT = 60.0
+"""Seconds that a saver has to start."""
+
+_Reply = TypeVar("_Reply", bound=protocol.Message)
+
+
+class SaverClient:
+    """The connection of one rank. One request at a time; the methods may be called from any thread."""
+
+    def __init__(
+        self, directory: Path, identity: str, *, keep: int, linger: float, env: Mapping[str, str]
+    ) -> None:
+        self._address = protocol.address(directory, identity)
+        root = str(Path(dlrover.__file__).parent.parent)
+        path = [root, env["PYTHONPATH"]] if env.get("PYTHONPATH") else [root]
+        self._env = {**env, "PYTHONPATH": os.pathsep.join(path)}
+        self._command = [
+            sys.executable, "-m", "dlrover.checkpoint.saver",
+            "--directory", str(directory), "--identity", identity,
+            "--keep", str(keep), "--linger", str(linger),
+        ]  # fmt: skip
+        self._lock = threading.Lock()
+        self._sock = protocol.new_socket()
+        self._fds: list[int] = []
+        self._generations: list[Generation] = []
+
+    def attach(self, rank: int) -> int:
+        """Connect, and start the saver if there is none; the saver's name for itself.
+
+        Raises:
+            InfrastructureError: it cannot be started, or refuses.
+        """
+        with self._lock:
+            for _ in range(START_ATTEMPTS):
+                reply = self._try_to_attach(rank)
+                if reply is not None:
+                    break
+                self._start()
+            else:
+                raise InfrastructureError(
+                    "The checkpoint saver of this node does not start; see its log."
+                )
+            fds = self._fds
+            attached = _expected(reply, protocol.Attached)
+            if len(fds) != protocol.GENERATIONS:
+                raise ProtocolError(f"The saver sent {len(fds)} descriptors of memory.")
+            self._generations = [Generation(fd) for fd in fds]
+            return attached.saver
+
+    def _try_to_attach(self, rank: int) -> protocol.Reply | None:
+        """None if there is no saver, or one that is just leaving."""
+        self._close()
+        self._sock = protocol.new_socket()
+        try:
+            self._sock.connect(self._address)
+            protocol.check_peer(self._sock)
+            protocol.send(self._sock, protocol.Attach(rank))
+            reply, self._fds = protocol.receive_reply(self._sock)
+        except (ConnectionError, SaverGoneError):
+            return None
+        return reply
+
+    def _start(self) -> None:
+        starting = subprocess.run(
+            self._command,
+            env=self._env,
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            timeout=START_TIMEOUT,
+            check=False,
+        )
+        if starting.returncode:
+            raise InfrastructureError(
+                f"The checkpoint saver does not start: {starting.stderr.decode(errors='replace')[-500:]}"
+            )
+
+    def generation(self, slot: int) -> Generation:
+        """A generation, with all the memory that it has by now."""
+        if os.fstat(self._fds[slot]).st_size != self._generations[slot].size:
+            self._generations[slot] = Generation(self._fds[slot])
+        return self._generations[slot]
+
+    def join(self, session: int, world_size: int, ranks: tuple[int, ...]) -> None:
+        """Say which world this rank belongs to."""
+        self._ask(protocol.Join(session, world_size, ranks), protocol.Done)
+
+    def look(self) -> tuple[protocol.Held, ...]:
+        """This rank's valid generations."""
+        return self._ask(protocol.Look(), protocol.Holding).held
+
+    def reserve(self, nbytes: int) -> None:
+        """Have both generations made that large."""
+        self._ask(protocol.Reserve(nbytes), protocol.Done)
+
+    def begin(self, step: int) -> int:
+        """The generation to write."""
+        return self._ask(protocol.Begin(step), protocol.Granted).slot
+
+    def publish(self, slot: int, step: int, *, to_storage: bool) -> None:
+        """Say that a generation is valid."""
+        self._ask(protocol.Publish(slot, step, to_storage), protocol.Done)
+
+    def keep(self, slot: int) -> None:
+        """Say which generation is continued from; -1: none."""
+        self._ask(protocol.Keep(slot), protocol.Done)
+
+    def verify(self, slot: int) -> str:
+        """What is wrong with a generation; empty if nothing is."""
+        return self._ask(protocol.Verify(slot), protocol.Verified).problem
+
+    def wait(self) -> tuple[str, ...]:
+        """Wait until everything asked for is durable; what was not stored."""
+        return self._ask(protocol.Wait(), protocol.Settled).problems
+
+    def close(self) -> None:
+        """Disconnect."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        self._sock.close()
+        for fd in self._fds:
+            os.close(fd)
+        self._fds = []
+
+    def _ask(self, request: protocol.Message, kind: type[_Reply]) -> _Reply:
+        with self._lock:
+            try:
+                protocol.send(self._sock, request)
+                reply, _ = protocol.receive_reply(self._sock)
+            except OSError as error:
+                raise SaverGoneError(
+                    f"The checkpoint saver of this node is gone: {error}."
+                ) from error
+        return _expected(reply, kind)
+
+
+def _expected(reply: protocol.Reply, kind: type[_Reply]) -> _Reply:
+    if isinstance(reply, protocol.Refused):
+        raise InfrastructureError(reply.reason)
+    if not isinstance(reply, kind):
+        raise ProtocolError(f"The saver answered with {type(reply).__name__}, not {kind.__name__}.")
+    return reply

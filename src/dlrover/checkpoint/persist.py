@@ -1,0 +1,247 @@
+"""From memory to storage: one step of all ranks, as a directory that DCP reads.
+
+The saver of each node writes its ranks' files into a directory with a temporary name. A tensor that rank
+0 has too is not written again. The saver of rank 0 waits for all ranks' indices, adds DCP's metadata and
+the manifest, and gives the directory its name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+import xxhash
+
+from dlrover.checkpoint import faults, storage, torchfile
+from dlrover.checkpoint.layout import ALIGNMENT, Layout
+from dlrover.checkpoint.memory import Generation
+from dlrover.checkpoint.storage import FileRecord, Manifest, RankIndex, StoredTensor
+from dlrover.errors import InfrastructureError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+POLL = 0.02
+"""Seconds between two looks for what other savers write."""
+BUFFER = 1 << 20
+"""Bytes of small writes that are collected."""
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One rank's generation of the step."""
+
+    generation: Generation
+    layout: Layout
+    sums: list[int]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One step to persist."""
+
+    directory: Path
+    step: int
+    session: int
+    world_size: int
+    sources: Mapping[int, Source]
+    """By rank: those of this node."""
+    pause: Callable[[float], None]
+    """Waits so many seconds; raises when the job is to be given up."""
+    patience: float
+    """Seconds to wait for other nodes."""
+
+
+def persist(job: Job) -> None:
+    """Write the step and return when it is durable, on all nodes.
+
+    Raises:
+        OSError: the storage failed; it can be tried again.
+        InfrastructureError: another node did not write its part in time.
+    """
+    faults.point("persist.begun")
+    target = storage.unfinished(job.directory, job.step, job.session)
+    target.mkdir(parents=True, exist_ok=True)
+    base: RankIndex | None = None
+    for rank in sorted(job.sources):
+        if rank != 0 and base is None:
+            base = _await_index(job, target, 0)
+        index = _write_rank(target, job.step, rank, job.sources[rank], base)
+        base = base or index
+    storage.sync_directory(target)
+    faults.point("persist.written")
+    if 0 in job.sources:
+        _finish(job, target)
+    else:
+        _await(job, lambda: _is_stored(job, target), "the other nodes' parts")
+
+
+def _write_rank(
+    target: Path, step: int, rank: int, source: Source, base: RankIndex | None
+) -> RankIndex:
+    elsewhere = {_identity(tensor): tensor for tensor in (base.tensors if base is not None else ())}
+    written: dict[tuple[int, int], StoredTensor] = {}
+    name = f"__{rank}_0.distcp"
+    tensors: list[StoredTensor] = []
+    with _File(target / name) as file:
+        for entry, checksum in zip(source.layout.entries, source.sums, strict=True):
+            wanted = (entry.path, entry.dtype, entry.shape, checksum)
+            known = elsewhere.get(wanted) or written.get((entry.offset, entry.nbytes))
+            if known is None:
+                data = source.generation.tensor_bytes(entry)
+                head, tail = torchfile.wrap(entry.dtype, entry.shape, data, file.size, ALIGNMENT)
+                start = file.size
+                known = StoredTensor(
+                    entry.path, entry.dtype, entry.shape, name, start + len(head), entry.nbytes, checksum,
+                    (start, len(head) + len(data) + len(tail)),
+                )  # fmt: skip
+                for part in (head, data, tail):
+                    file.write(part)
+                if entry.nbytes:  # tied tensors lie at the same place
+                    written[entry.offset, entry.nbytes] = known
+            tensors.append(msgspec.structs.replace(known, path=entry.path))
+    files = {name: file.record()}
+    if not file.size:
+        (target / name).unlink()
+        files = {}
+    index = RankIndex(rank, step, source.layout.skeleton, tuple(tensors), files)
+    _write_durably(target / storage.index_file(rank), msgspec.msgpack.encode(index))
+    return index
+
+
+def _identity(tensor: StoredTensor) -> tuple[object, ...]:
+    return tensor.path, tensor.dtype, tensor.shape, tensor.xxh3
+
+
+def _finish(job: Job, target: Path) -> None:
+    indices = [_await_index(job, target, rank) for rank in range(job.world_size)]
+    files = _write_metadata(job, target, indices[0])
+    for index in indices:
+        name = storage.index_file(index.rank)
+        files[name] = storage.record_of((target / name).read_bytes())
+        files.update(index.files)
+    own = {f"__{index.rank}_0.distcp" for index in indices[1:]}
+    manifest = Manifest(
+        format=storage.FORMAT,
+        step=job.step,
+        world_size=job.world_size,
+        replicated=not own & files.keys(),
+        files=files,
+    )
+    faults.point("persist.manifest")
+    _write_durably(target / storage.MANIFEST, msgspec.json.encode(manifest))
+    storage.sync_directory(target)
+    _rename(job, target)
+    faults.point("persist.renamed")
+    storage.track(job.directory, job.step)
+    faults.point("persist.tracked")
+
+
+def _write_metadata(job: Job, target: Path, index: RankIndex) -> dict[str, FileRecord]:
+    """DCP's metadata, and the plain values of rank 0."""
+    dcp: Any = importlib.import_module("dlrover.checkpoint.dcp")  # torch, only when it is needed
+    source = job.sources[0]
+
+    def tensor(number: int) -> tuple[StoredTensor, memoryview]:
+        return index.tensors[number], source.generation.tensor_bytes(source.layout.entries[number])
+
+    name = "__0_1.distcp"
+    leaves = dcp.leaves(index.skeleton)
+    objects = {}
+    with _File(target / name) as file:
+        for leaf in leaves:
+            if not isinstance(leaf.value, dcp.TensorRef):
+                data = dcp.encode_object(leaf.value, tensor)
+                objects[leaf.name] = dcp.Item(name, file.size, len(data))
+                file.write(data)
+    metadata = dcp.metadata(leaves, index.tensors, objects)
+    _write_durably(target / ".metadata", metadata)
+    return {name: file.record(), ".metadata": storage.record_of(metadata)}
+
+
+def _rename(job: Job, target: Path) -> None:
+    """Give the finished directory its name; a step of that name is replaced."""
+    final = storage.step_directory(job.directory, job.step)
+    old = None
+    if final.exists():
+        old = target.with_name(target.name + ".replaced")
+        final.rename(old)
+    target.rename(final)
+    storage.sync_directory(job.directory)
+    if old is not None:
+        shutil.rmtree(old)
+
+
+def _await_index(job: Job, target: Path, rank: int) -> RankIndex:
+    return _await(job, lambda: _finished_index(job, target, rank), f"rank {rank}'s index")
+
+
+def _finished_index(job: Job, target: Path, rank: int) -> RankIndex | None:
+    try:
+        data = (target / storage.index_file(rank)).read_bytes()
+        index = msgspec.msgpack.decode(data, type=RankIndex)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None  # not there yet
+    return index if index.step == job.step else None
+
+
+def _is_stored(job: Job, target: Path) -> bool | None:
+    final = storage.step_directory(job.directory, job.step)
+    return True if not target.exists() and final.exists() else None
+
+
+def _await(job: Job, condition: Callable[[], _Value | None], what: str) -> _Value:
+    waited = 0.0
+    while (value := condition()) is None:
+        if waited >= job.patience:
+            raise InfrastructureError(
+                f"Step {job.step} was not stored: {what} did not come within {job.patience:g} s."
+            )
+        job.pause(POLL)
+        waited += POLL
+    return value
+
+
+# ---- files
+
+
+class _File:
+    """A file that is hashed while it is written, and durable at the end of its ``with`` block."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb", buffering=BUFFER)
+        self._hash = xxhash.xxh3_64()
+        self.size = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._file:
+            if kind is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+        self._hash.update(data)
+        self.size += len(data)
+
+    def record(self) -> FileRecord:
+        return FileRecord(self.size, self._hash.hexdigest())
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    """Write under another name first: a name that others wait for has all of its content."""
+    temporary = path.with_name(path.name + ".part")
+    with _File(temporary) as file:
+        file.write(data)
+    temporary.rename(path)

@@ -1,0 +1,230 @@
+"""The saver: the process of a node that holds its ranks' memory checkpoints and stores them.
+
+Whichever worker comes first starts it (``python -m dlrover.checkpoint.saver``); it belongs to no worker's
+process group and outlives them all. It leaves when nobody has been connected for the linger time and all
+that was asked for is durable. One thread serves each worker, one computes checksums, one persists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from dlrover.checkpoint import persist, protocol, storage
+from dlrover.checkpoint.book import Book, Task
+from dlrover.errors import DLRoverError, ProtocolError
+
+logger = logging.getLogger(__name__)
+
+RETRY_DELAYS = (0.5, 2.0, 8.0)
+"""Seconds to wait before a failed storage is tried again."""
+PEER_PATIENCE = 600.0
+"""Seconds that the nodes of a world may differ in storing their parts of a step."""
+
+
+class Saver:
+    """Serves the workers that connect to ``listener``."""
+
+    def __init__(self, directory: Path, keep: int, linger: float, listener: socket.socket) -> None:
+        self._directory = directory
+        self._keep = keep
+        self._linger = linger
+        self._listener = listener
+        self._book = Book()
+
+    def serve(self) -> None:
+        """Run until nobody needs this process any more."""
+        for target in (self._accept, self._compute_sums, self._persist):
+            threading.Thread(target=target, daemon=True, name=target.__name__).start()
+        self._book.wait_until_idle(self._linger)
+        logger.info("The saver leaves")
+
+    def stop(self) -> None:
+        """Leave as soon as everything asked for is durable."""
+        self._book.stop()
+
+    # ---- workers
+
+    def _accept(self) -> None:
+        while True:
+            sock, _ = self._listener.accept()
+            threading.Thread(target=self._attend, args=(sock,), daemon=True).start()
+
+    def _attend(self, sock: socket.socket) -> None:
+        with sock, contextlib.suppress(ConnectionError):
+            try:
+                client = Client(self._book, sock, protocol.check_peer(sock))
+                with self._book.connection():
+                    client.attend()
+            except ProtocolError as error:
+                logger.warning("A connection is closed: %s", error)
+
+    # ---- work
+
+    def _compute_sums(self) -> None:
+        while True:
+            self._book.compute_next_sums()
+
+    def _persist(self) -> None:
+        self._book.wait_for_world()
+        importlib.import_module("dlrover.checkpoint.dcp")  # loads torch, before it is needed
+        while True:
+            task = self._book.next_task()
+            problem = self._carry_out(task)
+            if problem:
+                logger.error("%s", problem)
+            self._book.finish(task, problem)
+
+    def _carry_out(self, task: Task) -> str:
+        """Persist; what went wrong, in one sentence, or an empty text."""
+        for delay in RETRY_DELAYS:
+            problem, again = self._attempt(task)
+            if not again:
+                return problem
+            logger.warning("It is tried again in %g s: %s", delay, problem)
+            if self._book.pause(task, delay, yielding=True):
+                return f"{problem} It was given up for a newer step."
+        return self._attempt(task)[0]
+
+    def _attempt(self, task: Task) -> tuple[str, bool]:
+        """Persist once; what went wrong, and whether it may go better next time."""
+        try:
+            self._store(task)
+        except OSError as error:
+            reason = error.strerror or error
+            return f"Step {task.step} was not stored in {self._directory}: {reason}.", True
+        except DLRoverError as error:
+            return str(error), False
+        return "", False
+
+    def _store(self, task: Task) -> None:
+        job = persist.Job(
+            directory=self._directory,
+            step=task.step,
+            session=task.session,
+            world_size=task.world_size,
+            sources=self._book.sources(task),
+            pause=lambda seconds: self._wait_for_peers(task, seconds),
+            patience=PEER_PATIENCE,
+        )
+        persist.persist(job)
+        if 0 in job.sources:
+            try:
+                storage.prune(self._directory, self._keep)
+                if self._book.only(task.session):
+                    storage.remove_unfinished(self._directory, task.session)
+            except OSError as error:
+                logger.warning("Old checkpoints in %s stay: %s", self._directory, error)
+        logger.info("Step %d is stored", task.step)
+
+    def _wait_for_peers(self, task: Task, seconds: float) -> None:
+        self._book.pause(task, seconds, yielding=False)
+
+
+class Client:
+    """One worker's connection."""
+
+    def __init__(self, book: Book, sock: socket.socket, pid: int) -> None:
+        self._book = book
+        self._sock = sock
+        self._pid = pid
+        self._rank = -1
+        self._owner = 0
+
+    def attend(self) -> None:
+        """Answer until the worker is gone."""
+        try:
+            while (request := protocol.receive_request(self._sock)) is not None:
+                self._answer(request)
+        finally:
+            if self._rank >= 0:
+                self._book.detach(self._rank, self._owner)
+
+    def _answer(self, request: protocol.Request) -> None:
+        fds: list[int] = []
+        reply: protocol.Reply
+        try:
+            if isinstance(request, protocol.Attach) == (self._rank >= 0):
+                raise ProtocolError("A worker attaches once, before it asks for anything.")
+            if isinstance(request, protocol.Attach):
+                reply, self._owner, fds = self._book.attach(request.rank, self._pid)
+                self._rank = request.rank
+            else:
+                reply = self._reply(request)
+        except (DLRoverError, OSError) as error:
+            reply = protocol.Refused(str(error))
+        protocol.send(self._sock, reply, fds)
+
+    def _reply(self, request: protocol.Request) -> protocol.Reply:
+        book, rank = self._book, self._rank
+        if isinstance(request, protocol.Look):
+            return protocol.Holding(book.look(rank))
+        if isinstance(request, protocol.Begin):
+            return protocol.Granted(book.begin(rank, request.step))
+        if isinstance(request, protocol.Verify):
+            return protocol.Verified(book.verify(rank, request.slot))
+        if isinstance(request, protocol.Wait):
+            return protocol.Settled(book.settled(rank))
+        if isinstance(request, protocol.Publish):
+            book.publish(rank, request.slot, request.step, to_storage=request.to_storage)
+        elif isinstance(request, protocol.Join):
+            book.join(rank, request.session, request.world_size, request.ranks)
+        elif isinstance(request, protocol.Reserve):
+            book.reserve(rank, request.nbytes)
+        elif isinstance(request, protocol.Keep):
+            book.keep(rank, request.slot)
+        return protocol.Done()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve a checkpoint directory; return at once in the process that was started.
+
+    The process that was started leaves when the address is bound, and the serving one is an orphan: it
+    outlives whoever started it. If the address is taken there is a saver already.
+    """
+    parser = argparse.ArgumentParser(prog="python -m dlrover.checkpoint.saver")
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--identity", required=True)
+    parser.add_argument("--keep", type=int, required=True)
+    parser.add_argument("--linger", type=float, required=True)
+    args = parser.parse_args(argv)
+    listener = protocol.new_socket()
+    try:
+        listener.bind(protocol.address(args.directory, args.identity))
+    except OSError:
+        return 0
+    listener.listen(1 << 10)
+    sys.stdout.flush()
+    if os.fork():
+        return 0
+    _log_to(args.directory / f"saver-{socket.gethostname()}.log")
+    saver = Saver(args.directory, args.keep, args.linger, listener)
+    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=saver.stop).start())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logger.info("Saver %d serves %s", os.getpid(), args.directory)
+    saver.serve()
+    os._exit(0)  # the other threads may be held up by the storage
+
+
+def _log_to(path: Path) -> None:
+    """Send everything that is logged or printed to a file: whoever started this process has left."""
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for fd in (1, 2):
+        os.dup2(log, fd)
+    os.close(log)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""Directories for checkpoints whose savers are gone when the test is over."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+
+class Directory(type(Path())):
+    """A checkpoint directory that knows its savers."""
+
+    def savers(self) -> list[psutil.Process]:
+        """The savers that serve it."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                words = process.cmdline()
+                if "--identity" in words and str(self) in words:
+                    found.append(process)
+        return found
+
+    def stop_saver(self) -> None:
+        """Ask the saver to leave, and wait until it has."""
+        for process in self.savers():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.terminate()
+        self.until_no_saver()
+
+    def until_no_saver(self, timeout: float = 15.0) -> None:
+        """Wait until the saver has left by itself."""
+        end = time.monotonic() + timeout
+        while self.savers():
+            assert time.monotonic() < end, "the saver stays"
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Directory]:
+    path = Directory(tmp_path / "checkpoints")
+    yield path
+    for process in path.savers():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            os.kill(process.pid, signal.SIGKILL)

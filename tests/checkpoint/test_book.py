@@ -1,0 +1,199 @@
+import os
+import threading
+
+import msgspec
+import pytest
+
+from dlrover.checkpoint import layout as layouts, memory
+from dlrover.checkpoint.book import Book
+from dlrover.checkpoint.memory import Generation
+from dlrover.errors import InfrastructureError, ProtocolError
+
+ENTRIES = layouts.place([(("a",), "uint8", (8,))], [0])
+PACKED = layouts.packed(msgspec.Raw(msgspec.msgpack.encode(ENTRIES)), b"\x80", (8, 1, 0))
+HERE = os.getpid()
+
+
+class Worker:
+    """One rank, without a process."""
+
+    def __init__(self, book: Book, rank: int, world: tuple[int, ...] = (0,), session: int = 1):
+        self.book, self.rank, self.session, self.world = book, rank, session, world
+        _, self.owner, self.fds = book.attach(rank, HERE)
+        book.join(rank, session, len(world), world)
+
+    def write(self, step: int) -> int:
+        slot = self.book.begin(self.rank, step)
+        os.ftruncate(self.fds[slot], memory.room_for(PACKED))
+        Generation(self.fds[slot]).publish(
+            PACKED, rank=self.rank, world_size=len(self.world), step=step, session=self.session
+        )
+        return slot
+
+    def save(self, step: int, *, to_storage: bool = False) -> int:
+        slot = self.write(step)
+        self.book.publish(self.rank, slot, step, to_storage=to_storage)
+        return slot
+
+    def leave(self) -> None:
+        self.book.detach(self.rank, self.owner)
+
+    @property
+    def steps(self) -> list[int]:
+        return sorted(held.step for held in self.book.look(self.rank))
+
+
+def test_the_last_two_steps_are_held():
+    worker = Worker(Book(), 0)
+    for step in range(5):
+        worker.save(step)
+    assert worker.steps == [3, 4]
+
+
+def test_an_unfinished_save_costs_the_older_step_only():
+    worker = Worker(Book(), 0)
+    worker.save(1)
+    worker.save(2)
+    worker.write(3)
+    assert worker.steps == [2]
+
+
+def test_what_is_to_be_persisted_is_not_written():
+    worker = Worker(Book(), 0)
+    pinned = worker.save(1, to_storage=True)
+    assert {worker.save(step) for step in range(2, 6)} == {1 - pinned}
+    assert worker.steps == [1, 5]
+
+
+def test_a_save_waits_while_both_generations_are_to_be_persisted():
+    book = Book()
+    worker = Worker(book, 0)
+    worker.save(1, to_storage=True)
+    worker.save(2, to_storage=True)
+    saving = threading.Thread(target=worker.save, args=(3,))
+    saving.start()
+    task = book.next_task()
+    assert task.step == 1
+    assert book.pause(task, 5.0, yielding=True), "the task hears that its memory is wanted"
+    assert worker.steps == [1, 2]
+    book.finish(task, "")
+    saving.join(5)
+    assert worker.steps == [2, 3]
+
+
+def test_a_step_is_persisted_when_all_ranks_have_published_it():
+    book = Book()
+    workers = [Worker(book, rank, (0, 1)) for rank in range(2)]
+    workers[0].save(1, to_storage=True)
+    assert not any(task.complete for task in book._tasks.values())
+    workers[1].save(1, to_storage=True)
+    task = book.next_task()
+    assert sorted(book.sources(task)) == [0, 1]
+
+
+def test_a_step_that_a_rank_cannot_publish_any_more_fails():
+    book = Book()
+    workers = [Worker(book, rank, (0, 1)) for rank in range(2)]
+    workers[0].save(1, to_storage=True)
+    workers[1].leave()
+    assert book.settled(0) == ("Step 1 was not stored: rank 1 ended before.",)
+    assert book.settled(0) == ()
+
+
+def test_a_new_world_drops_what_the_old_one_left_half_done():
+    book = Book()
+    old = [Worker(book, rank, (0, 1)) for rank in range(2)]
+    old[0].save(1, to_storage=True)
+    old[0].leave()
+    new = Worker(book, 0, (0,), session=2)
+    assert not book._tasks
+    assert not any(slot.pinned for slot in book._ranks[0].slots)
+    assert new.steps == [1], "but may load it"
+
+
+def test_a_world_that_did_not_load_gives_up_the_memory_of_the_old_one():
+    book = Book()
+    old = Worker(book, 0)
+    old.save(100)
+    old.save(101)
+    old.leave()
+    new = Worker(book, 0, session=2)
+    new.save(1)
+    assert new.steps == [1]
+
+
+def test_the_step_that_was_loaded_is_kept():
+    book = Book()
+    old = Worker(book, 0)
+    kept = old.save(100)
+    old.save(101)
+    old.leave()
+    new = Worker(book, 0, session=2)
+    book.keep(0, kept)
+    assert new.steps == [100]
+    assert new.save(101) != kept
+    assert new.steps == [100, 101]
+
+
+def test_two_processes_cannot_be_the_same_rank(monkeypatch):
+    monkeypatch.setattr("dlrover.checkpoint.book.PREDECESSOR_WAIT", 0.1)
+    book = Book()
+    Worker(book, 0)
+    with pytest.raises(InfrastructureError, match="two jobs cannot share"):
+        book.attach(0, HERE)
+
+
+def test_a_process_that_is_gone_does_not_keep_its_rank():
+    book = Book()
+    _, first, _ = book.attach(0, 2**22 + 1)  # no such process
+    _, second, _ = book.attach(0, HERE)
+    book.detach(0, first)
+    assert book._ranks[0].owner == second
+
+
+def test_a_flipped_bit_is_found_when_the_sums_are_known():
+    book = Book()
+    worker = Worker(book, 0)
+    slot = worker.save(1)
+    book.compute_next_sums()
+    assert book.verify(0, slot) == ""
+    Generation(worker.fds[slot]).data[3] ^= 1
+    assert "The tensor a of step 1 in memory is damaged" in book.verify(0, slot)
+
+
+def test_sums_of_memory_that_is_written_again_are_not_stored():
+    book = Book()
+    worker = Worker(book, 0)
+    worker.save(1)
+    worker.save(2)
+    slot = worker.write(3)
+    book.compute_next_sums()
+    generation = Generation(worker.fds[slot])
+    assert generation.sums(generation.header()) is None
+
+
+def test_more_memory_than_there_is_is_refused_with_a_sentence():
+    book = Book()
+    Worker(book, 0)
+    with pytest.raises(InfrastructureError, match="MiB are available"):
+        book.reserve(0, 1 << 50)
+
+
+def test_a_worker_that_publishes_what_it_did_not_write_is_refused():
+    book = Book()
+    worker = Worker(book, 0)
+    slot = worker.write(1)
+    with pytest.raises(ProtocolError, match="does not hold step 2"):
+        book.publish(0, slot, 2, to_storage=False)
+    with pytest.raises(ProtocolError, match="no generation 7"):
+        book.publish(0, 7, 1, to_storage=False)
+
+
+def test_the_saver_leaves_after_the_linger_time_or_when_it_is_stopped():
+    book = Book()
+    with book.connection():
+        Worker(book, 0).leave()
+    book.wait_until_idle(0.0)
+    with book.connection():
+        book.stop()
+        book.wait_until_idle(1000.0)

@@ -1,0 +1,336 @@
+"""Processes that die and bits that flip: what is loaded is the newest whole step, or an error."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dlrover.checkpoint import Checkpointer, faults, storage
+from dlrover.checkpoint.memory import Generation
+from dlrover.errors import ConfigurationError, InfrastructureError
+
+pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(90)]
+
+SAVES = """
+import os, signal, sys
+import torch
+from dlrover.checkpoint import Checkpointer, faults
+from pathlib import Path
+directory, label = Path(sys.argv[1]), sys.argv[2]
+checkpointer = Checkpointer(directory, linger=5.0)
+state = {"w": torch.full((1000,), 1.0), "step": 1}
+checkpointer.save(1, state)
+state["w"].fill_(2.0); state["step"] = 2
+checkpointer.save(2, state, to="storage")
+checkpointer.wait()
+state["w"].fill_(3.0); state["step"] = 3
+def die(passed):
+    if passed == label:
+        os.kill(os.getpid(), signal.SIGKILL)
+faults.hook = die
+checkpointer.save(3, state)
+"""
+FAULTY_SAVER = """
+import os, signal, sys
+from dlrover.checkpoint import faults, saver
+label, budget = sys.argv[1], [int(sys.argv[2])]
+def die(passed):
+    if passed == label:
+        if not budget[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        budget[0] -= 1
+faults.hook = die
+sys.argv[0] = "dlrover.checkpoint.saver"
+saver.main(sys.argv[3:])
+"""
+
+
+def fresh() -> dict:
+    return {"w": torch.zeros(1000), "step": 0}
+
+
+def filled(step: int) -> dict:
+    return {"w": torch.full((1000,), float(step)), "step": step}
+
+
+def load(directory: Path, state: dict | None = None, linger: float = 5.0):
+    """What a new process would get: the record, and the state."""
+    state = fresh() if state is None else state
+    checkpointer = Checkpointer(directory, linger=linger)
+    try:
+        return checkpointer.load(state), state
+    finally:
+        checkpointer.close()
+
+
+def assert_step(state: dict, step: int) -> None:
+    assert state["step"] == step
+    assert torch.equal(state["w"], torch.full((1000,), float(step)))
+
+
+def end_saver(directory: Path) -> None:
+    for process in directory.savers():
+        process.kill()
+    directory.until_no_saver()
+
+
+def start_faulty_saver(directory: Path, label: str, budget: int = 0) -> None:
+    identity = storage.identity(directory)
+    subprocess.run(
+        [sys.executable, "-c", FAULTY_SAVER, label, str(budget), "--directory", str(directory),
+         "--identity", identity, "--keep", "2", "--linger", "5"],
+        check=True, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("label", "step"), [("save.begun", 2), ("save.copied", 2), ("save.published", 3)]
+)
+def test_a_worker_that_dies_in_a_save_leaves_the_last_whole_step(directory, label, step):
+    ended = subprocess.run([sys.executable, "-c", SAVES, str(directory), label], check=False)
+    assert ended.returncode == -signal.SIGKILL
+    record, state = load(directory, linger=0.0)
+    assert (record.source, record.step) == ("memory", step)
+    assert_step(state, step)
+
+
+@pytest.mark.parametrize(
+    ("label", "step"),
+    [
+        ("persist.begun", 1),
+        ("persist.written", 1),
+        ("persist.manifest", 1),
+        ("persist.renamed", 2),
+        ("persist.tracked", 2),
+    ],
+)
+def test_a_saver_that_dies_while_it_persists_leaves_a_whole_step(directory, label, step):
+    start_faulty_saver(directory, label, budget=1)
+    checkpointer = Checkpointer(directory, linger=5.0)
+    checkpointer.save(1, filled(1), to="storage")
+    checkpointer.wait()
+    checkpointer.save(2, filled(2), to="storage")
+    if step == 1:
+        with pytest.raises(InfrastructureError, match="Step 2 was not stored: the saver ended"):
+            checkpointer.wait()
+    else:
+        checkpointer.wait()
+    checkpointer.save(3, filled(3))
+    record, state = load_again(checkpointer)
+    assert (record.source, record.step) == ("memory", 3), "training goes on with a new saver"
+    checkpointer.close()
+    end_saver(directory)
+    record, state = load(directory)
+    assert (record.source, record.step) == ("storage", step)
+    assert_step(state, step)
+
+
+def load_again(checkpointer: Checkpointer):
+    state = fresh()
+    return checkpointer.load(state), state
+
+
+def test_a_saver_that_dies_between_saves_is_started_again(directory):
+    checkpointer = Checkpointer(directory)
+    checkpointer.save(1, filled(1))
+    end_saver(directory)
+    checkpointer.save(2, filled(2), to="storage")
+    checkpointer.wait()
+    checkpointer.close()
+    end_saver(directory)
+    assert_step(load(directory)[1], 2)
+
+
+def test_storage_then_memory_at_once_loses_nothing(directory):
+    checkpointer = Checkpointer(directory, keep=10)
+    for step in range(1, 31):
+        checkpointer.save(step, filled(step), to="storage" if step % 10 == 0 else "memory")
+    checkpointer.wait()
+    assert storage.steps(directory) == [30, 20, 10]
+    checkpointer.close()
+    for step in (10, 20, 30):
+        read = fresh()
+        with pytest.warns(UserWarning, match="single process"):
+            dcp.load(read, checkpoint_id=directory / f"step-{step}", no_dist=True)
+        assert_step(read, step)
+
+
+def test_only_the_newest_are_kept(directory):
+    checkpointer = Checkpointer(directory, keep=2)
+    for step in range(1, 5):
+        checkpointer.save(step, filled(step), to="storage")
+        checkpointer.wait()
+    checkpointer.close()
+    assert storage.steps(directory) == [4, 3]
+    assert storage.tracked(directory) == 4
+
+
+def flip_memory(directory: Path, step: int) -> None:
+    """Flip one bit of a step in the saver's memory."""
+    (process,) = directory.savers()
+    for entry in Path(f"/proc/{process.pid}/fd").iterdir():
+        if "dlrover-checkpoint-0" in os.readlink(entry):
+            fd = os.open(entry, os.O_RDWR)
+            generation = Generation(fd)
+            os.close(fd)
+            header = generation.header()
+            if header is not None and header.step == step:
+                assert_summed(generation, header)
+                generation.data[5] ^= 16
+                return  # each generation has two descriptors
+
+
+def assert_summed(generation, header) -> None:
+    end = time.monotonic() + 10
+    while generation.sums(header) is None:
+        assert time.monotonic() < end, "no checksums"
+
+
+def test_damaged_memory_is_found_and_the_older_step_taken(directory):
+    checkpointer = Checkpointer(directory)
+    checkpointer.save(1, filled(1))
+    checkpointer.save(2, filled(2))
+    flip_memory(directory, 2)
+    record, state = load_again(checkpointer)
+    assert (record.source, record.step) == ("memory", 1)
+    assert_step(state, 1)
+    flip_memory(directory, 1)
+    with pytest.raises(InfrastructureError, match="in memory is damaged"):
+        load_again(checkpointer)
+    checkpointer.close()
+
+
+def two_stored(directory: Path) -> None:
+    checkpointer = Checkpointer(directory, linger=0.0)
+    for step in (1, 2):
+        checkpointer.save(step, filled(step), to="storage")
+    checkpointer.wait()
+    checkpointer.close()
+    directory.until_no_saver()
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "flipped data": lambda step: flip(step / "__0_0.distcp"),
+    "truncated data": lambda step: os.truncate(step / "__0_0.distcp", 2000),
+    "missing data": lambda step: (step / "__0_0.distcp").unlink(),
+    "flipped index": lambda step: flip(step / "rank-0.index"),
+    "missing index": lambda step: (step / "rank-0.index").unlink(),
+    "manifest that is no JSON": lambda step: (step / "manifest.json").write_text("{"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_storage_is_put_aside_and_the_older_step_taken(directory, damage):
+    two_stored(directory)
+    DAMAGES[damage](directory / "step-2")
+    record, state = load(directory, linger=0.0)
+    assert (record.source, record.step) == ("storage", 1)
+    assert_step(state, 1)
+    assert (directory / "step-2.bad").is_dir()
+    directory.until_no_saver()
+    DAMAGES[damage](directory / "step-1")
+    for _ in range(2):
+        with pytest.raises(InfrastructureError, match=r"can be loaded \(step 2 was stored\)"):
+            load(directory, linger=0.0)
+
+
+def test_nothing_saved_is_a_fresh_start(directory):
+    record, state = load(directory)
+    assert record is None
+    assert_step(state, 0)
+
+
+def test_a_state_that_does_not_fit_is_an_error_and_nothing_is_put_aside(directory):
+    two_stored(directory)
+    with pytest.raises(ConfigurationError, match="the checkpoint has not: extra"):
+        load(directory, {**fresh(), "extra": 1})
+    assert storage.steps(directory) == [2, 1]
+
+
+def test_a_directory_that_was_removed_does_not_come_back_from_memory(directory):
+    checkpointer = Checkpointer(directory)
+    checkpointer.save(1, filled(1))
+    checkpointer.close()
+    for entry in directory.iterdir():
+        entry.unlink()
+    assert load(directory)[0] is None
+
+
+def test_storage_that_fails_is_reported_and_does_not_stop_training(directory):
+    checkpointer = Checkpointer(directory)
+    checkpointer.load(fresh())
+    (directory / "step-1").write_text("in the way")
+    (directory / f".step-1.{checkpointer._session:016x}").write_text("in the way")
+    checkpointer.save(1, filled(1), to="storage")
+    for step in range(2, 6):
+        checkpointer.save(step, filled(step), to="storage" if step == 3 else "memory")
+    with pytest.raises(InfrastructureError, match="Step 1 was not stored in"):
+        checkpointer.wait()
+    assert storage.steps(directory) == [3]
+    checkpointer.close()
+
+
+def test_states_that_grow_and_shrink_and_nothing_is_left(directory):
+    before = set(os.listdir("/dev/shm")), fds()
+    checkpointer = Checkpointer(directory, linger=0.0)
+    for step in range(1, 12):
+        state = {str(i): torch.full((1 + step % 4, 9000), float(step)) for i in range(step)}
+        checkpointer.save(step, state)
+        got = {key: torch.zeros_like(value) for key, value in state.items()}
+        assert checkpointer.load(got).step == step
+        assert all(torch.equal(got[key], state[key]) for key in state)
+    checkpointer.close()
+    directory.until_no_saver()
+    assert fds() == before[1]
+    assert set(os.listdir("/dev/shm")) == before[0]
+    assert threading.active_count() <= 2
+
+
+def fds() -> set[str]:
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        if os.path.lexists(entry):
+            found.add(os.readlink(entry))
+    return {name for name in found if "memfd" in name or "socket" in name}
+
+
+def test_bad_arguments_are_refused(directory):
+    for keywords, words in [({"keep": 0}, "keep is 0"), ({"linger": -1.0}, "linger is -1")]:
+        with pytest.raises(ConfigurationError, match=words):
+            Checkpointer(directory, **keywords)
+    checkpointer = Checkpointer(directory, linger=0.0)
+    with pytest.raises(ConfigurationError, match="to is 'disk'"):
+        checkpointer.save(1, fresh(), to="disk")
+    with pytest.raises(ConfigurationError, match="step is -1"):
+        checkpointer.save(-1, fresh())
+    checkpointer.close()
+
+
+def test_faults_are_off():
+    assert faults.hook is None
+
+
+def test_a_saver_that_dies_while_it_prunes_leaves_the_new_step(directory):
+    start_faulty_saver(directory, "prune.begun")
+    checkpointer = Checkpointer(directory, keep=2)
+    for step in (1, 2, 3):
+        checkpointer.save(step, filled(step), to="storage")
+        checkpointer.wait()
+    checkpointer.close()
+    end_saver(directory)
+    record, state = load(directory)
+    assert (record.source, record.step) == ("storage", 3)
+    assert_step(state, 3)

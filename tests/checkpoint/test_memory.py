@@ -1,0 +1,123 @@
+import os
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from dlrover.checkpoint import layout as layouts, memory
+from dlrover.checkpoint.limits import available_memory
+from dlrover.checkpoint.memory import PAGE, Generation, State
+from dlrover.errors import InfrastructureError
+
+ENTRIES = layouts.place([(("a",), "uint8", (100,)), (("b",), "int64", (3, 2))], [0, 1])
+PACKED = layouts.packed(
+    msgspec.Raw(msgspec.msgpack.encode(ENTRIES)), b"\x80", (ENTRIES[-1].end, 2, 77)
+)
+
+
+@pytest.fixture
+def fd() -> Iterator[int]:
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, memory.room_for(PACKED))
+    yield fd
+    os.close(fd)
+
+
+@pytest.fixture
+def generation(fd: int) -> Generation:
+    made = Generation(fd)
+    made.data[: PACKED.data_bytes] = os.urandom(PACKED.data_bytes)
+    made.publish(PACKED, rank=1, world_size=2, step=40, session=9)
+    return made
+
+
+def with_sums(generation: Generation) -> list[int]:
+    header = generation.header()
+    sums = memory.compute_sums(generation, generation.layout(header))
+    generation.store_sums(header, sums)
+    return sums
+
+
+def test_what_is_published_is_read_through_another_mapping(fd, generation):
+    sums = with_sums(generation)
+    other = Generation(fd)
+    header = other.header()
+    assert (header.rank, header.world_size, header.step, header.session) == (1, 2, 40, 9)
+    layout = other.layout(header)
+    assert layout.entries == ENTRIES
+    assert layout.hash == 77
+    assert other.sums(header) == sums == memory.compute_sums(other, layout)
+
+
+def test_new_memory_is_empty(fd):
+    assert Generation(fd).state is State.EMPTY
+    assert Generation(fd).header() is None
+
+
+@pytest.mark.parametrize("state", [State.EMPTY, State.WRITING])
+def test_given_up_memory_is_not_read(fd, generation, state):
+    generation.invalidate(state)
+    assert Generation(fd).header() is None
+
+
+def test_sums_are_of_the_generation_that_they_were_computed_for(generation):
+    with_sums(generation)
+    generation.invalidate(State.WRITING)
+    generation.publish(PACKED, rank=1, world_size=2, step=41, session=9)
+    assert generation.sums(generation.header()) is None
+
+
+def test_a_flipped_bit_in_anything_but_padding_is_found(generation):
+    sums = with_sums(generation)
+    header = generation.header()
+    end = memory.required(header.data_bytes, header.index_bytes, header.tensors)
+    used = [*range(88), *range(PAGE, end)]
+    missed = []
+    for position in used:
+        generation.buffer[position] ^= 4
+        if reads_well(generation, sums):
+            missed.append(position)
+        generation.buffer[position] ^= 4
+    padding = {PAGE + at for at in range(ENTRIES[0].end, ENTRIES[1].offset)}
+    assert set(missed) <= padding
+    assert reads_well(generation, sums)
+
+
+def reads_well(generation: Generation, sums: list[int]) -> bool:
+    try:
+        header = generation.header()
+        if header is None:
+            return False
+        layout = generation.layout(header)
+        return generation.sums(header) == sums == memory.compute_sums(generation, layout)
+    except InfrastructureError:
+        return False
+
+
+def test_truncated_memory_is_refused(generation):
+    small = os.memfd_create("small")
+    os.ftruncate(small, PAGE)
+    cut = Generation(small)
+    cut.buffer[:PAGE] = generation.buffer[:PAGE]
+    os.close(small)
+    with pytest.raises(InfrastructureError, match="truncated"):
+        cut.header()
+
+
+def test_a_state_that_does_not_fit_is_not_published(fd, generation):
+    os.ftruncate(fd, PAGE)
+    with pytest.raises(InfrastructureError, match="does not fit"):
+        Generation(fd).publish(PACKED, rank=0, world_size=1, step=1, session=1)
+
+
+def test_the_control_group_limits_the_memory(tmp_path):
+    proc = tmp_path / "proc"
+    proc.write_text("0::/job/task\n")
+    group = tmp_path / "job" / "task"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text("max\n")
+    (group / "memory.current").write_text("10\n")
+    (tmp_path / "job" / "memory.max").write_text("5000\n")
+    (tmp_path / "job" / "memory.current").write_text("1000\n")
+    assert available_memory(proc, tmp_path) == 4000
+    assert available_memory(tmp_path / "none", tmp_path) > 4000

@@ -1,0 +1,173 @@
+"""Files: what torch and DCP read, and what several savers write together."""
+
+import io
+import os
+import threading
+import zipfile
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dlrover.checkpoint import copying, layout as layouts, memory, persist, storage, torchfile, tree
+from dlrover.checkpoint.copying import Copier
+from dlrover.checkpoint.memory import Generation
+from dlrover.checkpoint.persist import Job, Source
+from dlrover.errors import ConfigurationError, InfrastructureError
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+]
+
+
+@pytest.mark.parametrize("dtype", sorted(tree.DTYPES))
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3, 4)])
+@pytest.mark.parametrize("at", [0, 1001])
+def test_torch_reads_a_wrapped_tensor_without_trusting_it(dtype, shape, at):
+    tensor = torch.ones(shape).to(tree.DTYPES[dtype])
+    dense = tensor.reshape(-1)
+    data = dense.view(torch.uint8).numpy().tobytes() if dense.numel() else b""
+    head, tail = torchfile.wrap(dtype, shape, memoryview(data), at, 64)
+    assert (at + len(head)) % 64 == 0
+    whole = head + data + tail
+    read = torch.load(io.BytesIO(whole), weights_only=True)
+    assert (read.dtype, read.shape) == (tensor.dtype, tensor.shape)
+    assert read.numpy(force=True).tobytes() == data if dtype == "float32" else True
+    assert zipfile.ZipFile(io.BytesIO(whole)).testzip() is None
+
+
+def source(state: dict) -> Source:
+    """A state in memory, as a saver holds it."""
+    copier = Copier()
+    packed = copier.layout(tree.flatten(state))
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, memory.room_for(packed))
+    generation = Generation(fd)
+    os.close(fd)
+    copier.copy(torch.frombuffer(generation.data, dtype=torch.uint8))
+    layout = msgspec.msgpack.decode(packed.encoded, type=layouts.Layout)
+    return Source(generation, layout, memory.compute_sums(generation, layout))
+
+
+def job(
+    directory: Path, sources: dict[int, Source], world_size: int, patience: float = 10.0
+) -> Job:
+    clock = threading.Event()
+    return Job(
+        directory=directory,
+        step=7,
+        session=1,
+        world_size=world_size,
+        sources=sources,
+        pause=lambda seconds: clock.wait(seconds) and None,
+        patience=patience,
+    )
+
+
+def state(rank: int = 0) -> dict:
+    return {
+        "model": {
+            "w": torch.arange(12.0).view(3, 4),
+            "tied": torch.ones(2),
+            "empty": torch.empty(0),
+        },
+        "groups": [{"lr": 0.1, "params": [0, 1]}],
+        "pair": (1, torch.ones(2)),
+        "rank": rank,
+    }
+
+
+def test_dcp_reads_every_leaf(tmp_path):
+    persist.persist(job(tmp_path, {0: source(state())}, 1))
+    read = {
+        "model": {"w": torch.zeros(3, 4), "tied": torch.zeros(2), "empty": torch.empty(0)},
+        "groups": [{"lr": 0.0, "params": []}],
+        "pair": None,
+        "rank": -1,
+    }
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.load(read, checkpoint_id=tmp_path / "step-7", no_dist=True)
+    assert repr(read) == repr(state())
+
+
+def test_savers_of_several_nodes_write_one_checkpoint_and_replicas_once(tmp_path):
+    jobs = [job(tmp_path, {rank: source(state(rank))}, 2) for rank in range(2)]
+    threads = [threading.Thread(target=persist.persist, args=(part,)) for part in reversed(jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    final = tmp_path / "step-7"
+    manifest = storage.read_manifest(final)
+    assert manifest.replicated
+    assert "__1_0.distcp" not in manifest.files
+    assert set(os.listdir(final)) == {*manifest.files, storage.MANIFEST}
+    for rank in range(2):
+        with storage.StoredState(final, rank, 2) as stored:
+            stored.verify()
+            assert layouts.decode(stored.index.skeleton)["rank"] == rank
+    with storage.StoredState(final, 2, 3) as stored:
+        assert layouts.decode(stored.index.skeleton)["rank"] == 0, "more ranks take rank 0's"
+
+
+def test_ranks_that_differ_keep_their_own_tensors(tmp_path):
+    mine = {**state(1), "model": {**state()["model"], "w": torch.zeros(3, 4)}}
+    persist.persist(job(tmp_path, {0: source(state()), 1: source(mine)}, 2))
+    final = tmp_path / "step-7"
+    for rank, expected in enumerate((state()["model"]["w"], torch.zeros(3, 4))):
+        with storage.StoredState(final, rank, 2) as stored:
+            found = {t.path: bytes(data) for t, data in stored.tensor_bytes()}
+        assert found["model", "w"] == expected.numpy().tobytes()
+    with pytest.raises(ConfigurationError, match="2 ranks with different tensors"):
+        storage.StoredState(final, 0, 3)
+
+
+def test_a_node_that_never_comes_is_named(tmp_path):
+    with pytest.raises(InfrastructureError, match="rank 1's index did not come"):
+        persist.persist(job(tmp_path, {0: source(state())}, 2, patience=0.1))
+    assert storage.steps(tmp_path) == []
+
+
+def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path):
+    for value in (1, 2):
+        persist.persist(job(tmp_path, {0: source({"value": value})}, 1))
+    with storage.StoredState(tmp_path / "step-7", 0, 1) as stored:
+        assert layouts.decode(stored.index.skeleton) == {"value": 2}
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-7"]
+
+
+def test_names_that_dcp_cannot_tell_apart_are_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"named a\.b"):
+        persist.persist(job(tmp_path, {0: source({"a": {"b": 1}, "a.b": 2})}, 1))
+
+
+def test_what_other_worlds_left_is_removed(tmp_path):
+    for session in (1, 2):
+        storage.unfinished(tmp_path, 5, session).mkdir()
+    storage.remove_unfinished(tmp_path, 2)
+    assert os.listdir(tmp_path) == [storage.unfinished(tmp_path, 5, 2).name]
+
+
+def test_a_directory_is_named_once(tmp_path):
+    found = set()
+    threads = [
+        threading.Thread(target=lambda: found.add(storage.identity(tmp_path / "a")))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 1
+    assert storage.identity(tmp_path / "b") not in found
+    assert os.listdir(tmp_path / "a") == [storage.IDENTITY]
+
+
+def test_views_of_a_layout_are_the_tensors():
+    held = source(state())
+    data = torch.frombuffer(held.generation.data, dtype=torch.uint8)
+    found = copying.views(data, held.layout.entries)
+    assert torch.equal(found[0], state()["model"]["w"])

@@ -1,0 +1,213 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from dlrover.checkpoint import copying, layout as layouts, tree
+from dlrover.checkpoint.copying import Copier
+from dlrover.errors import ConfigurationError
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+]
+
+FORMS = ("plain", "transposed", "strided", "expanded", "conjugate")
+
+
+def make(dtype: str, shape: tuple[int, ...], form: str, seed: int) -> torch.Tensor:
+    """A tensor with random bits, laid out in some way."""
+    generator = torch.Generator().manual_seed(seed)
+    wide = (*shape, 2)
+    count = math.prod(wide) * layouts.ITEM_BYTES[dtype]
+    raw = torch.randint(0, 2 if dtype == "bool" else 256, (count,), generator=generator)
+    tensor = raw.to(torch.uint8).view(tree.DTYPES[dtype]).view(wide)
+    if form == "strided":
+        return tensor[..., 0]
+    if form == "transposed":
+        return tensor.permute(*reversed(range(tensor.dim())))
+    if form == "expanded":
+        return tensor[..., :1].expand(*shape, 3)
+    if form == "conjugate" and tensor.is_complex() and dtype != "complex32":
+        return tensor.conj()
+    return tensor.contiguous()
+
+
+tensors = st.builds(
+    make,
+    st.sampled_from(sorted(tree.DTYPES)),
+    st.lists(st.integers(0, 4), max_size=3).map(tuple),
+    st.sampled_from(FORMS),
+    st.integers(0, 99),
+)
+leaves = tensors | st.none() | st.integers() | st.text(max_size=5)
+trees = st.dictionaries(
+    st.text(min_size=1, max_size=3),
+    st.recursive(
+        leaves,
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.lists(inner, max_size=3).map(tuple)
+            | st.dictionaries(st.text(max_size=3) | st.integers(0, 9), inner, max_size=3)
+        ),
+        max_leaves=8,
+    ),
+    max_size=4,
+)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    dense = tensor.resolve_conj().contiguous().reshape(-1)
+    return dense.view(torch.uint8).numpy().tobytes() if dense.numel() else b""
+
+
+def assert_same(one, other):
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert bits(one) == bits(other)
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for mine, its in zip(one, other, strict=True):
+            assert_same(mine, its)
+    else:
+        assert one == other
+
+
+def blank(value):
+    """The same tree, with other content, in dense tensors."""
+    if isinstance(value, torch.Tensor):
+        return torch.zeros(value.shape, dtype=value.dtype)
+    if isinstance(value, dict):
+        return {key: blank(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(blank, value))
+    return "other"
+
+
+def saved(copier: Copier, state) -> tuple:
+    packed = copier.layout(tree.flatten(state))
+    buffer = torch.zeros(packed.data_bytes + 1, dtype=torch.uint8)
+    copier.copy(buffer)
+    import msgspec
+
+    layout = msgspec.msgpack.decode(packed.encoded, type=layouts.Layout)
+    layouts.check(layout, packed.data_bytes)
+    return layouts.decode(layout.skeleton), copying.views(buffer, layout.entries)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=60)
+@given(trees)
+def test_any_tree_comes_back_bit_equal(state):
+    target = blank(state)
+    tree.restore(target, *saved(Copier(), state))
+    assert_same(target, state)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=30)
+@given(trees, trees)
+def test_a_copier_that_knows_another_state_copies_this_one(before, state):
+    copier = Copier()
+    saved(copier, before)
+    target = blank(state)
+    tree.restore(target, *saved(copier, state))
+    assert_same(target, state)
+
+
+def test_the_same_memory_seen_otherwise_is_noticed():
+    copier = Copier()
+    tensor = torch.arange(6, dtype=torch.float32)
+    for seen in (
+        tensor,
+        tensor.view(2, 3),
+        tensor.view(3, 2).t(),
+        tensor.view(torch.int32),
+        tensor,
+    ):
+        target = {"a": torch.zeros_like(seen)}
+        tree.restore(target, *saved(copier, {"a": seen}))
+        assert torch.equal(target["a"], seen)
+    value = torch.randn(4, dtype=torch.complex64)
+    for seen in (value, value.conj()):
+        target = {"a": torch.zeros(4, dtype=torch.complex64)}
+        tree.restore(target, *saved(copier, {"a": seen}))
+        assert torch.equal(target["a"], seen)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+def test_tensors_are_restored_in_place_and_nothing_refers_to_the_buffer():
+    model, other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    optimizer, fresh = (torch.optim.AdamW(m.parameters(), lr=0.5) for m in (model, other))
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    skeleton, views = saved(Copier(), {"m": model, "o": optimizer, "n": {"best": 3, "list": [1]}})
+    weight = other.weight
+    state = {"m": other, "o": fresh, "n": {"best": None, "list": []}}
+    tree.restore(state, skeleton, views)
+    for view in views:
+        view.zero_()
+    assert other.weight is weight
+    assert_same(other.state_dict(), model.state_dict())
+    assert_same(fresh.state_dict(), optimizer.state_dict())
+    assert state["n"] == {"best": 3, "list": [1]}
+    moment = fresh.state[weight]["exp_avg"]
+    tree.restore(state, skeleton, views)
+    assert fresh.state[weight]["exp_avg"] is moment
+    assert not moment.any()
+
+
+def test_tied_weights_are_kept_once():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    model[1].weight = model[0].weight
+    packed = Copier().layout(tree.flatten({"m": model}))
+    assert packed.data_bytes < 2 * 64 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"a": 1}, "keys that the state has not: b"),
+        ({"a": 1, "b": 2, "c": 3}, "keys that the checkpoint has not: c"),
+        ({"a": torch.ones(2), "b": 2}, "a is a tensor, but not in the checkpoint"),
+        ({"a": 1, "b": {"x": torch.ones(3)}}, r"b.x has shape \[3\]"),
+        ({"a": 1, "b": {"x": torch.ones(2, dtype=torch.int32)}}, "b.x has shape"),
+        ({"a": 1, "b": {"x": torch.ones(2), "y": 0}}, "in b that the checkpoint has not: y"),
+        ({"a": 1, "b": [torch.ones(2)]}, "b is a list of 1 elements"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_and_stays(state, words):
+    skeleton, views = saved(Copier(), {"a": 5, "b": {"x": torch.zeros(2)}})
+    before = repr(state)
+    with pytest.raises(ConfigurationError, match=words):
+        tree.restore(state, skeleton, views)
+    assert repr(state) == before
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (torch.empty(2, device="meta"), "x.0 is on the meta device"),
+        (torch.eye(2).to_sparse(), "x.0 has the layout"),
+    ],
+)
+def test_unsupported_tensors_are_named(tensor, words):
+    with pytest.raises(ConfigurationError, match=words):
+        Copier().layout(tree.flatten({"x": [tensor]}))
+
+
+def test_the_state_that_optimizers_will_have_is_expected():
+    model = torch.nn.Linear(8, 8, bias=False)
+    adam = torch.optim.Adam(model.parameters())
+    assert tree.expected_bytes({"o": adam}) == 2 * 8 * 8 * 4
+    assert tree.expected_bytes({"o": torch.optim.SGD(model.parameters(), lr=1.0)}) == 0
+    model(torch.ones(1, 8)).sum().backward()
+    adam.step()
+    assert tree.expected_bytes({"o": adam}) == 0

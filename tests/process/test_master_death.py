@@ -1,0 +1,132 @@
+"""A job whose master dies goes on: no worker notices, and the new master knows what the old one knew."""
+
+import time
+
+import pytest
+
+from dlrover.errors import ExitCode
+from dlrover.spec import events
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+BACK_WITHIN = 2.0
+"""Seconds; the project's promise."""
+
+
+def kill_master(launch) -> float:
+    """Kill the master; how long it takes until a new one serves."""
+    known = launch.events_of(events.MasterRecovered)
+    (master,) = launch.wait_for("master")
+    began = time.monotonic()
+    master.kill()
+    count = len(known) + 1
+    launch.until(lambda: len(launch.events_of(events.MasterRecovered)) == count, 10, "a new master")
+    return time.monotonic() - began
+
+
+def lasting(status: dict) -> dict:
+    """What a status says that a change of the master must not change."""
+    nodes = [{**node, "steps": 0, "connected": True} for node in status["status"]["nodes"]]
+    return {**status["status"], "nodes": nodes, "steps": 0, "total_steps": 0, "seconds": 0}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("shape", ["--nproc-per-node=2", "--local-nodes=2"])
+def test_training_goes_on_while_the_master_is_away(run, train, undisturbed, shape: str) -> None:
+    training = train(1000, 0.1, "--standalone", shape)
+    launch = training.launch
+    training.wait_for_step(3)
+    workers, before = launch.pids("worker"), run.status(launch)
+    assert len(workers) == 2
+    absences = []
+    for _ in range(2):
+        step = len(training.losses)
+        absences.append(kill_master(launch))
+        training.wait_for_step(step + 1, timeout=5)
+        run.until(lambda: all(n["connected"] for n in run.status(launch)["status"]["nodes"]), 10)
+        after = run.status(launch)
+        assert after["master_running"]
+        assert lasting(after) == lasting(before)
+        assert after["status"]["steps"] >= step - 1
+        assert launch.pids("worker") == workers
+    assert max(absences) < BACK_WITHIN
+    training.wait_for_step(len(undisturbed))
+    assert training.losses[: len(undisturbed)] == undisturbed
+    assert len(training.starts) == 2
+    run.dlrover("stop", "--job-dir", launch.job_dir)
+    launch.end_with(ExitCode.STOPPED)
+
+
+@pytest.mark.torch
+def test_steps_are_made_between_the_death_and_the_return_of_the_master(train) -> None:
+    """The launcher is stopped, so that nobody brings the master back."""
+    training = train(40, 0.05, "--nproc-per-node=2")
+    launch = training.launch
+    training.wait_for_step(2)
+    launch.process.suspend()
+    (master,) = launch.of_kind("master")
+    master.kill()
+    step = len(training.losses)
+    training.wait_for_step(step + 5, timeout=5)
+    assert not launch.of_kind("master")
+    launch.process.resume()
+    launch.succeed()
+    assert len(training.starts) == 2
+    assert not launch.events_of(events.RestartDecided)
+
+
+def test_a_job_that_ends_while_the_master_is_away_succeeds(run, tmp_path) -> None:
+    launch = run("--local-nodes=2", run.scripts / "wait_for_file.py", tmp_path / "go")
+    launch.wait_for("worker", 2)
+    launch.process.suspend()
+    (master,) = launch.of_kind("master")
+    master.kill()
+    (tmp_path / "go").touch()
+    run.until(lambda: not launch.of_kind("worker"), 5, "the workers' end")
+    launch.process.resume()
+    launch.succeed()
+    assert not launch.events_of(events.RestartDecided)
+
+
+def test_the_master_may_die_before_the_first_round_is_complete(run) -> None:
+    port = run.free_port()
+    meeting = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}"]
+    host = run(*meeting, "--rdzv-id=x", run.scripts / "hello.py", name="host")
+    host.until(lambda: host.events_of(events.NodeConnected), 10, "the first node")
+    kill_master(host)
+    guest = run(*meeting, "--rdzv-id=x", run.scripts / "hello.py", name="guest")
+    assert sorted([host.succeed(), guest.succeed()]) == [
+        "hello from rank 0 of 2\n",
+        "hello from rank 1 of 2\n",
+    ]
+    (completed,) = host.events_of(events.RoundCompleted)
+    assert completed.body.nodes == 2
+
+
+def test_the_master_may_die_while_a_failure_is_being_handled(run, tmp_path) -> None:
+    """A worker is killed; while the other worker takes its time to leave, the master is, too."""
+    out = tmp_path / "out"
+    out.mkdir()
+    launch = run("--local-nodes=2", run.scripts / "slow_to_leave.py", out)
+    run.until(lambda: len(list(out.glob("ready-0-*"))) == 2, 10, "two workers")
+    launch.of_kind("worker")[0].kill()
+    run.until(lambda: list(out.glob("leaving-*")), 5, "the other worker's signal")
+    absence = kill_master(launch)
+    run.until(lambda: len(list(out.glob("ready-1-*"))) == 2, 15, "two new workers")
+    (out / "end").touch()
+    launch.succeed()
+    assert absence < BACK_WITHIN
+    assert len(launch.events_of(events.RestartDecided)) == 1
+    assert len(launch.events_of(events.RoundCompleted)) == 2
+
+
+def test_the_master_may_die_again_and_again(run, tmp_path) -> None:
+    launch = run(run.scripts / "wait_for_file.py", tmp_path / "go")
+    launch.wait_for("worker")
+    workers = launch.pids("worker")
+    for _ in range(5):
+        kill_master(launch)
+    (tmp_path / "go").touch()
+    launch.succeed()
+    assert workers
+    assert not launch.events_of(events.RestartDecided)
