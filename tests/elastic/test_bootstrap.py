@@ -545,6 +545,16 @@ def test_modules_with_threads_are_not_imported_ahead(tmp_path: Path, packages: P
     assert problem_of(tmp_path, {"names": ["installed"]}) == "importing started threads: beat"
 
 
+def test_modules_that_open_a_device_are_not_imported_ahead(tmp_path: Path, packages: Path) -> None:
+    """As asking a driver for its accelerators does."""
+    device = next((path for path in ("/dev/fuse", "/dev/net/tun") if os.access(path, os.R_OK)), "")
+    if not device:
+        pytest.skip("this process may open no device")
+    write(packages, installed=f"held = [open(path) for path in ({device!r}, '/dev/null')]")
+    write(tmp_path, program="")
+    assert problem_of(tmp_path, {"names": ["installed"]}) == f"importing opened {device}"
+
+
 def test_a_module_that_fails_to_import_is_the_workers_to_report(
     tmp_path: Path, packages: Path
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import pty
@@ -11,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import termios
 import threading
 import time
 import uuid
@@ -28,6 +26,14 @@ from dlrover.spec.events import Event
 DLROVER_RUN = (sys.executable, "-m", "dlrover.cli.run")
 DLROVER = (sys.executable, "-m", "dlrover.cli.main")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+ON_TERMINAL = (
+    sys.executable,
+    "-c",
+    "import fcntl, os, sys, termios\n"
+    "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+    "os.execv(sys.argv[1], sys.argv[1:])",
+)
+"""Starts the command that follows, with standard input as the terminal that controls it."""
 
 POLL = 0.01
 """Seconds between two looks at something that a test waits for."""
@@ -69,7 +75,6 @@ def kind_of(process: psutil.Process) -> str:
             return "launcher"
         parent = process.parent()
         above = parent.cmdline() if parent is not None else []
-        # A worker is a fork of its zygote and shows the same command line.
         if any("zygote.main(" in word for word in above):
             return "worker"
         if any("zygote.main(" in word for word in command):
@@ -100,11 +105,6 @@ class Terminal:
         os.close(self._master)
 
 
-def take_terminal() -> None:
-    """Make standard input the terminal that controls this process, which leads a session."""
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-
 class Launch:
     """One command, started; its output goes to files."""
 
@@ -132,7 +132,6 @@ class Launch:
                 env={**env, MARK: self.mark},
                 cwd=cwd or directory,
                 start_new_session=True,
-                preexec_fn=take_terminal if terminal else None,
             )
         self.left_behind: list[str] = []
 
@@ -282,6 +281,7 @@ class Runner:
         """
         directory = self.directory / name
         own = ["--job-dir", directory / "job"] if launcher == DLROVER_RUN else []
+        inside = (*inside, *(ON_TERMINAL if terminal else ()))
         command = [str(word) for word in (*inside, *launcher, *own, *args)]
         is_ours = launcher == DLROVER_RUN
         launch = Launch(command, is_ours, directory, {**self.env, **(env or {})}, cwd, terminal)

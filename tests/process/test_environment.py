@@ -124,3 +124,9 @@ def test_workers_of_two_nodes_are_numbered_as_by_torchrun(run, project: Path) ->
     for rank, worker in ours.items():
         check_environ(theirs[rank]["environ"], worker["environ"])
         assert worker["argv"] == theirs[rank]["argv"]
+
+
+def test_a_command_has_the_signal_dispositions_that_torchrun_leaves_it(run) -> None:
+    """Python ignores some signals; a program that it starts must not."""
+    command = ["--no-python", "grep", "-E", "^Sig(Blk|Ign|Cgt)", "/proc/self/status"]
+    assert run(*command).succeed() == run.torchrun(*command).succeed()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import stat
 import sys
 import threading
 import types
@@ -26,6 +27,10 @@ PER_WORKER = frozenset(
      "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
 )  # fmt: skip
 """Variables that a worker has and its zygote has not."""
+
+
+HARMLESS_MAJORS = (1, 5)
+"""The kernel's numbers for /dev/null, /dev/urandom and their like, and for /dev/tty and /dev/ptmx."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,8 @@ def _problems(asked: set[str], own: Mapping[str, str]) -> Iterator[str]:
         yield f"importing started threads: {', '.join(others)}"
     if initialised := _initialised_devices():
         yield f"importing initialised {', '.join(initialised)}"
+    if opened := _open_devices():
+        yield f"importing opened {', '.join(opened)}"
     if asked:
         yield f"importing read {', '.join(sorted(asked))}, which only workers have"
     if taken := [name for name, file in own.items() if _file_of(name) not in ("", file)]:
@@ -84,6 +91,18 @@ def _initialised_devices() -> list[str]:
         if "device_count" in names and "is_initialized" in names and names["is_initialized"]():
             found.append(f"torch.{name}")
     return found
+
+
+def _open_devices() -> list[str]:
+    """Devices that are open here: a driver that was merely asked for its devices may not work in a fork."""
+    found = []
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor that lists them is closed by now
+            status = os.fstat(int(entry))
+            harmless = os.isatty(int(entry)) or os.major(status.st_rdev) in HARMLESS_MAJORS
+            if stat.S_ISCHR(status.st_mode) and not harmless:
+                found.append(os.readlink(f"/proc/self/fd/{entry}"))
+    return sorted(set(found))
 
 
 def _file_of(name: str) -> str:

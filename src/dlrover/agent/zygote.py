@@ -191,6 +191,8 @@ def show_command_line(words: list[str]) -> None:
 
 def _replace_by_command(order: Order) -> NoReturn:
     """Become another program; leave with a shell's exit code if that is not possible."""
+    for ignored_by_python in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(ignored_by_python, signal.SIG_DFL)
     try:
         os.execvpe(order.target, [order.target, *order.args], order.env)  # noqa: S606
     except OSError as error:
