@@ -1,9 +1,16 @@
-"""For all tests: nothing is written to the user's own state directory."""
+"""For all tests: no writing to the user's own state directory, no limit on one hypothesis example.
+
+Examples are the same in every run: what fails, fails again. How long one takes says how busy the machine is.
+"""
 
 import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("project", deadline=None, derandomize=True)
+settings.load_profile("project")
 
 
 @pytest.fixture(autouse=True, scope="session")

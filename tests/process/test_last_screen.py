@@ -208,3 +208,12 @@ def test_a_kill_for_lack_of_memory_is_told_from_other_kills(run, memory_group: P
         restarts=3,
     )
     check_screen(stderr, expected)
+
+
+def test_what_workers_print_goes_where_standard_output_goes(run) -> None:
+    """Only the status line and the faults are for the terminal, if that is standard error alone."""
+    launch = run("--nproc-per-node=2", run.scripts / "hello.py", terminal=True)
+    stdout, stderr = launch.end_with(ExitCode.SUCCESS)
+    assert sorted(stdout.splitlines()) == [f"hello from rank {rank} of 2" for rank in range(2)]
+    assert "hello" not in stderr
+    assert "The job succeeded" in stderr

@@ -59,8 +59,9 @@ class Child:
         self._outcome = outcome
         self._env = dict(env)
         self._fd = fd
-        self.output: int | None = None
-        """Where the process writes to; None: where this one does."""
+        self.stdout: int | None = None
+        """Where the process writes to, as `stderr`; None: where this one does."""
+        self.stderr: int | None = None
         self.process: subprocess.Popen[bytes] | None = None
         self.last_resort: Outcome | None = None
         """Once this is set, the process is not started again: this is its outcome if it leaves none."""
@@ -90,8 +91,8 @@ class Child:
             env=self._env,
             pass_fds=(self._fd,),
             start_new_session=True,
-            stdout=self.output,
-            stderr=self.output,
+            stdout=self.stdout,
+            stderr=self.stderr,
         )
         return self.process
 
@@ -182,7 +183,8 @@ class Supervisor:
             self._relay = Relay(screen)
             for child in (self.master, self.agent):
                 if child is not None:
-                    child.output = self._relay.write_fd
+                    child.stderr = self._relay.write_fd
+                    child.stdout = self._relay.write_fd if sys.stdout.isatty() else None
         if self.master is None and screen is None:
             return asyncio.create_task(asyncio.sleep(0))  # the machine with the master tells it
         return asyncio.create_task(progress.follow(self._job_dir, screen))
