@@ -16,6 +16,8 @@ from dlrover.errors import ConfigurationError, ProtocolError
 SERVICE = "dlrover.Master"
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 """No message of this protocol comes near it; a larger one is refused before it is read."""
+MAX_PENDING_CALLS = 100_000
+"""Calls that wait for the server to take them up; those beyond it are refused."""
 TOKEN_KEY = "dlrover-token"  # noqa: S105 - the name of the metadata field, not a token
 MAX_TOKEN = 4096
 """Characters of a token: headers are limited in size."""
@@ -132,6 +134,9 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.min_reconnect_backoff_ms", 5_000),
     # Clients in one process do not share a connection behind their backs.
     ("grpc.use_local_subchannel_pool", 1),
+    # Ten thousand nodes may call at once; gRPC by itself drops calls when 1000 are waiting.
+    ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
     ("grpc.enable_http_proxy", 0),
     ("grpc.so_reuseport", 0),
 )
