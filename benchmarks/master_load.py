@@ -41,6 +41,7 @@ UPSTREAM_HEARTBEATS = 6200.0
 """Heartbeats per second of upstream's master on one core of that machine."""
 PROBE_INTERVAL = 0.05
 STREAM_PROBE_INTERVAL = 0.2
+SHARED_CONNECTIONS = 10
 
 
 @contextlib.asynccontextmanager
@@ -314,15 +315,16 @@ def ratios(results: Row) -> Row:
         "heartbeats per core: ours / upstream": flood["master heartbeats"]["messages_per_core_s"]
         / UPSTREAM_HEARTBEATS,
     }
-    rounds = results["rendezvous"]
-    for row in rounds:
-        upstream = UPSTREAM_CORE_SECONDS.get(row["nodes"])
-        if upstream is not None:
-            name = f"rendezvous of {row['nodes']}: core-seconds, upstream / ours"
-            found[name] = upstream / row["first_round_cpu_s"]
-    found["rendezvous: CPU per node, largest / smallest (1 is linear)"] = (
-        rounds[-1]["first_round_cpu_us_per_node"] / rounds[0]["first_round_cpu_us_per_node"]
-    )
+    for section in ("rendezvous", "rendezvous, shared connections"):
+        rounds = results[section]
+        for row in rounds:
+            upstream = UPSTREAM_CORE_SECONDS.get(row["nodes"])
+            if upstream is not None:
+                name = f"{section} of {row['nodes']}: core-seconds, upstream / ours"
+                found[name] = upstream / row["first_round_cpu_s"]
+        found[f"{section}: CPU per node, largest / smallest (1: linear)"] = (
+            rounds[-1]["first_round_cpu_us_per_node"] / rounds[0]["first_round_cpu_us_per_node"]
+        )
     return {name: round(value, 2) for name, value in found.items()}
 
 
@@ -330,7 +332,7 @@ def show(title: str, row: Row) -> None:
     """Print one section."""
     print(f"\n{title}")
     for name, value in row.items():
-        print(f"  {name:58} {value}")
+        print(f"  {name:72} {value}")
 
 
 async def run(args: argparse.Namespace) -> Row:
@@ -341,12 +343,16 @@ async def run(args: argparse.Namespace) -> Row:
     show("saturation (one core)", results["saturation"])
     results["steady"] = await steady(args.agents, args.connections, args.seconds)
     show("steady load", results["steady"])
-    results["rendezvous"] = []
-    for nodes in args.sizes:
-        row = await rendezvous(nodes, args.connections)
-        gc.collect()
-        show(f"rendezvous of {nodes} nodes", row)
-        results["rendezvous"].append(row)
+    for section, connections in (
+        ("rendezvous", args.connections),
+        ("rendezvous, shared connections", SHARED_CONNECTIONS),
+    ):
+        results[section] = []
+        for nodes in args.sizes:
+            row = await rendezvous(nodes, connections)
+            gc.collect()
+            show(f"{section}: {nodes} nodes", row)
+            results[section].append(row)
     results["ratios"] = ratios(results)
     show("ratios", results["ratios"])
     return results

@@ -25,6 +25,8 @@ from pathlib import Path
 
 WORKER = Path(__file__).with_name("recovery_worker.py")
 STEPS_BEFORE_KILL = 40
+START_LIMIT = 60.0
+"""Seconds until a (re)started job has made that many steps."""
 TORCHRUN = [
     sys.executable, "-m", "torch.distributed.run", "--standalone", "--monitor-interval", "0.1",
     "--max-restarts", "20",
@@ -97,7 +99,7 @@ def measure(launcher: str, directory: Path, kills: int, limit: float) -> list[di
     results = []
     try:
         restart = 0
-        if job.wait_for_step(restart, STEPS_BEFORE_KILL, 60) is None:
+        if job.wait_for_step(restart, STEPS_BEFORE_KILL, START_LIMIT) is None:
             raise SystemExit(f"{launcher} did not start:\n{(directory / 'output').read_text()}")
         for _ in range(kills):
             killed = job.kill_rank(1)
@@ -113,7 +115,7 @@ def measure(launcher: str, directory: Path, kills: int, limit: float) -> list[di
                 }
             )
             restart = int(entry["restart"])
-            if job.wait_for_step(restart, STEPS_BEFORE_KILL, limit) is None:
+            if job.wait_for_step(restart, STEPS_BEFORE_KILL, START_LIMIT) is None:
                 break
     finally:
         job.end()
