@@ -447,6 +447,6 @@ def test_the_load_benchmark_runs(tmp_path: Path) -> None:
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=55)
     assert (done.returncode, done.stderr) == (0, "")
     results = json.loads(path.read_text())
-    assert set(results) == {"machine", "saturation", "rendezvous", "steady", "ratios"}
+    assert {"machine", "saturation", "rendezvous", "steady", "ratios"} <= set(results)
     assert all(row["messages_per_s"] > 0 for row in results["saturation"].values())
     assert results["steady"]["master_restart"]["round_after"] == 1

@@ -245,6 +245,17 @@ def test_bytes_of_other_protocols_and_silent_connections_harm_nobody() -> None:
     run(test)
 
 
+@pytest.mark.slow
+def test_thousands_of_calls_at_once_are_all_served() -> None:
+    async def test() -> None:
+        async with serving() as (service, address), MasterClient(address, TOKEN) as client:
+            service.hold.set()
+            calls = [client.store(messages.GetKey(str(i))) for i in range(4000)]
+            assert await asyncio.gather(*calls) == [b"value"] * 4000
+
+    run(test)
+
+
 # ---- streams
 
 
