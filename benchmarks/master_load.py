@@ -28,6 +28,7 @@ import grpc.aio
 import psutil
 from bare_grpc import GENERATOR_CORE, SERVER_CORE, Meter, Row, pin
 
+from dlrover.errors import InfrastructureError
 from dlrover.rpc import messages, wire
 from dlrover.rpc.client import MasterClient
 from dlrover.spec.job import JobSpec, Limits
@@ -263,17 +264,18 @@ async def restart(master: MasterProcess, fleet: Fleet) -> Row:
     async with master.client() as client:
         await client.store(messages.GetKey("absent"))
         answered = time.perf_counter() - began
-        while True:
-            status = await client.status()
-            connected = sum(node.connected for node in status.nodes)
-            if connected >= len(fleet.agents):
-                break
+        connected = round_ = 0
+        while connected < len(fleet.agents):
             await asyncio.sleep(0.5)
+            with contextlib.suppress(InfrastructureError):  # no answer in time
+                status = await client.status()
+                connected = sum(node.connected for node in status.nodes)
+                round_ = status.round
     return {
         "first_answer_s": round(answered, 2),
         "all_nodes_back_s": round(time.perf_counter() - began, 2),
         "master_cpu_s": round(sum(used.cpu_times()[:2]), 2),
-        "round_after": status.round,
+        "round_after": round_,
     }
 
 

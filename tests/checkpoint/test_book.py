@@ -7,6 +7,7 @@ import pytest
 from dlrover.checkpoint import layout as layouts, memory
 from dlrover.checkpoint.book import Book
 from dlrover.checkpoint.memory import Generation
+from dlrover.checkpoint.protocol import SaverGoneError
 from dlrover.errors import InfrastructureError, ProtocolError
 
 ENTRIES = layouts.place([(("a",), "uint8", (8,))], [0])
@@ -189,11 +190,17 @@ def test_a_worker_that_publishes_what_it_did_not_write_is_refused():
         book.publish(0, 7, 1, to_storage=False)
 
 
-def test_the_saver_leaves_after_the_linger_time_or_when_it_is_stopped():
+def test_the_saver_leaves_after_the_linger_time_and_then_takes_no_more_connections():
     book = Book()
     with book.connection():
         Worker(book, 0).leave()
     book.wait_until_idle(0.0)
+    with pytest.raises(SaverGoneError), book.connection():
+        pass
+
+
+def test_the_saver_leaves_when_it_is_stopped():
+    book = Book()
     with book.connection():
         book.stop()
         book.wait_until_idle(1000.0)

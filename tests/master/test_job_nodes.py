@@ -400,12 +400,20 @@ def test_a_stopped_job_dismisses_its_nodes(exit_code, phase):
     assert job.machine.deadline() is None
 
 
-def test_nodes_without_a_connection_are_killed_at_the_end():
+def test_nodes_that_have_not_connected_yet_are_killed_at_the_end():
+    job = JobDriver(1, 1, managed_nodes=1)
+    job.give(NodePlaced(0, "process"))
+    assert KillNode(0) in job.give(StopRequested("enough", ExitCode.STOPPED))
+    assert job.give(NodeExited(0, "killed")) == []
+
+
+def test_a_node_whose_connection_broke_may_come_back_after_the_end_and_is_dismissed():
     job = JobDriver.launched()
     job.give(NodeDisconnected(1))
-    commands = job.give(StopRequested("enough", ExitCode.STOPPED))
-    assert KillNode(1) in commands
-    assert job.give(NodeExited(1, "killed")) == []
+    *commands, end = job.give(StopRequested("enough", ExitCode.STOPPED))
+    assert KillNode(1) not in commands
+    assert job.connect(1)[-1] == Dismiss(1, end.outcome)
+    assert job.give(NodeExited(1, "its agent left")) == []
     assert job.status(1) is NodeStatus.RELEASED
 
 

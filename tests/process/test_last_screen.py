@@ -49,6 +49,7 @@ EXPECTED = {
         fault=USER,
         code=ExitCode.USER_CODE,
         torchrun=UNEXPLAINED,
+        evidence="leaving without a word",
         detail="^leaving without a word",
         next="Look in the program for what leaves with this code",
     ),
@@ -104,9 +105,9 @@ class Screen:
     """The last screen, taken apart."""
 
     def __init__(self, text: str) -> None:
-        last = re.split(r"^dlrover: .*\n", text, flags=re.MULTILINE)[-1]
-        self.lines = last.splitlines()
-        self.title = next(line for line in self.lines if line.startswith("rank "))
+        lines = text.splitlines()
+        self.title = next(line for line in reversed(lines) if line.startswith("rank "))
+        self.lines = lines[lines.index(self.title) + 1 :]
 
     def field(self, name: str) -> str:
         found = [line for line in self.lines if line.startswith(f"{name}:")]
@@ -202,7 +203,7 @@ def test_a_kill_for_lack_of_memory_is_told_from_other_kills(run, memory_group: P
     _, stderr = launch.end_with(ExitCode.NO_PROGRESS, timeout=40)
     expected = Expected(
         title="rank 1 was killed by the kernel's out-of-memory killer",
-        fault=USER,
+        fault=INFRASTRUCTURE,
         code=ExitCode.NO_PROGRESS,
         torchrun="",
         restarts=3,

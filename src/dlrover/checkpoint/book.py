@@ -95,13 +95,20 @@ class Book:
         self._connections = 0
         self._owners = 0
         self._stopping = False
+        self._closed = False
 
     # ---- life
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[None]:
-        """Count a connection."""
+        """Count a connection.
+
+        Raises:
+            SaverGoneError: the saver is leaving.
+        """
         with self._changed:
+            if self._closed:
+                raise protocol.SaverGoneError("The checkpoint saver is leaving.")
             self._connections += 1
             self._changed.notify_all()
         try:
@@ -118,7 +125,10 @@ class Book:
             self._changed.notify_all()
 
     def wait_until_idle(self, linger: float) -> None:
-        """Wait until there is nothing to persist, and nobody was connected for ``linger`` seconds."""
+        """Wait until there is nothing to persist, and nobody was connected for ``linger`` seconds.
+
+        Afterwards there are no more connections.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._stopping or self._owners > 0, FIRST_WAIT)
             while True:
@@ -129,6 +139,7 @@ class Book:
                 if not self._needed():
                     self._changed.wait_for(lambda: not self._can_persist())
                     if not self._needed():
+                        self._closed = True
                         return
 
     def _needed(self) -> bool:

@@ -85,11 +85,15 @@ class Checkpointer:
         self._reserved.set()
         self._asked: set[int] = set()
         self._problems: list[str] = []
-        saver = self._client.attach(self._world.rank)
-        facts = self._world.exchange([saver, secrets.randbits(63)])
-        self._session = facts[0][1]
-        self._ranks = tuple(rank for rank, (other, _) in enumerate(facts) if other == saver)
-        self._client.join(self._session, self._world.size, self._ranks)
+        try:
+            saver = self._client.attach(self._world.rank)
+            facts = self._world.exchange([saver, secrets.randbits(63)])
+            self._session = facts[0][1]
+            self._ranks = tuple(rank for rank, (other, _) in enumerate(facts) if other == saver)
+            self._client.join(self._session, self._world.size, self._ranks)
+        except BaseException:
+            self._client.close()
+            raise
 
     # ---- save
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from dlrover.checkpoint import persist, protocol, storage
 from dlrover.checkpoint.book import Book, Task
+from dlrover.checkpoint.protocol import SaverGoneError
 from dlrover.errors import DLRoverError, ProtocolError
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class Saver:
             threading.Thread(target=self._attend, args=(sock,), daemon=True).start()
 
     def _attend(self, sock: socket.socket) -> None:
-        with sock, contextlib.suppress(ConnectionError):
+        with sock, contextlib.suppress(ConnectionError, SaverGoneError):
             try:
                 client = Client(self._book, sock, protocol.check_peer(sock))
                 with self._book.connection():

@@ -130,8 +130,12 @@ class Master:
         ended = self.clock()
         grace = limits.recovery_grace if self.replayed else limits.reconnect_grace
         await self._wait_while(self._uninformed, ended + grace)
+        self._kill(self._uninformed())
         await self._wait_while(self._remaining, ended + job.shutdown_timeout + limits.end_grace)
-        for node in self._remaining():
+        self._kill(self._remaining())
+
+    def _kill(self, nodes: list[Node]) -> None:
+        for node in nodes:
             if self._platform is not None and node.handle:
                 self._platform.kill(node.handle)
 
@@ -145,7 +149,7 @@ class Master:
             node
             for node in self.machine.nodes.values()
             if node.uid
-            and not (node.connected or node.launched or node.status.final)
+            and not (node.connected or node.gone or node.status.final)
             and node.id not in self._dismissed
         ]
 

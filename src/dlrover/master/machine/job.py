@@ -359,9 +359,7 @@ class JobMachine:
         if incident is not None and not incident.decided and not self._decide(incident, now):
             return
         rdzv = self.rendezvous
-        for (
-            node_id
-        ) in rdzv.missing:  # they are late, and are called to the next round when they join
+        for node_id in rdzv.missing:  # late ones; they are called to the next round when they join
             if self.nodes[node_id].status in (NodeStatus.RUNNING, NodeStatus.SUCCEEDED):
                 self._move(self.nodes[node_id], NodeStatus.READY)
         ranks = {i: self.nodes[i].node_rank for i in rdzv.offers}
@@ -511,7 +509,7 @@ class JobMachine:
         )
 
     def _end(self, exit_code: int, reason: str, now: float, root: Failure | None = None) -> None:
-        """End the job and dismiss every node."""
+        """End the job and dismiss every node; one that may come back is dismissed when it does."""
         failures = self.incident.failures if self.incident is not None else []
         self.outcome = Outcome(
             exit_code=int(exit_code),
@@ -530,7 +528,7 @@ class JobMachine:
                 continue
             if node.connected:
                 self._send(inputs.Dismiss(node.id, self.outcome))
-            elif node.handle:
+            elif node.handle and node.id not in self.lost_at:
                 self._send(inputs.KillNode(node.id))
         self._send(inputs.EndJob(self.outcome))
 
