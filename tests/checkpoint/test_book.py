@@ -6,11 +6,12 @@ import pytest
 
 from dlrover.checkpoint import layout as layouts, memory
 from dlrover.checkpoint.book import Book
+from dlrover.checkpoint.layout import TensorSpec
 from dlrover.checkpoint.memory import Generation
 from dlrover.checkpoint.protocol import SaverGoneError
 from dlrover.errors import InfrastructureError, ProtocolError
 
-ENTRIES = layouts.place([(("a",), "uint8", (8,))], [0])
+ENTRIES = layouts.place([TensorSpec(("a",), "uint8", (8,))], [0])
 PACKED = layouts.packed(msgspec.Raw(msgspec.msgpack.encode(ENTRIES)), b"\x80", (8, 1, 0))
 HERE = os.getpid()
 
@@ -41,7 +42,7 @@ class Worker:
 
     @property
     def steps(self) -> list[int]:
-        return sorted(held.step for held in self.book.look(self.rank))
+        return sorted(held.step for held in self.book.look() if held.rank == self.rank)
 
 
 def test_the_last_two_steps_are_held():
@@ -123,17 +124,35 @@ def test_a_world_that_did_not_load_gives_up_the_memory_of_the_old_one():
     assert new.steps == [1]
 
 
-def test_the_step_that_was_loaded_is_kept():
+def test_the_step_that_was_loaded_is_kept_until_two_others_are_there():
     book = Book()
     old = Worker(book, 0)
     kept = old.save(100)
     old.save(101)
     old.leave()
     new = Worker(book, 0, session=2)
-    book.keep(0, kept)
+    book.keep(0, 100, old.session)
     assert new.steps == [100]
     assert new.save(101) != kept
     assert new.steps == [100, 101]
+    assert new.save(102) == kept
+    assert new.steps == [101, 102]
+
+
+def test_the_step_of_a_larger_world_is_kept_whole_until_the_second_save():
+    book = Book()
+    old = [Worker(book, rank, (0, 1)) for rank in range(2)]
+    for worker in old:
+        worker.save(100)
+        worker.leave()
+    new = Worker(book, 0, (0,), session=2)
+    book.keep(0, 100, 1)
+    new.save(101)
+    assert [(held.rank, held.step) for held in book.look()] == [(0, 100), (0, 101), (1, 100)]
+    new.save(102)
+    assert [(held.rank, held.step) for held in book.look()] == [(0, 102), (0, 101)]
+    with pytest.raises(InfrastructureError, match="Nothing of rank 1"):
+        book.open(1)
 
 
 def test_two_processes_cannot_be_the_same_rank(monkeypatch):

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from dlrover.checkpoint import layout as layouts
-from dlrover.checkpoint.layout import Layout, TensorEntry, TensorRef
+from dlrover.checkpoint.layout import Layout, TensorEntry, TensorRef, TensorSpec
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 scalars = (
@@ -80,7 +80,7 @@ def test_arbitrary_bytes_are_a_skeleton_or_an_error(data):
     )
 )
 def test_places_do_not_overlap_and_are_aligned(specs):
-    named = [((str(i),), dtype, shape) for i, (dtype, shape) in enumerate(specs)]
+    named = [TensorSpec((str(i),), dtype, shape) for i, (dtype, shape) in enumerate(specs)]
     entries = layouts.place(named, list(range(len(named))))
     end = 0
     for entry in entries:
@@ -92,7 +92,7 @@ def test_places_do_not_overlap_and_are_aligned(specs):
 
 def test_tied_tensors_have_one_place():
     spec = ("float32", (4,))
-    entries = layouts.place([(("a",), *spec), (("b",), *spec), (("c",), *spec)], [0, 0, 2])
+    entries = layouts.place([TensorSpec((key,), *spec) for key in "abc"], [0, 0, 2])
     assert entries[0].offset == entries[1].offset != entries[2].offset
 
 

@@ -5,11 +5,14 @@ import msgspec
 import pytest
 
 from dlrover.checkpoint import layout as layouts, memory
+from dlrover.checkpoint.layout import TensorSpec
 from dlrover.checkpoint.limits import available_memory
 from dlrover.checkpoint.memory import PAGE, Generation, State
 from dlrover.errors import InfrastructureError
 
-ENTRIES = layouts.place([(("a",), "uint8", (100,)), (("b",), "int64", (3, 2))], [0, 1])
+ENTRIES = layouts.place(
+    [TensorSpec(("a",), "uint8", (100,)), TensorSpec(("b",), "int64", (3, 2))], [0, 1]
+)
 PACKED = layouts.packed(
     msgspec.Raw(msgspec.msgpack.encode(ENTRIES)), b"\x80", (ENTRIES[-1].end, 2, 77)
 )

@@ -6,6 +6,7 @@ from hypothesis import example, given, settings, strategies as st
 
 from dlrover.checkpoint import copying, layout as layouts, tree
 from dlrover.checkpoint.copying import Copier
+from dlrover.checkpoint.restore import Restoration
 from dlrover.errors import ConfigurationError
 
 pytestmark = [
@@ -98,7 +99,11 @@ def saved(copier: Copier, state) -> tuple:
 
     layout = msgspec.msgpack.decode(packed.encoded, type=layouts.Layout)
     layouts.check(layout, packed.data_bytes)
-    return layouts.decode(layout.skeleton), copying.views(buffer, layout.entries)
+    return layouts.decode(layout.skeleton), layout.entries, copying.views(buffer, layout.entries)
+
+
+def restore(state, skeleton, entries, views) -> None:
+    Restoration(state, skeleton, entries).run(views)
 
 
 @pytest.mark.slow
@@ -107,7 +112,7 @@ def saved(copier: Copier, state) -> tuple:
 @example({"one element, not next to another": make("bfloat16", (1,), "strided", 0)})
 def test_any_tree_comes_back_bit_equal(state):
     target = blank(state)
-    tree.restore(target, *saved(Copier(), state))
+    restore(target, *saved(Copier(), state))
     assert_same(target, state)
 
 
@@ -118,7 +123,7 @@ def test_a_copier_that_knows_another_state_copies_this_one(before, state):
     copier = Copier()
     saved(copier, before)
     target = blank(state)
-    tree.restore(target, *saved(copier, state))
+    restore(target, *saved(copier, state))
     assert_same(target, state)
 
 
@@ -133,12 +138,12 @@ def test_the_same_memory_seen_otherwise_is_noticed():
         tensor,
     ):
         target = {"a": torch.zeros_like(seen)}
-        tree.restore(target, *saved(copier, {"a": seen}))
+        restore(target, *saved(copier, {"a": seen}))
         assert torch.equal(target["a"], seen)
     value = torch.randn(4, dtype=torch.complex64)
     for seen in (value, value.conj()):
         target = {"a": torch.zeros(4, dtype=torch.complex64)}
-        tree.restore(target, *saved(copier, {"a": seen}))
+        restore(target, *saved(copier, {"a": seen}))
         assert torch.equal(target["a"], seen)
 
 
@@ -149,10 +154,12 @@ def test_tensors_are_restored_in_place_and_nothing_refers_to_the_buffer():
     optimizer, fresh = (torch.optim.AdamW(m.parameters(), lr=0.5) for m in (model, other))
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    skeleton, views = saved(Copier(), {"m": model, "o": optimizer, "n": {"best": 3, "list": [1]}})
+    skeleton, entries, views = saved(
+        Copier(), {"m": model, "o": optimizer, "n": {"best": 3, "list": [1]}}
+    )
     weight = other.weight
     state = {"m": other, "o": fresh, "n": {"best": None, "list": []}}
-    tree.restore(state, skeleton, views)
+    restore(state, skeleton, entries, views)
     for view in views:
         view.zero_()
     assert other.weight is weight
@@ -160,7 +167,7 @@ def test_tensors_are_restored_in_place_and_nothing_refers_to_the_buffer():
     assert_same(fresh.state_dict(), optimizer.state_dict())
     assert state["n"] == {"best": 3, "list": [1]}
     moment = fresh.state[weight]["exp_avg"]
-    tree.restore(state, skeleton, views)
+    restore(state, skeleton, entries, views)
     assert fresh.state[weight]["exp_avg"] is moment
     assert not moment.any()
 
@@ -185,10 +192,10 @@ def test_tied_weights_are_kept_once():
     ],
 )
 def test_a_state_that_does_not_fit_is_refused_and_stays(state, words):
-    skeleton, views = saved(Copier(), {"a": 5, "b": {"x": torch.zeros(2)}})
+    skeleton, entries, views = saved(Copier(), {"a": 5, "b": {"x": torch.zeros(2)}})
     before = repr(state)
     with pytest.raises(ConfigurationError, match=words):
-        tree.restore(state, skeleton, views)
+        restore(state, skeleton, entries, views)
     assert repr(state) == before
 
 

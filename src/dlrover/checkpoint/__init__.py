@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dlrover.checkpoint.checkpointer import Checkpointer, LoadRecord
+    from dlrover.checkpoint.tree import Shard
 
-__all__ = ["Checkpointer", "LoadRecord"]
+__all__ = ["Checkpointer", "LoadRecord", "Shard"]
+
+_HOMES = {"Checkpointer": "checkpointer", "LoadRecord": "checkpointer", "Shard": "tree"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("dlrover.checkpoint.checkpointer"), name)
+    return getattr(importlib.import_module(f"dlrover.checkpoint.{_HOMES[name]}"), name)

@@ -96,6 +96,8 @@ class Book:
         self._owners = 0
         self._stopping = False
         self._closed = False
+        self._base = (-1, 0)
+        """Step and session that the world continues from."""
 
     # ---- life
 
@@ -172,17 +174,27 @@ class Book:
             mine.owner, mine.pid = self._owners, pid
             return protocol.Attached(self._saver), mine.owner, [slot.fd for slot in mine.slots]
 
-    def look(self, rank: int) -> tuple[protocol.Held, ...]:
-        """The rank's valid generations."""
+    def open(self, rank: int) -> tuple[protocol.Attached, list[int]]:
+        """The memory of any rank, to be read."""
         with self._changed:
-            mine = self._ranks[rank]
+            mine = self._ranks.get(rank)
+            if mine is None:
+                raise InfrastructureError(f"Nothing of rank {rank} is in this node's memory.")
+            return protocol.Attached(self._saver), [slot.fd for slot in mine.slots]
+
+    def look(self) -> tuple[protocol.Held, ...]:
+        """All valid generations."""
+        with self._changed:
             held = []
-            for number, slot in enumerate(mine.slots):
-                header = _header(slot) if slot.step >= 0 else None
-                if header is not None and header.step == slot.step:
-                    held.append(protocol.Held(number, slot.step, slot.session, header.world_size))
-                elif slot.step >= 0 and not slot.pinned:
-                    _give_up(slot, State.EMPTY)
+            for rank, mine in self._ranks.items():
+                for number, slot in enumerate(mine.slots):
+                    header = _header(slot) if slot.step >= 0 else None
+                    if header is not None and header.step == slot.step:
+                        held.append(
+                            protocol.Held(rank, number, slot.step, slot.session, header.world_size)
+                        )
+                    elif slot.step >= 0 and not slot.pinned:
+                        _give_up(slot, State.EMPTY)
             return tuple(held)
 
     def detach(self, rank: int, owner: int) -> None:
@@ -224,15 +236,28 @@ class Book:
             if nbytes > os.fstat(slot.fd).st_size:
                 os.posix_fallocate(slot.fd, 0, nbytes)
 
-    def keep(self, rank: int, number: int) -> None:
-        """Continue from one generation, or from none of them: what else there is becomes invalid."""
+    def keep(self, rank: int, step: int, session: int) -> None:
+        """Continue from a step, or from none in memory: what else there is becomes invalid.
+
+        It stays valid until the rank's second save, even if other ranks than now's saved it.
+        """
         with self._changed:
             mine = self._ranks[rank]
-            for index, slot in enumerate(mine.slots):
-                if index == number and slot.step >= 0:
-                    slot.session = mine.session
-                elif not slot.pinned:
-                    _give_up(slot, State.EMPTY)
+            self._base = (step, session)
+            for known in self._ranks.values():
+                if known is mine or not known.owner:
+                    for slot in known.slots:
+                        if not (slot.pinned or (slot.step, slot.session) == self._base):
+                            _give_up(slot, State.EMPTY)
+
+    def _forget_strangers(self, mine: RankMemory) -> None:
+        """Let go of the memory of ranks that are not part of the world any more."""
+        for rank, known in list(self._ranks.items()):
+            in_use = any(slot.pinned or slot.session == mine.session for slot in known.slots)
+            if not (rank in mine.ranks or known.owner or in_use):
+                for slot in known.slots:
+                    os.close(slot.fd)
+                del self._ranks[rank]
 
     # ---- saves
 
@@ -249,9 +274,11 @@ class Book:
                 self._starved.discard(rank)
                 free = [slot for slot in mine.slots if not slot.pinned]
             for slot in free:
-                if slot.session != mine.session:
+                if mine.session != slot.session and self._base != (slot.step, slot.session):
                     _give_up(slot, State.EMPTY)
             chosen = min(free, key=lambda slot: slot.step)
+            if chosen.step >= 0:
+                self._forget_strangers(mine)
             _give_up(chosen, State.WRITING)
             chosen.epoch += 1
             return mine.slots.index(chosen)

@@ -2,50 +2,46 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import functools
 import logging
 import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
 
 from dlrover import config
-from dlrover.checkpoint import copying, faults, layout as layouts, memory, storage, tree
+from dlrover.checkpoint import faults, memory, restore, storage, tree
 from dlrover.checkpoint.client import SaverClient
 from dlrover.checkpoint.copying import Copier
-from dlrover.checkpoint.layout import Layout, PackedLayout
+from dlrover.checkpoint.layout import PackedLayout, Tensor
+from dlrover.checkpoint.loader import Loader
 from dlrover.checkpoint.memory import PAGE, Generation
-from dlrover.checkpoint.protocol import Held, SaverGoneError
+from dlrover.checkpoint.protocol import SaverGoneError
+from dlrover.checkpoint.restore import Prepare, Reading
 from dlrover.checkpoint.tree import State
 from dlrover.checkpoint.world import World
 from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
 
 logger = logging.getLogger(__name__)
 
-MAX_STORED = 64
-"""Stored steps that a load considers, newest first."""
 MADV_POPULATE_WRITE = 23
 POPULATE_CHUNK = 1 << 26
 """Bytes for which page tables are made at a time."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-_Found = tuple[int, Literal["memory", "storage"]]
-
-
 class LoadRecord(msgspec.Struct, frozen=True):
     """What a load took."""
 
     step: int
-    source: Literal["memory", "storage"]
+    source: Literal["memory", "peer", "storage"]
+    """``"peer"``: from memory, some of it of other nodes."""
     seconds: float
 
 
@@ -59,6 +55,8 @@ class Checkpointer:
         path: the directory; all ranks must see the same one.
         keep: how many stored steps to keep, the newest ones.
         linger: seconds that the saver, and with it the memory, outlives the last worker.
+        local: keys of the state that belong to a rank, such as the state of its random numbers; `load`
+            leaves them as they are when the number of ranks has changed.
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -66,13 +64,19 @@ class Checkpointer:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, keep: int = 3, linger: float = 60.0
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep: int = 3,
+        linger: float = 60.0,
+        local: Collection[str] = (),
     ) -> None:
         if keep < 1:
             raise ConfigurationError(f"keep is {keep}; at least 1 step must be kept.")
         if not linger >= 0:
             raise ConfigurationError(f"linger is {linger}; it must be 0 seconds or more.")
         self._world = World()
+        self._local = frozenset(local)
         self._directory = Path(path).absolute()
         identity = storage.identity(self._directory)
         self._client = SaverClient(
@@ -218,89 +222,52 @@ class Checkpointer:
         Objects with ``load_state_dict`` get their state by it, tensors their content; plain values are
         set in the dicts. None if nothing was ever saved.
 
+        Tensors that are spread over ranks (`DTensor`, `Shard`) may have been spread in another way, or
+        over another number of ranks. What all ranks have equally may be loaded by any number of them.
+
         Raises:
             ConfigurationError: the saved state has other keys, types or shapes than ``state``.
             InfrastructureError: there were checkpoints, and none can be loaded.
         """
-        self._world.check()
-        self._reserved.wait()
-        began = time.monotonic()
-        refused: list[str] = []
-        found = self._load_from_memory(state, refused) or self._load_from_storage(state, refused)
-        if found is None:
-            self._refuse_fresh_start(refused)
-        record = None
-        if found is not None:
-            step, source = found
-            record = LoadRecord(step, source, time.monotonic() - began)
-            logger.info("Step %d was loaded from %s in %.2f s", step, source, record.seconds)
+        record = self._load(restore.in_place(state, self._local))
         self._reserve_ahead(state)
         return record
 
-    def _load_from_memory(self, state: State, refused: list[str]) -> _Found | None:
-        held = {
-            (item.step, item.session): item
-            for item in self._client.look()
-            if item.world_size == self._world.size
-        }
-        for key in self._common(list(held)):
-            item = held[key]
-            problem = self._attempt(functools.partial(self._restore, state, item))
-            if not problem:
-                self._client.keep(item.slot)
-                return item.step, "memory"
-            logger.warning("Step %d is not loaded from memory: %s", item.step, problem)
-            refused.append(problem)
-        self._client.keep(-1)
-        return None
+    def read(self) -> tuple[LoadRecord, State] | None:
+        """The newest step that all ranks have, as new tensors; None if nothing was ever saved.
 
-    def _common(self, mine: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """The steps, with their sessions, that every rank holds; newest first."""
-        padded = [*mine, (-1, -1), (-1, -1)][:2]
-        everyone = [
-            set(zip(values[::2], values[1::2], strict=True))
-            for values in self._world.exchange([part for key in padded for part in key])
-        ]
-        yield from sorted(set.intersection(*everyone) - {(-1, -1)}, reverse=True)
+        Parts of tensors that are spread over ranks are `Shard`; then as many ranks must read as have
+        saved.
 
-    def _restore(self, state: State, item: Held) -> None:
-        generation, buffer = self._buffer(item.slot)
-        header = generation.header()
-        if header is None or header.step != item.step:
-            raise InfrastructureError(f"Step {item.step} is not in memory any more.")
-        layout = generation.layout(header)
-        with _meanwhile(lambda: self._client.verify(item.slot)):
-            _put(state, layout, buffer)
+        Raises:
+            ConfigurationError: another number of ranks has saved parts, or other tensors each.
+            InfrastructureError: there were checkpoints, and none can be loaded.
+        """
+        readings: list[Reading] = []
 
-    def _load_from_storage(self, state: State, refused: list[str]) -> _Found | None:
-        listed = [*storage.steps(self._directory), *[-1] * MAX_STORED][:MAX_STORED]
-        for step in self._world.exchange(listed)[0]:
-            if step < 0:
-                break
-            problem = self._attempt(functools.partial(self._restore_stored, state, step))
-            if not problem:
-                return step, "storage"
-            refused.append(problem)
-            if self._world.rank == 0:
-                bad = storage.quarantine(self._directory, step)
-                logger.error("Step %d cannot be loaded and is now %s: %s", step, bad, problem)
-            self._world.exchange([])
-        return None
+        def prepare(tree: Any, specs: Sequence[Tensor], moved: bool) -> Reading:
+            if moved and any(spec.part is not None for spec in specs):
+                raise ConfigurationError(
+                    f"The checkpoint was not saved by {self._world.size} ranks; `load` can restore it."
+                )
+            readings.append(Reading(tree, specs))
+            return readings[-1]
 
-    def _restore_stored(self, state: State, step: int) -> None:
-        directory = storage.step_directory(self._directory, step)
-        stored = storage.StoredState(directory, self._world.rank, self._world.size)
-        with stored:
-            stored.verify()
-            tensors = [
-                torch.frombuffer(data, dtype=torch.uint8)
-                .view(tree.DTYPES[found.dtype])
-                .view(found.shape)
-                if data
-                else torch.empty(found.shape, dtype=tree.DTYPES[found.dtype])
-                for found, data in stored.tensor_bytes()
-            ]
-            tree.restore(state, layouts.decode(stored.index.skeleton), tensors)
+        record = self._load(prepare)
+        return None if record is None else (record, readings[-1].state)
+
+    def _load(self, prepare: Prepare) -> LoadRecord | None:
+        self._world.check()
+        self._reserved.wait()
+        began = time.monotonic()
+        loader = Loader(self._world, self._client, self._directory, prepare)
+        found = loader.load()
+        if found is None:
+            self._refuse_fresh_start(loader.problems)
+            return None
+        record = LoadRecord(found.step, found.source, time.monotonic() - began)
+        logger.info("Step %d was loaded from %s in %.2f s", *msgspec.structs.astuple(record))
+        return record
 
     def _refuse_fresh_start(self, refused: list[str]) -> None:
         tracked = storage.tracked(self._directory)
@@ -314,61 +281,6 @@ class Checkpointer:
             f"No checkpoint in {self._directory} can be loaded ({was}): {reasons} Remove the directory to"
             " start afresh."
         )
-
-    def _attempt(self, load: Callable[[], None]) -> str:
-        """Let all ranks try; what went wrong on any of them, or an empty text.
-
-        Raises:
-            ConfigurationError: the checkpoint is whole, but does not fit.
-        """
-        problem, wrong = "", None
-        try:
-            load()
-        except InfrastructureError as error:
-            problem = str(error)
-        except ConfigurationError as error:
-            wrong = error
-        outcomes = [
-            value for (value,) in self._world.exchange([2 if wrong else 1 if problem else 0])
-        ]
-        if wrong is not None:
-            raise wrong
-        if 2 in outcomes:
-            raise ConfigurationError(
-                f"The checkpoint does not fit the state of rank {outcomes.index(2)}; see its error."
-            )
-        if not problem and 1 in outcomes:
-            return f"Rank {outcomes.index(1)} cannot load it."
-        return problem
-
-
-def _put(state: State, layout: Layout, buffer: torch.Tensor) -> None:
-    tree.restore(state, layouts.decode(layout.skeleton), copying.views(buffer, layout.entries))
-
-
-@contextlib.contextmanager
-def _meanwhile(check: Callable[[], str]) -> Iterator[None]:
-    """Run ``check`` beside the block; afterwards raise what it found.
-
-    Raises:
-        InfrastructureError: it found something, or could not look.
-    """
-    found: list[str] = []
-
-    def run() -> None:
-        try:
-            found.append(check())
-        except InfrastructureError as error:
-            found.append(str(error))
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
-        if not found or found[0]:
-            raise InfrastructureError(found[0] if found else "The check ended with an error.")
 
 
 def _populate(generation: Generation) -> None:

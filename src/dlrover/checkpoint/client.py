@@ -108,8 +108,17 @@ class SaverClient:
         self._ask(protocol.Join(session, world_size, ranks), protocol.Done)
 
     def look(self) -> tuple[protocol.Held, ...]:
-        """This rank's valid generations."""
+        """The valid generations of this node, of any rank."""
         return self._ask(protocol.Look(), protocol.Holding).held
+
+    def open(self, rank: int) -> list[Generation]:
+        """The generations of any rank of this node, to be read."""
+        _, fds = self._request(protocol.Open(rank), protocol.Attached)
+        try:
+            return [Generation(fd) for fd in fds]
+        finally:
+            for fd in fds:
+                os.close(fd)
 
     def reserve(self, nbytes: int) -> None:
         """Have both generations made that large."""
@@ -123,13 +132,13 @@ class SaverClient:
         """Say that a generation is valid."""
         self._ask(protocol.Publish(slot, step, to_storage), protocol.Done)
 
-    def keep(self, slot: int) -> None:
-        """Say which generation is continued from; -1: none."""
-        self._ask(protocol.Keep(slot), protocol.Done)
+    def keep(self, step: int, session: int) -> None:
+        """Say which step is continued from; -1: none in memory."""
+        self._ask(protocol.Keep(step, session), protocol.Done)
 
-    def verify(self, slot: int) -> str:
+    def verify(self, rank: int, slot: int) -> str:
         """What is wrong with a generation; empty if nothing is."""
-        return self._ask(protocol.Verify(slot), protocol.Verified).problem
+        return self._ask(protocol.Verify(rank, slot), protocol.Verified).problem
 
     def wait(self) -> tuple[str, ...]:
         """Wait until everything asked for is durable; what was not stored."""
@@ -147,15 +156,18 @@ class SaverClient:
         self._fds = []
 
     def _ask(self, request: protocol.Message, kind: type[_Reply]) -> _Reply:
+        return self._request(request, kind)[0]
+
+    def _request(self, request: protocol.Message, kind: type[_Reply]) -> tuple[_Reply, list[int]]:
         with self._lock:
             try:
                 protocol.send(self._sock, request)
-                reply, _ = protocol.receive_reply(self._sock)
+                reply, fds = protocol.receive_reply(self._sock)
             except OSError as error:
                 raise SaverGoneError(
                     f"The checkpoint saver of this node is gone: {error}."
                 ) from error
-        return _expected(reply, kind)
+        return _expected(reply, kind), fds
 
 
 def _expected(reply: protocol.Reply, kind: type[_Reply]) -> _Reply:

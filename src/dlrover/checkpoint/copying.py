@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from dlrover.checkpoint import layout as layouts, tree
-from dlrover.checkpoint.layout import SMALL, PackedLayout, TensorEntry
+from dlrover.checkpoint.layout import SMALL, PackedLayout, Tensor, TensorEntry
 from dlrover.checkpoint.tree import Flat
 
 _shape = operator.attrgetter("shape")
@@ -23,6 +23,14 @@ def views(buffer: torch.Tensor, entries: Sequence[TensorEntry]) -> list[torch.Te
         buffer[entry.offset : entry.end].view(tree.DTYPES[entry.dtype]).view(entry.shape)
         for entry in entries
     ]
+
+
+def view(data: memoryview, tensor: Tensor) -> torch.Tensor:
+    """The tensor whose bytes are ``data``."""
+    if not data:
+        return torch.empty(tensor.shape, dtype=tree.DTYPES[tensor.dtype])
+    flat = torch.frombuffer(data, dtype=torch.uint8)
+    return flat.view(tree.DTYPES[tensor.dtype]).view(tensor.shape)
 
 
 class Copier:
@@ -77,6 +85,7 @@ class _Known:
         self._shapes = list(map(_shape, flat.tensors))
         self._dtypes = list(map(_dtype, flat.tensors))
         self._lazy = _lazy_bits(flat.tensors)
+        self._placing = _placing(flat)
         self._plans: list[_Plan] = []
 
     def matches(self, flat: Flat) -> bool:
@@ -90,6 +99,7 @@ class _Known:
             and list(map(torch.Tensor.stride, tensors)) == self._strides
             and flat.paths == self._paths
             and _lazy_bits(tensors) == self._lazy
+            and _placing(flat) == self._placing
         )
 
     def plan(self, buffer: torch.Tensor) -> _Plan:
@@ -110,6 +120,10 @@ class _Known:
 def _lazy_bits(tensors: list[torch.Tensor]) -> list[bool]:
     """Which tensors stand for the conjugate or the negative of their memory."""
     return [*map(torch.Tensor.is_conj, tensors), *map(torch.Tensor.is_neg, tensors)]
+
+
+def _placing(flat: Flat) -> list[tuple[int, object]]:
+    return [(index, tree.placing(value)) for index, value in flat.spread.items()]
 
 
 class _Plan:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -98,31 +98,52 @@ def encode_object(value: Any, tensor: Callable[[int], tuple[StoredTensor, memory
 
 
 def metadata(
-    found: list[Leaf], tensors: tuple[StoredTensor, ...], objects: dict[str, Item]
+    ranks: Sequence[tuple[bytes, Sequence[StoredTensor]]], objects: Mapping[str, Item]
 ) -> bytes:
-    """The content of the file ``.metadata``."""
-    described: dict[str, Any] = {}
-    places: dict[dcp.MetadataIndex, _StorageInfo] = {}
-    for leaf in found:
-        if isinstance(leaf.value, TensorRef):
-            tensor = tensors[leaf.value.index]
-            shape = torch.Size(tensor.shape)
-            offsets = torch.Size([0] * len(shape))
-            described[leaf.name] = dcp.TensorStorageMetadata(
-                properties=dcp.TensorProperties(dtype=DTYPES[tensor.dtype]),
-                size=shape,
-                chunks=[dcp.ChunkStorageMetadata(offsets=offsets, sizes=shape)],
-            )
-            index = dcp.MetadataIndex(leaf.name, offset=offsets, index=0)
-            places[index] = _StorageInfo(tensor.file, *tensor.item)
-        else:
-            described[leaf.name] = dcp.BytesStorageMetadata()
-            places[dcp.MetadataIndex(leaf.name)] = _StorageInfo(*objects[leaf.name])
+    """The content of the file ``.metadata``.
+
+    Args:
+        ranks: each rank's skeleton and tensors. Of a tensor that each rank has as a whole, the first
+            one's counts.
+        objects: where the plain values of rank 0 lie.
+    """
+    described: dict[str, Any] = {name: dcp.BytesStorageMetadata() for name in objects}
+    places: dict[dcp.MetadataIndex, _StorageInfo] = {
+        dcp.MetadataIndex(name): _StorageInfo(*item) for name, item in objects.items()
+    }
+    paths: dict[str, layouts.Path] = {}
+    for number, (skeleton, tensors) in enumerate(ranks):
+        for leaf in leaves(skeleton):
+            if isinstance(leaf.value, TensorRef):
+                _add_chunk(described, places, leaf.name, tensors[leaf.value.index])
+            if number == 0 or leaf.name in described:
+                paths.setdefault(leaf.name, leaf.path)
     return pickle.dumps(
         dcp.Metadata(
             state_dict_metadata=described,
-            planner_data={leaf.name: leaf.path for leaf in found},
+            planner_data=paths,
             storage_data=places,
             storage_meta=dcp.StorageMeta(),
         )
     )
+
+
+def _add_chunk(
+    described: dict[str, Any],
+    places: dict[dcp.MetadataIndex, _StorageInfo],
+    name: str,
+    tensor: StoredTensor,
+) -> None:
+    whole, at, shape = map(torch.Size, tensor.extent)
+    known = described.setdefault(
+        name,
+        dcp.TensorStorageMetadata(
+            properties=dcp.TensorProperties(dtype=DTYPES[tensor.dtype]), size=whole, chunks=[]
+        ),
+    )
+    if not isinstance(known, dcp.TensorStorageMetadata) or known.size != whole:
+        return  # of another rank; DCP has one tensor of a name
+    index = dcp.MetadataIndex(name, offset=at, index=len(known.chunks))
+    if index not in places and (tensor.nbytes or not whole.numel()):
+        known.chunks.append(dcp.ChunkStorageMetadata(offsets=at, sizes=shape))
+        places[index] = _StorageInfo(tensor.file, *tensor.item)

@@ -8,11 +8,12 @@ tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import xxhash
 
+from dlrover.checkpoint.extent import Extent, entire
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 Path = tuple[str | int, ...]
@@ -38,6 +39,47 @@ _SCALARS = (type(None), bool, int, float, str, bytes)
 _INT64 = range(-(2**63), 2**64)
 
 
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """Which part of a tensor that is spread over ranks an entry is."""
+
+    whole: tuple[int, ...]
+    """The shape of the whole tensor."""
+    at: tuple[int, ...]
+    """Where the part begins, in each dimension."""
+    owner: int
+    """The lowest rank that has the same part."""
+
+
+class TensorSpec(NamedTuple):
+    """A tensor before it has its place."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    part: Part | None = None
+    """None: it is not spread over ranks; each rank has all of it."""
+
+
+class Tensor(Protocol):
+    """What is known of a saved tensor, wherever it lies."""
+
+    @property
+    def path(self) -> Path:
+        """Where it is in the state."""
+
+    @property
+    def dtype(self) -> str:
+        """Torch's name of the type of its elements."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what the rank has."""
+
+    @property
+    def part(self) -> Part | None:
+        """What this is of a tensor that is spread over ranks."""
+
+
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
     """One tensor: dense, in row-major order. Tied tensors have entries with the same offset."""
 
@@ -47,11 +89,17 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
     offset: int
     """Bytes from the start of the data."""
     nbytes: int
+    part: Part | None = None
 
     @property
     def end(self) -> int:
         """The byte behind the last one."""
         return self.offset + self.nbytes
+
+    @property
+    def extent(self) -> Extent:
+        """Where it lies in the whole tensor."""
+        return extent_of(self.shape, self.part)
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
@@ -79,16 +127,19 @@ class TensorRef(msgspec.Struct, frozen=True):
     index: int
 
 
-def place(
-    specs: Sequence[tuple[Path, str, tuple[int, ...]]], same_as: Sequence[int]
-) -> tuple[TensorEntry, ...]:
+def extent_of(shape: tuple[int, ...], part: Part | None) -> Extent:
+    """Where a tensor of this shape lies in the whole one."""
+    return entire(shape) if part is None else Extent(part.whole, part.at, shape)
+
+
+def place(specs: Sequence[TensorSpec], same_as: Sequence[int]) -> tuple[TensorEntry, ...]:
     """Give each tensor its place.
 
     ``same_as[i]`` is the index of the first tensor that is tensor ``i`` itself: tied ones are kept once.
     """
     entries: list[TensorEntry] = []
     end, before = 0, ""
-    for index, (path, dtype, shape) in enumerate(specs):
+    for index, (path, dtype, shape, part) in enumerate(specs):
         elements = _elements(shape)
         nbytes = elements * ITEM_BYTES[dtype]
         if same_as[index] != index:
@@ -98,7 +149,7 @@ def place(
             offset = end if packed else -(-end // ALIGNMENT) * ALIGNMENT
             end = offset + nbytes
             before = dtype if elements < SMALL else ""
-        entries.append(TensorEntry(path, dtype, shape, offset, nbytes))
+        entries.append(TensorEntry(path, dtype, shape, offset, nbytes, part))
     return tuple(entries)
 
 
@@ -126,6 +177,8 @@ def check(layout: Layout, data_bytes: int) -> None:
             raise InfrastructureError(
                 f"The tensor {name(entry.path)} has an impossible size or type."
             )
+        if not entry.extent.fits():
+            raise InfrastructureError(f"{name(entry.path)} is no part of its tensor.")
         if entry.offset < 0 or entry.end > data_bytes or entry.offset % (item or 1):
             raise InfrastructureError(f"The tensor {name(entry.path)} lies outside of the data.")
 

@@ -1,8 +1,8 @@
 """From memory to storage: one step of all ranks, as a directory that DCP reads.
 
-The saver of each node writes its ranks' files into a directory with a temporary name. A tensor that rank
-0 has too is not written again. The saver of rank 0 waits for all ranks' indices, adds DCP's metadata and
-the manifest, and gives the directory its name.
+The saver of each node writes its ranks' files into a directory with a temporary name. A tensor, or part
+of one, that a lower rank has too is not written again. The saver of rank 0 waits for all ranks' indices,
+adds DCP's metadata and the manifest, and gives the directory its name.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 POLL = 0.02
 """Seconds between two looks for what other savers write."""
+WRITERS = 4
+"""Ranks whose files are written at once."""
 BUFFER = 1 << 20
 """Bytes of small writes that are collected."""
 _Value = TypeVar("_Value")
@@ -70,12 +73,9 @@ def persist(job: Job) -> None:
     faults.point("persist.begun")
     target = storage.unfinished(job.directory, job.step, job.session)
     target.mkdir(parents=True, exist_ok=True)
-    base: RankIndex | None = None
-    for rank in sorted(job.sources):
-        if rank != 0 and base is None:
-            base = _await_index(job, target, 0)
-        index = _write_rank(target, job.step, rank, job.sources[rank], base)
-        base = base or index
+    with ThreadPoolExecutor(WRITERS) as pool:  # in order: a rank waits for lower ones only
+        for written in [pool.submit(_write_rank, job, target, r) for r in sorted(job.sources)]:
+            written.result()
     storage.sync_directory(target)
     faults.point("persist.written")
     if 0 in job.sources:
@@ -84,16 +84,15 @@ def persist(job: Job) -> None:
         _await(job, lambda: _is_stored(job, target), "the other nodes' parts")
 
 
-def _write_rank(
-    target: Path, step: int, rank: int, source: Source, base: RankIndex | None
-) -> RankIndex:
-    elsewhere = {_identity(tensor): tensor for tensor in (base.tensors if base is not None else ())}
+def _write_rank(job: Job, target: Path, rank: int) -> None:
+    source = job.sources[rank]
+    elsewhere = _written_by_others(job, target, rank)
     written: dict[tuple[int, int], StoredTensor] = {}
     name = f"__{rank}_0.distcp"
     tensors: list[StoredTensor] = []
     with _File(target / name) as file:
         for entry, checksum in zip(source.layout.entries, source.sums, strict=True):
-            wanted = (entry.path, entry.dtype, entry.shape, checksum)
+            wanted = (entry.path, entry.dtype, entry.extent, checksum)
             known = elsewhere.get(wanted) or written.get((entry.offset, entry.nbytes))
             if known is None:
                 data = source.generation.tensor_bytes(entry)
@@ -101,29 +100,36 @@ def _write_rank(
                 start = file.size
                 known = StoredTensor(
                     entry.path, entry.dtype, entry.shape, name, start + len(head), entry.nbytes, checksum,
-                    (start, len(head) + len(data) + len(tail)),
+                    (start, len(head) + len(data) + len(tail)), entry.part,
                 )  # fmt: skip
                 for part in (head, data, tail):
                     file.write(part)
                 if entry.nbytes:  # tied tensors lie at the same place
                     written[entry.offset, entry.nbytes] = known
-            tensors.append(msgspec.structs.replace(known, path=entry.path))
+            tensors.append(msgspec.structs.replace(known, path=entry.path, part=entry.part))
     files = {name: file.record()}
     if not file.size:
         (target / name).unlink()
         files = {}
-    index = RankIndex(rank, step, source.layout.skeleton, tuple(tensors), files)
+    index = RankIndex(rank, job.step, source.layout.skeleton, tuple(tensors), files)
     _write_durably(target / storage.index_file(rank), msgspec.msgpack.encode(index))
-    return index
 
 
-def _identity(tensor: StoredTensor) -> tuple[object, ...]:
-    return tensor.path, tensor.dtype, tensor.shape, tensor.xxh3
+def _written_by_others(job: Job, target: Path, rank: int) -> dict[tuple[object, ...], StoredTensor]:
+    """What lower ranks write that this rank may have too."""
+    entries = job.sources[rank].layout.entries
+    owners = {entry.part.owner if entry.part is not None else 0 for entry in entries}
+    return {
+        (tensor.path, tensor.dtype, tensor.extent, tensor.xxh3): tensor
+        for owner in sorted(owners)
+        if 0 <= owner < rank
+        for tensor in _await_index(job, target, owner).tensors
+    }
 
 
 def _finish(job: Job, target: Path) -> None:
     indices = [_await_index(job, target, rank) for rank in range(job.world_size)]
-    files = _write_metadata(job, target, indices[0])
+    files = _write_metadata(job, target, indices)
     for index in indices:
         name = storage.index_file(index.rank)
         files[name] = storage.record_of((target / name).read_bytes())
@@ -145,24 +151,24 @@ def _finish(job: Job, target: Path) -> None:
     faults.point("persist.tracked")
 
 
-def _write_metadata(job: Job, target: Path, index: RankIndex) -> dict[str, FileRecord]:
+def _write_metadata(job: Job, target: Path, indices: Sequence[RankIndex]) -> dict[str, FileRecord]:
     """DCP's metadata, and the plain values of rank 0."""
     dcp: Any = importlib.import_module("dlrover.checkpoint.dcp")  # torch, only when it is needed
     source = job.sources[0]
 
     def tensor(number: int) -> tuple[StoredTensor, memoryview]:
-        return index.tensors[number], source.generation.tensor_bytes(source.layout.entries[number])
+        entry = source.layout.entries[number]
+        return indices[0].tensors[number], source.generation.tensor_bytes(entry)
 
     name = "__0_1.distcp"
-    leaves = dcp.leaves(index.skeleton)
     objects = {}
     with _File(target / name) as file:
-        for leaf in leaves:
+        for leaf in dcp.leaves(indices[0].skeleton):
             if not isinstance(leaf.value, dcp.TensorRef):
                 data = dcp.encode_object(leaf.value, tensor)
                 objects[leaf.name] = dcp.Item(name, file.size, len(data))
                 file.write(data)
-    metadata = dcp.metadata(leaves, index.tensors, objects)
+    metadata = dcp.metadata([(index.skeleton, index.tensors) for index in indices], objects)
     _write_durably(target / ".metadata", metadata)
     return {name: file.record(), ".metadata": storage.record_of(metadata)}
 

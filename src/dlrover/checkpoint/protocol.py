@@ -69,14 +69,22 @@ class Publish(Message, frozen=True):
 
 
 class Keep(Message, frozen=True):
-    """The step in ``slot`` was chosen to continue from; -1: none. Others are given up."""
+    """The step that was chosen to continue from; -1: none in memory. Others are given up."""
 
-    slot: int
+    step: int
+    session: int
+
+
+class Open(Message, frozen=True):
+    """Look into the memory of another rank; answered by `Attached`, with descriptors."""
+
+    rank: int
 
 
 class Verify(Message, frozen=True):
-    """Compare the tensors of a generation with their checksums; answered by `Verified`."""
+    """Compare the tensors of a rank's generation with their checksums; answered by `Verified`."""
 
+    rank: int
     slot: int
 
 
@@ -85,12 +93,13 @@ class Wait(Message, frozen=True):
 
 
 class Look(Message, frozen=True):
-    """What is valid? Answered by `Holding`."""
+    """What is valid, of any rank? Answered by `Holding`."""
 
 
 class Held(msgspec.Struct, frozen=True, array_like=True):
     """A valid generation."""
 
+    rank: int
     slot: int
     step: int
     session: int
@@ -104,7 +113,7 @@ class Attached(Message, frozen=True):
 
 
 class Holding(Message, frozen=True):
-    """The rank's valid generations."""
+    """All valid generations here."""
 
     held: tuple[Held, ...]
 
@@ -137,7 +146,7 @@ class Refused(Message, frozen=True):
     reason: str
 
 
-Request = Attach | Join | Look | Reserve | Begin | Publish | Keep | Verify | Wait
+Request = Attach | Join | Look | Open | Reserve | Begin | Publish | Keep | Verify | Wait
 Reply = Attached | Done | Holding | Granted | Verified | Settled | Refused
 
 _requests = msgspec.msgpack.Decoder(Request)

@@ -159,6 +159,8 @@ class Client:
             if isinstance(request, protocol.Attach):
                 reply, self._owner, fds = self._book.attach(request.rank, self._pid)
                 self._rank = request.rank
+            elif isinstance(request, protocol.Open):
+                reply, fds = self._book.open(request.rank)
             else:
                 reply = self._reply(request)
         except (DLRoverError, OSError) as error:
@@ -168,11 +170,11 @@ class Client:
     def _reply(self, request: protocol.Request) -> protocol.Reply:
         book, rank = self._book, self._rank
         if isinstance(request, protocol.Look):
-            return protocol.Holding(book.look(rank))
+            return protocol.Holding(book.look())
         if isinstance(request, protocol.Begin):
             return protocol.Granted(book.begin(rank, request.step))
         if isinstance(request, protocol.Verify):
-            return protocol.Verified(book.verify(rank, request.slot))
+            return protocol.Verified(book.verify(request.rank, request.slot))
         if isinstance(request, protocol.Wait):
             return protocol.Settled(book.settled(rank))
         if isinstance(request, protocol.Publish):
@@ -182,7 +184,7 @@ class Client:
         elif isinstance(request, protocol.Reserve):
             book.reserve(rank, request.nbytes)
         elif isinstance(request, protocol.Keep):
-            book.keep(rank, request.slot)
+            book.keep(rank, request.step, request.session)
         return protocol.Done()
 
 

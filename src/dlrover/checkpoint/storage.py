@@ -21,7 +21,6 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,8 +29,9 @@ import xxhash
 
 from dlrover._util import files
 from dlrover.checkpoint import faults, layout as layouts
+from dlrover.checkpoint.extent import Extent
 from dlrover.checkpoint.layout import Layout, TensorEntry, name
-from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.errors import InfrastructureError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -77,6 +77,12 @@ class StoredTensor(msgspec.Struct, frozen=True, array_like=True):
     xxh3: int
     item: tuple[int, int]
     """Offset and length of the ``torch.save`` file around it."""
+    part: layouts.Part | None = None
+
+    @property
+    def extent(self) -> Extent:
+        """Where it lies in the whole tensor."""
+        return layouts.extent_of(self.shape, self.part)
 
 
 class RankIndex(msgspec.Struct, frozen=True):
@@ -195,54 +201,57 @@ def sync_directory(path: Path) -> None:
 # ---- read
 
 
-class StoredState:
-    """One rank's part of a checkpoint, mapped. Use it in a ``with`` block."""
+class StoredStep:
+    """A checkpoint, its files mapped as they are needed. Use it in a ``with`` block.
 
-    def __init__(self, directory: Path, rank: int, world_size: int) -> None:
-        manifest = read_manifest(directory)
-        if manifest.world_size != world_size and not manifest.replicated:
-            raise ConfigurationError(
-                f"{directory} was saved by {manifest.world_size} ranks with different tensors and cannot"
-                f" be loaded by {world_size}."
-            )
-        owner = rank if manifest.world_size == world_size else 0
-        self.index = read_index(directory, owner, manifest)
-        self.layout = _layout(self.index)
-        self._maps: dict[str, memoryview] = {}
+    Raises:
+        InfrastructureError: its manifest is missing or damaged.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.manifest = read_manifest(directory)
         self._directory = directory
-        self._manifest = manifest
+        self._indices: dict[int, RankIndex] = {}
+        self._maps: dict[str, memoryview] = {}
+        self._verified: set[tuple[str, int]] = set()
 
     def __enter__(self) -> Self:
-        for file in sorted({tensor.file for tensor in self.index.tensors}):
-            self._maps[file] = _mapped(self._directory / file, self._manifest)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._maps.clear()  # a mapping ends with its last view
 
-    def tensor_bytes(self) -> Iterator[tuple[StoredTensor, memoryview]]:
-        """Each tensor with its bytes.
+    def index(self, rank: int) -> RankIndex:
+        """What a rank saved.
 
         Raises:
-            InfrastructureError: it lies outside of its file.
+            InfrastructureError: its index is missing or damaged.
         """
-        for tensor in self.index.tensors:
-            data = self._maps[tensor.file]
-            if tensor.offset < 0 or tensor.offset + tensor.nbytes > len(data):
-                raise InfrastructureError(f"{name(tensor.path)} lies outside of {tensor.file}.")
-            yield tensor, data[tensor.offset : tensor.offset + tensor.nbytes]
+        found = self._indices.get(rank)
+        if found is None:
+            found = self._indices[rank] = read_index(self._directory, rank, self.manifest)
+            _check(found)
+        return found
 
-    def verify(self) -> None:
-        """Compare every tensor with its checksum.
+    def verified(self, tensor: StoredTensor) -> memoryview:
+        """The bytes of a tensor, compared with its checksum.
 
         Raises:
-            InfrastructureError: one differs.
+            InfrastructureError: they are missing or damaged.
         """
-        for tensor, data in self.tensor_bytes():
+        if tensor.file not in self._maps:
+            self._maps[tensor.file] = _mapped(self._directory / tensor.file, self.manifest)
+        whole = self._maps[tensor.file]
+        if tensor.offset < 0 or tensor.offset + tensor.nbytes > len(whole):
+            raise InfrastructureError(f"{name(tensor.path)} lies outside of {tensor.file}.")
+        data = whole[tensor.offset : tensor.offset + tensor.nbytes]
+        if (tensor.file, tensor.offset) not in self._verified:
             if xxhash.xxh3_64_intdigest(data) != tensor.xxh3:
                 raise InfrastructureError(
                     f"The tensor {name(tensor.path)} in {self._directory / tensor.file} is damaged."
                 )
+            self._verified.add((tensor.file, tensor.offset))
+        return data
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -284,17 +293,18 @@ def record_of(data: bytes) -> FileRecord:
     return FileRecord(len(data), xxhash.xxh3_64_hexdigest(data))
 
 
-def _layout(index: RankIndex) -> Layout:
+def _check(index: RankIndex) -> None:
+    """Refuse sizes and types that cannot be."""
     entries = []
     end = 0
     for tensor in index.tensors:
         item = layouts.ITEM_BYTES.get(tensor.dtype, 1)
         offset = -(-end // item) * item
-        entries.append(TensorEntry(tensor.path, tensor.dtype, tensor.shape, offset, tensor.nbytes))
+        entries.append(
+            TensorEntry(tensor.path, tensor.dtype, tensor.shape, offset, tensor.nbytes, tensor.part)
+        )
         end = offset + tensor.nbytes
-    layout = Layout(tuple(entries), index.skeleton, 0)
-    layouts.check(layout, end)
-    return layout
+    layouts.check(Layout(tuple(entries), index.skeleton, 0), end)
 
 
 def _mapped(path: Path, manifest: Manifest) -> memoryview:

@@ -1,15 +1,19 @@
-"""From what a user calls state to tensors and a skeleton, and back in place."""
+"""From what a user calls state to tensors and a skeleton."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard as ShardPlacement
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dlrover.checkpoint import layout as layouts
-from dlrover.checkpoint.layout import ITEM_BYTES, Path, TensorRef, name
+from dlrover.checkpoint.extent import Extent
+from dlrover.checkpoint.layout import ITEM_BYTES, Part, Path, TensorSpec, name
 from dlrover.errors import ConfigurationError
 
 State = dict[str, Any]
@@ -20,11 +24,31 @@ _NAMES = {dtype: key for key, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
+class Shard:
+    """This rank's part of a tensor that is spread over ranks by other means than ``DTensor``."""
+
+    tensor: torch.Tensor
+    whole: tuple[int, ...]
+    """The shape of the whole tensor."""
+    at: tuple[int, ...]
+    """Where the part begins, in each dimension."""
+    owner: int = -1
+    """The lowest rank that has the same part; -1: no other rank has it."""
+
+
+Spread: TypeAlias = DTensor | Shard | ShardedTensor
+"""What a rank has only a part of."""
+
+
+@dataclass(frozen=True)
 class Flat:
     """A state taken apart. The tensors are the live ones."""
 
     tensors: list[torch.Tensor]
+    """Of spread ones, this rank's part."""
     paths: list[Path]
+    spread: dict[int, Spread]
+    """What they are parts of, by their index."""
     packed: Any
     """The tree as `layouts.pack` makes it."""
 
@@ -37,8 +61,12 @@ def flatten(state: State) -> Flat:
     """
     tensors: list[torch.Tensor] = []
     paths: list[Path] = []
+    spread: dict[int, Spread] = {}
 
     def leaf(value: Any, path: Path) -> Any:
+        if isinstance(value, Spread):
+            spread[len(tensors)] = value
+            value = local_part(value, path)
         if isinstance(value, torch.Tensor):
             tensors.append(value)
             paths.append(path)
@@ -48,21 +76,129 @@ def flatten(state: State) -> Flat:
         return value
 
     packed = layouts.pack(state, (), leaf)
-    return Flat(tensors, paths, packed)
+    return Flat(tensors, paths, spread, packed)
 
 
-def specs(flat: Flat) -> list[tuple[Path, str, tuple[int, ...]]]:
-    """Path, type and shape of each tensor.
+def local_part(value: Spread, path: Path = ()) -> torch.Tensor:
+    """The live tensor of this rank.
+
+    Raises:
+        ConfigurationError: this rank has several parts.
+    """
+    if isinstance(value, Shard):
+        return value.tensor
+    if isinstance(value, DTensor):
+        with torch.no_grad():
+            return value.to_local()
+    shards = value.local_shards()
+    if len(shards) > 1:
+        raise ConfigurationError(f"The tensor {name(path)} has {len(shards)} shards on this rank.")
+    if not shards:
+        return torch.empty(_nothing_of(tuple(value.size())), dtype=value.dtype)
+    return shards[0].tensor
+
+
+def extent(value: torch.Tensor | Spread, path: Path = ()) -> Extent:
+    """Which part of the whole tensor this rank has.
+
+    Raises:
+        ConfigurationError: it cannot be told, or is not one box.
+    """
+    if isinstance(value, Shard):
+        return Extent(value.whole, value.at, tuple(value.tensor.shape))
+    if isinstance(value, DTensor):
+        return _extent_of_dtensor(value, path)
+    if isinstance(value, ShardedTensor):
+        whole = tuple(value.size())
+        shards = value.local_shards()
+        if not shards:
+            nothing = _nothing_of(whole)
+            return Extent(whole, (whole[0], *[0] * len(nothing[1:])), nothing)
+        found = shards[0].metadata
+        return Extent(whole, tuple(found.shard_offsets), tuple(found.shard_sizes))
+    shape = tuple(value.shape)
+    return Extent(shape, (0,) * len(shape), shape)
+
+
+def _nothing_of(whole: tuple[int, ...]) -> tuple[int, ...]:
+    return (0, *whole[1:])
+
+
+def _extent_of_dtensor(value: DTensor, path: Path) -> Extent:
+    whole, mesh = tuple(value.shape), value.device_mesh
+    if any(placement.is_partial() for placement in value.placements):
+        raise ConfigurationError(f"The tensor {name(path)} is a partial sum on each rank.")
+    if mesh.get_coordinate() is None:
+        raise ConfigurationError(f"This rank has no part of the tensor {name(path)}.")
+    shape, at = compute_local_shape_and_global_offset(whole, mesh, value.placements)
+    if any(not isinstance(p, ShardPlacement | Replicate) for p in value.placements):
+        _check_contiguous(value, shape, at, path)
+    return Extent(whole, tuple(at), tuple(shape))
+
+
+def _check_contiguous(value: DTensor, shape: Sequence[int], at: Sequence[int], path: Path) -> None:
+    """Refuse what shards of shards may be: rows that are not neighbours."""
+    coordinate = value.device_mesh.get_coordinate() or []
+    rows = {dim: torch.arange(size) for dim, size in enumerate(value.shape)}
+    for mesh_dim, placement in enumerate(value.placements):
+        dim = getattr(placement, "dim", None)
+        if dim is not None:
+            parts, _ = placement._split_tensor(  # noqa: SLF001
+                rows[dim], value.device_mesh.size(mesh_dim), with_padding=False, contiguous=True
+            )
+            rows[dim] = parts[coordinate[mesh_dim]]
+    for dim, found in rows.items():
+        if not torch.equal(found, torch.arange(at[dim], at[dim] + shape[dim])):
+            raise ConfigurationError(
+                f"The part of the tensor {name(path)} on this rank is not one block: {value.placements}."
+            )
+
+
+def _owner(value: Spread) -> int:
+    if isinstance(value, Shard):
+        return value.owner
+    if isinstance(value, ShardedTensor):
+        return -1
+    coordinate = [
+        0 if placement.is_replicate() else position
+        for placement, position in zip(
+            value.placements, value.device_mesh.get_coordinate() or [], strict=True
+        )
+    ]
+    return int(value.device_mesh.mesh[tuple(coordinate)])
+
+
+def placing(value: Spread) -> object:
+    """Equal for values of which each rank has the same part."""
+    if isinstance(value, DTensor):
+        return value.device_mesh, value.placements, value.shape
+    if isinstance(value, Shard):
+        return value.whole, value.at, value.owner
+    return value.metadata()
+
+
+def specs(flat: Flat) -> list[TensorSpec]:
+    """What each tensor is.
 
     Raises:
         ConfigurationError: a tensor is of a kind that cannot be kept.
     """
     found = []
-    for tensor, path in zip(flat.tensors, flat.paths, strict=True):
+    for index, (tensor, path) in enumerate(zip(flat.tensors, flat.paths, strict=True)):
         problem = _problem(tensor)
         if problem:
             raise ConfigurationError(f"The tensor {name(path)} {problem}, which is not supported.")
-        found.append((path, _NAMES[tensor.dtype], tuple(tensor.shape)))
+        part = None
+        if index in flat.spread:
+            value = flat.spread[index]
+            box = extent(value, path)
+            if box.shape != tuple(tensor.shape) or not box.fits():
+                raise ConfigurationError(
+                    f"The part of the tensor {name(path)} on this rank has shape {list(tensor.shape)};"
+                    f" it should be {list(box.shape)} at {list(box.at)} of {list(box.whole)}."
+                )
+            part = Part(box.whole, box.at, _owner(value))
+        found.append(TensorSpec(path, _NAMES[tensor.dtype], tuple(tensor.shape), part))
     return found
 
 
@@ -108,144 +244,3 @@ def _copies(group: dict[str, Any]) -> int:
     if "betas" in group:
         return 3 if group.get("amsgrad") else 2
     return 1 if group.get("momentum") else 0
-
-
-# ---- back
-
-
-def restore(state: State, tree: Any, tensors: Sequence[torch.Tensor]) -> None:
-    """Put a saved tree into ``state``, in place.
-
-    ``tensors`` may be views of memory that changes later: what is kept of them is copied.
-
-    Raises:
-        ConfigurationError: the saved state has other keys, types or shapes; the message names them.
-    """
-    if not isinstance(tree, dict):
-        raise ConfigurationError("The checkpoint does not hold a dict.")
-    restorer = _Restorer(tensors)
-    _check_keys(state, tree, ())
-    restorer.check(state, tree, ())
-    with torch.no_grad():
-        for key, value in state.items():
-            state[key] = restorer.restored(value, tree[key], (key,))
-
-
-class _Restorer:
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = tensors
-
-    def check(self, value: Any, saved: Any, path: Path) -> None:
-        """Compare before anything is changed, as far as the live state tells."""
-        if isinstance(value, torch.Tensor):
-            self._check_tensor(value, saved, path)
-        elif not hasattr(value, "load_state_dict") and _is_live(value):
-            _check_container(value, saved, path)
-            for key, item in _items(value):
-                self.check(item, saved[key], (*path, key))
-
-    def _check_tensor(self, value: torch.Tensor, saved: Any, path: Path) -> None:
-        if not isinstance(saved, TensorRef):
-            raise ConfigurationError(f"{name(path)} is a tensor, but not in the checkpoint.")
-        found = self._tensors[saved.index]
-        if (found.shape, found.dtype) != (value.shape, value.dtype):
-            raise ConfigurationError(
-                f"The tensor {name(path)} has shape {list(value.shape)} and type {value.dtype};"
-                f" in the checkpoint {list(found.shape)} and {found.dtype}."
-            )
-
-    def restored(self, value: Any, saved: Any, path: Path) -> Any:
-        """What is to stand where ``value`` stands."""
-        if isinstance(value, torch.Tensor):
-            value.copy_(self._tensors[saved.index])
-            return value
-        if hasattr(value, "load_state_dict"):
-            self._load(value, saved)
-            return value
-        if not _is_live(value):
-            return self._filled(saved, copy=True)
-        if isinstance(value, tuple):
-            return tuple(
-                self.restored(item, saved[index], (*path, index))
-                for index, item in enumerate(value)
-            )
-        for key, item in _items(value):
-            value[key] = self.restored(item, saved[key], (*path, key))
-        return value
-
-    def _load(self, value: Any, saved: Any) -> None:
-        """Hand an object its state.
-
-        A module copies what it gets. An optimizer keeps it: it gets its own tensors, with the saved
-        content, or copies. What others do is not known: they get copies.
-        """
-        if isinstance(value, torch.nn.Module):
-            value.load_state_dict(self._filled(saved, copy=False))
-        elif isinstance(value, torch.optim.Optimizer):
-            value.load_state_dict(self._reused(value.state_dict(), saved))
-        else:
-            value.load_state_dict(self._filled(saved, copy=True))
-
-    def _filled(self, saved: Any, *, copy: bool) -> Any:
-        """The saved tree with its tensors."""
-        if isinstance(saved, TensorRef):
-            tensor = self._tensors[saved.index]
-            return tensor.clone() if copy else tensor
-        if isinstance(saved, dict):
-            return {key: self._filled(item, copy=copy) for key, item in saved.items()}
-        if isinstance(saved, list):
-            return [self._filled(item, copy=copy) for item in saved]
-        if isinstance(saved, tuple):
-            return tuple(self._filled(item, copy=copy) for item in saved)
-        return saved
-
-    def _reused(self, live: Any, saved: Any) -> Any:
-        """The saved tree, with the live tree's tensors where they fit."""
-        if isinstance(saved, TensorRef):
-            found = self._tensors[saved.index]
-            if not isinstance(live, torch.Tensor) or (live.shape, live.dtype) != (
-                found.shape,
-                found.dtype,
-            ):
-                return found.clone()
-            return live.copy_(found)
-        if isinstance(saved, dict):
-            inner = live if isinstance(live, dict) else {}
-            return {key: self._reused(inner.get(key), item) for key, item in saved.items()}
-        return self._filled(saved, copy=True)
-
-
-def _items(value: Any) -> list[tuple[Any, Any]]:
-    return list(value.items()) if isinstance(value, dict) else list(enumerate(value))
-
-
-def _is_live(value: Any) -> bool:
-    """Whether there is something in it that is restored in place, not replaced as a whole."""
-    if isinstance(value, torch.Tensor) or hasattr(value, "load_state_dict"):
-        return True
-    if isinstance(value, dict | list | tuple):
-        return any(_is_live(item) for _, item in _items(value))
-    return False
-
-
-def _check_container(value: Any, saved: Any, path: Path) -> None:
-    if isinstance(value, dict) and isinstance(saved, dict):
-        _check_keys(value, saved, path)
-    elif type(value) is not type(saved) or len(value) != len(saved):
-        raise ConfigurationError(
-            f"{name(path)} is a {type(value).__name__} of {len(value)} elements, but not in the checkpoint."
-        )
-
-
-def _check_keys(value: dict[Any, Any], saved: dict[Any, Any], path: Path) -> None:
-    where = f" in {name(path)}" if path else ""
-    unknown = [str(key) for key in saved if key not in value]
-    if unknown:
-        raise ConfigurationError(
-            f"The checkpoint has keys{where} that the state has not: {', '.join(unknown)}."
-        )
-    missing = [str(key) for key in value if key not in saved]
-    if missing:
-        raise ConfigurationError(
-            f"The state has keys{where} that the checkpoint has not: {', '.join(missing)}."
-        )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from dlrover.errors import ConfigurationError
+from dlrover.errors import ConfigurationError, InfrastructureError
+
+_Value = TypeVar("_Value")
+_WELL, _CANNOT, _WRONG = range(3)
 
 
 class World:
@@ -18,11 +22,11 @@ class World:
 
     def __init__(self) -> None:
         self.rank, self.size = 0, 1
-        self._group: dist.ProcessGroup | None = None
+        self.group: dist.ProcessGroup | None = None
         if _is_initialised():
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             # A group of its own: the training's may be bound to devices, or be in use.
-            self._group = dist.new_group(backend="gloo")
+            self.group = dist.new_group(backend="gloo")
 
     def check(self) -> None:
         """Refuse to go on when the process has joined a world since.
@@ -30,19 +34,62 @@ class World:
         Raises:
             ConfigurationError: it has.
         """
-        if self._group is None and _is_initialised() and dist.get_world_size() > 1:
+        if self.group is None and _is_initialised() and dist.get_world_size() > 1:
             raise ConfigurationError(
                 "The Checkpointer was made before torch.distributed.init_process_group; make it after."
             )
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's values, by rank; all must give equally many 64-bit integers. Collective."""
-        if self._group is None:
+        if self.group is None:
             return [list(values)]
         mine = torch.tensor(values, dtype=torch.int64)
-        all_of_them = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(all_of_them, mine, group=self._group)
-        return [tensor.tolist() for tensor in all_of_them]
+        return [tensor.tolist() for tensor in self._gather(mine)]
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, by rank. Collective."""
+        if self.group is None:
+            return [data]
+        sizes = [size for (size,) in self.exchange([len(data)])]
+        mine = torch.zeros(max(sizes), dtype=torch.uint8)
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
+        every = self._gather(mine)
+        return [tensor[:size].numpy().tobytes() for tensor, size in zip(every, sizes, strict=True)]
+
+    def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        every = [torch.empty_like(mine) for _ in range(self.size)]
+        if mine.numel():
+            dist.all_gather(every, mine, group=self.group)
+        return every
+
+    def agree(self, action: Callable[[], _Value]) -> _Value:
+        """Let all ranks do something; its value if all of them could. Collective.
+
+        Raises:
+            ConfigurationError: what is asked for is wrong, on this rank or another.
+            InfrastructureError: this rank or another cannot.
+        """
+        error: ConfigurationError | InfrastructureError | None = None
+        value = None
+        try:
+            value = action()
+        except (ConfigurationError, InfrastructureError) as caught:
+            error = caught
+        mine = _WELL
+        if error is not None:
+            mine = _WRONG if isinstance(error, ConfigurationError) else _CANNOT
+        outcomes = [outcome for (outcome,) in self.exchange([mine])]
+        if isinstance(error, ConfigurationError):
+            raise error
+        if _WRONG in outcomes:
+            raise ConfigurationError(
+                f"The checkpoint does not fit the state of rank {outcomes.index(_WRONG)}; see its error."
+            )
+        if error is not None:
+            raise error
+        if _CANNOT in outcomes:
+            raise InfrastructureError(f"Rank {outcomes.index(_CANNOT)} cannot load it.")
+        return value  # type: ignore[return-value]  # no error: the action has returned
 
 
 def _is_initialised() -> bool:

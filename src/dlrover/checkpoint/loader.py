@@ -1,0 +1,372 @@
+"""Loading: which step, from where, and how its tensors get to the ranks that need them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+import torch
+
+from dlrover.checkpoint import copying, peers, storage
+from dlrover.checkpoint.client import SaverClient
+from dlrover.checkpoint.extent import Piece
+from dlrover.checkpoint.layout import ITEM_BYTES, Layout, TensorEntry
+from dlrover.checkpoint.memory import Generation
+from dlrover.checkpoint.plan import Plan, RankState, plan
+from dlrover.checkpoint.protocol import Held
+from dlrover.checkpoint.restore import Prepare
+from dlrover.checkpoint.tree import DTYPES
+from dlrover.checkpoint.world import World
+from dlrover.errors import InfrastructureError
+
+logger = logging.getLogger(__name__)
+
+MAX_STORED = 64
+"""Stored steps that a load considers, newest first."""
+
+_held = msgspec.msgpack.Decoder(list[Held])
+_described = msgspec.msgpack.Decoder(dict[int, tuple[tuple[TensorEntry, ...], bytes, list[int]]])
+
+
+class Found(NamedTuple):
+    """What was loaded."""
+
+    step: int
+    source: Literal["memory", "peer", "storage"]
+
+
+class Loader:
+    """Loads a state on every rank. All of them call `load` at the same time."""
+
+    def __init__(
+        self, world: World, client: SaverClient, directory: Path, prepare: Prepare
+    ) -> None:
+        self._world = world
+        self._client = client
+        self._directory = directory
+        self._prepare = prepare
+        self.problems: list[str] = []
+        """Why steps were passed over."""
+
+    def load(self) -> Found | None:
+        """Restore the newest step that all ranks can; None if there is none.
+
+        Raises:
+            ConfigurationError: a step is whole, but does not fit the state.
+        """
+        return self._from_memory() or self._from_storage()
+
+    def _plan(
+        self, known: Mapping[int, RankState], saved_size: int, *, complete: bool
+    ) -> Plan | None:
+        return plan(
+            self._prepare,
+            known,
+            base=self._world.rank if self._world.rank < saved_size else 0,
+            moved=saved_size != self._world.size,
+            complete=complete,
+        )
+
+    # ---- memory
+
+    def _from_memory(self) -> Found | None:
+        mine = self._client.look()
+        everyone = [_held.decode(data) for data in self._world.gather(msgspec.msgpack.encode(mine))]
+        for candidate in candidates(everyone):
+            step = MemoryStep(self._world, self._client, candidate, mine)
+            try:
+                source = self._restore_from_memory(step, candidate.world_size)
+            except InfrastructureError as error:
+                logger.warning("Step %d is not loaded from memory: %s", candidate.step, error)
+                self.problems.append(str(error))
+            else:
+                self._client.keep(candidate.step, candidate.key[1])
+                return Found(candidate.step, source)
+        self._client.keep(-1, 0)
+        return None
+
+    def _restore_from_memory(self, step: MemoryStep, saved_size: int) -> Literal["memory", "peer"]:
+        world = self._world
+        known = world.agree(step.at_hand)
+        planned = world.agree(lambda: self._plan(known, saved_size, complete=False))
+        fetched: Fetched = {}
+        if any(needs_more for (needs_more,) in world.exchange([planned is None])):
+            known = step.everything()
+            planned = world.agree(lambda: self._plan(known, saved_size, complete=True))
+            assert planned is not None, "everything is known"
+            fetched = step.fetch(planned, known)
+        ready = planned
+        assert ready is not None, "no rank needs more"
+        world.agree(lambda: step.restore(ready, known, fetched))
+        return "peer" if fetched else "memory"
+
+    # ---- storage
+
+    def _from_storage(self) -> Found | None:
+        listed = [*storage.steps(self._directory), *[-1] * MAX_STORED][:MAX_STORED]
+        for step in self._world.exchange(listed)[0]:
+            if step < 0:
+                break
+            try:
+                self._world.agree(functools.partial(self._restore_stored, step))
+            except InfrastructureError as error:
+                self.problems.append(str(error))
+                if self._world.rank == 0:
+                    bad = storage.quarantine(self._directory, step)
+                    logger.error("Step %d cannot be loaded and is now %s: %s", step, bad, error)  # noqa: TRY400
+                self._world.exchange([])
+            else:
+                return Found(step, "storage")
+        return None
+
+    def _restore_stored(self, step: int) -> None:
+        with storage.StoredStep(storage.step_directory(self._directory, step)) as stored:
+            size, alike = stored.manifest.world_size, stored.manifest.replicated
+            base = self._world.rank if self._world.rank < size else 0
+            known = {base: _rank_state(stored, base)}
+            planned = self._plan(known, size, complete=alike)
+            if planned is None:
+                known = {rank: _rank_state(stored, rank) for rank in range(size)}
+                planned = self._plan(known, size, complete=True)
+            assert planned is not None, "everything is known"
+            planned.restoration.run(_assemble(planned, known, _Stored(stored).read))
+
+
+class _Stored:
+    """Reads pieces of a stored step."""
+
+    def __init__(self, stored: storage.StoredStep) -> None:
+        self._stored = stored
+
+    def read(self, piece: Piece) -> torch.Tensor:
+        tensor = self._stored.index(piece.chunk.rank).tensors[piece.chunk.index]
+        return _cut(copying.view(self._stored.verified(tensor), tensor), piece)
+
+
+def _rank_state(stored: storage.StoredStep, rank: int) -> RankState:
+    index = stored.index(rank)
+    return RankState(index.tensors, index.skeleton, [tensor.xxh3 for tensor in index.tensors])
+
+
+# ---- memory of this node and of others
+
+Fetched = dict[Piece, torch.Tensor]
+"""What came from other ranks, by what was asked for."""
+
+
+class MemoryStep:
+    """A step in the memory of the nodes."""
+
+    def __init__(
+        self, world: World, client: SaverClient, candidate: Candidate, mine: Sequence[Held]
+    ) -> None:
+        self._world = world
+        self._client = client
+        self._candidate = candidate
+        self._held = {item.rank: item for item in mine if candidate.key == _key(item)}
+        self._generations: dict[int, tuple[Generation, torch.Tensor, Layout]] = {}
+        self._views: dict[int, list[torch.Tensor]] = {}
+
+    # ---- what this node has
+
+    def _open(self, rank: int) -> tuple[Generation, torch.Tensor, Layout]:
+        found = self._generations.get(rank)
+        if found is None:
+            slot = self._held[rank].slot
+            mine = rank == self._world.rank
+            generation = self._client.generation(slot) if mine else self._client.open(rank)[slot]
+            header = generation.header()
+            if header is None or header.step != self._candidate.step:
+                raise InfrastructureError(f"Step {self._candidate.step} is not in memory any more.")
+            buffer = torch.frombuffer(generation.data, dtype=torch.uint8)
+            found = self._generations[rank] = generation, buffer, generation.layout(header)
+        return found
+
+    def at_hand(self) -> dict[int, RankState]:
+        """This rank's own part of the step, if its node has it."""
+        rank = self._world.rank
+        if rank not in self._held:
+            return {}
+        _, _, layout = self._open(rank)
+        return {rank: RankState(layout.entries, layout.skeleton, ())}
+
+    def _verify(self, ranks: Iterable[int]) -> str:
+        for rank in ranks:
+            problem = self._client.verify(rank, self._held[rank].slot)
+            if problem:
+                return problem
+        return ""
+
+    # ---- what all nodes have
+
+    def everything(self) -> dict[int, RankState]:
+        """All ranks' parts. Collective.
+
+        Raises:
+            InfrastructureError: one of them is damaged.
+        """
+        described = self._world.agree(self._describe)
+        found: dict[int, RankState] = {}
+        for data in self._world.gather(msgspec.msgpack.encode(described)):
+            for rank, (entries, skeleton, sums) in _described.decode(data).items():
+                found[rank] = RankState(entries, skeleton, sums)
+        return found
+
+    def _describe(self) -> dict[int, tuple[tuple[TensorEntry, ...], bytes, list[int]]]:
+        """The parts that this rank reads for the others."""
+        served = [r for r, by in self._candidate.servers.items() if by == self._world.rank]
+        problem = self._verify(served)
+        if problem:
+            raise InfrastructureError(problem)
+        found = {}
+        for rank in served:
+            generation, _, layout = self._open(rank)
+            header = generation.header()
+            sums = generation.sums(header) if header is not None else None
+            if sums is None:
+                raise InfrastructureError(f"Rank {rank}'s part of the step is gone from memory.")
+            found[rank] = (layout.entries, layout.skeleton, sums)
+        return found
+
+    def fetch(self, planned: Plan, known: Mapping[int, RankState]) -> Fetched:
+        """Bring what only other nodes have. Collective."""
+        remote = [
+            piece
+            for needed in planned.needed
+            for piece in needed
+            if piece.chunk.rank not in self._held
+        ]
+
+        def itemsize(piece: Piece) -> int:
+            return ITEM_BYTES[known[piece.chunk.rank].tensors[piece.chunk.index].dtype]
+
+        return dict(peers.fetch(self._world, self._candidate.servers, remote, itemsize, self._read))
+
+    # ---- restore
+
+    def _read(self, piece: Piece) -> torch.Tensor:
+        rank = piece.chunk.rank
+        if rank not in self._views:
+            _, buffer, layout = self._open(rank)
+            self._views[rank] = copying.views(buffer, layout.entries)
+        return _cut(self._views[rank][piece.chunk.index], piece)
+
+    def restore(self, planned: Plan, known: Mapping[int, RankState], fetched: Fetched) -> None:
+        """Put everything in its place, and check meanwhile what is read.
+
+        Raises:
+            InfrastructureError: it is damaged.
+        """
+
+        def read(piece: Piece) -> torch.Tensor:
+            data = fetched.get(piece)
+            if data is None:
+                return self._read(piece)
+            dtype = DTYPES[known[piece.chunk.rank].tensors[piece.chunk.index].dtype]
+            return data.view(dtype).view(piece.box.shape)
+
+        used = {p.chunk.rank for needed in planned.needed for p in needed} & self._held.keys()
+        with _meanwhile(lambda: self._verify(used)):
+            planned.restoration.run(_assemble(planned, known, read))
+
+
+class Candidate(NamedTuple):
+    """A step that is in memory, all of it, on one node or several."""
+
+    key: tuple[int, int, int]
+    """Step, session, and how many ranks saved it."""
+    servers: dict[int, int]
+    """By saved rank: the rank that reads it for others."""
+
+    @property
+    def step(self) -> int:
+        """The step."""
+        return self.key[0]
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks saved it."""
+        return self.key[2]
+
+
+def _key(item: Held) -> tuple[int, int, int]:
+    return item.step, item.session, item.world_size
+
+
+def candidates(everyone: Sequence[Sequence[Held]]) -> list[Candidate]:
+    """The steps that can be loaded, newest first, from what each rank sees."""
+    seen: dict[tuple[int, int, int], dict[int, list[int]]] = {}
+    for viewer, held in enumerate(everyone):
+        for item in held:
+            seen.setdefault(_key(item), {}).setdefault(item.rank, []).append(viewer)
+    found = []
+    for key in sorted(seen, reverse=True):
+        viewers = seen[key]
+        if viewers.keys() >= set(range(key[2])):
+            servers = {rank: who[rank % len(who)] for rank, who in viewers.items()}
+            found.append(Candidate(key, servers))
+    return found
+
+
+# ---- pieces
+
+
+def _cut(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    if piece.box.shape == tuple(tensor.shape):
+        return tensor
+    return tensor[_slices(piece.box.in_source, piece.box.shape)]
+
+
+def _slices(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
+
+
+def _assemble(
+    planned: Plan, known: Mapping[int, RankState], read: Callable[[Piece], torch.Tensor]
+) -> list[torch.Tensor]:
+    """The wanted part of each tensor; a view where one piece is all of it."""
+    tensors = []
+    saved = known[planned.base].tensors
+    for tensor, wanted, needed in zip(
+        saved, planned.restoration.wanted, planned.needed, strict=True
+    ):
+        shape = wanted.shape if wanted is not None else (0,)
+        if len(needed) == 1 and needed[0].box.shape == shape:
+            tensors.append(read(needed[0]))
+            continue
+        whole = torch.empty(shape, dtype=DTYPES[tensor.dtype])
+        for piece in needed:
+            whole[_slices(piece.box.in_target, piece.box.shape)] = read(piece)
+        tensors.append(whole)
+    return tensors
+
+
+@contextlib.contextmanager
+def _meanwhile(check: Callable[[], str]) -> Iterator[None]:
+    """Run ``check`` beside the block; afterwards raise what it found.
+
+    Raises:
+        InfrastructureError: it found something, or could not look.
+    """
+    found: list[str] = []
+
+    def run() -> None:
+        try:
+            found.append(check())
+        except InfrastructureError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+        if not found or found[0]:
+            raise InfrastructureError(found[0] if found else "The check ended with an error.")

@@ -1,0 +1,326 @@
+"""From a saved tree back into a state, in place.
+
+What is restored decides which part of each tensor is needed: a tensor that was saved as four shards can
+come back as two, or whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from dlrover.checkpoint import tree as trees
+from dlrover.checkpoint.extent import Extent
+from dlrover.checkpoint.layout import Path, Tensor, TensorRef, extent_of, name
+from dlrover.checkpoint.tree import DTYPES, Shard, Spread, State
+from dlrover.errors import ConfigurationError
+
+Prepare = Callable[[Any, Sequence[Tensor], bool], "Restoration | Reading"]
+"""What to do with a saved tree and its tensors; True: another number of ranks saved them."""
+
+
+def in_place(state: State, local: Collection[str]) -> Prepare:
+    """Restore ``state``; its keys ``local`` only for as many ranks as have saved."""
+
+    def prepare(tree: Any, specs: Sequence[Tensor], moved: bool) -> Restoration:
+        return Restoration(state, tree, specs, except_for=local if moved else ())
+
+    return prepare
+
+
+class Restoration:
+    """One restoration, planned: what it needs, and then its execution.
+
+    Args:
+        state: what is restored.
+        tree: the saved tree, with a `TensorRef` for each tensor.
+        specs: what these tensors were, by index.
+        except_for: keys of ``state`` that stay as they are.
+
+    Raises:
+        ConfigurationError: the saved state has other keys, types or shapes; the message names them.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        tree: Any,
+        specs: Sequence[Tensor],
+        except_for: Collection[str] = (),
+    ) -> None:
+        if not isinstance(tree, dict):
+            raise ConfigurationError("The checkpoint does not hold a dict.")
+        self._state, self._specs = state, specs
+        self._tree = {key: item for key, item in tree.items() if key not in except_for}
+        self._live: dict[int, Any] = {}
+        """State of the objects with ``state_dict``, by their id."""
+        self._models: dict[int, Any] = {}
+        """The tensors that saved ones become, or are to be like, by index."""
+        self._tensors: Sequence[torch.Tensor] = ()
+        restored = {key: item for key, item in state.items() if key not in except_for}
+        _check_keys(restored, self._tree, ())
+        self._match(restored, self._tree, ())
+        used = {ref.index for ref in _refs(self._tree)}
+        self.wanted: list[Extent | None] = [
+            self._wanted(i) if i in used else None for i in range(len(specs))
+        ]
+        """Which part is needed of each tensor; None: it is not needed at all."""
+
+    # ---- plan
+
+    def _match(self, value: Any, saved: Any, path: Path) -> None:
+        """Compare before anything is changed, as far as the live state tells."""
+        if isinstance(value, torch.Tensor | Spread):
+            self._check_tensor(value, saved, path)
+            self._models[saved.index] = value
+        elif hasattr(value, "load_state_dict"):
+            self._find_models(value, saved)
+        elif _is_live(value):
+            _check_container(value, saved, path)
+            for key, item in _items(value):
+                self._match(item, saved[key], (*path, key))
+
+    def _check_tensor(self, value: Any, saved: Any, path: Path) -> None:
+        if not isinstance(saved, TensorRef):
+            raise ConfigurationError(f"{name(path)} is a tensor, but not in the checkpoint.")
+        spec = self._specs[saved.index]
+        whole, saved_whole = trees.extent(value, path).whole, extent_of(spec.shape, spec.part).whole
+        dtype = trees.local_part(value, path).dtype if isinstance(value, Spread) else value.dtype
+        if (saved_whole, DTYPES[spec.dtype]) != (whole, dtype):
+            raise ConfigurationError(
+                f"The tensor {name(path)} has shape {list(whole)} and type {dtype};"
+                f" in the checkpoint {list(saved_whole)} and {DTYPES[spec.dtype]}."
+            )
+
+    def _find_models(self, value: Any, saved: Any) -> None:
+        """See what an object's tensors are like now, where that can make a difference."""
+        is_module = isinstance(value, torch.nn.Module)
+        is_optimizer = isinstance(value, torch.optim.Optimizer)
+        spread = any(self._specs[ref.index].part is not None for ref in _refs(saved))
+        if is_module and not spread:
+            spread = any(isinstance(item, DTensor) for item in value.parameters())
+        elif is_optimizer and not spread:
+            spread = any(isinstance(item, DTensor) for item in _parameters(value))
+        if spread or is_optimizer:
+            live = self._live[id(value)] = value.state_dict()
+            if spread:
+                self._pair(live, saved)
+        if spread and is_optimizer and isinstance(saved, dict):
+            self._pair_with_parameters(value, saved)
+
+    def _pair(self, live: Any, saved: Any) -> None:
+        if isinstance(saved, TensorRef):
+            if isinstance(live, torch.Tensor | Spread):
+                self._models[saved.index] = live
+        elif isinstance(live, dict) and isinstance(saved, dict):
+            for key in saved.keys() & live.keys():
+                self._pair(live[key], saved[key])
+        elif isinstance(live, list | tuple) and isinstance(saved, list | tuple):
+            for mine, its in zip(live, saved, strict=False):
+                self._pair(mine, its)
+
+    def _pair_with_parameters(
+        self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]
+    ) -> None:
+        """State that the optimizer does not have yet is spread as its parameters are."""
+        for number, parameter in enumerate(_parameters(optimizer)):
+            for item in _items(saved.get("state", {}).get(number, {})):
+                ref = item[1]
+                if isinstance(ref, TensorRef) and ref.index not in self._models:
+                    spec = self._specs[ref.index]
+                    if extent_of(spec.shape, spec.part).whole == tuple(parameter.shape):
+                        self._models[ref.index] = _Like(parameter)
+
+    def _wanted(self, index: int) -> Extent:
+        spec = self._specs[index]
+        saved = extent_of(spec.shape, spec.part)
+        model = self._models.get(index)
+        if model is None:
+            if spec.part is not None:
+                raise ConfigurationError(
+                    f"{name(spec.path)} is a part of a tensor; nothing in the state tells which part of it"
+                    " is needed now."
+                )
+            return saved
+        wanted = trees.extent(model.tensor if isinstance(model, _Like) else model, spec.path)
+        return wanted if wanted.whole == saved.whole else saved
+
+    # ---- execute
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Restore.
+
+        ``tensors`` are the wanted parts. They may be views of memory that changes later: what is kept of
+        them is copied.
+        """
+        self._tensors = tensors
+        with torch.no_grad():
+            for key, saved in self._tree.items():
+                self._state[key] = self._restored(self._state[key], saved)
+
+    def _restored(self, value: Any, saved: Any) -> Any:
+        """What is to stand where ``value`` stands."""
+        if isinstance(value, torch.Tensor | Spread):
+            return self._overwritten(value, saved.index)
+        if hasattr(value, "load_state_dict"):
+            self._load(value, saved)
+            return value
+        if not _is_live(value):
+            return self._filled(saved, copy=True)
+        if isinstance(value, tuple):
+            return tuple(self._restored(item, saved[key]) for key, item in _items(value))
+        for key, item in _items(value):
+            value[key] = self._restored(item, saved[key])
+        return value
+
+    def _overwritten(self, value: Any, index: int) -> Any:
+        """A live tensor with the saved content."""
+        target = trees.local_part(value) if isinstance(value, Spread) else value
+        if target.numel():
+            target.copy_(self._tensors[index])
+        return value
+
+    def _load(self, value: Any, saved: Any) -> None:
+        """Hand an object its state.
+
+        A module copies what it gets. An optimizer keeps it: it gets its own tensors, with the saved
+        content, or copies. What others do is not known: they get copies.
+        """
+        if isinstance(value, torch.nn.Module):
+            value.load_state_dict(self._filled(saved, copy=False))
+        elif isinstance(value, torch.optim.Optimizer):
+            value.load_state_dict(self._reused(self._live[id(value)], saved))
+        else:
+            value.load_state_dict(self._filled(saved, copy=True))
+
+    def _filled(self, saved: Any, *, copy: bool) -> Any:
+        """The saved tree with its tensors."""
+        if isinstance(saved, TensorRef):
+            tensor = self._tensors[saved.index]
+            return self._like_model(saved.index, tensor.clone() if copy else tensor)
+        if isinstance(saved, dict):
+            return {key: self._filled(item, copy=copy) for key, item in saved.items()}
+        if isinstance(saved, list):
+            return [self._filled(item, copy=copy) for item in saved]
+        if isinstance(saved, tuple):
+            return tuple(self._filled(item, copy=copy) for item in saved)
+        return saved
+
+    def _like_model(self, index: int, tensor: torch.Tensor) -> Any:
+        """The part as what the state has there now."""
+        model = self._models.get(index)
+        if isinstance(model, _Like):
+            model = model.tensor
+        if isinstance(model, DTensor):
+            return DTensor.from_local(
+                tensor, model.device_mesh, model.placements,
+                run_check=False, shape=model.shape, stride=model.stride(),
+            )  # fmt: skip
+        if isinstance(model, Shard):
+            return Shard(tensor, model.whole, model.at, model.owner)
+        if isinstance(model, ShardedTensor):
+            return self._overwritten(model, index)
+        return tensor
+
+    def _reused(self, live: Any, saved: Any) -> Any:
+        """The saved tree, with the live tree's tensors where they fit."""
+        if isinstance(saved, TensorRef):
+            found = self._tensors[saved.index]
+            if isinstance(live, torch.Tensor | Spread):
+                mine = trees.local_part(live) if isinstance(live, Spread) else live
+                if (mine.shape, mine.dtype) == (found.shape, found.dtype):
+                    return self._overwritten(live, saved.index)
+            return self._like_model(saved.index, found.clone())
+        if isinstance(saved, dict):
+            inner = live if isinstance(live, dict) else {}
+            return {key: self._reused(inner.get(key), item) for key, item in saved.items()}
+        return self._filled(saved, copy=True)
+
+
+class Reading:
+    """A saved state as new tensors; parts of spread ones as `Shard`.
+
+    Args:
+        tree: the saved tree, with a `TensorRef` for each tensor.
+        specs: what these tensors were, by index.
+    """
+
+    def __init__(self, tree: Any, specs: Sequence[Tensor]) -> None:
+        self._tree, self._specs = tree, specs
+        self.state: State = {}
+        self.wanted: list[Extent | None] = [extent_of(spec.shape, spec.part) for spec in specs]
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Make the state of these tensors, which may be views of memory that changes later."""
+
+        def made(saved: Any) -> Any:
+            if isinstance(saved, TensorRef):
+                tensor, part = tensors[saved.index].clone(), self._specs[saved.index].part
+                return tensor if part is None else Shard(tensor, part.whole, part.at, part.owner)
+            if isinstance(saved, dict):
+                return {key: made(item) for key, item in saved.items()}
+            if isinstance(saved, list | tuple):
+                return type(saved)(map(made, saved))
+            return saved
+
+        self.state = made(self._tree)
+
+
+class _Like:
+    """Marks a tensor that another one is to be spread like; it is not to be overwritten."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """In the order of the numbers that they have in the optimizer's state."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _refs(saved: Any) -> Iterator[TensorRef]:
+    if isinstance(saved, TensorRef):
+        yield saved
+    elif isinstance(saved, dict | list | tuple):
+        for _, item in _items(saved):
+            yield from _refs(item)
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    return list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+
+
+def _is_live(value: Any) -> bool:
+    """Whether there is something in it that is restored in place, not replaced as a whole."""
+    if isinstance(value, torch.Tensor | Spread) or hasattr(value, "load_state_dict"):
+        return True
+    if isinstance(value, dict | list | tuple):
+        return any(_is_live(item) for _, item in _items(value))
+    return False
+
+
+def _check_container(value: Any, saved: Any, path: Path) -> None:
+    if isinstance(value, dict) and isinstance(saved, dict):
+        _check_keys(value, saved, path)
+    elif type(value) is not type(saved) or len(value) != len(saved):
+        raise ConfigurationError(
+            f"{name(path)} is a {type(value).__name__} of {len(value)} elements, but not in the checkpoint."
+        )
+
+
+def _check_keys(value: dict[Any, Any], saved: dict[Any, Any], path: Path) -> None:
+    where = f" in {name(path)}" if path else ""
+    unknown = [str(key) for key in saved if key not in value]
+    if unknown:
+        raise ConfigurationError(
+            f"The checkpoint has keys{where} that the state has not: {', '.join(unknown)}."
+        )
+    missing = [str(key) for key in value if key not in saved]
+    if missing:
+        raise ConfigurationError(
+            f"The state has keys{where} that the checkpoint has not: {', '.join(missing)}."
+        )
