@@ -8,7 +8,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,9 +19,11 @@ from dlrover import config
 from dlrover.checkpoint import faults, memory, restore, storage, tree
 from dlrover.checkpoint.client import SaverClient
 from dlrover.checkpoint.copying import Copier
+from dlrover.checkpoint.interval import HOURS_BETWEEN_FAILURES, Auto, Costs, Do
 from dlrover.checkpoint.layout import PackedLayout, Tensor
 from dlrover.checkpoint.loader import Loader
 from dlrover.checkpoint.memory import PAGE, Generation
+from dlrover.checkpoint.overlap import Background, Guarded, Snapshot, torn
 from dlrover.checkpoint.protocol import SaverGoneError
 from dlrover.checkpoint.restore import Prepare, Reading
 from dlrover.checkpoint.tree import State
@@ -57,6 +59,12 @@ class Checkpointer:
         linger: seconds that the saver, and with it the memory, outlives the last worker.
         local: keys of the state that belong to a rank, such as the state of its random numbers; `load`
             leaves them as they are when the number of ranks has changed.
+        interval: steps from one save to storage to the next, for saves that do not say where to;
+            ``"auto"`` picks how often to save to memory and to storage, and says what it picked.
+        hours_between_failures: mean time between two failures of the job, for ``"auto"``; by default as
+            many as one published large training had, by the number of ranks.
+        overlap: let `save` return at once, and copy while the training goes on; optimizers wait for the
+            copy before they step.
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -70,11 +78,15 @@ class Checkpointer:
         keep: int = 3,
         linger: float = 60.0,
         local: Collection[str] = (),
+        interval: int | Literal["auto"] | None = None,
+        hours_between_failures: float | None = None,
+        overlap: bool = False,
     ) -> None:
         if keep < 1:
             raise ConfigurationError(f"keep is {keep}; at least 1 step must be kept.")
         if not linger >= 0:
             raise ConfigurationError(f"linger is {linger}; it must be 0 seconds or more.")
+        _check_interval(interval, hours_between_failures)
         self._world = World()
         self._local = frozenset(local)
         self._directory = Path(path).absolute()
@@ -82,12 +94,17 @@ class Checkpointer:
         self._client = SaverClient(
             self._directory, identity, keep=keep, linger=linger, env=config.environ()
         )
+        self._interval = interval
+        self._auto = _auto(self._world.size, hours_between_failures)
         self._copier = Copier()
+        self._guarded = Guarded()
+        self._background = Background() if overlap else None
         self._buffers: dict[int, tuple[Generation, torch.Tensor]] = {}
         self._reserved = threading.Event()
         """Cleared while memory is reserved in the background."""
         self._reserved.set()
-        self._asked: set[int] = set()
+        self._asked: dict[int, float] = {}
+        """When steps that are not durable yet were sent to storage, by this process's clock."""
         self._problems: list[str] = []
         try:
             saver = self._client.attach(self._world.rank)
@@ -101,35 +118,101 @@ class Checkpointer:
 
     # ---- save
 
-    def save(self, step: int, state: State, to: Literal["memory", "storage"] = "memory") -> None:
+    def save(self, step: int, state: State, to: Literal["memory", "storage"] | None = None) -> None:
         """Copy ``state`` to memory; with ``to="storage"`` it is also stored, in the background.
 
-        Returns when the copy is done. All ranks save the same steps, but do not wait for each other.
+        Without ``to`` the interval decides about storage. Returns when the copy is done; with ``overlap``
+        at once. All ranks save the same steps, but do not wait for each other.
 
         Raises:
             ConfigurationError: the state holds something that cannot be kept, or an argument is wrong.
-            InfrastructureError: there is not enough memory.
+            InfrastructureError: there is not enough memory; or a copy that overlapped with the training
+                failed: the message says which.
         """
-        if to not in ("memory", "storage"):
+        if to not in ("memory", "storage", None):
             raise ConfigurationError(f"to is {to!r}; it must be 'memory' or 'storage'.")
         if step < 0:
             raise ConfigurationError(f"step is {step}; it must be 0 or more.")
         self._world.check()
+        began = time.monotonic()
+        do = to or self._due(step, began)
+        if do != "nothing":
+            self._copy(step, state, to_storage=do == "storage")
+            self._auto.saved(time.monotonic() - began, time.monotonic())
+        if to is None and self._interval == "auto" and self._auto.due:
+            self._pick_interval()
+
+    def _due(self, step: int, now: float) -> Do:
+        if self._interval == "auto":
+            self._note_durable(now)
+            return self._auto.ask(now)
+        return "storage" if self._interval and step % self._interval == 0 else "memory"
+
+    def _note_durable(self, now: float) -> None:
+        for step, began in list(self._asked.items()):
+            if self._is_stored(step):
+                self._auto.stored(now - began)
+                del self._asked[step]
+
+    def _is_stored(self, step: int) -> bool:
+        return (storage.step_directory(self._directory, step) / storage.MANIFEST).exists()
+
+    def _pick_interval(self) -> None:
+        mine = [round(seconds * 1e6) for seconds in self._auto.costs]
+        worst = [max(values) / 1e6 for values in zip(*self._world.exchange(mine), strict=True)]
+        picked = self._auto.settle(Costs(*worst))
+        if picked is not None and self._world.rank == 0:
+            logger.info("%s", picked.sentence(Costs(*worst)))
+
+    def _copy(self, step: int, state: State, *, to_storage: bool) -> None:
         flat = tree.flatten(state)
+        if self._background is not None:
+            self._background.wait()
         layout = self._copier.layout(flat)
+        if self._background is None:
+            self._save(step, layout, self._copy_all, to_storage=to_storage)
+            return
+        snapshot = Snapshot(self._copier, self._guarded.unguarded(state, self._copier))
+
+        def copy(buffer: torch.Tensor) -> None:
+            changed = snapshot.copy(buffer)
+            if changed:
+                self._guarded.distrust(changed)
+                raise torn(step, self._copier, changed)
+
+        self._background.start(lambda: self._save(step, layout, copy, to_storage=to_storage))
+
+    def _copy_all(self, buffer: torch.Tensor) -> None:
+        self._copier.copy(buffer)
+
+    def _save(
+        self,
+        step: int,
+        layout: PackedLayout,
+        copy: Callable[[torch.Tensor], None],
+        *,
+        to_storage: bool,
+    ) -> None:
         try:
-            self._save(step, layout, to_storage=to == "storage")
+            self._save_once(step, layout, copy, to_storage=to_storage)
         except SaverGoneError as error:
             logger.warning("%s It is started again", error)
             self._reconnect()
-            self._save(step, layout, to_storage=to == "storage")
+            self._save_once(step, layout, copy, to_storage=to_storage)
 
-    def _save(self, step: int, layout: PackedLayout, *, to_storage: bool) -> None:
+    def _save_once(
+        self,
+        step: int,
+        layout: PackedLayout,
+        copy: Callable[[torch.Tensor], None],
+        *,
+        to_storage: bool,
+    ) -> None:
         self._make_room(layout)
         slot = self._client.begin(step)
         faults.point("save.begun")
         generation, buffer = self._buffer(slot)
-        self._copier.copy(buffer)
+        copy(buffer)
         faults.point("save.copied")
         generation.publish(
             layout,
@@ -141,14 +224,16 @@ class Checkpointer:
         self._client.publish(slot, step, to_storage=to_storage)
         faults.point("save.published")
         if to_storage:
-            self._asked.add(step)
+            self._asked[step] = time.monotonic()
 
     def wait(self) -> None:
-        """Wait until all that was asked for storage is durable.
+        """Wait until all that was asked for is copied, and durable if it was for storage.
 
         Raises:
-            InfrastructureError: something was not stored since the last call; the message says what.
+            InfrastructureError: something was not, since the last call; the message says what.
         """
+        if self._background is not None:
+            self._background.wait()
         try:
             self._problems += self._client.wait()
         except SaverGoneError:
@@ -160,6 +245,8 @@ class Checkpointer:
 
     def close(self) -> None:
         """Disconnect from the saver, which goes on storing what it was asked for."""
+        if self._background is not None:
+            self._background.close()
         self._reserved.wait()
         self._copier.forget()
         self._buffers.clear()
@@ -168,7 +255,7 @@ class Checkpointer:
     def _reconnect(self) -> None:
         """Find a new saver; the memory of the old one is gone with it."""
         for step in sorted(self._asked):
-            if not (storage.step_directory(self._directory, step) / storage.MANIFEST).exists():
+            if not self._is_stored(step):
                 self._problems.append(f"Step {step} was not stored: the saver ended before.")
         self._asked.clear()
         self._reserved.wait()
@@ -258,6 +345,8 @@ class Checkpointer:
 
     def _load(self, prepare: Prepare) -> LoadRecord | None:
         self._world.check()
+        if self._background is not None:
+            self._background.wait()
         self._reserved.wait()
         began = time.monotonic()
         loader = Loader(self._world, self._client, self._directory, prepare)
@@ -281,6 +370,20 @@ class Checkpointer:
             f"No checkpoint in {self._directory} can be loaded ({was}): {reasons} Remove the directory to"
             " start afresh."
         )
+
+
+def _check_interval(interval: int | str | None, hours_between_failures: float | None) -> None:
+    if not (interval in (None, "auto") or (isinstance(interval, int) and interval >= 1)):
+        raise ConfigurationError(f"interval is {interval!r}; it must be 1 or more, or 'auto'.")
+    if hours_between_failures is not None and not hours_between_failures > 0:
+        raise ConfigurationError(
+            f"hours_between_failures is {hours_between_failures}; it must be more than 0."
+        )
+
+
+def _auto(ranks: int, hours_between_failures: float | None) -> Auto:
+    hours = hours_between_failures or HOURS_BETWEEN_FAILURES / ranks
+    return Auto(hours * 3600)
 
 
 def _populate(generation: Generation) -> None:

@@ -47,7 +47,7 @@ class Copier:
             ConfigurationError: a tensor or a value cannot be kept.
         """
         known = self._known
-        if known is None or not known.matches(flat):
+        if known is None or not known.takes(flat):
             known = self._known = _Known(flat)
             self._plan = None
         return layouts.packed(known.encoded, layouts.encode(flat.packed), known.sizes)
@@ -62,6 +62,24 @@ class Copier:
     def forget(self) -> None:
         """Let go of the state's tensors and of the buffer."""
         self._known = self._plan = None
+
+    # ---- for copies beside the training
+
+    @property
+    def sources(self) -> list[torch.Tensor]:
+        """The tensors that `copy` reads, in the order of the layout."""
+        assert self._known is not None
+        return self._known.sources
+
+    def put(self, buffer: torch.Tensor, index: int, tensor: torch.Tensor) -> None:
+        """Write one tensor of the layout."""
+        assert self._known is not None
+        views(buffer, [self._known.entries[index]])[0].copy_(tensor)
+
+    def path(self, index: int) -> layouts.Path:
+        """Where a tensor is in the state."""
+        assert self._known is not None
+        return self._known.entries[index].path
 
 
 class _Known:
@@ -78,7 +96,7 @@ class _Known:
             layouts.layout_hash(self.entries),
         )
         # Detached aliases keep the memory from being used for another tensor at the same address.
-        self._sources = [tensor.detach() for tensor in flat.tensors]
+        self.sources = [tensor.detach() for tensor in flat.tensors]
         self._paths = flat.paths
         self._pointers = list(map(torch.Tensor.data_ptr, flat.tensors))
         self._strides = list(map(torch.Tensor.stride, flat.tensors))
@@ -88,12 +106,11 @@ class _Known:
         self._placing = _placing(flat)
         self._plans: list[_Plan] = []
 
-    def matches(self, flat: Flat) -> bool:
-        """Whether the tensors are the same memory, seen in the same way, at the same paths."""
+    def takes(self, flat: Flat) -> bool:
+        """Whether the tensors are of the same kind at the same paths; which may have moved."""
         tensors = flat.tensors
-        return (
+        alike = (
             len(tensors) == len(self._pointers)
-            and list(map(torch.Tensor.data_ptr, tensors)) == self._pointers
             and list(map(_shape, tensors)) == self._shapes
             and list(map(_dtype, tensors)) == self._dtypes
             and list(map(torch.Tensor.stride, tensors)) == self._strides
@@ -101,6 +118,24 @@ class _Known:
             and _lazy_bits(tensors) == self._lazy
             and _placing(flat) == self._placing
         )
+        if not alike:
+            return False
+        pointers = list(map(torch.Tensor.data_ptr, tensors))
+        return pointers == self._pointers or self._follow(tensors, pointers)
+
+    def _follow(self, tensors: list[torch.Tensor], pointers: list[int]) -> bool:
+        """Take tensors that lie elsewhere now; not if they are, or were, tied to others."""
+        if tree.same_tensors(tensors) != self._same:
+            return False
+        for index, pointer in enumerate(pointers):
+            if pointer != self._pointers[index]:
+                if tensors[index].device != self.sources[index].device:
+                    return False
+                self.sources[index] = tensors[index].detach()
+                for plan in self._plans:
+                    plan.replace(index, self.sources[index])
+        self._pointers = pointers
+        return True
 
     def plan(self, buffer: torch.Tensor) -> _Plan:
         """How to copy to a buffer; the last two are kept, one for each generation."""
@@ -108,11 +143,7 @@ class _Known:
             if plan.buffer is buffer:
                 return plan
         first = [index for index, same in enumerate(self._same) if index == same]
-        made = _Plan(
-            buffer,
-            [self._sources[index] for index in first],
-            [self.entries[index] for index in first],
-        )
+        made = _Plan(buffer, [(index, self.sources[index], self.entries[index]) for index in first])
         self._plans = [*self._plans[-1:], made]
         return made
 
@@ -126,43 +157,54 @@ def _placing(flat: Flat) -> list[tuple[int, object]]:
     return [(index, tree.placing(value)) for index, value in flat.spread.items()]
 
 
+_Item = tuple[int, torch.Tensor, TensorEntry]
+"""Number, tensor and place."""
+
+
 class _Plan:
     """Calls that copy tensors to a buffer: one for each large tensor, one for each run of small ones."""
 
-    def __init__(
-        self, buffer: torch.Tensor, sources: list[torch.Tensor], entries: list[TensorEntry]
-    ) -> None:
+    def __init__(self, buffer: torch.Tensor, items: list[_Item]) -> None:
         self.buffer = buffer
-        self._singles: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._runs: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
-        for run in _runs(sources, entries):
+        self._calls: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        self._places: dict[int, tuple[int, int]] = {}
+        for run in _runs(items):
             if len(run) == 1:
-                source, entry = run[0]
-                self._singles.append((views(buffer, [entry])[0], source))
+                target, parts = views(buffer, [run[0][2]])[0], [run[0][1]]
             else:
-                part = buffer[run[0][1].offset : run[-1][1].end].view(run[0][0].dtype)
-                self._runs.append((part, [source.view(-1) for source, _ in run]))
+                target = buffer[run[0][2].offset : run[-1][2].end].view(run[0][1].dtype)
+                parts = [source.view(-1) for _, source, _ in run]
+            for number, (index, _, _) in enumerate(run):
+                self._places[index] = len(self._calls), number
+            self._calls.append((target, parts))
+
+    def replace(self, index: int, source: torch.Tensor) -> None:
+        """Copy another tensor, of the same kind, from now on."""
+        if index in self._places:
+            call, number = self._places[index]
+            parts = self._calls[call][1]
+            parts[number] = source.view(-1) if len(parts) > 1 else source
 
     def run(self) -> None:
         """Copy."""
         with torch.no_grad():
-            for target, source in self._singles:
-                target.copy_(source)
-            for target, sources in self._runs:
-                torch.cat(sources, out=target)
+            for target, parts in self._calls:
+                if len(parts) == 1:
+                    target.copy_(parts[0])
+                else:
+                    torch.cat(parts, out=target)
 
 
-def _runs(
-    sources: list[torch.Tensor], entries: list[TensorEntry]
-) -> Iterator[list[tuple[torch.Tensor, TensorEntry]]]:
+def _runs(items: list[_Item]) -> Iterator[list[_Item]]:
     """Neighbours that one call can copy: packed, of one type, contiguous, in the host's memory.
 
     A run stays below `SMALL` elements: above that ``torch.cat`` copies tensor by tensor.
     """
     number, elements = 0, 0
-    numbered: list[tuple[int, tuple[torch.Tensor, TensorEntry]]] = []
+    numbered: list[tuple[int, _Item]] = []
     before: TensorEntry | None = None
-    for source, entry in zip(sources, entries, strict=True):
+    for item in items:
+        _, source, entry = item
         plain = source.is_contiguous() and source.device.type == "cpu"
         plain = plain and not source.is_conj() and not source.is_neg()
         size = source.numel()
@@ -170,7 +212,7 @@ def _runs(
         if not (plain and joins and elements + size < SMALL):
             number, elements = number + 1, 0
         elements += size
-        numbered.append((number, (source, entry)))
+        numbered.append((number, item))
         before = entry if plain and size else None
     for _, group in groupby(numbered, key=lambda pair: pair[0]):
-        yield [pair for _, pair in group]
+        yield [item for _, item in group]
