@@ -6,9 +6,10 @@ import pytest
 
 from dlrover.checkpoint import layout as layouts, memory
 from dlrover.checkpoint.book import Book
+from dlrover.checkpoint.breakpoint import Breakpoints
 from dlrover.checkpoint.layout import TensorSpec
 from dlrover.checkpoint.memory import Generation
-from dlrover.checkpoint.protocol import SaverGoneError
+from dlrover.checkpoint.protocol import Join, SaverGoneError
 from dlrover.errors import InfrastructureError, ProtocolError
 
 ENTRIES = layouts.place([TensorSpec(("a",), "uint8", (8,))], [0])
@@ -19,16 +20,25 @@ HERE = os.getpid()
 class Worker:
     """One rank, without a process."""
 
-    def __init__(self, book: Book, rank: int, world: tuple[int, ...] = (0,), session: int = 1):
-        self.book, self.rank, self.session, self.world = book, rank, session, world
+    def __init__(
+        self,
+        book: Book,
+        rank: int,
+        world: tuple[int, ...] = (0,),
+        session: int = 1,
+        *,
+        stores=False,
+        size=0,
+    ):
+        self.book, self.rank, self.session, self.size = book, rank, session, size or len(world)
         _, self.owner, self.fds = book.attach(rank, HERE)
-        book.join(rank, session, len(world), world)
+        book.join(rank, Join(session, self.size, world, save_at_breakpoint=stores))
 
     def write(self, step: int) -> int:
         slot = self.book.begin(self.rank, step)
         os.ftruncate(self.fds[slot], memory.room_for(PACKED))
         Generation(self.fds[slot]).publish(
-            PACKED, rank=self.rank, world_size=len(self.world), step=step, session=self.session
+            PACKED, rank=self.rank, world_size=self.size, step=step, session=self.session
         )
         return slot
 
@@ -74,11 +84,11 @@ def test_a_save_waits_while_both_generations_are_to_be_persisted():
     worker.save(2, to_storage=True)
     saving = threading.Thread(target=worker.save, args=(3,))
     saving.start()
-    task = book.next_task()
+    task = book.tasks.next()
     assert task.step == 1
-    assert book.pause(task, 5.0, yielding=True), "the task hears that its memory is wanted"
+    assert book.tasks.pause(task, 5.0, yielding=True), "the task hears that its memory is wanted"
     assert worker.steps == [1, 2]
-    book.finish(task, "")
+    book.tasks.finish(task, "")
     saving.join(5)
     assert worker.steps == [2, 3]
 
@@ -87,10 +97,10 @@ def test_a_step_is_persisted_when_all_ranks_have_published_it():
     book = Book()
     workers = [Worker(book, rank, (0, 1)) for rank in range(2)]
     workers[0].save(1, to_storage=True)
-    assert not any(task.complete for task in book._tasks.values())
+    assert not any(task.complete for task in book.tasks._tasks.values())
     workers[1].save(1, to_storage=True)
-    task = book.next_task()
-    assert sorted(book.sources(task)) == [0, 1]
+    task = book.tasks.next()
+    assert sorted(book.tasks.sources(task)) == [0, 1]
 
 
 def test_a_step_that_a_rank_cannot_publish_any_more_fails():
@@ -108,8 +118,8 @@ def test_a_new_world_drops_what_the_old_one_left_half_done():
     old[0].save(1, to_storage=True)
     old[0].leave()
     new = Worker(book, 0, (0,), session=2)
-    assert not book._tasks
-    assert not any(slot.pinned for slot in book._ranks[0].slots)
+    assert not book.tasks._tasks
+    assert not any(slot.pinned for slot in book._ranks.memories[0].slots)
     assert new.steps == [1], "but may load it"
 
 
@@ -168,14 +178,14 @@ def test_a_process_that_is_gone_does_not_keep_its_rank():
     _, first, _ = book.attach(0, 2**22 + 1)  # no such process
     _, second, _ = book.attach(0, HERE)
     book.detach(0, first)
-    assert book._ranks[0].owner == second
+    assert book._ranks.memories[0].owner == second
 
 
 def test_a_flipped_bit_is_found_when_the_sums_are_known():
     book = Book()
     worker = Worker(book, 0)
     slot = worker.save(1)
-    book.compute_next_sums()
+    book.sums.compute_next()
     assert book.verify(0, slot) == ""
     Generation(worker.fds[slot]).data[3] ^= 1
     assert "The tensor a of step 1 in memory is damaged" in book.verify(0, slot)
@@ -187,7 +197,7 @@ def test_sums_of_memory_that_is_written_again_are_not_stored():
     worker.save(1)
     worker.save(2)
     slot = worker.write(3)
-    book.compute_next_sums()
+    book.sums.compute_next()
     generation = Generation(worker.fds[slot])
     assert generation.sums(generation.header()) is None
 
@@ -223,3 +233,153 @@ def test_the_saver_leaves_when_it_is_stopped():
     with book.connection():
         book.stop()
         book.wait_until_idle(1000.0)
+
+
+# ---- worlds that end
+
+
+def leave(worker, *, goodbye=False):
+    worker.book.detach(worker.rank, worker.owner, goodbye=goodbye)
+
+
+def broken_world(*last):
+    """A book whose ranks have saved up to these steps and then died."""
+    book = Book()
+    ranks = tuple(range(len(last)))
+    workers = [Worker(book, rank, ranks, stores=True) for rank in ranks]
+    for worker, newest in zip(workers, last, strict=True):
+        for step in range(1, newest + 1):
+            worker.save(step)
+    for worker in workers:
+        leave(worker)
+    return book, workers
+
+
+def test_what_is_in_memory_stays_until_it_is_decided():
+    book, _ = broken_world(3, 2)
+    ended = book.breaks.next()
+    assert {rank: sorted(steps) for rank, steps in ended.steps.items()} == {0: [2, 3], 1: [1, 2]}
+    new = [Worker(book, rank, (0, 1), session=2) for rank in range(2)]
+    for worker in new:
+        book.keep(worker.rank, 2, 1)
+    saving = threading.Thread(target=new[0].save, args=(3,))
+    saving.start()
+    assert book.breaks.pause(ended, 5.0), "the savers hear that the memory is wanted"
+    book.breaks.finish(ended)
+    saving.join(5)
+    assert new[0].steps == [2, 3]
+    assert new[1].steps == [2], "what the new world does not continue from is given up at last"
+
+
+def test_the_step_is_persisted_and_the_other_memory_is_free():
+    book, _ = broken_world(3, 2)
+    ended = book.breaks.next()
+    storing = threading.Thread(target=book.breaks.store, args=(ended, 2, (0, 1)))
+    storing.start()
+    task = book.tasks.next()
+    assert (task.step, sorted(book.tasks.sources(task))) == (2, [0, 1])
+    new = Worker(book, 0, (0, 1), session=2)
+    new.save(3)
+    new.save(4)
+    assert [h.step for h in book.look() if h.rank == 0 and h.session == 1] == [2], (
+        "it is not overwritten"
+    )
+    assert storing.is_alive()
+    book.tasks.finish(task, "")
+    storing.join(5)
+    book.breaks.finish(ended)
+    assert not any(slot.pinned for m in book._ranks.memories.values() for slot in m.slots)
+
+
+def test_a_step_that_was_asked_for_but_is_not_complete_elsewhere_is_given_up():
+    book = Book()
+    worker = Worker(book, 0, (0,), stores=True)
+    worker.save(1)
+    worker.save(2, to_storage=True)
+    task = book.tasks.next()
+    leave(worker)
+    ended = book.breaks.next()
+    storing = threading.Thread(target=book.breaks.store, args=(ended, 1, (0,)))
+    storing.start()
+    with pytest.raises(Exception, match="Step 2 was not stored: its world ended"):
+        book.tasks.pause(task, 5.0, yielding=False)
+    book.tasks.finish(task, task.given_up)
+    task = book.tasks.next()
+    assert task.step == 1
+    book.tasks.finish(task, "")
+    storing.join(5)
+    assert not storing.is_alive()
+
+
+@pytest.mark.parametrize(("asked", "goodbye"), [(False, False), (True, True)])
+def test_nothing_happens_without_being_asked_or_after_a_goodbye(asked, goodbye):
+    book = Book()
+    worker = Worker(book, 0, stores=asked)
+    worker.save(1)
+    leave(worker, goodbye=goodbye)
+    assert not book.breaks.pending
+
+
+def test_the_same_world_is_not_asked_twice_about_the_same_step():
+    book, _ = broken_world(3)
+    book.breaks.finish(book.breaks.next())
+    again = Worker(book, 0, stores=True)
+    leave(again)
+    assert not book.breaks.pending
+
+
+def test_a_predecessor_whose_end_was_not_heard_of_counts_as_ended():
+    book = Book()
+    worker = Worker(book, 0, stores=True)
+    book._ranks.memories[0].pid = 2**22 + 1  # no such process
+    worker.save(1)
+    Worker(book, 0, session=2)
+    assert book.breaks.pending
+
+
+def test_savers_that_do_not_answer_are_not_waited_for_longer(tmp_path, monkeypatch):
+    monkeypatch.setattr("dlrover.checkpoint.breakpoint.VOTE_PATIENCE", 0.1)
+    book = Book()
+    joined = Join(5, 2, (0,), save_at_breakpoint=True)
+    _, owner, _ = book.attach(0, 1)
+    book.join(0, joined)
+    book.detach(0, owner, goodbye=False)
+    ended = book.breaks.next()
+    Breakpoints(tmp_path, book.breaks, 1)._carry_out(ended)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lost_node_has_its_part_stored_from_its_replica(tmp_path, monkeypatch):
+    monkeypatch.setattr("dlrover.checkpoint.breakpoint.VOTE_PATIENCE", 0.1)
+    book = Book()
+    own = Worker(book, 0, (0,), stores=True, size=2)
+    replica = Worker(book, 1, (0, 1))
+    for worker in (replica, own):
+        worker.save(3)
+    replica.leave()
+    leave(own)
+    ended = book.breaks.next()
+    voting = threading.Thread(
+        target=Breakpoints(tmp_path, book.breaks, 1)._carry_out, args=(ended,)
+    )
+    voting.start()
+    task = book.tasks.next()
+    assert (task.step, task.ranks) == (3, (0, 1))
+    assert sorted(book.tasks.sources(task)) == [0, 1]
+    book.tasks.finish(task, "")
+    voting.join(5)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_rank_left_is_not_written_over_before_its_peers_have_ended():
+    book = Book()
+    old = [Worker(book, rank, (0, 1), stores=True) for rank in range(2)]
+    for worker in old:
+        worker.save(1)
+    leave(old[0])
+    new = Worker(book, 0, (0, 1), session=2)
+    for step in (5, 6):
+        new.save(step)
+    assert new.steps == [1, 6]
+    leave(old[1])
+    assert book.breaks.next().steps == {0: (1,), 1: (1,)}

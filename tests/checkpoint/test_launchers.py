@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from dlrover.checkpoint import storage
+
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.long, pytest.mark.timeout(180)]
 
 TRAIN = str(Path(__file__).parent / "scripts" / "train.py")
@@ -25,7 +27,9 @@ LAUNCHERS = {
 }  # fmt: skip
 
 
-def launch(launcher: str, directory: Path, deadly: int, storage_every: int = 0) -> str:
+def launch(
+    launcher: str, directory: Path, deadly: int, storage_every: int = 0, option: str = ""
+) -> str:
     env = {
         name: value
         for name, value in os.environ.items()
@@ -37,7 +41,7 @@ def launch(launcher: str, directory: Path, deadly: int, storage_every: int = 0) 
         "DLROVER_STATE_DIR": str(directory.parent / "state"),
     }
     ended = subprocess.run(
-        [*LAUNCHERS[launcher], TRAIN, str(directory), str(deadly), str(storage_every)],
+        [*LAUNCHERS[launcher], *option.split(), TRAIN, str(directory), str(deadly), str(storage_every)],
         env=env, capture_output=True, text=True, timeout=90, check=False, cwd=directory.parent,
     )  # fmt: skip
     if launcher == "python" and deadly >= 0 and ended.returncode:
@@ -78,3 +82,9 @@ def test_a_new_job_continues_from_storage(directory):
     assert "loaded 10 from storage" in output
     assert losses(output) == {step: whole[step] for step in (10, 11)}
     directory.stop_saver()
+
+
+def test_the_launcher_may_ask_for_a_save_at_breakpoint(directory):
+    launch("dlrover-run", directory, DEADLY, option="--save-at-breakpoint")
+    directory.until_no_saver()
+    assert storage.steps(directory)[-1] in (DEADLY, DEADLY + 1)

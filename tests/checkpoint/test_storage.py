@@ -1,5 +1,6 @@
 """Files: what torch and DCP read, and what several savers write together."""
 
+import dataclasses
 import io
 import os
 import threading
@@ -137,6 +138,38 @@ def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-7"]
 
 
+def test_a_manifest_holds_what_was_measured(tmp_path):
+    mine = dataclasses.replace(job(tmp_path, {0: source(state())}, 1), metrics={"loss": 0.5})
+    persist.persist(mine)
+    assert storage.read_manifest(tmp_path / "step-7").metrics == {"loss": 0.5}
+
+
+def test_a_directory_that_is_another_one_is_left_alone(tmp_path):
+    mine = dataclasses.replace(job(tmp_path, {0: source(state())}, 1), identity="another")
+    for found in ([], [storage.IDENTITY]):
+        with pytest.raises(OSError, match="not the directory any more"):
+            persist.persist(mine)
+        assert os.listdir(tmp_path) == found
+        storage.identity(tmp_path)
+    persist.persist(dataclasses.replace(mine, identity=storage.identity(tmp_path)))
+    assert storage.steps(tmp_path) == [7]
+
+
+def test_a_directory_that_is_gone_is_not_made_again(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        persist.persist(job(tmp_path / "gone", {0: source(state())}, 1))
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_this_world_gave_up_is_removed_before_the_next_step(tmp_path):
+    for step, session in ((5, 1), (8, 1), (5, 2)):
+        storage.unfinished(tmp_path, step, session).mkdir()
+    storage.unfinished(tmp_path, 6, 1).write_text("in the way")
+    persist.persist(job(tmp_path, {0: source(state())}, 1))
+    left = {storage.unfinished(tmp_path, *key).name for key in ((8, 1), (5, 2), (6, 1))}
+    assert set(os.listdir(tmp_path)) == {"latest", "step-7"} | left
+
+
 def test_names_that_dcp_cannot_tell_apart_are_refused(tmp_path):
     with pytest.raises(ConfigurationError, match=r"named a\.b"):
         persist.persist(job(tmp_path, {0: source({"a": {"b": 1}, "a.b": 2})}, 1))
@@ -147,6 +180,20 @@ def test_what_other_worlds_left_is_removed(tmp_path):
         storage.unfinished(tmp_path, 5, session).mkdir()
     storage.remove_unfinished(tmp_path, 2)
     assert os.listdir(tmp_path) == [storage.unfinished(tmp_path, 5, 2).name]
+
+
+def test_what_somebody_may_be_writing_stays(tmp_path):
+    for step in (5, 6, 7):
+        directory = storage.unfinished(tmp_path, step, 1)
+        directory.mkdir()
+        (directory / "file").touch()
+    old = storage.unfinished(tmp_path, 5, 1)
+    for path in (old, old / "file", storage.unfinished(tmp_path, 6, 1)):
+        os.utime(path, (1.0, 1.0))
+    storage.remove_unfinished(tmp_path, 2, idle=60.0)
+    assert sorted(os.listdir(tmp_path)) == [
+        storage.unfinished(tmp_path, step, 1).name for step in (6, 7)
+    ]
 
 
 def test_a_directory_is_named_once(tmp_path):

@@ -853,14 +853,13 @@ def test_interpreter_and_prefix_come_from_torchruns_variables():
         ("--logs-specs default --start-method spawn --event-log-handler null --precheck 0", []),
         ("--network-check", ["--network-check is accepted but does nothing in this version."]),
         (
-            "--auto-config --auto_tunning --exclude-straggler --save_at_breakpoint --precheck 2",
+            "--auto-config --auto_tunning --exclude-straggler --precheck 2",
             [
                 f"{flag} is accepted but does nothing in this version."
                 for flag in (
                     "--auto-config",
                     "--auto-tunning",
                     "--exclude-straggler",
-                    "--save-at-breakpoint",
                     "--precheck 2",
                 )
             ],

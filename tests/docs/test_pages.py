@@ -199,7 +199,9 @@ def options() -> set[str]:
     parser = arguments.build_parser({})
     found = {flag for action in parser._actions for flag in action.option_strings}
     group = typer.main.get_command(main.app)
-    for command in [group, *group.commands.values()]:
+    commands = [group, *group.commands.values()]
+    commands += [verb for part in commands[1:] for verb in getattr(part, "commands", {}).values()]
+    for command in commands:
         found |= {flag for parameter in command.params for flag in parameter.opts}
     return {*found, "--help", "--rdzv-*"}
 

@@ -139,6 +139,7 @@ class WorkerGroup:
             slot=local_rank,
             modules_file=str(logs.directory / "modules.json") if local_rank == 0 else "",
             cpus=self._cpus(local_rank),
+            save_at_breakpoint=launch.save_at_breakpoint,
         )
 
     def _cpus(self, local_rank: int) -> list[int]:

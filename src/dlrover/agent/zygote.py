@@ -61,6 +61,7 @@ class Order:
     modules_file: str = ""
     cpus: list[int] = field(default_factory=list)
     """CPUs to run on; empty: as inherited."""
+    save_at_breakpoint: bool = False
 
 
 def pack(message: dict[str, Any]) -> bytes:
@@ -172,6 +173,7 @@ def become_worker(order: Order, board: Board, variables: Mapping[str, str | None
         error_file=order.error_file,
         slot=order.slot,
         modules_file=order.modules_file,
+        save_at_breakpoint=order.save_at_breakpoint,
     )
     bootstrap.run(program, board)
 

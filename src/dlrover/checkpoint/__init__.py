@@ -11,11 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dlrover.checkpoint.checkpointer import Checkpointer, LoadRecord
+    from dlrover.checkpoint.policies import KeepBest, KeepEvery, KeepLast
     from dlrover.checkpoint.tree import Shard
 
-__all__ = ["Checkpointer", "LoadRecord", "Shard"]
+__all__ = ["Checkpointer", "KeepBest", "KeepEvery", "KeepLast", "LoadRecord", "Shard"]
 
-_HOMES = {"Checkpointer": "checkpointer", "LoadRecord": "checkpointer", "Shard": "tree"}
+_HOMES = {
+    "Checkpointer": "checkpointer",
+    "KeepBest": "policies",
+    "KeepEvery": "policies",
+    "KeepLast": "policies",
+    "LoadRecord": "checkpointer",
+    "Shard": "tree",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
+import gc
 import logging
 import os
-import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import torch
 
 from dlrover import config
-from dlrover.checkpoint import faults, memory, restore, storage, tree
+from dlrover.checkpoint import defaults, faults, joining, memory, restore, storage, tree
 from dlrover.checkpoint.client import SaverClient
 from dlrover.checkpoint.copying import Copier
 from dlrover.checkpoint.interval import HOURS_BETWEEN_FAILURES, Auto, Costs, Do
+from dlrover.checkpoint.joining import Wishes
 from dlrover.checkpoint.layout import PackedLayout, Tensor
 from dlrover.checkpoint.loader import Loader
 from dlrover.checkpoint.memory import PAGE, Generation
 from dlrover.checkpoint.overlap import Background, Guarded, Snapshot, torn
+from dlrover.checkpoint.plan import Planner, RankState, Target, restoring, taking
+from dlrover.checkpoint.policies import Policy, checked_metrics, policy_of
 from dlrover.checkpoint.protocol import SaverGoneError
 from dlrover.checkpoint.restore import Prepare, Reading
 from dlrover.checkpoint.tree import State
@@ -47,6 +52,14 @@ class LoadRecord(msgspec.Struct, frozen=True):
     seconds: float
 
 
+class _Order(NamedTuple):
+    """What one save is to do."""
+
+    step: int
+    to_storage: bool
+    metrics: dict[str, float]
+
+
 class Checkpointer:
     """Keeps a training's state in the memory of this node's saver, and in a directory.
 
@@ -55,7 +68,8 @@ class Checkpointer:
 
     Args:
         path: the directory; all ranks must see the same one.
-        keep: how many stored steps to keep, the newest ones.
+        keep: how many stored steps to keep, the newest ones; or a policy: `KeepLast`, `KeepEvery`,
+            `KeepBest`, or several of them joined by ``|``.
         linger: seconds that the saver, and with it the memory, outlives the last worker.
         local: keys of the state that belong to a rank, such as the state of its random numbers; `load`
             leaves them as they are when the number of ranks has changed.
@@ -65,34 +79,43 @@ class Checkpointer:
             many as one published large training had, by the number of ranks.
         overlap: let `save` return at once, and copy while the training goes on; optimizers wait for the
             copy before they step.
+        save_at_breakpoint: store the newest step in memory when a worker ends without `close`; by default
+            if the launcher was told so (``dlrover-run --save-at-breakpoint``).
+        replicas: other nodes whose memory each step is copied to, in the background.
+        replica_bandwidth: bytes per second that a node sends for that; by default as many as it can.
 
     Raises:
         ConfigurationError: an argument is wrong.
         InfrastructureError: the saver cannot be started, or another job uses the directory.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # options, by name
         self,
         path: str | os.PathLike[str],
         *,
-        keep: int = 3,
+        keep: int | Policy = 3,
         linger: float = 60.0,
         local: Collection[str] = (),
         interval: int | Literal["auto"] | None = None,
         hours_between_failures: float | None = None,
         overlap: bool = False,
+        save_at_breakpoint: bool | None = None,
+        replicas: int = 0,
+        replica_bandwidth: float | None = None,
     ) -> None:
-        if keep < 1:
-            raise ConfigurationError(f"keep is {keep}; at least 1 step must be kept.")
+        policy = policy_of(keep)
         if not linger >= 0:
             raise ConfigurationError(f"linger is {linger}; it must be 0 seconds or more.")
         _check_interval(interval, hours_between_failures)
+        if save_at_breakpoint is None:
+            save_at_breakpoint = defaults.save_at_breakpoint
+        wishes = Wishes(save_at_breakpoint, replicas, replica_bandwidth)
         self._world = World()
         self._local = frozenset(local)
         self._directory = Path(path).absolute()
         identity = storage.identity(self._directory)
         self._client = SaverClient(
-            self._directory, identity, keep=keep, linger=linger, env=config.environ()
+            self._directory, identity, keep=policy, linger=linger, env=config.environ()
         )
         self._interval = interval
         self._auto = _auto(self._world.size, hours_between_failures)
@@ -108,21 +131,27 @@ class Checkpointer:
         self._problems: list[str] = []
         try:
             saver = self._client.attach(self._world.rank)
-            facts = self._world.exchange([saver, secrets.randbits(63)])
-            self._session = facts[0][1]
-            self._ranks = tuple(rank for rank, (other, _) in enumerate(facts) if other == saver)
-            self._client.join(self._session, self._world.size, self._ranks)
+            self._joined = joining.join(self._world, self._client, saver, wishes, config.environ())
+            self._session = self._joined.session
         except BaseException:
             self._client.close()
             raise
 
     # ---- save
 
-    def save(self, step: int, state: State, to: Literal["memory", "storage"] | None = None) -> None:
+    def save(
+        self,
+        step: int,
+        state: State,
+        to: Literal["memory", "storage"] | None = None,
+        *,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
         """Copy ``state`` to memory; with ``to="storage"`` it is also stored, in the background.
 
         Without ``to`` the interval decides about storage. Returns when the copy is done; with ``overlap``
-        at once. All ranks save the same steps, but do not wait for each other.
+        at once. All ranks save the same steps, but do not wait for each other. Rank 0's ``metrics`` are
+        stored with the step, for `KeepBest`; one that is not finite is left out.
 
         Raises:
             ConfigurationError: the state holds something that cannot be kept, or an argument is wrong.
@@ -133,11 +162,12 @@ class Checkpointer:
             raise ConfigurationError(f"to is {to!r}; it must be 'memory' or 'storage'.")
         if step < 0:
             raise ConfigurationError(f"step is {step}; it must be 0 or more.")
+        measured = checked_metrics(metrics or {})
         self._world.check()
         began = time.monotonic()
         do = to or self._due(step, began)
         if do != "nothing":
-            self._copy(step, state, to_storage=do == "storage")
+            self._copy(_Order(step, do == "storage", measured), state)
             self._auto.saved(time.monotonic() - began, time.monotonic())
         if to is None and self._interval == "auto" and self._auto.due:
             self._pick_interval()
@@ -164,13 +194,13 @@ class Checkpointer:
         if picked is not None and self._world.rank == 0:
             logger.info("%s", picked.sentence(Costs(*worst)))
 
-    def _copy(self, step: int, state: State, *, to_storage: bool) -> None:
-        flat = tree.flatten(state)
+    def _copy(self, order: _Order, state: State) -> None:
         if self._background is not None:
             self._background.wait()
-        layout = self._copier.layout(flat)
+        with _no_collection():
+            layout = self._copier.layout(tree.flatten(state))
         if self._background is None:
-            self._save(step, layout, self._copy_all, to_storage=to_storage)
+            self._save(order, layout, self._copy_all)
             return
         snapshot = Snapshot(self._copier, self._guarded.unguarded(state, self._copier))
 
@@ -178,36 +208,27 @@ class Checkpointer:
             changed = snapshot.copy(buffer)
             if changed:
                 self._guarded.distrust(changed)
-                raise torn(step, self._copier, changed)
+                raise torn(order.step, self._copier, changed)
 
-        self._background.start(lambda: self._save(step, layout, copy, to_storage=to_storage))
+        self._background.start(lambda: self._save(order, layout, copy))
 
     def _copy_all(self, buffer: torch.Tensor) -> None:
         self._copier.copy(buffer)
 
     def _save(
-        self,
-        step: int,
-        layout: PackedLayout,
-        copy: Callable[[torch.Tensor], None],
-        *,
-        to_storage: bool,
+        self, order: _Order, layout: PackedLayout, copy: Callable[[torch.Tensor], None]
     ) -> None:
         try:
-            self._save_once(step, layout, copy, to_storage=to_storage)
+            self._save_once(order, layout, copy)
         except SaverGoneError as error:
             logger.warning("%s It is started again", error)
             self._reconnect()
-            self._save_once(step, layout, copy, to_storage=to_storage)
+            self._save_once(order, layout, copy)
 
     def _save_once(
-        self,
-        step: int,
-        layout: PackedLayout,
-        copy: Callable[[torch.Tensor], None],
-        *,
-        to_storage: bool,
+        self, order: _Order, layout: PackedLayout, copy: Callable[[torch.Tensor], None]
     ) -> None:
+        step = order.step
         self._make_room(layout)
         slot = self._client.begin(step)
         faults.point("save.begun")
@@ -221,9 +242,9 @@ class Checkpointer:
             step=step,
             session=self._session,
         )
-        self._client.publish(slot, step, to_storage=to_storage)
+        self._client.publish(slot, step, to_storage=order.to_storage, metrics=order.metrics)
         faults.point("save.published")
-        if to_storage:
+        if order.to_storage:
             self._asked[step] = time.monotonic()
 
     def wait(self) -> None:
@@ -261,7 +282,7 @@ class Checkpointer:
         self._reserved.wait()
         self._buffers.clear()
         self._client.attach(self._world.rank)
-        self._client.join(self._session, self._world.size, self._ranks)
+        self._client.join(self._joined)
 
     # ---- memory
 
@@ -284,7 +305,6 @@ class Checkpointer:
         """Have memory for ``state`` provided in the background, and entered in this process's tables."""
         layout = self._copier.layout(tree.flatten(state))
         nbytes = memory.room_for(layout, tree.expected_bytes(state))
-        self._copier.forget()
 
         def reserve() -> None:
             try:
@@ -299,7 +319,7 @@ class Checkpointer:
                 _populate(generation)
 
         self._reserved.clear()
-        threading.Thread(target=reserve, daemon=True, name="reserve").start()
+        threading.Thread(target=reserve, name="reserve").start()
 
     # ---- load
 
@@ -316,8 +336,10 @@ class Checkpointer:
             ConfigurationError: the saved state has other keys, types or shapes than ``state``.
             InfrastructureError: there were checkpoints, and none can be loaded.
         """
-        record = self._load(restore.in_place(state, self._local))
-        self._reserve_ahead(state)
+        with _no_collection():
+            prepare = restore.in_place(state, self._local)
+            record = self._load(prepare)
+            self._reserve_ahead(state)
         return record
 
     def read(self) -> tuple[LoadRecord, State] | None:
@@ -343,13 +365,30 @@ class Checkpointer:
         record = self._load(prepare)
         return None if record is None else (record, readings[-1].state)
 
+    def load_parts(
+        self, choose: Callable[[Mapping[int, RankState]], Sequence[Target]]
+    ) -> LoadRecord | None:
+        """Load parts of saved tensors, whichever ranks saved them. For adapters; collective.
+
+        Args:
+            choose: is called with what all ranks saved of a step, and says which parts of it this rank
+                needs. It is called again if another step has to be taken.
+
+        Raises:
+            InfrastructureError: there were checkpoints, and none can be loaded.
+        """
+        return self._carry_out(functools.partial(taking, choose))
+
     def _load(self, prepare: Prepare) -> LoadRecord | None:
+        return self._carry_out(functools.partial(restoring, prepare))
+
+    def _carry_out(self, planner: Planner) -> LoadRecord | None:
         self._world.check()
         if self._background is not None:
             self._background.wait()
         self._reserved.wait()
         began = time.monotonic()
-        loader = Loader(self._world, self._client, self._directory, prepare)
+        loader = Loader(self._world, self._client, self._directory, planner)
         found = loader.load()
         if found is None:
             self._refuse_fresh_start(loader.problems)
@@ -372,6 +411,18 @@ class Checkpointer:
         )
 
 
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Leave garbage alone: looking for it costs more than a walk over many thousand tensors."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
 def _check_interval(interval: int | str | None, hours_between_failures: float | None) -> None:
     if not (interval in (None, "auto") or (isinstance(interval, int) and interval >= 1)):
         raise ConfigurationError(f"interval is {interval!r}; it must be 1 or more, or 'auto'.")
@@ -389,9 +440,11 @@ def _auto(ranks: int, hours_between_failures: float | None) -> Auto:
 def _populate(generation: Generation) -> None:
     """Enter the memory in this process's page tables, so that the first copy does not have to.
 
-    A kernel before 5.14 does not know how; then the first copy is slower.
+    A kernel before 5.14 does not know how; then the first copy is slower. Ends early with the program.
     """
     address = ctypes.addressof(ctypes.c_char.from_buffer(generation.buffer))
     for start in range(0, generation.size, POPULATE_CHUNK):
+        if not threading.main_thread().is_alive():
+            return
         size = min(POPULATE_CHUNK, generation.size - start) // PAGE * PAGE
         _libc.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(size), MADV_POPULATE_WRITE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -11,8 +12,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import dlrover
-from dlrover.checkpoint import protocol
+from dlrover.checkpoint import policies, protocol
 from dlrover.checkpoint.memory import Generation
+from dlrover.checkpoint.policies import Policy
 from dlrover.checkpoint.protocol import SaverGoneError
 from dlrover.errors import InfrastructureError, ProtocolError
 
@@ -28,7 +30,7 @@ class SaverClient:
     """The connection of one rank. One request at a time; the methods may be called from any thread."""
 
     def __init__(
-        self, directory: Path, identity: str, *, keep: int, linger: float, env: Mapping[str, str]
+        self, directory: Path, identity: str, *, keep: Policy, linger: float, env: Mapping[str, str]
     ) -> None:
         self._address = protocol.address(directory, identity)
         root = str(Path(dlrover.__file__).parent.parent)
@@ -37,7 +39,7 @@ class SaverClient:
         self._command = [
             sys.executable, "-m", "dlrover.checkpoint.saver",
             "--directory", str(directory), "--identity", identity,
-            "--keep", str(keep), "--linger", str(linger),
+            "--keep", policies.encode(keep), "--linger", str(linger),
         ]  # fmt: skip
         self._lock = threading.Lock()
         self._sock = protocol.new_socket()
@@ -103,9 +105,13 @@ class SaverClient:
             self._generations[slot] = Generation(self._fds[slot])
         return self._generations[slot]
 
-    def join(self, session: int, world_size: int, ranks: tuple[int, ...]) -> None:
+    def join(self, world: protocol.Join) -> None:
         """Say which world this rank belongs to."""
-        self._ask(protocol.Join(session, world_size, ranks), protocol.Done)
+        self._ask(world, protocol.Done)
+
+    def listen(self, host: str, port: int = 0) -> int:
+        """Have replicas taken at an address of this node; the port."""
+        return self._ask(protocol.Listen(host, port), protocol.Listening).port
 
     def look(self) -> tuple[protocol.Held, ...]:
         """The valid generations of this node, of any rank."""
@@ -128,9 +134,9 @@ class SaverClient:
         """The generation to write."""
         return self._ask(protocol.Begin(step), protocol.Granted).slot
 
-    def publish(self, slot: int, step: int, *, to_storage: bool) -> None:
+    def publish(self, slot: int, step: int, *, to_storage: bool, metrics: dict[str, float]) -> None:
         """Say that a generation is valid."""
-        self._ask(protocol.Publish(slot, step, to_storage), protocol.Done)
+        self._ask(protocol.Publish(slot, step, to_storage, metrics), protocol.Done)
 
     def keep(self, step: int, session: int) -> None:
         """Say which step is continued from; -1: none in memory."""
@@ -145,8 +151,10 @@ class SaverClient:
         return self._ask(protocol.Wait(), protocol.Settled).problems
 
     def close(self) -> None:
-        """Disconnect."""
+        """Say goodbye and disconnect."""
         with self._lock:
+            with contextlib.suppress(OSError):  # it is gone, or was never there
+                protocol.send(self._sock, protocol.Goodbye())
             self._close()
 
     def _close(self) -> None:

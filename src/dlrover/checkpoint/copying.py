@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -19,10 +20,27 @@ _dtype = operator.attrgetter("dtype")
 
 def views(buffer: torch.Tensor, entries: Sequence[TensorEntry]) -> list[torch.Tensor]:
     """The tensors in ``buffer`` (one dimension, uint8)."""
-    return [
-        buffer[entry.offset : entry.end].view(tree.DTYPES[entry.dtype]).view(entry.shape)
-        for entry in entries
-    ]
+    found: list[torch.Tensor] = []
+    for run in _neighbours(entries):
+        flat = buffer[run[0].offset : run[-1].end].view(tree.DTYPES[run[0].dtype])
+        sizes = [math.prod(entry.shape) for entry in run]
+        found += [
+            part if len(entry.shape) == 1 else part.view(entry.shape)
+            for part, entry in zip(flat.split(sizes), run, strict=True)
+        ]
+    return found
+
+
+def _neighbours(entries: Sequence[TensorEntry]) -> Iterator[list[TensorEntry]]:
+    """Entries of one type that lie one behind the other."""
+    run: list[TensorEntry] = []
+    for entry in entries:
+        if run and (run[-1].end != entry.offset or run[-1].dtype != entry.dtype):
+            yield run
+            run = []
+        run.append(entry)
+    if run:
+        yield run
 
 
 def view(data: memoryview, tensor: Tensor) -> torch.Tensor:

@@ -15,6 +15,10 @@ POINTS = frozenset(
         "persist.renamed",
         "persist.tracked",
         "prune.begun",
+        "replicate.begun",
+        "replicate.sent",
+        "replicate.received",
+        "replicate.kept",
     }
 )
 """Every label, in the order in which a checkpoint passes them."""

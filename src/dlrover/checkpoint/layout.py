@@ -177,7 +177,7 @@ def check(layout: Layout, data_bytes: int) -> None:
             raise InfrastructureError(
                 f"The tensor {name(entry.path)} has an impossible size or type."
             )
-        if not entry.extent.fits():
+        if entry.part is not None and not entry.extent.fits():
             raise InfrastructureError(f"{name(entry.path)} is no part of its tensor.")
         if entry.offset < 0 or entry.end > data_bytes or entry.offset % (item or 1):
             raise InfrastructureError(f"The tensor {name(entry.path)} lies outside of the data.")

@@ -18,9 +18,8 @@ from dlrover.checkpoint.client import SaverClient
 from dlrover.checkpoint.extent import Piece
 from dlrover.checkpoint.layout import ITEM_BYTES, Layout, TensorEntry
 from dlrover.checkpoint.memory import Generation
-from dlrover.checkpoint.plan import Plan, RankState, plan
+from dlrover.checkpoint.plan import Plan, Planner, Question, RankState
 from dlrover.checkpoint.protocol import Held
-from dlrover.checkpoint.restore import Prepare
 from dlrover.checkpoint.tree import DTYPES
 from dlrover.checkpoint.world import World
 from dlrover.errors import InfrastructureError
@@ -45,12 +44,12 @@ class Loader:
     """Loads a state on every rank. All of them call `load` at the same time."""
 
     def __init__(
-        self, world: World, client: SaverClient, directory: Path, prepare: Prepare
+        self, world: World, client: SaverClient, directory: Path, planner: Planner
     ) -> None:
         self._world = world
         self._client = client
         self._directory = directory
-        self._prepare = prepare
+        self._planner = planner
         self.problems: list[str] = []
         """Why steps were passed over."""
 
@@ -65,12 +64,13 @@ class Loader:
     def _plan(
         self, known: Mapping[int, RankState], saved_size: int, *, complete: bool
     ) -> Plan | None:
-        return plan(
-            self._prepare,
-            known,
-            base=self._world.rank if self._world.rank < saved_size else 0,
-            moved=saved_size != self._world.size,
-            complete=complete,
+        return self._planner(
+            Question(
+                known,
+                base=self._world.rank if self._world.rank < saved_size else 0,
+                moved=saved_size != self._world.size,
+                complete=complete,
+            )
         )
 
     # ---- memory
@@ -129,13 +129,14 @@ class Loader:
         with storage.StoredStep(storage.step_directory(self._directory, step)) as stored:
             size, alike = stored.manifest.world_size, stored.manifest.replicated
             base = self._world.rank if self._world.rank < size else 0
+            moved = size != self._world.size
             known = {base: _rank_state(stored, base)}
-            planned = self._plan(known, size, complete=alike)
+            planned = self._plan(known, size, complete=alike and moved)
             if planned is None:
                 known = {rank: _rank_state(stored, rank) for rank in range(size)}
                 planned = self._plan(known, size, complete=True)
             assert planned is not None, "everything is known"
-            planned.restoration.run(_assemble(planned, known, _Stored(stored).read))
+            planned.restoration.run(_Stored(stored).tensors(planned))
 
 
 class _Stored:
@@ -144,9 +145,22 @@ class _Stored:
     def __init__(self, stored: storage.StoredStep) -> None:
         self._stored = stored
 
-    def read(self, piece: Piece) -> torch.Tensor:
-        tensor = self._stored.index(piece.chunk.rank).tensors[piece.chunk.index]
-        return _cut(copying.view(self._stored.verified(tensor), tensor), piece)
+    def tensors(self, planned: Plan) -> list[torch.Tensor]:
+        """What the plan needs.
+
+        Raises:
+            InfrastructureError: some of it is damaged.
+        """
+        if planned.needed is None:
+            return [self._view(tensor) for tensor in self._stored.index(planned.base).tensors]
+        return _assemble(planned, planned.needed, self._read)
+
+    def _read(self, piece: Piece) -> torch.Tensor:
+        index = self._stored.index(piece.chunk.rank)
+        return _cut(self._view(index.tensors[piece.chunk.index]), piece)
+
+    def _view(self, tensor: storage.StoredTensor) -> torch.Tensor:
+        return copying.view(self._stored.verified(tensor), tensor)
 
 
 def _rank_state(stored: storage.StoredStep, rank: int) -> RankState:
@@ -236,12 +250,7 @@ class MemoryStep:
 
     def fetch(self, planned: Plan, known: Mapping[int, RankState]) -> Fetched:
         """Bring what only other nodes have. Collective."""
-        remote = [
-            piece
-            for needed in planned.needed
-            for piece in needed
-            if piece.chunk.rank not in self._held
-        ]
+        remote = [piece for piece in planned.pieces if piece.chunk.rank not in self._held]
 
         def itemsize(piece: Piece) -> int:
             return ITEM_BYTES[known[piece.chunk.rank].tensors[piece.chunk.index].dtype]
@@ -250,12 +259,14 @@ class MemoryStep:
 
     # ---- restore
 
-    def _read(self, piece: Piece) -> torch.Tensor:
-        rank = piece.chunk.rank
+    def _tensors(self, rank: int) -> list[torch.Tensor]:
         if rank not in self._views:
             _, buffer, layout = self._open(rank)
             self._views[rank] = copying.views(buffer, layout.entries)
-        return _cut(self._views[rank][piece.chunk.index], piece)
+        return self._views[rank]
+
+    def _read(self, piece: Piece) -> torch.Tensor:
+        return _cut(self._tensors(piece.chunk.rank)[piece.chunk.index], piece)
 
     def restore(self, planned: Plan, known: Mapping[int, RankState], fetched: Fetched) -> None:
         """Put everything in its place, and check meanwhile what is read.
@@ -271,9 +282,13 @@ class MemoryStep:
             dtype = DTYPES[known[piece.chunk.rank].tensors[piece.chunk.index].dtype]
             return data.view(dtype).view(piece.box.shape)
 
-        used = {p.chunk.rank for needed in planned.needed for p in needed} & self._held.keys()
+        if planned.needed is None:
+            used, tensors = {planned.base}, self._tensors(planned.base)
+        else:
+            used = {piece.chunk.rank for piece in planned.pieces} & self._held.keys()
+            tensors = _assemble(planned, planned.needed, read)
         with _meanwhile(lambda: self._verify(used)):
-            planned.restoration.run(_assemble(planned, known, read))
+            planned.restoration.run(tensors)
 
 
 class Candidate(NamedTuple):
@@ -328,13 +343,14 @@ def _slices(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]
 
 
 def _assemble(
-    planned: Plan, known: Mapping[int, RankState], read: Callable[[Piece], torch.Tensor]
+    planned: Plan,
+    pieces: Sequence[Sequence[Piece]],
+    read: Callable[[Piece], torch.Tensor],
 ) -> list[torch.Tensor]:
     """The wanted part of each tensor; a view where one piece is all of it."""
     tensors = []
-    saved = known[planned.base].tensors
     for tensor, wanted, needed in zip(
-        saved, planned.restoration.wanted, planned.needed, strict=True
+        planned.tensors, planned.restoration.wanted, pieces, strict=True
     ):
         shape = wanted.shape if wanted is not None else (0,)
         if len(needed) == 1 and needed[0].box.shape == shape:
@@ -362,7 +378,7 @@ def _meanwhile(check: Callable[[], str]) -> Iterator[None]:
         except InfrastructureError as error:
             found.append(str(error))
 
-    thread = threading.Thread(target=run, daemon=True)
+    thread = threading.Thread(target=run)
     thread.start()
     try:
         yield

@@ -12,16 +12,15 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 import xxhash
 
 from dlrover.checkpoint import faults, storage, torchfile
-from dlrover.checkpoint.layout import ALIGNMENT, Layout
-from dlrover.checkpoint.memory import Generation
+from dlrover.checkpoint.layout import ALIGNMENT, Layout, TensorEntry
 from dlrover.checkpoint.storage import FileRecord, Manifest, RankIndex, StoredTensor
 from dlrover.errors import InfrastructureError
 
@@ -38,11 +37,18 @@ BUFFER = 1 << 20
 _Value = TypeVar("_Value")
 
 
+class TensorBytes(Protocol):
+    """What holds the tensors of a layout: a `Generation`, for one."""
+
+    def tensor_bytes(self, entry: TensorEntry) -> memoryview:
+        """The bytes of one of them."""
+
+
 @dataclass(frozen=True)
 class Source:
-    """One rank's generation of the step."""
+    """One rank's part of the step."""
 
-    generation: Generation
+    generation: TensorBytes
     layout: Layout
     sums: list[int]
 
@@ -61,6 +67,10 @@ class Job:
     """Waits so many seconds; raises when the job is to be given up."""
     patience: float
     """Seconds to wait for other nodes."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the training measured at this step; those of rank 0's node count."""
+    identity: str = ""
+    """The directory's; empty: it is not checked."""
 
 
 def persist(job: Job) -> None:
@@ -71,8 +81,12 @@ def persist(job: Job) -> None:
         InfrastructureError: another node did not write its part in time.
     """
     faults.point("persist.begun")
+    if job.identity:
+        storage.check_identity(job.directory, job.identity)
+    if 0 in job.sources:
+        storage.remove_given_up(job.directory, job.step, job.session)
     target = storage.unfinished(job.directory, job.step, job.session)
-    target.mkdir(parents=True, exist_ok=True)
+    target.mkdir(exist_ok=True)
     with ThreadPoolExecutor(WRITERS) as pool:  # in order: a rank waits for lower ones only
         for written in [pool.submit(_write_rank, job, target, r) for r in sorted(job.sources)]:
             written.result()
@@ -141,6 +155,7 @@ def _finish(job: Job, target: Path) -> None:
         world_size=job.world_size,
         replicated=not own & files.keys(),
         files=files,
+        metrics=dict(job.metrics),
     )
     faults.point("persist.manifest")
     _write_durably(target / storage.MANIFEST, msgspec.json.encode(manifest))

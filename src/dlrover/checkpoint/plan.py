@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from dlrover.checkpoint import extent, layout as layouts
 from dlrover.checkpoint.extent import Chunk, Extent, Piece
@@ -26,51 +29,62 @@ class RankState:
 class Plan:
     """What to read, and what to do with it."""
 
-    restoration: Restoration | Reading
+    restoration: Restoration | Reading | Taking
     base: int
-    """The saved rank whose skeleton is restored."""
-    needed: list[list[Piece]]
-    """The pieces of each of its tensors."""
+    """The saved rank whose plain values are restored."""
+    tensors: Sequence[Tensor]
+    """What is restored: what that rank saved, or parts of it."""
+    needed: list[list[Piece]] | None
+    """The pieces of each of them; None: they are all as the rank ``base`` saved them."""
+
+    @property
+    def pieces(self) -> Iterator[Piece]:
+        """All pieces."""
+        return itertools.chain.from_iterable(self.needed or ())
 
 
-def plan(
-    prepare: Prepare,
-    ranks: Mapping[int, RankState],
-    *,
-    base: int,
-    moved: bool,
-    complete: bool,
-) -> Plan | None:
-    """How to restore a step on one rank; None if more saved ranks must be known for it.
+@dataclass(frozen=True)
+class Question:
+    """How is a step to be restored on this rank?"""
+
+    ranks: Mapping[int, RankState]
+    """What is known of the saved ranks."""
+    base: int
+    """The one of them whose plain values are restored."""
+    moved: bool
+    """Whether another number of ranks loads than saved."""
+    complete: bool
+    """Whether ``ranks`` are all."""
+
+
+Planner = Callable[[Question], Plan | None]
+"""None: more saved ranks must be known."""
+
+
+def restoring(prepare: Prepare, question: Question) -> Plan | None:
+    """How to restore all of a step; None if more saved ranks must be known for it.
 
     Args:
         prepare: what is done with the saved tree.
-        ranks: what is known of the saved ranks.
-        base: the one of them whose plain values are restored.
-        moved: whether another number of ranks loads than saved.
-        complete: whether ``ranks`` are all.
+        question: the step.
 
     Raises:
         ConfigurationError: the saved state does not fit.
         InfrastructureError: a part of it was not saved.
     """
+    ranks, base, moved = question.ranks, question.base, question.moved
     mine = ranks.get(base)
     if mine is None:
         return None
     restoration = prepare(layouts.decode(mine.skeleton), mine.tensors, moved)
-    wanted = restoration.wanted
-    own = [extent_of(tensor.shape, tensor.part) for tensor in mine.tensors]
-    if not moved and all(need in (None, has) for need, has in zip(wanted, own, strict=True)):
-        needed = [
-            [] if need is None else [_entire(base, index, need)]
-            for index, need in enumerate(wanted)
-        ]
-        return Plan(restoration, base, needed)
-    if not complete:
+    if restoration.as_saved and not (moved or question.complete):
+        return Plan(restoration, base, mine.tensors, None)
+    if not question.complete:
         return None
     known = _Chunks(ranks, base)
-    needed = []
-    for index, (tensor, need, has) in enumerate(zip(mine.tensors, wanted, own, strict=True)):
+    needed: list[list[Piece]] = []
+    for index, (tensor, need) in enumerate(zip(mine.tensors, restoration.wanted, strict=True)):
+        has = extent_of(tensor.shape, tensor.part)
         if need is None:
             needed.append([])
         elif need == has and not moved:
@@ -79,7 +93,61 @@ def plan(
             if tensor.part is None:
                 known.check_equal(tensor, mine.sums[index])
             needed.append(known.pieces(tensor, need))
-    return Plan(restoration, base, needed)
+    return Plan(restoration, base, mine.tensors, needed)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A part of a saved tensor, and where it is to go. It is a `Tensor` too."""
+
+    path: layouts.Path
+    dtype: str
+    extent: Extent
+    tensor: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the part."""
+        return self.extent.shape
+
+    @property
+    def part(self) -> layouts.Part:
+        """Where it lies in the whole."""
+        return layouts.Part(self.extent.whole, self.extent.at, -1)
+
+
+class Taking:
+    """Parts of saved tensors, copied to where they are wanted."""
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        self._targets = targets
+        self.wanted: list[Extent | None] = [target.extent for target in targets]
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy them."""
+        with torch.no_grad():
+            for target, tensor in zip(self._targets, tensors, strict=True):
+                target.tensor.copy_(tensor)
+
+
+def taking(
+    choose: Callable[[Mapping[int, RankState]], Sequence[Target]], question: Question
+) -> Plan | None:
+    """How to get parts of tensors, whichever ranks saved them; None if not all ranks are known.
+
+    Args:
+        choose: what is wanted of a step, all of whose ranks are known.
+        question: the step.
+
+    Raises:
+        InfrastructureError: a part was not saved.
+    """
+    if not question.complete:
+        return None
+    targets = choose(question.ranks)
+    known = _Chunks(question.ranks, question.base)
+    needed = [known.pieces(target, target.extent) for target in targets]
+    return Plan(Taking(targets), question.base, targets, needed)
 
 
 def _entire(rank: int, index: int, has: Extent) -> Piece:
@@ -99,7 +167,7 @@ class _Chunks:
                 self._found.setdefault(tensor.path, []).append((chunk, tensor, sums[index]))
 
     def _of(self, tensor: Tensor) -> Iterator[tuple[Chunk, int]]:
-        for chunk, other, checksum in self._found[tensor.path]:
+        for chunk, other, checksum in self._found.get(tensor.path, ()):
             if other.dtype == tensor.dtype:
                 yield chunk, checksum
 

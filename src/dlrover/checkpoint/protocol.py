@@ -39,6 +39,24 @@ class Attach(Message, frozen=True):
     rank: int
 
 
+class Peer(msgspec.Struct, frozen=True, array_like=True):
+    """Where a saver takes replicas."""
+
+    host: str
+    port: int
+
+
+class Replication(msgspec.Struct, frozen=True, array_like=True):
+    """To which savers a world's memory is copied."""
+
+    token: bytes
+    """What savers of this world know each other by."""
+    own: Peer
+    peers: tuple[Peer, ...]
+    bandwidth: float | None
+    """Bytes per second that are sent; None: as many as can be."""
+
+
 class Join(Message, frozen=True):
     """The world that the worker is part of. What an earlier one had not finished asking for is dropped."""
 
@@ -46,6 +64,16 @@ class Join(Message, frozen=True):
     world_size: int
     ranks: tuple[int, ...]
     """The ranks that share this saver."""
+    save_at_breakpoint: bool = False
+    """Whether what is in memory is stored when a worker ends without a `Goodbye`."""
+    replication: Replication | None = None
+
+
+class Listen(Message, frozen=True):
+    """Take replicas at an address of this node, with port 0 at any free port; answered by `Listening`."""
+
+    host: str
+    port: int
 
 
 class Reserve(Message, frozen=True):
@@ -66,6 +94,8 @@ class Publish(Message, frozen=True):
     slot: int
     step: int
     to_storage: bool
+    metrics: dict[str, float] = {}
+    """What the training measured; rank 0's counts."""
 
 
 class Keep(Message, frozen=True):
@@ -92,6 +122,10 @@ class Wait(Message, frozen=True):
     """Answered by `Settled` when everything asked for storage by this world is durable or has failed."""
 
 
+class Goodbye(Message, frozen=True):
+    """The worker is about to disconnect, and has all that it wants."""
+
+
 class Look(Message, frozen=True):
     """What is valid, of any rank? Answered by `Holding`."""
 
@@ -116,6 +150,12 @@ class Holding(Message, frozen=True):
     """All valid generations here."""
 
     held: tuple[Held, ...]
+
+
+class Listening(Message, frozen=True):
+    """Where replicas are taken."""
+
+    port: int
 
 
 class Done(Message, frozen=True):
@@ -146,8 +186,21 @@ class Refused(Message, frozen=True):
     reason: str
 
 
-Request = Attach | Join | Look | Open | Reserve | Begin | Publish | Keep | Verify | Wait
-Reply = Attached | Done | Holding | Granted | Verified | Settled | Refused
+Request = (
+    Attach
+    | Join
+    | Listen
+    | Look
+    | Open
+    | Reserve
+    | Begin
+    | Publish
+    | Keep
+    | Verify
+    | Wait
+    | Goodbye
+)
+Reply = Attached | Done | Holding | Listening | Granted | Verified | Settled | Refused
 
 _requests = msgspec.msgpack.Decoder(Request)
 _replies = msgspec.msgpack.Decoder(Reply)

@@ -6,6 +6,7 @@ come back as two, or whole.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from dlrover.checkpoint.extent import Extent
 from dlrover.checkpoint.layout import Path, Tensor, TensorRef, extent_of, name
 from dlrover.checkpoint.tree import DTYPES, Shard, Spread, State
 from dlrover.errors import ConfigurationError
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 Prepare = Callable[[Any, Sequence[Tensor], bool], "Restoration | Reading"]
 """What to do with a saved tree and its tensors; True: another number of ranks saved them."""
@@ -64,13 +67,33 @@ class Restoration:
         restored = {key: item for key, item in state.items() if key not in except_for}
         _check_keys(restored, self._tree, ())
         self._match(restored, self._tree, ())
-        used = {ref.index for ref in _refs(self._tree)}
-        self.wanted: list[Extent | None] = [
-            self._wanted(i) if i in used else None for i in range(len(specs))
-        ]
-        """Which part is needed of each tensor; None: it is not needed at all."""
+        self._pending: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        """Tensors to overwrite, and with what."""
 
     # ---- plan
+
+    @property
+    def as_saved(self) -> bool:
+        """Whether just those parts are needed that were saved."""
+        spread = {i for i, model in self._models.items() if isinstance(model, Spread | _Like)}
+        parts = {i for i, spec in enumerate(self._specs) if spec.part is not None}
+        return all(
+            self._wanted(index) == _extent_of(self._specs[index])
+            for index in spread | parts
+            if index in self._used
+        )
+
+    @functools.cached_property
+    def wanted(self) -> list[Extent | None]:
+        """Which part is needed of each tensor; None: it is not needed at all."""
+        return [
+            self._wanted(index) if index in self._used else None
+            for index in range(len(self._specs))
+        ]
+
+    @functools.cached_property
+    def _used(self) -> set[int]:
+        return {ref.index for ref in _refs(self._tree)}
 
     def _match(self, value: Any, saved: Any, path: Path) -> None:
         """Compare before anything is changed, as far as the live state tells."""
@@ -88,7 +111,11 @@ class Restoration:
         if not isinstance(saved, TensorRef):
             raise ConfigurationError(f"{name(path)} is a tensor, but not in the checkpoint.")
         spec = self._specs[saved.index]
-        whole, saved_whole = trees.extent(value, path).whole, extent_of(spec.shape, spec.part).whole
+        if type(value) in _PLAIN and spec.part is None:
+            known = spec.shape, DTYPES[spec.dtype]
+            if known == (value.shape, value.dtype):
+                return
+        whole, saved_whole = trees.extent(value, path).whole, _extent_of(spec).whole
         dtype = trees.local_part(value, path).dtype if isinstance(value, Spread) else value.dtype
         if (saved_whole, DTYPES[spec.dtype]) != (whole, dtype):
             raise ConfigurationError(
@@ -132,12 +159,12 @@ class Restoration:
                 ref = item[1]
                 if isinstance(ref, TensorRef) and ref.index not in self._models:
                     spec = self._specs[ref.index]
-                    if extent_of(spec.shape, spec.part).whole == tuple(parameter.shape):
+                    if _extent_of(spec).whole == tuple(parameter.shape):
                         self._models[ref.index] = _Like(parameter)
 
     def _wanted(self, index: int) -> Extent:
         spec = self._specs[index]
-        saved = extent_of(spec.shape, spec.part)
+        saved = _extent_of(spec)
         model = self._models.get(index)
         if model is None:
             if spec.part is not None:
@@ -161,6 +188,7 @@ class Restoration:
         with torch.no_grad():
             for key, saved in self._tree.items():
                 self._state[key] = self._restored(self._state[key], saved)
+            self._overwrite()
 
     def _restored(self, value: Any, saved: Any) -> Any:
         """What is to stand where ``value`` stands."""
@@ -181,8 +209,16 @@ class Restoration:
         """A live tensor with the saved content."""
         target = trees.local_part(value) if isinstance(value, Spread) else value
         if target.numel():
-            target.copy_(self._tensors[index])
+            self._pending[0].append(target)
+            self._pending[1].append(self._tensors[index])
         return value
+
+    def _overwrite(self) -> None:
+        """Do it: one call for all, for there may be very many."""
+        targets, contents = self._pending
+        if targets:
+            torch._foreach_copy_(targets, contents)
+        self._pending = [], []
 
     def _load(self, value: Any, saved: Any) -> None:
         """Hand an object its state.
@@ -191,11 +227,13 @@ class Restoration:
         content, or copies. What others do is not known: they get copies.
         """
         if isinstance(value, torch.nn.Module):
-            value.load_state_dict(self._filled(saved, copy=False))
+            state = self._filled(saved, copy=False)
         elif isinstance(value, torch.optim.Optimizer):
-            value.load_state_dict(self._reused(self._live[id(value)], saved))
+            state = self._reused(self._live[id(value)], saved)
         else:
-            value.load_state_dict(self._filled(saved, copy=True))
+            state = self._filled(saved, copy=True)
+        self._overwrite()  # it may look at what it is handed
+        value.load_state_dict(state)
 
     def _filled(self, saved: Any, *, copy: bool) -> Any:
         """The saved tree with its tensors."""
@@ -252,7 +290,8 @@ class Reading:
     def __init__(self, tree: Any, specs: Sequence[Tensor]) -> None:
         self._tree, self._specs = tree, specs
         self.state: State = {}
-        self.wanted: list[Extent | None] = [extent_of(spec.shape, spec.part) for spec in specs]
+        self.as_saved = True
+        self.wanted: list[Extent | None] = [_extent_of(spec) for spec in specs]
 
     def run(self, tensors: Sequence[torch.Tensor]) -> None:
         """Make the state of these tensors, which may be views of memory that changes later."""
@@ -268,6 +307,10 @@ class Reading:
             return saved
 
         self.state = made(self._tree)
+
+
+def _extent_of(spec: Tensor) -> Extent:
+    return extent_of(spec.shape, spec.part)
 
 
 class _Like:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib
 import logging
 import os
@@ -19,9 +20,13 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from dlrover.checkpoint import persist, protocol, storage
-from dlrover.checkpoint.book import Book, Task
+from dlrover.checkpoint import persist, policies, protocol, storage
+from dlrover.checkpoint.book import Book
+from dlrover.checkpoint.breakpoint import Breakpoints, remove_votes
+from dlrover.checkpoint.policies import Policy
 from dlrover.checkpoint.protocol import SaverGoneError
+from dlrover.checkpoint.replicas import Replicas
+from dlrover.checkpoint.tasks import Task
 from dlrover.errors import DLRoverError, ProtocolError
 
 logger = logging.getLogger(__name__)
@@ -30,21 +35,28 @@ RETRY_DELAYS = (0.5, 2.0, 8.0)
 """Seconds to wait before a failed storage is tried again."""
 PEER_PATIENCE = 600.0
 """Seconds that the nodes of a world may differ in storing their parts of a step."""
+BREAKPOINT_PATIENCE = 120.0
+"""The same, when the world has ended and the savers have just agreed to store it."""
 
 
 class Saver:
     """Serves the workers that connect to ``listener``."""
 
-    def __init__(self, directory: Path, keep: int, linger: float, listener: socket.socket) -> None:
+    def __init__(
+        self, directory: Path, identity: str, keep: Policy, linger: float, listener: socket.socket
+    ) -> None:
         self._directory = directory
+        self._identity = identity
         self._keep = keep
         self._linger = linger
         self._listener = listener
         self._book = Book()
+        self._replicas = Replicas(self._book.exchange)
 
     def serve(self) -> None:
         """Run until nobody needs this process any more."""
-        for target in (self._accept, self._compute_sums, self._persist):
+        breakpoints = Breakpoints(self._directory, self._book.breaks, self._book.saver)
+        for target in (self._accept, self._compute_sums, self._persist, breakpoints.run):
             threading.Thread(target=target, daemon=True, name=target.__name__).start()
         self._book.wait_until_idle(self._linger)
         logger.info("The saver leaves")
@@ -63,7 +75,7 @@ class Saver:
     def _attend(self, sock: socket.socket) -> None:
         with sock, contextlib.suppress(ConnectionError, SaverGoneError):
             try:
-                client = Client(self._book, sock, protocol.check_peer(sock))
+                client = Client(self._book, self._replicas, sock, protocol.check_peer(sock))
                 with self._book.connection():
                     client.attend()
             except ProtocolError as error:
@@ -73,17 +85,17 @@ class Saver:
 
     def _compute_sums(self) -> None:
         while True:
-            self._book.compute_next_sums()
+            self._book.sums.compute_next()
 
     def _persist(self) -> None:
         self._book.wait_for_world()
         importlib.import_module("dlrover.checkpoint.dcp")  # loads torch, before it is needed
         while True:
-            task = self._book.next_task()
+            task = self._book.tasks.next()
             problem = self._carry_out(task)
             if problem:
                 logger.error("%s", problem)
-            self._book.finish(task, problem)
+            self._book.tasks.finish(task, problem)
 
     def _carry_out(self, task: Task) -> str:
         """Persist; what went wrong, in one sentence, or an empty text."""
@@ -92,7 +104,7 @@ class Saver:
             if not again:
                 return problem
             logger.warning("It is tried again in %g s: %s", delay, problem)
-            if self._book.pause(task, delay, yielding=True):
+            if self._book.tasks.pause(task, delay, yielding=True):
                 return f"{problem} It was given up for a newer step."
         return self._attempt(task)[0]
 
@@ -101,6 +113,8 @@ class Saver:
         try:
             self._store(task)
         except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                self._make_room(task)
             reason = error.strerror or error
             return f"Step {task.step} was not stored in {self._directory}: {reason}.", True
         except DLRoverError as error:
@@ -113,9 +127,11 @@ class Saver:
             step=task.step,
             session=task.session,
             world_size=task.world_size,
-            sources=self._book.sources(task),
+            sources=self._book.tasks.sources(task),
             pause=lambda seconds: self._wait_for_peers(task, seconds),
-            patience=PEER_PATIENCE,
+            patience=BREAKPOINT_PATIENCE if task.at_breakpoint else PEER_PATIENCE,
+            identity=self._identity,
+            metrics=task.metrics,
         )
         persist.persist(job)
         if 0 in job.sources:
@@ -123,32 +139,43 @@ class Saver:
                 storage.prune(self._directory, self._keep)
                 if self._book.only(task.session):
                     storage.remove_unfinished(self._directory, task.session)
+                    remove_votes(self._directory, task.session)
             except OSError as error:
                 logger.warning("Old checkpoints in %s stay: %s", self._directory, error)
         logger.info("Step %d is stored", task.step)
 
+    def _make_room(self, task: Task) -> None:
+        """Delete what other worlds have not touched for so long that they cannot be at it."""
+        if 0 in task.ranks:
+            storage.remove_unfinished(self._directory, task.session, idle=PEER_PATIENCE)
+
     def _wait_for_peers(self, task: Task, seconds: float) -> None:
-        self._book.pause(task, seconds, yielding=False)
+        self._book.tasks.pause(task, seconds, yielding=False)
 
 
 class Client:
     """One worker's connection."""
 
-    def __init__(self, book: Book, sock: socket.socket, pid: int) -> None:
+    def __init__(self, book: Book, replicas: Replicas, sock: socket.socket, pid: int) -> None:
         self._book = book
+        self._replicas = replicas
         self._sock = sock
         self._pid = pid
         self._rank = -1
         self._owner = 0
+        self._goodbye = False
 
     def attend(self) -> None:
         """Answer until the worker is gone."""
         try:
-            while (request := protocol.receive_request(self._sock)) is not None:
+            while not self._goodbye:
+                request = protocol.receive_request(self._sock)
+                if request is None:
+                    return
                 self._answer(request)
         finally:
             if self._rank >= 0:
-                self._book.detach(self._rank, self._owner)
+                self._book.detach(self._rank, self._owner, goodbye=self._goodbye)
 
     def _answer(self, request: protocol.Request) -> None:
         fds: list[int] = []
@@ -177,15 +204,30 @@ class Client:
             return protocol.Verified(book.verify(request.rank, request.slot))
         if isinstance(request, protocol.Wait):
             return protocol.Settled(book.settled(rank))
+        if isinstance(request, protocol.Listen):
+            return protocol.Listening(self._replicas.listen(request.host, request.port))
+        self._do(request)
+        return protocol.Done()
+
+    def _do(self, request: protocol.Request) -> None:
+        book, rank = self._book, self._rank
         if isinstance(request, protocol.Publish):
-            book.publish(rank, request.slot, request.step, to_storage=request.to_storage)
+            book.publish(
+                rank,
+                request.slot,
+                request.step,
+                to_storage=request.to_storage,
+                metrics=request.metrics,
+            )
         elif isinstance(request, protocol.Join):
-            book.join(rank, request.session, request.world_size, request.ranks)
+            book.join(rank, request)
+            self._replicas.join(request)
         elif isinstance(request, protocol.Reserve):
             book.reserve(rank, request.nbytes)
         elif isinstance(request, protocol.Keep):
             book.keep(rank, request.step, request.session)
-        return protocol.Done()
+        elif isinstance(request, protocol.Goodbye):
+            self._goodbye = True
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -197,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m dlrover.checkpoint.saver")
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--identity", required=True)
-    parser.add_argument("--keep", type=int, required=True)
+    parser.add_argument("--keep", type=policies.decode, required=True)
     parser.add_argument("--linger", type=float, required=True)
     args = parser.parse_args(argv)
     listener = protocol.new_socket()
@@ -210,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.fork():
         return 0
     _log_to(args.directory / f"saver-{socket.gethostname()}.log")
-    saver = Saver(args.directory, args.keep, args.linger, listener)
+    saver = Saver(args.directory, args.identity, args.keep, args.linger, listener)
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=saver.stop).start())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logger.info("Saver %d serves %s", os.getpid(), args.directory)
@@ -219,8 +261,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _log_to(path: Path) -> None:
-    """Send everything that is logged or printed to a file: whoever started this process has left."""
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    """Send everything that is logged or printed to a file: whoever started this process has left.
+
+    Where it cannot be written, as on a disk that can only be read, nothing is logged.
+    """
+    try:
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError:
+        log = os.open(os.devnull, os.O_WRONLY)
     for fd in (1, 2):
         os.dup2(log, fd)
     os.close(log)

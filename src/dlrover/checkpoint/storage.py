@@ -15,12 +15,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import mmap
 import os
 import re
 import secrets
 import shutil
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +33,7 @@ from dlrover._util import files
 from dlrover.checkpoint import faults, layout as layouts
 from dlrover.checkpoint.extent import Extent
 from dlrover.checkpoint.layout import Layout, TensorEntry, name
+from dlrover.checkpoint.policies import Policy, StepInfo
 from dlrover.errors import InfrastructureError
 
 if TYPE_CHECKING:
@@ -63,6 +66,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     replicated: bool
     """Whether all ranks hold the same tensors: then any number of ranks can load it."""
     files: dict[str, FileRecord]
+    metrics: dict[str, float] = {}
+    """What the training measured at this step."""
 
 
 class StoredTensor(msgspec.Struct, frozen=True, array_like=True):
@@ -121,16 +126,42 @@ def index_file(rank: int) -> str:
 
 
 def identity(directory: Path) -> str:
-    """The name of this directory, made at its first use; the same for all who ask."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """The name of this directory, made at its first use; the same for all who ask.
+
+    Raises:
+        InfrastructureError: it cannot be read or written.
+    """
     path = directory / IDENTITY
-    if not path.exists():
-        temporary = directory / f".{IDENTITY}.{os.getpid()}.{secrets.token_hex(4)}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            _name_directory(path)
+        return path.read_text().strip()
+    except OSError as error:
+        raise InfrastructureError(
+            f"The checkpoint directory {directory} cannot be used: {error.strerror}."
+        ) from error
+
+
+def _name_directory(path: Path) -> None:
+    temporary = path.with_name(f".{IDENTITY}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
         temporary.write_text(secrets.token_hex(16))
         with contextlib.suppress(FileExistsError):
             os.link(temporary, path)
-        temporary.unlink()
-    return path.read_text().strip()
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def check_identity(directory: Path, expected: str) -> None:
+    """Refuse a directory that is not the one it was: its disk is not mounted any more.
+
+    Raises:
+        OSError: it is another one, or none.
+    """
+    path = directory / IDENTITY
+    if not path.exists() or path.read_text().strip() != expected:
+        raise OSError(errno.ESTALE, "it is not the directory any more that it was", str(directory))
 
 
 # ---- what is there
@@ -163,30 +194,68 @@ def track(directory: Path, step: int) -> None:
 
 
 def quarantine(directory: Path, step: int) -> Path:
-    """Put a damaged step out of the way; its new name."""
+    """Put a damaged step out of the way; its new name, or the old one where nothing can be renamed."""
     bad = directory / f"step-{step}.bad"
     number = 1
     while bad.exists():
         number += 1
         bad = directory / f"step-{step}.bad{number}"
-    step_directory(directory, step).rename(bad)
-    return bad
+    try:
+        return step_directory(directory, step).rename(bad)
+    except OSError as error:
+        logger.warning("Step %d stays in its place: %s", step, error)
+        return step_directory(directory, step)
 
 
-def prune(directory: Path, keep: int) -> None:
-    """Delete all but the newest ``keep`` steps."""
-    for step in steps(directory)[keep:]:
+def prune(directory: Path, policy: Policy) -> None:
+    """Delete the steps that the policy does not keep."""
+    stored = steps(directory)
+    kept = policy.kept([_info(directory, step, policy) for step in stored])
+    for step in stored:
+        if step in kept:
+            continue
         faults.point("prune.begun")
         doomed = directory / f".step-{step}.{secrets.token_hex(8)}"
         step_directory(directory, step).rename(doomed)
         shutil.rmtree(doomed)
 
 
-def remove_unfinished(directory: Path, session: int) -> None:
-    """Delete what worlds other than ``session`` did not finish; nobody may be writing that."""
+def _info(directory: Path, step: int, policy: Policy) -> StepInfo:
+    if not policy.uses_metrics:
+        return StepInfo(step)
+    try:
+        return StepInfo(step, read_manifest(step_directory(directory, step)).metrics)
+    except InfrastructureError:
+        return StepInfo(step)  # damaged: its metrics are not known
+
+
+def remove_unfinished(directory: Path, session: int, idle: float = 0.0) -> None:
+    """Delete what worlds other than ``session`` did not finish; nobody may be writing that.
+
+    Only what has not changed for ``idle`` seconds; what cannot be deleted stays.
+    """
     for path in directory.glob(".step-*.*"):
-        if f"{session:016x}" not in path.name:
-            shutil.rmtree(path)
+        if f"{session:016x}" not in path.name and _is_idle(path, idle):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_idle(path: Path, seconds: float) -> bool:
+    try:
+        newest = max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
+    except OSError:
+        return False  # somebody is at it
+    return time.time() - newest >= seconds
+
+
+def remove_given_up(directory: Path, step: int, session: int) -> None:
+    """Delete what this world did not finish before ``step``: steps are stored one after the other.
+
+    What cannot be deleted stays.
+    """
+    for path in directory.glob(f".step-*.{session:016x}*"):
+        number = path.name.split(".")[1].removeprefix("step-")
+        if number.isdecimal() and int(number) < step:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def sync_directory(path: Path) -> None:

@@ -323,7 +323,9 @@ def _add_checks(group: OptionGroup) -> None:
     )
     group.add_switch("--network-check", help="The same as --precheck 1.")
     group.add_switch("--exclude-straggler", help="Train without a node that the check finds slow.")
-    group.add_switch("--save-at-breakpoint", help="Save the state when a worker fails.")
+    group.add_switch(
+        "--save-at-breakpoint", help="Store the newest memory checkpoint when a worker fails."
+    )
     group.add_switch("--auto-config", help="Derive the number of nodes and workers.")
     group.add_switch("--auto-tunning", help="Tune the training parameters while training.")
 

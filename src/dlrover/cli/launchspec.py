@@ -145,6 +145,7 @@ def _launch_spec(
         signals_to_handle=parse_signals(args.signals_to_handle),
         shutdown_timeout=_shutdown_timeout(args.shutdown_timeout, environ),
         virtual_local_rank=args.virtual_local_rank,
+        save_at_breakpoint=args.save_at_breakpoint,
         numa_binding=args.numa_binding or "",
         # Last: it may take seconds, and whatever else is wrong should be said at once.
         nproc_per_node=resolve_nproc(args.nproc_per_node, probe),
@@ -375,7 +376,6 @@ _NOT_BUILT = (
     "auto_config",
     "auto_tunning",
     "exclude_straggler",
-    "save_at_breakpoint",
 )
 
 

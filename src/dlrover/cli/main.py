@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
-from enum import Enum
 from typing import Annotated
 
 import msgspec
@@ -14,8 +13,9 @@ from rich.console import Console
 
 from dlrover import __version__, config
 from dlrover._util import files
-from dlrover.cli import jobs
+from dlrover.cli import ckpt, jobs
 from dlrover.cli.launchspec import parse_nnodes, parse_rdzv_conf
+from dlrover.cli.output import Form, Output, print_json
 from dlrover.errors import DLRoverError, ExitCode
 from dlrover.spec.events import Event
 from dlrover.spec.job import JobSpec
@@ -28,20 +28,13 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-
-class Form(str, Enum):
-    """How a verb prints what it has to say."""
-
-    TEXT = "text"
-    JSON = "json"
+app.add_typer(ckpt.app)
 
 
 Job = Annotated[
     str, typer.Argument(metavar="[JOB]", help="Name of a job; the last one if it is left out.")
 ]
 Dir = Annotated[str, typer.Option("--job-dir", help="Directory of the job, instead of its name.")]
-Output = Annotated[Form, typer.Option("--output", "-o", help="Form of the output.")]
 
 
 @app.command()
@@ -51,7 +44,7 @@ def status(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None
 
     report = queries.status(jobs.find(config.environ(), job, job_dir))
     if output is Form.JSON:
-        _print_json(report)
+        print_json(report)
     else:
         queries.render_status(report, Console())
 
@@ -173,10 +166,6 @@ def _options(
     ] = False,
 ) -> None:
     """Options before the verb."""
-
-
-def _print_json(value: msgspec.Struct) -> None:
-    print(msgspec.json.format(msgspec.json.encode(value)).decode())
 
 
 def main() -> int:

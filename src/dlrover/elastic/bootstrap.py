@@ -5,7 +5,8 @@ standard error; an exception that reaches the top is recorded in the worker's er
 format, without a decorator in user code; and when PyTorch gets imported its optimizers count their steps
 on the node's progress board.
 
-Only the standard library is imported here: the program decides what else its process loads.
+Besides our own, only the standard library is imported here: the program decides what else its process
+loads.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dlrover.checkpoint import defaults
 from dlrover.elastic.progress import Board
 
 OPTIMIZER_MODULE = "torch.optim.optimizer"
@@ -47,6 +49,8 @@ class Program:
     """The worker's slot on the progress board."""
     modules_file: str = ""
     """Where the names of imported modules go at the first step; empty for nowhere."""
+    save_at_breakpoint: bool = False
+    """Whether its checkpoints are stored when a worker dies, unless it says otherwise."""
 
 
 def run(program: Program, board: Board | None) -> None:
@@ -56,6 +60,7 @@ def run(program: Program, board: Board | None) -> None:
     chooses the exit code and waits for threads, as it does for any program.
     """
     faulthandler.enable(sys.__stderr__ or 2)
+    defaults.save_at_breakpoint = program.save_at_breakpoint
     if board is not None:
         _count_optimizer_steps(board, program)
     try:

@@ -68,5 +68,7 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     shutdown_timeout: float = 30.0
     """Seconds between SIGTERM and SIGKILL when workers are stopped."""
     virtual_local_rank: bool = False
+    save_at_breakpoint: bool = False
+    """What a `Checkpointer` does that is not told: store the newest step in memory when a worker dies."""
     numa_binding: str = ""
     """``node``, ``socket``, ``exclusive``, ``core-complex`` or empty for none."""

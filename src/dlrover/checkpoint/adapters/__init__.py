@@ -1,0 +1,4 @@
+"""Flash Checkpoint inside other libraries: one module for each, which needs that library.
+
+See `transformers`, `deepspeed`, `lightning` and `accelerate` in this package.
+"""

@@ -1,0 +1,148 @@
+"""Flash Checkpoint as the checkpoint engine of DeepSpeed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
+    CheckpointCommitInfo,
+    CheckpointEngine,
+)
+from deepspeed.runtime.pipe.module import PipelineModule
+
+from dlrover.checkpoint.adapters import objects
+from dlrover.checkpoint.checkpointer import Checkpointer
+from dlrover.errors import ConfigurationError, InfrastructureError
+
+_MARK = b"This file is in a DLRover flash checkpoint.\n"  # where DeepSpeed expects its own
+
+
+def attach(
+    engine: Any, path: str | os.PathLike[str], keep: int = 3, storage_every: int = 1
+) -> FlashCheckpointEngine:
+    """Have ``engine.save_checkpoint`` and ``load_checkpoint`` use memory first. Collective.
+
+    Call it before ``load_checkpoint``: it points ``latest`` to the newest tag that can be loaded.
+
+    Args:
+        engine: of ``deepspeed.initialize``.
+        path: the directory of the checkpoints; all ranks must see the same one.
+        keep: how many stored steps to keep, the newest ones.
+        storage_every: one of so many saves goes to storage too.
+
+    Raises:
+        ConfigurationError: an argument is wrong, or the model is a pipeline.
+        InfrastructureError: there were checkpoints, and none can be loaded.
+    """
+    if storage_every < 1:
+        raise ConfigurationError(f"storage_every is {storage_every}; it must be at least 1 save.")
+    if isinstance(engine.module, PipelineModule):
+        raise ConfigurationError("A PipelineModule is not supported.")
+    flash = FlashCheckpointEngine(engine, Checkpointer(path, keep=keep), storage_every)
+    flash.point_to_newest()
+    engine.checkpoint_engine = flash
+    engine.save_non_zero_checkpoint = True  # each rank saves what it will load
+    return flash
+
+
+class FlashCheckpointEngine(CheckpointEngine):
+    """The files of one tag are one step. `attach` makes it."""
+
+    def __init__(self, engine: Any, checkpointer: Checkpointer, storage_every: int) -> None:
+        super().__init__()
+        self.name = "FlashCheckpointEngine"
+        self._engine, self._checkpointer = engine, checkpointer
+        self._storage_every, self._saves = storage_every, 0
+        self._folder = Path()
+        self._files: dict[str, Any] = {}
+        self._marks: list[Path] = []
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        """Begin to collect the files of a tag."""
+        self._folder, self._files = Path(info.save_dir, info.tag).absolute(), {}
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Add a file."""
+        self._files[str(Path(path).absolute().relative_to(self._folder))] = objects.encode(
+            state_dict
+        )
+
+    def commit(self, info: CheckpointCommitInfo) -> bool:
+        """Save what was collected."""
+        self._saves += 1
+        about = {
+            "folder": str(self._folder),
+            "names": list(self._files),
+            "latest": info.save_latest,
+        }
+        self._checkpointer.save(
+            self._engine.global_steps,
+            {"about": about, **self._files},
+            to="memory" if self._saves % self._storage_every else "storage",
+        )
+        self._mark(self._folder, list(self._files))
+        self._files = {}
+        return True
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """One file of the newest step, or one that DeepSpeed itself has written. Collective."""
+        file, name = Path(path).absolute(), Path(path).name
+        if not _is_mark(file):
+            return torch.load(path, map_location=map_location, weights_only=False)
+        found = objects.read(self._checkpointer, ("about", name))
+        newest = None if found is None else found[1]["about"]["folder"]
+        if found is None or newest != str(file.parent):
+            raise InfrastructureError(f"{path} is not held any more; the newest tag is {newest}.")
+        if name not in found[1]:
+            raise ConfigurationError(f"{path} was saved by another rank, which is not supported.")
+        return found[1][name]
+
+    def is_data_parallel_writer(self, dp_rank: int) -> bool:
+        """Every rank saves all that it will load."""
+        return True
+
+    def cleanup(self) -> None:
+        """Wait until all is durable, and disconnect: call it at the end of the training."""
+        with contextlib.closing(self._checkpointer):
+            self._checkpointer.wait()
+
+    def point_to_newest(self) -> None:
+        """Put the marks of the newest step in place, and its tag into ``latest``."""
+        found = objects.read(self._checkpointer, ("about",))
+        if found is None:
+            return
+        about = found[1]["about"]
+        folder = Path(about["folder"])
+        self._mark(folder, about["names"])
+        latest = folder.parent / "latest"
+        if torch.distributed.get_rank() == 0 and about["latest"] and _is_ours(latest):
+            latest.write_text(folder.name)
+        torch.distributed.barrier()
+
+    def _mark(self, folder: Path, names: list[str]) -> None:
+        """Put marks where DeepSpeed looks for files, and remove those of the step before."""
+        folder.mkdir(parents=True, exist_ok=True)
+        marks = [folder / name for name in names]
+        for mark in marks:
+            mark.write_bytes(_MARK)
+        for old in set(self._marks) - set(marks):
+            old.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                old.parent.rmdir()  # the last one of its tag
+        self._marks = marks
+
+
+def _is_mark(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_MARK)) == _MARK
+
+
+def _is_ours(latest: Path) -> bool:
+    """Whether the tag is not one that DeepSpeed itself has written, after the newest step."""
+    if not latest.exists():
+        return True
+    return all(_is_mark(path) for path in (latest.parent / latest.read_text().strip()).glob("*.pt"))

@@ -1,0 +1,171 @@
+"""Any state dict as one that a checkpoint can hold, and back.
+
+What is neither a tensor, a plain value nor a container of these becomes bytes, by ``torch.save``. They are
+read with ``torch.load(weights_only=False)``, which runs what the file says: a checkpoint directory is its
+user's own, and is to be trusted as much as the training script.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from dlrover.checkpoint import layout
+from dlrover.checkpoint.checkpointer import Checkpointer, LoadRecord
+from dlrover.checkpoint.layout import Tensor, TensorRef
+from dlrover.checkpoint.restore import Reading
+from dlrover.checkpoint.tree import DTYPES, Spread, State
+from dlrover.errors import ConfigurationError
+
+TAG = "__dlrover__"
+"""The key of a dict that stands for something else; its value says for what."""
+
+_PLAIN = (type(None), bool, int, float, str, bytes)
+_DTYPES = frozenset(DTYPES.values())
+_KINDS: dict[str, Any] = {"dict": dict, "OrderedDict": OrderedDict, "Size": torch.Size}
+
+
+class Portable:
+    """Something with a state dict, whose state may hold anything.
+
+    Args:
+        owner: has ``state_dict`` and ``load_state_dict``.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+
+    def state_dict(self) -> Any:
+        """Its state, as a checkpoint can hold it."""
+        return encode(self._owner.state_dict())
+
+    def load_state_dict(self, state: Any) -> None:
+        """Give it back."""
+        self._owner.load_state_dict(decode(state))
+
+
+def encode(value: Any, path: layout.Path = ()) -> Any:
+    """An equal tree that a checkpoint can hold; tensors stay the live ones.
+
+    Raises:
+        ConfigurationError: a leaf cannot be pickled; the message names its path.
+    """
+    kind = type(value)
+    if kind in _PLAIN or _is_kept(value):
+        return value
+    if kind is list or kind is tuple:
+        return kind([encode(item, (*path, index)) for index, item in enumerate(value)])
+    if kind is dict or kind is OrderedDict:
+        plain = all(type(key) in (str, int) for key in value) and TAG not in value
+        if plain:
+            items: Any = {key: encode(item, (*path, key)) for key, item in value.items()}
+            return items if kind is dict else {TAG: kind.__name__, "items": items}
+        pairs = [(encode(key), encode(item, (*path, str(key)))) for key, item in value.items()]
+        return {TAG: kind.__name__, "pairs": pairs}
+    if kind is torch.Size:  # very many in some states
+        return {TAG: "Size", "items": list(value)}
+    return {TAG: _pickled(value, path)}
+
+
+def _is_kept(value: Any) -> bool:
+    """Whether it is a tensor that needs no bytes."""
+    if isinstance(value, Spread):
+        return True
+    return (
+        type(value) in (torch.Tensor, torch.nn.Parameter)
+        and value.layout is torch.strided
+        and not value.is_meta
+        and value.dtype in _DTYPES
+    )
+
+
+def _pickled(value: Any, path: layout.Path) -> bytes:
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+    except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"{layout.name(path)} is a {type(value).__qualname__}, which cannot be pickled: {error}."
+        ) from error
+    return buffer.getvalue()
+
+
+def decode(value: Any) -> Any:
+    """What `encode` was given."""
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return kind([decode(item) for item in value])
+    if kind is not dict:
+        return value
+    return _meant(value) if TAG in value else {key: decode(item) for key, item in value.items()}
+
+
+def _meant(value: dict[str, Any]) -> Any:
+    """What a dict with a tag stands for."""
+    meaning = value[TAG]
+    if isinstance(meaning, bytes):
+        return torch.load(io.BytesIO(meaning), weights_only=False)
+    if "pairs" in value:
+        return _KINDS[meaning]((decode(key), decode(item)) for key, item in value["pairs"])
+    return _KINDS[meaning](decode(value["items"]))
+
+
+def read(checkpointer: Checkpointer, keys: Collection[str]) -> tuple[LoadRecord, State] | None:
+    """The newest step that all ranks have, decoded; None if nothing was ever saved. Collective.
+
+    Tensors are read below ``keys`` only. Elsewhere they are zeros of the same shape and type, which take
+    no memory.
+
+    Raises:
+        ConfigurationError: another number of ranks has saved parts of tensors.
+        InfrastructureError: there were checkpoints, and none can be loaded.
+    """
+    readings: list[_Excerpt] = []
+
+    def prepare(tree: Any, specs: Sequence[Tensor], moved: bool) -> Reading:
+        readings.append(_Excerpt(tree, specs, keys))
+        if moved and any(specs[i].part for i, need in enumerate(readings[-1].wanted) if need):
+            raise ConfigurationError("The checkpoint was saved by another number of ranks.")
+        return readings[-1]
+
+    record = checkpointer._load(prepare)  # noqa: SLF001
+    return None if record is None else (record, decode(readings[-1].state))
+
+
+class _Excerpt(Reading):
+    """Reads some keys of a saved state."""
+
+    def __init__(self, tree: Any, specs: Sequence[Tensor], keys: Collection[str]) -> None:
+        chosen = {key: item for key, item in tree.items() if key in keys}
+        super().__init__(chosen, specs)
+        self._others = {key: item for key, item in tree.items() if key not in keys}
+        used = {ref.index for ref in _refs(chosen)}
+        self.wanted = [need if i in used else None for i, need in enumerate(self.wanted)]
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Make the state."""
+        super().run(tensors)
+        self.state.update(self._hollow(self._others))
+
+    def _hollow(self, saved: Any) -> Any:
+        if isinstance(saved, TensorRef):
+            spec = self._specs[saved.index]
+            return torch.zeros((), dtype=DTYPES[spec.dtype]).expand(spec.shape)
+        if isinstance(saved, dict):
+            return {key: self._hollow(item) for key, item in saved.items()}
+        if isinstance(saved, list | tuple):
+            return type(saved)(map(self._hollow, saved))
+        return saved
+
+
+def _refs(saved: Any) -> Iterator[TensorRef]:
+    if isinstance(saved, TensorRef):
+        yield saved
+    elif isinstance(saved, dict | list | tuple):
+        for item in saved.values() if isinstance(saved, dict) else saved:
+            yield from _refs(item)

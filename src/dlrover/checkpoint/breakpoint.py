@@ -1,0 +1,170 @@
+"""Save at breakpoint: how the savers of a world that ended agree on a step, and store it.
+
+Each saver puts a `Vote` with the steps that it holds into a directory that all of them see::
+
+    <directory>/.breakpoint.<session>/<saver>.vote      not finished yet
+    <directory>/.breakpoint.<session>/<saver>.done      finished; the last one removes the directory
+
+From the same votes all of them decide the same, without another word.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from dlrover._util import files
+from dlrover.checkpoint.breaks import Break, Breaks
+
+logger = logging.getLogger(__name__)
+
+VOTE_PATIENCE = 30.0
+"""Seconds that the savers of a world may differ in noticing that it ended."""
+POLL = 0.02
+"""Seconds between two looks for what other savers say."""
+_VOTE, _DONE = ".vote", ".done"
+
+
+class Vote(msgspec.Struct, frozen=True):
+    """What one saver has of a world."""
+
+    saver: int
+    ranks: tuple[int, ...]
+    """Those of its node."""
+    held: dict[int, tuple[int, ...]]
+    """By rank: the steps in memory here, of these ranks and of replicas."""
+    stored: int
+    """The newest step of this world that was stored; -1: none."""
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """What becomes of a world's steps."""
+
+    step: int
+    """The newest one that can be had from storage when this is done; -1: none."""
+    parts: dict[int, tuple[int, ...]]
+    """By saver: the ranks whose parts of it are written there; empty if it is stored."""
+
+
+def complete(votes: Sequence[Vote], world_size: int) -> bool:
+    """Whether every rank's own node has voted."""
+    return {rank for vote in votes for rank in vote.ranks} >= set(range(world_size))
+
+
+def decide(votes: Sequence[Vote], world_size: int) -> Decision:
+    """Store the newest step that is in memory for all ranks, unless it is stored.
+
+    A rank's part is written by its own node if that has it, else by the first one with a replica.
+    """
+    common: set[int] | None = None
+    for rank in range(world_size):
+        steps = {step for vote in votes for step in vote.held.get(rank, ())}
+        common = steps if common is None else common & steps
+    newest = max(common or (), default=-1)
+    stored = max((vote.stored for vote in votes), default=-1)
+    if newest <= stored:
+        return Decision(stored, {})
+    parts: dict[int, list[int]] = {vote.saver: [] for vote in votes}
+    for rank in range(world_size):
+        able = [vote for vote in votes if newest in vote.held.get(rank, ())]
+        chosen = min(able, key=lambda vote: (rank not in vote.ranks, vote.saver))
+        parts[chosen.saver].append(rank)
+    return Decision(newest, {saver: tuple(ranks) for saver, ranks in parts.items()})
+
+
+class Ballot:
+    """The votes on one world."""
+
+    def __init__(self, directory: Path, session: int) -> None:
+        self._directory = directory
+        self._session = session
+        self._place = directory / f".breakpoint.{session:016x}"
+
+    def cast(self, vote: Vote) -> None:
+        """Add a vote, or replace the saver's own."""
+        self._place.mkdir(exist_ok=True)
+        files.write_atomically(self._path(vote.saver, _VOTE), msgspec.json.encode(vote))
+        self._path(vote.saver, _DONE).unlink(missing_ok=True)
+
+    def votes(self) -> list[Vote]:
+        """All votes that can be read, in the same order for all who ask."""
+        found: dict[int, Vote] = {}
+        for path in self._place.iterdir():
+            if path.suffix in (_VOTE, _DONE):
+                try:
+                    vote = msgspec.json.decode(path.read_bytes(), type=Vote)
+                except (FileNotFoundError, msgspec.DecodeError):
+                    continue  # it has just got its other name
+                found[vote.saver] = vote
+        return [found[saver] for saver in sorted(found)]
+
+    def close(self, saver: int) -> None:
+        """This saver is finished. The last one removes the votes, and what was not completed."""
+        self._path(saver, _VOTE).rename(self._path(saver, _DONE))
+        if all(path.suffix == _DONE for path in self._place.iterdir()):
+            for path in self._directory.glob(f".step-*.{self._session:016x}*"):
+                shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(self._place, ignore_errors=True)
+
+    def _path(self, saver: int, suffix: str) -> Path:
+        return self._place / f"{saver:016x}{suffix}"
+
+
+def remove_votes(directory: Path, session: int) -> None:
+    """Delete what savers that were killed have left, of worlds other than ``session``."""
+    for path in directory.glob(".breakpoint.*"):
+        if path.suffix != f".{session:016x}":
+            shutil.rmtree(path, ignore_errors=True)
+
+
+class Breakpoints:
+    """Stores what worlds that ended had in memory."""
+
+    def __init__(self, directory: Path, breaks: Breaks, saver: int) -> None:
+        self._directory = directory
+        self._breaks = breaks
+        self._saver = saver
+
+    def run(self) -> None:
+        """For ever."""
+        while True:
+            ended = self._breaks.next()
+            try:
+                self._carry_out(ended)
+            except OSError as error:
+                logger.error("What is in memory is not stored: %s", error)  # noqa: TRY400
+            finally:
+                self._breaks.finish(ended)
+
+    def _carry_out(self, ended: Break) -> None:
+        session, size = ended.world.joined.session, ended.world.joined.world_size
+        vote = Vote(self._saver, ended.world.joined.ranks, ended.steps, ended.world.stored)
+        ballot = Ballot(self._directory, session)
+        ballot.cast(vote)
+        try:
+            votes = self._collect(ballot, ended)
+            decision = decide(votes, size)
+            if decision.parts:
+                logger.info("The world has ended; step %d is stored from memory", decision.step)
+            if decision.parts or complete(votes, size):
+                self._breaks.store(ended, decision.step, decision.parts.get(self._saver, ()))
+        finally:
+            ballot.close(self._saver)
+
+    def _collect(self, ballot: Ballot, ended: Break) -> list[Vote]:
+        size = ended.world.joined.world_size
+        until = time.monotonic() + VOTE_PATIENCE
+        votes = ballot.votes()
+        while not complete(votes, size):
+            if self._breaks.pause(ended, POLL) or time.monotonic() > until:
+                logger.warning(
+                    "The world has ended, and the savers of some of its ranks do not answer"
+                )
+                break
+            votes = ballot.votes()
+        return votes

@@ -1,0 +1,144 @@
+"""Worlds that ended without a goodbye, whose newest step in memory is to be stored."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from dlrover.checkpoint.ranks import RankMemory, Ranks, Slot, World
+from dlrover.checkpoint.tasks import Task, Tasks
+
+SETTLE = 2.0
+"""Seconds that the other ranks of a world have to end, or to complete a save, after the first one."""
+_NOT_COMMON = "Step {} was not stored: its world ended before all ranks had saved it."
+
+
+@dataclass(eq=False)
+class Break:
+    """A world that ended, and what stays in memory for it."""
+
+    world: World
+    since: float
+    slots: dict[int, list[Slot]] = field(default_factory=dict)
+    """By rank, pinned."""
+    steps: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """By rank: the steps in memory, once the workers have ended."""
+
+
+class Breaks:
+    """All of them, one after the other."""
+
+    def __init__(self, ranks: Ranks, tasks: Tasks) -> None:
+        self._ranks = ranks
+        self._tasks = tasks
+        self._changed = ranks.changed
+        self._open: list[Break] = []
+
+    # ---- for whoever holds the lock of the ranks
+
+    @property
+    def pending(self) -> bool:
+        """Whether one of them is not finished."""
+        return bool(self._open)
+
+    def only(self, session: int) -> bool:
+        """Whether no other world is waited for."""
+        return all(ended.world.joined.session == session for ended in self._open)
+
+    def note(self, world: World) -> None:
+        """A world has ended, or is about to: at least one of its workers is gone."""
+        if not world.joined.save_at_breakpoint or any(b.world is world for b in self._open):
+            return
+        newest = max(
+            (slot.step for slots in self._slots(world).values() for slot in slots), default=-1
+        )
+        if newest > world.voted:
+            self._open.append(Break(world, time.monotonic()))
+            self._changed.notify_all()
+
+    def left(self, rank: int, mine: RankMemory) -> None:
+        """A rank's worker has left a world: what it saved last may be needed, and is not written over."""
+        for ended in self._open:
+            if ended.world is mine.world and not ended.steps:
+                self._pin(ended, rank, mine)
+
+    def _pin(self, ended: Break, rank: int, mine: RankMemory) -> None:
+        kept = ended.slots.setdefault(rank, [])
+        for slot in _slots_of(mine, ended.world):
+            if all(slot is not other for other in kept):
+                slot.pins += 1
+                kept.append(slot)
+
+    def _slots(self, world: World) -> dict[int, list[Slot]]:
+        return {rank: _slots_of(mine, world) for rank, mine in self._ranks.memories.items()}
+
+    def _is_settled(self, ended: Break) -> bool:
+        memories = self._ranks.memories
+        present = [memories[rank] for rank in ended.world.joined.ranks if rank in memories]
+        return not any(mine.owner and mine.world is ended.world for mine in present)
+
+    # ---- for the thread that carries them out
+
+    def next(self) -> Break:
+        """Wait for a world that ended, and for all its workers to end; what it has in memory is pinned."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._open))
+            ended = self._open[0]
+            left = ended.since + SETTLE - time.monotonic()
+            self._changed.wait_for(lambda: self._is_settled(ended), max(0.0, left))
+            for rank, mine in self._ranks.memories.items():
+                self._pin(ended, rank, mine)
+            ended.steps = {r: tuple(s.step for s in slots) for r, slots in ended.slots.items()}
+            ended.world.voted = max((max(s, default=-1) for s in ended.steps.values()), default=-1)
+            return ended
+
+    def pause(self, ended: Break, seconds: float) -> bool:
+        """Wait; whether another world needs the memory."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: any(self._tasks.is_starved(rank) for rank in ended.slots), seconds
+            )
+
+    def store(self, ended: Break, step: int, ranks: tuple[int, ...]) -> None:
+        """Persist some ranks' parts of a step; newer ones that were asked for are given up.
+
+        Waits until nothing of the world is left that can be persisted.
+        """
+        session = ended.world.joined.session
+        with self._changed:
+            for task in self._tasks.of(session):
+                other = task.step == step and ranks and set(task.ranks) != set(ranks)
+                if task.step > step or other:
+                    self._tasks.cancel(task, _NOT_COMMON.format(task.step))
+            self._changed.wait_for(lambda: not self._is_cancelling(session))
+            if ranks and self._tasks.find(session, step) is None:
+                self._tasks.add(self._task(ended, step, ranks))
+            self._unpin(ended)
+            self._changed.wait_for(lambda: not any(t.complete for t in self._tasks.of(session)))
+
+    def _is_cancelling(self, session: int) -> bool:
+        return any(task.given_up for task in self._tasks.of(session))
+
+    def _task(self, ended: Break, step: int, ranks: tuple[int, ...]) -> Task:
+        slots = {rank: next(s for s in ended.slots[rank] if s.step == step) for rank in ranks}
+        for slot in slots.values():
+            slot.pins += 1
+        return Task(ended.world, step, ranks, slots, at_breakpoint=True)
+
+    def finish(self, ended: Break) -> None:
+        """It has been stored, or cannot be."""
+        with self._changed:
+            self._unpin(ended)
+            self._open.remove(ended)
+            self._changed.notify_all()
+
+    def _unpin(self, ended: Break) -> None:
+        for slots in ended.slots.values():
+            for slot in slots:
+                slot.unpin()
+        ended.slots.clear()
+        self._changed.notify_all()
+
+
+def _slots_of(mine: RankMemory, world: World) -> list[Slot]:
+    return [s for s in mine.slots if s.step >= 0 and s.session == world.joined.session]

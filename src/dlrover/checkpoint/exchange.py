@@ -1,0 +1,205 @@
+"""Replicas, as the ranks' memory sees them: what is to be sent, and what comes in.
+
+A replica is memory of a rank that has no worker on this node. It has two generations too, of which the
+older one is written; and it is valid only when all of it was compared with its checksums.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import xxhash
+
+from dlrover.checkpoint import faults, memory
+from dlrover.checkpoint.layout import PackedLayout, name
+from dlrover.checkpoint.memory import INDEX_ROOM, PAGE, Generation, Header
+from dlrover.checkpoint.ranks import RankMemory, Ranks, Slot, World, reserve
+from dlrover.errors import InfrastructureError
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A generation that is being sent or received, as long as nobody else writes it."""
+
+    world: World
+    header: Header
+    slot: Slot
+    epoch: int
+    generation: Generation
+
+    @property
+    def nbytes(self) -> int:
+        """What follows the header page, without the last word."""
+        return self._sums_at + 8 * self.header.tensors
+
+    @property
+    def _sums_at(self) -> int:
+        return self.header.data_bytes + self.header.index_bytes
+
+    @property
+    def index(self) -> bytes:
+        """The index as it is written."""
+        return bytes(self.generation.data[self.header.data_bytes : self._sums_at])
+
+    @property
+    def sums(self) -> bytes:
+        """The tensors' checksums as they are written."""
+        return bytes(self.generation.data[self._sums_at : self.nbytes])
+
+
+class Exchange:
+    """What goes to other nodes, and what comes from them."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._changed = ranks.changed
+
+    def world(self) -> World | None:
+        """The one that was joined last."""
+        with self._changed:
+            return self._ranks.world
+
+    # ---- to other nodes
+
+    def next(self, world: World, sent: Mapping[int, int]) -> Copy | None:
+        """Wait for a step newer than what was sent of its rank; None when there is another world."""
+        with self._changed:
+            while self._ranks.world is world:
+                found = self._newest(world, sent)
+                if found is not None:
+                    return found
+                self._changed.wait()
+            return None
+
+    def _newest(self, world: World, sent: Mapping[int, int]) -> Copy | None:
+        """The newest step of the rank of which the oldest was sent."""
+        for rank in sorted(world.joined.ranks, key=lambda rank: (sent.get(rank, -1), rank)):
+            mine = self._ranks.memories.get(rank)
+            slots = mine.slots if mine is not None else []
+            for slot in sorted(slots, key=lambda slot: -slot.step):
+                ours = slot.session == world.joined.session and slot.step > sent.get(rank, -1)
+                header = slot.header() if ours else None
+                if header is not None and _is_summed(slot.generation, header):
+                    return Copy(world, header, slot, slot.epoch, slot.generation)
+        return None
+
+    def pause(self, copy: Copy, seconds: float) -> bool:
+        """Wait; whether the copy can be gone on with."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_current(copy), seconds)
+            return self._is_current(copy)
+
+    def _is_current(self, copy: Copy) -> bool:
+        return copy.slot.epoch == copy.epoch and self._ranks.world is copy.world
+
+    def wait(self, world: World, seconds: float) -> bool:
+        """Wait; whether the world is still the newest one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ranks.world is not world, seconds)
+            return self._ranks.world is world
+
+    # ---- from other nodes
+
+    def begin(self, world: World, header: Header) -> Copy | None:
+        """Where to put a generation; None if it is here. Call `end` when it is done.
+
+        Raises:
+            InfrastructureError: it cannot be taken.
+        """
+        rank, joined = header.rank, world.joined
+        sizes = (header.data_bytes, header.index_bytes, header.tensors, header.step)
+        if min(sizes) < 0 or (header.session, header.world_size) != (
+            joined.session, joined.world_size
+        ):  # fmt: skip
+            raise InfrastructureError("It is not of this world.")
+        if rank in joined.ranks or not 0 <= rank < joined.world_size:
+            raise InfrastructureError(f"Rank {rank} is not one of another node.")
+        with self._changed:
+            mine = self._ranks.of(rank)
+            self._check(world, mine)
+            if any((s.step, s.session) == (header.step, header.session) for s in mine.slots):
+                return None
+            mine.receiving += 1
+        try:
+            needed = memory.required(header.data_bytes, header.index_bytes, header.tensors)
+            reserve(mine.slots, -(-(needed + INDEX_ROOM) // PAGE) * PAGE, rank)
+            with self._changed:
+                self._check(world, mine)
+                slot = self._ranks.grant(mine, joined.session, to_worker=False)
+                slot.session = joined.session
+                slot.remap()
+                return Copy(world, header, slot, slot.epoch, slot.generation)
+        except BaseException:
+            self.end(header)
+            raise
+
+    def end(self, header: Header) -> None:
+        """No more comes of a generation that was begun."""
+        with self._changed:
+            mine = self._ranks.memories.get(header.rank)
+            if mine is not None:
+                mine.receiving -= 1
+
+    def _check(self, world: World, mine: RankMemory) -> None:
+        if self._ranks.world is not world or mine.owner:
+            raise InfrastructureError("There is another world.")
+        if all(slot.pinned for slot in mine.slots):
+            raise InfrastructureError("All memory of the replica is being stored.")
+
+    def fill(self, copy: Copy, offset: int, data: bytes) -> None:
+        """Put some bytes into their place.
+
+        Raises:
+            InfrastructureError: they do not belong there, or not any more.
+        """
+        if not 0 <= offset <= offset + len(data) <= copy.nbytes:
+            raise InfrastructureError("A part of a replica lies outside of it.")
+        with self._changed:  # so that nobody is granted the memory meanwhile
+            if not self._is_current(copy):
+                raise InfrastructureError("The memory of a replica is used for something else.")
+            copy.generation.data[offset : offset + len(data)] = data
+
+    def admit(self, copy: Copy, sums_hash: int) -> None:
+        """Check a generation that has come, and make it valid.
+
+        Raises:
+            InfrastructureError: it is damaged, or not wanted any more.
+        """
+        header, generation = copy.header, copy.generation
+        layout = generation.layout(header)
+        if xxhash.xxh3_64_intdigest(copy.sums) != sums_hash:
+            raise InfrastructureError(f"The checksums of step {header.step} are damaged.")
+        sums = array("Q", copy.sums).tolist()
+        found = memory.compute_sums(generation, layout)
+        for entry, expected, actual in zip(layout.entries, sums, found, strict=True):
+            if expected != actual:
+                raise InfrastructureError(
+                    f"The tensor {name(entry.path)} of step {header.step} of rank {header.rank} was damaged"
+                    " on its way."
+                )
+        faults.point("replicate.received")
+        packed = PackedLayout(copy.index, header.data_bytes, header.tensors, header.layout_hash)
+        with self._changed:
+            mine = self._ranks.memories[header.rank]
+            if not self._is_current(copy) or mine.owner:
+                raise InfrastructureError("The memory of a replica is used for something else.")
+            generation.publish(
+                packed,
+                rank=header.rank,
+                world_size=header.world_size,
+                step=header.step,
+                session=header.session,
+            )
+            generation.store_sums(header, sums)
+            copy.slot.step = header.step
+            self._changed.notify_all()
+        faults.point("replicate.kept")
+
+
+def _is_summed(generation: Generation, header: Header) -> bool:
+    try:
+        return generation.sums(header) is not None
+    except InfrastructureError:
+        return False  # damaged: `verify` will find it

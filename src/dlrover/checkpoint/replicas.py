@@ -1,0 +1,276 @@
+"""Copies of this node's memory on other nodes, and of theirs here: savers that send and receive.
+
+Nobody waits for a replica. Each step that a rank publishes is sent to the other nodes in the background;
+when the rank needs the memory again before all of it is sent, the rest is given up for a newer step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import socket
+import threading
+import time
+
+import xxhash
+
+from dlrover.checkpoint import faults, wire
+from dlrover.checkpoint.bucket import TokenBucket
+from dlrover.checkpoint.exchange import Copy, Exchange
+from dlrover.checkpoint.protocol import Join, Peer, Replication
+from dlrover.checkpoint.ranks import World
+from dlrover.errors import InfrastructureError, ProtocolError
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT = 5.0
+"""Seconds to reach another saver, and for it to say who it is."""
+PATIENCE = 30.0
+"""Seconds that another saver may take for one message, or for checking a replica."""
+BACK_OFF = (0.2, 30.0)
+"""Seconds before a lost saver is tried again: at first, and at most."""
+
+
+class Replicas:
+    """Sends and receives. Methods may be called from any thread."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._lock = threading.Lock()
+        self._listeners: dict[str, socket.socket] = {}
+        self._sending: World | None = None
+
+    def listen(self, host: str, port: int) -> int:
+        """Take replicas at an address of this node; the port. With port 0 any free one.
+
+        Raises:
+            OSError: the address cannot be had.
+        """
+        with self._lock:
+            listener = self._listeners.get(host)
+            if listener is None:
+                family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                listener = socket.create_server((host, port), family=family)
+                self._listeners[host] = listener
+                threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+            return int(listener.getsockname()[1])
+
+    def close(self) -> None:
+        """Take no more replicas."""
+        with self._lock:
+            for listener in self._listeners.values():
+                with contextlib.suppress(OSError):
+                    listener.shutdown(socket.SHUT_RDWR)  # wakes whoever waits for a connection
+                listener.close()
+            self._listeners.clear()
+
+    def join(self, joined: Join) -> None:
+        """Send what a world saves; another world's is not sent any more."""
+        world, plan = self._exchange.world(), joined.replication
+        if plan is None or world is None or world.joined.session != joined.session:
+            return
+        with self._lock:
+            if self._sending is world:
+                return
+            self._sending = world
+        try:  # this saver may be a new one, which the others do not know of
+            self.listen(plan.own.host, plan.own.port)
+        except OSError as error:
+            logger.warning("No replicas are taken on %s: %s", plan.own.host, error)
+        bucket = None
+        if plan.bandwidth is not None:
+            bucket = _Limit(TokenBucket(plan.bandwidth, min(plan.bandwidth, 4 * wire.CHUNK)))
+        for peer in plan.peers:
+            sender = Sender(self._exchange, world, plan, peer, bucket)
+            threading.Thread(target=sender.run, daemon=True).start()
+
+    # ---- receive
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                sock, address = listener.accept()
+            except OSError:  # it is closed
+                return
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            receiver = Receiver(self._exchange, sock, str(address[0]))
+            threading.Thread(target=receiver.run, daemon=True).start()
+
+
+class _Limit:
+    """A bucket for several threads."""
+
+    def __init__(self, bucket: TokenBucket) -> None:
+        self._bucket = bucket
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> float:
+        with self._lock:
+            return self._bucket.take(nbytes, time.monotonic())
+
+
+class Receiver:
+    """One connection of another saver."""
+
+    def __init__(self, exchange: Exchange, sock: socket.socket, address: str) -> None:
+        self._exchange = exchange
+        self._sock = sock
+        self._address = address
+        self._refused: set[str] = set()
+
+    def run(self) -> None:
+        """Take what comes until the other one is gone."""
+        with self._sock, contextlib.suppress(ConnectionError, TimeoutError):
+            try:
+                self._sock.settimeout(CONNECT_TIMEOUT)
+                world = self._greet()
+                while world is not None:
+                    self._sock.settimeout(None)  # until there is a new step
+                    offer = wire.expect(self._sock, wire.Offer)
+                    if not self._exchange.wait(world, 0.0):
+                        return
+                    self._sock.settimeout(PATIENCE)
+                    self._take(world, offer)
+            except ProtocolError as error:
+                logger.warning("The saver at %s is not listened to: %s", self._address, error)
+
+    def _greet(self) -> World | None:
+        hello = wire.expect(self._sock, wire.Hello, wire.MAX_HELLO)
+        world = self._exchange.world()
+        plan = world.joined.replication if world is not None else None
+        if world is None or plan is None or hello.session != world.joined.session:
+            wire.send(self._sock, wire.Answer(wanted=False, problem="There is another world."))
+            return None
+        if not hmac.compare_digest(hello.token, plan.token):
+            raise ProtocolError("It does not know the token of the world.")
+        wire.send(self._sock, wire.Answer(wanted=True))
+        return world
+
+    def _take(self, world: World, offer: wire.Offer) -> None:
+        header = offer.header
+        try:
+            copy = self._exchange.begin(world, header)
+        except (InfrastructureError, OSError) as error:
+            self._refuse(f"No replica of rank {header.rank} is taken: {error}")
+            return
+        if copy is None:  # it is here
+            wire.send(self._sock, wire.Answer(wanted=False))
+            return
+        try:
+            wire.send(self._sock, wire.Answer(wanted=True))
+            sums_hash = self._receive(copy)
+            if sums_hash is not None:
+                self._admit(copy, sums_hash)
+        except InfrastructureError as error:
+            logger.info("A replica of rank %d is given up: %s", header.rank, error)
+            raise ConnectionAbortedError from error  # what is on its way is of no use
+        finally:
+            self._exchange.end(header)
+
+    def _admit(self, copy: Copy, sums_hash: int) -> None:
+        try:
+            self._exchange.admit(copy, sums_hash)
+        except InfrastructureError as error:
+            self._refuse(f"A replica of rank {copy.header.rank} is not taken: {error}")
+        else:
+            wire.send(self._sock, wire.Answer(wanted=True))
+
+    def _receive(self, copy: Copy) -> int | None:
+        """The hash of the checksums; None if the rest does not come."""
+        end = 0
+        while True:
+            message = wire.receive(self._sock)
+            if isinstance(message, wire.Chunk) and message.offset == end and message.data:
+                self._exchange.fill(copy, message.offset, message.data)
+                end += len(message.data)
+            elif isinstance(message, wire.Commit) and end == copy.nbytes:
+                return message.sums_hash
+            elif isinstance(message, wire.GiveUp):
+                return None
+            else:
+                raise ProtocolError(f"It sent {type(message).__name__} at byte {end}.")
+
+    def _refuse(self, problem: str) -> None:
+        if problem not in self._refused:
+            logger.warning("%s", problem)
+            self._refused.add(problem)
+        wire.send(self._sock, wire.Answer(wanted=False, problem=problem))
+
+
+class Sender:
+    """Sends a world's steps to one other saver."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        world: World,
+        plan: Replication,
+        peer: Peer,
+        limit: _Limit | None,
+    ) -> None:
+        self._exchange = exchange
+        self._world = world
+        self._plan = plan
+        self._peer = peer
+        self._limit = limit
+        self._sent: dict[int, int] = {}
+        """By rank: the newest step that was sent, or was not wanted."""
+        self._said: set[str] = set()
+
+    def run(self) -> None:
+        """Until there is another world."""
+        delay = BACK_OFF[0]
+        while self._exchange.wait(self._world, 0.0):
+            before = len(self._sent), sum(self._sent.values())
+            try:
+                self._connect_and_send()
+            except (OSError, ProtocolError, InfrastructureError) as error:
+                self._say(f"No replicas reach {self._peer.host}:{self._peer.port}: {error}")
+            if before != (len(self._sent), sum(self._sent.values())):
+                delay = BACK_OFF[0]
+            self._exchange.wait(self._world, delay)
+            delay = min(2 * delay, BACK_OFF[1])
+
+    def _say(self, problem: str) -> None:
+        if problem not in self._said:
+            logger.warning("%s", problem)
+            self._said.add(problem)
+
+    def _connect_and_send(self) -> None:
+        if self._exchange.next(self._world, self._sent) is None:
+            return
+        address = (self._peer.host, self._peer.port)
+        with socket.create_connection(address, CONNECT_TIMEOUT) as sock:
+            wire.send(sock, wire.Hello(self._world.joined.session, self._plan.token))
+            answer = wire.expect(sock, wire.Answer)
+            if not answer.wanted:
+                raise InfrastructureError(answer.problem)
+            sock.settimeout(PATIENCE)
+            while (copy := self._exchange.next(self._world, self._sent)) is not None:
+                self._send(sock, copy)
+                self._sent[copy.header.rank] = copy.header.step
+
+    def _send(self, sock: socket.socket, copy: Copy) -> None:
+        faults.point("replicate.begun")
+        wire.send(sock, wire.Offer(copy.header))
+        answer = wire.expect(sock, wire.Answer)
+        self._note(answer)
+        if not answer.wanted:
+            return
+        sums_hash = xxhash.xxh3_64_intdigest(copy.sums)
+        for start in range(0, copy.nbytes, wire.CHUNK):
+            data = bytes(copy.generation.data[start : min(start + wire.CHUNK, copy.nbytes)])
+            delay = self._limit.take(len(data)) if self._limit is not None else 0.0
+            if not self._exchange.pause(copy, delay):
+                self._say("A step was not sent in time: saves come faster than replicas are sent.")
+                wire.send(sock, wire.GiveUp())
+                return
+            wire.send(sock, wire.Chunk(start, data))
+        faults.point("replicate.sent")
+        wire.send(sock, wire.Commit(sums_hash))
+        self._note(wire.expect(sock, wire.Answer))
+
+    def _note(self, answer: wire.Answer) -> None:
+        if answer.problem:
+            self._say(f"{self._peer.host}:{self._peer.port} says: {answer.problem}")

@@ -1,0 +1,282 @@
+"""States in files of any format that we know, their tensors read one by one.
+
+A step of ours becomes one state: sharded tensors are put together from their parts, and where ranks differ
+in other things, the lowest rank that has them counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import pickle
+import re
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, metadata as dcp
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+
+from dlrover.checkpoint import copying, extent, layout as layouts, safetensorsfile, storage, tools
+from dlrover.checkpoint.content import Content, Held, content_of
+from dlrover.checkpoint.extent import Box, Chunk, Extent
+from dlrover.checkpoint.layout import TensorRef, name
+from dlrover.checkpoint.storage import StoredStep, StoredTensor
+from dlrover.checkpoint.tree import DTYPES
+from dlrover.errors import ConfigurationError, InfrastructureError
+
+DCP_METADATA = ".metadata"
+_UNPICKLING = (
+    pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, KeyError, TypeError,
+    ValueError,
+)  # fmt: skip
+"""What a damaged pickle can end with."""
+_DTYPE_NAMES = {dtype: key for key, dtype in DTYPES.items()}
+
+
+def read(path: Path, step: int | None = None) -> Content:
+    """What is in a directory or file; its kind is found out.
+
+    ``step`` picks one of a checkpoint directory's steps; by default the newest.
+
+    Raises:
+        ConfigurationError: it is of no kind that we know, or holds what cannot be kept.
+        InfrastructureError: it is damaged.
+    """
+    if not path.exists():
+        raise ConfigurationError(f"{path} does not exist.")
+    try:
+        if not path.is_dir():
+            is_safe = path.suffix == ".safetensors"
+            return safetensorsfile.read(path) if is_safe else _read_torch(path)
+        if (path / storage.MANIFEST).is_file():
+            return _read_step(path)
+        if (path / DCP_METADATA).is_file():
+            return _read_dcp(path)
+        return _read_step(storage.step_directory(path, tools.chosen(path, step)))
+    except OSError as error:
+        raise InfrastructureError(f"{path} cannot be read: {error}.") from error
+
+
+# ---- a step of ours
+
+
+def _read_step(directory: Path) -> Content:
+    with StoredStep(directory) as stored:
+        ranks = _Ranks(stored)
+        found = content_of(ranks.tree, stored.manifest.step, list(ranks.differing))
+        return dataclasses.replace(found, metrics=stored.manifest.metrics)
+
+
+class _Ranks:
+    """All ranks' states as one."""
+
+    def __init__(self, stored: StoredStep) -> None:
+        self._stored = stored
+        self.differing: dict[str, None] = {}
+        found: dict[layouts.Path, list[tuple[Chunk, StoredTensor]]] = {}
+        skeletons = []
+        for rank in range(stored.manifest.world_size):
+            index = stored.index(rank)
+            skeletons.append(index.skeleton)
+            for number, tensor in enumerate(index.tensors):
+                chunk = Chunk(rank, number, tensor.extent)
+                found.setdefault(tensor.path, []).append((chunk, tensor))
+        held = {path: self._put_together(path, saved) for path, saved in found.items()}
+        self.tree: Any = {}
+        for skeleton in dict.fromkeys(skeletons):
+            tree = _filled(layouts.decode(skeleton), (), held)
+            self.tree = self._merged(self.tree, tree, ()) if self.tree else tree
+
+    def _merged(self, known: Any, more: Any, path: layouts.Path) -> Any:
+        """What is known, with what another rank has in addition."""
+        if isinstance(known, dict) and isinstance(more, dict):
+            both = {key: (*path, key) for key in known.keys() & more.keys()}
+            agreed = {key: self._merged(known[key], more[key], at) for key, at in both.items()}
+            return {**known, **more, **agreed}
+        kind = type(known)
+        if kind in (list, tuple) and kind is type(more) and len(known) == len(more):
+            pairs = enumerate(zip(known, more, strict=True))
+            return kind(self._merged(a, b, (*path, at)) for at, (a, b) in pairs)
+        # As text: nan is unequal to itself, and 1 is equal to True.
+        if known is not more and repr(known) != repr(more):
+            self.differing[name(path)] = None
+        return known
+
+    def _put_together(
+        self, path: layouts.Path, saved: Sequence[tuple[Chunk, StoredTensor]]
+    ) -> Held:
+        """A tensor of which ranks saved parts, or each all of it."""
+        first = saved[0][1]
+        whole = first.extent.whole
+        parts: dict[Extent, StoredTensor] = {}
+        for chunk, tensor in saved:
+            known = parts.setdefault(chunk.extent, tensor)
+            same = (known.dtype, known.xxh3) == (tensor.dtype, tensor.xxh3)
+            if not same or chunk.extent.whole != whole:
+                self._differs(tensor)
+        chunks = [chunk for chunk, tensor in saved if tensor.dtype == first.dtype]
+        try:
+            pieces = extent.pieces(extent.entire(whole), chunks if first.part else chunks[:1])
+        except extent.MissingPartError as error:
+            raise InfrastructureError(f"Of the tensor {name(path)} {error}.") from error
+        needed = [(piece.box, parts[piece.chunk.extent]) for piece in pieces]
+        places = tuple((tensor.file, tensor.offset, box) for box, tensor in needed)
+        assemble = functools.partial(_assembled, self._stored, first.dtype, whole, needed)
+        return Held(first.dtype, whole, places, assemble)
+
+    def _differs(self, tensor: StoredTensor) -> None:
+        if tensor.part is not None:
+            raise ConfigurationError(
+                f"Several ranks saved the same part of the tensor {name(tensor.path)}, with other content."
+            )
+        self.differing[name(tensor.path)] = None
+
+
+def _filled(tree: Any, path: layouts.Path, held: Mapping[layouts.Path, Held]) -> Any:
+    """The tree with its tensors, which lie where their paths say."""
+    if isinstance(tree, TensorRef):
+        return held[path]
+    if isinstance(tree, dict):
+        return {key: _filled(item, (*path, key), held) for key, item in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_filled(item, (*path, at), held) for at, item in enumerate(tree))
+    return tree
+
+
+def _assembled(
+    stored: StoredStep,
+    dtype: str,
+    whole: tuple[int, ...],
+    needed: Sequence[tuple[Box, StoredTensor]],
+) -> torch.Tensor:
+    if len(needed) == 1 and needed[0][0].shape == whole:
+        return copying.view(stored.verified(needed[0][1]), needed[0][1])
+    result = torch.empty(whole, dtype=DTYPES[dtype])
+    for box, tensor in needed:
+        part = copying.view(stored.verified(tensor), tensor)
+        result[_slices(box.in_target, box.shape)] = part[_slices(box.in_source, box.shape)]
+    return result
+
+
+def _slices(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
+
+
+# ---- DCP
+
+
+def _read_dcp(directory: Path) -> Content:
+    reader = FileSystemReader(directory)
+    try:
+        metadata = reader.read_metadata()
+    except _UNPICKLING as error:
+        raise InfrastructureError(f"{directory / DCP_METADATA} cannot be read: {error}.") from error
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    paths = metadata.planner_data or {}
+    tree: dict[Any, Any] = {}
+    for key, described in metadata.state_dict_metadata.items():
+        if isinstance(described, dcp.TensorStorageMetadata):
+            value: Any = _dcp_tensor(reader, metadata, key)
+        else:
+            value = _Reading(reader, metadata, key, None).run()
+        _put(tree, paths.get(key, (key,)), value)
+    return content_of(_with_lists(tree))
+
+
+def _dcp_tensor(reader: Any, metadata: Any, key: str) -> Held:
+    described = metadata.state_dict_metadata[key]
+    dtype = _DTYPE_NAMES.get(described.properties.dtype)
+    if dtype is None:
+        raise ConfigurationError(
+            f"The tensor {key} has the type {described.properties.dtype}, which is not supported."
+        )
+    whole = tuple(described.size)
+    boxes = [Extent(whole, tuple(c.offsets), tuple(c.sizes)) for c in described.chunks]
+    try:
+        extent.pieces(extent.entire(whole), [Chunk(0, 0, box) for box in boxes])
+    except extent.MissingPartError as error:
+        raise InfrastructureError(f"Of the tensor {key} {error}.") from error
+    places = [metadata.storage_data.get(dcp.MetadataIndex(key, box.at)) for box in boxes]
+    same = tuple((at.relative_path, at.offset) for at in places if at is not None)
+
+    def run() -> torch.Tensor:
+        target = torch.empty(whole, dtype=DTYPES[dtype])
+        _Reading(reader, metadata, key, target).run()
+        return target
+
+    return Held(dtype, whole, same or key, run)
+
+
+class _Reading:
+    """One item of a DCP checkpoint is read; DCP asks this where to put it."""
+
+    def __init__(self, reader: Any, metadata: Any, key: str, target: torch.Tensor | None) -> None:
+        self._reader, self._metadata = reader, metadata
+        self._key, self._value = key, target
+
+    def run(self) -> Any:
+        """Read it."""
+        plan = create_default_local_load_plan({self._key: self._value}, self._metadata)
+        try:
+            self._reader.read_data(self._reader.prepare_local_plan(plan), self).wait()
+        except pickle.UnpicklingError as error:
+            raise ConfigurationError(f"{self._key} cannot be kept: {_reason(error)}") from error
+        except (OSError, RuntimeError, EOFError) as error:
+            raise InfrastructureError(f"{self._key} cannot be read: {_reason(error)}") from error
+        return self._value
+
+    def load_bytes(self, _: Any, data: Any) -> None:
+        """Of a plain value."""
+        self._value = torch.load(data, weights_only=True)
+
+    def resolve_tensor(self, item: Any) -> torch.Tensor:
+        """Where a part of the tensor goes."""
+        assert self._value is not None
+        return self._value[_slices(item.dest_offsets, item.lengths)]
+
+    def commit_tensor(self, _: Any, __: torch.Tensor) -> None:
+        """It is there."""
+
+
+class _List(dict[int, Any]):
+    """A list of which not all is known yet."""
+
+
+def _put(tree: dict[Any, Any], path: layouts.Path, value: Any) -> None:
+    for key, below in itertools.pairwise(path):
+        tree = tree.setdefault(key, {} if isinstance(below, str) else _List())
+    tree[path[-1]] = value
+
+
+def _with_lists(tree: Any) -> Any:
+    """DCP keeps no empty dicts: those are what a list lacks."""
+    if isinstance(tree, _List):
+        return [_with_lists(tree.get(index, {})) for index in range(max(tree) + 1)]
+    if isinstance(tree, dict):
+        return {key: _with_lists(item) for key, item in tree.items()}
+    return tree
+
+
+# ---- files
+
+
+def _read_torch(path: Path) -> Content:
+    try:
+        state = torch.load(
+            path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True
+        )
+    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        raise ConfigurationError(
+            f"{path} is no file that torch.load can read: {_reason(error)}"
+        ) from error
+    return content_of(state)
+
+
+def _reason(error: Exception) -> str:
+    """What torch says, without its advice."""
+    found = re.search(r"(?:WeightsUnpickler error:\s*|(?=Trying to load ))(.+)", str(error))
+    return found[1] if found else str(error).partition("\n")[0]

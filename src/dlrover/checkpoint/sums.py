@@ -1,0 +1,85 @@
+"""Checksums of the generations: computed in the background, and compared when memory is read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+
+from dlrover.checkpoint import memory
+from dlrover.checkpoint.layout import name
+from dlrover.checkpoint.memory import Generation
+from dlrover.checkpoint.persist import Source
+from dlrover.checkpoint.ranks import Ranks, Slot
+from dlrover.errors import InfrastructureError
+
+
+class Checksums:
+    """Of all ranks' generations."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._unsummed: deque[tuple[Slot, int]] = deque()
+
+    def ask(self, slot: Slot) -> None:
+        """Have them computed. Hold the lock of the ranks."""
+        self._unsummed.append((slot, slot.epoch))
+
+    def compute_next(self) -> None:
+        """Wait for a generation without checksums and compute them, unless it is written meanwhile."""
+        with self._ranks.changed:
+            self._ranks.changed.wait_for(lambda: bool(self._unsummed))
+            slot, epoch = self._unsummed.popleft()
+            generation = slot.generation
+            if slot.epoch != epoch:
+                return
+        with contextlib.suppress(InfrastructureError):  # overwritten while it was read
+            self._add(slot, generation, epoch)
+
+    def _add(self, slot: Slot, generation: Generation, epoch: int) -> list[int] | None:
+        header = generation.header()
+        if header is None:
+            return None
+        sums = memory.compute_sums(generation, generation.layout(header))
+        with self._ranks.changed:
+            if slot.epoch != epoch:
+                return None
+            generation.store_sums(header, sums)
+            self._ranks.changed.notify_all()
+        return sums
+
+    def verify(self, slot: Slot) -> str:
+        """Compare a generation with its checksums; what is wrong with it, or an empty text."""
+        with self._ranks.changed:
+            generation, epoch = slot.generation, slot.epoch
+        try:
+            header = generation.header()
+            if header is None:
+                return "The generation is not valid."
+            sums = generation.sums(header)
+            if sums is None:
+                self._add(slot, generation, epoch)
+                return ""
+            layout = generation.layout(header)
+        except InfrastructureError as error:
+            return str(error)
+        for entry, expected, found in zip(
+            layout.entries, sums, memory.compute_sums(generation, layout), strict=True
+        ):
+            if expected != found:
+                return f"The tensor {name(entry.path)} of step {header.step} in memory is damaged."
+        return ""
+
+    def source(self, slot: Slot, step: int) -> Source:
+        """What is to be written of a generation.
+
+        Raises:
+            InfrastructureError: it does not hold the step any more.
+        """
+        generation, epoch = slot.generation, slot.epoch
+        header = generation.header()
+        sums = generation.sums(header) if header is not None else None
+        if header is not None and sums is None:
+            sums = self._add(slot, generation, epoch)
+        if header is None or sums is None or header.step != step:
+            raise InfrastructureError(f"Step {step} is not in memory any more.")
+        return Source(generation, generation.layout(header), sums)

@@ -1,0 +1,205 @@
+"""Whether a stored step is what was saved: every file, every checksum. Without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import xxhash
+
+from dlrover.checkpoint import extent, layout as layouts, storage
+from dlrover.checkpoint.extent import Chunk, Extent
+from dlrover.checkpoint.layout import TensorRef, name
+from dlrover.checkpoint.storage import FileRecord, RankIndex, StoredStep, StoredTensor
+from dlrover.errors import InfrastructureError
+
+READ = 1 << 22
+"""Bytes that are read at a time."""
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """What is wrong with a step."""
+
+    file: str
+    tensor: str
+    """Empty if no single tensor is concerned."""
+    problem: str
+
+
+class Verification(msgspec.Struct, frozen=True, kw_only=True):
+    """What reading all of a step has shown."""
+
+    step: int
+    name: str
+    """Of its directory."""
+    whole: bool
+    files: int
+    """How many were read."""
+    nbytes: int
+    problems: list[Problem]
+    unknown: list[str]
+    """Files that do not belong to the step; they do no harm."""
+
+
+def verify(directory: Path, step: int) -> Verification:
+    """Read all of a step and compare it with every checksum; nothing is changed."""
+    return _Check(storage.step_directory(directory, step), step).run()
+
+
+class _Check:
+    """One verification."""
+
+    def __init__(self, directory: Path, step: int) -> None:
+        self._directory = directory
+        self._step = step
+        self._problems: dict[Problem, None] = {}
+        self._files: Mapping[str, FileRecord] = {}
+        self._nbytes = 0
+
+    def run(self) -> Verification:
+        """Look at everything."""
+        try:
+            with StoredStep(self._directory) as stored:
+                self._nbytes += (self._directory / storage.MANIFEST).stat().st_size
+                self._files = stored.manifest.files
+                if stored.manifest.step != self._step:
+                    self._add(storage.MANIFEST, "", f"is that of step {stored.manifest.step}")
+                indices = list(self._indices(stored))
+        except InfrastructureError as error:
+            self._add(storage.MANIFEST, "", str(error))
+        else:
+            self._check_files(indices)
+            if len(indices) == stored.manifest.world_size:
+                self._check_cover(indices)
+        there = {path.name for path in self._directory.iterdir()}
+        return Verification(
+            step=self._step,
+            name=self._directory.name,
+            whole=not self._problems,
+            files=len(self._files) + 1 if self._files else 0,
+            nbytes=self._nbytes,
+            problems=list(self._problems),
+            unknown=sorted(there - self._files.keys() - {storage.MANIFEST}) if self._files else [],
+        )
+
+    def _add(self, file: str, tensor: str, problem: str) -> None:
+        self._problems[Problem(file, tensor, problem)] = None  # once, if ranks share a tensor
+
+    def _indices(self, stored: StoredStep) -> Iterator[RankIndex]:
+        """Those that can be read; what is wrong with the others is noted."""
+        for rank in range(stored.manifest.world_size):
+            try:
+                index = stored.index(rank)
+                refs = [item for _, item in leaves(layouts.decode(index.skeleton))]
+            except InfrastructureError as error:
+                self._add(storage.index_file(rank), "", str(error))
+                continue
+            known = range(len(index.tensors))
+            if any(isinstance(item, TensorRef) and item.index not in known for item in refs):
+                self._add(storage.index_file(rank), "", "names a tensor that it does not have")
+            yield index
+
+    def _check_files(self, indices: list[RankIndex]) -> None:
+        """Every byte of every file, and every tensor in it."""
+        tensors: dict[str, list[StoredTensor]] = {file: [] for file in self._files}
+        for index in indices:
+            for tensor in index.tensors:
+                if tensor.file in tensors:
+                    tensors[tensor.file].append(tensor)
+                else:
+                    self._add(
+                        tensor.file, name(tensor.path), "is in a file that is not of the step"
+                    )
+        for file, record in self._files.items():
+            self._check_file(file, record, tensors[file])
+
+    def _check_file(self, file: str, record: FileRecord, tensors: list[StoredTensor]) -> None:
+        ranges = {(tensor.offset, tensor.nbytes) for tensor in tensors if tensor.nbytes}
+        try:
+            with (self._directory / file).open("rb") as content:
+                size, checksum, sums = _sums(content, sorted(ranges))
+        except OSError as error:
+            self._add(file, "", f"cannot be read: {error.strerror}")
+            for tensor in tensors:
+                self._add(file, name(tensor.path), "is lost with its file")
+            return
+        self._nbytes += size
+        for tensor in tensors:
+            if tensor.nbytes and sums.get((tensor.offset, tensor.nbytes)) != tensor.xxh3:
+                self._add(file, name(tensor.path), "its bytes differ from their checksum")
+        if size != record.nbytes:
+            self._add(file, "", f"has {size} bytes, not {record.nbytes}")
+        elif checksum != record.xxh3_64 and all(known.file != file for known in self._problems):
+            self._add(file, "", "differs from its checksum")
+
+    def _check_cover(self, indices: list[RankIndex]) -> None:
+        """Whether the parts of each sharded tensor are all of it."""
+        found: dict[tuple[layouts.Path, str, tuple[int, ...]], list[Extent]] = {}
+        for index in indices:
+            for tensor in index.tensors:
+                if tensor.part is not None:
+                    key = (tensor.path, tensor.dtype, tensor.part.whole)
+                    found.setdefault(key, []).append(tensor.extent)
+        for (path, _, whole), extents in found.items():
+            missing = _missing(whole, extents)
+            if missing:
+                self._add(storage.MANIFEST, name(path), f"is not complete: {missing}")
+
+
+def _missing(whole: tuple[int, ...], extents: list[Extent]) -> str:
+    """How much of a tensor the parts are; empty if they are all of it."""
+    try:
+        extent.pieces(extent.entire(whole), [Chunk(0, 0, box) for box in extents])
+    except extent.MissingPartError as error:
+        return str(error)
+    return ""
+
+
+def _sums(
+    file: BinaryIO, ranges: list[tuple[int, int]]
+) -> tuple[int, str, dict[tuple[int, int], int]]:
+    """Size and checksum of a file, and the checksums of the ranges that it has, in one pass.
+
+    ``ranges`` are offsets and lengths, in order; of two that overlap only the first is found.
+    """
+    whole = xxhash.xxh3_64()
+    found: dict[tuple[int, int], int] = {}
+    at = 0
+    for offset, length in ranges:
+        if offset < at:
+            continue
+        at += _feed(file, offset - at, whole)
+        own = xxhash.xxh3_64()
+        got = _feed(file, length, whole, own)
+        at += got
+        if got == length:
+            found[offset, length] = own.intdigest()
+    while got := _feed(file, READ, whole):
+        at += got
+    return at, whole.hexdigest(), found
+
+
+def _feed(file: BinaryIO, length: int, *hashes: xxhash.xxh3_64) -> int:
+    """Read so many bytes, or to the end; how many there were."""
+    left = length
+    while left and (data := file.read(min(left, READ))):
+        for one in hashes:
+            one.update(data)
+        left -= len(data)
+    return length - left
+
+
+def leaves(tree: Any, path: layouts.Path = ()) -> Iterator[tuple[layouts.Path, Any]]:
+    """The tensors and plain values of a tree; a list of scalars is one value."""
+    if isinstance(tree, dict):
+        for key, item in tree.items():
+            yield from leaves(item, (*path, key))
+    elif isinstance(tree, list | tuple) and any(
+        isinstance(item, TensorRef | dict | list | tuple) for item in tree
+    ):
+        for index, item in enumerate(tree):
+            yield from leaves(item, (*path, index))
+    else:
+        yield path, tree

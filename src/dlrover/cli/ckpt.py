@@ -1,0 +1,203 @@
+"""``dlrover ckpt``: stored checkpoints listed, shown, verified, converted and deleted."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dlrover.cli.output import Form, Output, print_json
+from dlrover.errors import ConfigurationError, ExitCode
+
+SHOWN = 20
+"""Problems of a step that are printed one by one; with JSON it is all of them."""
+KIB = 1024
+
+app = typer.Typer(
+    name="ckpt",
+    help="List, show, verify, convert and delete stored checkpoints.",
+    no_args_is_help=True,
+)
+
+
+class Format(str, Enum):
+    """What a checkpoint can be converted to."""
+
+    DCP = "dcp"
+    SAFETENSORS = "safetensors"
+    TORCH = "torch"
+    FLASH = "flash"
+
+
+Directory = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint directory.")]
+
+
+@app.command("list")
+def list_(path: Directory, output: Output = Form.TEXT) -> None:
+    """List the steps, the newest first. Only names and sizes are looked at."""
+    tools = _load("tools")
+    found = tools.listing(path)
+    if output is Form.JSON:
+        print_json(found)
+        return
+    _print_table([("step", "stored", "ranks", "files", "size", "state"), *map(_row, found)])
+
+
+def _row(item: Any) -> tuple[str, ...]:
+    stored = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(item.time))
+    state = f"{item.state}, latest" if item.latest else item.state
+    ranks = "-" if item.ranks is None else str(item.ranks)
+    return str(item.step), stored, ranks, str(item.files), _size(item.nbytes), state
+
+
+@app.command()
+def show(
+    path: Directory,
+    step: Annotated[int | None, typer.Option(help="Which step; else the newest.")] = None,
+    output: Output = Form.TEXT,
+) -> None:
+    """Show what a step holds: its tensors and the names of its plain values."""
+    tools = _load("tools")
+    found = tools.describe(path, tools.chosen(path, step))
+    if output is Form.JSON:
+        print_json(found)
+        return
+    rows = [("tensor", "type", "shape", "parts", "size", "")]
+    for tensor in found.tensors:
+        note = "differs by rank" if tensor.differs else ""
+        shape = str(list(tensor.shape))
+        size = _size(tensor.nbytes)
+        rows.append((tensor.name, tensor.dtype, shape, str(tensor.parts), size, note))
+    _print_table(rows)
+    print(f"Plain values: {', '.join(found.values) or 'none'}")
+    print(
+        f"Step {found.step}, ranks: {found.ranks}, tensors: {len(found.tensors)} with {found.elements}"
+        f" elements in {_size(found.nbytes)}, files: {_size(found.stored_nbytes)}."
+    )
+
+
+@app.command()
+def verify(
+    path: Directory,
+    step: Annotated[str, typer.Option(help="Which step, or all; else the newest.")] = "",
+    output: Output = Form.TEXT,
+) -> None:
+    """Read all of a step and compare it with its checksums. Exit code 3 if it is damaged."""
+    tools = _load("tools")
+    if step == "all":
+        tools.chosen(path, None)
+        steps = tools.finished(path)
+    else:
+        steps = [tools.chosen(path, _number(step))]
+    found = [tools.verify(path, number) for number in steps]
+    if output is Form.JSON:
+        print_json(found)
+    for item in found if output is Form.TEXT else ():
+        _print_verification(item)
+    if not all(item.whole for item in found):
+        raise typer.Exit(ExitCode.INFRASTRUCTURE)
+
+
+def _number(step: str) -> int | None:
+    if step and not step.isdecimal():
+        raise ConfigurationError(f"--step is {step!r}; it must be a number or all.")
+    return int(step) if step else None
+
+
+def _print_verification(item: Any) -> None:
+    state = "whole" if item.whole else "damaged"
+    print(f"Step {item.step} is {state}: {item.files} files, {_size(item.nbytes)} read.")
+    for problem in item.problems[:SHOWN]:
+        tensor = f", tensor {problem.tensor}" if problem.tensor else ""
+        print(f"  {problem.file}{tensor}: {problem.problem}")
+    if len(item.problems) > SHOWN:
+        print(f"  and {len(item.problems) - SHOWN} more")
+    if item.unknown:
+        print(f"  Not of the step: {', '.join(item.unknown)}")
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="Checkpoint directory, DCP directory, .safetensors or torch.save file."
+        ),
+    ],
+    destination: Annotated[Path, typer.Argument(help="What is made; it must not exist.")],
+    to: Annotated[Format, typer.Option(help="Format of the destination.")],
+    step: Annotated[
+        int | None,
+        typer.Option(help="Which step of the source; else the newest. Or the number of a new one."),
+    ] = None,
+    output: Output = Form.TEXT,
+) -> None:
+    """Convert a checkpoint to another format; shards are put together."""
+    found = _load("convert").convert(source, destination, to.value, step)
+    if output is Form.JSON:
+        print_json(found)
+        return
+    number = "" if found.step is None else f" of step {found.step}"
+    print(f"{found.tensors} tensors{number}, {_size(found.nbytes)}, are in {found.destination}.")
+    if found.differing:
+        print(f"Ranks differed in these; one rank's were taken: {', '.join(found.differing)}")
+
+
+@app.command()
+def prune(
+    path: Directory,
+    keep: Annotated[int, typer.Option(help="How many steps to keep, the newest ones.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing.")] = False,
+    output: Output = Form.TEXT,
+) -> None:
+    """Delete old steps, but never the newest one that is whole; that one is verified first."""
+    found = _load("tools").prune(path, keep, dry_run=dry_run)
+    if output is Form.JSON:
+        print_json(found)
+        return
+    done = "Would delete" if dry_run else "Deleted"
+    for item in found.deleted:
+        print(f"{done} step {item.step}, {_size(item.nbytes)}.")
+    kept = ", ".join(map(str, found.kept)) or "none"
+    if not found.deleted:
+        print("There is nothing to delete.")
+    print(f"Steps kept: {kept}.")
+
+
+# ---- output
+
+
+def _load(module: str) -> Any:
+    """A module of `dlrover.checkpoint`, whose packages are an extra.
+
+    Raises:
+        ConfigurationError: they are not installed.
+    """
+    try:
+        return importlib.import_module(f"dlrover.checkpoint.{module}")
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"dlrover ckpt needs the package {error.name}; install dlrover[torch]."
+        ) from error
+
+
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Columns for people and for ``grep``: lines are not broken, whatever the width of the terminal."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < KIB:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= KIB
+    return f"{nbytes:.1f} TiB"

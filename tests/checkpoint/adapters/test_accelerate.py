@@ -1,0 +1,36 @@
+"""Accelerate with `FlashAccelerator`: dropout, shuffled data, a registered object."""
+
+import importlib.util
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow, pytest.mark.torch, pytest.mark.long, pytest.mark.timeout(400),
+    pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate"),
+]  # fmt: skip
+
+LAST = 10
+
+
+def test_a_killed_rank_continues_from_memory_in_the_middle_of_an_epoch(training, undisturbed):
+    training.run("acc.py", 6, LAST, 4, 1)
+    assert training.loaded == (6, "memory")
+    losses = training.losses
+    assert len(losses) == LAST * 2
+    assert losses == undisturbed.run("acc.py", -1, LAST, LAST, 1).losses
+
+
+def test_storage_brings_back_the_seeds(training):
+    before = training.run("acc.py", -1, 6, 3, 1, ranks=1).losses
+    training.end_saver()
+    (training.flash / "step-6").rename(training.flash / "away")
+    after = training.run("acc.py", -1, LAST, LAST, 2, ranks=1).losses
+    assert training.loaded == (3, "storage")
+    assert {key: after[key] for key in before.keys() & after.keys()} == {
+        (step, 0): before[step, 0] for step in (3, 4, 5)
+    }
+
+
+def test_an_order_that_cannot_be_restored_is_told(training):
+    output = training.run("acc.py", -1, 1, 1, 1, "unseeded", ranks=1).output
+    assert "use_seedable_sampler=True" in output

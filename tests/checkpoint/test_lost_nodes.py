@@ -1,0 +1,138 @@
+"""Processes and nodes that are lost, with the steps that only they had: where they are found again."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dlrover.checkpoint import Checkpointer, storage
+
+pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.long, pytest.mark.timeout(240)]
+
+ENV = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+SCRIPT = Path(__file__).parent / "scripts" / "held.py"
+
+
+class World:
+    """Ranks with a process each, on nodes that stand for machines."""
+
+    def __init__(self, nodes: list[Path], last: list[int], held: int = 0, **options) -> None:
+        self._processes: list[subprocess.Popen] = []
+        self._number = 0
+        self._meet = nodes[0].parent
+        self._plan = {
+            "nodes": [str(node) for node in nodes], "last": last, "options": options,
+            "held": held,
+        }  # fmt: skip
+
+    def _start(self, verb: str) -> None:
+        self._number += 1
+        self._meet.mkdir(exist_ok=True)
+        plan = {
+            **self._plan,
+            "verb": verb,
+            "meet": f"file://{self._meet}/meet-{verb}-{self._number}",
+        }
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, str(SCRIPT), str(rank), json.dumps(plan)],
+                stdout=subprocess.PIPE, text=True, env={**os.environ, **ENV},
+            )
+            for rank in range(len(self._plan["last"]))
+        ]  # fmt: skip
+
+    def save(self) -> None:
+        """Every rank saves its steps; they stay connected."""
+        self._start("save")
+        assert [process.stdout.readline() for process in self._processes] == ["saved\n"] * len(
+            self._processes
+        )
+
+    def kill(self, *ranks: int) -> None:
+        for rank in ranks:
+            self._processes[rank].send_signal(signal.SIGKILL)
+            self._processes[rank].wait()
+            self._processes[rank].stdout.close()
+
+    def load(self) -> list[str]:
+        """What every rank says that it got."""
+        self._start("load")
+        return [process.communicate()[0].strip() for process in self._processes]
+
+    def end(self) -> None:
+        for process in self._processes:
+            with contextlib.suppress(OSError):
+                process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+@pytest.fixture
+def world():
+    made = []
+
+    def make(*args, **options) -> World:
+        made.append(World(*args, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.end()
+
+
+def test_a_worker_that_dies_has_its_newest_step_stored(directory, world):
+    ended = world([directory], [4], save_at_breakpoint=True, linger=0.0)
+    ended.save()
+    ended.kill(0)
+    directory.until_no_saver()
+    assert storage.steps(directory) == [4]
+    assert sorted(path.name for path in directory.glob(".*")) == []
+
+
+def test_a_saver_that_is_stopped_stores_first(directory):
+    checkpointer = Checkpointer(directory, save_at_breakpoint=True)
+    checkpointer.save(1, {"w": torch.ones(9)}, to="storage")
+    checkpointer.save(2, {"w": torch.full((9,), 2.0)})
+    checkpointer.close()
+    directory.stop_saver()
+    assert storage.steps(directory) == [2, 1]
+    state = {"w": torch.zeros(9)}
+    checkpointer = Checkpointer(directory, linger=0.0)
+    record = checkpointer.load(state)
+    checkpointer.close()
+    assert (record.step, record.source) == (2, "storage")
+    assert torch.equal(state["w"], torch.full((9,), 2.0))
+
+
+@pytest.mark.parametrize(("last", "stored"), [([3, 3, 3, 3], 3), ([3, 4, 3, 4], 3)])
+def test_two_nodes_store_the_newest_step_that_all_ranks_have(
+    two_nodes, directory, world, last, stored
+):
+    ended = world(two_nodes, last, save_at_breakpoint=True, linger=1.0)
+    ended.save()
+    ended.kill(1)
+    ended.kill(0, 2, 3)
+    for node in two_nodes:
+        node.until_no_saver(30)
+    assert storage.steps(directory) == [stored]
+    assert sorted(path.name for path in directory.glob(".*")) == []
+    assert ended.load() == [f"{stored} from storage"] * 4
+
+
+def test_what_a_lost_node_had_comes_from_its_replica(two_nodes, directory, world):
+    """Its workers and its saver are gone; the other node's workers end, as they do in a restart."""
+    lost = world(two_nodes, [3, 3, 3, 3], held=4, replicas=1)
+    lost.save()
+    lost.kill(2, 3)
+    two_nodes[1].kill_savers()
+    lost.kill(0, 1)
+    assert lost.load() == ["3 from memory"] * 2 + ["3 from peer"] * 2
+    for node in two_nodes:
+        node.stop_saver()
+    assert sorted(path.name for path in directory.glob(".*")) == []

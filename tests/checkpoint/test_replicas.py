@@ -1,0 +1,407 @@
+"""Savers that send each other what their ranks have in memory."""
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from typing import ClassVar
+
+import msgspec
+import pytest
+
+from dlrover.checkpoint import exchange, faults, joining, layout as layouts, memory, replicas, wire
+from dlrover.checkpoint.book import Book
+from dlrover.checkpoint.layout import TensorSpec
+from dlrover.checkpoint.memory import Generation
+from dlrover.checkpoint.protocol import Join, Peer, Replication
+from dlrover.checkpoint.replicas import Replicas
+from dlrover.errors import ConfigurationError, ProtocolError
+
+HOST = "127.0.0.1"
+SIZE = 3 * wire.CHUNK + 17
+ENTRIES = layouts.place([TensorSpec(("a",), "uint8", (SIZE,))], [0])
+PACKED = layouts.packed(msgspec.Raw(msgspec.msgpack.encode(ENTRIES)), b"\x80", (SIZE, 1, 0))
+
+
+@pytest.fixture(autouse=True)
+def _ends(monkeypatch):
+    """Whatever was started by a test ends with it."""
+    monkeypatch.setattr(replicas, "BACK_OFF", (0.02, 0.1))
+    Node.all = []
+    yield
+    faults.hook = None
+    for node in Node.all:
+        node.end()
+
+
+class Node:
+    """A saver with one rank, without a process; its number is the rank."""
+
+    all: ClassVar[list["Node"]] = []
+
+    def __init__(self, rank: int, port: int = 0) -> None:
+        self.rank = rank
+        self.owner = 0
+        self.book = Book()
+        self.replicas = Replicas(self.book.exchange)
+        self.peer = Peer(HOST, self.replicas.listen(HOST, port))
+        Node.all.append(self)
+
+    def join(self, *others, session=1, token=b"secret", size=2, bandwidth=None) -> None:
+        plan = Replication(token, self.peer, tuple(other.peer for other in others), bandwidth)
+        joined = Join(session, size, (self.rank,), replication=plan)
+        _, self.owner, self.fds = self.book.attach(self.rank, os.getpid())
+        self.book.join(self.rank, joined)
+        self.replicas.join(joined)
+
+    def save(self, step: int) -> bytes:
+        slot = self.book.begin(self.rank, step)
+        data = self._write(slot, step)
+        self.book.publish(self.rank, slot, step, to_storage=False)
+        self.book.sums.compute_next()
+        return data
+
+    def _write(self, slot: int, step: int) -> bytes:
+        self.book.reserve(self.rank, memory.room_for(PACKED))
+        generation = Generation(self.fds[slot])
+        data = (secrets.token_bytes(1000) + bytes([step])) * (SIZE // 1001 + 1)
+        generation.data[:SIZE] = data[:SIZE]
+        world = self.book.exchange.world().joined
+        generation.publish(
+            PACKED, rank=self.rank, world_size=world.world_size, step=step, session=world.session
+        )
+        return data[:SIZE]
+
+    def steps(self, rank: int) -> list[int]:
+        return sorted(held.step for held in self.book.look() if held.rank == rank)
+
+    def data(self, rank: int, step: int) -> bytes:
+        (held,) = [h for h in self.book.look() if (h.rank, h.step) == (rank, step)]
+        assert self.book.verify(rank, held.slot) == ""
+        return bytes(Generation(self.book.open(rank)[1][held.slot]).data[:SIZE])
+
+    def end(self) -> None:
+        self.replicas.close()
+        if self.owner:
+            self.book.detach(self.rank, self.owner)
+        _, self.owner, _ = self.book.attach(self.rank, os.getpid())
+        self.book.join(self.rank, Join(99, 9, (self.rank,)))
+
+
+def pair(**options):
+    nodes = Node(0), Node(1)
+    nodes[0].join(nodes[1], **options)
+    nodes[1].join(nodes[0], **options)
+    return nodes
+
+
+def until(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_the_last_two_steps_are_on_the_other_node():
+    a, b = pair()
+    kept = {}
+    for step in (1, 2, 3):
+        kept[step] = a.save(step)
+        until(lambda step=step: step in b.steps(0))
+    assert b.steps(0) == [2, 3]
+    assert a.steps(1) == []
+    for step in (2, 3):
+        assert b.data(0, step) == kept[step]
+    for step in (3, 4, 5):
+        b.save(step)
+        until(lambda step=step: step in a.steps(1))
+    assert a.steps(0) == [2, 3]
+    assert b.steps(0) == [2, 3], "a save lets go of no replica of its own world"
+
+
+def test_bytes_that_change_on_their_way_are_refused(monkeypatch, caplog):
+    fill = exchange.Exchange.fill
+
+    def corrupt(self, copy, offset, data):
+        if copy.header.step == 1 and offset:
+            data = bytes([data[0] ^ 1]) + data[1:]
+        fill(self, copy, offset, data)
+
+    monkeypatch.setattr(exchange.Exchange, "fill", corrupt)
+    a, b = pair()
+    a.save(1)
+    until(lambda: "The tensor a of step 1 of rank 0 was damaged on its way" in caplog.text)
+    assert b.steps(0) == []
+    kept = a.save(2)
+    until(lambda: b.steps(0) == [2])
+    assert b.data(0, 2) == kept
+
+
+def test_an_index_that_changes_on_its_way_is_refused(monkeypatch, caplog):
+    fill = exchange.Exchange.fill
+    monkeypatch.setattr(
+        exchange.Exchange, "fill",
+        lambda self, copy, offset, data: fill(
+            self, copy, offset, data[:-20] + bytes(20) if offset + len(data) == copy.nbytes else data
+        ),
+    )  # fmt: skip
+    a, b = pair()
+    a.save(1)
+    until(lambda: "is damaged" in caplog.text or "are damaged" in caplog.text)
+    assert b.steps(0) == []
+
+
+def test_a_wrong_token_is_refused_and_logged(caplog):
+    a, b = Node(0), Node(1)
+    a.join(b, token=b"another")
+    b.join(token=b"secret")
+    a.save(1)
+    until(lambda: "does not know the token" in caplog.text)
+    time.sleep(0.1)
+    assert b.steps(0) == []
+
+
+@pytest.mark.parametrize("data", [b"\xff" * 64, b"\0\0\0\4junk", b"\0\0\0\1"])
+def test_what_is_no_message_ends_the_connection_only(data):
+    a, b = pair()
+    with socket.create_connection((b.peer.host, b.peer.port)) as sock:
+        sock.sendall(data)
+        sock.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            assert sock.recv(10) == b""
+    a.save(1)
+    until(lambda: b.steps(0) == [1])
+
+
+def greeted(node):
+    sock = socket.create_connection((node.peer.host, node.peer.port))
+    wire.send(sock, wire.Hello(1, b"secret"))
+    assert wire.expect(sock, wire.Answer).wanted
+    return sock
+
+
+def header(**changed):
+    fields = {
+        "rank": 0, "world_size": 2, "step": 1, "session": 1, "layout_hash": 0, "data_bytes": 100,
+        "index_bytes": 10, "index_hash": 0, "tensors": 1,
+    }  # fmt: skip
+    return memory.Header(**{**fields, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"rank": 1}, "Rank 1 is not one of another node"),
+        ({"rank": 2}, "Rank 2 is not"),
+        ({"session": 7}, "not of this world"),
+        ({"world_size": 3}, "not of this world"),
+        ({"data_bytes": -1}, "not of this world"),
+        ({"data_bytes": 1 << 50}, "MiB are available"),
+    ],
+)
+def test_what_cannot_be_a_replica_is_refused_with_a_sentence(changed, words, caplog):
+    _, b = pair()
+    with greeted(b) as sock:
+        for _ in range(2):
+            wire.send(sock, wire.Offer(header(**changed)))
+            answer = wire.expect(sock, wire.Answer)
+            assert not answer.wanted
+            assert words in answer.problem
+        wire.send(sock, wire.Offer(header()))
+        assert wire.expect(sock, wire.Answer).wanted, "the connection is as good as before"
+    assert caplog.text.count(words) == 1, "it is logged once"
+
+
+@pytest.mark.parametrize(("offset", "size"), [(1, 10), (0, 200), (-1, 5), (1 << 60, 5)])
+def test_a_part_that_lies_elsewhere_ends_the_connection(offset, size):
+    _, b = pair()
+    with greeted(b) as sock:
+        wire.send(sock, wire.Offer(header()))
+        assert wire.expect(sock, wire.Answer).wanted
+        wire.send(sock, wire.Chunk(offset, b"x" * size))
+        with pytest.raises(ConnectionError):
+            wire.receive(sock)
+
+
+def test_a_message_that_is_too_long_is_not_read():
+    one, other = socket.socketpair()
+    with one, other:
+        one.sendall((wire.MAX_MESSAGE + 1).to_bytes(4, "big"))
+        with pytest.raises(ProtocolError, match="is longer than"):
+            wire.receive(other)
+
+
+def test_a_saver_that_starts_again_at_its_address_gets_the_newest_step():
+    a, b = pair()
+    a.save(1)
+    until(lambda: b.steps(0) == [1])
+    b.end()
+    a.save(2)
+    again = Node(1, b.peer.port)
+    again.join(a)
+    until(lambda: again.steps(0) == [2])
+
+
+def test_a_step_whose_memory_is_needed_is_given_up_for_a_newer_one(caplog):
+    a, b = pair(bandwidth=wire.CHUNK * 100.0)
+    held = threading.Event()
+    go_on = threading.Event()
+
+    def stop_at_the_first(label):
+        if label == "replicate.begun" and not held.is_set():
+            held.set()
+            go_on.wait(10)
+
+    faults.hook = stop_at_the_first
+    a.save(1)
+    assert held.wait(10)
+    a.save(2)
+    kept = a.save(3)
+    go_on.set()
+    until(lambda: b.steps(0) == [3])
+    assert b.data(0, 3) == kept
+    assert "was not sent in time" in caplog.text
+
+
+def test_a_peer_that_does_not_read_holds_up_no_save():
+    a, b = Node(0), Node(1)
+    with socket.create_server((HOST, 0)) as deaf:
+        b.peer = Peer(HOST, deaf.getsockname()[1])
+        a.join(b)
+        for step in range(1, 6):
+            a.save(step)
+    assert a.steps(0) == [4, 5]
+
+
+def test_the_bandwidth_is_limited():
+    a, b = pair(bandwidth=wire.CHUNK * 4.0)  # its burst is what it sends in a second
+    a.save(1)
+    until(lambda: b.steps(0) == [1])
+    began = time.monotonic()
+    a.save(2)
+    until(lambda: b.steps(0) == [1, 2])
+    assert time.monotonic() - began > 0.3
+
+
+@pytest.mark.parametrize(
+    ("label", "steps"),
+    [
+        ("replicate.begun", [1]),
+        ("replicate.sent", [1]),
+        ("replicate.received", [1]),
+        ("replicate.kept", [1, 2]),
+    ],
+)
+def test_a_saver_that_stops_on_the_way_leaves_a_whole_step(label, steps):
+    a, b = pair()
+    a.save(1)
+    until(lambda: b.steps(0) == [1])
+    stopped, go_on = threading.Event(), threading.Event()
+
+    def stop(passed):
+        if passed == label:
+            stopped.set()
+            go_on.wait(10)
+
+    faults.hook = stop
+    kept = a.save(2)
+    assert stopped.wait(10)
+    assert b.steps(0) == steps
+    assert len(b.data(0, steps[-1])) == SIZE
+    go_on.set()
+    until(lambda: b.steps(0) == [1, 2])
+    assert b.data(0, 2) == kept
+
+
+def test_a_new_world_continues_from_a_replica_and_then_lets_go_of_it():
+    a, b = pair()
+    kept = a.save(1)
+    b.save(1)
+    until(lambda: b.steps(0) == [1])
+    b.book.detach(1, b.owner)
+    b.join(session=2)
+    assert b.book.look()[0].session == 1
+    b.book.keep(1, 1, 1)
+    assert b.data(0, 1) == kept
+    b.save(2)
+    assert b.steps(0) == [1]
+    b.save(3)
+    assert b.steps(0) == []
+
+
+def test_a_rank_that_comes_to_the_node_takes_its_memory_over():
+    a, b = pair()
+    kept = a.save(1)
+    until(lambda: b.steps(0) == [1])
+    b.rank = 0
+    b.join(session=2)
+    assert b.data(0, 1) == kept
+    b.book.keep(0, 1, 1)
+    b.save(2)
+    assert b.steps(0) == [1, 2]
+
+
+def test_what_comes_from_an_earlier_world_is_not_taken():
+    _, b = pair()
+    with greeted(b) as sock:
+        wire.send(sock, wire.Offer(header()))
+        assert wire.expect(sock, wire.Answer).wanted
+        b.book.detach(1, b.owner)
+        b.join(session=2)
+        wire.send(sock, wire.Chunk(0, b"x" * 50))
+        with pytest.raises(ConnectionError):
+            wire.receive(sock)
+    with socket.create_connection((b.peer.host, b.peer.port)) as sock:
+        wire.send(sock, wire.Hello(1, b"secret"))
+        assert wire.expect(sock, wire.Answer).problem == "There is another world."
+
+
+def test_nothing_is_logged_when_all_is_well(caplog):
+    with caplog.at_level(logging.WARNING):
+        a, b = pair()
+        a.save(1)
+        until(lambda: b.steps(0) == [1])
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("wishes", "words"),
+    [
+        ({"replicas": -1}, "replicas is -1; it must be 0 or more"),
+        ({"bandwidth": 0.0}, "replica_bandwidth is 0.0; it must be more than 0 bytes per second"),
+        ({"bandwidth": float("nan")}, "replica_bandwidth is nan"),
+    ],
+)
+def test_wrong_wishes_are_refused_with_a_sentence(wishes, words):
+    with pytest.raises(ConfigurationError, match=words):
+        joining.Wishes(**wishes)
+
+
+def test_nodes_are_numbered_by_their_lowest_rank_and_get_the_token_of_the_first():
+    peers = {saver: Peer(HOST, 1000 + saver) for saver in (5, 3, 4)}
+    every = [
+        joining._Facts(saver, rank, bytes([rank]), peers[saver])
+        for rank, saver in enumerate([5, 5, 3, 3, 4, 4])
+    ]
+    wishes = joining.Wishes(replicas=1, bandwidth=7.0)
+    found = {saver: joining._replication(saver, every, wishes) for saver in peers}
+    assert {saver: plan.peers for saver, plan in found.items()} == {
+        5: (peers[3],), 3: (peers[4],), 4: (peers[5],)
+    }  # fmt: skip
+    assert found[3] == Replication(b"\0", peers[3], (peers[4],), 7.0)
+    assert joining._replication(5, every[:2], wishes) is None, "there is no other node"
+
+
+def test_a_node_that_cannot_be_reached_gets_no_replicas():
+    every = [joining._Facts(1, 0, b"", Peer(HOST, 1)), joining._Facts(2, 0, b"", None)]
+    assert joining._replication(1, every, joining.Wishes(replicas=1)).peers == ()
+    assert joining._replication(2, every, joining.Wishes(replicas=1)) is None
+
+
+def test_the_own_address_is_of_the_loopback_only_where_the_others_are():
+    assert joining._own_address("127.0.0.1") == "127.0.0.1"
+    assert joining._own_address("localhost") in ("127.0.0.1", "::1")
+    assert joining._own_address("no such host.") != ""
