@@ -4,12 +4,14 @@ import threading
 import msgspec
 import pytest
 
-from dlrover.checkpoint import layout as layouts, memory
+from dlrover.checkpoint import layout as layouts, memory, protocol, storage
 from dlrover.checkpoint.book import Book
 from dlrover.checkpoint.breakpoint import Breakpoints
 from dlrover.checkpoint.layout import TensorSpec
 from dlrover.checkpoint.memory import Generation
+from dlrover.checkpoint.policies import KeepLast
 from dlrover.checkpoint.protocol import Join, SaverGoneError
+from dlrover.checkpoint.saver import Saver
 from dlrover.errors import InfrastructureError, ProtocolError
 
 ENTRIES = layouts.place([TensorSpec(("a",), "uint8", (8,))], [0])
@@ -29,9 +31,13 @@ class Worker:
         *,
         stores=False,
         size=0,
+        generations=2,
     ):
         self.book, self.rank, self.session, self.size = book, rank, session, size or len(world)
-        _, self.owner, self.fds = book.attach(rank, HERE)
+        _, self.owner, fds = book.attach(rank, HERE)
+        self.fds = fds[:generations]
+        for _ in fds[generations:]:
+            book._ranks.drop_last(book._ranks.memories[rank])
         book.join(rank, Join(session, self.size, world, save_at_breakpoint=stores))
 
     def write(self, step: int) -> int:
@@ -75,6 +81,14 @@ def test_what_is_to_be_persisted_is_not_written():
     pinned = worker.save(1, to_storage=True)
     assert {worker.save(step) for step in range(2, 6)} == {1 - pinned}
     assert worker.steps == [1, 5]
+
+
+def test_two_generations_are_written_in_turn_while_a_third_is_persisted():
+    worker = Worker(Book(), 0, generations=3)
+    worker.save(1, to_storage=True)
+    for step in range(2, 6):
+        worker.save(step)
+    assert worker.steps == [1, 4, 5]
 
 
 def test_a_save_waits_while_both_generations_are_to_be_persisted():
@@ -383,3 +397,20 @@ def test_what_a_rank_left_is_not_written_over_before_its_peers_have_ended():
     assert new.steps == [1, 6]
     leave(old[1])
     assert book.breaks.next().steps == {0: (1,), 1: (1,)}
+
+
+def test_other_nodes_do_not_hold_up_a_training_for_long(tmp_path, monkeypatch):
+    monkeypatch.setattr("dlrover.checkpoint.saver.STARVING_PATIENCE", 0.2)
+    with protocol.new_socket() as listener:
+        saver = Saver(tmp_path, storage.identity(tmp_path), KeepLast(2), 1.0, listener)
+        worker = Worker(saver._book, 0, (0,), size=2)
+        for step in (1, 2):
+            worker.save(step, to_storage=True)
+        saving = threading.Thread(target=worker.save, args=(3,))
+        saving.start()
+        task = saver._book.tasks.next()
+        problem = saver._carry_out(task)
+        assert "other nodes did not store their parts within 0.2 s" in problem
+        saver._book.tasks.finish(task, problem)
+        saving.join(5)
+        assert worker.steps == [2, 3]

@@ -51,6 +51,15 @@ sys.argv[0] = "dlrover.checkpoint.saver"
 saver.main(sys.argv[3:])
 """
 
+LITTLE_MEMORY = """
+import sys
+from dlrover.checkpoint import ranks, saver
+limit = int(sys.argv[1])
+ranks.available_memory = lambda: limit
+sys.argv[0] = "dlrover.checkpoint.saver"
+saver.main(sys.argv[2:])
+"""
+
 
 def fresh() -> dict:
     return {"w": torch.zeros(1000), "step": 0}
@@ -82,9 +91,13 @@ def end_saver(directory: Path) -> None:
 
 
 def start_faulty_saver(directory: Path, label: str, budget: int = 0) -> None:
+    start_saver(directory, FAULTY_SAVER, label, str(budget))
+
+
+def start_saver(directory: Path, program: str, *words: str) -> None:
     identity = storage.identity(directory)
     subprocess.run(
-        [sys.executable, "-c", FAULTY_SAVER, label, str(budget), "--directory", str(directory),
+        [sys.executable, "-c", program, *words, "--directory", str(directory),
          "--identity", identity, "--keep", "2", "--linger", "5"],
         check=True, stdin=subprocess.DEVNULL,
     )  # fmt: skip
@@ -334,3 +347,31 @@ def test_a_saver_that_dies_while_it_prunes_leaves_the_new_step(directory):
     record, state = load(directory)
     assert (record.source, record.step) == ("storage", 3)
     assert_step(state, 3)
+
+
+def test_with_memory_for_one_generation_one_is_kept(directory, caplog):
+    start_saver(directory, LITTLE_MEMORY, str(300 << 10))
+    checkpointer = Checkpointer(directory, linger=0.0)
+    large = {"w": torch.zeros(50_000), "step": 0}
+    for step in range(1, 4):
+        large["w"].fill_(step)
+        large["step"] = step
+        checkpointer.save(step, large, to="storage" if step == 2 else "memory")
+    assert "one generation only" in caplog.text
+    checkpointer.wait()
+    assert storage.steps(directory) == [2]
+    found = {"w": torch.zeros(50_000), "step": 0}
+    assert checkpointer.load(found).source == "memory"
+    assert found["step"] == 3
+    assert torch.equal(found["w"], large["w"])
+    checkpointer.close()
+
+
+def test_without_memory_for_a_generation_the_error_says_how_much_is_missing(directory):
+    start_saver(directory, LITTLE_MEMORY, "1000")
+    checkpointer = Checkpointer(directory, linger=0.0)
+    with pytest.raises(
+        InfrastructureError, match=r"MiB more for 1 generation; 0 MiB are available"
+    ):
+        checkpointer.save(1, {"w": torch.zeros(50_000)})
+    checkpointer.close()

@@ -6,8 +6,13 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
+from dlrover.checkpoint import joining
 from dlrover.checkpoint.bucket import TokenBucket
 from dlrover.checkpoint.placement import holders, ring
+from dlrover.checkpoint.protocol import Peer, Replication
+from dlrover.errors import ConfigurationError
+
+HOST = "127.0.0.1"
 
 
 def survival(placement, nodes, copies, lost):
@@ -71,3 +76,43 @@ def test_a_bucket_lets_a_burst_pass_and_fills_again():
     assert bucket.take(50, 1.0) == 0.5
     assert bucket.take(50, 100.0) == 0.0, "no more than the burst is saved up"
     assert bucket.take(50, 100.0) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("wishes", "words"),
+    [
+        ({"replicas": -1}, "replicas is -1; it must be 0 or more"),
+        ({"bandwidth": 0.0}, "replica_bandwidth is 0.0; it must be more than 0 bytes per second"),
+        ({"bandwidth": float("nan")}, "replica_bandwidth is nan"),
+    ],
+)
+def test_wrong_wishes_are_refused_with_a_sentence(wishes, words):
+    with pytest.raises(ConfigurationError, match=words):
+        joining.Wishes(**wishes)
+
+
+def test_nodes_are_numbered_by_their_lowest_rank_and_get_the_token_of_the_first():
+    peers = {saver: Peer(HOST, 1000 + saver) for saver in (5, 3, 4)}
+    every = [
+        joining._Facts(saver, rank, bytes([rank]), peers[saver])
+        for rank, saver in enumerate([5, 5, 3, 3, 4, 4])
+    ]
+    wishes = joining.Wishes(replicas=1, bandwidth=7.0)
+    found = {saver: joining._replication(saver, every, wishes) for saver in peers}
+    assert {saver: plan.peers for saver, plan in found.items()} == {
+        5: (peers[3],), 3: (peers[4],), 4: (peers[5],)
+    }  # fmt: skip
+    assert found[3] == Replication(b"\0", peers[3], (peers[4],), 7.0)
+    assert joining._replication(5, every[:2], wishes) is None, "there is no other node"
+
+
+def test_a_node_that_cannot_be_reached_gets_no_replicas():
+    every = [joining._Facts(1, 0, b"", Peer(HOST, 1)), joining._Facts(2, 0, b"", None)]
+    assert joining._replication(1, every, joining.Wishes(replicas=1)).peers == ()
+    assert joining._replication(2, every, joining.Wishes(replicas=1)) is None
+
+
+def test_the_own_address_is_of_the_loopback_only_where_the_others_are():
+    assert joining._own_address("127.0.0.1") == "127.0.0.1"
+    assert joining._own_address("localhost") in ("127.0.0.1", "::1")
+    assert joining._own_address("no such host.") != ""

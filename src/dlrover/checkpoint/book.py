@@ -172,9 +172,31 @@ class Book:
             self.tasks.drop_others(joined.session)
             self._changed.notify_all()
 
-    def reserve(self, rank: int, nbytes: int) -> None:
-        """Make both generations that large, and have the kernel provide the memory."""
-        reserve(self._known(rank).slots, nbytes, rank)
+    def reserve(self, rank: int, nbytes: int) -> int:
+        """Have the kernel provide that much memory for each generation; how many generations there are.
+
+        Where there is not enough for all, fewer are kept from then on. Waits while one that is to go is
+        to be persisted.
+
+        Raises:
+            InfrastructureError: there is not enough for one.
+        """
+        mine = self._known(rank)
+        while not self._try_to_reserve(mine, nbytes, rank):
+            with self._changed:
+                self._changed.wait_for(lambda: not mine.slots[-1].pinned)
+                self._ranks.drop_last(mine)
+        return len(mine.slots)
+
+    def _try_to_reserve(self, mine: RankMemory, nbytes: int, rank: int) -> bool:
+        try:
+            reserve(mine.slots, nbytes, rank)
+        except InfrastructureError as error:
+            if len(mine.slots) == 1:
+                raise
+            logger.warning("%s One less is kept", error)
+            return False
+        return True
 
     def keep(self, rank: int, step: int, session: int) -> None:
         """Continue from a step, or from none in memory: what else there is becomes invalid.

@@ -123,6 +123,7 @@ class Checkpointer:
         self._guarded = Guarded()
         self._background = Background() if overlap else None
         self._buffers: dict[int, tuple[Generation, torch.Tensor]] = {}
+        self._told_of_one = False
         self._reserved = threading.Event()
         """Cleared while memory is reserved in the background."""
         self._reserved.set()
@@ -298,8 +299,20 @@ class Checkpointer:
     def _make_room(self, layout: PackedLayout) -> None:
         self._reserved.wait()
         needed = memory.needed_for(layout)
-        if min(self._client.generation(slot).size for slot in range(2)) < needed:
+        if min(generation.size for generation in self._client.generations) < needed:
             self._client.reserve(memory.room_for(layout))
+            self._note_generations()
+
+    def _note_generations(self) -> None:
+        count = len(self._client.generations)
+        for slot in [slot for slot in self._buffers if slot >= count]:
+            del self._buffers[slot]
+        if count == 1 and not self._told_of_one:
+            self._told_of_one = True
+            logger.warning(
+                "There is memory for one generation only: a process that dies during a save costs the"
+                " memory checkpoint"
+            )
 
     def _reserve_ahead(self, state: State) -> None:
         """Have memory for ``state`` provided in the background, and entered in this process's tables."""
@@ -309,7 +322,7 @@ class Checkpointer:
         def reserve() -> None:
             try:
                 self._client.reserve(nbytes)
-                generations = [self._client.generation(slot) for slot in range(2)]
+                generations = self._client.generations
             except DLRoverError as error:
                 logger.warning("No memory is reserved ahead: %s", error)
                 generations = []

@@ -64,7 +64,7 @@ class SaverClient:
                 )
             fds = self._fds
             attached = _expected(reply, protocol.Attached)
-            if len(fds) != protocol.GENERATIONS:
+            if not 1 <= len(fds) <= protocol.GENERATIONS:
                 raise ProtocolError(f"The saver sent {len(fds)} descriptors of memory.")
             self._generations = [Generation(fd) for fd in fds]
             return attached.saver
@@ -126,9 +126,17 @@ class SaverClient:
             for fd in fds:
                 os.close(fd)
 
+    @property
+    def generations(self) -> list[Generation]:
+        """All of this rank's; fewer than usual if there was no memory for them."""
+        return [self.generation(slot) for slot in range(len(self._fds))]
+
     def reserve(self, nbytes: int) -> None:
-        """Have both generations made that large."""
-        self._ask(protocol.Reserve(nbytes), protocol.Done)
+        """Have all generations made that large, or fewer of them if there is not enough memory."""
+        kept = self._ask(protocol.Reserve(nbytes), protocol.Reserved).generations
+        while len(self._fds) > max(1, kept):
+            os.close(self._fds.pop())
+            self._generations.pop()
 
     def begin(self, step: int) -> int:
         """The generation to write."""

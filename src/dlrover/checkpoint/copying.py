@@ -12,6 +12,7 @@ import torch
 
 from dlrover.checkpoint import layout as layouts, tree
 from dlrover.checkpoint.layout import SMALL, PackedLayout, Tensor, TensorEntry
+from dlrover.checkpoint.protocol import GENERATIONS
 from dlrover.checkpoint.tree import Flat
 
 _shape = operator.attrgetter("shape")
@@ -156,13 +157,13 @@ class _Known:
         return True
 
     def plan(self, buffer: torch.Tensor) -> _Plan:
-        """How to copy to a buffer; the last two are kept, one for each generation."""
+        """How to copy to a buffer; as many are kept as there are generations."""
         for plan in self._plans:
             if plan.buffer is buffer:
                 return plan
         first = [index for index, same in enumerate(self._same) if index == same]
         made = _Plan(buffer, [(index, self.sources[index], self.entries[index]) for index in first])
-        self._plans = [*self._plans[-1:], made]
+        self._plans = [*self._plans[1 - GENERATIONS :], made]
         return made
 
 

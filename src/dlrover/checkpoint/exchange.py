@@ -1,6 +1,6 @@
 """Replicas, as the ranks' memory sees them: what is to be sent, and what comes in.
 
-A replica is memory of a rank that has no worker on this node. It has two generations too, of which the
+A replica is memory of a rank that has no worker on this node. It has two generations, of which the
 older one is written; and it is valid only when all of it was compared with its checksums.
 """
 
@@ -15,7 +15,7 @@ import xxhash
 from dlrover.checkpoint import faults, memory
 from dlrover.checkpoint.layout import PackedLayout, name
 from dlrover.checkpoint.memory import INDEX_ROOM, PAGE, Generation, Header
-from dlrover.checkpoint.ranks import RankMemory, Ranks, Slot, World, reserve
+from dlrover.checkpoint.ranks import ENOUGH, RankMemory, Ranks, Slot, World, reserve
 from dlrover.errors import InfrastructureError
 
 
@@ -117,7 +117,7 @@ class Exchange:
         if rank in joined.ranks or not 0 <= rank < joined.world_size:
             raise InfrastructureError(f"Rank {rank} is not one of another node.")
         with self._changed:
-            mine = self._ranks.of(rank)
+            mine = self._ranks.of(rank, ENOUGH)
             self._check(world, mine)
             if any((s.step, s.session) == (header.step, header.session) for s in mine.slots):
                 return None

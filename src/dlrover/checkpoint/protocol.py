@@ -20,8 +20,9 @@ import xxhash
 from dlrover.errors import InfrastructureError, ProtocolError
 
 MAX_PACKET = 1 << 16
-MAX_FDS = 2
-GENERATIONS = 2
+GENERATIONS = 3
+"""Of each rank, where there is memory for them. Two are written in turn, so that ranks that are a step apart
+have one in common; the third takes part while one is being stored."""
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -77,7 +78,7 @@ class Listen(Message, frozen=True):
 
 
 class Reserve(Message, frozen=True):
-    """Make both generations at least ``nbytes`` large, in memory; answered when they are."""
+    """Make the generations at least ``nbytes`` large, in memory; answered by `Reserved` when they are."""
 
     nbytes: int
 
@@ -146,6 +147,12 @@ class Attached(Message, frozen=True):
     saver: int
 
 
+class Reserved(Message, frozen=True):
+    """How many generations there is memory for."""
+
+    generations: int
+
+
 class Holding(Message, frozen=True):
     """All valid generations here."""
 
@@ -200,7 +207,7 @@ Request = (
     | Wait
     | Goodbye
 )
-Reply = Attached | Done | Holding | Listening | Granted | Verified | Settled | Refused
+Reply = Attached | Done | Reserved | Holding | Listening | Granted | Verified | Settled | Refused
 
 _requests = msgspec.msgpack.Decoder(Request)
 _replies = msgspec.msgpack.Decoder(Reply)
@@ -258,7 +265,7 @@ def receive_reply(sock: socket.socket) -> tuple[Reply, list[int]]:
         SaverGoneError: the saver is gone.
         ProtocolError: it is not a reply, or does not fit its time.
     """
-    room = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
+    room = socket.CMSG_SPACE(GENERATIONS * array.array("i").itemsize)
     data, ancillary, flags, _ = sock.recvmsg(MAX_PACKET, room, socket.MSG_CMSG_CLOEXEC)
     fds = array.array("i")
     for level, kind, content in ancillary:

@@ -14,6 +14,9 @@ from dlrover.errors import InfrastructureError
 
 logger = logging.getLogger(__name__)
 
+ENOUGH = 2
+"""Generations that a rank needs."""
+
 
 @dataclass
 class Slot:
@@ -108,11 +111,11 @@ class Ranks:
         self._base = (-1, 0)
         """Step and session that the world continues from."""
 
-    def of(self, rank: int) -> RankMemory:
+    def of(self, rank: int, generations: int = protocol.GENERATIONS) -> RankMemory:
         """The memory of a rank, made if there is none."""
         mine = self.memories.get(rank)
         if mine is None:
-            slots = [_new_slot(rank, number) for number in range(protocol.GENERATIONS)]
+            slots = [_new_slot(rank, number) for number in range(generations)]
             mine = self.memories[rank] = RankMemory(slots)
         return mine
 
@@ -156,6 +159,12 @@ class Ranks:
         chosen.epoch += 1
         return chosen
 
+    def drop_last(self, mine: RankMemory) -> None:
+        """Keep one generation of a rank less from now on."""
+        dropped = mine.slots.pop()
+        dropped.give_up()
+        os.close(dropped.fd)
+
     def _forget_strangers(self, mine: RankMemory) -> None:
         """Let go of the memory of ranks that are not part of the world any more."""
         ranks = mine.world.joined.ranks if mine.world is not None else ()
@@ -176,10 +185,11 @@ def reserve(slots: list[Slot], nbytes: int, rank: int) -> None:
     """
     more = sum(max(0, nbytes - os.fstat(slot.fd).st_size) for slot in slots)
     available = available_memory()
-    if more > available:
+    # A third generation is a convenience: it must not take what the training needs.
+    if more > (available if len(slots) <= ENOUGH else available // 2):
         raise InfrastructureError(
-            f"The memory checkpoints of rank {rank} need {more >> 20} MiB more for two generations;"
-            f" {available >> 20} MiB are available."
+            f"The memory checkpoints of rank {rank} need {more >> 20} MiB more for {len(slots)}"
+            f" generation{'s' if len(slots) > 1 else ''}; {available >> 20} MiB are available."
         )
     for slot in slots:
         if nbytes > os.fstat(slot.fd).st_size:

@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from dlrover.checkpoint.policies import Policy
 from dlrover.checkpoint.protocol import SaverGoneError
 from dlrover.checkpoint.replicas import Replicas
 from dlrover.checkpoint.tasks import Task
-from dlrover.errors import DLRoverError, ProtocolError
+from dlrover.errors import DLRoverError, InfrastructureError, ProtocolError
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ RETRY_DELAYS = (0.5, 2.0, 8.0)
 """Seconds to wait before a failed storage is tried again."""
 PEER_PATIENCE = 600.0
 """Seconds that the nodes of a world may differ in storing their parts of a step."""
+STARVING_PATIENCE = 30.0
+"""The same, while a save waits for the memory."""
 BREAKPOINT_PATIENCE = 120.0
 """The same, when the world has ended and the savers have just agreed to store it."""
 
@@ -122,13 +125,14 @@ class Saver:
         return "", False
 
     def _store(self, task: Task) -> None:
+        began = time.monotonic()
         job = persist.Job(
             directory=self._directory,
             step=task.step,
             session=task.session,
             world_size=task.world_size,
             sources=self._book.tasks.sources(task),
-            pause=lambda seconds: self._wait_for_peers(task, seconds),
+            pause=lambda seconds: self._wait_for_peers(task, seconds, began),
             patience=BREAKPOINT_PATIENCE if task.at_breakpoint else PEER_PATIENCE,
             identity=self._identity,
             metrics=task.metrics,
@@ -149,8 +153,14 @@ class Saver:
         if 0 in task.ranks:
             storage.remove_unfinished(self._directory, task.session, idle=PEER_PATIENCE)
 
-    def _wait_for_peers(self, task: Task, seconds: float) -> None:
-        self._book.tasks.pause(task, seconds, yielding=False)
+    def _wait_for_peers(self, task: Task, seconds: float, began: float) -> None:
+        """Wait; not for long if a rank of this node cannot go on."""
+        late = time.monotonic() - began > STARVING_PATIENCE
+        if self._book.tasks.pause(task, seconds, yielding=late):
+            raise InfrastructureError(
+                f"Step {task.step} was not stored: other nodes did not store their parts within"
+                f" {STARVING_PATIENCE:g} s, and its memory is needed."
+            )
 
 
 class Client:
@@ -194,7 +204,7 @@ class Client:
             reply = protocol.Refused(str(error))
         protocol.send(self._sock, reply, fds)
 
-    def _reply(self, request: protocol.Request) -> protocol.Reply:
+    def _reply(self, request: protocol.Request) -> protocol.Reply:  # noqa: PLR0911 - one a question
         book, rank = self._book, self._rank
         if isinstance(request, protocol.Look):
             return protocol.Holding(book.look())
@@ -204,6 +214,8 @@ class Client:
             return protocol.Verified(book.verify(request.rank, request.slot))
         if isinstance(request, protocol.Wait):
             return protocol.Settled(book.settled(rank))
+        if isinstance(request, protocol.Reserve):
+            return protocol.Reserved(book.reserve(rank, request.nbytes))
         if isinstance(request, protocol.Listen):
             return protocol.Listening(self._replicas.listen(request.host, request.port))
         self._do(request)
@@ -222,8 +234,6 @@ class Client:
         elif isinstance(request, protocol.Join):
             book.join(rank, request)
             self._replicas.join(request)
-        elif isinstance(request, protocol.Reserve):
-            book.reserve(rank, request.nbytes)
         elif isinstance(request, protocol.Keep):
             book.keep(rank, request.step, request.session)
         elif isinstance(request, protocol.Goodbye):
