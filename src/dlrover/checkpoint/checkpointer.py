@@ -355,11 +355,15 @@ class Checkpointer:
             self._reserve_ahead(state)
         return record
 
-    def read(self) -> tuple[LoadRecord, State] | None:
-        """The newest step that all ranks have, as new tensors; None if nothing was ever saved.
+    def read(self, keys: Collection[str] | None = None) -> tuple[LoadRecord, State] | None:
+        """The newest step that all ranks have, as new tensors; None if nothing was ever saved. Collective.
 
         Parts of tensors that are spread over ranks are `Shard`; then as many ranks must read as have
         saved.
+
+        Args:
+            keys: keys of the state whose tensors are read. Below other keys they are zeros of the same
+                shape and type, which take no memory.
 
         Raises:
             ConfigurationError: another number of ranks has saved parts, or other tensors each.
@@ -368,12 +372,16 @@ class Checkpointer:
         readings: list[Reading] = []
 
         def prepare(tree: Any, specs: Sequence[Tensor], moved: bool) -> Reading:
-            if moved and any(spec.part is not None for spec in specs):
+            reading = Reading(tree, specs, keys)
+            if moved and any(
+                spec.part is not None and need is not None
+                for spec, need in zip(specs, reading.wanted, strict=True)
+            ):
                 raise ConfigurationError(
                     f"The checkpoint was not saved by {self._world.size} ranks; `load` can restore it."
                 )
-            readings.append(Reading(tree, specs))
-            return readings[-1]
+            readings.append(reading)
+            return reading
 
         record = self._load(prepare)
         return None if record is None else (record, readings[-1].state)

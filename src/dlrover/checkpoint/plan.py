@@ -77,12 +77,20 @@ def restoring(prepare: Prepare, question: Question) -> Plan | None:
     if mine is None:
         return None
     restoration = prepare(layouts.decode(mine.skeleton), mine.tensors, moved)
-    if restoration.as_saved and not (moved or question.complete):
-        return Plan(restoration, base, mine.tensors, None)
+    if not (moved or question.complete):
+        if restoration.as_saved:
+            return Plan(restoration, base, mine.tensors, None)
+        own = [extent_of(tensor.shape, tensor.part) for tensor in mine.tensors]
+        if all(need in (None, has) for need, has in zip(restoration.wanted, own, strict=True)):
+            needed = [
+                [] if need is None else [_entire(base, index, need)]
+                for index, need in enumerate(restoration.wanted)
+            ]
+            return Plan(restoration, base, mine.tensors, needed)
     if not question.complete:
         return None
     known = _Chunks(ranks, base)
-    needed: list[list[Piece]] = []
+    needed = []
     for index, (tensor, need) in enumerate(zip(mine.tensors, restoration.wanted, strict=True)):
         has = extent_of(tensor.shape, tensor.part)
         if need is None:

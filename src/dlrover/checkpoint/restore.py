@@ -285,28 +285,41 @@ class Reading:
     Args:
         tree: the saved tree, with a `TensorRef` for each tensor.
         specs: what these tensors were, by index.
+        keys: the keys of the tree whose tensors are read; the others' are zeros that take no memory.
     """
 
-    def __init__(self, tree: Any, specs: Sequence[Tensor]) -> None:
+    def __init__(
+        self, tree: Any, specs: Sequence[Tensor], keys: Collection[str] | None = None
+    ) -> None:
         self._tree, self._specs = tree, specs
         self.state: State = {}
-        self.as_saved = True
-        self.wanted: list[Extent | None] = [_extent_of(spec) for spec in specs]
+        chosen = tree if keys is None else {k: item for k, item in tree.items() if k in keys}
+        used = {ref.index for ref in _refs(chosen)}
+        self.as_saved = len(used) == len(specs)
+        self.wanted: list[Extent | None] = [
+            _extent_of(spec) if index in used else None for index, spec in enumerate(specs)
+        ]
 
     def run(self, tensors: Sequence[torch.Tensor]) -> None:
         """Make the state of these tensors, which may be views of memory that changes later."""
+        self.state = self._made(self._tree, tensors)
 
-        def made(saved: Any) -> Any:
-            if isinstance(saved, TensorRef):
-                tensor, part = tensors[saved.index].clone(), self._specs[saved.index].part
-                return tensor if part is None else Shard(tensor, part.whole, part.at, part.owner)
-            if isinstance(saved, dict):
-                return {key: made(item) for key, item in saved.items()}
-            if isinstance(saved, list | tuple):
-                return type(saved)(map(made, saved))
-            return saved
+    def _made(self, saved: Any, tensors: Sequence[torch.Tensor]) -> Any:
+        if isinstance(saved, TensorRef):
+            return self._tensor(saved.index, tensors[saved.index])
+        if isinstance(saved, dict):
+            return {key: self._made(item, tensors) for key, item in saved.items()}
+        if isinstance(saved, list | tuple):
+            return type(saved)(self._made(item, tensors) for item in saved)
+        return saved
 
-        self.state = made(self._tree)
+    def _tensor(self, index: int, tensor: torch.Tensor) -> Any:
+        spec = self._specs[index]
+        if self.wanted[index] is None:
+            return torch.zeros((), dtype=DTYPES[spec.dtype]).expand(spec.shape)
+        part = spec.part
+        copy = tensor.clone()
+        return copy if part is None else Shard(copy, part.whole, part.at, part.owner)
 
 
 def _extent_of(spec: Tensor) -> Extent:

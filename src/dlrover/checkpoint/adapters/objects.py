@@ -10,15 +10,13 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
 from dlrover.checkpoint import layout
 from dlrover.checkpoint.checkpointer import Checkpointer, LoadRecord
-from dlrover.checkpoint.layout import Tensor, TensorRef
-from dlrover.checkpoint.restore import Reading
 from dlrover.checkpoint.tree import DTYPES, Spread, State
 from dlrover.errors import ConfigurationError
 
@@ -116,56 +114,6 @@ def _meant(value: dict[str, Any]) -> Any:
 
 
 def read(checkpointer: Checkpointer, keys: Collection[str]) -> tuple[LoadRecord, State] | None:
-    """The newest step that all ranks have, decoded; None if nothing was ever saved. Collective.
-
-    Tensors are read below ``keys`` only. Elsewhere they are zeros of the same shape and type, which take
-    no memory.
-
-    Raises:
-        ConfigurationError: another number of ranks has saved parts of tensors.
-        InfrastructureError: there were checkpoints, and none can be loaded.
-    """
-    readings: list[_Excerpt] = []
-
-    def prepare(tree: Any, specs: Sequence[Tensor], moved: bool) -> Reading:
-        readings.append(_Excerpt(tree, specs, keys))
-        if moved and any(specs[i].part for i, need in enumerate(readings[-1].wanted) if need):
-            raise ConfigurationError("The checkpoint was saved by another number of ranks.")
-        return readings[-1]
-
-    record = checkpointer._load(prepare)  # noqa: SLF001
-    return None if record is None else (record, decode(readings[-1].state))
-
-
-class _Excerpt(Reading):
-    """Reads some keys of a saved state."""
-
-    def __init__(self, tree: Any, specs: Sequence[Tensor], keys: Collection[str]) -> None:
-        chosen = {key: item for key, item in tree.items() if key in keys}
-        super().__init__(chosen, specs)
-        self._others = {key: item for key, item in tree.items() if key not in keys}
-        used = {ref.index for ref in _refs(chosen)}
-        self.wanted = [need if i in used else None for i, need in enumerate(self.wanted)]
-
-    def run(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Make the state."""
-        super().run(tensors)
-        self.state.update(self._hollow(self._others))
-
-    def _hollow(self, saved: Any) -> Any:
-        if isinstance(saved, TensorRef):
-            spec = self._specs[saved.index]
-            return torch.zeros((), dtype=DTYPES[spec.dtype]).expand(spec.shape)
-        if isinstance(saved, dict):
-            return {key: self._hollow(item) for key, item in saved.items()}
-        if isinstance(saved, list | tuple):
-            return type(saved)(map(self._hollow, saved))
-        return saved
-
-
-def _refs(saved: Any) -> Iterator[TensorRef]:
-    if isinstance(saved, TensorRef):
-        yield saved
-    elif isinstance(saved, dict | list | tuple):
-        for item in saved.values() if isinstance(saved, dict) else saved:
-            yield from _refs(item)
+    """What `Checkpointer.read` gives, decoded. Collective."""
+    found = checkpointer.read(keys)
+    return None if found is None else (found[0], decode(found[1]))
