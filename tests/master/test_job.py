@@ -17,7 +17,9 @@ from dlrover.master.machine.inputs import (
     Progressed,
     Welcome,
 )
-from dlrover.master.machine.job import JobMachine, Phase
+from dlrover.master.machine.job import JobMachine
+from dlrover.master.machine.state import Phase
+from dlrover.master.machine.waiting import waiting_for
 from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import Limits
@@ -44,7 +46,7 @@ def test_managed_nodes_are_launched_and_awaited():
     assert job.events[-1] == events.RoundOpened(1, "the job starts", 2)
     assert job.connect(7, claims=1) == [Welcome("agent 7", 1, 1)]
     assert job.machine.phase is Phase.WAITING
-    assert job.machine.waiting_for(5.0) == (
+    assert waiting_for(job.machine, 5.0) == (
         "waiting for node 0 (is being started), node 1 (is joining): 5 s of 600 s; 0 joined"
     )
 
@@ -91,7 +93,7 @@ def test_a_round_that_lacks_nodes_expires_and_says_so():
     job = JobDriver(2, 3)
     job.connect(0)
     job.join(0)
-    assert job.machine.waiting_for(30.0) == "waiting for 2 nodes, 1 joined: 30 s of 600 s"
+    assert waiting_for(job.machine, 30.0) == "waiting for 2 nodes, 1 joined: 30 s of 600 s"
     assert job.machine.deadline() == 600.0
     *_, dismissal, end = job.give(DeadlinePassed(), at=600.0)
     assert end == EndJob(dismissal.outcome)
@@ -185,7 +187,7 @@ def test_a_failure_calls_every_node_to_a_new_round():
     ]
     assert job.events[-1] == events.RoundOpened(2, reason, 3)
     assert job.machine.phase is Phase.RESTARTING
-    assert job.machine.waiting_for(12.0).startswith(
+    assert waiting_for(job.machine, 12.0).startswith(
         "waiting for node 0 (is stopping its workers), node 1 (is stopping its workers)"
     )
     worlds = job.join(0, 2, 1)

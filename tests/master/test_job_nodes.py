@@ -24,7 +24,9 @@ from dlrover.master.machine.inputs import (
     Submitted,
     Welcome,
 )
-from dlrover.master.machine.job import JobMachine, Phase
+from dlrover.master.machine.job import JobMachine
+from dlrover.master.machine.state import Phase
+from dlrover.master.machine.waiting import waiting_for
 from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec
@@ -172,7 +174,7 @@ def test_an_offer_without_a_connection_does_not_count():
     job.join(0)
     job.give(NodeDisconnected(0))
     assert job.join(1) == []
-    assert "node 0 (has no connection)" in job.machine.waiting_for(0.0)
+    assert "node 0 (has no connection)" in waiting_for(job.machine, 0.0)
     job.connect(0)
     assert len(job.join(0)) == 2
 
@@ -447,7 +449,7 @@ def test_a_job_that_ends_before_its_world_is_formed_waits_for_nothing():
     job = JobDriver(2, 2)
     job.give(StopRequested("enough", ExitCode.STOPPED), at=7.0)
     assert job.machine.deadline() is None
-    assert job.machine.waiting_for(9.0) == ""
+    assert waiting_for(job.machine, 9.0) == ""
     assert job.give(DeadlinePassed(), at=9999.0) == []
     assert job.emitted(events.JobEnded) == [events.JobEnded(ExitCode.STOPPED, "enough")]
 

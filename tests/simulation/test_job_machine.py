@@ -8,7 +8,9 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
-from dlrover.master.machine.job import JobMachine, Phase
+from dlrover.master.machine.job import JobMachine
+from dlrover.master.machine.state import Phase
+from dlrover.master.machine.waiting import waiting_for
 from dlrover.spec.events import RoundOpened
 from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.job import JobSpec, Limits
@@ -278,7 +280,7 @@ class HostilePeers:
             self.ended += isinstance(command, inputs.EndJob)
         assert self.ended == (self.machine.outcome is not None)
         assert self.machine.phase
-        assert self.machine.waiting_for(self.now) or not self.waits()
+        assert waiting_for(self.machine, self.now) or not self.waits()
         return commands
 
     def waits(self) -> bool:
@@ -433,4 +435,4 @@ def test_after_any_noise_nodes_that_behave_form_a_world(spec, noise):
         peers.now = max(peers.now, machine.deadline() or peers.now)
         inbox += peers.give(inputs.DeadlinePassed())
     else:
-        raise AssertionError(machine.waiting_for(peers.now))
+        raise AssertionError(waiting_for(machine, peers.now))

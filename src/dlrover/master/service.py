@@ -14,8 +14,10 @@ from dlrover.errors import InfrastructureError, ProtocolError
 from dlrover.master.history import History
 from dlrover.master.journal import Journal
 from dlrover.master.machine import inputs
-from dlrover.master.machine.job import JobMachine, Node
+from dlrover.master.machine.job import JobMachine
+from dlrover.master.machine.state import Node
 from dlrover.master.machine.store import KeyValueStore
+from dlrover.master.machine.waiting import waiting_for
 from dlrover.platform.base import Platform
 from dlrover.rpc import messages
 from dlrover.rpc.server import Server
@@ -402,7 +404,7 @@ def status_of(machine: JobMachine, now: float, steps: dict[int, int]) -> message
         restarts=machine.restarts.count,
         steps=current,
         total_steps=machine.earlier_steps + current,
-        waiting_for=machine.waiting_for(now),
+        waiting_for=waiting_for(machine, now),
         nodes=tuple(
             messages.NodeState(
                 id=node.id,

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from dlrover.spec.activity import WorkerActivity
 from dlrover.spec.events import Event
 from dlrover.spec.failure import Failure
 from dlrover.spec.outcome import Outcome
@@ -41,6 +42,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
 
     round: int
     steps: int
+    workers: tuple[WorkerActivity, ...] = ()
+    """What they do, by local rank."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -21,6 +21,7 @@ from typing import Any
 from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
 from dlrover.master.machine.job import JobMachine
+from dlrover.master.machine.waiting import waiting_for
 from dlrover.rpc import messages
 from dlrover.spec.events import Event
 from dlrover.spec.failure import FailureKind
@@ -135,7 +136,7 @@ class Cluster:
         agents = [
             f"{n.machine.node_id}:{n.machine.stage.value}" for n in list(self.alive.values())[:20]
         ]
-        waiting = self.machine.waiting_for(self.time.now)
+        waiting = waiting_for(self.machine, self.time.now)
         phase = self.machine.phase.value
         return f"t={self.time.now:.2f}: {phase} {waiting}; agents {' '.join(agents)}"
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from dlrover.master.machine import inputs
-from dlrover.master.machine.job import JobMachine, Phase
+from dlrover.master.machine.job import JobMachine
+from dlrover.master.machine.state import Phase
 from dlrover.spec.events import EventBody
 from dlrover.spec.failure import Failure
 from dlrover.spec.job import JobSpec

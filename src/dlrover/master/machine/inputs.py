@@ -95,6 +95,10 @@ class Progressed(msgspec.Struct, frozen=True, tag="progressed"):
 
     round: int
     steps: int
+    seconds: tuple[float, ...] = ()
+    """How long its workers have been doing each `Activity`, the mean; empty while that is not known."""
+    first_step: int = -1
+    """The number of the step that the round began with, -1 while that is not known."""
 
 
 class StopRequested(msgspec.Struct, frozen=True, tag="stop_requested"):

@@ -9,7 +9,6 @@ other nodes, which precede their joining.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,63 +18,13 @@ from dlrover.master import diagnosis
 from dlrover.master.machine import inputs
 from dlrover.master.machine.rendezvous import Rendezvous
 from dlrover.master.machine.restarts import Cause, RestartPolicy, Stop
+from dlrover.master.machine.state import Incident, Node, Phase, given_up, phase_after
 from dlrover.spec import events
 from dlrover.spec.failure import Failure, Origin
 from dlrover.spec.job import JobSpec
 from dlrover.spec.node import TRANSITIONS, NodeStatus
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.world import World
-
-
-class Phase(str, enum.Enum):
-    """Where a job stands. The value is what users see."""
-
-    WAITING = "waiting for nodes"
-    """The first round is collecting."""
-    RUNNING = "running"
-    RESTARTING = "restarting"
-    """A later round is collecting."""
-    SUCCEEDED = "succeeded"
-    FAILED = "failed"
-    STOPPED = "stopped"
-
-
-@dataclass
-class Node:
-    """One node of the job. Change ``status`` only through `JobMachine`."""
-
-    id: int
-    node_rank: int
-    status: NodeStatus = NodeStatus.PENDING
-    #: of the agent process that last connected; a different one is a different node
-    uid: str = ""
-    hostname: str = ""
-    #: how the platform finds the node again; empty for nodes that came by themselves
-    handle: str = ""
-    #: the platform was asked for it; it gets a replacement
-    launched: bool = False
-    #: its stream is open
-    connected: bool = False
-    #: whether it ever was part of a world
-    has_run: bool = False
-    #: its agent ended after its workers had succeeded: nothing is missing unless a new round opens
-    gone: bool = False
-    #: why it is lost
-    reason: str = ""
-
-
-@dataclass
-class Incident:
-    """From a fault's first sign to the first new step."""
-
-    since: float
-    round: int
-    failures: list[Failure] = field(default_factory=list)
-    #: ids of the failures
-    seen: set[str] = field(default_factory=set)
-    lost_nodes: list[str] = field(default_factory=list)
-    #: whether the restart policy has spoken
-    decided: bool = False
 
 
 @dataclass
@@ -119,7 +68,7 @@ class JobMachine:
     def phase(self) -> Phase:
         """Where the job stands."""
         if self.outcome is not None:
-            return _phase_after(self.outcome.exit_code)
+            return phase_after(self.outcome.exit_code)
         if not self.rendezvous.collecting:
             return Phase.RUNNING
         return Phase.RESTARTING if self.rendezvous.members else Phase.WAITING
@@ -140,30 +89,6 @@ class JobMachine:
             return None
         times = [self.rendezvous.deadline(), self.grow_at, *self.lost_at.values()]
         return min((t for t in times if t is not None), default=None)
-
-    def waiting_for(self, now: float) -> str:
-        """What the job waits for, for how long, and how long it may last; empty if for nothing."""
-        rdzv = self.rendezvous
-        if self.outcome is not None or not rdzv.collecting:
-            return ""
-        limit = (rdzv.deadline() or now) - rdzv.opened_at
-        waited = f"{now - rdzv.opened_at:.0f} s of {limit:.0f} s"
-        joined = len(rdzv.offers)
-        if rdzv.missing:
-            named = ", ".join(f"node {i} ({self._state_of(i)})" for i in sorted(rdzv.missing)[:5])
-            more = f" and {len(rdzv.missing) - 5} more" if len(rdzv.missing) > 5 else ""
-            return f"waiting for {named}{more}: {waited}; {joined} joined"
-        if not rdzv.usable(joined):
-            return f"waiting for {self.job.min_nodes} nodes, {joined} joined: {waited}"
-        return f"{joined} of at most {self.job.max_nodes} nodes joined; waiting for more: {waited}"
-
-    def _state_of(self, node_id: int) -> str:
-        node = self.nodes[node_id]
-        if node.status is NodeStatus.PENDING:
-            return "is being started"
-        if not node.connected:
-            return "has no connection"
-        return "is joining" if node.status is NodeStatus.READY else "is stopping its workers"
 
     # ---- inputs
 
@@ -218,7 +143,7 @@ class JobMachine:
         node = self._node_of(event)
         self._send(inputs.Welcome(event.uid, node.id, self.rendezvous.next_round))
         if node.status.final:
-            self._send(inputs.Dismiss(node.id, self.outcome or _given_up(node)))
+            self._send(inputs.Dismiss(node.id, self.outcome or given_up(node)))
             return
         node.connected = True
         node.gone = False
@@ -590,21 +515,6 @@ class JobMachine:
             assert self.incident.decided or rdzv.collecting or self.outcome is not None
         assert self.steps >= 0
         assert self.earlier_steps >= 0
-
-
-def _phase_after(exit_code: int) -> Phase:
-    if exit_code == ExitCode.SUCCESS:
-        return Phase.SUCCEEDED
-    stopped = exit_code == ExitCode.STOPPED or exit_code > ExitCode.SIGNAL_BASE
-    return Phase.STOPPED if stopped else Phase.FAILED
-
-
-def _given_up(node: Node) -> Outcome:
-    """What a node is told that comes back after it was replaced."""
-    return Outcome(
-        exit_code=ExitCode.INFRASTRUCTURE,
-        reason=f"node {node.id} was given up ({node.reason}) and replaced.",
-    )
 
 
 _AFTER_THE_END = (

@@ -1,0 +1,78 @@
+"""The parts of a job's state: its nodes, its open incident, and where it stands."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from dlrover.errors import ExitCode
+from dlrover.spec.failure import Failure
+from dlrover.spec.node import NodeStatus
+from dlrover.spec.outcome import Outcome
+
+
+class Phase(str, enum.Enum):
+    """Where a job stands. The value is what users see."""
+
+    WAITING = "waiting for nodes"
+    """The first round is collecting."""
+    RUNNING = "running"
+    RESTARTING = "restarting"
+    """A later round is collecting."""
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+@dataclass
+class Node:
+    """One node of the job. Change ``status`` only through `JobMachine`."""
+
+    id: int
+    node_rank: int
+    status: NodeStatus = NodeStatus.PENDING
+    #: of the agent process that last connected; a different one is a different node
+    uid: str = ""
+    hostname: str = ""
+    #: how the platform finds the node again; empty for nodes that came by themselves
+    handle: str = ""
+    #: the platform was asked for it; it gets a replacement
+    launched: bool = False
+    #: its stream is open
+    connected: bool = False
+    #: whether it ever was part of a world
+    has_run: bool = False
+    #: its agent ended after its workers had succeeded: nothing is missing unless a new round opens
+    gone: bool = False
+    #: why it is lost
+    reason: str = ""
+
+
+@dataclass
+class Incident:
+    """From a fault's first sign to the first new step."""
+
+    since: float
+    round: int
+    failures: list[Failure] = field(default_factory=list)
+    #: ids of the failures
+    seen: set[str] = field(default_factory=set)
+    lost_nodes: list[str] = field(default_factory=list)
+    #: whether the restart policy has spoken
+    decided: bool = False
+
+
+def phase_after(exit_code: int) -> Phase:
+    """Where a job stands that ended with ``exit_code``."""
+    if exit_code == ExitCode.SUCCESS:
+        return Phase.SUCCEEDED
+    stopped = exit_code == ExitCode.STOPPED or exit_code > ExitCode.SIGNAL_BASE
+    return Phase.STOPPED if stopped else Phase.FAILED
+
+
+def given_up(node: Node) -> Outcome:
+    """What a node is told that comes back after it was replaced."""
+    return Outcome(
+        exit_code=ExitCode.INFRASTRUCTURE,
+        reason=f"node {node.id} was given up ({node.reason}) and replaced.",
+    )

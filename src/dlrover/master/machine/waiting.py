@@ -1,0 +1,41 @@
+"""What a job waits for, in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dlrover.spec.node import NodeStatus
+
+if TYPE_CHECKING:
+    from dlrover.master.machine.job import JobMachine
+    from dlrover.master.machine.state import Node
+
+NODES_NAMED = 5
+"""Nodes that are named; of the rest only their number is told."""
+
+
+def waiting_for(machine: JobMachine, now: float) -> str:
+    """What the job waits for, for how long, and how long it may last; empty if for nothing."""
+    rdzv = machine.rendezvous
+    if machine.outcome is not None or not rdzv.collecting:
+        return ""
+    limit = (rdzv.deadline() or now) - rdzv.opened_at
+    waited = f"{now - rdzv.opened_at:.0f} s of {limit:.0f} s"
+    joined = len(rdzv.offers)
+    if rdzv.missing:
+        missing = [machine.nodes[i] for i in sorted(rdzv.missing)]
+        named = ", ".join(f"node {node.id} ({_state_of(node)})" for node in missing[:NODES_NAMED])
+        rest = len(missing) - NODES_NAMED
+        more = f" and {rest} more" if rest > 0 else ""
+        return f"waiting for {named}{more}: {waited}; {joined} joined"
+    if not rdzv.usable(joined):
+        return f"waiting for {machine.job.min_nodes} nodes, {joined} joined: {waited}"
+    return f"{joined} of at most {machine.job.max_nodes} nodes joined; waiting for more: {waited}"
+
+
+def _state_of(node: Node) -> str:
+    if node.status is NodeStatus.PENDING:
+        return "is being started"
+    if not node.connected:
+        return "has no connection"
+    return "is joining" if node.status is NodeStatus.READY else "is stopping its workers"
