@@ -1,4 +1,4 @@
 """Flash Checkpoint inside other libraries: one module for each, which needs that library.
 
-See `transformers`, `deepspeed`, `lightning` and `accelerate` in this package.
+See `transformers`, `deepspeed`, `lightning`, `accelerate`, `megatron` and `dcp` in this package.
 """

@@ -67,7 +67,7 @@ def encode(value: Any, path: layout.Path = ()) -> Any:
         return {TAG: kind.__name__, "pairs": pairs}
     if kind is torch.Size:  # very many in some states
         return {TAG: "Size", "items": list(value)}
-    return {TAG: _pickled(value, path)}
+    return {TAG: pickled(value, path)}
 
 
 def _is_kept(value: Any) -> bool:
@@ -82,7 +82,12 @@ def _is_kept(value: Any) -> bool:
     )
 
 
-def _pickled(value: Any, path: layout.Path) -> bytes:
+def pickled(value: Any, path: layout.Path) -> bytes:
+    """Any object as bytes.
+
+    Raises:
+        ConfigurationError: it cannot be pickled; the message names its path.
+    """
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -91,6 +96,11 @@ def _pickled(value: Any, path: layout.Path) -> bytes:
             f"{layout.name(path)} is a {type(value).__qualname__}, which cannot be pickled: {error}."
         ) from error
     return buffer.getvalue()
+
+
+def unpickled(data: bytes, device: str | None = None) -> Any:
+    """What `pickled` was given; tensors come to where they were, or to the device."""
+    return torch.load(io.BytesIO(data), map_location=device, weights_only=False)
 
 
 def decode(value: Any) -> Any:
@@ -107,7 +117,7 @@ def _meant(value: dict[str, Any]) -> Any:
     """What a dict with a tag stands for."""
     meaning = value[TAG]
     if isinstance(meaning, bytes):
-        return torch.load(io.BytesIO(meaning), weights_only=False)
+        return unpickled(meaning)
     if "pairs" in value:
         return _KINDS[meaning]((decode(key), decode(item)) for key, item in value["pairs"])
     return _KINDS[meaning](decode(value["items"]))
