@@ -265,3 +265,9 @@ class Book:
             problems = mine.world.problems if mine.world is not None else []
             told, mine.told = mine.told, len(problems)
             return tuple(problems[told:])
+
+    def stored(self, rank: int) -> int:
+        """The newest step of the rank's world that was stored; -1: none."""
+        with self._changed:
+            world = self._known(rank).world
+            return world.stored if world is not None else -1

@@ -18,6 +18,10 @@ ENOUGH = 2
 """Generations that a rank needs."""
 
 
+class NoMemoryError(InfrastructureError):
+    """There is not enough memory for a generation."""
+
+
 @dataclass
 class Slot:
     """One generation of a rank."""
@@ -181,13 +185,13 @@ def reserve(slots: list[Slot], nbytes: int, rank: int) -> None:
     """Make generations that large, and have the kernel provide the memory.
 
     Raises:
-        InfrastructureError: there is not enough.
+        NoMemoryError: there is not enough.
     """
     more = sum(max(0, nbytes - os.fstat(slot.fd).st_size) for slot in slots)
     available = available_memory()
     # A third generation is a convenience: it must not take what the training needs.
     if more > (available if len(slots) <= ENOUGH else available // 2):
-        raise InfrastructureError(
+        raise NoMemoryError(
             f"The memory checkpoints of rank {rank} need {more >> 20} MiB more for {len(slots)}"
             f" generation{'s' if len(slots) > 1 else ''}; {available >> 20} MiB are available."
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import gc
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -244,3 +246,15 @@ def _copies(group: dict[str, Any]) -> int:
     if "betas" in group:
         return 3 if group.get("amsgrad") else 2
     return 1 if group.get("momentum") else 0
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Leave garbage alone: looking for it costs more than a walk over many thousand tensors."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
