@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from dlrover import config
-from dlrover.checkpoint import defaults, faults, joining, memory, restore, storage, tree
+from dlrover.checkpoint import defaults, devices, faults, joining, memory, restore, storage, tree
 from dlrover.checkpoint.client import SaverClient
 from dlrover.checkpoint.copying import Copier
 from dlrover.checkpoint.interval import HOURS_BETWEEN_FAILURES, Auto, Costs, Do
@@ -201,9 +201,11 @@ class Checkpointer:
         with _no_collection():
             layout = self._copier.layout(tree.flatten(state))
         if self._background is None:
+            self._copier.mark()
             self._save(order, layout, self._copy_all)
             return
         snapshot = Snapshot(self._copier, self._guarded.unguarded(state, self._copier))
+        self._copier.mark()
 
         def copy(buffer: torch.Tensor) -> None:
             changed = snapshot.copy(buffer)
@@ -293,6 +295,8 @@ class Checkpointer:
         known = self._buffers.get(slot)
         if known is None or known[0] is not generation:
             data = torch.frombuffer(generation.data, dtype=torch.uint8)
+            if self._copier.device is not None:
+                devices.pin(generation, data, self._copier.device)
             known = self._buffers[slot] = generation, data
         return known
 
