@@ -246,6 +246,7 @@ class Book:
                 raise ProtocolError(f"Generation {number} does not hold step {step}.")
             slot.step, slot.session = step, mine.session
             slot.metrics = dict(metrics or {})
+            self._ranks.supersede(mine, slot)
             if to_storage:
                 self.tasks.publish(mine.world, step, rank, slot)
             self.sums.ask(slot)
