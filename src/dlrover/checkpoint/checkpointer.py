@@ -177,9 +177,11 @@ class Checkpointer:
             self._save_without_memory(order, layout)
             return
         if self._background is None:
+            self._copier.mark()
             self._save(order, layout, self._copy_all)
             return
         snapshot = Snapshot(self._copier, self._guarded.unguarded(state, self._copier))
+        self._copier.mark()
 
         def copy(buffer: torch.Tensor) -> None:
             changed = snapshot.copy(buffer)
@@ -234,7 +236,7 @@ class Checkpointer:
             raise InfrastructureError(f"There is no memory for step {step} any more.")
         slot = self._client.begin(step)
         faults.point("save.begun")
-        generation, buffer = self._room.buffer(slot)
+        generation, buffer = self._room.buffer(slot, self._copier.device)
         copy(buffer)
         faults.point("save.copied")
         generation.publish(

@@ -157,9 +157,9 @@ class SaverClient:
         """Say which step is continued from; -1: none in memory."""
         self._ask(protocol.Keep(step, session), protocol.Done)
 
-    def verify(self, rank: int, slot: int) -> str:
-        """What is wrong with a generation; empty if nothing is."""
-        return self._ask(protocol.Verify(rank, slot), protocol.Verified).problem
+    def verify(self, rank: int, slot: int, below: int = 0) -> str:
+        """What is wrong with a generation's tensors of less than ``below`` bytes, 0: all; empty: nothing."""
+        return self._ask(protocol.Verify(rank, slot, below), protocol.Verified).problem
 
     def wait(self) -> tuple[str, ...]:
         """Wait until everything asked for is durable; what was not stored."""

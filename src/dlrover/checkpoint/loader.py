@@ -22,6 +22,7 @@ from dlrover.checkpoint.plan import Plan, Planner, Question, RankState
 from dlrover.checkpoint.protocol import Held
 from dlrover.checkpoint.stores import StorageAwayError, Store, failure, step_folder
 from dlrover.checkpoint.tree import DTYPES
+from dlrover.checkpoint.verified import LARGE, VerifiedCopy
 from dlrover.checkpoint.world import World
 from dlrover.errors import ConfigurationError, InfrastructureError
 
@@ -323,12 +324,29 @@ class MemoryStep:
             return data.view(dtype).view(piece.box.shape)
 
         if planned.needed is None:
-            used, tensors = {planned.base}, self._tensors(planned.base)
-        else:
-            used = {piece.chunk.rank for piece in planned.pieces} & self._held.keys()
-            tensors = assemble(planned, planned.needed, read)
+            self._restore_own(planned)
+            return
+        used = {piece.chunk.rank for piece in planned.pieces} & self._held.keys()
+        tensors = assemble(planned, planned.needed, read)
         with _meanwhile(lambda: self._verify(used)):
             planned.restoration.run(tensors)
+
+    def _restore_own(self, planned: Plan) -> None:
+        """Restore all of a rank's part: this process checks what is large, the saver the rest."""
+        rank = planned.base
+        generation, _, layout = self._open(rank)
+        header = generation.header()
+        sums = generation.sums(header) if header is not None else None
+        if sums is None:
+            with _meanwhile(lambda: self._verify([rank])):
+                planned.restoration.run(self._tensors(rank))
+            return
+        verified = VerifiedCopy(generation, layout.entries, sums, len(self._held))
+        with _meanwhile(lambda: self._client.verify(rank, self._held[rank].slot, LARGE)):
+            planned.restoration.run(self._tensors(rank), verified.copy)
+            problem = verified.problem()
+        if problem:
+            raise InfrastructureError(problem)
 
 
 class Candidate(NamedTuple):

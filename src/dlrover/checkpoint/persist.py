@@ -26,6 +26,8 @@ RETRY_DELAYS = (0.5, 2.0, 8.0)
 """Seconds to wait before a failed storage is tried again."""
 PEER_PATIENCE = 600.0
 """Seconds that the nodes of a world may differ in storing their parts of a step."""
+CHUNK = 4 << 20
+"""Bytes that are hashed and written at a time."""
 WRITERS = 4
 """Ranks whose files are written at once."""
 _Value = TypeVar("_Value")
@@ -219,8 +221,10 @@ class _File:
         self.size = 0
 
     def write(self, data: bytes | memoryview) -> None:
-        self._file.write(data)
-        self._hash.update(data)
+        for start in range(0, len(data), CHUNK):
+            chunk = data[start : start + CHUNK]
+            self._hash.update(chunk)
+            self._file.write(chunk)
         self.size += len(data)
 
     def record(self) -> FileRecord:

@@ -119,6 +119,8 @@ class Verify(Message, frozen=True):
 
     rank: int
     slot: int
+    below: int = 0
+    """Only tensors of less than so many bytes; 0: all."""
 
 
 class Wait(Message, frozen=True):

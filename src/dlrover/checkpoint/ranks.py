@@ -63,6 +63,13 @@ class Slot:
         self.outdated = False
         self.generation.invalidate(state)
 
+    def retire(self) -> None:
+        """Give it up, as soon as nobody needs it."""
+        if self.pinned:
+            self.outdated = True
+        else:
+            self.give_up()
+
     def unpin(self) -> None:
         """One less needs it."""
         self.pins -= 1
@@ -124,10 +131,12 @@ class Ranks:
         return mine
 
     def held(self) -> tuple[protocol.Held, ...]:
-        """All valid generations; a damaged one is given up."""
+        """All generations that can be used; a damaged one is given up."""
         held = []
         for rank, mine in self.memories.items():
             for number, slot in enumerate(mine.slots):
+                if slot.outdated:
+                    continue
                 header = slot.header() if slot.step >= 0 else None
                 if header is not None and header.step == slot.step:
                     held.append(
@@ -143,12 +152,15 @@ class Ranks:
         for known in self.memories.values():
             if known is mine or not known.owner:
                 for slot in known.slots:
-                    if (slot.step, slot.session) == self._base:
-                        continue
-                    if slot.pinned:
-                        slot.outdated = True
-                    else:
-                        slot.give_up()
+                    if (slot.step, slot.session) != self._base:
+                        slot.retire()
+
+    def supersede(self, mine: RankMemory, newest: Slot) -> None:
+        """Let go of what a rank had saved before as the same step."""
+        for slot in mine.slots:
+            same = (slot.step, slot.session) == (newest.step, newest.session)
+            if same and slot is not newest:
+                slot.retire()
 
     def grant(self, mine: RankMemory, session: int, *, to_worker: bool) -> Slot:
         """The generation to write next, of those that nobody needs: there must be one."""

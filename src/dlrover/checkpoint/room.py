@@ -8,7 +8,7 @@ import threading
 
 import torch
 
-from dlrover.checkpoint import memory
+from dlrover.checkpoint import devices, memory
 from dlrover.checkpoint.client import SaverClient
 from dlrover.checkpoint.layout import PackedLayout
 from dlrover.checkpoint.memory import PAGE, Generation
@@ -33,12 +33,19 @@ class Room:
         """Cleared while memory is reserved in the background."""
         self._reserved.set()
 
-    def buffer(self, slot: int) -> tuple[Generation, torch.Tensor]:
-        """A generation and its data as a tensor; the same one as long as it is as large."""
+    def buffer(
+        self, slot: int, device: torch.device | None = None
+    ) -> tuple[Generation, torch.Tensor]:
+        """A generation and its data as a tensor; the same one as long as it is as large.
+
+        ``device``: the accelerator that will write to it, if there is one.
+        """
         generation = self._client.generation(slot)
         known = self._buffers.get(slot)
         if known is None or known[0] is not generation:
             data = torch.frombuffer(generation.data, dtype=torch.uint8)
+            if device is not None:
+                devices.pin(generation, data, device)
             known = self._buffers[slot] = generation, data
         return known
 

@@ -210,7 +210,7 @@ class Client:
         if isinstance(request, protocol.Begin):
             return protocol.Granted(book.begin(rank, request.step))
         if isinstance(request, protocol.Verify):
-            return protocol.Verified(book.verify(request.rank, request.slot))
+            return protocol.Verified(book.verify(request.rank, request.slot, request.below))
         if isinstance(request, protocol.Wait):
             return protocol.Settled(book.settled(rank))
         if isinstance(request, protocol.Stored):
