@@ -8,9 +8,11 @@ A test fails when a page does not have what the code says.
 from __future__ import annotations
 
 import ast
+import contextlib
 import enum
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import get_args
@@ -18,8 +20,13 @@ from typing import get_args
 import msgspec
 
 from dlrover.config import Settings
+from dlrover.master.history import History
+from dlrover.master.journal import Journal
+from dlrover.master.metrics import metrics
+from dlrover.master.service import Master
 from dlrover.spec import events
 from dlrover.spec.failure import Failure, FailureKind, Origin, Verdict
+from dlrover.spec.goodput import Cause, Goodput, IncidentCost
 from dlrover.spec.job import Limits
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.outcome import Outcome
@@ -59,19 +66,31 @@ def updated(page: str) -> str:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """The docstring below each field of a record, on one line; empty for a field without one."""
+    """The docstring below each field or member of a class, on one line; empty where there is none."""
     module = ast.parse(Path(str(sys.modules[cls.__module__].__file__)).read_text())
     classes = {node.name: node for node in module.body if isinstance(node, ast.ClassDef)}
     docs: dict[str, str] = {}
     name = ""
     for statement in classes[cls.__name__].body:
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            name = statement.target.id
+        target = _target(statement)
+        if target is not None:
+            name = target
             docs[name] = ""
         elif name and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
             docs[name] = _markdown(str(statement.value.value))
             name = ""
     return docs
+
+
+def _target(statement: ast.stmt) -> str | None:
+    """The name that a field of a record, or a member of an enumeration, gets here."""
+    if isinstance(statement, ast.AnnAssign):
+        target: ast.expr = statement.target
+    elif isinstance(statement, ast.Assign):
+        target = statement.targets[0]
+    else:
+        return None
+    return target.id if isinstance(target, ast.Name) else None
 
 
 def _markdown(doc: str) -> str:
@@ -93,9 +112,30 @@ def _limits() -> str:
     )
 
 
-def _tls() -> str:
+def _settings(prefix: str) -> Callable[[], str]:
     rows = field_docs(Settings).items()
-    return _table(("Setting", "Meaning"), ((f"`{n}`", doc) for n, doc in rows if n != "limits"))
+    return lambda: _table(
+        ("Setting", "Meaning"), ((f"`{n}`", doc) for n, doc in rows if n.startswith(prefix))
+    )
+
+
+def _causes() -> str:
+    docs = field_docs(Cause)
+    rows = ((c.label, f"`{c.value}`", docs[c.name]) for c in Cause)
+    return _table(("Cause", "In JSON and metrics", "What is counted"), rows)
+
+
+def _metrics() -> str:
+    rows = []
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory)
+        journal, history = Journal(path / "journal"), History(path / "events")
+        with contextlib.closing(journal), contextlib.closing(history):
+            for family in metrics(Master(journal, history)):
+                name = family.name + ("_total" if family.type == "counter" else "")
+                labels = "".join(f" `{label}`" for label in family.samples[0].labels)
+                rows.append((f"`{name}`", family.type, labels.strip(), family.documentation))
+    return _table(("Metric", "Type", "Label", "Meaning"), rows)
 
 
 def _events() -> str:
@@ -134,7 +174,12 @@ def _job_directory() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "limits": _limits,
-    "tls": _tls,
+    "tls": _settings("tls_"),
+    "metrics-settings": _settings("metrics_"),
+    "causes": _causes,
+    "goodput": _record(Goodput),
+    "incident": _record(IncidentCost),
+    "metrics": _metrics,
     "events": _events,
     "failure": _record(Failure),
     "verdict": _record(Verdict),

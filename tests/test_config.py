@@ -65,3 +65,20 @@ def test_state_dir():
     assert config.state_dir({"HOME": "/home/u"}) == Path("/home/u/.local/state/dlrover")
     assert config.state_dir({"HOME": "/h", "XDG_STATE_HOME": "/s"}) == Path("/s/dlrover")
     assert config.state_dir({"DLROVER_STATE_DIR": "/d", "XDG_STATE_HOME": "/s"}) == Path("/d")
+
+
+def test_the_port_for_metrics_is_a_number_from_any_place(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text('metrics_port = 1\nmetrics_host = "0.0.0.0"\n')
+    found = config.settings({}, str(file))
+    assert (found.metrics_port, found.metrics_host) == (1, "0.0.0.0")
+    env = {"DLROVER_METRICS_PORT": "2"}
+    assert config.settings(env, str(file)).metrics_port == 2
+    assert config.settings(env, str(file), {"metrics_port": "3"}).metrics_port == 3
+    assert config.settings({}).metrics_port == 0
+
+
+@pytest.mark.parametrize("value", ["nine", "-1", "65536"])
+def test_a_wrong_port_for_metrics_is_refused(value: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"A setting has a wrong value: .*metrics_port"):
+        config.settings({}, rdzv_conf={"metrics_port": value})

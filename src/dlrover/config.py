@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -39,6 +39,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """PEM key that belongs to ``tls_cert``."""
     tls_ca: str = ""
     """PEM certificates that clients trust; they use TLS if it is set."""
+    metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 0
+    """Port on which the master serves Prometheus metrics; 0: it serves none."""
+    metrics_host: str = "127.0.0.1"
+    """Address on which it serves them; 0.0.0.0 for all of the machine."""
 
 
 _given: dict[str, str] = {}
@@ -72,9 +76,9 @@ def settings(
     values: dict[str, Any] = _from_file(config_file or env.get(f"{ENV_PREFIX}CONFIG", ""))
     values.update(_from_environment(env))
     values.update(_from_rdzv_conf(rdzv_conf or {}))
-    limits = {key: values.pop(key) for key in Limits.__struct_fields__ if key in values}
+    values["limits"] = {key: values.pop(key) for key in Limits.__struct_fields__ if key in values}
     try:
-        return Settings(limits=msgspec.convert(limits, Limits, strict=False), **values)
+        return msgspec.convert(values, Settings, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"A setting has a wrong value: {error}.") from error
 

@@ -78,7 +78,9 @@ def docs_tables() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["settings.md", "events.md", "job-directory.md"])
+@pytest.mark.parametrize(
+    "name", ["settings.md", "events.md", "job-directory.md", "goodput.md", "metrics.md"]
+)
 def test_generated_tables_are_those_of_the_code(name: str) -> None:
     page = text_of(name)
     assert "<!-- table: " in page

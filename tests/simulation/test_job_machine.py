@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
 from dlrover.master.machine.job import JobMachine
+from dlrover.master.machine.ledger import Ledger
 from dlrover.master.machine.state import Phase
 from dlrover.master.machine.waiting import waiting_for
 from dlrover.spec.events import RoundOpened
@@ -194,6 +195,11 @@ def test_a_job_whose_faults_end_succeeds_and_its_nodes_leave(block):
         assert outcome.exit_code == ExitCode.SUCCESS, f"seed {seed}: {outcome.reason}"
         assert cluster.program.steps_done >= cluster.program.steps
         assert cluster.machine.phase is Phase.SUCCEEDED
+        cluster.run(
+            35.0
+        )  # a master that was killed is back, and notices the end of the last streams
+        assert cluster.ledger.goodput(cluster.time.now).nodes == len(cluster.machine.nodes)
+        assert not cluster.ledger.accounts, "a node's time goes on though it has left"
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -260,11 +266,25 @@ CHANGES = inputs.LaunchNode | inputs.CallToRound | inputs.AssignWorld | inputs.E
 """What no command of an ended job is."""
 
 
+SECONDS: list[tuple[float, ...]] = [
+    (),
+    (1.0, 2.0, 0.5, 0.0, 3.0, 0.25),
+    (1.0, 7.3, 0.5, 1e-7, 3.0, 0.25),
+    (0.0,) * 6,
+    (float("nan"), float("inf"), -1.0, 1e300, 1.0, 0.1),
+    (5.0,),
+    (1e9, 1e9, 1e9, 1e9, 1e9, 1e9),
+    (0.1, 0.2, 0.3, 0.4, 0.5, 0.6),
+]
+"""What workers may claim to have spent their time on."""
+
+
 class HostilePeers:
     """Makes inputs out of numbers: all that the master's shell lets pass, sensible or not."""
 
     def __init__(self, spec: JobSpec) -> None:
         self.machine = JobMachine()
+        self.ledger = Ledger()
         self.now = 1000.0
         self.last: inputs.Input = inputs.Submitted(spec)
         self.ended = 0
@@ -275,6 +295,8 @@ class HostilePeers:
         over = self.machine.outcome is not None
         commands = self.machine.handle(event, self.now)
         self.machine.validate()
+        self.ledger.handle(event, self.now, self.machine)
+        self.ledger.validate()
         for command in commands:
             assert not (over and isinstance(command, CHANGES))
             self.ended += isinstance(command, inputs.EndJob)
@@ -346,7 +368,7 @@ class HostilePeers:
             if a == b == 7
             else None,
             7: inputs.MasterStarted(7) if a >= 6 else None,
-            9: inputs.Progressed(rdzv.round, machine.steps + 1 + a),
+            9: inputs.Progressed(rdzv.round, machine.steps + 1 + a, SECONDS[b], a - 1),
         }
         return rare.get(kind)
 

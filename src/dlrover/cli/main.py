@@ -19,7 +19,7 @@ from dlrover.cli.output import Form, Output, print_json
 from dlrover.errors import DLRoverError, ExitCode
 from dlrover.spec.events import Event
 from dlrover.spec.job import JobSpec
-from dlrover.spec.jobdir import MasterConfig, TlsFiles
+from dlrover.spec.jobdir import MasterConfig, MetricsAddress, TlsFiles
 
 app = typer.Typer(
     name="dlrover",
@@ -75,6 +75,32 @@ def events(
 
 
 @app.command()
+def goodput(
+    job: Job = "",
+    job_dir: Dir = "",
+    html: Annotated[
+        str, typer.Option(metavar="FILE", help="Write a page with a timeline of each node.")
+    ] = "",
+    trace: Annotated[
+        str, typer.Option(metavar="FILE", help="Write a trace for chrome://tracing or Perfetto.")
+    ] = "",
+    output: Output = Form.TEXT,
+) -> None:
+    """Show what each second of a job's nodes went into, and what each incident cost."""
+    from dlrover.cli import chrometrace, goodput as ledger, page  # noqa: PLC0415
+
+    found = ledger.report(jobs.find(config.environ(), job, job_dir))
+    if html:
+        ledger.write("--html", html, page.render(found))
+    if trace:
+        ledger.write("--trace", trace, chrometrace.render(found))
+    if output is Form.JSON:
+        print_json(found.content())
+    else:
+        ledger.render(found, Console())
+
+
+@app.command()
 def stop(
     job: Job = "",
     job_dir: Dir = "",
@@ -115,6 +141,9 @@ def master(  # noqa: PLR0913 - each is an option of the command
     name: Annotated[str, typer.Option(help="Name of the job.")] = "job",
     node_unit: Annotated[int, typer.Option(help="A world has a multiple of it.")] = 1,
     max_restarts: Annotated[int, typer.Option(help="As of dlrover-run.")] = 0,
+    metrics_port: Annotated[
+        int | None, typer.Option(min=0, max=65_535, help="Port for Prometheus metrics; 0 for none.")
+    ] = None,
     rdzv_conf: Annotated[str, typer.Option(help="Settings: key=value,key=value.")] = "",
     config_file: Annotated[str, typer.Option("--config", help="Settings file (TOML).")] = "",
     job_dir: Dir = "",
@@ -140,7 +169,9 @@ def master(  # noqa: PLR0913 - each is an option of the command
     tls = TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_ca)
     directory = jobs.create(env, name, job_dir or env.get("DLROVER_JOB_DIR", ""))
     with jobs.locked(directory, resume=True):
-        content = MasterConfig(job=job, host=host, port=port, tls=tls)
+        shown = settings.metrics_port if metrics_port is None else metrics_port
+        metrics = MetricsAddress(settings.metrics_host, shown)
+        content = MasterConfig(job=job, host=host, port=port, tls=tls, metrics=metrics)
         files.write_atomically(directory.job, msgspec.json.encode(content), mode=0o600)
         token = env.get("DLROVER_TOKEN") or jobs.kept_token(directory) or secrets.token_hex(16)
         jobs.write_token(directory, token)

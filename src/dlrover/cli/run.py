@@ -20,7 +20,7 @@ from dlrover.cli import arguments, jobs, report
 from dlrover.cli.launchspec import Endpoint, RunOptions, parse_endpoint
 from dlrover.errors import ConfigurationError, DLRoverError
 from dlrover.spec.job import JobSpec
-from dlrover.spec.jobdir import AgentConfig, JobDir, MasterConfig, TlsFiles
+from dlrover.spec.jobdir import AgentConfig, JobDir, MasterConfig, MetricsAddress, TlsFiles
 from dlrover.spec.launch import LaunchSpec
 from dlrover.spec.outcome import Outcome
 
@@ -152,6 +152,7 @@ class _Plan:
     def execute(self) -> Outcome:
         """Start the processes and wait for the job's end."""
         from dlrover.cli.supervisor import Supervisor  # noqa: PLC0415 - loads grpc
+        from dlrover.master.app import read_outcome  # noqa: PLC0415
 
         env = dict(self._env)
         if self._options.omp_num_threads:
@@ -164,7 +165,9 @@ class _Plan:
         launch = self._options.launch
         signals = [signal.Signals[name] for name in launch.signals_to_handle.split(",")]
         outcome = asyncio.run(supervisor.run(signals, launch.shutdown_timeout))
-        return msgspec.structs.replace(outcome, job_dir=str(self._job_dir.path))
+        whole = read_outcome(self._job_dir.outcome)  # a node is not told what the master summed up
+        goodput = whole.goodput if whole is not None else None
+        return msgspec.structs.replace(outcome, goodput=goodput, job_dir=str(self._job_dir.path))
 
     def _join(self, master: Endpoint) -> None:
         from dlrover.cli import network  # noqa: PLC0415
@@ -193,7 +196,12 @@ class _Plan:
             limits=self._settings.limits,
         )
         content = MasterConfig(
-            job=job, host=host, port=port, platform="local" if managed_nodes else "", tls=self._tls
+            job=job,
+            host=host,
+            port=port,
+            platform="local" if managed_nodes else "",
+            tls=self._tls,
+            metrics=MetricsAddress(self._settings.metrics_host, self._settings.metrics_port),
         )
         self._write(self._job_dir.job, content)
         self._has_master = True

@@ -19,6 +19,7 @@ from dlrover.errors import ConfigurationError, DLRoverError, ExitCode
 from dlrover.master.history import History
 from dlrover.master.journal import Journal
 from dlrover.master.machine import inputs
+from dlrover.master.observers import Observers
 from dlrover.master.service import Master
 from dlrover.platform.base import Platform, platform_class
 from dlrover.rpc import wire
@@ -62,23 +63,37 @@ async def serve(job_dir: JobDir, env: Mapping[str, str], lifeline_fd: int) -> in
     history = History(job_dir.events)
     with contextlib.closing(journal), contextlib.closing(history):
         master = Master(journal, history)
-        orphaned = asyncio.Event()
-        if lifeline_fd >= 0:
-            procs.Lifeline.watch(lifeline_fd, orphaned.set)
-        tls = wire.Tls(settings.tls.cert, settings.tls.key, settings.tls.ca)
-        server = Server(read_token(job_dir), tls)
-        master.register(server)
-        port = await server.start(settings.host, _port(job_dir, settings))
-        _publish(job_dir, settings.host, port)
-        master.use_platform(_platform(settings, job_dir, env, lifeline_fd, master))
-        _begin(master, settings, job_dir)
-        silence = asyncio.create_task(master.watch_silence())
+        observers = Observers(master, history, settings.metrics, env)
         try:
-            return await _until_ended(master, job_dir, orphaned)
+            return await _serve(master, settings, job_dir, env, lifeline_fd)
         finally:
-            silence.cancel()
-            master.close()
-            await server.stop(STOP_GRACE)
+            await asyncio.to_thread(observers.close)
+
+
+async def _serve(
+    master: Master,
+    settings: MasterConfig,
+    job_dir: JobDir,
+    env: Mapping[str, str],
+    lifeline_fd: int,
+) -> int:
+    orphaned = asyncio.Event()
+    if lifeline_fd >= 0:
+        procs.Lifeline.watch(lifeline_fd, orphaned.set)
+    tls = wire.Tls(settings.tls.cert, settings.tls.key, settings.tls.ca)
+    server = Server(read_token(job_dir), tls)
+    master.register(server)
+    port = await server.start(settings.host, _port(job_dir, settings))
+    _publish(job_dir, settings.host, port)
+    master.use_platform(_platform(settings, job_dir, env, lifeline_fd, master))
+    _begin(master, settings, job_dir)
+    silence = asyncio.create_task(master.watch_silence())
+    try:
+        return await _until_ended(master, job_dir, orphaned)
+    finally:
+        silence.cancel()
+        master.close()
+        await server.stop(STOP_GRACE)
 
 
 def load_config(job_dir: JobDir) -> MasterConfig:
@@ -161,6 +176,8 @@ async def _until_ended(master: Master, job_dir: JobDir, orphaned: asyncio.Event)
     outcome = master.machine.outcome
     assert outcome is not None
     await master.nodes_left()
+    goodput = msgspec.structs.replace(master.ledger.goodput(master.clock()), incidents=())
+    outcome = msgspec.structs.replace(outcome, goodput=goodput)
     files.write_atomically(job_dir.outcome, msgspec.json.encode(outcome))
     return outcome.exit_code
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,8 @@ class History:
 
     def __init__(self, path: Path) -> None:
         self.events: list[Event] = []
+        self.listeners: list[Callable[[Event], None]] = []
+        """Called with each event that is added from now on."""
         self._written = _complete_lines(path)
         self._file = path.open("ab", buffering=0)
         self._unwritten = b""
@@ -33,6 +36,8 @@ class History:
         if event.seq > self._written:
             self._unwritten += msgspec.json.encode(event) + b"\n"
             self._write()
+        for listener in self.listeners:
+            listener(event)
         return event
 
     def _write(self) -> None:

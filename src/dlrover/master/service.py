@@ -14,7 +14,9 @@ from dlrover.errors import InfrastructureError, ProtocolError
 from dlrover.master.history import History
 from dlrover.master.journal import Journal
 from dlrover.master.machine import inputs
+from dlrover.master.machine.activities import Activities
 from dlrover.master.machine.job import JobMachine
+from dlrover.master.machine.ledger import Ledger
 from dlrover.master.machine.state import Node
 from dlrover.master.machine.store import KeyValueStore
 from dlrover.master.machine.waiting import waiting_for
@@ -26,7 +28,9 @@ from dlrover.spec.node import NodeStatus
 logger = logging.getLogger(__name__)
 
 PROGRESS_JOURNAL_INTERVAL = 5.0
-"""Seconds between two journal entries that only tell of more steps."""
+"""Seconds between two journal entries that only tell of more steps, or of what workers do."""
+FLUSH_INTERVAL = 1.0
+"""The same for what is journalled before an input that may end the round; new steps always are."""
 WATCH_INTERVAL = 0.2
 """Seconds between two notices to one watcher, at least."""
 NOTICE_BYTES = 1024 * 1024
@@ -57,6 +61,7 @@ class Master:
 
     def __init__(self, journal: Journal, history: History) -> None:
         self.machine = JobMachine()
+        self.ledger = Ledger()
         self.store = KeyValueStore()
         self.ended = asyncio.Event()
         self._journal = journal
@@ -67,9 +72,9 @@ class Master:
         self._heard: dict[int, float] = {}
         self._steps: dict[int, int] = {}
         self._dismissed: set[int] = set()
-        # the latest round that a heartbeat told of, and the most steps of a node in it
-        self._furthest = (0, 0)
+        self._activities = Activities()
         self._progress_journalled = 0.0
+        self._progress_timer: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._closing = False
         self._changed = asyncio.Event()
@@ -87,6 +92,7 @@ class Master:
                 for command in self.machine.handle(entry, last):
                     if isinstance(command, inputs.Emit):
                         self._history.add(command.body, last)
+                self.ledger.handle(entry, last, self.machine)
             else:
                 with contextlib.suppress(ProtocolError):  # it was refused the first time, too
                     self.store.apply(entry)
@@ -166,6 +172,8 @@ class Master:
     def close(self) -> None:
         """End every open stream: the master leaves."""
         self._closing = True
+        if self._progress_timer is not None:
+            self._progress_timer.cancel()
         for queue in self._queues.values():
             queue.put_nowait(None)
         self._changed = _renew(self._changed)
@@ -179,6 +187,7 @@ class Master:
         if isinstance(event, inputs.NodeDisconnected) and event.node_id in self._heard:
             return  # the node has come back meanwhile
         try:
+            self._flush_progress()
             self.submit(event)
         except InfrastructureError as error:
             logger.error("%s Trying again in %g s.", error, JOURNAL_RETRY)  # noqa: TRY400
@@ -188,7 +197,9 @@ class Master:
         """Journal an input, handle it, and carry out what the machine orders."""
         now = self.clock()
         self._journal.append(event, now)
-        for command in self.machine.handle(event, now):
+        commands = self.machine.handle(event, now)
+        self.ledger.handle(event, now, self.machine)
+        for command in commands:
             self._carry_out(command, now)
         self._set_timer()
         self._changed = _renew(self._changed)
@@ -304,10 +315,10 @@ class Master:
         elif isinstance(message, messages.Join):
             self.submit(inputs.NodeJoined(node_id, message.round, message.offer))
         elif isinstance(message, messages.Failed):
-            self._flush_steps()
+            self._flush_progress()
             self.submit(inputs.WorkerFailed(message.failure))
         elif isinstance(message, messages.Succeeded):
-            self._flush_steps()
+            self._flush_progress()
             self.submit(inputs.NodeSucceeded(node_id, message.round))
 
     def _take_heartbeat(self, node_id: int, message: messages.Heartbeat) -> None:
@@ -315,19 +326,34 @@ class Master:
         if message.round != self.machine.rendezvous.round:
             return
         self._steps[node_id] = message.steps
-        self._furthest = max(self._furthest, (message.round, message.steps))
-        now = self.clock()
-        recovering = self.machine.incident is not None and message.steps > 0
-        due = now - self._progress_journalled >= PROGRESS_JOURNAL_INTERVAL
-        if message.steps > self.machine.steps and (recovering or due or self.machine.steps == 0):
-            self._progress_journalled = now
-            self.submit(inputs.Progressed(message.round, message.steps))
+        self._activities.note(node_id, message.round, message.steps, message.workers)
+        new = message.steps > self.machine.steps
+        if new and (self.machine.incident is not None or self.machine.steps == 0):
+            self._journal_progress()
+        elif (new or message.workers) and self._progress_timer is None:
+            wait = self._progress_journalled + PROGRESS_JOURNAL_INTERVAL - self.clock()
+            loop = asyncio.get_running_loop()
+            self._progress_timer = loop.call_later(max(0.0, wait), self._on_progress_timer)
 
-    def _flush_steps(self) -> None:
-        """Journal the latest steps: what comes next is judged by them."""
-        round_, steps = self._furthest
-        if round_ == self.machine.rendezvous.round and steps > self.machine.steps:
-            self.submit(inputs.Progressed(round_, steps))
+    def _on_progress_timer(self) -> None:
+        self._progress_timer = None
+        try:
+            self._flush_progress()
+        except InfrastructureError as error:
+            logger.error("%s The next heartbeat tries again.", error)  # noqa: TRY400
+
+    def _flush_progress(self) -> None:
+        """Journal the latest steps and activities: what comes next is judged by them."""
+        machine, latest = self.machine, self._activities
+        if latest.round != machine.rendezvous.round or machine.outcome is not None:
+            return
+        waited = self.clock() - self._progress_journalled
+        if latest.steps > machine.steps or (latest.known and waited >= FLUSH_INTERVAL):
+            self._journal_progress()
+
+    def _journal_progress(self) -> None:
+        self._progress_journalled = self.clock()
+        self.submit(self._activities.progress())
 
     def _hang_up(
         self, uid: str, node_id: int, queue: asyncio.Queue[messages.MasterMessage | None]
@@ -360,7 +386,7 @@ class Master:
 
     async def stop(self, request: messages.StopRequest) -> messages.Done:
         """End the job."""
-        self._flush_steps()
+        self._flush_progress()
         self.submit(inputs.StopRequested(request.reason, request.exit_code))
         return messages.Done()
 

@@ -91,6 +91,13 @@ class TlsFiles(msgspec.Struct, frozen=True):
     ca: str = ""
 
 
+class MetricsAddress(msgspec.Struct, frozen=True):
+    """Where a master serves Prometheus metrics; port 0: nowhere."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+
+
 class MasterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a master process is started with."""
 
@@ -102,6 +109,7 @@ class MasterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     platform: str = ""
     """Launches the job's ``managed_nodes``; empty if there are none."""
     tls: TlsFiles = TlsFiles()
+    metrics: MetricsAddress = MetricsAddress()
 
 
 class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -20,7 +20,9 @@ from typing import Any
 
 from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
+from dlrover.master.machine.activities import Activities
 from dlrover.master.machine.job import JobMachine
+from dlrover.master.machine.ledger import Ledger
 from dlrover.master.machine.waiting import waiting_for
 from dlrover.rpc import messages
 from dlrover.spec.events import Event
@@ -61,7 +63,8 @@ class Cluster:
             job: With ``managed_nodes`` if the simulated platform is to launch them.
             nodes: Nodes that come by themselves.
             nproc: Workers of each node.
-            steps: Optimizer steps until the program ends; those done before a fault are not repeated.
+            steps: Optimizer steps until the program ends; those done before a fault are not repeated,
+                unless ``program.checkpoint_every`` is set.
             seed: Of all random times and choices.
             delays: How long things take.
             validate_every: Inputs between two checks of the job machine; a check takes time in
@@ -69,6 +72,7 @@ class Cluster:
         """
         self.time = Time(seed)
         self.machine = JobMachine()
+        self.ledger = Ledger()
         self.journal: list[tuple[float, inputs.Input]] = []
         """Every input of the job machine with its time; what a master that comes back learns from."""
         self.events: list[Event] = []
@@ -79,6 +83,7 @@ class Cluster:
         """The nodes whose agents live, by the agents' unique ids, in order."""
         self.master_away = False
         self.program = Program(self.time, delays or Delays(), steps)
+        self._activities = Activities()
         self._job = job
         self._nproc = nproc
         self._validate_every = validate_every
@@ -232,8 +237,10 @@ class Cluster:
         now = self.time.now
         self.journal.append((now, event))
         commands = self.machine.handle(event, now)
+        self.ledger.handle(event, now, self.machine)
         if len(self.journal) % self._validate_every == 0:
             self.machine.validate()
+            self.ledger.validate()
         carried_out = len(commands) if self._crash is None else self._crash[0]
         for command in commands[:carried_out]:
             self._carry_out(command)
@@ -259,14 +266,17 @@ class Cluster:
 
     def _take_over(self) -> None:
         """Start another master process: its state comes from the journal."""
-        machine, recorded = JobMachine(), list[Event]()
+        machine, ledger, recorded = JobMachine(), Ledger(), list[Event]()
         for time, event in self.journal:
             for command in machine.handle(event, time):
                 if isinstance(command, inputs.Emit):
                     recorded.append(Event(len(recorded) + 1, time, command.body))
+            ledger.handle(event, time, machine)
+        now = self.time.now
+        assert ledger.goodput(now) == self.ledger.goodput(now), "the ledger does not replay"
         assert machine == self.machine, "the journal does not give the state back"
         assert recorded[: len(self.events)] == self.events, "the journal tells another story"
-        self.machine, self.events = machine, recorded
+        self.machine, self.ledger, self.events = machine, ledger, recorded
         self.master_away = False
         self._timer = None
         self._submit(inputs.MasterStarted(len(self.journal)))
@@ -354,9 +364,10 @@ class Cluster:
         if isinstance(message, messages.Hello):
             self._greet(link, message)
         elif isinstance(message, messages.Heartbeat):
-            current = message.round == self.machine.rendezvous.round
-            if current and message.steps > self.machine.steps:
-                self._submit(inputs.Progressed(message.round, message.steps))
+            if message.round == self.machine.rendezvous.round:
+                self._activities.note(link.node_id, message.round, message.steps, message.workers)
+                if self._activities.steps > self.machine.steps:
+                    self._submit(self._activities.progress())
         elif isinstance(message, messages.Join):
             self._submit(inputs.NodeJoined(link.node_id, message.round, message.offer))
         elif isinstance(message, messages.Failed):

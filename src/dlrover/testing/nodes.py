@@ -17,6 +17,7 @@ import msgspec
 from dlrover.agent import machine as agent_machine
 from dlrover.agent.machine import AgentMachine, Stage
 from dlrover.rpc import messages
+from dlrover.spec.activity import Activity, WorkerActivity
 from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.world import Offer, World
 
@@ -78,6 +79,9 @@ class Run:
         self.nodes: list[SimulatedNode] = []
         """Nodes whose workers are up."""
         self.steps = 0
+        self.first_step = program.steps_done
+        self.first_step_at: float | None = None
+        """When the first step was completed."""
         self.broken = False
         """A worker is gone: the others wait for it until they are stopped."""
         self._program = program
@@ -96,6 +100,8 @@ class Run:
         if self.broken:
             return
         self.steps += 1
+        if self.first_step_at is None:
+            self.first_step_at = self._program.time.now
         self._program.steps_done += 1
         first = min(self.nodes, key=lambda n: n.first_rank)
         first.report_steps()
@@ -108,18 +114,23 @@ class Run:
 
 @dataclass
 class Program:
-    """What the job's workers run. Steps that were done before a fault are not repeated."""
+    """What the job's workers run. After a fault they go on from the last checkpoint."""
 
     time: Time
     delays: Delays
     #: optimizer steps until the workers end with exit code 0
     steps: int
+    #: steps between two checkpoints; with 1 none is repeated
+    checkpoint_every: int = 1
     steps_done: int = 0
     runs: dict[int, Run] = field(default_factory=dict)
 
     def run_of(self, world: World) -> Run:
         """The run of a world's round."""
-        return self.runs.setdefault(world.round, Run(self, world.node_count))
+        if world.round not in self.runs:
+            self.steps_done -= self.steps_done % self.checkpoint_every
+            self.runs[world.round] = Run(self, world.node_count)
+        return self.runs[world.round]
 
 
 class Link:
@@ -242,6 +253,7 @@ class SimulatedNode:
         self._dial = dial
         self._ended = ended
         self._run: Run | None = None
+        self._run_since = 0.0
         self._failures = itertools.count()
 
     @property
@@ -333,6 +345,7 @@ class SimulatedNode:
             self._say(command.message)
         elif isinstance(command, agent_machine.StartWorkers):
             self._run = self._program.run_of(command.world)
+            self._run_since = self._time.now
             self._time.after(self._delays.start, self._started, self._run)
         elif isinstance(command, agent_machine.StopWorkers):
             self._break_run()
@@ -347,9 +360,21 @@ class SimulatedNode:
     # ---- the workers
 
     def report_steps(self) -> None:
-        """Tell the master how many steps the workers have completed."""
-        steps = self._run.steps if self._run is not None else 0
-        self._say(messages.Heartbeat(self.machine.running_round, steps))
+        """Tell the master how many steps the workers have completed, and what they do."""
+        run = self._run
+        steps = run.steps if run is not None else 0
+        workers = (self._activity(run),) * self.machine.nproc if run is not None else ()
+        self._say(messages.Heartbeat(self.machine.running_round, steps, workers))
+
+    def _activity(self, run: Run) -> WorkerActivity:
+        """What one worker does: it starts until the first step, then it trains."""
+        now, first = self._time.now, run.first_step_at
+        doing = Activity.START if first is None else Activity.STEP
+        start = (now if first is None else first) - self._run_since
+        step = 0.0 if first is None else now - first
+        since = start if first is None else step
+        seconds = (start, step, 0.0, 0.0, 0.0, 0.0)
+        return WorkerActivity(run.steps, doing, since, seconds, first_step=run.first_step)
 
     def succeed(self, run: Run) -> None:
         """The workers reach the end of the program."""
