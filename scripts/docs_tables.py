@@ -18,11 +18,13 @@ from typing import get_args
 import msgspec
 
 from dlrover.config import Settings
+from dlrover.master.diagnosis_rules import built_in
 from dlrover.spec import events
-from dlrover.spec.failure import Failure, FailureKind, Origin, Verdict
+from dlrover.spec.failure import Action, Failure, FailureKind, Origin, Verdict
 from dlrover.spec.job import Limits
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.outcome import Outcome
+from dlrover.spec.rules import Rule
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -46,6 +48,9 @@ SAMPLES: tuple[events.EventBody, ...] = (
     events.RoundCompleted(2, 3, 24, 0.48),
     events.WorkerFailed(_FAILURE, _VERDICT),
     events.RestartDecided(1, f"node 1 was lost: {_GONE}"),
+    events.HostExcluded(
+        "host1", 3600.0, "rank 8 lost its device to a hardware error on node 1 (host1)"
+    ),
     events.Recovered(2, 5.31),
     events.NodeSucceeded(0),
     events.JobEnded(0, "All workers succeeded."),
@@ -89,13 +94,56 @@ def _limits() -> str:
     docs = field_docs(Limits)
     return _table(
         ("Setting", "Default", "Meaning"),
-        ((f"`{f.name}`", f"{f.default:g}", docs[f.name]) for f in msgspec.structs.fields(Limits)),
+        (
+            (
+                f"`{f.name}`",
+                "none" if f.default is msgspec.NODEFAULT else f"{f.default:g}",
+                docs[f.name],
+            )
+            for f in msgspec.structs.fields(Limits)
+        ),
     )
 
 
 def _tls() -> str:
     rows = field_docs(Settings).items()
-    return _table(("Setting", "Meaning"), ((f"`{n}`", doc) for n, doc in rows if n != "limits"))
+    return _table(
+        ("Setting", "Meaning"), ((f"`{n}`", doc) for n, doc in rows if n.startswith("tls"))
+    )
+
+
+def _rules_setting() -> str:
+    name = "diagnosis_rules"
+    return _table(("Setting", "Meaning"), [(f"`{name}`", field_docs(Settings)[name])])
+
+
+def _causes() -> str:
+    """One line for each cause, in the order of the table; its rows' origins and actions."""
+    rows: dict[str, list[Rule]] = {}
+    for rule in built_in():
+        rows.setdefault(rule.cause, []).append(rule)
+    return _table(
+        ("Cause", "What happened", "Fault", "Action"),
+        (
+            (
+                f"`{cause}`",
+                _in_words(of_cause[-1]),
+                " or ".join(dict.fromkeys(rule.origin.value for rule in of_cause)),
+                " or ".join(dict.fromkeys(f"`{rule.action.value}`" for rule in of_cause)),
+            )
+            for cause, of_cause in rows.items()
+        ),
+    )
+
+
+def _in_words(rule: Rule) -> str:
+    """A row's title without its fields."""
+    title = rule.title.replace(" ({error})", "").replace(" (exit code {code})", "")
+    return title.format(
+        error=" or ".join(rule.types) or "any other exception",
+        signal=" or ".join(rule.signals) or "any other signal",
+        code="other than 0",
+    )
 
 
 def _events() -> str:
@@ -124,6 +172,14 @@ def _choices(kind: object) -> str:
     return f"{', '.join(values)} or {last}"
 
 
+def _actions() -> str:
+    module = ast.parse(Path(str(sys.modules[Action.__module__].__file__)).read_text())
+    body = next(n.body for n in module.body if isinstance(n, ast.ClassDef) and n.name == "Action")
+    docs = [ast.literal_eval(n.value) for n in body[1:] if isinstance(n, ast.Expr)]
+    pairs = zip(Action, docs, strict=True)
+    return _table(("Action", "Meaning"), ((f"`{a.value}`", _markdown(doc)) for a, doc in pairs))
+
+
 def _job_directory() -> str:
     here = JobDir(Path())
     properties = {n: p for n, p in vars(JobDir).items() if isinstance(p, property)}
@@ -135,6 +191,10 @@ def _job_directory() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "limits": _limits,
     "tls": _tls,
+    "rules-setting": _rules_setting,
+    "causes": _causes,
+    "rule": _record(Rule),
+    "action": _actions,
     "events": _events,
     "failure": _record(Failure),
     "verdict": _record(Verdict),
