@@ -20,16 +20,18 @@ from typing import get_args
 import msgspec
 
 from dlrover.config import Settings
+from dlrover.master.diagnosis_rules import built_in
 from dlrover.master.history import History
 from dlrover.master.journal import Journal
 from dlrover.master.metrics import metrics
 from dlrover.master.service import Master
 from dlrover.spec import events
-from dlrover.spec.failure import Failure, FailureKind, Origin, Verdict
+from dlrover.spec.failure import Action, Failure, FailureKind, Origin, Verdict
 from dlrover.spec.goodput import Cause, Goodput, IncidentCost
 from dlrover.spec.job import Limits
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.outcome import Outcome
+from dlrover.spec.rules import Rule
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -53,6 +55,9 @@ SAMPLES: tuple[events.EventBody, ...] = (
     events.RoundCompleted(2, 3, 24, 0.48),
     events.WorkerFailed(_FAILURE, _VERDICT),
     events.RestartDecided(1, f"node 1 was lost: {_GONE}"),
+    events.HostExcluded(
+        "host1", 3600.0, "rank 8 lost its device to a hardware error on node 1 (host1)"
+    ),
     events.Recovered(2, 5.31),
     events.NodeSucceeded(0),
     events.JobEnded(0, "All workers succeeded."),
@@ -108,7 +113,14 @@ def _limits() -> str:
     docs = field_docs(Limits)
     return _table(
         ("Setting", "Default", "Meaning"),
-        ((f"`{f.name}`", f"{f.default:g}", docs[f.name]) for f in msgspec.structs.fields(Limits)),
+        (
+            (
+                f"`{f.name}`",
+                "none" if f.default is msgspec.NODEFAULT else f"{f.default:g}",
+                docs[f.name],
+            )
+            for f in msgspec.structs.fields(Limits)
+        ),
     )
 
 
@@ -138,6 +150,35 @@ def _metrics() -> str:
     return _table(("Metric", "Type", "Label", "Meaning"), rows)
 
 
+def _diagnosis_causes() -> str:
+    """One line for each cause, in the order of the table; its rows' origins and actions."""
+    rows: dict[str, list[Rule]] = {}
+    for rule in built_in():
+        rows.setdefault(rule.cause, []).append(rule)
+    return _table(
+        ("Cause", "What happened", "Fault", "Action"),
+        (
+            (
+                f"`{cause}`",
+                _in_words(of_cause[-1]),
+                " or ".join(dict.fromkeys(rule.origin.value for rule in of_cause)),
+                " or ".join(dict.fromkeys(f"`{rule.action.value}`" for rule in of_cause)),
+            )
+            for cause, of_cause in rows.items()
+        ),
+    )
+
+
+def _in_words(rule: Rule) -> str:
+    """A row's title without its fields."""
+    title = rule.title.replace(" ({error})", "").replace(" (exit code {code})", "")
+    return title.format(
+        error=" or ".join(rule.types) or "any other exception",
+        signal=" or ".join(rule.signals) or "any other signal",
+        code="other than 0",
+    )
+
+
 def _events() -> str:
     samples = {type(sample): sample for sample in SAMPLES}
     rows = []
@@ -164,6 +205,14 @@ def _choices(kind: object) -> str:
     return f"{', '.join(values)} or {last}"
 
 
+def _actions() -> str:
+    module = ast.parse(Path(str(sys.modules[Action.__module__].__file__)).read_text())
+    body = next(n.body for n in module.body if isinstance(n, ast.ClassDef) and n.name == "Action")
+    docs = [ast.literal_eval(n.value) for n in body[1:] if isinstance(n, ast.Expr)]
+    pairs = zip(Action, docs, strict=True)
+    return _table(("Action", "Meaning"), ((f"`{a.value}`", _markdown(doc)) for a, doc in pairs))
+
+
 def _job_directory() -> str:
     here = JobDir(Path())
     properties = {n: p for n, p in vars(JobDir).items() if isinstance(p, property)}
@@ -180,6 +229,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "goodput": _record(Goodput),
     "incident": _record(IncidentCost),
     "metrics": _metrics,
+    "rules-setting": _settings("diagnosis_rules"),
+    "diagnosis-causes": _diagnosis_causes,
+    "rule": _record(Rule),
+    "action": _actions,
     "events": _events,
     "failure": _record(Failure),
     "verdict": _record(Verdict),

@@ -33,6 +33,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """All settings of a process."""
 
     limits: Limits = Limits()
+    diagnosis_rules: str = ""
+    """Path of a TOML file with rows for the table of causes, which are tried before DLRover's own."""
     tls_cert: str = ""
     """PEM certificate of the master's server; set it with ``tls_key``. Empty: no TLS."""
     tls_key: str = ""
@@ -76,7 +78,10 @@ def settings(
     values: dict[str, Any] = _from_file(config_file or env.get(f"{ENV_PREFIX}CONFIG", ""))
     values.update(_from_environment(env))
     values.update(_from_rdzv_conf(rdzv_conf or {}))
-    values["limits"] = {key: values.pop(key) for key in Limits.__struct_fields__ if key in values}
+    limits = {key: values.pop(key) for key in Limits.__struct_fields__ if key in values}
+    if isinstance(limits.get("cause_budgets"), str):
+        limits["cause_budgets"] = _budgets(limits["cause_budgets"])
+    values["limits"] = limits
     try:
         return msgspec.convert(values, Settings, strict=False)
     except msgspec.ValidationError as error:
@@ -94,6 +99,19 @@ def state_dir(env: Mapping[str, str]) -> Path:
         return Path(env["DLROVER_STATE_DIR"])
     base = env.get("XDG_STATE_HOME") or str(Path(env.get("HOME", "/tmp")) / ".local" / "state")  # noqa: S108
     return Path(base) / "dlrover"
+
+
+def _budgets(text: str) -> dict[str, int]:
+    """``ecc:2 host_oom:5`` as a dictionary."""
+    budgets = {}
+    for pair in text.split():
+        cause, _, count = pair.partition(":")
+        if not cause or not count.isdecimal():
+            raise ConfigurationError(
+                f"cause_budgets {text!r}: {pair!r} is not of the form CAUSE:NUMBER, as ecc:2 is."
+            )
+        budgets[cause] = int(count)
+    return budgets
 
 
 def _from_file(path: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.node import NodeStatus
 from dlrover.spec.world import Offer
-from dlrover.testing.cluster import Cluster
+from dlrover.testing.cluster import WORKER_KINDS, Cluster
 from dlrover.testing.nodes import Delays
 
 ENOUGH = Limits(
@@ -64,9 +64,7 @@ SEEDS = range(8)
 def test_a_killed_worker_costs_one_round_and_no_node(seed, managed):
     cluster = started(job(3, 3, managed=managed), seed=seed)
     nodes = set(cluster.machine.nodes)
-    cluster.kill_worker(
-        cluster.nodes[seed % 3], random.Random(seed).choice(list(FailureKind)), echoes=2
-    )
+    cluster.kill_worker(cluster.nodes[seed % 3], random.Random(seed).choice(WORKER_KINDS), echoes=2)
     settle(cluster)
     assert (rounds(cluster), cluster.machine.restarts.count) == (2, 1)
     assert set(cluster.machine.nodes) == nodes
@@ -94,6 +92,29 @@ def test_a_killed_agent_of_an_elastic_job_costs_a_round_to_shrink_and_one_to_gro
     settle(cluster)
     assert (rounds(cluster), cluster.machine.restarts.count) == (3, 1)
     assert cluster.machine.world_size == 6
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_broken_device_costs_its_node_and_one_round(seed):
+    cluster = started(job(3, 3, managed=True), seed=seed)
+    broken = cluster.nodes[seed % 3]
+    cluster.break_device(broken)
+    settle(cluster)
+    assert (rounds(cluster), cluster.machine.restarts.count) == (2, 1)
+    assert not broken.alive
+    assert cluster.machine.faults.excluded(cluster.time.now) == (broken.uid,)
+    assert cluster.finish().exit_code == ExitCode.SUCCESS
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_node_with_a_broken_device_that_came_by_itself_leaves(seed):
+    cluster = started(job(2, 3), nodes=3, seed=seed)
+    broken = cluster.nodes[seed % 3]
+    cluster.break_device(broken)
+    settle(cluster)
+    assert (rounds(cluster), cluster.machine.world_size) == (2, 4)
+    assert not broken.alive
+    assert cluster.finish().exit_code == ExitCode.SUCCESS
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -171,8 +192,9 @@ def troubled(seed: int) -> Cluster:
     away = [0.1, 1.0, 5.0, 30.0]
     cluster.inject(
         [
-            lambda n: cluster.kill_worker(n, chance.choice(list(FailureKind)), chance.randrange(3)),
+            lambda n: cluster.kill_worker(n, chance.choice(WORKER_KINDS), chance.randrange(3)),
             cluster.kill_agent,
+            cluster.break_device,
             lambda n: cluster.disconnect(n, chance.choice([0.0, 0.0, 1.0, 2.0, 5.0, 20.0])),
             lambda n: cluster.silence(n, chance.choice([0.5, 2.0, 30.0, 70.0, 100.0])),
             lambda _: cluster.kill_master(chance.choice(away)),
@@ -360,7 +382,7 @@ class HostilePeers:
             uid = f"agent {a}" if a else ""
             running = round_ if kind == 5 else rdzv.last_round * (b % 2)
             claimed = machine.by_uid.get(uid, [-1, 0, 1, 2, 99, -7, 3, 2**40][b])
-            return inputs.NodeConnected(uid, claimed, b - 1, "host", running)
+            return inputs.NodeConnected(uid, claimed, b - 1, f"host{b % 3}", running)
         if kind == 8:
             return inputs.WorkerFailed(self.failure(a, b, round_))
         rare = {
@@ -375,7 +397,7 @@ class HostilePeers:
     def failure(self, a: int, b: int, round_: int) -> Failure:
         return Failure(
             id=f"{a}",
-            kind=list(FailureKind)[a % 4],
+            kind=WORKER_KINDS[a % 4],
             exit_code=b,
             exception=["ValueError", "DistNetworkError", "SyntaxError"][a % 3],
             node_id=a - 1,
@@ -384,7 +406,9 @@ class HostilePeers:
             round=round_,
             time=self.now + a - b,
             steps=(a - 1) * 10,
-            message="x" * 100_000 if a == 6 else "",
+            message="x" * 100_000 if a == 6 else "uncorrectable ECC error" if b == 5 else "",
+            signal=[6, 9, 11][b % 3],
+            node_facts=("NVRM: Xid (PCI:0): 79",) if a == 4 else (),
         )
 
 

@@ -77,6 +77,8 @@ class StartWorkers(msgspec.Struct, frozen=True):
     """Start this node's workers of a world."""
 
     world: World
+    fresh: bool = False
+    """From processes that have loaded nothing yet."""
 
 
 class StopWorkers(msgspec.Struct, frozen=True):
@@ -151,7 +153,7 @@ class AgentMachine:
         self.world = world
         self.failures = []
         self.running = set(range(self.nproc))
-        return [StartWorkers(world)]
+        return [StartWorkers(world, event.fresh)]
 
     def _worker_ended(self, event: WorkerEnded) -> list[Command]:
         if self.world is None:

@@ -195,7 +195,7 @@ class Agent:
             self._say_progress()
             self._say(command.message)
         elif isinstance(command, agent_machine.StartWorkers):
-            self._start(command.world)
+            self._start(command.world, command.fresh)
         elif isinstance(command, agent_machine.StopWorkers):
             self._stopping = asyncio.create_task(self._stop_workers())
         elif not self._left.done():
@@ -211,9 +211,11 @@ class Agent:
         offer = Offer(self._launch.nproc_per_node, self._address, self._port.port)
         self._say(messages.Join(round_, offer))
 
-    def _start(self, world: World) -> None:
+    def _start(self, world: World, fresh: bool) -> None:
         self._port_used = True
         try:
+            if fresh:
+                self._workers.discard_zygotes()
             self._workers.start(world)
         except (OSError, ConfigurationError) as error:
             failure = self._spawn_failure(world, error)

@@ -18,6 +18,7 @@ import msgspec
 
 from dlrover._util import accelerators, cgroup, procs
 from dlrover.agent import environment, numa, zygotes
+from dlrover.agent.facts import NodeFacts
 from dlrover.agent.logs import AttemptLogs, RunLogs
 from dlrover.agent.zygote import Order
 from dlrover.elastic.progress import MAX_SLOTS, Board
@@ -88,6 +89,7 @@ class WorkerGroup:
         self._logs: AttemptLogs | None = None
         self._stopped_at: float | None = None
         self._oom_kills = 0
+        self._facts = NodeFacts()
 
     # ---- start
 
@@ -108,6 +110,7 @@ class WorkerGroup:
         self._world = world
         self._stopped_at = None
         self._oom_kills = cgroup.oom_kills()
+        self._facts.begin()
         self._board.clear()
         self._logs = self._run_logs.attempt(world.restart_count, ranks)
         orders = []
@@ -192,6 +195,13 @@ class WorkerGroup:
     def _kill_zygotes(self) -> None:
         procs.kill(z.process.pid for z in (self._cold, self._warm) if z is not None)
 
+    def discard_zygotes(self) -> None:
+        """Let the next workers start from a process that has loaded nothing yet."""
+        for zygote in (self._cold, self._warm):
+            if zygote is not None:
+                self._retire(zygote)
+        self._cold = self._warm = None
+
     def _retire(self, zygote: zygotes.ZygoteProcess) -> None:
         zygote.close()
         self._retired.append(zygote)
@@ -262,6 +272,7 @@ class WorkerGroup:
             steps=self._board.read(worker.local_rank).steps,
             hostname=self._hostname,
             oom_killed=cgroup.oom_kills() > self._oom_kills,
+            node_facts=self._facts.gather(self._logs.directory),
         ).bounded()
 
     def steps(self) -> int:
@@ -301,10 +312,8 @@ class WorkerGroup:
 
     async def close(self) -> None:
         """End the zygotes too, and the checkpoint saver, which gets a moment to store what it was asked for."""
-        for zygote in (self._cold, self._warm):
-            if zygote is not None:
-                self._retire(zygote)
-        self._cold = self._warm = None
+        self._facts.close()
+        self.discard_zygotes()
         for zygote in self._retired:
             await zygote.wait()
         await procs.end(procs.running(SAVER), SAVER_WAIT)

@@ -17,6 +17,7 @@ from dlrover.cli import ckpt, jobs
 from dlrover.cli.launchspec import parse_nnodes, parse_rdzv_conf
 from dlrover.cli.output import Form, Output, print_json
 from dlrover.errors import DLRoverError, ExitCode
+from dlrover.master.diagnosis_rules import load_own
 from dlrover.spec.events import Event
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import MasterConfig, MetricsAddress, TlsFiles
@@ -134,6 +135,30 @@ def doctor(output: Output = Form.TEXT) -> None:
 
 
 @app.command()
+def diagnose(
+    file: Annotated[
+        str, typer.Argument(metavar="[FILE]", help="A log; - or nothing for standard input.")
+    ] = "",
+    job_dir: Dir = "",
+    rules: Annotated[str, typer.Option(help="Rows for the table of causes (TOML).")] = "",
+    output: Output = Form.TEXT,
+) -> None:
+    """Say what ended a program by its log, or what ended the workers of a job, and what to do."""
+    from dlrover.cli import diagnose as diagnosing  # noqa: PLC0415
+
+    env = config.environ()
+    own = load_own(rules or config.settings(env).diagnosis_rules, {})
+    if job_dir:
+        found = diagnosing.of_job(jobs.find(env, "", job_dir), own)
+    else:
+        found = (diagnosing.of_log(file, own),)
+    if output is Form.JSON:
+        print_json(found)
+    else:
+        print("\n\n".join(map(diagnosing.render, found)))
+
+
+@app.command()
 def master(  # noqa: PLR0913 - each is an option of the command
     nnodes: Annotated[str, typer.Option(help="Nodes of the job: N or MIN:MAX.")] = "1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.")] = 29400,
@@ -165,6 +190,7 @@ def master(  # noqa: PLR0913 - each is an option of the command
         node_unit=node_unit,
         max_restarts=max_restarts,
         limits=settings.limits,
+        diagnosis_rules=load_own(settings.diagnosis_rules, settings.limits.cause_budgets),
     )
     tls = TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_ca)
     directory = jobs.create(env, name, job_dir or env.get("DLROVER_JOB_DIR", ""))

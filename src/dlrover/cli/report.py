@@ -18,7 +18,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from dlrover.master.diagnosis import is_user_file
+from dlrover.master.diagnosis_facts import is_user_file
 from dlrover.spec.failure import Failure, FailureKind, Origin
 
 if TYPE_CHECKING:

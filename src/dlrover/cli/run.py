@@ -19,6 +19,7 @@ from dlrover._util import files
 from dlrover.cli import arguments, jobs, report
 from dlrover.cli.launchspec import Endpoint, RunOptions, parse_endpoint
 from dlrover.errors import ConfigurationError, DLRoverError
+from dlrover.master.diagnosis_rules import load_own
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import AgentConfig, JobDir, MasterConfig, MetricsAddress, TlsFiles
 from dlrover.spec.launch import LaunchSpec
@@ -122,6 +123,7 @@ class _Plan:
         self._job_dir = job_dir
         self._name = name
         self._tls = TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_ca)
+        self._rules = load_own(settings.diagnosis_rules, settings.limits.cause_budgets)
         self._has_master = False
         self._has_agent = False
 
@@ -194,6 +196,7 @@ class _Plan:
             max_restarts=options.launch.max_restarts,
             shutdown_timeout=options.launch.shutdown_timeout,
             limits=self._settings.limits,
+            diagnosis_rules=self._rules,
         )
         content = MasterConfig(
             job=job,

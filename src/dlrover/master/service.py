@@ -235,7 +235,9 @@ class Master:
         if self._platform is None:
             return
         try:
-            handle = self._platform.launch(command.node_id, command.node_rank)
+            handle = self._platform.launch(
+                command.node_id, command.node_rank, command.avoid, command.memory_factor
+            )
         except InfrastructureError as error:
             loop.call_soon(self.on_node_exit, command.node_id, str(error))
         else:
@@ -259,7 +261,7 @@ class Master:
 
     def _assign_world(self, command: inputs.AssignWorld, _now: float) -> None:
         self._steps[command.node_id] = 0
-        self._say(command.node_id, messages.AssignWorld(command.world))
+        self._say(command.node_id, messages.AssignWorld(command.world, command.fresh))
 
     def _dismiss(self, command: inputs.Dismiss, _now: float) -> None:
         self._dismissed.add(command.node_id)

@@ -82,6 +82,8 @@ class AssignWorld(msgspec.Struct, frozen=True, tag="assign_world"):
     """The round is complete: start the workers."""
 
     world: World
+    fresh: bool = False
+    """Start them from processes that have loaded nothing yet."""
 
 
 class Dismiss(msgspec.Struct, frozen=True, tag="dismiss"):

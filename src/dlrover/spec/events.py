@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from dlrover.spec.failure import Failure, Verdict
+from dlrover.spec.failure import Action, Failure, Verdict
 
 
 class JobSubmitted(msgspec.Struct, frozen=True, tag="job_submitted"):
@@ -119,10 +119,30 @@ class RestartDecided(msgspec.Struct, frozen=True, tag="restart_decided"):
 
     restart: int
     reason: str
+    cause: str = ""
+    action: Action = Action.RESTART
+    node: int = -1
 
     def sentence(self) -> str:
         """The event in words."""
-        return f"Restart {self.restart}: {self.reason}."
+        done = {
+            Action.RESTART_FRESH: f"; node {self.node} starts its workers afresh",
+            Action.RELAUNCH: f"; the job goes on without node {self.node}",
+            Action.MORE_MEMORY: f"; node {self.node} needs more memory",
+        }
+        return f"Restart {self.restart}: {self.reason}{done.get(self.action, '')}."
+
+
+class HostExcluded(msgspec.Struct, frozen=True, tag="host_excluded"):
+    """A host is kept out of the job for a while."""
+
+    hostname: str
+    seconds: float
+    reason: str
+
+    def sentence(self) -> str:
+        """The event in words."""
+        return f"Host {self.hostname} is kept out for {self.seconds:g} s: {self.reason}."
 
 
 class Recovered(msgspec.Struct, frozen=True, tag="recovered"):
@@ -167,6 +187,7 @@ EventBody: TypeAlias = (
     | RoundCompleted
     | WorkerFailed
     | RestartDecided
+    | HostExcluded
     | Recovered
     | NodeSucceeded
     | JobEnded

@@ -12,6 +12,11 @@ TEXT_LIMIT = 16_384
 Thousands of workers may fail at once, each with a long traceback; the master holds all of them.
 """
 
+FACTS_LIMIT = 16
+"""Facts about a node in one failure record."""
+FACT_LIMIT = 300
+"""Characters of each of them."""
+
 
 def clip(text: str, limit: int = TEXT_LIMIT) -> str:
     """``text`` cut to ``limit`` characters, keeping a quarter from its head, the rest its tail.
@@ -36,6 +41,8 @@ class FailureKind(str, enum.Enum):
     """A signal ended the process (``signal``)."""
     SPAWN = "spawn"
     """The process could not be started (``message``)."""
+    NODE = "node"
+    """The whole node is lost (``message``: what the platform says of it)."""
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +73,11 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     hostname: str = ""
     oom_killed: bool = False
     """The kernel's out-of-memory killer ended a process of this node's memory cgroup meanwhile."""
+    node_facts: tuple[str, ...] = ()
+    """Lines about the node since the worker started: of the kernel's log, and where a disk is full.
+
+    At most `FACTS_LIMIT`, each of at most `FACT_LIMIT` characters.
+    """
 
     def bounded(self) -> Failure:
         """The same record with each text cut to `TEXT_LIMIT` characters."""
@@ -74,6 +86,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
             message=clip(self.message),
             traceback=clip(self.traceback),
             stderr_tail=clip(self.stderr_tail),
+            node_facts=tuple(fact[:FACT_LIMIT] for fact in self.node_facts[:FACTS_LIMIT]),
         )
 
 
@@ -83,6 +96,21 @@ class Origin(str, enum.Enum):
     USER = "user code"
     INFRASTRUCTURE = "infrastructure"
     UNKNOWN = "undetermined"
+
+
+class Action(str, enum.Enum):
+    """The cheapest step that is enough to go on after a failure."""
+
+    RESTART = "restart"
+    """All workers start again, on the same nodes."""
+    RESTART_FRESH = "restart_fresh"
+    """The same; the failed node's workers start from processes that have loaded nothing yet."""
+    RELAUNCH = "relaunch"
+    """The node is given up and another one takes its place on another host."""
+    MORE_MEMORY = "more_memory"
+    """The node is launched again with more memory where the platform can do that, else a restart."""
+    STOP = "stop"
+    """The job ends: a restart would fail in the same way."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,3 +127,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """One sentence: what to do next."""
     signature: str = ""
     """Equal for failures that look the same; counts repeated failures."""
+    cause: str = ""
+    """What happened, as a name that stays the same: ``host_oom``; see the table of causes."""
+    action: Action = Action.RESTART
+    """What is enough to go on. Budgets may end the job all the same."""
+    echo: bool = False
+    """The failure may only follow from the end of another worker, or from being told to stop."""

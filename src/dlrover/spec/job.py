@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from dlrover.spec.rules import Rule
+
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Time limits and budgets of a job. Times are seconds.
@@ -39,7 +41,17 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_infrastructure_restarts: int = 100
     """Restarts allowed per ``restart_window`` for causes outside the user's program."""
     restart_window: float = 3600.0
-    """The window of ``max_infrastructure_restarts``."""
+    """The window of ``max_infrastructure_restarts``, ``cause_budgets`` and ``node_fault_limit``."""
+    cause_budgets: dict[str, int] = {}
+    """Restarts allowed per ``restart_window`` for single causes, beside the other budgets.
+
+    A table in the configuration file; elsewhere ``ecc:2 host_oom:5``, with a blank between two causes.
+    """
+    node_fault_limit: int = 5
+    """Faults of one node within ``restart_window``, other than the program's, that make the job go on
+    without its host; 0 for never."""
+    exclusion_cooldown: float = 3600.0
+    """How long a host is kept out of the job after one of its nodes was given up for its faults."""
     no_progress_restarts: int = 3
     """Restarts in a row without a new step, or with the same failure at the same step, that end a job."""
     node_start_attempts: int = 3
@@ -63,3 +75,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     shutdown_timeout: float = 30.0
     """Seconds that workers get between SIGTERM and SIGKILL."""
     limits: Limits = Limits()
+    diagnosis_rules: tuple[Rule, ...] = ()
+    """The user's own rows of the table of causes: their content, so that a job keeps what it began with."""
+    grows_memory: bool = False
+    """The platform can launch a node with more memory than the job asked for."""

@@ -37,7 +37,15 @@ _DETAILS: dict[FailureKind, dict[str, Any]] = {
     FailureKind.EXIT: {"exit_code": 3},
     FailureKind.SPAWN: {"message": "Resource temporarily unavailable"},
 }
+WORKER_KINDS = tuple(_DETAILS)
+"""How `Cluster.kill_worker` can end a worker."""
 _ECHO = {"exception": "RuntimeError", "message": "Connection closed by peer [10.0.0.1]:40404"}
+
+_BROKEN_DEVICE = {
+    "exception": "torch.AcceleratorError",
+    "message": "CUDA error: unspecified launch failure",
+    "node_facts": ("NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus.",),
+}
 
 
 class Cluster:
@@ -163,6 +171,16 @@ class Cluster:
         for other in self.time.random.sample(others, min(echoes, len(others))):
             delay = self.program.delays.message
             self.time.after(delay, lambda n=other: n.fail(FailureKind.EXCEPTION, **_ECHO))
+
+    def break_device(self, node: SimulatedNode) -> None:
+        """A worker fails because its device does: the kernel's log of the node says so.
+
+        For a node that came by itself and is sent away, another one comes from another host.
+        """
+        revive = self.program.delays.revive
+        if node.alive and node.launched_as < 0 and revive is not None:
+            self.time.after(revive, self._stand_in, node)
+        node.fail(FailureKind.EXCEPTION, **_BROKEN_DEVICE)
 
     def kill_agent(self, node: SimulatedNode) -> None:
         """An agent and its workers die by SIGKILL."""
@@ -325,6 +343,11 @@ class Cluster:
         if self.machine.outcome is None:
             self.add_node(node_rank)
 
+    def _stand_in(self, node: SimulatedNode) -> None:
+        if node.alive and node.machine.outcome is None:
+            return  # it was kept
+        self._come_again(node.node_rank)
+
     def _launch(self, command: inputs.LaunchNode) -> None:
         node = self._start_node(command.node_rank, command.node_id)
         self._watch(node.uid, command.node_id)
@@ -414,5 +437,5 @@ def _message(
     if isinstance(command, inputs.CallToRound):
         return messages.CallToRound(command.round, command.reason)
     if isinstance(command, inputs.AssignWorld):
-        return messages.AssignWorld(command.world)
+        return messages.AssignWorld(command.world, command.fresh)
     return messages.Dismiss(command.outcome)

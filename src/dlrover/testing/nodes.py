@@ -285,6 +285,7 @@ class SimulatedNode:
             round=world.round,
             time=self._time.now,
             steps=run.steps,
+            hostname=self.uid,
             **details,
         )
         self.when_awake(self._worker_ended, run, local_rank, failure)
@@ -327,7 +328,7 @@ class SimulatedNode:
         machine = self.machine
         known = machine.node_id if machine.node_id >= 0 else self.launched_as
         self.link.up(
-            messages.Hello(self.uid, known, self.node_rank, "simulated", machine.running_round)
+            messages.Hello(self.uid, known, self.node_rank, self.uid, machine.running_round)
         )
 
     def handle(self, event: agent_machine.Input) -> None:

@@ -16,6 +16,7 @@ from dlrover.master.machine.roundtime import (
 )
 from dlrover.master.machine.state import Incident
 from dlrover.spec.goodput import CAUSES, Cause, IncidentCost
+from dlrover.spec.rules import Rule
 
 KEPT = 200
 """Incidents that are kept one by one; earlier ones are summed up."""
@@ -89,16 +90,16 @@ class IncidentBook:
             self.earlier_count += 1
             self.earlier += sum(self.entries.pop(0).spent)
 
-    def describe(self, incident: Incident) -> None:
-        """Say of the open incident what is known by now."""
+    def describe(self, incident: Incident, own: tuple[Rule, ...]) -> None:
+        """Say of the open incident what is known by now; ``own`` are the user's rules of diagnosis."""
         entry = self.open
         if entry is None or entry.title:
             return
-        root = None if incident.lost_nodes else diagnosis.root_cause(incident.failures)
-        if root is not None:
-            entry.node, entry.title = root.node_id, diagnosis.diagnose(root).title
-        elif incident.lost_nodes:
-            entry.title = incident.lost_nodes[0]
+        if incident.lost_nodes:
+            entry.title = diagnosis.diagnose(incident.lost_nodes[0], own).title
+        else:
+            root = diagnosis.root_cause(incident.failures, own)
+            entry.node, entry.title = root.node_id, diagnosis.diagnose(root, own).title
 
     def end(self, now: int, sums: Sequence[int]) -> None:
         """The first new step was made, or the job ended."""

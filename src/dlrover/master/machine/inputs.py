@@ -136,6 +136,10 @@ class LaunchNode(msgspec.Struct, frozen=True):
 
     node_id: int
     node_rank: int
+    avoid: tuple[str, ...] = ()
+    """Names of the hosts that it should not be on."""
+    memory_factor: float = 1.0
+    """How many times the memory that the job asked for."""
 
 
 class KillNode(msgspec.Struct, frozen=True):
@@ -165,6 +169,8 @@ class AssignWorld(msgspec.Struct, frozen=True):
 
     node_id: int
     world: World
+    fresh: bool = False
+    """Its workers start from processes that have loaded nothing yet."""
 
 
 class Dismiss(msgspec.Struct, frozen=True):

@@ -16,15 +16,26 @@ from typing import Any
 from dlrover.errors import ExitCode
 from dlrover.master import diagnosis
 from dlrover.master.machine import inputs
+from dlrover.master.machine.faults import Faults
 from dlrover.master.machine.rendezvous import Rendezvous
-from dlrover.master.machine.restarts import Cause, RestartPolicy, Stop
-from dlrover.master.machine.state import Incident, Node, Phase, given_up, phase_after
+from dlrover.master.machine.restarts import RestartPolicy, Stop, cause_of
+from dlrover.master.machine.state import (
+    Incident,
+    Node,
+    Phase,
+    given_up,
+    loss_of,
+    phase_after,
+)
 from dlrover.spec import events
-from dlrover.spec.failure import Failure, Origin
+from dlrover.spec.failure import Action, Failure, Verdict
 from dlrover.spec.job import JobSpec
 from dlrover.spec.node import TRANSITIONS, NodeStatus
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.world import World
+
+MEMORY_GROWTH = 2.0
+"""How many times the memory a node gets that was killed for want of it, where the platform can do that."""
 
 
 @dataclass
@@ -38,6 +49,9 @@ class JobMachine:
     by_uid: dict[str, int] = field(default_factory=dict)
     rendezvous: Rendezvous = field(init=False)
     restarts: RestartPolicy = field(init=False)
+    faults: Faults = field(init=False)
+    #: a node, and the round that its workers begin from processes that have loaded nothing
+    fresh: tuple[int, int] | None = None
     #: set once, when the job ends
     outcome: Outcome | None = None
     incident: Incident | None = None
@@ -61,6 +75,7 @@ class JobMachine:
     def __post_init__(self) -> None:
         self.rendezvous = Rendezvous(self.job)
         self.restarts = RestartPolicy(self.job)
+        self.faults = Faults(self.job)
 
     # ---- queries
 
@@ -108,8 +123,9 @@ class JobMachine:
         self.submitted_at = now
         self.rendezvous = Rendezvous(self.job)
         self.restarts = RestartPolicy(self.job)
+        self.faults = Faults(self.job)
         self._emit(events.JobSubmitted(self.job.name, self.job.min_nodes, self.job.max_nodes))
-        launched = [self._launch(node_rank) for node_rank in range(self.job.managed_nodes)]
+        launched = [self._launch(rank, now) for rank in range(self.job.managed_nodes)]
         self.rendezvous.open(launched, fixed=bool(launched), now=now)
         self._emit_round_opened("the job starts")
 
@@ -122,7 +138,7 @@ class JobMachine:
                 continue
             if node.status is NodeStatus.PENDING:
                 if not node.handle:
-                    self._send(inputs.LaunchNode(node.id, node.node_rank))
+                    self._order(node, now)
                 continue
             self.rendezvous.withdraw(node.id)
             self.lost_at[node.id] = now + self.job.limits.recovery_grace
@@ -145,9 +161,11 @@ class JobMachine:
         if node.status.final:
             self._send(inputs.Dismiss(node.id, self.outcome or given_up(node)))
             return
+        node.hostname = event.hostname
+        if self._refuse(node, now):
+            return
         node.connected = True
         node.gone = False
-        node.hostname = event.hostname
         self.lost_at.pop(node.id, None)
         arrived = node.status is NodeStatus.PENDING
         if arrived:
@@ -186,7 +204,7 @@ class JobMachine:
                 # A crash of the master's machine may take the journal's last moments.
                 self._open_round("the master has lost a round", now)
             elif running_round < rdzv.round and node.status is NodeStatus.RUNNING:
-                self._send(inputs.AssignWorld(node.id, self.worlds[node.id]))
+                self._assign(node.id)
         elif running_round:
             self._call(node, "the world went on without this node")
 
@@ -222,12 +240,11 @@ class JobMachine:
             return
         incident.failures.append(failure)
         incident.seen.add(failure.id)
-        verdict = diagnosis.diagnose(failure)
+        verdict = diagnosis.diagnose(failure, self.job.diagnosis_rules)
         self._emit(events.WorkerFailed(failure, verdict))
         if failure.round == rdzv.last_round:
             self.steps = max(self.steps, failure.steps)
-        echo = diagnosis.is_echo(failure)
-        goes_on = incident.decided or echo or self._decide(incident, now)
+        goes_on = incident.decided or verdict.echo or self._decide(incident, now)
         if goes_on and current:
             self._open_round(verdict.title, now)
 
@@ -280,10 +297,11 @@ class JobMachine:
         return all(self.nodes[i].status is NodeStatus.SUCCEEDED for i in self.rendezvous.members)
 
     def _complete_round(self, now: float) -> None:
-        incident = self.incident
+        incident, rdzv = self.incident, self.rendezvous
         if incident is not None and not incident.decided and not self._decide(incident, now):
             return
-        rdzv = self.rendezvous
+        if not rdzv.ready(now):
+            return  # the decision was to go on without one of the nodes
         for node_id in rdzv.missing:  # late ones; they are called to the next round when they join
             if self.nodes[node_id].status in (NodeStatus.RUNNING, NodeStatus.SUCCEEDED):
                 self._move(self.nodes[node_id], NodeStatus.READY)
@@ -292,18 +310,22 @@ class JobMachine:
         self.earlier_steps += self.steps
         self.steps = 0
         self.world_since = now
-        for node_id, world in self.worlds.items():
+        for node_id in self.worlds:
             node = self.nodes[node_id]
             self._move(node, NodeStatus.RUNNING)
             node.has_run = True
             self.failed_starts.pop(node.node_rank, None)
-            self._send(inputs.AssignWorld(node_id, world))
+            self._assign(node_id)
         some_world = next(iter(self.worlds.values()))
         self._emit(
             events.RoundCompleted(
                 rdzv.round, some_world.node_count, some_world.world_size, now - rdzv.opened_at
             )
         )
+
+    def _assign(self, node_id: int) -> None:
+        world = self.worlds[node_id]
+        self._send(inputs.AssignWorld(node_id, world, self.fresh == (node_id, world.round)))
 
     def _open_round(self, reason: str, now: float) -> None:
         """Call every living node to a new round."""
@@ -337,7 +359,7 @@ class JobMachine:
             return
         self._bury(node)
         if was_running:
-            self._node_fault(node, reason, now)
+            self._node_fault(node, now)
         if self.outcome is None:
             self._replace(node, now)
 
@@ -347,10 +369,10 @@ class JobMachine:
         if node.handle:
             self._send(inputs.KillNode(node.id))
 
-    def _node_fault(self, node: Node, reason: str, now: float) -> None:
+    def _node_fault(self, node: Node, now: float) -> None:
         """A node of the world is lost."""
         incident = self._begin_incident(now)
-        incident.lost_nodes.append(f"node {node.id} was lost: {reason}")
+        incident.lost_nodes.append(loss_of(node, incident.round, now))
         goes_on = incident.decided or self._decide(incident, now)
         if goes_on and not self.rendezvous.collecting:
             self._open_round(f"node {node.id} was lost", now)
@@ -369,14 +391,20 @@ class JobMachine:
                     now,
                 )
                 return
-        self._launch(node.node_rank, replaces=node.id)
+        self._launch(node.node_rank, now, replaces=node)
 
-    def _launch(self, node_rank: int, replaces: int = -1) -> int:
+    def _launch(self, node_rank: int, now: float, replaces: Node | None = None) -> int:
         node = self._add_node(node_rank)
         node.launched = True
-        self._emit(events.NodeLaunched(node.id, replaces))
-        self._send(inputs.LaunchNode(node.id, node_rank))
+        if replaces is not None:
+            node.memory_factor = replaces.memory_factor
+        self._emit(events.NodeLaunched(node.id, replaces.id if replaces is not None else -1))
+        self._order(node, now)
         return node.id
+
+    def _order(self, node: Node, now: float) -> None:
+        avoid = self.faults.excluded(now)
+        self._send(inputs.LaunchNode(node.id, node.node_rank, avoid, node.memory_factor))
 
     def _add_node(self, node_rank: int) -> Node:
         node = Node(id=len(self.nodes), node_rank=node_rank)
@@ -402,46 +430,95 @@ class JobMachine:
     def _decide(self, incident: Incident, now: float) -> bool:
         """Ask the restart policy about an incident, once; whether the job goes on."""
         incident.decided = True
+        own = self.job.diagnosis_rules
         # What was reported before the loss of a node can only echo it, or it had been decided upon.
-        root = None if incident.lost_nodes else diagnosis.root_cause(incident.failures)
-        cause = self._cause(incident, root, now)
-        decision = self.restarts.decide(cause, now)
+        root = None if incident.lost_nodes else diagnosis.root_cause(incident.failures, own)
+        failure = root if root is not None else incident.lost_nodes[0]
+        verdict = diagnosis.diagnose(failure, own)
+        decision = self.restarts.decide(
+            cause_of(failure, verdict, self.steps, now - self.world_since), now
+        )
         if isinstance(decision, Stop):
             self._end(decision.exit_code, decision.reason, now, root)
             return False
-        self._emit(events.RestartDecided(self.restarts.count, decision.reason))
+        node = self.nodes.get(failure.node_id)
+        action = Action.RESTART if node is None else self._action(node, verdict, now)
+        self._emit(
+            events.RestartDecided(
+                self.restarts.count, decision.reason, verdict.cause, action, failure.node_id
+            )
+        )
+        if node is not None:
+            self._act(node, action, verdict, now)
         return True
 
-    def _cause(self, incident: Incident, root: Failure | None, now: float) -> Cause:
-        seconds = now - self.world_since
-        if root is None:
-            return Cause(
-                title=incident.lost_nodes[0],
-                origin=Origin.INFRASTRUCTURE,
-                hopeless=False,
-                signature="node lost",
-                steps=self.steps,
-                seconds=seconds,
-            )
-        verdict = diagnosis.diagnose(root)
-        return Cause(
-            title=verdict.title,
-            origin=verdict.origin,
-            hopeless=verdict.hopeless,
-            signature=verdict.signature,
-            steps=self.steps,
-            seconds=seconds,
-        )
+    def _action(self, node: Node, verdict: Verdict, now: float) -> Action:
+        """What is done about a failure: what its verdict or its repetition asks for, where that is possible."""
+        if node.status.final:
+            return verdict.action
+        action = self.faults.action(node.id, verdict, now)
+        stays = not node.launched and not self._can_spare(node)
+        return Action.RESTART if action is Action.RELAUNCH and stays else action
+
+    def _act(self, node: Node, action: Action, verdict: Verdict, now: float) -> None:
+        """Do what a restart of all workers does not."""
+        if action is Action.RESTART_FRESH:
+            self.fresh = (node.id, self.rendezvous.last_round + 1)
+        elif action is Action.RELAUNCH:
+            self._exclude(node, verdict.title, now)
+            self._give_up(node, verdict.title, now)
+        elif action is Action.MORE_MEMORY and node.launched and self.job.grows_memory:
+            node.memory_factor *= MEMORY_GROWTH
+            self._give_up(node, verdict.title, now)
+
+    def _exclude(self, node: Node, reason: str, now: float) -> None:
+        if node.hostname:
+            seconds = self.job.limits.exclusion_cooldown
+            self.faults.exclude(node.hostname, reason, now)
+            self._emit(events.HostExcluded(node.hostname, seconds, reason))
+
+    def _give_up(self, node: Node, reason: str, now: float) -> None:
+        """Go on without a node that is still there; the platform replaces one that it had launched."""
+        self.faults.forget(node.id)
+        if node.status.final:
+            return
+        node.reason = reason
+        self.lost_at.pop(node.id, None)
+        self.rendezvous.drop(node.id)
+        if node.connected and not node.launched:
+            self._send(inputs.Dismiss(node.id, given_up(node)))
+        node.connected = False
+        self._bury(node)
+        self._replace(node, now)
+
+    def _can_spare(self, node: Node) -> bool:
+        """Whether the other nodes are enough for a world."""
+        others = [
+            n for n in self.nodes.values() if n is not node and not (n.status.final or n.gone)
+        ]
+        return self.rendezvous.usable(len(others)) > 0
+
+    def _refuse(self, node: Node, now: float) -> bool:
+        """Dismiss a newcomer from a host that is kept out, if the job can do without it."""
+        refusal = self.faults.refusal(node.hostname, now)
+        newcomer = node.status is NodeStatus.PENDING and not node.launched
+        if not refusal or not newcomer or self.outcome is not None or not self._can_spare(node):
+            return False
+        node.reason = refusal.rstrip(".")
+        self._bury(node)
+        self._send(inputs.Dismiss(node.id, given_up(node)))
+        return True
 
     def _end(self, exit_code: int, reason: str, now: float, root: Failure | None = None) -> None:
         """End the job and dismiss every node; one that may come back is dismissed when it does."""
         failures = self.incident.failures if self.incident is not None else []
+        own = self.job.diagnosis_rules
         self.outcome = Outcome(
             exit_code=int(exit_code),
             reason=reason,
             failure=root,
-            verdict=diagnosis.diagnose(root) if root is not None else None,
-            others=diagnosis.other_failures(failures, root),
+            verdict=diagnosis.diagnose(root, own) if root is not None else None,
+            others=diagnosis.other_failures(failures, root, own),
             restarts=self.restarts.count,
             steps=self.total_steps,
             seconds=now - self.submitted_at,
@@ -482,6 +559,7 @@ class JobMachine:
         """Check the invariants; raise AssertionError on the first that is broken."""
         self.rendezvous.validate()
         self.restarts.validate()
+        self.faults.validate()
         rdzv = self.rendezvous
         for node in self.nodes.values():
             assert not (node.status.final and node.id in rdzv.offers), "a lost node has an offer"

@@ -357,7 +357,7 @@ class Ledger:
         if book.open is None:
             return
         if incident is not None and (incident.decided or over):
-            book.describe(incident)
+            book.describe(incident, machine.job.diagnosis_rules)
         if incident is None or over:
             book.end(now, self.sums(now))
 

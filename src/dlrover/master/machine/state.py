@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from dlrover.errors import ExitCode
-from dlrover.spec.failure import Failure
+from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.node import NodeStatus
 from dlrover.spec.outcome import Outcome
 
@@ -46,6 +46,8 @@ class Node:
     gone: bool = False
     #: why it is lost
     reason: str = ""
+    #: how many times the memory that the job asked for it was launched with
+    memory_factor: float = 1.0
 
 
 @dataclass
@@ -57,7 +59,8 @@ class Incident:
     failures: list[Failure] = field(default_factory=list)
     #: ids of the failures
     seen: set[str] = field(default_factory=set)
-    lost_nodes: list[str] = field(default_factory=list)
+    #: of the kind `FailureKind.NODE`, one for each lost node of the world
+    lost_nodes: list[Failure] = field(default_factory=list)
     #: whether the restart policy has spoken
     decided: bool = False
 
@@ -71,8 +74,23 @@ def phase_after(exit_code: int) -> Phase:
 
 
 def given_up(node: Node) -> Outcome:
-    """What a node is told that comes back after it was replaced."""
-    return Outcome(
-        exit_code=ExitCode.INFRASTRUCTURE,
-        reason=f"node {node.id} was given up ({node.reason}) and replaced.",
+    """What a node is told that the job goes on without."""
+    reason = f"node {node.id} was given up ({node.reason})."
+    if node.launched:
+        reason = f"node {node.id} was given up ({node.reason}) and replaced."
+    return Outcome(exit_code=ExitCode.INFRASTRUCTURE, reason=reason)
+
+
+def loss_of(node: Node, round_: int, now: float) -> Failure:
+    """The record of a lost node, for the diagnosis."""
+    return Failure(
+        id=f"node {node.id}",
+        kind=FailureKind.NODE,
+        node_id=node.id,
+        rank=-1,
+        local_rank=-1,
+        round=round_,
+        time=now,
+        message=node.reason,
+        hostname=node.hostname,
     )
