@@ -166,7 +166,7 @@ def test_silence_that_ends_a_world_is_detection_as_far_as_no_step_was_made() -> 
     assert (spent["productive"], spent["hang_detection"]) == (60.0, 120.0)
     (incident,) = job.ledger.goodput(job.now).incidents
     assert (incident.since, incident.node, incident.round) == (40.0, 1, 1)
-    assert incident.title == "node 1 was lost: it sent no heartbeat for 60 s"
+    assert incident.title == "node 1 (host1) was lost: it sent no heartbeat for 60 s"
     assert incident.seconds == {"hang_detection": 120.0}
 
 

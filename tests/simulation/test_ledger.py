@@ -12,11 +12,10 @@ from dlrover.cli.timeline import Timeline
 from dlrover.master.machine import inputs
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.ledger import Ledger
-from dlrover.spec.failure import FailureKind
 from dlrover.spec.goodput import Cause
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.node import NodeStatus
-from dlrover.testing.cluster import Cluster
+from dlrover.testing.cluster import WORKER_KINDS, Cluster
 from dlrover.testing.nodes import Delays
 
 SEEDS = range(200)
@@ -43,7 +42,7 @@ def troubled(seed: int) -> Cluster:
     cluster.program.checkpoint_every = chance.choice([1, 10])
     cluster.inject(
         [
-            lambda n: cluster.kill_worker(n, chance.choice(list(FailureKind)), chance.randrange(3)),
+            lambda n: cluster.kill_worker(n, chance.choice(WORKER_KINDS), chance.randrange(3)),
             cluster.kill_agent,
             lambda n: cluster.disconnect(n, chance.choice([0.0, 2.0, 20.0])),
             lambda n: cluster.silence(n, chance.choice([0.5, 30.0, 70.0])),
