@@ -47,12 +47,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Address on which it serves them; 0.0.0.0 for all of the machine."""
 
 
-_given: dict[str, str] = {}
+_GRPC = "GRPC_"
+_given: dict[str, str] | None = None
+"""The variables of grpc in the environment that this process was given; None: they are as they were."""
 
 
 def environ() -> dict[str, str]:
-    """A copy of the environment that this process was given; what workers get."""
-    return dict(_given or os.environ)
+    """A copy of the environment, without what grpc added; what workers get."""
+    if _given is None:
+        return dict(os.environ)
+    own = {key: value for key, value in os.environ.items() if not key.startswith(_GRPC)}
+    return own | _given
 
 
 def prepare_for_grpc() -> None:
@@ -61,7 +66,9 @@ def prepare_for_grpc() -> None:
     Its C library is kept from writing to standard error: what it would say reaches the user as an error
     of ours. Neither that nor what grpc adds is for the workers.
     """
-    _given.update(os.environ)
+    global _given  # noqa: PLW0603 - one environment, one process
+    if _given is None:
+        _given = {key: value for key, value in os.environ.items() if key.startswith(_GRPC)}
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
