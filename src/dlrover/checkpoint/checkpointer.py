@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from dlrover import config
-from dlrover.checkpoint import defaults, faults, joining, memory, restore, storage, tree
+from dlrover.checkpoint import defaults, faults, hooks, joining, memory, restore, storage, tree
 from dlrover.checkpoint.client import SaverClient
 from dlrover.checkpoint.copying import Copier
 from dlrover.checkpoint.interval import HOURS_BETWEEN_FAILURES, Auto, Costs, Do
@@ -166,12 +166,14 @@ class Checkpointer:
         measured = checked_metrics(metrics or {})
         self._world.check()
         began = time.monotonic()
-        do = to or self._due(step, began)
-        if do != "nothing":
-            self._copy(_Order(step, do == "storage", measured), state)
-            self._auto.saved(time.monotonic() - began, time.monotonic())
-        if to is None and self._interval == "auto" and self._auto.due:
-            self._pick_interval()
+        hooks.saving(step)
+        with hooks.blocked():
+            do = to or self._due(step, began)
+            if do != "nothing":
+                self._copy(_Order(step, do == "storage", measured), state)
+                self._auto.saved(time.monotonic() - began, time.monotonic())
+            if to is None and self._interval == "auto" and self._auto.due:
+                self._pick_interval()
 
     def _due(self, step: int, now: float) -> Do:
         if self._interval == "auto":
@@ -254,12 +256,13 @@ class Checkpointer:
         Raises:
             InfrastructureError: something was not, since the last call; the message says what.
         """
-        if self._background is not None:
-            self._background.wait()
-        try:
-            self._problems += self._client.wait()
-        except SaverGoneError:
-            self._reconnect()
+        with hooks.blocked():
+            if self._background is not None:
+                self._background.wait()
+            try:
+                self._problems += self._client.wait()
+            except SaverGoneError:
+                self._reconnect()
         problems, self._problems = self._problems, []
         self._asked.clear()
         if problems:
@@ -349,10 +352,11 @@ class Checkpointer:
             ConfigurationError: the saved state has other keys, types or shapes than ``state``.
             InfrastructureError: there were checkpoints, and none can be loaded.
         """
-        with _no_collection():
+        with hooks.blocked(), _no_collection():
             prepare = restore.in_place(state, self._local)
             record = self._load(prepare)
             self._reserve_ahead(state)
+        hooks.loaded(0 if record is None else record.step)
         return record
 
     def read(self, keys: Collection[str] | None = None) -> tuple[LoadRecord, State] | None:
@@ -383,7 +387,8 @@ class Checkpointer:
             readings.append(reading)
             return reading
 
-        record = self._load(prepare)
+        with hooks.blocked():
+            record = self._load(prepare)
         return None if record is None else (record, readings[-1].state)
 
     def load_parts(
@@ -398,7 +403,10 @@ class Checkpointer:
         Raises:
             InfrastructureError: there were checkpoints, and none can be loaded.
         """
-        return self._carry_out(functools.partial(taking, choose))
+        with hooks.blocked():
+            record = self._carry_out(functools.partial(taking, choose))
+        hooks.loaded(0 if record is None else record.step)
+        return record
 
     def _load(self, prepare: Prepare) -> LoadRecord | None:
         return self._carry_out(functools.partial(restoring, prepare))

@@ -17,6 +17,8 @@ import msgspec
 from dlrover.agent import machine as agent_machine
 from dlrover.agent.machine import AgentMachine, Stage
 from dlrover.rpc import messages
+from dlrover.spec.activities import Activity
+from dlrover.spec.activity import WorkerActivity
 from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.world import Offer, World
 
@@ -78,6 +80,7 @@ class Run:
         self.nodes: list[SimulatedNode] = []
         """Nodes whose workers are up."""
         self.steps = 0
+        self.first_step_at = self.last_step_at = 0.0
         self.broken = False
         """A worker is gone: the others wait for it until they are stopped."""
         self._program = program
@@ -96,6 +99,9 @@ class Run:
         if self.broken:
             return
         self.steps += 1
+        self.last_step_at = self._program.time.now
+        if self.steps == 1:
+            self.first_step_at = self.last_step_at
         self._program.steps_done += 1
         first = min(self.nodes, key=lambda n: n.first_rank)
         first.report_steps()
@@ -242,6 +248,7 @@ class SimulatedNode:
         self._dial = dial
         self._ended = ended
         self._run: Run | None = None
+        self._run_since = 0.0
         self._failures = itertools.count()
 
     @property
@@ -333,6 +340,7 @@ class SimulatedNode:
             self._say(command.message)
         elif isinstance(command, agent_machine.StartWorkers):
             self._run = self._program.run_of(command.world)
+            self._run_since = self._time.now
             self._time.after(self._delays.start, self._started, self._run)
         elif isinstance(command, agent_machine.StopWorkers):
             self._break_run()
@@ -349,7 +357,20 @@ class SimulatedNode:
     def report_steps(self) -> None:
         """Tell the master how many steps the workers have completed."""
         steps = self._run.steps if self._run is not None else 0
-        self._say(messages.Heartbeat(self.machine.running_round, steps))
+        self._say(messages.Heartbeat(self.machine.running_round, steps, self._activities()))
+
+    def _activities(self) -> tuple[WorkerActivity, ...]:
+        """What the workers do: they start, then they step together."""
+        run = self._run
+        if run is None:
+            return ()
+        age = self._time.now - self._run_since
+        start = min(age, run.first_step_at - self._run_since) if run.steps else age
+        seconds = (start, age - start, 0.0, 0.0, 0.0, 0.0)
+        doing = Activity.STEP if run.steps else Activity.START
+        since = self._time.now - run.last_step_at if run.steps else age
+        one = WorkerActivity(run.steps, doing, since, seconds, age - start)
+        return (one,) * self.machine.nproc
 
     def succeed(self, run: Run) -> None:
         """The workers reach the end of the program."""

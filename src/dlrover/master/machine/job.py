@@ -246,6 +246,20 @@ class JobMachine:
             self._emit(events.Recovered(event.round, now - self.incident.since))
             self.incident = None
 
+    def _hung(self, event: inputs.Hung, now: float) -> None:
+        if event.found.round != self.rendezvous.round or self.rendezvous.collecting:
+            return
+        self._emit(event.found)
+        if event.restart:
+            incident = self._begin_incident(now)
+            incident.hang = event.found.place or event.found.groups
+            if incident.decided or self._decide(incident, now):
+                self._open_round("the training hung", now)
+
+    def _rank_speed(self, event: inputs.RankSpeed, _now: float) -> None:
+        if event.round == self.rendezvous.round:
+            self._emit(event.found)
+
     def _stop_requested(self, event: inputs.StopRequested, now: float) -> None:
         self._end(event.exit_code, event.reason, now)
 
@@ -403,7 +417,11 @@ class JobMachine:
         """Ask the restart policy about an incident, once; whether the job goes on."""
         incident.decided = True
         # What was reported before the loss of a node can only echo it, or it had been decided upon.
-        root = None if incident.lost_nodes else diagnosis.root_cause(incident.failures)
+        root = (
+            None
+            if incident.lost_nodes or incident.hang
+            else diagnosis.root_cause(incident.failures)
+        )
         cause = self._cause(incident, root, now)
         decision = self.restarts.decide(cause, now)
         if isinstance(decision, Stop):
@@ -414,6 +432,15 @@ class JobMachine:
 
     def _cause(self, incident: Incident, root: Failure | None, now: float) -> Cause:
         seconds = now - self.world_since
+        if root is None and incident.hang and not incident.lost_nodes:
+            return Cause(
+                title=f"the training hung in {incident.hang}",
+                origin=Origin.UNKNOWN,
+                hopeless=False,
+                signature=f"hang in {incident.hang}",
+                steps=self.steps,
+                seconds=0.0,  # without a step it got nowhere, however long it took
+            )
         if root is None:
             return Cause(
                 title=incident.lost_nodes[0],
@@ -538,6 +565,8 @@ _HANDLERS: dict[type, Callable[[JobMachine, Any, float], None]] = {
     inputs.WorkerFailed: JobMachine._worker_failed,  # noqa: SLF001
     inputs.NodeSucceeded: JobMachine._node_succeeded,  # noqa: SLF001
     inputs.Progressed: JobMachine._progressed,  # noqa: SLF001
+    inputs.Hung: JobMachine._hung,  # noqa: SLF001
+    inputs.RankSpeed: JobMachine._rank_speed,  # noqa: SLF001
     inputs.StopRequested: JobMachine._stop_requested,  # noqa: SLF001
     inputs.DeadlinePassed: JobMachine._deadline_passed,  # noqa: SLF001
 }

@@ -58,6 +58,8 @@ class Incident:
     #: ids of the failures
     seen: set[str] = field(default_factory=set)
     lost_nodes: list[str] = field(default_factory=list)
+    #: where the training hung that began it; empty for other faults
+    hang: str = ""
     #: whether the restart policy has spoken
     decided: bool = False
 
