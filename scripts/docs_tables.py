@@ -58,6 +58,16 @@ SAMPLES: tuple[events.EventBody, ...] = (
     events.HostExcluded(
         "host1", 3600.0, "rank 8 lost its device to a hardware error on node 1 (host1)"
     ),
+    events.HangFound(
+        2,
+        (17,),
+        "__getitem__ (data.py:41)",
+        "62 ranks in all_reduce (distributed_c10d.py:2800); rank 17 in __getitem__ (data.py:41)",
+        191.0,
+        "evidence/1.txt",
+    ),
+    events.SlowRank(17, 2, 1.42, "data"),
+    events.SlowRankRecovered(17, 2),
     events.Recovered(2, 5.31),
     events.NodeSucceeded(0),
     events.JobEnded(0, "All workers succeeded."),
@@ -113,15 +123,17 @@ def _limits() -> str:
     docs = field_docs(Limits)
     return _table(
         ("Setting", "Default", "Meaning"),
-        (
-            (
-                f"`{f.name}`",
-                "none" if f.default is msgspec.NODEFAULT else f"{f.default:g}",
-                docs[f.name],
-            )
-            for f in msgspec.structs.fields(Limits)
-        ),
+        ((f"`{f.name}`", _value(f.default), docs[f.name]) for f in msgspec.structs.fields(Limits)),
     )
+
+
+def _value(default: object) -> str:
+    """A default as it is written in a configuration file, without the quotes of texts."""
+    if default is msgspec.NODEFAULT:
+        return "none"
+    if isinstance(default, bool):
+        return str(default).lower()
+    return f"{default:g}" if isinstance(default, (int, float)) else str(default)
 
 
 def _settings(prefix: str) -> Callable[[], str]:

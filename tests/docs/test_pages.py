@@ -240,7 +240,9 @@ def test_the_page_of_settings_has_every_variable_and_every_key_of_torchrun() -> 
 
 @pages
 def test_defaults_in_the_text_are_those_of_the_code(page: Path) -> None:
-    stated = re.findall(r"`(\w+)`(?: restarts)?(?: \(|, )(\d+)\b", prose(page.read_text()))
+    stated = re.findall(
+        r"`(\w+)`(?: restarts)?(?: \(|, )(\d+(?:\.\d+)?)\b", prose(page.read_text())
+    )
     for name, value in stated:
         if name in Limits.__struct_fields__:
             assert float(value) == getattr(Limits(), name), name

@@ -15,7 +15,8 @@ from dlrover.master.machine import inputs
 from dlrover.master.machine.activities import Activities
 from dlrover.master.service import Master
 from dlrover.rpc import messages
-from dlrover.spec.activity import Activity, WorkerActivity
+from dlrover.spec.activities import Activity
+from dlrover.spec.activity import WorkerActivity
 from dlrover.spec.job import JobSpec
 from dlrover.spec.world import Offer
 

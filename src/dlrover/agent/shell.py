@@ -65,6 +65,7 @@ class Agent:
         self._last_contact = time.monotonic()
         self._left: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._stopping: asyncio.Task[None] | None = None
+        self._looks: set[asyncio.Task[None]] = set()
 
     # ---- life
 
@@ -136,7 +137,11 @@ class Agent:
                 self._heartbeat_interval = message.heartbeat_interval
                 self._workers.node_id = message.node_id
                 self._say_progress()  # a new master must not count from zero
-            self._handle(message)
+            if isinstance(message, messages.CollectEvidence):
+                self._looks.add(task := asyncio.create_task(self._look(message.id)))
+                task.add_done_callback(self._looks.discard)
+            else:
+                self._handle(message)
 
     def _check_master_absence(self) -> None:
         limits = self._limits
@@ -156,7 +161,15 @@ class Agent:
             self._outgoing.put_nowait(message)
 
     def _say_progress(self) -> None:
-        self._say(messages.Heartbeat(self._machine.running_round, self._workers.steps()))
+        self._say(self._heartbeat(self._machine.running_round, self._workers.steps()))
+
+    def _heartbeat(self, round_: int, steps: int) -> messages.Heartbeat:
+        return messages.Heartbeat(round_, steps, self._workers.activities())
+
+    async def _look(self, id_: int) -> None:
+        """Tell the master what is to be seen of the workers."""
+        round_ = self._machine.running_round
+        self._say(messages.Evidence(id_, round_, await self._workers.evidence()))
 
     # ---- progress
 
@@ -180,7 +193,7 @@ class Agent:
             due = now - reported_at >= (PROGRESS_REPORT if often else self._heartbeat_interval)
             if first or due:
                 reported_steps, reported_at = steps, now
-                self._say(messages.Heartbeat(round_, steps))
+                self._say(self._heartbeat(round_, steps))
 
     # ---- commands
 

@@ -17,14 +17,16 @@ from pathlib import Path
 import msgspec
 
 from dlrover._util import accelerators, cgroup, procs
-from dlrover.agent import environment, numa, zygotes
+from dlrover.agent import environment, evidence, numa, zygotes
 from dlrover.agent.facts import NodeFacts
 from dlrover.agent.logs import AttemptLogs, RunLogs
 from dlrover.agent.zygote import Order
 from dlrover.elastic.progress import MAX_SLOTS, Board
 from dlrover.errors import ConfigurationError
+from dlrover.spec.activity import WorkerActivity
 from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.launch import Entry, LaunchSpec
+from dlrover.spec.stacks import WorkerEvidence
 from dlrover.spec.world import World
 
 logger = logging.getLogger(__name__)
@@ -48,6 +50,8 @@ class Worker:
     pid: int = 0
     status: int | None = None
     """Wait status once it has ended."""
+    ended_at: int = 0
+    """When it was seen to have ended, monotonic nanoseconds."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -228,6 +232,7 @@ class WorkerGroup:
     def _exited(self, id_: int, status: int, start_problem: str = "") -> None:
         worker = self._by_id.pop(id_)
         worker.status = status
+        worker.ended_at = time.monotonic_ns()
         worker.ended.set()
         if self._workers.get(worker.local_rank) is not worker:
             return
@@ -280,6 +285,35 @@ class WorkerGroup:
         self._warm_up()
         return min(
             (self._board.read(w.local_rank).steps for w in self._workers.values()), default=0
+        )
+
+    def activities(self) -> tuple[WorkerActivity, ...]:
+        """What the workers do, by local rank; empty as long as that is not known of all of them."""
+        now = time.monotonic_ns()
+        found = []
+        for local_rank, worker in sorted(self._workers.items()):
+            ended = worker.status is not None
+            at = worker.ended_at if ended else now
+            activity = self._board.activity(local_rank, at, ended=ended)
+            if activity is None:
+                return ()
+            found.append(activity)
+        return tuple(found)
+
+    async def evidence(self) -> tuple[WorkerEvidence, ...]:
+        """What can be seen of the workers from outside: their processes and their stacks."""
+        running = [w for _, w in sorted(self._workers.items()) if w.pid and w.status is None]
+        seen = await evidence.collect([w.pid for w in running])
+        activities = self.activities()  # not before: heartbeats have been sent meanwhile
+        return tuple(
+            msgspec.structs.replace(
+                one,
+                rank=worker.rank,
+                local_rank=worker.local_rank,
+                activity=dict(enumerate(activities)).get(worker.local_rank),
+                flight_record=evidence.flight_record(self._base_env, worker.rank),
+            )
+            for worker, one in zip(running, seen, strict=True)
         )
 
     # ---- stop

@@ -14,7 +14,17 @@ import msgspec
 import torch
 
 from dlrover import config
-from dlrover.checkpoint import defaults, direct, faults, joining, pace, restore, storage, tree
+from dlrover.checkpoint import (
+    defaults,
+    direct,
+    faults,
+    hooks,
+    joining,
+    pace,
+    restore,
+    storage,
+    tree,
+)
 from dlrover.checkpoint.client import SaverClient
 from dlrover.checkpoint.copying import Copier
 from dlrover.checkpoint.joining import Wishes
@@ -155,12 +165,14 @@ class Checkpointer:
         measured = checked_metrics(metrics or {})
         self._world.check()
         began = time.monotonic()
-        do = to or self._pace.due(step, self._client)
-        if do != "nothing":
-            self._copy(_Order(step, do == "storage", measured), state)
-            self._pace.saved(began)
-        if to is None:
-            self._pace.settle()
+        hooks.saving(step)
+        with hooks.blocked():
+            do = to or self._pace.due(step, self._client)
+            if do != "nothing":
+                self._copy(_Order(step, do == "storage", measured), state)
+                self._pace.saved(began)
+            if to is None:
+                self._pace.settle()
 
     def _is_stored(self, step: int) -> bool:
         try:
@@ -257,9 +269,10 @@ class Checkpointer:
         Raises:
             InfrastructureError: something was not, since the last call; the message says what.
         """
-        if self._background is not None:
-            self._background.wait()
-        self._wait_for_saver()
+        with hooks.blocked():
+            if self._background is not None:
+                self._background.wait()
+            self._wait_for_saver()
         problems, self._problems = self._problems, []
         self._pace.asked.clear()
         if problems:
@@ -307,13 +320,14 @@ class Checkpointer:
                 is no such step.
             InfrastructureError: there were checkpoints, and none can be loaded.
         """
-        with tree.no_collection():
+        with hooks.blocked(), tree.no_collection():
             prepare = restore.in_place(state, self._local)
             record = self._load(prepare, step)
             if step is not None:
                 self._client.keep(-1, 0)
             layout = self._copier.layout(tree.flatten(state))
             self._room.reserve_ahead(layout, tree.expected_bytes(state))
+        hooks.loaded(0 if record is None else record.step)
         return record
 
     def read(
@@ -348,7 +362,8 @@ class Checkpointer:
             readings.append(reading)
             return reading
 
-        record = self._load(prepare, step)
+        with hooks.blocked():
+            record = self._load(prepare, step)
         return None if record is None else (record, readings[-1].state)
 
     def load_parts(
@@ -363,7 +378,10 @@ class Checkpointer:
         Raises:
             InfrastructureError: there were checkpoints, and none can be loaded.
         """
-        return self._carry_out(functools.partial(taking, choose))
+        with hooks.blocked():
+            record = self._carry_out(functools.partial(taking, choose))
+        hooks.loaded(0 if record is None else record.step)
+        return record
 
     def _load(self, prepare: Prepare, step: int | None) -> LoadRecord | None:
         return self._carry_out(functools.partial(restoring, prepare), step)

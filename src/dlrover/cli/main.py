@@ -102,6 +102,18 @@ def goodput(
 
 
 @app.command()
+def stacks(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
+    """Show where every rank is now: the ranks by place, with the stacks of one of each group."""
+    from dlrover.cli import queries  # noqa: PLC0415
+
+    found = queries.stacks(jobs.find(config.environ(), job, job_dir))
+    if output is Form.JSON:
+        print_json(found)
+    else:
+        print(found.report or "No workers run.")
+
+
+@app.command()
 def stop(
     job: Job = "",
     job_dir: Dir = "",

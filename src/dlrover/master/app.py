@@ -87,11 +87,15 @@ async def _serve(
     _publish(job_dir, settings.host, port)
     master.use_platform(_platform(settings, job_dir, env, lifeline_fd, master))
     _begin(master, settings, job_dir)
-    silence = asyncio.create_task(master.watch_silence())
+    watches = [
+        asyncio.create_task(master.watch_silence()),
+        asyncio.create_task(master.hangs.run(master.clock)),
+    ]
     try:
         return await _until_ended(master, job_dir, orphaned)
     finally:
-        silence.cancel()
+        for watch in watches:
+            watch.cancel()
         master.close()
         await server.stop(STOP_GRACE)
 

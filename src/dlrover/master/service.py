@@ -6,11 +6,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
+import msgspec
+
 from dlrover.errors import InfrastructureError, ProtocolError
+from dlrover.master.hangwatch import HangWatch
 from dlrover.master.history import History
 from dlrover.master.journal import Journal
 from dlrover.master.machine import inputs
@@ -73,6 +76,7 @@ class Master:
         self._steps: dict[int, int] = {}
         self._dismissed: set[int] = set()
         self._activities = Activities()
+        self.hangs = HangWatch(self.machine, self._say, self._submit_finding)
         self._progress_journalled = 0.0
         self._progress_timer: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -113,6 +117,7 @@ class Master:
         server.unary("Status", messages.StatusRequest, self.status)
         server.server_stream("Watch", messages.WatchRequest, self.watch)
         server.unary("Stop", messages.StopRequest, self.stop)
+        server.unary("Stacks", messages.StacksRequest, self.hangs.stacks)
         server.unary("Store", messages.StoreRequest, self.use_store)
 
     async def watch_silence(self) -> None:
@@ -203,6 +208,11 @@ class Master:
             self._carry_out(command, now)
         self._set_timer()
         self._changed = _renew(self._changed)
+
+    def _submit_finding(self, event: inputs.Input) -> None:
+        """Submit what the watch over the workers has found."""
+        self._flush_progress()
+        self._insist(event)
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -322,12 +332,15 @@ class Master:
         elif isinstance(message, messages.Succeeded):
             self._flush_progress()
             self.submit(inputs.NodeSucceeded(node_id, message.round))
+        elif isinstance(message, messages.Evidence):
+            self.hangs.answered(node_id, message)
 
     def _take_heartbeat(self, node_id: int, message: messages.Heartbeat) -> None:
         """Note a node's steps; journal them when they end an incident, else now and then."""
         if message.round != self.machine.rendezvous.round:
             return
         self._steps[node_id] = message.steps
+        self.hangs.heard(node_id, message, self.clock())
         self._activities.note(node_id, message.round, message.steps, message.workers)
         new = message.steps > self.machine.steps
         if new and (self.machine.incident is not None or self.machine.steps == 0):
@@ -369,7 +382,8 @@ class Master:
 
     async def status(self, _request: messages.StatusRequest) -> messages.Status:
         """Where the job stands."""
-        return status_of(self.machine, self.clock(), self._steps)
+        status = status_of(self.machine, self.clock(), self._steps, self.hangs.doing())
+        return msgspec.structs.replace(status, slow=self.hangs.slow())
 
     async def watch(self, request: messages.WatchRequest) -> AsyncIterator[messages.Notice]:
         """Events after ``request.since``, and for a follower also those to come."""
@@ -419,8 +433,11 @@ _CARRY_OUT: dict[type, Callable[[Master, Any, float], None]] = {
 }
 
 
-def status_of(machine: JobMachine, now: float, steps: dict[int, int]) -> messages.Status:
-    """Where a job stands at time ``now``; ``steps`` are the latest ones by node."""
+def status_of(
+    machine: JobMachine, now: float, steps: dict[int, int], doing: Mapping[int, str] | None = None
+) -> messages.Status:
+    """Where a job stands at time ``now``; ``steps`` are the latest ones by node, ``doing`` is what it does."""
+    doing = doing or {}
     ranks = {node_id: rank for rank, node_id in enumerate(machine.rendezvous.members)}
     current = max([machine.steps, *(steps.get(i, 0) for i in ranks)])
     outcome = machine.outcome
@@ -441,6 +458,7 @@ def status_of(machine: JobMachine, now: float, steps: dict[int, int]) -> message
                 hostname=node.hostname,
                 connected=node.connected,
                 steps=steps.get(node.id, 0),
+                doing=doing.get(node.id, "") if node.status is NodeStatus.RUNNING else "",
             )
             for node in machine.nodes.values()
         ),

@@ -145,6 +145,57 @@ class HostExcluded(msgspec.Struct, frozen=True, tag="host_excluded"):
         return f"Host {self.hostname} is kept out for {self.seconds:g} s: {self.reason}."
 
 
+class HangFound(msgspec.Struct, frozen=True, tag="hang_found"):
+    """No rank makes progress, and the processes show that none will."""
+
+    round: int
+    ranks: tuple[int, ...]
+    """The ranks that the others wait for; empty where nothing tells them apart."""
+    place: str
+    """Where they are."""
+    groups: str
+    """Where all ranks are."""
+    seconds: float
+    """How long there has been no progress."""
+    evidence: str = ""
+    """The file in the job directory that has the stacks; empty if it could not be written."""
+
+    def sentence(self) -> str:
+        """The event in words."""
+        where = f"; see {self.evidence}" if self.evidence else ""
+        return f"The training hangs, for {self.seconds:.0f} s now: {self.groups}{where}."
+
+
+class SlowRank(msgspec.Struct, frozen=True, tag="slow_rank"):
+    """A rank holds up the others."""
+
+    rank: int
+    node: int
+    factor: float
+    """Its own time for a step as a multiple of the median rank's."""
+    cause: str
+    """``data``: it waits for its batches; ``compute``: anything else."""
+
+    def sentence(self) -> str:
+        """The event in words."""
+        why = "waits for its data" if self.cause == "data" else "computes"
+        return (
+            f"Rank {self.rank} on node {self.node} is slow: it {why}, and takes {self.factor:.2f} "
+            f"times as long for a step as the median rank."
+        )
+
+
+class SlowRankRecovered(msgspec.Struct, frozen=True, tag="slow_rank_recovered"):
+    """A slow rank is as fast as the others again."""
+
+    rank: int
+    node: int
+
+    def sentence(self) -> str:
+        """The event in words."""
+        return f"Rank {self.rank} on node {self.node} is no longer slow."
+
+
 class Recovered(msgspec.Struct, frozen=True, tag="recovered"):
     """The first new step after a fault: the incident is over."""
 
@@ -188,6 +239,9 @@ EventBody: TypeAlias = (
     | WorkerFailed
     | RestartDecided
     | HostExcluded
+    | HangFound
+    | SlowRank
+    | SlowRankRecovered
     | Recovered
     | NodeSucceeded
     | JobEnded

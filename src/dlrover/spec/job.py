@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
+from dlrover.spec.activities import Activity
 from dlrover.spec.rules import Rule
 
 
@@ -58,6 +61,46 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """How often a node's agent may end before it ever joined, until the job fails."""
     end_grace: float = 15.0
     """How long an ended job's master waits for its nodes to leave, beyond their shutdown time-out."""
+    hang_detection: bool = True
+    """Whether the workers' activity is watched for hangs and slow ranks."""
+    hang_action: Literal["restart", "report"] = "restart"
+    """What follows a hang: ``restart`` the workers, which counts as a restart for a cause outside of the
+    program, or only ``report`` it. A job that has never made a step is not restarted."""
+    hang_factor: float = 5.0
+    """An activity may last so many times as long as the longest one of its kind so far in this job, but no
+    more than half an hour longer."""
+    hang_step_limit: float = 180.0
+    """How long a step may last, whatever was learned."""
+    hang_data_limit: float = 180.0
+    """How long the wait for a batch may last, whatever was learned."""
+    hang_start_limit: float = 1800.0
+    """The same from the start of the processes to their first step."""
+    hang_compile_limit: float = 1800.0
+    """The same for compiling a model."""
+    hang_eval_limit: float = 1800.0
+    """The same for an evaluation. It is also what a rank gets that is seen to work outside of a step's
+    usual course: some evaluate without telling."""
+    hang_checkpoint_limit: float = 1800.0
+    """The same for being blocked by a checkpoint."""
+    hang_sample_gap: float = 5.0
+    """Time between the two looks at the processes that have to agree before a hang counts as one."""
+    slow_rank_ratio: float = 1.2
+    """A rank is slow whose steps, without waiting for others, take so many times as long as the median rank's."""
+    slow_rank_window: float = 30.0
+    """Time over which the ranks' steps are compared."""
+    slow_rank_windows: int = 3
+    """Windows in a row that name a rank as slow, and that clear it again."""
+
+    def hang_limit(self, activity: int) -> float:
+        """Seconds that an activity may last at least."""
+        return {
+            Activity.START: self.hang_start_limit,
+            Activity.STEP: self.hang_step_limit,
+            Activity.DATA: self.hang_data_limit,
+            Activity.COMPILE: self.hang_compile_limit,
+            Activity.EVAL: self.hang_eval_limit,
+            Activity.CHECKPOINT: self.hang_checkpoint_limit,
+        }[Activity(activity)]
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -47,6 +47,11 @@ class JobDir:
         return self.path / "events.jsonl"
 
     @property
+    def evidence(self) -> Path:
+        """The stacks of hangs, numbered: ``1.txt`` to read, ``1.json`` with every rank."""
+        return self.path / "evidence"
+
+    @property
     def outcome(self) -> Path:
         """The job's `Outcome` (JSON), once it has ended."""
         return self.path / "outcome.json"

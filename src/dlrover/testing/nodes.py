@@ -17,7 +17,8 @@ import msgspec
 from dlrover.agent import machine as agent_machine
 from dlrover.agent.machine import AgentMachine, Stage
 from dlrover.rpc import messages
-from dlrover.spec.activity import Activity, WorkerActivity
+from dlrover.spec.activities import Activity
+from dlrover.spec.activity import WorkerActivity
 from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.world import Offer, World
 
@@ -82,6 +83,7 @@ class Run:
         self.first_step = program.steps_done
         self.first_step_at: float | None = None
         """When the first step was completed."""
+        self.last_step_at = 0.0
         self.broken = False
         """A worker is gone: the others wait for it until they are stopped."""
         self._program = program
@@ -100,8 +102,9 @@ class Run:
         if self.broken:
             return
         self.steps += 1
+        self.last_step_at = self._program.time.now
         if self.first_step_at is None:
-            self.first_step_at = self._program.time.now
+            self.first_step_at = self.last_step_at
         self._program.steps_done += 1
         first = min(self.nodes, key=lambda n: n.first_rank)
         first.report_steps()
@@ -373,9 +376,9 @@ class SimulatedNode:
         doing = Activity.START if first is None else Activity.STEP
         start = (now if first is None else first) - self._run_since
         step = 0.0 if first is None else now - first
-        since = start if first is None else step
+        since = start if first is None else now - run.last_step_at
         seconds = (start, step, 0.0, 0.0, 0.0, 0.0)
-        return WorkerActivity(run.steps, doing, since, seconds, first_step=run.first_step)
+        return WorkerActivity(run.steps, doing, since, seconds, step, run.first_step)
 
     def succeed(self, run: Run) -> None:
         """The workers reach the end of the program."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dlrover.master.machine import inputs
-from dlrover.spec.activity import Activity, WorkerActivity, mean
+from dlrover.spec.activities import Activity
+from dlrover.spec.activity import WorkerActivity, mean
 
 
 class Activities:

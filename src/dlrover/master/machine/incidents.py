@@ -97,6 +97,8 @@ class IncidentBook:
             return
         if incident.lost_nodes:
             entry.title = diagnosis.diagnose(incident.lost_nodes[0], own).title
+        elif incident.hang:
+            entry.title = f"the training hung in {incident.hang}"
         else:
             root = diagnosis.root_cause(incident.failures, own)
             entry.node, entry.title = root.node_id, diagnosis.diagnose(root, own).title

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from dlrover.spec.events import EventBody
+from dlrover.spec.events import EventBody, HangFound, SlowRank, SlowRankRecovered
 from dlrover.spec.failure import Failure
 from dlrover.spec.job import JobSpec
 from dlrover.spec.outcome import Outcome
@@ -101,6 +101,20 @@ class Progressed(msgspec.Struct, frozen=True, tag="progressed"):
     """The number of the step that the round began with, -1 while that is not known."""
 
 
+class Hung(msgspec.Struct, frozen=True, tag="hung"):
+    """The training of a round hangs; with ``restart`` its workers are to be restarted."""
+
+    found: HangFound
+    restart: bool
+
+
+class RankSpeed(msgspec.Struct, frozen=True, tag="rank_speed"):
+    """A rank of ``round`` has become slow, or is no longer."""
+
+    round: int
+    found: SlowRank | SlowRankRecovered
+
+
 class StopRequested(msgspec.Struct, frozen=True, tag="stop_requested"):
     """Somebody asked to stop the job."""
 
@@ -124,6 +138,8 @@ Input: TypeAlias = (
     | WorkerFailed
     | NodeSucceeded
     | Progressed
+    | Hung
+    | RankSpeed
     | StopRequested
     | DeadlinePassed
 )

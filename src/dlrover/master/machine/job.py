@@ -18,7 +18,7 @@ from dlrover.master import diagnosis
 from dlrover.master.machine import inputs
 from dlrover.master.machine.faults import Faults
 from dlrover.master.machine.rendezvous import Rendezvous
-from dlrover.master.machine.restarts import RestartPolicy, Stop, cause_of
+from dlrover.master.machine.restarts import RestartPolicy, Stop, cause_of, hang_cause
 from dlrover.master.machine.state import (
     Incident,
     Node,
@@ -263,6 +263,20 @@ class JobMachine:
             self._emit(events.Recovered(event.round, now - self.incident.since))
             self.incident = None
 
+    def _hung(self, event: inputs.Hung, now: float) -> None:
+        if event.found.round != self.rendezvous.round or self.rendezvous.collecting:
+            return
+        self._emit(event.found)
+        if event.restart:
+            incident = self._begin_incident(now)
+            incident.hang = event.found.place or event.found.groups
+            if incident.decided or self._decide(incident, now):
+                self._open_round("the training hung", now)
+
+    def _rank_speed(self, event: inputs.RankSpeed, _now: float) -> None:
+        if event.round == self.rendezvous.round:
+            self._emit(event.found)
+
     def _stop_requested(self, event: inputs.StopRequested, now: float) -> None:
         self._end(event.exit_code, event.reason, now)
 
@@ -432,6 +446,8 @@ class JobMachine:
         incident.decided = True
         own = self.job.diagnosis_rules
         # What was reported before the loss of a node can only echo it, or it had been decided upon.
+        if incident.hang and not incident.lost_nodes:
+            return self._decide_hang(incident.hang, now)
         root = None if incident.lost_nodes else diagnosis.root_cause(incident.failures, own)
         failure = root if root is not None else incident.lost_nodes[0]
         verdict = diagnosis.diagnose(failure, own)
@@ -450,6 +466,14 @@ class JobMachine:
         )
         if node is not None:
             self._act(node, action, verdict, now)
+        return True
+
+    def _decide_hang(self, place: str, now: float) -> bool:
+        decision = self.restarts.decide(hang_cause(place, self.steps), now)
+        if isinstance(decision, Stop):
+            self._end(decision.exit_code, decision.reason, now)
+            return False
+        self._emit(events.RestartDecided(self.restarts.count, decision.reason, "hang"))
         return True
 
     def _action(self, node: Node, verdict: Verdict, now: float) -> Action:
@@ -616,6 +640,8 @@ _HANDLERS: dict[type, Callable[[JobMachine, Any, float], None]] = {
     inputs.WorkerFailed: JobMachine._worker_failed,  # noqa: SLF001
     inputs.NodeSucceeded: JobMachine._node_succeeded,  # noqa: SLF001
     inputs.Progressed: JobMachine._progressed,  # noqa: SLF001
+    inputs.Hung: JobMachine._hung,  # noqa: SLF001
+    inputs.RankSpeed: JobMachine._rank_speed,  # noqa: SLF001
     inputs.StopRequested: JobMachine._stop_requested,  # noqa: SLF001
     inputs.DeadlinePassed: JobMachine._deadline_passed,  # noqa: SLF001
 }

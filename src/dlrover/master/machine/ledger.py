@@ -253,6 +253,8 @@ class Ledger:
         """When the fault that an input tells of began."""
         if isinstance(event, inputs.NodeSilent):
             return now - max(0, microseconds(event.seconds))
+        if isinstance(event, inputs.Hung):
+            return now - max(0, microseconds(event.found.seconds))
         if isinstance(event, inputs.WorkerFailed):
             ended = microseconds(event.failure.time)
             return ended if 0 < ended < now else now

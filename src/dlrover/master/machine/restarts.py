@@ -45,6 +45,19 @@ def cause_of(failure: Failure, verdict: Verdict, steps: int, seconds: float) -> 
     )
 
 
+def hang_cause(place: str, steps: int) -> Cause:
+    """What a hang means for the budgets: without a step it got nowhere, however long it took."""
+    return Cause(
+        title=f"the training hung in {place}",
+        origin=Origin.UNKNOWN,
+        hopeless=False,
+        signature=f"hang in {place}",
+        steps=steps,
+        seconds=0.0,
+        cause="hang",
+    )
+
+
 class Restart(msgspec.Struct, frozen=True):
     """Go on."""
 

@@ -61,6 +61,8 @@ class Incident:
     seen: set[str] = field(default_factory=set)
     #: of the kind `FailureKind.NODE`, one for each lost node of the world
     lost_nodes: list[Failure] = field(default_factory=list)
+    #: where the training hung that began it; empty for other faults
+    hang: str = ""
     #: whether the restart policy has spoken
     decided: bool = False
 
