@@ -12,6 +12,7 @@ from typing import TypeAlias
 import msgspec
 
 from dlrover.spec.activity import WorkerActivity
+from dlrover.spec.check import CheckOrder, CheckReport
 from dlrover.spec.events import Event
 from dlrover.spec.failure import Failure
 from dlrover.spec.outcome import Outcome
@@ -58,7 +59,7 @@ class Succeeded(msgspec.Struct, frozen=True, tag="succeeded"):
     round: int
 
 
-AgentMessage: TypeAlias = Hello | Join | Heartbeat | Failed | Succeeded
+AgentMessage: TypeAlias = Hello | Join | Heartbeat | Failed | Succeeded | CheckReport
 
 # ---- master to agent
 
@@ -90,7 +91,7 @@ class Dismiss(msgspec.Struct, frozen=True, tag="dismiss"):
     outcome: Outcome
 
 
-MasterMessage: TypeAlias = Welcome | CallToRound | AssignWorld | Dismiss
+MasterMessage: TypeAlias = Welcome | CallToRound | AssignWorld | Dismiss | CheckOrder
 
 # ---- requests
 

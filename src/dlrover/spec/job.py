@@ -46,6 +46,18 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """How often a node's agent may end before it ever joined, until the job fails."""
     end_grace: float = 15.0
     """How long an ended job's master waits for its nodes to leave, beyond their shutdown time-out."""
+    check_timeout: float = 180.0
+    """How long one round of the node check may take; a third of it is for the network."""
+    check_rounds: int = 4
+    """Rounds in which nodes meet in the node check, at most; what is open then is undetermined."""
+    straggler_ratio: float = 2.0
+    """The multiple of the median above which the node check calls a part of a node slow."""
+    clock_offset: float = 1.0
+    """How far a node's clock may be off the master's before the node check tells it."""
+    exclusion_time: float = 600.0
+    """How long a machine that the node check left out is refused, if its node came by itself."""
+    check_after_fault: bool = True
+    """Whether nodes are checked again after a fault of theirs, if the job checks its nodes at all (1 or 0)."""
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,4 +74,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Restarts allowed after failures of the user's program."""
     shutdown_timeout: float = 30.0
     """Seconds that workers get between SIGTERM and SIGKILL."""
+    node_check: bool = False
+    """Check nodes before they join a world for the first time (``--network-check``)."""
+    exclude_stragglers: bool = False
+    """Train without nodes that the check finds slow."""
     limits: Limits = Limits()

@@ -16,9 +16,11 @@ from typing import Any
 from dlrover.errors import ExitCode
 from dlrover.master import diagnosis
 from dlrover.master.machine import inputs
+from dlrover.master.machine.checking import Checks
+from dlrover.master.machine.evidence import Finding
 from dlrover.master.machine.rendezvous import Rendezvous
 from dlrover.master.machine.restarts import Cause, RestartPolicy, Stop
-from dlrover.master.machine.state import Incident, Node, Phase, given_up, phase_after
+from dlrover.master.machine.state import Incident, Node, Phase, excluded, given_up, phase_after
 from dlrover.spec import events
 from dlrover.spec.failure import Failure, Origin
 from dlrover.spec.job import JobSpec
@@ -38,6 +40,7 @@ class JobMachine:
     by_uid: dict[str, int] = field(default_factory=dict)
     rendezvous: Rendezvous = field(init=False)
     restarts: RestartPolicy = field(init=False)
+    checks: Checks = field(init=False)
     #: set once, when the job ends
     outcome: Outcome | None = None
     incident: Incident | None = None
@@ -56,11 +59,14 @@ class JobMachine:
     grow_at: float | None = None
     #: by wanted rank: how often in a row a launched node ended before it was part of a world
     failed_starts: dict[int, int] = field(default_factory=dict)
+    #: machines that the node check left out: when they may come again, and why they were
+    barred: dict[str, tuple[float, str]] = field(default_factory=dict)
     _out: list[inputs.Command] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.rendezvous = Rendezvous(self.job)
         self.restarts = RestartPolicy(self.job)
+        self.checks = Checks(self.job)
 
     # ---- queries
 
@@ -87,7 +93,8 @@ class JobMachine:
         """When `DeadlinePassed` is due, unless another input changes that; None for never."""
         if self.outcome is not None:
             return None
-        times = [self.rendezvous.deadline(), self.grow_at, *self.lost_at.values()]
+        checked = self.checks.deadline()  # a round does not go on while its nodes are checked
+        times = [checked or self.rendezvous.deadline(), self.grow_at, *self.lost_at.values()]
         return min((t for t in times if t is not None), default=None)
 
     # ---- inputs
@@ -108,6 +115,7 @@ class JobMachine:
         self.submitted_at = now
         self.rendezvous = Rendezvous(self.job)
         self.restarts = RestartPolicy(self.job)
+        self.checks = Checks(self.job)
         self._emit(events.JobSubmitted(self.job.name, self.job.min_nodes, self.job.max_nodes))
         launched = [self._launch(node_rank) for node_rank in range(self.job.managed_nodes)]
         self.rendezvous.open(launched, fixed=bool(launched), now=now)
@@ -145,6 +153,8 @@ class JobMachine:
         if node.status.final:
             self._send(inputs.Dismiss(node.id, self.outcome or given_up(node)))
             return
+        if node.status is NodeStatus.PENDING and self._refused(node, event.hostname, now):
+            return
         node.connected = True
         node.gone = False
         node.hostname = event.hostname
@@ -158,6 +168,19 @@ class JobMachine:
         if arrived:
             self._emit(events.NodeConnected(node.id, event.hostname))
         self._catch_up(node, event.round, now)
+
+    def _refused(self, node: Node, hostname: str, now: float) -> bool:
+        """Send a new node away whose machine was left out a short while ago."""
+        until, why = self.barred.get(hostname, (now, ""))
+        if node.launched or until <= now:
+            return False
+        node.reason = (
+            f"its machine, {hostname}, was left out ({why}) and may come again in "
+            f"{until - now:.0f} s (exclusion_time)"
+        )
+        self._send(inputs.Dismiss(node.id, excluded(node, node.reason)))
+        self._bury(node)
+        return True
 
     def _node_of(self, event: inputs.NodeConnected) -> Node:
         """The node that an agent process is.
@@ -212,6 +235,10 @@ class JobMachine:
             self._move(node, NodeStatus.READY)
         if rdzv.join(node.id, event.offer, now) and not rdzv.collecting and self._can_grow():
             self.grow_at = now + self.job.limits.scale_up_delay
+        self._out += self.checks.again(node.id)
+
+    def _node_checked(self, event: inputs.NodeChecked, now: float) -> None:
+        self._out += self.checks.take(event.node_id, event.report, now)
 
     def _worker_failed(self, event: inputs.WorkerFailed, now: float) -> None:
         failure = event.failure.bounded()
@@ -252,6 +279,7 @@ class JobMachine:
     def _deadline_passed(self, event: inputs.DeadlinePassed, now: float) -> None:
         for node_id in [i for i, at in self.lost_at.items() if at <= now]:
             self._lose(node_id, "its connection did not come back", now)
+        self._out += self.checks.time_out(now)
         if self.grow_at is not None and self.grow_at <= now:
             self.grow_at = None
             if self._can_grow():
@@ -264,6 +292,8 @@ class JobMachine:
         if self.outcome is not None:
             return
         rdzv = self.rendezvous
+        if self._checking(now) or self._has_ended():
+            return
         if rdzv.expired(now):
             self._end(
                 ExitCode.INFRASTRUCTURE,
@@ -276,13 +306,82 @@ class JobMachine:
         elif not rdzv.collecting and rdzv.members and self._all_succeeded():
             self._end(ExitCode.SUCCESS, "All workers succeeded.", now)
 
+    def _checking(self, now: float) -> bool:
+        """Check nodes that are due before their world is formed; whether nodes are being checked.
+
+        When a check is over, the job goes on without the nodes that it names, or it ends.
+        """
+        if self._has_ended():
+            return False
+        rdzv, checks = self.rendezvous, self.checks
+        if checks.run is None:
+            incident = self.incident
+            ready = rdzv.ready(now)
+            if ready and incident is not None and not incident.decided:
+                ready = self._decide(incident, now)
+            due = checks.due(rdzv.offers) if ready else set()
+            if due:
+                again = (
+                    "it is new, or had a fault" if len(due) == 1 else "they are new, or had faults"
+                )
+                reason = again if rdzv.members else "the job starts"
+                self._emit(events.NodeCheckStarted(len(due), reason))
+                ranks = {i: self.nodes[i].node_rank for i in rdzv.offers}
+                self._out += checks.begin(rdzv.in_order(ranks), rdzv.offers, now)
+            return bool(due)
+        run, conclusion = checks.run, checks.conclude(now)
+        if conclusion is None:
+            return True
+        found, out = conclusion
+        for finding in found:
+            without = tuple(node for node in finding.nodes if out.get(node) is finding)
+            self._emit(
+                events.NodeCheckFinding(
+                    finding.kind.value,
+                    finding.nodes,
+                    finding.component.value,
+                    finding.message,
+                    without,
+                )
+            )
+        count = len(run.evidence.nodes)
+        self._emit(events.NodeCheckFinished(count, len(out), run.round, now - run.began))
+        rdzv.settle(now)
+        for node_id, finding in out.items():
+            self._exclude(self.nodes[node_id], finding, now)
+        return self._checking(now)
+
+    def _exclude(self, node: Node, finding: Finding, now: float) -> None:
+        """Go on without a node that the check named."""
+        if self._has_ended() or node.status.final:
+            return
+        reason = f"the node check names its {finding.component.value}: {finding.message}"
+        node.excluded = True
+        if not node.launched:
+            self.barred[node.hostname] = (now + self.job.limits.exclusion_time, reason)
+        if node.connected:
+            self._send(inputs.Dismiss(node.id, excluded(node, reason)))
+        self._lose(node.id, reason, now)
+        if not (self._has_ended() or node.launched or self._enough_nodes()):
+            living = sum(not n.status.final for n in self.nodes.values())
+            self._end(
+                ExitCode.INFRASTRUCTURE,
+                f"node {node.id} is left out ({reason}), and only {living} of at least "
+                f"{self.job.min_nodes} nodes remain.",
+                now,
+            )
+
+    def _has_ended(self) -> bool:
+        return self.outcome is not None
+
+    def _enough_nodes(self) -> bool:
+        living = sum(not node.status.final for node in self.nodes.values())
+        return self.rendezvous.usable(living) > 0
+
     def _all_succeeded(self) -> bool:
         return all(self.nodes[i].status is NodeStatus.SUCCEEDED for i in self.rendezvous.members)
 
     def _complete_round(self, now: float) -> None:
-        incident = self.incident
-        if incident is not None and not incident.decided and not self._decide(incident, now):
-            return
         rdzv = self.rendezvous
         for node_id in rdzv.missing:  # late ones; they are called to the next round when they join
             if self.nodes[node_id].status in (NodeStatus.RUNNING, NodeStatus.SUCCEEDED):
@@ -327,6 +426,7 @@ class JobMachine:
         succeeded = node.status is NodeStatus.SUCCEEDED
         self.lost_at.pop(node_id, None)
         self.rendezvous.drop(node_id)
+        self._out += self.checks.lose(node_id, now)
         node.connected = False
         node.reason = reason
         if self.outcome is not None:
@@ -363,6 +463,8 @@ class JobMachine:
             attempts = self.failed_starts.get(node.node_rank, 0) + 1
             self.failed_starts[node.node_rank] = attempts
             if attempts >= self.job.limits.node_start_attempts:
+                if node.excluded and self._enough_nodes():
+                    return  # whatever takes its place is at fault, too; the others train on
                 self._end(
                     ExitCode.INFRASTRUCTURE,
                     f"node {node.id} could not be started in {attempts} attempts: {node.reason}.",
@@ -410,6 +512,8 @@ class JobMachine:
             self._end(decision.exit_code, decision.reason, now, root)
             return False
         self._emit(events.RestartDecided(self.restarts.count, decision.reason))
+        if cause.origin is Origin.INFRASTRUCTURE:
+            self.checks.doubt({failure.node_id for failure in incident.failures})
         return True
 
     def _cause(self, incident: Incident, root: Failure | None, now: float) -> Cause:
@@ -482,6 +586,8 @@ class JobMachine:
         """Check the invariants; raise AssertionError on the first that is broken."""
         self.rendezvous.validate()
         self.restarts.validate()
+        self.checks.validate()
+        assert self.checks.run is None or self.rendezvous.collecting, "a check beside a world"
         rdzv = self.rendezvous
         for node in self.nodes.values():
             assert not (node.status.final and node.id in rdzv.offers), "a lost node has an offer"
@@ -535,6 +641,7 @@ _HANDLERS: dict[type, Callable[[JobMachine, Any, float], None]] = {
     inputs.NodeDisconnected: JobMachine._node_disconnected,  # noqa: SLF001
     inputs.NodeSilent: JobMachine._node_silent,  # noqa: SLF001
     inputs.NodeJoined: JobMachine._node_joined,  # noqa: SLF001
+    inputs.NodeChecked: JobMachine._node_checked,  # noqa: SLF001
     inputs.WorkerFailed: JobMachine._worker_failed,  # noqa: SLF001
     inputs.NodeSucceeded: JobMachine._node_succeeded,  # noqa: SLF001
     inputs.Progressed: JobMachine._progressed,  # noqa: SLF001

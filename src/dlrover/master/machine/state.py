@@ -44,6 +44,8 @@ class Node:
     has_run: bool = False
     #: its agent ended after its workers had succeeded: nothing is missing unless a new round opens
     gone: bool = False
+    #: the node check named it
+    excluded: bool = False
     #: why it is lost
     reason: str = ""
 
@@ -75,4 +77,11 @@ def given_up(node: Node) -> Outcome:
     return Outcome(
         exit_code=ExitCode.INFRASTRUCTURE,
         reason=f"node {node.id} was given up ({node.reason}) and replaced.",
+    )
+
+
+def excluded(node: Node, reason: str) -> Outcome:
+    """What a node is told that the job goes on without."""
+    return Outcome(
+        exit_code=ExitCode.INFRASTRUCTURE, reason=f"node {node.id} is left out: {reason}."
     )
