@@ -328,7 +328,7 @@ def test_the_trace_follows_the_format_of_trace_events(found: Report) -> None:
 def test_the_trace_has_a_track_for_each_node_and_each_incident(found: Report) -> None:
     events = json.loads(chrometrace.render(found))["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert names == {n: f"node {n} (agent {n})" for n in range(4)}
+    assert names == {n: f"node {n} (machine of agent {n})" for n in range(4)}
     for node in range(4):
         track = sorted((e["ts"], e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == node)
         assert all(a[0] + a[1] <= b[0] for a, b in itertools.pairwise(track))

@@ -55,7 +55,7 @@ SHORTER = {
 }
 """What is replaced in commands and programs so that they take seconds."""
 
-STATUSES = {r"dlrover doctor": {0, 3}}
+STATUSES = {r"dlrover (doctor|check)": {0, 3}}
 """Statuses of commands that judge the machine they run on."""
 
 PROGRAM = """

@@ -14,6 +14,7 @@ import msgspec
 
 from dlrover import config
 from dlrover._util import files, procs
+from dlrover.agent.checking import Checker
 from dlrover.agent.logs import RunLogs
 from dlrover.agent.shell import Agent
 from dlrover.agent.workers import WorkerGroup
@@ -69,12 +70,15 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
         agent.worker_ended(local_rank, failure)
 
     workers = WorkerGroup(launch, env, RunLogs(launch, base), hostname, on_exit)
+    checker = Checker(job_dir.path, settings.accelerator, env)
+    workers.others = lambda: checker.pids
     tls = wire.Tls(settings.tls.cert, settings.tls.key, settings.tls.ca)
     address = settings.master_address or _master_address(job_dir)
     async with MasterClient(address, token, tls) as client:
         agent = Agent(
             client,
             workers,
+            checker,
             settings,
             hostname=hostname,
             node_id=args.node_id,

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from dlrover.rpc import messages
+from dlrover.spec.check import CheckOrder, CheckReport
 from dlrover.spec.failure import Failure
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.world import World
@@ -56,7 +57,13 @@ class Abandoned(msgspec.Struct, frozen=True):
     outcome: Outcome
 
 
-Input: TypeAlias = messages.MasterMessage | WorkerEnded | WorkersStopped | Abandoned
+class Checked(msgspec.Struct, frozen=True):
+    """`RunCheck` is done."""
+
+    report: CheckReport
+
+
+Input: TypeAlias = messages.MasterMessage | Checked | WorkerEnded | WorkersStopped | Abandoned
 
 # ---- commands
 
@@ -70,7 +77,13 @@ class JoinRound(msgspec.Struct, frozen=True):
 class Say(msgspec.Struct, frozen=True):
     """Tell the master something. Dropped while there is no connection."""
 
-    message: messages.Failed | messages.Succeeded
+    message: messages.Failed | messages.Succeeded | CheckReport
+
+
+class RunCheck(msgspec.Struct, frozen=True):
+    """Check this node, then report `Checked`. What an earlier order left undone is given up."""
+
+    order: CheckOrder
 
 
 class StartWorkers(msgspec.Struct, frozen=True):
@@ -91,7 +104,7 @@ class Leave(msgspec.Struct, frozen=True):
     outcome: Outcome
 
 
-Command: TypeAlias = JoinRound | Say | StartWorkers | StopWorkers | Leave
+Command: TypeAlias = JoinRound | Say | RunCheck | StartWorkers | StopWorkers | Leave
 
 
 @dataclass
@@ -110,6 +123,10 @@ class AgentMachine:
     running: set[int] = field(default_factory=set)
     #: failures in ``world``, until the next one
     failures: list[Failure] = field(default_factory=list)
+    #: the last order to check the node, before its workers start
+    order: CheckOrder | None = None
+    #: the answer to it, once there is one
+    report: CheckReport | None = None
     #: set once the node is to leave
     outcome: Outcome | None = None
 
@@ -144,6 +161,20 @@ class AgentMachine:
             return [StopWorkers()]
         return []
 
+    def _check_ordered(self, order: CheckOrder) -> list[Command]:
+        if self.stage is not Stage.JOINED:
+            return []
+        if self.order is not None and _same(self.order, order):
+            return [Say(self.report)] if self.report is not None else []
+        self.order, self.report = order, None
+        return [RunCheck(order)]
+
+    def _checked(self, event: Checked) -> list[Command]:
+        if self.order is None or not _same(self.order, event.report):
+            return []
+        self.report = event.report
+        return [Say(self.report)]
+
     def _assigned(self, event: messages.AssignWorld) -> list[Command]:
         world = event.world
         if self.stage is not Stage.JOINED:
@@ -151,6 +182,7 @@ class AgentMachine:
         self.stage = Stage.RUNNING
         self.round = world.round
         self.world = world
+        self.order = self.report = None
         self.failures = []
         self.running = set(range(self.nproc))
         return [StartWorkers(world, event.fresh)]
@@ -199,7 +231,14 @@ class AgentMachine:
         assert self.world is not None or not self.running, "running workers without a world"
         assert self.stage is not Stage.SUCCEEDED or not (self.running or self.failures)
         assert self.stage is not Stage.FAILED or self.failures, "failed without a failure"
+        assert self.order is None or self.world is None, "a check beside workers"
+        assert self.report is None or self.order is not None, "a report that nobody asked for"
         assert self.stage is not Stage.LEFT or self.outcome is not None, "left without an outcome"
+
+
+def _same(order: CheckOrder, other: CheckOrder | CheckReport) -> bool:
+    """Whether two messages are about the same round of the same check."""
+    return (order.check, order.round) == (other.check, other.round)
 
 
 _HANDLERS: dict[type, Callable[[AgentMachine, Any], list[Command]]] = {
@@ -207,6 +246,8 @@ _HANDLERS: dict[type, Callable[[AgentMachine, Any], list[Command]]] = {
     messages.CallToRound: AgentMachine._called,  # noqa: SLF001
     messages.AssignWorld: AgentMachine._assigned,  # noqa: SLF001
     messages.Dismiss: AgentMachine._dismissed,  # noqa: SLF001
+    CheckOrder: AgentMachine._check_ordered,  # noqa: SLF001
+    Checked: AgentMachine._checked,  # noqa: SLF001
     Abandoned: AgentMachine._dismissed,  # noqa: SLF001
     WorkerEnded: AgentMachine._worker_ended,  # noqa: SLF001
     WorkersStopped: AgentMachine._workers_stopped,  # noqa: SLF001

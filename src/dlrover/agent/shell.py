@@ -11,11 +11,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from dlrover.agent import machine as agent_machine
+from dlrover.agent.checking import Checker
 from dlrover.agent.ports import PortReservation
 from dlrover.agent.workers import WorkerGroup
 from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
 from dlrover.rpc import messages
 from dlrover.rpc.client import MasterClient
+from dlrover.spec.check import CheckReport
 from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.jobdir import AgentConfig
 from dlrover.spec.outcome import Outcome
@@ -40,6 +42,7 @@ class Agent:
         self,
         client: MasterClient,
         workers: WorkerGroup,
+        checker: Checker,
         settings: AgentConfig,
         *,
         hostname: str,
@@ -49,6 +52,7 @@ class Agent:
         launch, limits = settings.launch, settings.limits
         self._client = client
         self._workers = workers
+        self._checker = checker
         self._launch = launch
         self._limits = limits
         self._address = settings.address
@@ -89,6 +93,7 @@ class Agent:
         finally:
             for task in tasks:
                 task.cancel()
+            self._checker.stop()
             await self._workers.stop(signal.SIGTERM, 0.0)
             await self._workers.close()
 
@@ -207,12 +212,18 @@ class Agent:
         elif isinstance(command, agent_machine.Say):
             self._say_progress()
             self._say(command.message)
+        elif isinstance(command, agent_machine.RunCheck):
+            self._checker.start(command.order, self._machine.node_id, self._checked)
         elif isinstance(command, agent_machine.StartWorkers):
+            self._checker.stop()
             self._start(command.world, command.fresh)
         elif isinstance(command, agent_machine.StopWorkers):
             self._stopping = asyncio.create_task(self._stop_workers())
         elif not self._left.done():
             self._left.set_result(command.outcome)
+
+    def _checked(self, report: CheckReport) -> None:
+        self._handle(agent_machine.Checked(report))
 
     def _join(self, round_: int) -> None:
         if self._port is not None and self._port_used:

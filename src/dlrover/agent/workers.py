@@ -75,6 +75,8 @@ class WorkerGroup:
                 f"--nproc-per-node {launch.nproc_per_node}: at most {MAX_SLOTS} workers run on a node."
             )
         self.node_id = -1
+        self.others: Callable[[], set[int]] = set
+        """Pids of the agent's children that are neither workers nor left by them."""
         self._launch = launch
         self._base_env = base_env
         self._run_logs = logs
@@ -359,7 +361,7 @@ class WorkerGroup:
 
     def _own_pids(self) -> set[int]:
         alive = [self._cold, self._warm, *self._retired]
-        return {z.process.pid for z in alive if z is not None}
+        return {z.process.pid for z in alive if z is not None} | self.others()
 
 
 @dataclass(frozen=True)

@@ -171,6 +171,37 @@ def diagnose(
 
 
 @app.command()
+def check(
+    directory: Annotated[
+        str,
+        typer.Option(
+            help="Where the disk is checked; the directory for temporary files if left out."
+        ),
+    ] = "",
+    accelerator: Annotated[str, typer.Option(help="As of dlrover-run; found if left out.")] = "",
+    config_file: Annotated[str, typer.Option("--config", help="Settings file (TOML).")] = "",
+    output: Output = Form.TEXT,
+) -> None:
+    """Measure this machine: device, memory, disk and network; in a launcher's job, all its machines.
+
+    Ends with exit code 3 if something is at fault.
+    """
+    from dlrover.cli import check as checking  # noqa: PLC0415
+
+    env = config.environ()
+    limits = config.settings(env, config_file).limits
+    report = checking.check(env, limits, directory, accelerator)
+    if output is Form.JSON:
+        print_json(report)
+    else:
+        place = checking.find_place(env)
+        if place is None or place.local_rank == 0:
+            checking.render(report, Console())
+        print("\n".join(checking.verdict(report)), flush=True)
+    raise typer.Exit(report.exit_code)
+
+
+@app.command()
 def master(  # noqa: PLR0913 - each is an option of the command
     nnodes: Annotated[str, typer.Option(help="Nodes of the job: N or MIN:MAX.")] = "1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.")] = 29400,
@@ -181,6 +212,12 @@ def master(  # noqa: PLR0913 - each is an option of the command
     metrics_port: Annotated[
         int | None, typer.Option(min=0, max=65_535, help="Port for Prometheus metrics; 0 for none.")
     ] = None,
+    network_check: Annotated[
+        bool, typer.Option("--network-check", help="As of dlrover-run.")
+    ] = False,
+    exclude_straggler: Annotated[
+        bool, typer.Option("--exclude-straggler", help="As of dlrover-run.")
+    ] = False,
     rdzv_conf: Annotated[str, typer.Option(help="Settings: key=value,key=value.")] = "",
     config_file: Annotated[str, typer.Option("--config", help="Settings file (TOML).")] = "",
     job_dir: Dir = "",
@@ -201,6 +238,8 @@ def master(  # noqa: PLR0913 - each is an option of the command
         max_nodes=max_nodes,
         node_unit=node_unit,
         max_restarts=max_restarts,
+        node_check=network_check or exclude_straggler,
+        exclude_stragglers=exclude_straggler,
         limits=settings.limits,
         diagnosis_rules=load_own(settings.diagnosis_rules, settings.limits.cause_budgets),
     )

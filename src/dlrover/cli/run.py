@@ -195,6 +195,8 @@ class _Plan:
             managed_nodes=managed_nodes,
             max_restarts=options.launch.max_restarts,
             shutdown_timeout=options.launch.shutdown_timeout,
+            node_check=options.node_check,
+            exclude_stragglers=options.exclude_stragglers,
             limits=self._settings.limits,
             diagnosis_rules=self._rules,
         )
@@ -216,6 +218,7 @@ class _Plan:
             master_address=master,
             address=address,
             store_port=store_port,
+            accelerator=self._options.accelerator,
             tls=self._tls,
         )
         self._write(self._job_dir.agent, content)

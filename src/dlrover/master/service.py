@@ -26,6 +26,7 @@ from dlrover.master.machine.waiting import waiting_for
 from dlrover.platform.base import Platform
 from dlrover.rpc import messages
 from dlrover.rpc.server import Server
+from dlrover.spec.check import CheckReport
 from dlrover.spec.node import NodeStatus
 
 logger = logging.getLogger(__name__)
@@ -273,6 +274,9 @@ class Master:
         self._steps[command.node_id] = 0
         self._say(command.node_id, messages.AssignWorld(command.world, command.fresh))
 
+    def _order_check(self, command: inputs.OrderCheck, _now: float) -> None:
+        self._say(command.node_id, command.order)
+
     def _dismiss(self, command: inputs.Dismiss, _now: float) -> None:
         self._dismissed.add(command.node_id)
         self._say(command.node_id, messages.Dismiss(command.outcome))
@@ -326,6 +330,8 @@ class Master:
             self._take_heartbeat(node_id, message)
         elif isinstance(message, messages.Join):
             self.submit(inputs.NodeJoined(node_id, message.round, message.offer))
+        elif isinstance(message, CheckReport):
+            self.submit(inputs.NodeChecked(node_id, message.bounded()))
         elif isinstance(message, messages.Failed):
             self._flush_progress()
             self.submit(inputs.WorkerFailed(message.failure))
@@ -427,6 +433,7 @@ _CARRY_OUT: dict[type, Callable[[Master, Any, float], None]] = {
     inputs.KillNode: Master._kill_node,  # noqa: SLF001
     inputs.Welcome: Master._welcome,  # noqa: SLF001
     inputs.CallToRound: Master._call_to_round,  # noqa: SLF001
+    inputs.OrderCheck: Master._order_check,  # noqa: SLF001
     inputs.AssignWorld: Master._assign_world,  # noqa: SLF001
     inputs.Dismiss: Master._dismiss,  # noqa: SLF001
     inputs.EndJob: Master._end_job,  # noqa: SLF001

@@ -12,6 +12,7 @@ from typing import TypeAlias
 import msgspec
 
 from dlrover.spec.activity import WorkerActivity
+from dlrover.spec.check import CheckOrder, CheckReport
 from dlrover.spec.events import Event
 from dlrover.spec.failure import Failure
 from dlrover.spec.outcome import Outcome
@@ -67,7 +68,7 @@ class Evidence(msgspec.Struct, frozen=True, tag="evidence"):
     workers: tuple[WorkerEvidence, ...]
 
 
-AgentMessage: TypeAlias = Hello | Join | Heartbeat | Failed | Succeeded | Evidence
+AgentMessage: TypeAlias = Hello | Join | Heartbeat | Failed | Succeeded | Evidence | CheckReport
 
 # ---- master to agent
 
@@ -107,7 +108,9 @@ class CollectEvidence(msgspec.Struct, frozen=True, tag="collect_evidence"):
     id: int
 
 
-MasterMessage: TypeAlias = Welcome | CallToRound | AssignWorld | Dismiss | CollectEvidence
+MasterMessage: TypeAlias = (
+    Welcome | CallToRound | AssignWorld | Dismiss | CollectEvidence | CheckOrder
+)
 
 # ---- requests
 

@@ -87,6 +87,62 @@ class RoundOpened(msgspec.Struct, frozen=True, tag="round_opened"):
         return f"Round {self.round} opened ({self.reason}); {self.awaited} nodes are awaited."
 
 
+class NodeCheckStarted(msgspec.Struct, frozen=True, tag="node_check_started"):
+    """Nodes are being checked before they join a world."""
+
+    nodes: int
+    reason: str
+
+    def sentence(self) -> str:
+        """The event in words."""
+        count = "1 node is" if self.nodes == 1 else f"{self.nodes} nodes are"
+        return f"{count} being checked: {self.reason}."
+
+
+class NodeCheckFinding(msgspec.Struct, frozen=True, tag="node_check_finding"):
+    """The node check found something."""
+
+    kind: str
+    """``fault``, ``slow``, ``link``, ``undetermined``, ``untested`` or ``note``."""
+    nodes: tuple[int, ...]
+    component: str
+    message: str
+    excluded: tuple[int, ...] = ()
+    """Those of the nodes that the job goes on without."""
+
+    def sentence(self) -> str:
+        """The event in words."""
+        named = ", ".join(map(str, self.nodes[:NODES_NAMED]))
+        more = "..." if len(self.nodes) > NODES_NAMED else ""
+        who = f"node{'s' if len(self.nodes) > 1 else ''} {named}{more}"
+        kind = "" if self.kind == "note" else f" ({self.kind})"
+        rest = "; the job goes on without it" if self.excluded else ""
+        if len(self.excluded) > 1 or (self.excluded and len(self.nodes) > 1):
+            rest = f"; the job goes on without {', '.join(map(str, self.excluded))}"
+        return f"Node check, {who}: {self.component}{kind}: {self.message}{rest}."
+
+
+class NodeCheckFinished(msgspec.Struct, frozen=True, tag="node_check_finished"):
+    """The node check is over."""
+
+    nodes: int
+    excluded: int
+    rounds: int
+    seconds: float
+
+    def sentence(self) -> str:
+        """The event in words."""
+        rounds = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
+        return (
+            f"The node check took {self.seconds:.2f} s in {rounds}: "
+            f"{self.nodes - self.excluded} of {self.nodes} nodes go on."
+        )
+
+
+NODES_NAMED = 8
+"""Nodes that a sentence names."""
+
+
 class RoundCompleted(msgspec.Struct, frozen=True, tag="round_completed"):
     """A world was formed."""
 
@@ -235,6 +291,9 @@ EventBody: TypeAlias = (
     | NodeConnected
     | NodeLost
     | RoundOpened
+    | NodeCheckStarted
+    | NodeCheckFinding
+    | NodeCheckFinished
     | RoundCompleted
     | WorkerFailed
     | RestartDecided

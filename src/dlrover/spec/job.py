@@ -91,6 +91,17 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     slow_rank_windows: int = 3
     """Windows in a row that name a rank as slow, and that clear it again."""
 
+    check_timeout: float = 180.0
+    """How long one round of the node check may take; a third of it is for the network."""
+    check_rounds: int = 4
+    """Rounds in which nodes meet in the node check, at most; what is open then is undetermined."""
+    straggler_ratio: float = 2.0
+    """The multiple of the median above which the node check calls a part of a node slow."""
+    clock_offset: float = 1.0
+    """How far a node's clock may be off the master's before the node check tells it."""
+    check_after_fault: bool = True
+    """Whether nodes are checked again after a fault of theirs, if the job checks its nodes at all (1 or 0)."""
+
     def hang_limit(self, activity: int) -> float:
         """Seconds that an activity may last at least."""
         return {
@@ -117,6 +128,10 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Restarts allowed after failures of the user's program."""
     shutdown_timeout: float = 30.0
     """Seconds that workers get between SIGTERM and SIGKILL."""
+    node_check: bool = False
+    """Check nodes before they join a world for the first time (``--network-check``)."""
+    exclude_stragglers: bool = False
+    """Train without nodes that the check finds slow."""
     limits: Limits = Limits()
     diagnosis_rules: tuple[Rule, ...] = ()
     """The user's own rows of the table of causes: their content, so that a job keeps what it began with."""

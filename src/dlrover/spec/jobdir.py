@@ -128,4 +128,6 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Where the other nodes reach this one."""
     store_port: int = 0
     """The port of the world's store if this node has rank 0; 0: any free one."""
+    accelerator: str = ""
+    """What the program trains on, as ``--accelerator`` names it; empty: whatever the node has."""
     tls: TlsFiles = TlsFiles()

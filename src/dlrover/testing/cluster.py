@@ -25,6 +25,7 @@ from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.ledger import Ledger
 from dlrover.master.machine.waiting import waiting_for
 from dlrover.rpc import messages
+from dlrover.spec.check import CheckReport
 from dlrover.spec.events import Event
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec
@@ -393,6 +394,8 @@ class Cluster:
                     self._submit(self._activities.progress())
         elif isinstance(message, messages.Join):
             self._submit(inputs.NodeJoined(link.node_id, message.round, message.offer))
+        elif isinstance(message, CheckReport):
+            self._submit(inputs.NodeChecked(link.node_id, message))
         elif isinstance(message, messages.Failed):
             self._submit(inputs.WorkerFailed(message.failure))
         else:
@@ -432,10 +435,12 @@ class Cluster:
 
 
 def _message(
-    command: inputs.CallToRound | inputs.AssignWorld | inputs.Dismiss,
+    command: inputs.CallToRound | inputs.OrderCheck | inputs.AssignWorld | inputs.Dismiss,
 ) -> messages.MasterMessage:
     if isinstance(command, inputs.CallToRound):
         return messages.CallToRound(command.round, command.reason)
+    if isinstance(command, inputs.OrderCheck):
+        return command.order
     if isinstance(command, inputs.AssignWorld):
         return messages.AssignWorld(command.world, command.fresh)
     return messages.Dismiss(command.outcome)

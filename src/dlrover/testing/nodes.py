@@ -19,8 +19,11 @@ from dlrover.agent.machine import AgentMachine, Stage
 from dlrover.rpc import messages
 from dlrover.spec.activities import Activity
 from dlrover.spec.activity import WorkerActivity
+from dlrover.spec.check import CheckOrder
 from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.world import Offer, World
+from dlrover.testing import ailments
+from dlrover.testing.ailments import Ailment
 
 Range = tuple[float, float]
 """Bounds in seconds between which a random time is drawn."""
@@ -37,6 +40,8 @@ class Delays(msgspec.Struct, frozen=True, kw_only=True):
     """Between two attempts of an agent to reach its master."""
     launch: Range = (0.2, 3.0)
     """From the order of a node to its agent's first attempt to connect."""
+    check: Range = (1.0, 4.0)
+    """One round of the node check; a group whose network fails takes its whole time limit."""
     start: Range = (0.05, 2.0)
     """From the order to start workers to their readiness for the first step."""
     stop: Range = (0.01, 1.0)
@@ -127,6 +132,8 @@ class Program:
     checkpoint_every: int = 1
     steps_done: int = 0
     runs: dict[int, Run] = field(default_factory=dict)
+    #: the nodes that have been given ids; they meet when they are checked
+    nodes: dict[int, SimulatedNode] = field(default_factory=dict)
 
     def run_of(self, world: World) -> Run:
         """The run of a world's round."""
@@ -250,6 +257,9 @@ class SimulatedNode:
         """It cannot connect before."""
         self.stopped_until = 0.0
         """Its process does nothing before."""
+        self.hostname = f"machine of {uid}"
+        self.ailment = Ailment.NOTHING
+        """What a check of the node finds."""
         self._program = program
         self._time = program.time
         self._delays = program.delays
@@ -288,7 +298,7 @@ class SimulatedNode:
             round=world.round,
             time=self._time.now,
             steps=run.steps,
-            hostname=self.uid,
+            hostname=self.hostname,
             **details,
         )
         self.when_awake(self._worker_ended, run, local_rank, failure)
@@ -331,13 +341,14 @@ class SimulatedNode:
         machine = self.machine
         known = machine.node_id if machine.node_id >= 0 else self.launched_as
         self.link.up(
-            messages.Hello(self.uid, known, self.node_rank, self.uid, machine.running_round)
+            messages.Hello(self.uid, known, self.node_rank, self.hostname, machine.running_round)
         )
 
     def handle(self, event: agent_machine.Input) -> None:
         """Give the machine an input and carry out its commands."""
         commands = self.machine.handle(event)
         self.machine.validate()
+        self._program.nodes[self.machine.node_id] = self
         for command in commands:
             self._carry_out(command)
 
@@ -347,6 +358,8 @@ class SimulatedNode:
         elif isinstance(command, agent_machine.Say):
             self.report_steps()
             self._say(command.message)
+        elif isinstance(command, agent_machine.RunCheck):
+            self._begin_check(command.order)
         elif isinstance(command, agent_machine.StartWorkers):
             self._run = self._program.run_of(command.world)
             self._run_since = self._time.now
@@ -356,6 +369,27 @@ class SimulatedNode:
             self._time.after(self._delays.stop, self.when_awake, self._stopped)
         else:
             self.end("its agent left")
+
+    # ---- the check
+
+    def _begin_check(self, order: CheckOrder) -> None:
+        failing = ailments.fails(self.ailment, self._others(order))
+        self._time.after(
+            order.seconds / 3 if failing else self._delays.check,
+            self.when_awake,
+            self._answer,
+            order,
+            self._time.now,
+        )
+
+    def _answer(self, order: CheckOrder, began: float) -> None:
+        others, chance = self._others(order), self._time.random
+        answer = ailments.report(order, self.ailment, others, chance, self._time.now)
+        self.handle(agent_machine.Checked(msgspec.structs.replace(answer, received_at=began)))
+
+    def _others(self, order: CheckOrder) -> list[Ailment | None]:
+        nodes = [self._program.nodes.get(i) for i in order.members if i != self.machine.node_id]
+        return [node.ailment if node is not None and node.alive else None for node in nodes]
 
     def _say(self, message: messages.AgentMessage) -> None:
         if self.link is not None and self.link.greeted:

@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from dlrover.spec.check import CheckOrder, CheckReport
 from dlrover.spec.events import EventBody, HangFound, SlowRank, SlowRankRecovered
 from dlrover.spec.failure import Failure
 from dlrover.spec.job import JobSpec
@@ -77,6 +78,13 @@ class NodeJoined(msgspec.Struct, frozen=True, tag="node_joined"):
     offer: Offer
 
 
+class NodeChecked(msgspec.Struct, frozen=True, tag="node_checked"):
+    """A node has carried out an order of the node check."""
+
+    node_id: int
+    report: CheckReport
+
+
 class WorkerFailed(msgspec.Struct, frozen=True, tag="worker_failed"):
     """A worker of the round ``failure.round`` ended in failure."""
 
@@ -135,6 +143,7 @@ Input: TypeAlias = (
     | NodeDisconnected
     | NodeSilent
     | NodeJoined
+    | NodeChecked
     | WorkerFailed
     | NodeSucceeded
     | Progressed
@@ -180,6 +189,13 @@ class CallToRound(msgspec.Struct, frozen=True):
     reason: str
 
 
+class OrderCheck(msgspec.Struct, frozen=True):
+    """Tell a node to check itself."""
+
+    node_id: int
+    order: CheckOrder
+
+
 class AssignWorld(msgspec.Struct, frozen=True):
     """Tell a node its place in a completed round."""
 
@@ -209,5 +225,13 @@ class EndJob(msgspec.Struct, frozen=True):
 
 
 Command: TypeAlias = (
-    LaunchNode | KillNode | Welcome | CallToRound | AssignWorld | Dismiss | Emit | EndJob
+    LaunchNode
+    | KillNode
+    | Welcome
+    | CallToRound
+    | OrderCheck
+    | AssignWorld
+    | Dismiss
+    | Emit
+    | EndJob
 )

@@ -16,6 +16,8 @@ from typing import Any
 from dlrover.errors import ExitCode
 from dlrover.master import diagnosis
 from dlrover.master.machine import inputs
+from dlrover.master.machine.checking import Checks
+from dlrover.master.machine.evidence import Finding
 from dlrover.master.machine.faults import Faults
 from dlrover.master.machine.rendezvous import Rendezvous
 from dlrover.master.machine.restarts import RestartPolicy, Stop, cause_of, hang_cause
@@ -23,12 +25,13 @@ from dlrover.master.machine.state import (
     Incident,
     Node,
     Phase,
+    excluded,
     given_up,
     loss_of,
     phase_after,
 )
 from dlrover.spec import events
-from dlrover.spec.failure import Action, Failure, Verdict
+from dlrover.spec.failure import Action, Failure, Origin, Verdict
 from dlrover.spec.job import JobSpec
 from dlrover.spec.node import TRANSITIONS, NodeStatus
 from dlrover.spec.outcome import Outcome
@@ -52,6 +55,7 @@ class JobMachine:
     faults: Faults = field(init=False)
     #: a node, and the round that its workers begin from processes that have loaded nothing
     fresh: tuple[int, int] | None = None
+    checks: Checks = field(init=False)
     #: set once, when the job ends
     outcome: Outcome | None = None
     incident: Incident | None = None
@@ -76,6 +80,7 @@ class JobMachine:
         self.rendezvous = Rendezvous(self.job)
         self.restarts = RestartPolicy(self.job)
         self.faults = Faults(self.job)
+        self.checks = Checks(self.job)
 
     # ---- queries
 
@@ -102,7 +107,8 @@ class JobMachine:
         """When `DeadlinePassed` is due, unless another input changes that; None for never."""
         if self.outcome is not None:
             return None
-        times = [self.rendezvous.deadline(), self.grow_at, *self.lost_at.values()]
+        checked = self.checks.deadline()  # a round does not go on while its nodes are checked
+        times = [checked or self.rendezvous.deadline(), self.grow_at, *self.lost_at.values()]
         return min((t for t in times if t is not None), default=None)
 
     # ---- inputs
@@ -124,6 +130,7 @@ class JobMachine:
         self.rendezvous = Rendezvous(self.job)
         self.restarts = RestartPolicy(self.job)
         self.faults = Faults(self.job)
+        self.checks = Checks(self.job)
         self._emit(events.JobSubmitted(self.job.name, self.job.min_nodes, self.job.max_nodes))
         launched = [self._launch(rank, now) for rank in range(self.job.managed_nodes)]
         self.rendezvous.open(launched, fixed=bool(launched), now=now)
@@ -230,6 +237,10 @@ class JobMachine:
             self._move(node, NodeStatus.READY)
         if rdzv.join(node.id, event.offer, now) and not rdzv.collecting and self._can_grow():
             self.grow_at = now + self.job.limits.scale_up_delay
+        self._out += self.checks.again(node.id)
+
+    def _node_checked(self, event: inputs.NodeChecked, now: float) -> None:
+        self._out += self.checks.take(event.node_id, event.report, now)
 
     def _worker_failed(self, event: inputs.WorkerFailed, now: float) -> None:
         failure = event.failure.bounded()
@@ -283,6 +294,7 @@ class JobMachine:
     def _deadline_passed(self, event: inputs.DeadlinePassed, now: float) -> None:
         for node_id in [i for i, at in self.lost_at.items() if at <= now]:
             self._lose(node_id, "its connection did not come back", now)
+        self._out += self.checks.time_out(now)
         if self.grow_at is not None and self.grow_at <= now:
             self.grow_at = None
             if self._can_grow():
@@ -295,6 +307,8 @@ class JobMachine:
         if self.outcome is not None:
             return
         rdzv = self.rendezvous
+        if self._checking(now) or self._has_ended():
+            return
         if rdzv.expired(now):
             self._end(
                 ExitCode.INFRASTRUCTURE,
@@ -307,15 +321,83 @@ class JobMachine:
         elif not rdzv.collecting and rdzv.members and self._all_succeeded():
             self._end(ExitCode.SUCCESS, "All workers succeeded.", now)
 
+    def _checking(self, now: float) -> bool:
+        """Check nodes that are due before their world is formed; whether nodes are being checked.
+
+        When a check is over, the job goes on without the nodes that it names, or it ends.
+        """
+        if self._has_ended():
+            return False
+        rdzv, checks = self.rendezvous, self.checks
+        if checks.run is None:
+            incident = self.incident
+            ready = rdzv.ready(now)
+            if ready and incident is not None and not incident.decided:
+                # It may be to go on without one of the nodes.
+                ready = self._decide(incident, now) and rdzv.ready(now)
+            due = checks.due(rdzv.offers) if ready else set()
+            if due:
+                again = (
+                    "it is new, or had a fault" if len(due) == 1 else "they are new, or had faults"
+                )
+                reason = again if rdzv.members else "the job starts"
+                self._emit(events.NodeCheckStarted(len(due), reason))
+                ranks = {i: self.nodes[i].node_rank for i in rdzv.offers}
+                self._out += checks.begin(rdzv.in_order(ranks), rdzv.offers, now)
+            return bool(due)
+        run, conclusion = checks.run, checks.conclude(now)
+        if conclusion is None:
+            return True
+        found, out = conclusion
+        for finding in found:
+            without = tuple(node for node in finding.nodes if out.get(node) is finding)
+            self._emit(
+                events.NodeCheckFinding(
+                    finding.kind.value,
+                    finding.nodes,
+                    finding.component.value,
+                    finding.message,
+                    without,
+                )
+            )
+        count = len(run.evidence.nodes)
+        self._emit(events.NodeCheckFinished(count, len(out), run.round, now - run.began))
+        rdzv.settle(now)
+        for node_id, finding in out.items():
+            self._leave_out(self.nodes[node_id], finding, now)
+        return self._checking(now)
+
+    def _leave_out(self, node: Node, finding: Finding, now: float) -> None:
+        """Go on without a node that the check named."""
+        if self._has_ended() or node.status.final:
+            return
+        reason = f"the node check names its {finding.component.value}: {finding.message}"
+        node.excluded = True
+        self._exclude(node, reason, now)
+        if node.connected:
+            self._send(inputs.Dismiss(node.id, excluded(node, reason)))
+        self._lose(node.id, reason, now)
+        if not (self._has_ended() or node.launched or self._enough_nodes()):
+            living = sum(not n.status.final for n in self.nodes.values())
+            self._end(
+                ExitCode.INFRASTRUCTURE,
+                f"node {node.id} is left out ({reason}), and only {living} of at least "
+                f"{self.job.min_nodes} nodes remain.",
+                now,
+            )
+
+    def _has_ended(self) -> bool:
+        return self.outcome is not None
+
+    def _enough_nodes(self) -> bool:
+        living = sum(not node.status.final for node in self.nodes.values())
+        return self.rendezvous.usable(living) > 0
+
     def _all_succeeded(self) -> bool:
         return all(self.nodes[i].status is NodeStatus.SUCCEEDED for i in self.rendezvous.members)
 
     def _complete_round(self, now: float) -> None:
-        incident, rdzv = self.incident, self.rendezvous
-        if incident is not None and not incident.decided and not self._decide(incident, now):
-            return
-        if not rdzv.ready(now):
-            return  # the decision was to go on without one of the nodes
+        rdzv = self.rendezvous
         for node_id in rdzv.missing:  # late ones; they are called to the next round when they join
             if self.nodes[node_id].status in (NodeStatus.RUNNING, NodeStatus.SUCCEEDED):
                 self._move(self.nodes[node_id], NodeStatus.READY)
@@ -363,6 +445,7 @@ class JobMachine:
         succeeded = node.status is NodeStatus.SUCCEEDED
         self.lost_at.pop(node_id, None)
         self.rendezvous.drop(node_id)
+        self._out += self.checks.lose(node_id, now)
         node.connected = False
         node.reason = reason
         if self.outcome is not None:
@@ -399,6 +482,8 @@ class JobMachine:
             attempts = self.failed_starts.get(node.node_rank, 0) + 1
             self.failed_starts[node.node_rank] = attempts
             if attempts >= self.job.limits.node_start_attempts:
+                if node.excluded and self._enough_nodes():
+                    return  # whatever takes its place is at fault, too; the others train on
                 self._end(
                     ExitCode.INFRASTRUCTURE,
                     f"node {node.id} could not be started in {attempts} attempts: {node.reason}.",
@@ -466,6 +551,8 @@ class JobMachine:
         )
         if node is not None:
             self._act(node, action, verdict, now)
+        if verdict.origin is Origin.INFRASTRUCTURE:
+            self.checks.doubt({failure.node_id for failure in incident.failures})
         return True
 
     def _decide_hang(self, place: str, now: float) -> bool:
@@ -584,6 +671,8 @@ class JobMachine:
         self.rendezvous.validate()
         self.restarts.validate()
         self.faults.validate()
+        self.checks.validate()
+        assert self.checks.run is None or self.rendezvous.collecting, "a check beside a world"
         rdzv = self.rendezvous
         for node in self.nodes.values():
             assert not (node.status.final and node.id in rdzv.offers), "a lost node has an offer"
@@ -637,6 +726,7 @@ _HANDLERS: dict[type, Callable[[JobMachine, Any, float], None]] = {
     inputs.NodeDisconnected: JobMachine._node_disconnected,  # noqa: SLF001
     inputs.NodeSilent: JobMachine._node_silent,  # noqa: SLF001
     inputs.NodeJoined: JobMachine._node_joined,  # noqa: SLF001
+    inputs.NodeChecked: JobMachine._node_checked,  # noqa: SLF001
     inputs.WorkerFailed: JobMachine._worker_failed,  # noqa: SLF001
     inputs.NodeSucceeded: JobMachine._node_succeeded,  # noqa: SLF001
     inputs.Progressed: JobMachine._progressed,  # noqa: SLF001

@@ -33,6 +33,7 @@ from dlrover.spec.node import NodeStatus
 
 _WAITING = INDEX[Cause.WAITING_FOR_RESOURCES]
 _RENDEZVOUS = INDEX[Cause.RENDEZVOUS]
+_NODE_CHECK = INDEX[Cause.NODE_CHECK]
 _IDLE = INDEX[Cause.IDLE]
 _WORLD = -1
 """In place of a cause: the node's workers run in the world, whose `RoundTime` knows."""
@@ -268,7 +269,8 @@ class Ledger:
             self.round = RoundTime(rdzv.round, now, self._furthest, tells=self._tells)
         here = len(self.accounts) - self._pending
         short = rdzv.collecting and not rdzv.usable(here)
-        key = (rdzv.round, rdzv.collecting, short, over)
+        checking = machine.checks.count if machine.checks.run is not None else 0
+        key = (rdzv.round, rdzv.collecting, short, over, checking)
         changed, self._key = key != self._key, key
         for node_id in list(self.accounts) if changed else touched:
             account, node = self.accounts.get(node_id), machine.nodes[node_id]
@@ -283,6 +285,9 @@ class Ledger:
             return SHUTDOWN
         if node.status is NodeStatus.PENDING:
             return _WAITING
+        run = machine.checks.run
+        if run is not None and node.id in run.offers:
+            return _NODE_CHECK
         if machine.rendezvous.collecting:
             return _WAITING if short else _RENDEZVOUS
         if node.status is NodeStatus.RUNNING:

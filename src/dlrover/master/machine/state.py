@@ -44,6 +44,8 @@ class Node:
     has_run: bool = False
     #: its agent ended after its workers had succeeded: nothing is missing unless a new round opens
     gone: bool = False
+    #: the node check named it
+    excluded: bool = False
     #: why it is lost
     reason: str = ""
     #: how many times the memory that the job asked for it was launched with
@@ -95,4 +97,11 @@ def loss_of(node: Node, round_: int, now: float) -> Failure:
         time=now,
         message=node.reason,
         hostname=node.hostname,
+    )
+
+
+def excluded(node: Node, reason: str) -> Outcome:
+    """What a node is told that the job goes on without."""
+    return Outcome(
+        exit_code=ExitCode.INFRASTRUCTURE, reason=f"node {node.id} is left out: {reason}."
     )
