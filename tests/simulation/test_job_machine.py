@@ -102,7 +102,7 @@ def test_a_broken_device_costs_its_node_and_one_round(seed):
     settle(cluster)
     assert (rounds(cluster), cluster.machine.restarts.count) == (2, 1)
     assert not broken.alive
-    assert cluster.machine.faults.excluded(cluster.time.now) == (broken.uid,)
+    assert cluster.machine.faults.excluded(cluster.time.now) == (broken.hostname,)
     assert cluster.finish().exit_code == ExitCode.SUCCESS
 
 

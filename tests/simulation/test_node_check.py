@@ -93,7 +93,7 @@ def test_a_machine_that_was_left_out_does_not_disturb_the_others(exclusion_coold
     assert not again.alive
     assert again.machine.outcome.exit_code == ExitCode.INFRASTRUCTURE
     if exclusion_cooldown:
-        assert "may come again in" in again.machine.outcome.reason
+        assert "is kept out of the job for" in again.machine.outcome.reason
         assert job.machine.rendezvous.round == 1
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from dlrover.master.machine import inputs, nodecheck
 from dlrover.master.machine.evidence import Evidence, Finding, Kind, Trial, better
 from dlrover.spec.check import CheckOrder, CheckReport, Component, ProbeResult, ProbeState
+from dlrover.spec.events import NodeCheckFinding
 from dlrover.spec.job import JobSpec
 from dlrover.spec.world import Offer
 
@@ -216,6 +217,20 @@ class Checks:
         assert run.reports.keys() <= set(members), "a report that nobody asked for"
         assert 1 <= run.round <= max(1, self.job.limits.check_rounds)
         assert not run.orders or run.missing, "a round without an end"
+
+
+def told(found: Sequence[Finding], out: Mapping[int, Finding]) -> list[NodeCheckFinding]:
+    """The events of a check that is over: what it found, and the nodes that are left out for it."""
+    return [
+        NodeCheckFinding(
+            finding.kind.value,
+            finding.nodes,
+            finding.component.value,
+            finding.message,
+            tuple(node for node in finding.nodes if out.get(node) is finding),
+        )
+        for finding in found
+    ]
 
 
 def trial(pair: tuple[int, int], first: CheckReport, second: CheckReport) -> Trial:

@@ -15,8 +15,8 @@ from typing import Any
 
 from dlrover.errors import ExitCode
 from dlrover.master import diagnosis
-from dlrover.master.machine import inputs
-from dlrover.master.machine.checking import Checks
+from dlrover.master.machine import inputs, invariants
+from dlrover.master.machine.checking import Checks, told
 from dlrover.master.machine.evidence import Finding
 from dlrover.master.machine.faults import Faults
 from dlrover.master.machine.rendezvous import Rendezvous
@@ -349,17 +349,8 @@ class JobMachine:
         if conclusion is None:
             return True
         found, out = conclusion
-        for finding in found:
-            without = tuple(node for node in finding.nodes if out.get(node) is finding)
-            self._emit(
-                events.NodeCheckFinding(
-                    finding.kind.value,
-                    finding.nodes,
-                    finding.component.value,
-                    finding.message,
-                    without,
-                )
-            )
+        for body in told(found, out):
+            self._emit(body)
         count = len(run.evidence.nodes)
         self._emit(events.NodeCheckFinished(count, len(out), run.round, now - run.began))
         rdzv.settle(now)
@@ -668,44 +659,7 @@ class JobMachine:
 
     def validate(self) -> None:
         """Check the invariants; raise AssertionError on the first that is broken."""
-        self.rendezvous.validate()
-        self.restarts.validate()
-        self.faults.validate()
-        self.checks.validate()
-        assert self.checks.run is None or self.rendezvous.collecting, "a check beside a world"
-        rdzv = self.rendezvous
-        for node in self.nodes.values():
-            assert not (node.status.final and node.id in rdzv.offers), "a lost node has an offer"
-            assert not (node.status.final and node.connected), "lost but connected"
-            assert node.status is not NodeStatus.PENDING or not node.connected, "pending, connected"
-            busy = node.status in (NodeStatus.RUNNING, NodeStatus.SUCCEEDED)
-            assert not busy or node.id in self.worlds, "workers outside of the world"
-            away = not (node.connected or node.gone or node.status is NodeStatus.PENDING)
-            if self.outcome is None and away and not node.status.final:
-                assert node.id in self.lost_at, (
-                    "a node without connection is waited for without end"
-                )
-        assert tuple(self.worlds) == rdzv.members, "the members were told of another world"
-        for node_id in rdzv.offers:
-            assert self.nodes[node_id].status is NodeStatus.READY, "an offer from a busy node"
-            if self.outcome is None:
-                assert self.nodes[node_id].connected, "an offer from a node without connection"
-        for node_id in rdzv.missing:
-            assert not self.nodes[node_id].status.final, "a lost node is awaited"
-        if self.outcome is None and not rdzv.collecting:
-            for node_id in rdzv.members:
-                status = self.nodes[node_id].status
-                assert status in (NodeStatus.RUNNING, NodeStatus.SUCCEEDED), "a hole in the world"
-        for node_id in self.lost_at:
-            node = self.nodes[node_id]
-            assert not node.connected, "a connected node is being given up"
-            assert not node.status.final, "a lost node is being given up"
-        assert all(node_id in self.nodes for node_id in self.by_uid.values())
-        if self.incident is not None:
-            assert self.incident.seen == {failure.id for failure in self.incident.failures}
-            assert self.incident.decided or rdzv.collecting or self.outcome is not None
-        assert self.steps >= 0
-        assert self.earlier_steps >= 0
+        invariants.check(self)
 
 
 _AFTER_THE_END = (
