@@ -13,7 +13,7 @@ from rich.console import Console
 
 from dlrover import __version__, config
 from dlrover._util import files
-from dlrover.cli import ckpt, jobs
+from dlrover.cli import chaos, ckpt, jobs
 from dlrover.cli.launchspec import parse_nnodes, parse_rdzv_conf
 from dlrover.cli.output import Form, Output, print_json
 from dlrover.errors import DLRoverError, ExitCode
@@ -30,6 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(ckpt.app)
+app.command(context_settings={"allow_interspersed_args": False})(chaos.chaos)
 
 
 Job = Annotated[
