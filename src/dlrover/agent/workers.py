@@ -328,7 +328,9 @@ class WorkerGroup:
         """
         self._stopped_at = time.time()
         running = [w for w in self._workers.values() if w.status is None]
-        procs.kill([w.pid for w in running if w.pid], number)
+        pids = [w.pid for w in running if w.pid]
+        procs.kill(pids, number)
+        procs.kill(pids, signal.SIGCONT)  # a stopped process would not see it
         for worker in await _all_ended(running, grace):
             if worker.pid:
                 procs.kill_group(worker.pid)

@@ -18,15 +18,20 @@ def after_import(name: str, then: Then) -> None:
     if loaded is not None:
         then(loaded)
     else:
-        sys.meta_path.insert(0, _AfterImport(name, then))
+        _finder.wait_for(name, then)
 
 
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls ``then(module)`` once, right after the module called ``name`` has been executed."""
+class _Finder(importlib.abc.MetaPathFinder):
+    """Calls what waits for a module right after that has been executed. It is there while anything waits."""
 
-    def __init__(self, name: str, then: Then) -> None:
-        self._name = name
-        self._then = then
+    def __init__(self) -> None:
+        self._waiting: dict[str, list[Then]] = {}
+
+    def wait_for(self, name: str, then: Then) -> None:
+        """Call ``then(module)`` once."""
+        if not self._waiting:
+            sys.meta_path.insert(0, self)
+        self._waiting.setdefault(name, []).append(then)
 
     def find_spec(
         self,
@@ -34,8 +39,8 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         path: Sequence[str] | None,
         target: types.ModuleType | None = None,
     ) -> importlib.machinery.ModuleSpec | None:
-        """Find the awaited module as usual, with its loader wrapped."""
-        if fullname != self._name:
+        """Find an awaited module as usual, with its loader wrapped."""
+        if fullname not in self._waiting:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
@@ -43,9 +48,15 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
     def _imported(self, module: types.ModuleType) -> None:
-        with contextlib.suppress(ValueError):  # the program may have taken it out
-            sys.meta_path.remove(self)
-        self._then(module)
+        calls = self._waiting.pop(module.__name__, [])
+        if not self._waiting:
+            with contextlib.suppress(ValueError):  # the program may have taken it out
+                sys.meta_path.remove(self)
+        for then in calls:
+            then(module)
+
+
+_finder = _Finder()
 
 
 class _CallingLoader(importlib.abc.Loader):
