@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -112,6 +113,7 @@ class Checkpointer:
             save_at_breakpoint = defaults.save_at_breakpoint
         wishes = Wishes(save_at_breakpoint, replicas, replica_bandwidth)
         self._world = World()
+        self._leave_world = weakref.finalize(self, self._world.close)
         self._local = frozenset(local)
         self._store = open_shared(path)
         identity = storage.identity(self._store)
@@ -291,6 +293,7 @@ class Checkpointer:
         self._copier.forget()
         self._room.forget()
         self._client.close()
+        self._leave_world()
 
     def _reconnect(self) -> None:
         """Find a new saver; the memory of the old one is gone with it."""

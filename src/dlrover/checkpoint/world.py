@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -28,27 +29,39 @@ class World:
             # A group of its own: the training's may be bound to devices, or be in use.
             self.group = dist.new_group(backend="gloo")
 
+    def close(self) -> None:
+        """Give the group back, whose threads must not outlive the interpreter.
+
+        A thread of gloo may still hold a tensor of the last exchange. If it lets go of it when the interpreter
+        has ended, the process aborts (https://github.com/pytorch/pytorch/pull/179291). The last reference
+        to the group waits for its threads.
+        """
+        group, self.group = self.group, None
+        if group is not None and _is_initialised():
+            with contextlib.suppress(ValueError):  # the program has destroyed all groups and made new ones
+                dist.destroy_process_group(group)
+
     def check(self) -> None:
         """Refuse to go on when the process has joined a world since.
 
         Raises:
             ConfigurationError: it has.
         """
-        if self.group is None and _is_initialised() and dist.get_world_size() > 1:
+        if self.size == 1 and _is_initialised() and dist.get_world_size() > 1:
             raise ConfigurationError(
                 "The Checkpointer was made before torch.distributed.init_process_group; make it after."
             )
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's values, by rank; all must give equally many 64-bit integers. Collective."""
-        if self.group is None:
+        if self.size == 1:
             return [list(values)]
         mine = torch.tensor(values, dtype=torch.int64)
         return [tensor.tolist() for tensor in self._gather(mine)]
 
     def gather(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, by rank. Collective."""
-        if self.group is None:
+        if self.size == 1:
             return [data]
         sizes = [size for (size,) in self.exchange([len(data)])]
         mine = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -57,6 +70,8 @@ class World:
         return [tensor[:size].numpy().tobytes() for tensor, size in zip(every, sizes, strict=True)]
 
     def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        if self.group is None:
+            raise InfrastructureError("The Checkpointer was closed; make another.")
         every = [torch.empty_like(mine) for _ in range(self.size)]
         if mine.numel():
             dist.all_gather(every, mine, group=self.group)
