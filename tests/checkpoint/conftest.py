@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+import os
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -118,7 +119,7 @@ def s3(s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
     s3fs.S3FileSystem.clear_instance_cache()
-    s3fs.S3FileSystem().mkdir("bucket")
+    s3fs.S3FileSystem().mkdir(f"bucket-{os.getpid()}")
     yield s3_server
     reset = urllib.request.Request(
         f"http://127.0.0.1:{s3_server.port}/moto-api/reset", method="POST"

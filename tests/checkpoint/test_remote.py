@@ -27,7 +27,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(90)]
 if not importlib.util.find_spec("moto") or not importlib.util.find_spec("s3fs"):
     pytest.skip("moto and s3fs are not installed", allow_module_level=True)
 
-BUCKET = "bucket"
+BUCKET = f"bucket-{os.getpid()}"
+"""Processes that run these tests at a time must not end one another's savers."""
 DYING_SAVER = """
 import os, signal, sys
 from dlrover.checkpoint import faults, saver
@@ -285,7 +286,9 @@ def test_a_server_that_stays_away_is_reported(url, s3):
     checkpointer.save(2, filled(2))
     with s3.away():
         checkpointer.save(3, filled(3), to="storage")
-        with pytest.raises(InfrastructureError, match=r"Step 3 was not stored in s3://bucket/run"):
+        with pytest.raises(
+            InfrastructureError, match=f"Step 3 was not stored in s3://{BUCKET}/run"
+        ):
             checkpointer.wait()
         state = filled(0)
         assert checkpointer.load(state).source == "memory"
@@ -387,5 +390,5 @@ def test_tools_work_on_a_url(url, tmp_path):
     ckpt("convert", copy, url + "-dcp", "--to", "dcp")
     ckpt("convert", url + "-dcp", str(tmp_path / "y.pt"), "--to", "torch")
     assert torch.load(tmp_path / "y.pt", weights_only=True)["step"] == 2
-    with pytest.raises(ConfigurationError, match="s3://bucket/run-copy exists already"):
+    with pytest.raises(ConfigurationError, match=f"s3://{BUCKET}/run-copy exists already"):
         convert(file, copy, "flash")

@@ -67,7 +67,7 @@ time.sleep(60 if os.environ["WORLD_SIZE"] == "3" else 2)
 """The ``train.py`` of pages that do not show theirs. A world of three lacks a node, and waits for it."""
 
 TORCH = {
-    "getting-started.md", "hangs.md", "chaos.md", "checkpoint-tools.md", "01_digits_ddp", "02_char_gpt",
+    "getting-started.md", "goodput.md", "hangs.md", "chaos.md", "checkpoint-tools.md", "01_digits_ddp", "02_char_gpt",
 }  # fmt: skip
 """Pages whose programs need PyTorch, by the last part of their names that tells them apart."""
 
@@ -210,7 +210,7 @@ class Running:
 
 
 class Session:
-    """A shell of a reader who follows one page."""
+    """A shell of a reader who follows one page, and has installed what it tells and no more."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -222,7 +222,10 @@ class Session:
         (directory / "examples").symlink_to(ROOT / "examples")
         ours = ("DLROVER_", "PET_", "TORCHELASTIC_", "OMP_")
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
-        self.env["PATH"] = f"{tools}:{self.env['PATH']}"
+        elsewhere = [
+            part for part in os.environ["PATH"].split(":") if not (Path(part) / "py-spy").exists()
+        ]
+        self.env["PATH"] = ":".join([str(tools), *elsewhere])
         self.env["DLROVER_STATE_DIR"] = str(directory / ".state")
         self.env["COLUMNS"] = "200"
         self._port = free_port()

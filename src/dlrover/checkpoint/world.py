@@ -38,7 +38,9 @@ class World:
         """
         group, self.group = self.group, None
         if group is not None and _is_initialised():
-            with contextlib.suppress(ValueError):  # the program has destroyed all groups and made new ones
+            with contextlib.suppress(
+                ValueError
+            ):  # the program has destroyed all groups and made new ones
                 dist.destroy_process_group(group)
 
     def check(self) -> None:
