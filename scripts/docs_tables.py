@@ -39,6 +39,7 @@ _GONE = "it sent no heartbeat for 60 s"
 SAMPLES: tuple[events.EventBody, ...] = (
     events.JobSubmitted("my-job", 2, 4),
     events.MasterRecovered(42),
+    events.MasterAdopted(5, 4),
     events.NodeLaunched(4, replaces=1),
     events.NodeConnected(4, "host1"),
     events.NodeLost(1, _GONE),
@@ -93,9 +94,9 @@ def _limits() -> str:
     )
 
 
-def _tls() -> str:
-    rows = field_docs(Settings).items()
-    return _table(("Setting", "Meaning"), ((f"`{n}`", doc) for n, doc in rows if n != "limits"))
+def _settings(prefix: str) -> Callable[[], str]:
+    rows = [(f"`{n}`", doc) for n, doc in field_docs(Settings).items() if n.startswith(prefix)]
+    return lambda: _table(("Setting", "Meaning"), rows)
 
 
 def _events() -> str:
@@ -134,7 +135,8 @@ def _job_directory() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "limits": _limits,
-    "tls": _tls,
+    "journal": _settings("journal"),
+    "tls": _settings("tls_"),
     "events": _events,
     "failure": _record(Failure),
     "verdict": _record(Verdict),

@@ -33,6 +33,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """All settings of a process."""
 
     limits: Limits = Limits()
+    journal: str = "file:"
+    """Where the master keeps the job's state: ``file:`` in the job directory, ``file:/path`` elsewhere,
+    ``memory:`` nowhere (a master that comes back learns from the nodes what they run)."""
     tls_cert: str = ""
     """PEM certificate of the master's server; set it with ``tls_key``. Empty: no TLS."""
     tls_key: str = ""

@@ -15,7 +15,7 @@ from dlrover.spec.events import RoundOpened
 from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.node import NodeStatus
-from dlrover.spec.world import Offer
+from dlrover.spec.world import Holding, Offer, World
 from dlrover.testing.cluster import Cluster
 from dlrover.testing.nodes import Delays
 
@@ -338,7 +338,7 @@ class HostilePeers:
             uid = f"agent {a}" if a else ""
             running = round_ if kind == 5 else rdzv.last_round * (b % 2)
             claimed = machine.by_uid.get(uid, [-1, 0, 1, 2, 99, -7, 3, 2**40][b])
-            return inputs.NodeConnected(uid, claimed, b - 1, "host", running)
+            return inputs.NodeConnected(uid, claimed, b - 1, "host", running, held(kind, a, b))
         if kind == 8:
             return inputs.WorkerFailed(self.failure(a, b, round_))
         rare = {
@@ -364,6 +364,17 @@ class HostilePeers:
             steps=(a - 1) * 10,
             message="x" * 100_000 if a == 6 else "",
         )
+
+
+def held(kind: int, a: int, b: int) -> Holding | None:
+    """What an agent may claim to hold of a round of three, two or one nodes, or of nothing."""
+    if kind != 5:
+        return None
+    count = 1 + b % 3
+    world = World(a, 0, a % count, count, 2 * (a % count), 2 * count, "host", 29400)
+    return Holding(
+        round=a, world=world if b < 6 else None, nproc=2, succeeded=a == 3, stopping=a == 7
+    )
 
 
 def offer(a: int) -> Offer:

@@ -140,7 +140,7 @@ def master(  # noqa: PLR0913 - each is an option of the command
     tls = TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_ca)
     directory = jobs.create(env, name, job_dir or env.get("DLROVER_JOB_DIR", ""))
     with jobs.locked(directory, resume=True):
-        content = MasterConfig(job=job, host=host, port=port, tls=tls)
+        content = MasterConfig(job=job, host=host, port=port, tls=tls, journal=settings.journal)
         files.write_atomically(directory.job, msgspec.json.encode(content), mode=0o600)
         token = env.get("DLROVER_TOKEN") or jobs.kept_token(directory) or secrets.token_hex(16)
         jobs.write_token(directory, token)

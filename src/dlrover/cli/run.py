@@ -193,7 +193,12 @@ class _Plan:
             limits=self._settings.limits,
         )
         content = MasterConfig(
-            job=job, host=host, port=port, platform="local" if managed_nodes else "", tls=self._tls
+            job=job,
+            host=host,
+            port=port,
+            platform="local" if managed_nodes else "",
+            tls=self._tls,
+            journal=self._settings.journal,
         )
         self._write(self._job_dir.job, content)
         self._has_master = True

@@ -102,6 +102,8 @@ class MasterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     platform: str = ""
     """Launches the job's ``managed_nodes``; empty if there are none."""
     tls: TlsFiles = TlsFiles()
+    journal: str = "file:"
+    """Where the job's state is kept; see the setting of this name."""
 
 
 class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

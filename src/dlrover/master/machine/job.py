@@ -15,8 +15,9 @@ from typing import Any
 
 from dlrover.errors import ExitCode
 from dlrover.master import diagnosis
-from dlrover.master.machine import inputs
-from dlrover.master.machine.rendezvous import Rendezvous
+from dlrover.master.machine import evidence, inputs
+from dlrover.master.machine.adoption import Adoption
+from dlrover.master.machine.rendezvous import UNRANKED, Rendezvous
 from dlrover.master.machine.restarts import Cause, RestartPolicy, Stop
 from dlrover.master.machine.state import Incident, Node, Phase, given_up, phase_after
 from dlrover.spec import events
@@ -24,7 +25,7 @@ from dlrover.spec.failure import Failure, Origin
 from dlrover.spec.job import JobSpec
 from dlrover.spec.node import TRANSITIONS, NodeStatus
 from dlrover.spec.outcome import Outcome
-from dlrover.spec.world import World
+from dlrover.spec.world import Holding, World
 
 
 @dataclass
@@ -38,6 +39,9 @@ class JobMachine:
     by_uid: dict[str, int] = field(default_factory=dict)
     rendezvous: Rendezvous = field(init=False)
     restarts: RestartPolicy = field(init=False)
+    adoption: Adoption = field(default_factory=Adoption)
+    #: the id of the next new node: above all that ever were
+    next_id: int = 0
     #: set once, when the job ends
     outcome: Outcome | None = None
     incident: Incident | None = None
@@ -69,6 +73,8 @@ class JobMachine:
         """Where the job stands."""
         if self.outcome is not None:
             return phase_after(self.outcome.exit_code)
+        if self.adoption.pending:
+            return Phase.WAITING
         if not self.rendezvous.collecting:
             return Phase.RUNNING
         return Phase.RESTARTING if self.rendezvous.members else Phase.WAITING
@@ -83,11 +89,26 @@ class JobMachine:
         """Optimizer steps done since the job began, repeated ones included."""
         return self.earlier_steps + self.steps
 
+    def admitted(self, failure: Failure) -> Failure | None:
+        """A reported failure as it is to be journalled; None if the report changes nothing."""
+        rdzv, incident = self.rendezvous, self.incident
+        if self.outcome is not None:
+            return None
+        if self.adoption.pending:
+            return self.adoption.admitted(failure)
+        if failure.round == rdzv.round and not rdzv.collecting:
+            return failure.bounded()  # it opens an incident
+        if incident is None or incident.round != failure.round or failure.id in incident.seen:
+            return None
+        return evidence.admitted(incident, failure)
+
     def deadline(self) -> float | None:
         """When `DeadlinePassed` is due, unless another input changes that; None for never."""
         if self.outcome is not None:
             return None
         times = [self.rendezvous.deadline(), self.grow_at, *self.lost_at.values()]
+        if self.adoption.pending:
+            times.append(self.adoption.deadline)
         return min((t for t in times if t is not None), default=None)
 
     # ---- inputs
@@ -108,10 +129,19 @@ class JobMachine:
         self.submitted_at = now
         self.rendezvous = Rendezvous(self.job)
         self.restarts = RestartPolicy(self.job)
-        self._emit(events.JobSubmitted(self.job.name, self.job.min_nodes, self.job.max_nodes))
-        launched = [self._launch(node_rank) for node_rank in range(self.job.managed_nodes)]
-        self.rendezvous.open(launched, fixed=bool(launched), now=now)
-        self._emit_round_opened("the job starts")
+        if not event.earlier_events:
+            self._emit(events.JobSubmitted(self.job.name, self.job.min_nodes, self.job.max_nodes))
+        found = {node.node_rank for node in event.found}
+        for node in event.found:
+            self._add_found(node, now)
+        for node_rank in range(self.job.managed_nodes):
+            if node_rank not in found:
+                self._launch(node_rank)
+        if event.found or (event.earlier_events and not self.job.managed_nodes):
+            ids = [node.node_id for node in event.found]
+            self.adoption.begin(ids, now, now + self.job.limits.recovery_grace)
+        else:
+            self._open_first_round(now)
 
     def _master_started(self, event: inputs.MasterStarted, now: float) -> None:
         if not event.replayed:
@@ -121,6 +151,8 @@ class JobMachine:
             if self.outcome is not None or node.status.final or node.gone:
                 continue
             if node.status is NodeStatus.PENDING:
+                if node.id in self.lost_at:
+                    self.lost_at[node.id] = now + self.job.limits.recovery_grace
                 if not node.handle:
                     self._send(inputs.LaunchNode(node.id, node.node_rank))
                 continue
@@ -128,6 +160,8 @@ class JobMachine:
             self.lost_at[node.id] = now + self.job.limits.recovery_grace
         if self.outcome is None:
             self.rendezvous.resume(now)
+            if self.adoption.pending:
+                self.adoption.deadline = now + self.job.limits.recovery_grace
             self._emit(events.MasterRecovered(event.replayed))
 
     def _node_placed(self, event: inputs.NodePlaced, now: float) -> None:
@@ -157,22 +191,39 @@ class JobMachine:
             return
         if arrived:
             self._emit(events.NodeConnected(node.id, event.hostname))
-        self._catch_up(node, event.round, now)
+        if not self._hear(node, event.held, now):
+            self._catch_up(node, event.round, now)
 
     def _node_of(self, event: inputs.NodeConnected) -> Node:
         """The node that an agent process is.
 
         An unknown process is a new node, and so is one whose node is lost, unless that has been replaced.
+        While a round may be adopted it keeps the id that an earlier master gave it, if that is free.
         """
         known = self.by_uid.get(event.uid)
         if known is None and event.node_id in self.nodes and not self.nodes[event.node_id].uid:
             known = event.node_id
         node = self.nodes.get(known) if known is not None else None
         if node is None or (node.status.final and not node.launched):
-            node = self._add_node(event.node_rank)
+            claims = event.held is not None and not self.adoption.over
+            free = 0 <= event.node_id < UNRANKED and event.node_id not in self.nodes
+            node = self._add_node(event.node_rank, event.node_id if claims and free else None)
         node.uid = event.uid
         self.by_uid[event.uid] = node.id
         return node
+
+    def _hear(self, node: Node, held: Holding | None, now: float) -> bool:
+        """Note what a node holds, if a running round may have to be adopted; whether that is so."""
+        adoption, rdzv = self.adoption, self.rendezvous
+        if adoption.over or held is None:
+            return False
+        if not adoption.pending:
+            if held.world is None and held.round <= rdzv.round:
+                return False
+            rdzv.suspend()
+            adoption.begin((), now, now + self.job.limits.recovery_grace)
+        adoption.hear(node.id, held)
+        return True
 
     def _catch_up(self, node: Node, running_round: int, now: float) -> None:
         """Send a node what it missed while it had no connection."""
@@ -210,28 +261,36 @@ class JobMachine:
             return
         if node.status in (NodeStatus.RUNNING, NodeStatus.SUCCEEDED):
             self._move(node, NodeStatus.READY)
+        if self.adoption.pending:
+            known = self.adoption.held.get(node.id, Holding())
+            self.adoption.hear(node.id, Holding(round=max(known.round, event.round)))
         if rdzv.join(node.id, event.offer, now) and not rdzv.collecting and self._can_grow():
             self.grow_at = now + self.job.limits.scale_up_delay
 
     def _worker_failed(self, event: inputs.WorkerFailed, now: float) -> None:
-        failure = event.failure.bounded()
-        rdzv = self.rendezvous
+        if self.adoption.pending:
+            self.adoption.report(event)
+            return
+        failure, rdzv = event.failure, self.rendezvous
         current = failure.round == rdzv.round and not rdzv.collecting
         incident = self._begin_incident(now) if current else self.incident
         if incident is None or incident.round != failure.round or failure.id in incident.seen:
             return
-        incident.failures.append(failure)
-        incident.seen.add(failure.id)
+        failure = evidence.admitted(incident, failure)
+        echo = diagnosis.is_echo(failure)
+        evidence.add(incident, failure, echo=echo)
         verdict = diagnosis.diagnose(failure)
         self._emit(events.WorkerFailed(failure, verdict))
         if failure.round == rdzv.last_round:
             self.steps = max(self.steps, failure.steps)
-        echo = diagnosis.is_echo(failure)
         goes_on = incident.decided or echo or self._decide(incident, now)
         if goes_on and current:
             self._open_round(verdict.title, now)
 
     def _node_succeeded(self, event: inputs.NodeSucceeded, now: float) -> None:
+        if self.adoption.pending:
+            self.adoption.report(event)
+            return
         node = self.nodes[event.node_id]
         if event.round != self.rendezvous.round or node.status is not NodeStatus.RUNNING:
             return
@@ -261,7 +320,10 @@ class JobMachine:
 
     def _advance(self, now: float) -> None:
         """Do what the state now allows: complete a round, end the job."""
-        if self.outcome is not None:
+        largest = self.rendezvous.usable(self.job.max_nodes)
+        if self.outcome is None and self.adoption.pending and self.adoption.due(now, largest):
+            self._settle(now)
+        if self.outcome is not None or self.adoption.pending:
             return
         rdzv = self.rendezvous
         if rdzv.expired(now):
@@ -276,6 +338,51 @@ class JobMachine:
         elif not rdzv.collecting and rdzv.members and self._all_succeeded():
             self._end(ExitCode.SUCCESS, "All workers succeeded.", now)
 
+    def _settle(self, now: float) -> None:
+        """Adopt the round that the nodes tell of, or open a new one."""
+        adoption, rdzv = self.adoption, self.rendezvous
+        adoption.over = True
+        reports, adoption.reports = adoption.reports, {}
+        members = adoption.members()
+        if members and rdzv.usable(len(members)) == len(members):
+            self._adopt(members, now)
+            for report in reports.values():
+                if self.outcome is None:
+                    _HANDLERS[type(report)](self, report, now)
+        elif adoption.highest:
+            rdzv.round = adoption.highest
+            self.restarts.count = adoption.restart_count
+            self.incident = Incident(since=adoption.began_at, round=rdzv.round, decided=True)
+            self._open_round(f"the master has lost its journal, and {adoption.told()}", now)
+            self._call_others("a new round is open")
+        else:
+            self._open_first_round(now)
+
+    def _adopt(self, members: dict[int, Holding], now: float) -> None:
+        """Go on with a round that is running."""
+        self.worlds = {i: held.world for i, held in members.items() if held.world is not None}
+        some_world = next(iter(self.worlds.values()))
+        self.rendezvous.adopt(some_world.round, tuple(self.worlds))
+        self.restarts.count = some_world.restart_count
+        self.world_since = now
+        self.steps = max(held.steps for held in members.values())
+        for node_id, held in members.items():
+            node = self.nodes[node_id]
+            node.has_run = True
+            self._move(node, NodeStatus.RUNNING)
+            if held.succeeded:
+                self._move(node, NodeStatus.SUCCEEDED)
+        self._emit(events.MasterAdopted(some_world.round, len(members)))
+        self._call_others("the world went on without this node")
+        if self._can_grow():
+            self.grow_at = now + self.job.limits.scale_up_delay
+
+    def _call_others(self, reason: str) -> None:
+        """Call the nodes whose workers belong to no round of this master."""
+        for node_id, held in self.adoption.held.items():
+            if held.world is not None and node_id not in self.worlds:
+                self._call(self.nodes[node_id], reason)
+
     def _all_succeeded(self) -> bool:
         return all(self.nodes[i].status is NodeStatus.SUCCEEDED for i in self.rendezvous.members)
 
@@ -289,6 +396,7 @@ class JobMachine:
                 self._move(self.nodes[node_id], NodeStatus.READY)
         ranks = {i: self.nodes[i].node_rank for i in rdzv.offers}
         self.worlds = rdzv.complete(ranks, self.restarts.count)
+        self.adoption.over = True
         self.earlier_steps += self.steps
         self.steps = 0
         self.world_since = now
@@ -304,6 +412,12 @@ class JobMachine:
                 rdzv.round, some_world.node_count, some_world.world_size, now - rdzv.opened_at
             )
         )
+
+    def _open_first_round(self, now: float) -> None:
+        """Collect the nodes that come by themselves, or those that the platform starts."""
+        launched = [n.id for n in self.nodes.values() if n.launched and not n.status.final]
+        self.rendezvous.open(launched, fixed=bool(launched), now=now)
+        self._emit_round_opened("the job starts")
 
     def _open_round(self, reason: str, now: float) -> None:
         """Call every living node to a new round."""
@@ -327,6 +441,7 @@ class JobMachine:
         succeeded = node.status is NodeStatus.SUCCEEDED
         self.lost_at.pop(node_id, None)
         self.rendezvous.drop(node_id)
+        self.adoption.forget(node_id)
         node.connected = False
         node.reason = reason
         if self.outcome is not None:
@@ -378,14 +493,23 @@ class JobMachine:
         self._send(inputs.LaunchNode(node.id, node_rank))
         return node.id
 
-    def _add_node(self, node_rank: int) -> Node:
-        node = Node(id=len(self.nodes), node_rank=node_rank)
+    def _add_node(self, node_rank: int, node_id: int | None = None) -> Node:
+        node = Node(id=self.next_id if node_id is None else node_id, node_rank=node_rank)
+        self.next_id = max(self.next_id, node.id + 1)
         self.nodes[node.id] = node
         return node
+
+    def _add_found(self, found: inputs.FoundNode, now: float) -> None:
+        """Take over a node that the platform started for an earlier master."""
+        node = self._add_node(found.node_rank, found.node_id)
+        node.launched, node.handle = True, found.handle
+        self.lost_at[node.id] = now + self.job.limits.recovery_grace
 
     def _can_grow(self) -> bool:
         """Whether a new round would form a larger world than the running one."""
         rdzv = self.rendezvous
+        if self.adoption.pending:
+            return False
         running = sum(self.nodes[i].status is NodeStatus.RUNNING for i in rdzv.members)
         if running < len(rdzv.members):
             return False  # the job is about to end: some nodes have finished
@@ -482,7 +606,12 @@ class JobMachine:
         """Check the invariants; raise AssertionError on the first that is broken."""
         self.rendezvous.validate()
         self.restarts.validate()
+        self.adoption.validate()
         rdzv = self.rendezvous
+        assert not (self.adoption.pending and (rdzv.collecting or rdzv.members)), (
+            "two rounds at once"
+        )
+        assert self.next_id > max(self.nodes, default=-1), "an id would be given twice"
         for node in self.nodes.values():
             assert not (node.status.final and node.id in rdzv.offers), "a lost node has an offer"
             assert not (node.status.final and node.connected), "lost but connected"

@@ -57,6 +57,10 @@ class Incident:
     failures: list[Failure] = field(default_factory=list)
     #: ids of the failures
     seen: set[str] = field(default_factory=set)
+    #: when the earliest failure was seen that echoes no other
+    earliest: float = float("inf")
+    #: failures that kept their texts whole because each was earlier than that
+    later_causes: int = 0
     lost_nodes: list[str] = field(default_factory=list)
     #: whether the restart policy has spoken
     decided: bool = False
