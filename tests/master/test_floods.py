@@ -15,8 +15,8 @@ from dlrover.errors import ExitCode
 from dlrover.master import history
 from dlrover.master.history import OLD_TEXT, RECENT_TEXT, History
 from dlrover.master.journal_file import FileJournal
-from dlrover.master.machine import evidence, inputs
-from dlrover.master.machine.evidence import CAUSE_TEXTS, FIRST_TEXTS, LATER_TEXT
+from dlrover.master.machine import inputs, reports
+from dlrover.master.machine.reports import CAUSE_TEXTS, FIRST_TEXTS, LATER_TEXT
 from dlrover.spec import events
 from dlrover.spec.failure import NAME_LIMIT, TEXT_LIMIT, Failure, FailureKind
 from dlrover.testing.drivers import JobDriver
@@ -126,7 +126,7 @@ def test_the_first_failures_and_those_that_may_be_the_cause_keep_their_texts(
 
 
 def test_reports_that_come_backwards_in_time_are_bounded_too() -> None:
-    incident = evidence.Incident(since=0.0, round=1)
+    incident = reports.Incident(since=0.0, round=1)
     for n in range(500):
         admitted = evidence.admitted(incident, failure(n, 1000.0 - n))
         evidence.add(incident, admitted, echo=False)

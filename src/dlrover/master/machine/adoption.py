@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from dlrover.master.machine import evidence, inputs
+from dlrover.master.machine import inputs, reports
 from dlrover.spec.failure import Failure
 from dlrover.spec.world import Holding, World
 
@@ -91,8 +91,8 @@ class Adoption:
         """A failure with as much of its texts as there is room for; None if it is known."""
         if f"failed {failure.id}" in self.reports:
             return None
-        whole = len(self.reports) < evidence.FIRST_TEXTS
-        return failure.bounded() if whole else failure.bounded(evidence.LATER_TEXT)
+        whole = len(self.reports) < reports.FIRST_TEXTS
+        return failure.bounded() if whole else failure.bounded(reports.LATER_TEXT)
 
     def due(self, now: float, largest: int) -> bool:
         """Whether it can be decided what becomes of the round, as no other one can be running.

@@ -15,7 +15,7 @@ from typing import Any
 
 from dlrover.errors import ExitCode
 from dlrover.master import diagnosis
-from dlrover.master.machine import evidence, inputs
+from dlrover.master.machine import inputs, reports
 from dlrover.master.machine.adoption import Adoption
 from dlrover.master.machine.rendezvous import UNRANKED, Rendezvous
 from dlrover.master.machine.restarts import Cause, RestartPolicy, Stop
@@ -100,7 +100,7 @@ class JobMachine:
             return failure.bounded()  # it opens an incident
         if incident is None or incident.round != failure.round or failure.id in incident.seen:
             return None
-        return evidence.admitted(incident, failure)
+        return reports.admitted(incident, failure)
 
     def deadline(self) -> float | None:
         """When `DeadlinePassed` is due, unless another input changes that; None for never."""
@@ -276,9 +276,9 @@ class JobMachine:
         incident = self._begin_incident(now) if current else self.incident
         if incident is None or incident.round != failure.round or failure.id in incident.seen:
             return
-        failure = evidence.admitted(incident, failure)
+        failure = reports.admitted(incident, failure)
         echo = diagnosis.is_echo(failure)
-        evidence.add(incident, failure, echo=echo)
+        reports.add(incident, failure, echo=echo)
         verdict = diagnosis.diagnose(failure)
         self._emit(events.WorkerFailed(failure, verdict))
         if failure.round == rdzv.last_round:
