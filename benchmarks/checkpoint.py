@@ -21,13 +21,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import checkpoint_training
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from checkpoint_training import Row, seconds
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from dlrover.checkpoint import Checkpointer
 
-Row = dict[str, Any]
 State = dict[str, torch.Tensor]
 
 
@@ -49,13 +53,6 @@ def small_state(gigabytes: float, tensors: int) -> State:
     """The same bytes in many equal tensors."""
     size = round(gigabytes * 1e9 / 4 / tensors)
     return {f"tensor.{number}": torch.randn(size) for number in range(tensors)}
-
-
-def seconds(call: Callable[[], object]) -> float:
-    """How long a call takes."""
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
 
 
 class Limit:
@@ -138,32 +135,56 @@ def measure_ours(state: State, limit: Limit, directory: Path, repeats: int) -> I
 
 
 def measure_peers(state: State, limit: Limit, directory: Path, repeats: int) -> Iterator[Row]:
-    """What torch offers."""
+    """What torch and safetensors offer; for asynchronous ones, how long they block."""
     file, folder = directory / "torch.pt", directory / "dcp"
-
-    def async_save() -> None:
-        running.append(dcp.async_save(state, checkpoint_id=folder))
-
     running: list[Any] = []
+
+    def async_save(**options: Any) -> Callable[[], None]:
+        return lambda: running.append(dcp.async_save(state, checkpoint_id=folder, **options))
+
+    def experimental_save() -> None:
+        running.extend(theirs.save(str(directory / "experimental"), state))
+
+    def experimental_staged() -> None:
+        experimental_save()
+        running[-2].result()
+
+    cached = BlockingAsyncStager(cache_staged_state_dict=True)
+    theirs = checkpoint_training.experimental()
+    process = {"async_checkpointer_type": AsyncCheckpointerType.PROCESS}
     peers: list[tuple[str, Callable[[], object]]] = [
         ("torch.save", lambda: torch.save(state, file)),
+        ("safetensors", lambda: save_file(state, directory / "state.safetensors")),
         ("DCP save", lambda: dcp.save(state, checkpoint_id=folder)),
-        ("DCP async_save (thread), blocked", async_save),
+        ("DCP async_save (thread), blocked", async_save()),
+        ("DCP async_save (cached staging), blocked", async_save(async_stager=cached)),
+        ("DCP async_save (process), blocked", async_save(**process)),
+        ("torch's experimental one, staging waited for", experimental_staged),
+        ("torch's experimental one, not waited for", experimental_save),
     ]
     for name, call in peers:
-        times, ratios = [], []
-        for _ in range(repeats):
-            copy = limit.measure()
+        yield {"what": name, **_measure_peer(call, running, limit, repeats)}
+    theirs.close()
+
+
+def _measure_peer(
+    call: Callable[[], object], running: list[Any], limit: Limit, repeats: int
+) -> Row:
+    times, ratios = [], []
+    for number in range(repeats + 1):
+        copy = limit.measure()
+        try:
             took = seconds(call)
-            while running:
-                running.pop().result()
+            for future in running:
+                getattr(future, "upload_completion", future).result()
+        except (OSError, RuntimeError) as error:
+            return {"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"}
+        finally:
+            running.clear()
+        if number:  # the first one is slower: what is kept for later is made
             times.append(took)
             ratios.append(took / ((copy + limit.measure()) / 2))
-        yield {
-            "what": name,
-            "seconds": statistics.median(times),
-            "ratio": statistics.median(ratios),
-        }
+    return {"seconds": statistics.median(times), "ratio": statistics.median(ratios)}
 
 
 @contextlib.contextmanager
@@ -175,6 +196,51 @@ def world_of_one(directory: Path) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def working_directory(parent: Path | None) -> Iterator[Path]:
+    """A directory that is deleted again."""
+    directory = Path(tempfile.mkdtemp(dir=parent))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def measure(name: str, state: State, directory: Path, repeats: int) -> Row:
+    """All figures for one state."""
+    nbytes = sum(tensor.nbytes for tensor in state.values())
+    limit = Limit(nbytes)
+    with world_of_one(directory):
+        rows = list(measure_ours(state, limit, directory / "ours", repeats))
+        rows += measure_peers(state, limit, directory, max(2, repeats // 3))
+    load = os.getloadavg()[0]
+    print(f"{name}: {nbytes / 1e9:.2f} GB in {len(state)} tensors; load {load:.1f}")
+    print(f"| plain copy | {limit.median * 1e3:.1f} ms | 1 |")
+    for row in rows:
+        if "failed" in row:
+            print(f"| {row['what']} | {row['failed']} | |")
+            continue
+        rate = row.get("of_raw_write_rate")
+        raw = f" ({rate:.2f} of the rate of raw writes)" if rate is not None else ""
+        print(f"| {row['what']} | {row['seconds'] * 1e3:.1f} ms | {row['ratio']:.2f}{raw} |")
+    return {
+        "bytes": nbytes, "tensors": len(state), "limit_seconds": limit.median, "load": load, "rows": rows,
+    }  # fmt: skip
+
+
+def measure_training(gigabytes: float, directory: Path, repeats: int) -> list[Row]:
+    """What checkpoints cost the steps beside them."""
+    training = checkpoint_training.Training(gigabytes)
+    rows = [
+        *checkpoint_training.overlapped(training, directory, repeats),
+        *checkpoint_training.persisting(training, directory, max(2, repeats // 3)),
+        *checkpoint_training.torn(checkpoint_training.Training(0.1), directory, 3 * repeats),
+    ]
+    for row in rows:
+        print(row)
+    return rows
 
 
 def main() -> None:
@@ -203,25 +269,10 @@ def main() -> None:
         ("transformer", lambda: transformer_state(args.gigabytes)),
         ("small", lambda: small_state(args.gigabytes, args.small_tensors)),
     ):
-        directory = Path(tempfile.mkdtemp(dir=args.directory))
-        try:
-            state = make()
-            nbytes = sum(tensor.nbytes for tensor in state.values())
-            limit = Limit(nbytes)
-            with world_of_one(directory):
-                rows = list(measure_ours(state, limit, directory / "ours", args.repeats))
-                rows += measure_peers(state, limit, directory, max(2, args.repeats // 3))
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
-        load = os.getloadavg()[0]
-        print(f"{name}: {nbytes / 1e9:.2f} GB in {len(state)} tensors; load {load:.1f}")
-        print(f"| plain copy | {limit.median * 1e3:.1f} ms | 1 |")
-        for row in rows:
-            raw = f" ({row['of_raw_write_rate']:.2f} of raw writes)" if len(row) > 3 else ""
-            print(f"| {row['what']} | {row['seconds'] * 1e3:.1f} ms | {row['ratio']:.2f}{raw} |")
-        results["states"][name] = {
-            "bytes": nbytes, "tensors": len(state), "limit_seconds": limit.median, "load": load, "rows": rows,
-        }  # fmt: skip
+        with working_directory(args.directory) as directory:
+            results["states"][name] = measure(name, make(), directory, args.repeats)
+    with working_directory(args.directory) as directory:
+        results["training"] = measure_training(args.gigabytes, directory, args.repeats)
     args.output.write_text(json.dumps(results, indent=1) + "\n")
 
 

@@ -324,9 +324,11 @@ def ratios(results: Row) -> Row:
             if upstream is not None:
                 name = f"{section} of {row['nodes']}: core-seconds, upstream / ours"
                 found[name] = upstream / row["first_round_cpu_s"]
-        found[f"{section}: CPU per node, largest / smallest (1: linear)"] = (
-            rounds[-1]["first_round_cpu_us_per_node"] / rounds[0]["first_round_cpu_us_per_node"]
-        )
+        smallest = rounds[0]["first_round_cpu_us_per_node"]
+        if smallest:  # a few nodes may take less than the clock of the kernel tells
+            found[f"{section}: CPU per node, largest / smallest (1: linear)"] = (
+                rounds[-1]["first_round_cpu_us_per_node"] / smallest
+            )
     return {name: round(value, 2) for name, value in found.items()}
 
 

@@ -8,9 +8,11 @@ A test fails when a page does not have what the code says.
 from __future__ import annotations
 
 import ast
+import contextlib
 import enum
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import get_args
@@ -18,11 +20,18 @@ from typing import get_args
 import msgspec
 
 from dlrover.config import Settings
+from dlrover.master.diagnosis_rules import built_in
+from dlrover.master.history import History
+from dlrover.master.journal_file import FileJournal
+from dlrover.master.metrics import metrics
+from dlrover.master.service import Master
 from dlrover.spec import events
-from dlrover.spec.failure import Failure, FailureKind, Origin, Verdict
+from dlrover.spec.failure import Action, Failure, FailureKind, Origin, Verdict
+from dlrover.spec.goodput import Cause, Goodput, IncidentCost
 from dlrover.spec.job import Limits
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.outcome import Outcome
+from dlrover.spec.rules import Rule
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -44,9 +53,25 @@ SAMPLES: tuple[events.EventBody, ...] = (
     events.NodeConnected(4, "host1"),
     events.NodeLost(1, _GONE),
     events.RoundOpened(2, "node 1 was lost", 3),
+    events.NodeCheckStarted(4, "the job starts"),
+    events.NodeCheckFinding("fault", (3,), "disk", "Input/output error", (3,)),
+    events.NodeCheckFinished(4, 1, 2, 5.2),
     events.RoundCompleted(2, 3, 24, 0.48),
     events.WorkerFailed(_FAILURE, _VERDICT),
     events.RestartDecided(1, f"node 1 was lost: {_GONE}"),
+    events.HostExcluded(
+        "host1", 3600.0, "rank 8 lost its device to a hardware error on node 1 (host1)"
+    ),
+    events.HangFound(
+        2,
+        (17,),
+        "__getitem__ (data.py:41)",
+        "62 ranks in all_reduce (distributed_c10d.py:2800); rank 17 in __getitem__ (data.py:41)",
+        191.0,
+        "evidence/1.txt",
+    ),
+    events.SlowRank(17, 2, 1.42, "data"),
+    events.SlowRankRecovered(17, 2),
     events.Recovered(2, 5.31),
     events.NodeSucceeded(0),
     events.JobEnded(0, "All workers succeeded."),
@@ -60,19 +85,31 @@ def updated(page: str) -> str:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """The docstring below each field of a record, on one line; empty for a field without one."""
+    """The docstring below each field or member of a class, on one line; empty where there is none."""
     module = ast.parse(Path(str(sys.modules[cls.__module__].__file__)).read_text())
     classes = {node.name: node for node in module.body if isinstance(node, ast.ClassDef)}
     docs: dict[str, str] = {}
     name = ""
     for statement in classes[cls.__name__].body:
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            name = statement.target.id
+        target = _target(statement)
+        if target is not None:
+            name = target
             docs[name] = ""
         elif name and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
             docs[name] = _markdown(str(statement.value.value))
             name = ""
     return docs
+
+
+def _target(statement: ast.stmt) -> str | None:
+    """The name that a field of a record, or a member of an enumeration, gets here."""
+    if isinstance(statement, ast.AnnAssign):
+        target: ast.expr = statement.target
+    elif isinstance(statement, ast.Assign):
+        target = statement.targets[0]
+    else:
+        return None
+    return target.id if isinstance(target, ast.Name) else None
 
 
 def _markdown(doc: str) -> str:
@@ -90,13 +127,72 @@ def _limits() -> str:
     docs = field_docs(Limits)
     return _table(
         ("Setting", "Default", "Meaning"),
-        ((f"`{f.name}`", f"{f.default:g}", docs[f.name]) for f in msgspec.structs.fields(Limits)),
+        ((f"`{f.name}`", _value(f.default), docs[f.name]) for f in msgspec.structs.fields(Limits)),
     )
 
 
+def _value(default: object) -> str:
+    """A default as it is written in a configuration file, without the quotes of texts."""
+    if default is msgspec.NODEFAULT:
+        return "none"
+    if isinstance(default, bool):
+        return str(default).lower()
+    return f"{default:g}" if isinstance(default, (int, float)) else str(default)
+
+
 def _settings(prefix: str) -> Callable[[], str]:
-    rows = [(f"`{n}`", doc) for n, doc in field_docs(Settings).items() if n.startswith(prefix)]
-    return lambda: _table(("Setting", "Meaning"), rows)
+    rows = field_docs(Settings).items()
+    return lambda: _table(
+        ("Setting", "Meaning"), ((f"`{n}`", doc) for n, doc in rows if n.startswith(prefix))
+    )
+
+
+def _causes() -> str:
+    docs = field_docs(Cause)
+    rows = ((c.label, f"`{c.value}`", docs[c.name]) for c in Cause)
+    return _table(("Cause", "In JSON and metrics", "What is counted"), rows)
+
+
+def _metrics() -> str:
+    rows = []
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory)
+        journal, history = FileJournal(path / "journal"), History(path / "events")
+        with contextlib.closing(journal), contextlib.closing(history):
+            for family in metrics(Master(journal, history)):
+                name = family.name + ("_total" if family.type == "counter" else "")
+                labels = "".join(f" `{label}`" for label in family.samples[0].labels)
+                rows.append((f"`{name}`", family.type, labels.strip(), family.documentation))
+    return _table(("Metric", "Type", "Label", "Meaning"), rows)
+
+
+def _diagnosis_causes() -> str:
+    """One line for each cause, in the order of the table; its rows' origins and actions."""
+    rows: dict[str, list[Rule]] = {}
+    for rule in built_in():
+        rows.setdefault(rule.cause, []).append(rule)
+    return _table(
+        ("Cause", "What happened", "Fault", "Action"),
+        (
+            (
+                f"`{cause}`",
+                _in_words(of_cause[-1]),
+                " or ".join(dict.fromkeys(rule.origin.value for rule in of_cause)),
+                " or ".join(dict.fromkeys(f"`{rule.action.value}`" for rule in of_cause)),
+            )
+            for cause, of_cause in rows.items()
+        ),
+    )
+
+
+def _in_words(rule: Rule) -> str:
+    """A row's title without its fields."""
+    title = rule.title.replace(" ({error})", "").replace(" (exit code {code})", "")
+    return title.format(
+        error=" or ".join(rule.types) or "any other exception",
+        signal=" or ".join(rule.signals) or "any other signal",
+        code="other than 0",
+    )
 
 
 def _events() -> str:
@@ -125,6 +221,14 @@ def _choices(kind: object) -> str:
     return f"{', '.join(values)} or {last}"
 
 
+def _actions() -> str:
+    module = ast.parse(Path(str(sys.modules[Action.__module__].__file__)).read_text())
+    body = next(n.body for n in module.body if isinstance(n, ast.ClassDef) and n.name == "Action")
+    docs = [ast.literal_eval(n.value) for n in body[1:] if isinstance(n, ast.Expr)]
+    pairs = zip(Action, docs, strict=True)
+    return _table(("Action", "Meaning"), ((f"`{a.value}`", _markdown(doc)) for a, doc in pairs))
+
+
 def _job_directory() -> str:
     here = JobDir(Path())
     properties = {n: p for n, p in vars(JobDir).items() if isinstance(p, property)}
@@ -137,6 +241,15 @@ TABLES: dict[str, Callable[[], str]] = {
     "limits": _limits,
     "journal": _settings("journal"),
     "tls": _settings("tls_"),
+    "metrics-settings": _settings("metrics_"),
+    "causes": _causes,
+    "goodput": _record(Goodput),
+    "incident": _record(IncidentCost),
+    "metrics": _metrics,
+    "rules-setting": _settings("diagnosis_rules"),
+    "diagnosis-causes": _diagnosis_causes,
+    "rule": _record(Rule),
+    "action": _actions,
     "events": _events,
     "failure": _record(Failure),
     "verdict": _record(Verdict),

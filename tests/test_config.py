@@ -65,3 +65,40 @@ def test_state_dir():
     assert config.state_dir({"HOME": "/home/u"}) == Path("/home/u/.local/state/dlrover")
     assert config.state_dir({"HOME": "/h", "XDG_STATE_HOME": "/s"}) == Path("/s/dlrover")
     assert config.state_dir({"DLROVER_STATE_DIR": "/d", "XDG_STATE_HOME": "/s"}) == Path("/d")
+
+
+def test_the_port_for_metrics_is_a_number_from_any_place(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text('metrics_port = 1\nmetrics_host = "0.0.0.0"\n')
+    found = config.settings({}, str(file))
+    assert (found.metrics_port, found.metrics_host) == (1, "0.0.0.0")
+    env = {"DLROVER_METRICS_PORT": "2"}
+    assert config.settings(env, str(file)).metrics_port == 2
+    assert config.settings(env, str(file), {"metrics_port": "3"}).metrics_port == 3
+    assert config.settings({}).metrics_port == 0
+
+
+@pytest.mark.parametrize("value", ["nine", "-1", "65536"])
+def test_a_wrong_port_for_metrics_is_refused(value: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"A setting has a wrong value: .*metrics_port"):
+        config.settings({}, rdzv_conf={"metrics_port": value})
+
+
+def test_budgets_for_causes_are_a_table_in_the_file_and_words_elsewhere(tmp_path: Path):
+    file = tmp_path / "dlrover.toml"
+    file.write_text('diagnosis_rules = "rules.toml"\n[cause_budgets]\necc = 2\nhost_oom = 5\n')
+    expected = {"ecc": 2, "host_oom": 5}
+    found = config.settings({}, str(file))
+    assert (found.limits.cause_budgets, found.diagnosis_rules) == (expected, "rules.toml")
+    env = {"DLROVER_CAUSE_BUDGETS": "ecc:2 host_oom:5"}
+    assert config.settings(env).limits.cause_budgets == expected
+    conf = {"cause_budgets": "ecc:2 host_oom:5"}
+    assert config.settings({}, rdzv_conf=conf).limits.cause_budgets == expected
+
+
+@pytest.mark.parametrize("text", ["ecc", "ecc:", ":2", "ecc:two", "ecc:-1"])
+def test_a_budget_that_is_none_is_named(text):
+    with pytest.raises(
+        ConfigurationError, match=r"cause_budgets .* is not of the form CAUSE:NUMBER"
+    ):
+        config.settings({"DLROVER_CAUSE_BUDGETS": f"host_oom:1 {text}"})

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -36,20 +36,31 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     journal: str = "file:"
     """Where the master keeps the job's state: ``file:`` in the job directory, ``file:/path`` elsewhere,
     ``memory:`` nowhere (a master that comes back learns from the nodes what they run)."""
+    diagnosis_rules: str = ""
+    """Path of a TOML file with rows for the table of causes, which are tried before DLRover's own."""
     tls_cert: str = ""
     """PEM certificate of the master's server; set it with ``tls_key``. Empty: no TLS."""
     tls_key: str = ""
     """PEM key that belongs to ``tls_cert``."""
     tls_ca: str = ""
     """PEM certificates that clients trust; they use TLS if it is set."""
+    metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 0
+    """Port on which the master serves Prometheus metrics; 0: it serves none."""
+    metrics_host: str = "127.0.0.1"
+    """Address on which it serves them; 0.0.0.0 for all of the machine."""
 
 
-_given: dict[str, str] = {}
+_GRPC = "GRPC_"
+_given: dict[str, str] | None = None
+"""The variables of grpc in the environment that this process was given; None: they are as they were."""
 
 
 def environ() -> dict[str, str]:
-    """A copy of the environment that this process was given; what workers get."""
-    return dict(_given or os.environ)
+    """A copy of the environment, without what grpc added; what workers get."""
+    if _given is None:
+        return dict(os.environ)
+    own = {key: value for key, value in os.environ.items() if not key.startswith(_GRPC)}
+    return own | _given
 
 
 def prepare_for_grpc() -> None:
@@ -58,7 +69,9 @@ def prepare_for_grpc() -> None:
     Its C library is kept from writing to standard error: what it would say reaches the user as an error
     of ours. Neither that nor what grpc adds is for the workers.
     """
-    _given.update(os.environ)
+    global _given  # noqa: PLW0603 - one environment, one process
+    if _given is None:
+        _given = {key: value for key, value in os.environ.items() if key.startswith(_GRPC)}
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
@@ -76,8 +89,11 @@ def settings(
     values.update(_from_environment(env))
     values.update(_from_rdzv_conf(rdzv_conf or {}))
     limits = {key: values.pop(key) for key in Limits.__struct_fields__ if key in values}
+    if isinstance(limits.get("cause_budgets"), str):
+        limits["cause_budgets"] = _budgets(limits["cause_budgets"])
+    values["limits"] = limits
     try:
-        return Settings(limits=msgspec.convert(limits, Limits, strict=False), **values)
+        return msgspec.convert(values, Settings, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"A setting has a wrong value: {error}.") from error
 
@@ -93,6 +109,19 @@ def state_dir(env: Mapping[str, str]) -> Path:
         return Path(env["DLROVER_STATE_DIR"])
     base = env.get("XDG_STATE_HOME") or str(Path(env.get("HOME", "/tmp")) / ".local" / "state")  # noqa: S108
     return Path(base) / "dlrover"
+
+
+def _budgets(text: str) -> dict[str, int]:
+    """``ecc:2 host_oom:5`` as a dictionary."""
+    budgets = {}
+    for pair in text.split():
+        cause, _, count = pair.partition(":")
+        if not cause or not count.isdecimal():
+            raise ConfigurationError(
+                f"cause_budgets {text!r}: {pair!r} is not of the form CAUSE:NUMBER, as ecc:2 is."
+            )
+        budgets[cause] = int(count)
+    return budgets
 
 
 def _from_file(path: str) -> dict[str, Any]:

@@ -32,6 +32,8 @@ class ExitCode(enum.IntEnum):
     """The job was stopped because its restarts no longer led to a new step."""
     STOPPED = 5
     """Somebody stopped the job with ``dlrover stop``."""
+    NOT_MET = 6
+    """The job ended well, but ``dlrover chaos`` found that something asserted does not hold."""
     SIGNAL_BASE = 128
     """128 + n: ``dlrover-run`` was ended by signal n."""
 

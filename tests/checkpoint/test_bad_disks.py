@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from dlrover.checkpoint import Checkpointer, storage, torchfile
+from dlrover.checkpoint.stores import open_store
 from dlrover.errors import InfrastructureError
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(90)]
@@ -35,9 +36,13 @@ saver.main(sys.argv[3:])
 """
 
 
+def unfinished(directory: Path, step: int, session: int) -> Path:
+    return directory / f".step-{step}.{session:016x}"
+
+
 def start_saver(directory: Path, flag: Path = Path("/nowhere"), label: str = "") -> psutil.Process:
     """A saver that is quick to give up; it meets EIO at ``label`` while the file ``flag`` is there."""
-    identity = storage.identity(directory)
+    identity = storage.identity(open_store(directory))
     subprocess.run(
         [sys.executable, "-c", SAVER, str(flag), label, "--directory", str(directory),
          "--identity", identity, "--keep", "3", "--linger", "5"],
@@ -109,8 +114,8 @@ def assert_lives(
     checkpointer.save(5, filled(5), to="storage")
     checkpointer.wait()
     checkpointer.close()
-    assert storage.steps(directory) == [5, 1]
-    assert storage.tracked(directory) == 5
+    assert storage.steps(open_store(directory)) == [5, 1]
+    assert storage.tracked(open_store(directory)) == 5
     assert list(directory.glob(".*")) == [], "nothing half done is left"
     for process in directory.savers():
         process.kill()
@@ -184,7 +189,7 @@ def test_a_failure_that_passes_is_tried_again(directory, tmp_path):
     flag.unlink()
     checkpointer.wait()
     checkpointer.close()
-    assert storage.steps(directory) == [1]
+    assert storage.steps(open_store(directory)) == [1]
 
 
 def test_a_disk_that_is_not_mounted_any_more(disk):
@@ -206,7 +211,7 @@ def test_a_disk_that_is_not_mounted_any_more(disk):
 
 def test_a_disk_full_of_what_another_run_left_half_done(disk):
     start_saver(disk)
-    left = storage.unfinished(disk, 9, 1)
+    left = unfinished(disk, 9, 1)
     left.mkdir()
     (left / "__0_0.distcp").write_bytes(bytes(3 * MIB))
     an_hour_ago = time.time() - 3600
@@ -216,7 +221,7 @@ def test_a_disk_full_of_what_another_run_left_half_done(disk):
     checkpointer.save(10, filled(10, 2 * MIB), to="storage")
     checkpointer.wait()
     checkpointer.close()
-    assert storage.steps(disk) == [10]
+    assert storage.steps(open_store(disk)) == [10]
 
 
 # ---- directories that cannot be written from the start
@@ -250,7 +255,7 @@ def test_a_new_directory_on_a_bad_disk_is_refused_in_a_sentence(disk):
 def test_a_name_on_a_full_disk_leaves_nothing(disk):
     (disk / "filler").write_bytes(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize))
     with pytest.raises(InfrastructureError, match="cannot be used: No space left on device"):
-        storage.identity(disk)
+        storage.identity(open_store(disk))
     assert os.listdir(disk) == ["filler"]
 
 

@@ -12,6 +12,7 @@ from dlrover.checkpoint.memory import Generation
 from dlrover.checkpoint.policies import KeepLast
 from dlrover.checkpoint.protocol import Join, SaverGoneError
 from dlrover.checkpoint.saver import Saver
+from dlrover.checkpoint.stores import open_store
 from dlrover.errors import InfrastructureError, ProtocolError
 
 ENTRIES = layouts.place([TensorSpec(("a",), "uint8", (8,))], [0])
@@ -359,7 +360,7 @@ def test_savers_that_do_not_answer_are_not_waited_for_longer(tmp_path, monkeypat
     book.join(0, joined)
     book.detach(0, owner, goodbye=False)
     ended = book.breaks.next()
-    Breakpoints(tmp_path, book.breaks, 1)._carry_out(ended)
+    Breakpoints(open_store(tmp_path), book.breaks, 1)._carry_out(ended)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -374,7 +375,7 @@ def test_a_lost_node_has_its_part_stored_from_its_replica(tmp_path, monkeypatch)
     leave(own)
     ended = book.breaks.next()
     voting = threading.Thread(
-        target=Breakpoints(tmp_path, book.breaks, 1)._carry_out, args=(ended,)
+        target=Breakpoints(open_store(tmp_path), book.breaks, 1)._carry_out, args=(ended,)
     )
     voting.start()
     task = book.tasks.next()
@@ -402,7 +403,9 @@ def test_what_a_rank_left_is_not_written_over_before_its_peers_have_ended():
 def test_other_nodes_do_not_hold_up_a_training_for_long(tmp_path, monkeypatch):
     monkeypatch.setattr("dlrover.checkpoint.saver.STARVING_PATIENCE", 0.2)
     with protocol.new_socket() as listener:
-        saver = Saver(tmp_path, storage.identity(tmp_path), KeepLast(2), 1.0, listener)
+        saver = Saver(
+            open_store(tmp_path), storage.identity(open_store(tmp_path)), KeepLast(2), 1.0, listener
+        )
         worker = Worker(saver._book, 0, (0,), size=2)
         for step in (1, 2):
             worker.save(step, to_storage=True)

@@ -3,6 +3,7 @@
 import pytest
 
 from dlrover.checkpoint.breakpoint import Ballot, Decision, Vote, complete, decide, remove_votes
+from dlrover.checkpoint.stores import open_store
 
 
 def vote(saver, ranks, held, stored=-1):
@@ -39,7 +40,7 @@ def test_nothing_is_stored_when_no_step_is_common_or_it_is_stored(votes, step):
 
 
 def test_the_last_one_removes_the_votes_and_what_was_not_completed(tmp_path):
-    ballots = [Ballot(tmp_path, 7) for _ in range(2)]
+    ballots = [Ballot(open_store(tmp_path), 7) for _ in range(2)]
     (tmp_path / ".step-4.0000000000000007").mkdir()
     (tmp_path / ".step-4.0000000000000008").mkdir()
     for number, ballot in enumerate(ballots):
@@ -52,7 +53,7 @@ def test_the_last_one_removes_the_votes_and_what_was_not_completed(tmp_path):
 
 
 def test_a_vote_that_cannot_be_read_does_not_count(tmp_path):
-    ballot = Ballot(tmp_path, 7)
+    ballot = Ballot(open_store(tmp_path), 7)
     ballot.cast(vote(1, (0,), {0: (4,)}))
     (tmp_path / ".breakpoint.0000000000000007" / "2.vote").write_bytes(b"{")
     assert [v.saver for v in ballot.votes()] == [1]
@@ -60,6 +61,6 @@ def test_a_vote_that_cannot_be_read_does_not_count(tmp_path):
 
 def test_votes_that_killed_savers_have_left_are_removed(tmp_path):
     for session in (7, 8):
-        Ballot(tmp_path, session).cast(vote(1, (0,), {0: (4,)}))
-    remove_votes(tmp_path, 8)
+        Ballot(open_store(tmp_path), session).cast(vote(1, (0,), {0: (4,)}))
+    remove_votes(open_store(tmp_path), 8)
     assert [path.name for path in tmp_path.iterdir()] == [".breakpoint.0000000000000008"]

@@ -27,6 +27,7 @@ from dlrover.checkpoint.convert import convert
 from dlrover.checkpoint.copying import Copier
 from dlrover.checkpoint.memory import Generation
 from dlrover.checkpoint.persist import Job, Source
+from dlrover.checkpoint.stores import open_store
 from dlrover.checkpoint.tree import DTYPES, Shard
 from dlrover.cli import main
 from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
@@ -61,7 +62,7 @@ def store(directory: Path, step: int, *states: dict) -> None:
     sources = {rank: source(state) for rank, state in enumerate(states)}
     clock = threading.Event()
     pause = lambda seconds: clock.wait(seconds) and None  # noqa: E731
-    persist.persist(Job(directory, step, 1, len(states), sources, pause, 10.0))
+    persist.persist(Job(open_store(directory), step, 1, len(states), sources, pause, 10.0))
 
 
 def file_of(directory: Path, state: dict, name: str = "state.pt") -> Path:
@@ -322,7 +323,7 @@ def test_a_step_gets_a_number(tmp_path: Path):
     path = file_of(tmp_path, {"step": 5})
     assert convert(path, tmp_path / "a", "flash").step == 5
     assert convert(path, tmp_path / "b", "flash", 9).step == 9
-    assert [storage.steps(tmp_path / name) for name in "ab"] == [[5], [9]]
+    assert [storage.steps(open_store(tmp_path / name)) for name in "ab"] == [[5], [9]]
     assert convert(file_of(tmp_path, {"step": "x"}), tmp_path / "c", "flash").step == 0
     with pytest.raises(ConfigurationError, match="--step is 9; neither"):
         convert(path, tmp_path / "d", "dcp", 9)
@@ -345,7 +346,7 @@ def test_an_existing_destination_stays_as_it_is(tmp_path: Path):
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_damaged_source_leaves_nothing_behind(sharded: Path, tmp_path: Path, to: str):
     step = sharded / "step-40"
-    with storage.StoredStep(step) as stored:
+    with storage.StoredStep(open_store(step), "") as stored:
         (found,) = (t for t in stored.index(1).tensors if t.path == ("model", "columns"))
     content = bytearray((step / found.file).read_bytes())
     content[found.offset] ^= 1

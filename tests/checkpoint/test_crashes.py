@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from dlrover.checkpoint import Checkpointer, faults, storage
 from dlrover.checkpoint.memory import Generation
+from dlrover.checkpoint.stores import open_store
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(90)]
@@ -95,7 +96,7 @@ def start_faulty_saver(directory: Path, label: str, budget: int = 0) -> None:
 
 
 def start_saver(directory: Path, program: str, *words: str) -> None:
-    identity = storage.identity(directory)
+    identity = storage.identity(open_store(directory))
     subprocess.run(
         [sys.executable, "-c", program, *words, "--directory", str(directory),
          "--identity", identity, "--keep", "2", "--linger", "5"],
@@ -166,7 +167,7 @@ def test_storage_then_memory_at_once_loses_nothing(directory):
     for step in range(1, 31):
         checkpointer.save(step, filled(step), to="storage" if step % 10 == 0 else "memory")
     checkpointer.wait()
-    assert storage.steps(directory) == [30, 20, 10]
+    assert storage.steps(open_store(directory)) == [30, 20, 10]
     checkpointer.close()
     for step in (10, 20, 30):
         read = fresh()
@@ -181,8 +182,8 @@ def test_only_the_newest_are_kept(directory):
         checkpointer.save(step, filled(step), to="storage")
         checkpointer.wait()
     checkpointer.close()
-    assert storage.steps(directory) == [4, 3]
-    assert storage.tracked(directory) == 4
+    assert storage.steps(open_store(directory)) == [4, 3]
+    assert storage.tracked(open_store(directory)) == 4
 
 
 def flip_memory(directory: Path, step: int) -> None:
@@ -270,7 +271,7 @@ def test_a_state_that_does_not_fit_is_an_error_and_nothing_is_put_aside(director
     two_stored(directory)
     with pytest.raises(ConfigurationError, match="the checkpoint has not: extra"):
         load(directory, {**fresh(), "extra": 1})
-    assert storage.steps(directory) == [2, 1]
+    assert storage.steps(open_store(directory)) == [2, 1]
 
 
 def test_a_directory_that_was_removed_does_not_come_back_from_memory(directory):
@@ -292,7 +293,7 @@ def test_storage_that_fails_is_reported_and_does_not_stop_training(directory):
         checkpointer.save(step, filled(step), to="storage" if step == 3 else "memory")
     with pytest.raises(InfrastructureError, match="Step 1 was not stored in"):
         checkpointer.wait()
-    assert storage.steps(directory) == [3]
+    assert storage.steps(open_store(directory)) == [3]
     checkpointer.close()
 
 
@@ -359,7 +360,7 @@ def test_with_memory_for_one_generation_one_is_kept(directory, caplog):
         checkpointer.save(step, large, to="storage" if step == 2 else "memory")
     assert "one generation only" in caplog.text
     checkpointer.wait()
-    assert storage.steps(directory) == [2]
+    assert storage.steps(open_store(directory)) == [2]
     found = {"w": torch.zeros(50_000), "step": 0}
     assert checkpointer.load(found).source == "memory"
     assert found["step"] == 3
@@ -367,11 +368,42 @@ def test_with_memory_for_one_generation_one_is_kept(directory, caplog):
     checkpointer.close()
 
 
-def test_without_memory_for_a_generation_the_error_says_how_much_is_missing(directory):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_without_memory_for_a_generation_only_steps_for_storage_are_saved(
+    directory, caplog, overlap, monkeypatch
+):
     start_saver(directory, LITTLE_MEMORY, "1000")
+    checkpointer = Checkpointer(directory, linger=0.0, overlap=overlap)
+    state = {"w": torch.zeros(50_000).to(torch.bfloat16), "none": torch.empty(0), "step": 0}
+    state["tied"] = state["w"]
+    for step in range(1, 4):
+        state["w"].fill_(step)
+        state["step"] = step
+        checkpointer.save(step, state, to="storage" if step == 2 else "memory")
+        assert storage.steps(open_store(directory)) == ([2] if step > 1 else [])
+    assert caplog.text.count("MiB more for 1 generation; 0 MiB are available") == 1
+    checkpointer.wait()
+    record = checkpointer.load(state)
+    assert (record.source, record.step, state["step"]) == ("storage", 2, 2)
+    assert torch.equal(state["w"], torch.full((50_000,), 2.0, dtype=torch.bfloat16))
+    monkeypatch.setattr("dlrover.checkpoint.direct.RETRY_DELAYS", (0.01,))
+    (directory / "checkpoint-id").rename(directory / "gone")
+    checkpointer.save(4, state, to="storage")
+    with pytest.raises(InfrastructureError, match=r"Step 4 was not stored in .*not the directory"):
+        checkpointer.wait()
+    checkpointer.close()
+
+
+def test_a_state_that_has_outgrown_memory_comes_from_storage(directory):
+    start_saver(directory, LITTLE_MEMORY, str(300 << 10))
     checkpointer = Checkpointer(directory, linger=0.0)
-    with pytest.raises(
-        InfrastructureError, match=r"MiB more for 1 generation; 0 MiB are available"
-    ):
-        checkpointer.save(1, {"w": torch.zeros(50_000)})
+    checkpointer.save(1, filled(1))
+    assert checkpointer.load(filled(0)).source == "memory"
+    for step in (2, 3, 4):
+        checkpointer.save(step, {"w": torch.full((500_000,), float(step))}, to="storage")
+    state = {"w": torch.zeros(500_000)}
+    record = checkpointer.load(state)
+    assert (record.source, record.step) == ("storage", 4)
+    assert torch.equal(state["w"], torch.full((500_000,), 4.0))
+    assert storage.steps(open_store(directory)) == [4, 3, 2]
     checkpointer.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dlrover.checkpoint import storage
+from dlrover.checkpoint.stores import open_store
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.long, pytest.mark.timeout(180)]
 
@@ -87,4 +88,4 @@ def test_a_new_job_continues_from_storage(directory):
 def test_the_launcher_may_ask_for_a_save_at_breakpoint(directory):
     launch("dlrover-run", directory, DEADLY, option="--save-at-breakpoint")
     directory.until_no_saver()
-    assert storage.steps(directory)[-1] in (DEADLY, DEADLY + 1)
+    assert storage.steps(open_store(directory))[-1] in (DEADLY, DEADLY + 1)

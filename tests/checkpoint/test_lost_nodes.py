@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dlrover.checkpoint import Checkpointer, storage
+from dlrover.checkpoint.stores import open_store
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.long, pytest.mark.timeout(240)]
 
@@ -91,7 +92,7 @@ def test_a_worker_that_dies_has_its_newest_step_stored(directory, world):
     ended.save()
     ended.kill(0)
     directory.until_no_saver()
-    assert storage.steps(directory) == [4]
+    assert storage.steps(open_store(directory)) == [4]
     assert sorted(path.name for path in directory.glob(".*")) == []
 
 
@@ -101,7 +102,7 @@ def test_a_saver_that_is_stopped_stores_first(directory):
     checkpointer.save(2, {"w": torch.full((9,), 2.0)})
     checkpointer.close()
     directory.stop_saver()
-    assert storage.steps(directory) == [2, 1]
+    assert storage.steps(open_store(directory)) == [2, 1]
     state = {"w": torch.zeros(9)}
     checkpointer = Checkpointer(directory, linger=0.0)
     record = checkpointer.load(state)
@@ -120,7 +121,7 @@ def test_two_nodes_store_the_newest_step_that_all_ranks_have(
     ended.kill(0, 2, 3)
     for node in two_nodes:
         node.until_no_saver(30)
-    assert storage.steps(directory) == [stored]
+    assert storage.steps(open_store(directory)) == [stored]
     assert sorted(path.name for path in directory.glob(".*")) == []
     assert ended.load() == [f"{stored} from storage"] * 4
 

@@ -16,6 +16,7 @@ from dlrover.checkpoint.policies import (
     Policy,
     StepInfo,
 )
+from dlrover.checkpoint.stores import MANIFEST, open_store
 from dlrover.errors import ConfigurationError
 
 pytestmark = pytest.mark.torch
@@ -172,12 +173,12 @@ def test_metrics_become_numbers_and_what_is_not_finite_is_left_out():
 
 
 def store(directory: Path, step: int, metrics: dict[str, float] | None = None) -> None:
-    path = storage.step_directory(directory, step)
+    path = directory / f"step-{step}"
     path.mkdir(parents=True)
     manifest = {"format": 1, "step": step, "world_size": 1, "replicated": True, "files": {}}
     if metrics is not None:
         manifest["metrics"] = metrics
-    (path / storage.MANIFEST).write_text(json.dumps(manifest))
+    (path / MANIFEST).write_text(json.dumps(manifest))
 
 
 @pytest.mark.parametrize(
@@ -194,17 +195,17 @@ def test_prune_deletes_what_the_policy_lets_go(tmp_path: Path, policy: Policy, e
     for step, loss in ((1, 4.0), (2, 1.0), (3, 2.0), (4, 3.0)):
         store(tmp_path, step, {"loss": loss})
     store(tmp_path, 5)  # of a version without metrics
-    storage.prune(tmp_path, policy)
-    assert storage.steps(tmp_path) == expected
+    storage.prune(open_store(tmp_path), policy)
+    assert storage.steps(open_store(tmp_path)) == expected
     assert len(list(tmp_path.iterdir())) == len(expected)
 
 
 def test_a_damaged_manifest_does_not_stop_pruning(tmp_path: Path):
     for step in (1, 2, 3):
         store(tmp_path, step, {"loss": float(step)})
-    (tmp_path / "step-2" / storage.MANIFEST).write_text("{")
-    storage.prune(tmp_path, KeepBest(1, "loss"))
-    assert storage.steps(tmp_path) == [3, 1]
+    (tmp_path / "step-2" / MANIFEST).write_text("{")
+    storage.prune(open_store(tmp_path), KeepBest(1, "loss"))
+    assert storage.steps(open_store(tmp_path)) == [3, 1]
 
 
 @pytest.mark.slow
@@ -214,7 +215,7 @@ def test_a_training_keeps_what_its_policy_says(directory: Path):
         checkpointer.save(step, {"step": step}, to="storage")
         checkpointer.wait()
     checkpointer.close()
-    assert storage.steps(directory) == [5, 2]
+    assert storage.steps(open_store(directory)) == [5, 2]
 
 
 @pytest.mark.slow
@@ -225,13 +226,13 @@ def test_the_best_and_the_newest_step_of_a_training_stay(directory: Path):
     for step, loss in enumerate(losses, 1):
         checkpointer.save(step, {"step": step}, to="storage", metrics={"loss": loss})
         checkpointer.wait()
-    assert storage.steps(directory) == [4, 2]
-    assert storage.read_manifest(directory / "step-2").metrics == {"loss": 1.0}
-    assert storage.read_manifest(directory / "step-4").metrics == {}
+    assert storage.steps(open_store(directory)) == [4, 2]
+    assert storage.read_manifest(open_store(directory), "step-2").metrics == {"loss": 1.0}
+    assert storage.read_manifest(open_store(directory), "step-4").metrics == {}
     checkpointer.save(5, {"step": 5}, metrics={"loss": 0.0})  # in memory only
     checkpointer.save(6, {"step": 6}, to="storage")
     checkpointer.wait()
-    assert storage.steps(directory) == [6, 2]
+    assert storage.steps(open_store(directory)) == [6, 2]
     with pytest.raises(ConfigurationError, match="The metric loss is None"):
         checkpointer.save(7, {"step": 7}, metrics={"loss": None})
     checkpointer.close()

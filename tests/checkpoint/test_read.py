@@ -49,6 +49,22 @@ def test_below_other_keys_there_are_zeros_that_take_no_memory(checkpointer):
     assert state["model"]["w"].untyped_storage().nbytes() == 4
 
 
+def test_a_stored_step_is_read_by_its_number_and_memory_stays(directory):
+    saves = Checkpointer(directory, linger=0.0)
+    for step in (1, 2, 3):
+        saves.save(step, {"step": step}, to="memory" if step == 3 else "storage")
+    saves.wait()
+    record, state = saves.read(step=1)
+    assert (record.step, record.source, state["step"]) == (1, "storage", 1)
+    assert saves.read()[0].source == "memory"
+    with pytest.raises(ConfigurationError, match=r"step is 3, which is not stored .* is: 2, 1\."):
+        saves.read(step=3)
+    state = {"step": 0}
+    assert saves.load(state, step=1).step == state["step"] == 1
+    assert saves.load(state).source == "storage", "what was in memory is not gone on with"
+    saves.close()
+
+
 def test_another_number_of_ranks_cannot_read_parts(checkpointer):
     checkpointer._world.size = 2
     checkpointer._world.exchange = lambda values: [list(values)] * 2

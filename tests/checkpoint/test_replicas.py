@@ -1,6 +1,7 @@
 """Savers that send each other what their ranks have in memory."""
 
 import contextlib
+import itertools
 import logging
 import os
 import secrets
@@ -11,13 +12,26 @@ from typing import ClassVar
 
 import msgspec
 import pytest
+import torch
+from hypothesis import given, settings
+from random_trees import assert_same, blank, trees
 
-from dlrover.checkpoint import exchange, faults, layout as layouts, memory, replicas, wire
+from dlrover.checkpoint import (
+    copying,
+    exchange,
+    faults,
+    layout as layouts,
+    memory,
+    replicas,
+    tree,
+    wire,
+)
 from dlrover.checkpoint.book import Book
 from dlrover.checkpoint.layout import TensorSpec
 from dlrover.checkpoint.memory import Generation
 from dlrover.checkpoint.protocol import Join, Peer, Replication
 from dlrover.checkpoint.replicas import Replicas
+from dlrover.checkpoint.restore import Restoration
 from dlrover.errors import ProtocolError
 
 HOST = "127.0.0.1"
@@ -60,9 +74,9 @@ class Node:
         self.book.join(self.rank, joined)
         self.replicas.join(joined)
 
-    def save(self, step: int) -> bytes:
+    def save(self, step: int, state: dict | None = None) -> bytes:
         slot = self.book.begin(self.rank, step)
-        data = self._write(slot, step)
+        data = self._write(slot, step) if state is None else self._copy(slot, step, state)
         self.book.publish(self.rank, slot, step, to_storage=False)
         self.book.sums.compute_next()
         return data
@@ -72,11 +86,23 @@ class Node:
         generation = Generation(self.fds[slot])
         data = (secrets.token_bytes(1000) + bytes([step])) * (SIZE // 1001 + 1)
         generation.data[:SIZE] = data[:SIZE]
+        self._publish(generation, PACKED, step)
+        return data[:SIZE]
+
+    def _copy(self, slot: int, step: int, state: dict) -> bytes:
+        copier = copying.Copier()
+        packed = copier.layout(tree.flatten(state))
+        self.book.reserve(self.rank, memory.room_for(packed))
+        generation = Generation(self.fds[slot])
+        copier.copy(torch.frombuffer(generation.data, dtype=torch.uint8))
+        self._publish(generation, packed, step)
+        return bytes(generation.data[: packed.data_bytes])
+
+    def _publish(self, generation: Generation, packed: layouts.PackedLayout, step: int) -> None:
         world = self.book.exchange.world().joined
         generation.publish(
-            PACKED, rank=self.rank, world_size=world.world_size, step=step, session=world.session
+            packed, rank=self.rank, world_size=world.world_size, step=step, session=world.session
         )
-        return data[:SIZE]
 
     def steps(self, rank: int) -> list[int]:
         return sorted(held.step for held in self.book.look() if held.rank == rank)
@@ -123,6 +149,29 @@ def test_the_last_two_steps_are_on_the_other_node():
         until(lambda step=step: step in a.steps(1))
     assert a.steps(0) == [2, 3]
     assert b.steps(0) == [2, 3], "a save lets go of no replica of its own world"
+
+
+@pytest.mark.torch
+def test_any_tree_is_equal_on_the_other_node():
+    a, b = pair()
+    steps = itertools.count(1)
+
+    @settings(deadline=None, max_examples=20)
+    @given(trees)
+    def run(state):
+        step = next(steps)
+        a.save(step, state)
+        until(lambda: step in b.steps(0))
+        (held,) = [h for h in b.book.look() if (h.rank, h.step) == (0, step)]
+        generation = Generation(b.book.open(0)[1][held.slot])
+        layout = generation.layout(generation.header())
+        buffer = torch.frombuffer(generation.data, dtype=torch.uint8)
+        found = blank(state)
+        views = copying.views(buffer, layout.entries)
+        Restoration(found, layouts.decode(layout.skeleton), layout.entries).run(views)
+        assert_same(found, state)
+
+    run()
 
 
 def test_bytes_that_change_on_their_way_are_refused(monkeypatch, caplog):

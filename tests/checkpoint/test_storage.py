@@ -12,16 +12,31 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dlrover.checkpoint import copying, layout as layouts, memory, persist, storage, torchfile, tree
+from dlrover.checkpoint import (
+    copying,
+    direct,
+    layout as layouts,
+    memory,
+    persist,
+    storage,
+    torchfile,
+    tree,
+)
 from dlrover.checkpoint.copying import Copier
 from dlrover.checkpoint.memory import Generation
 from dlrover.checkpoint.persist import Job, Source
+from dlrover.checkpoint.policies import KeepLast
+from dlrover.checkpoint.stores import IDENTITY, MANIFEST, open_store
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 pytestmark = [
     pytest.mark.torch,
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
 ]
+
+
+def unfinished(directory: Path, step: int, session: int) -> Path:
+    return directory / f".step-{step}.{session:016x}"
 
 
 @pytest.mark.parametrize("dtype", sorted(tree.DTYPES))
@@ -58,7 +73,7 @@ def job(
 ) -> Job:
     clock = threading.Event()
     return Job(
-        directory=directory,
+        store=open_store(directory),
         step=7,
         session=1,
         world_size=world_size,
@@ -102,15 +117,30 @@ def test_savers_of_several_nodes_write_one_checkpoint_and_replicas_once(tmp_path
     for thread in threads:
         thread.join(20)
     final = tmp_path / "step-7"
-    manifest = storage.read_manifest(final)
+    manifest = storage.read_manifest(open_store(final), "")
     assert manifest.replicated
     assert "__1_0.distcp" not in manifest.files
-    assert set(os.listdir(final)) == {*manifest.files, storage.MANIFEST}
-    with storage.StoredStep(final) as stored:
+    assert set(os.listdir(final)) == {*manifest.files, MANIFEST}
+    with storage.StoredStep(open_store(final), "") as stored:
         for rank in range(2):
             index = stored.index(rank)
             assert layouts.decode(index.skeleton)["rank"] == rank
             assert all(stored.verified(tensor) is not None for tensor in index.tensors)
+
+
+def test_a_worker_without_memory_writes_its_part_beside_those_of_savers(tmp_path):
+    mine = state(1)
+    copier = Copier()
+    packed = copier.layout(tree.flatten(mine))
+    worker = direct.Writer(open_store(tmp_path), "", KeepLast(1), rank=1, world_size=2, session=1)
+    saver = job(tmp_path, {0: source(state())}, 2)
+    storing = threading.Thread(target=persist.persist, args=(saver,))
+    storing.start()
+    assert worker.write(7, packed, copier.sources, {}) == ""
+    storing.join(20)
+    with storage.StoredStep(open_store(tmp_path), "step-7") as stored:
+        assert stored.manifest.replicated
+        assert layouts.decode(stored.index(1).skeleton)["rank"] == 1
 
 
 def test_ranks_that_differ_keep_their_own_tensors(tmp_path):
@@ -118,22 +148,22 @@ def test_ranks_that_differ_keep_their_own_tensors(tmp_path):
     persist.persist(job(tmp_path, {0: source(state()), 1: source(mine)}, 2))
     final = tmp_path / "step-7"
     for rank, expected in enumerate((state()["model"]["w"], torch.zeros(3, 4))):
-        with storage.StoredStep(final) as stored:
+        with storage.StoredStep(open_store(final), "") as stored:
             found = {t.path: bytes(stored.verified(t)) for t in stored.index(rank).tensors}
         assert found["model", "w"] == expected.numpy().tobytes()
-    assert not storage.read_manifest(final).replicated
+    assert not storage.read_manifest(open_store(final), "").replicated
 
 
 def test_a_node_that_never_comes_is_named(tmp_path):
     with pytest.raises(InfrastructureError, match="rank 1's index did not come"):
         persist.persist(job(tmp_path, {0: source(state())}, 2, patience=0.1))
-    assert storage.steps(tmp_path) == []
+    assert storage.steps(open_store(tmp_path)) == []
 
 
 def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path):
     for value in (1, 2):
         persist.persist(job(tmp_path, {0: source({"value": value})}, 1))
-    with storage.StoredStep(tmp_path / "step-7") as stored:
+    with storage.StoredStep(open_store(tmp_path), "step-7") as stored:
         assert layouts.decode(stored.index(0).skeleton) == {"value": 2}
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-7"]
 
@@ -141,18 +171,18 @@ def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path):
 def test_a_manifest_holds_what_was_measured(tmp_path):
     mine = dataclasses.replace(job(tmp_path, {0: source(state())}, 1), metrics={"loss": 0.5})
     persist.persist(mine)
-    assert storage.read_manifest(tmp_path / "step-7").metrics == {"loss": 0.5}
+    assert storage.read_manifest(open_store(tmp_path), "step-7").metrics == {"loss": 0.5}
 
 
 def test_a_directory_that_is_another_one_is_left_alone(tmp_path):
     mine = dataclasses.replace(job(tmp_path, {0: source(state())}, 1), identity="another")
-    for found in ([], [storage.IDENTITY]):
+    for found in ([], [IDENTITY]):
         with pytest.raises(OSError, match="not the directory any more"):
             persist.persist(mine)
         assert os.listdir(tmp_path) == found
-        storage.identity(tmp_path)
-    persist.persist(dataclasses.replace(mine, identity=storage.identity(tmp_path)))
-    assert storage.steps(tmp_path) == [7]
+        storage.identity(open_store(tmp_path))
+    persist.persist(dataclasses.replace(mine, identity=storage.identity(open_store(tmp_path))))
+    assert storage.steps(open_store(tmp_path)) == [7]
 
 
 def test_a_directory_that_is_gone_is_not_made_again(tmp_path):
@@ -163,10 +193,10 @@ def test_a_directory_that_is_gone_is_not_made_again(tmp_path):
 
 def test_what_this_world_gave_up_is_removed_before_the_next_step(tmp_path):
     for step, session in ((5, 1), (8, 1), (5, 2)):
-        storage.unfinished(tmp_path, step, session).mkdir()
-    storage.unfinished(tmp_path, 6, 1).write_text("in the way")
+        unfinished(tmp_path, step, session).mkdir()
+    unfinished(tmp_path, 6, 1).write_text("in the way")
     persist.persist(job(tmp_path, {0: source(state())}, 1))
-    left = {storage.unfinished(tmp_path, *key).name for key in ((8, 1), (5, 2), (6, 1))}
+    left = {unfinished(tmp_path, *key).name for key in ((8, 1), (5, 2), (6, 1))}
     assert set(os.listdir(tmp_path)) == {"latest", "step-7"} | left
 
 
@@ -177,29 +207,27 @@ def test_names_that_dcp_cannot_tell_apart_are_refused(tmp_path):
 
 def test_what_other_worlds_left_is_removed(tmp_path):
     for session in (1, 2):
-        storage.unfinished(tmp_path, 5, session).mkdir()
-    storage.remove_unfinished(tmp_path, 2)
-    assert os.listdir(tmp_path) == [storage.unfinished(tmp_path, 5, 2).name]
+        unfinished(tmp_path, 5, session).mkdir()
+    storage.remove_unfinished(open_store(tmp_path), 2)
+    assert os.listdir(tmp_path) == [unfinished(tmp_path, 5, 2).name]
 
 
 def test_what_somebody_may_be_writing_stays(tmp_path):
     for step in (5, 6, 7):
-        directory = storage.unfinished(tmp_path, step, 1)
+        directory = unfinished(tmp_path, step, 1)
         directory.mkdir()
         (directory / "file").touch()
-    old = storage.unfinished(tmp_path, 5, 1)
-    for path in (old, old / "file", storage.unfinished(tmp_path, 6, 1)):
+    old = unfinished(tmp_path, 5, 1)
+    for path in (old, old / "file", unfinished(tmp_path, 6, 1)):
         os.utime(path, (1.0, 1.0))
-    storage.remove_unfinished(tmp_path, 2, idle=60.0)
-    assert sorted(os.listdir(tmp_path)) == [
-        storage.unfinished(tmp_path, step, 1).name for step in (6, 7)
-    ]
+    storage.remove_unfinished(open_store(tmp_path), 2, idle=60.0)
+    assert sorted(os.listdir(tmp_path)) == [unfinished(tmp_path, step, 1).name for step in (6, 7)]
 
 
 def test_a_directory_is_named_once(tmp_path):
     found = set()
     threads = [
-        threading.Thread(target=lambda: found.add(storage.identity(tmp_path / "a")))
+        threading.Thread(target=lambda: found.add(storage.identity(open_store(tmp_path / "a"))))
         for _ in range(8)
     ]
     for thread in threads:
@@ -207,8 +235,8 @@ def test_a_directory_is_named_once(tmp_path):
     for thread in threads:
         thread.join()
     assert len(found) == 1
-    assert storage.identity(tmp_path / "b") not in found
-    assert os.listdir(tmp_path / "a") == [storage.IDENTITY]
+    assert storage.identity(open_store(tmp_path / "b")) not in found
+    assert os.listdir(tmp_path / "a") == [IDENTITY]
 
 
 def test_views_of_a_layout_are_the_tensors():

@@ -17,11 +17,16 @@ from dlrover.checkpoint import layout as layouts, memory, persist, storage, tool
 from dlrover.checkpoint.copying import Copier
 from dlrover.checkpoint.memory import Generation
 from dlrover.checkpoint.persist import Job, Source
+from dlrover.checkpoint.stores import open_store
 from dlrover.checkpoint.tree import Shard
 from dlrover.cli import main
 from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
 
 pytestmark = pytest.mark.torch
+
+
+def unfinished(directory: Path, step: int, session: int) -> Path:
+    return directory / f".step-{step}.{session:016x}"
 
 
 def source(state: dict) -> Source:
@@ -43,7 +48,7 @@ def store(directory: Path, step: int, *states: dict) -> None:
     sources = {rank: source(state) for rank, state in enumerate(states)}
     clock = threading.Event()
     pause = lambda seconds: clock.wait(seconds) and None  # noqa: E731
-    persist.persist(Job(directory, step, 1, len(states), sources, pause, 10.0))
+    persist.persist(Job(open_store(directory), step, 1, len(states), sources, pause, 10.0))
 
 
 def state(rank: int, step: int) -> dict:
@@ -79,7 +84,7 @@ def flip(path: Path, offset: int) -> None:
 
 def flip_tensor(directory: Path, path: tuple, rank: int = 0) -> str:
     """Change a byte of a tensor; the name of its file."""
-    with storage.StoredStep(directory) as step:
+    with storage.StoredStep(open_store(directory), "") as step:
         (found,) = (tensor for tensor in step.index(rank).tensors if tensor.path == path)
     flip(directory / found.file, found.offset)
     return found.file
@@ -99,8 +104,8 @@ def cli(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
 
 def test_steps_are_listed_newest_first_with_what_can_be_seen_of_them(stored: Path):
     store(stored, 40, state(0, 40), state(1, 40))
-    storage.quarantine(stored, 40)
-    storage.unfinished(stored, 50, 1).mkdir()
+    storage.quarantine(open_store(stored), 40)
+    unfinished(stored, 50, 1).mkdir()
     os.truncate(stored / "step-20" / "__0_0.distcp", 10)
     (stored / "saver-host.log").touch()
     found = tools.listing(stored)
@@ -111,7 +116,7 @@ def test_steps_are_listed_newest_first_with_what_can_be_seen_of_them(stored: Pat
         ("step-20", "damaged", False),
         ("step-10", "complete", False),
     ]
-    assert storage.tracked(stored) == 40
+    assert storage.tracked(open_store(stored)) == 40
     whole = found[2]
     sizes = [file.stat().st_size for file in (stored / "step-30").iterdir()]
     assert (whole.ranks, whole.files, whole.nbytes) == (2, len(sizes), sum(sizes))
@@ -303,12 +308,12 @@ def test_nothing_is_deleted_where_nothing_is_whole(stored: Path):
         flip_tensor(stored / f"step-{step}", ("model", "bias"))
     with pytest.raises(InfrastructureError, match=r"No step in .* is whole"):
         tools.prune(stored, 1)
-    assert storage.steps(stored) == [30, 20, 10]
+    assert storage.steps(open_store(stored)) == [30, 20, 10]
 
 
 def test_what_was_put_aside_or_is_being_written_stays(stored: Path):
-    storage.quarantine(stored, 10)
-    storage.unfinished(stored, 40, 1).mkdir()
+    storage.quarantine(open_store(stored), 10)
+    unfinished(stored, 40, 1).mkdir()
     assert [item.step for item in tools.prune(stored, 1).deleted] == [20]
     assert {"step-10.bad", ".step-40.0000000000000001", "step-30"} < set(os.listdir(stored))
 

@@ -844,6 +844,24 @@ def test_interpreter_and_prefix_come_from_torchruns_variables():
     assert (launch.python, launch.log_line_prefix_template) == ("/opt/py", "${rank}: ")
 
 
+# The node check
+
+
+@pytest.mark.parametrize(
+    ("argv", "checked", "excluded"),
+    [
+        ("", False, False),
+        ("--network-check", True, False),
+        ("--precheck 1", True, False),
+        ("--exclude-straggler", True, True),
+        ("--network_check --exclude_straggler", True, True),
+    ],
+)
+def test_node_check(argv, checked, excluded):
+    parsed = options(*argv.split())
+    assert (parsed.node_check, parsed.exclude_stragglers) == (checked, excluded)
+
+
 # Notices
 
 
@@ -851,17 +869,12 @@ def test_interpreter_and_prefix_come_from_torchruns_variables():
     ("argv", "notices"),
     [
         ("--logs-specs default --start-method spawn --event-log-handler null --precheck 0", []),
-        ("--network-check", ["--network-check is accepted but does nothing in this version."]),
+        ("--network-check --exclude-straggler --precheck 2", []),
         (
-            "--auto-config --auto_tunning --exclude-straggler --precheck 2",
+            "--auto-config --auto_tunning",
             [
                 f"{flag} is accepted but does nothing in this version."
-                for flag in (
-                    "--auto-config",
-                    "--auto-tunning",
-                    "--exclude-straggler",
-                    "--precheck 2",
-                )
+                for flag in ("--auto-config", "--auto-tunning")
             ],
         ),
         (

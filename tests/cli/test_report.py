@@ -13,6 +13,7 @@ from dlrover.cli.report import SCREEN_ROWS, render, render_json
 from dlrover.errors import ExitCode
 from dlrover.master.diagnosis import diagnose
 from dlrover.spec.failure import Failure, FailureKind, Origin, Verdict
+from dlrover.spec.goodput import Cause, Goodput
 from dlrover.spec.outcome import Outcome
 
 RECORDED = msgspec.json.decode(
@@ -270,3 +271,41 @@ def test_any_outcome_fits_on_the_screen(outcome: Outcome, width: int, colour: bo
             assert rows(screen, max(width, 40)) <= SCREEN_ROWS
         else:
             assert len(screen.splitlines()) == 1
+
+
+# ---- goodput
+
+
+def spent(**seconds: float) -> Goodput:
+    wall = sum(seconds.values())
+    return Goodput(
+        goodput_ratio=seconds.get("productive", 0.0) / wall if wall else 0.0,
+        wall_seconds=wall,
+        job_seconds=wall,
+        nodes=1,
+        seconds={cause.value: 0.0 for cause in Cause} | seconds,
+    )
+
+
+GOODPUT = spent(productive=150.0, start_up=42.0, hang_detection=8.0)
+LINE = "Goodput:  75.0 %; the largest loss is start-up: 42 s of all nodes (21.0 %)"
+
+
+def test_the_goodput_and_the_largest_loss_are_one_line_after_success() -> None:
+    screen = shown(Outcome(exit_code=0, reason="All workers succeeded.", goodput=GOODPUT))
+    assert screen.split("\n")[1:] == [LINE]
+
+
+def test_the_goodput_and_the_largest_loss_are_one_line_after_a_failure() -> None:
+    screen = shown(ended_by(RECORDED["nested_exception"], goodput=GOODPUT))
+    assert screen.split("\n").count(LINE) == 1
+
+
+def test_without_a_loss_the_goodput_stands_alone() -> None:
+    screen = shown(Outcome(exit_code=0, reason="", goodput=spent(productive=3.0)))
+    assert screen.split("\n")[1:] == ["Goodput:  100.0 %"]
+
+
+@pytest.mark.parametrize("goodput", [None, spent()])
+def test_no_goodput_is_shown_where_none_is_known(goodput: Goodput | None) -> None:
+    assert "Goodput" not in shown(Outcome(exit_code=0, reason="", goodput=goodput))

@@ -55,7 +55,7 @@ SHORTER = {
 }
 """What is replaced in commands and programs so that they take seconds."""
 
-STATUSES = {r"dlrover doctor": {0, 3}}
+STATUSES = {r"dlrover (doctor|check)": {0, 3}}
 """Statuses of commands that judge the machine they run on."""
 
 PROGRAM = """
@@ -66,7 +66,9 @@ time.sleep(60 if os.environ["WORLD_SIZE"] == "3" else 2)
 """
 """The ``train.py`` of pages that do not show theirs. A world of three lacks a node, and waits for it."""
 
-TORCH = {"getting-started.md", "checkpoint-tools.md", "01_digits_ddp", "02_char_gpt"}
+TORCH = {
+    "getting-started.md", "hangs.md", "chaos.md", "checkpoint-tools.md", "01_digits_ddp", "02_char_gpt",
+}  # fmt: skip
 """Pages whose programs need PyTorch, by the last part of their names that tells them apart."""
 
 TOOLS = {"python": "", "dlrover": "-m dlrover.cli.main", "dlrover-run": "-m dlrover.cli.run"}

@@ -27,8 +27,9 @@ from dlrover.cli.doctor import examine
 from dlrover.cli.probe import collect
 from dlrover.errors import ExitCode
 from dlrover.master.diagnosis import diagnose
+from dlrover.master.diagnosis_rules import built_in
 from dlrover.spec import events
-from dlrover.spec.failure import Failure, FailureKind, Verdict
+from dlrover.spec.failure import Action, Failure, FailureKind, Verdict
 from dlrover.spec.job import Limits
 from dlrover.spec.launch import Entry, LaunchSpec
 from dlrover.spec.node import NodeStatus
@@ -78,7 +79,10 @@ def docs_tables() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["settings.md", "events.md", "job-directory.md"])
+@pytest.mark.parametrize(
+    "name",
+    ["settings.md", "events.md", "job-directory.md", "goodput.md", "metrics.md", "diagnosis.md"],
+)
 def test_generated_tables_are_those_of_the_code(name: str) -> None:
     page = text_of(name)
     assert "<!-- table: " in page
@@ -139,8 +143,8 @@ VERDICTS = {
     "the disk is full": [
         raised("OSError", "[Errno 28] No space left on device"),
         raised("OSError", "[Errno 98] Address already in use"),
-        raised("RuntimeError", "uncorrectable ECC error encountered"),
     ],
+    "a hardware error": [raised("RuntimeError", "uncorrectable ECC error encountered")],
     "SIGSEGV, SIGABRT": [killed(signal.SIGSEGV), killed(signal.SIGABRT)],
 }
 """By words of a row of the table of verdicts: failures that it speaks of."""
@@ -153,6 +157,8 @@ def test_verdicts_are_those_of_the_code() -> None:
         assert words in what
         for verdict in verdicts:
             own = "`--max-restarts` times" if verdict.origin.value == "user code" else "yes"
+            if verdict.action is Action.RELAUNCH:
+                own = "yes, without the node"
             hopeless = "no: it would fail in the same way"
             assert (fault, restarted) == (
                 verdict.origin.value,
@@ -166,7 +172,7 @@ def test_verdicts_are_those_of_the_code() -> None:
 @cache
 def literals() -> str:
     """All texts in the source, one a line; what is filled in is an ellipsis."""
-    found = []
+    found = [re.sub(r"\{\w+\}", "…", rule.title) for rule in built_in()]
     for path in Path(dlrover.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
@@ -234,7 +240,9 @@ def test_the_page_of_settings_has_every_variable_and_every_key_of_torchrun() -> 
 
 @pages
 def test_defaults_in_the_text_are_those_of_the_code(page: Path) -> None:
-    stated = re.findall(r"`(\w+)`(?: restarts)?(?: \(|, )(\d+)\b", prose(page.read_text()))
+    stated = re.findall(
+        r"`(\w+)`(?: restarts)?(?: \(|, )(\d+(?:\.\d+)?)\b", prose(page.read_text())
+    )
     for name, value in stated:
         if name in Limits.__struct_fields__:
             assert float(value) == getattr(Limits(), name), name

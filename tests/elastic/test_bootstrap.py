@@ -685,6 +685,8 @@ def test_the_hook_on_the_import_leaves_no_trace(tmp_path: Path) -> None:
         module = sys.modules["torch.optim.optimizer"]
         print(type(module.__loader__), type(module.__spec__.loader), module.__spec__.origin[-12:])
         print(type(importlib.util.find_spec(module.__name__).loader), len(inspect.getsource(module)))
+        import torch._dynamo.callback
+        import torch.distributed.checkpoint
         print([type(finder).__module__ for finder in sys.meta_path])
         """
     write(tmp_path, program=source)

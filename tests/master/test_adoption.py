@@ -8,6 +8,7 @@ import pytest
 from dlrover.master.machine import inputs
 from dlrover.master.machine.adoption import Adoption
 from dlrover.master.machine.job import JobMachine
+from dlrover.master.machine.ledger import Ledger
 from dlrover.master.machine.state import Phase
 from dlrover.master.machine.waiting import waiting_for
 from dlrover.spec import events
@@ -129,7 +130,7 @@ def test_nodes_that_the_platform_runs_are_not_started_again() -> None:
     driver = JobDriver(3, 3, managed_nodes=3)
     job = driver.machine.job
     found = tuple(inputs.FoundNode(i, i, f"process {i}") for i in (0, 2))
-    driver.machine = JobMachine()  # a master that knows nothing
+    driver.machine, driver.ledger = JobMachine(), Ledger()  # a master that knows nothing
     driver.events.clear()
     commands = driver.give(inputs.Submitted(job, "", found, 12))
     assert commands == [inputs.LaunchNode(3, 1)]

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from dlrover.master import diagnosis
-from dlrover.master.diagnosis import diagnose, is_echo, is_user_file, other_failures, root_cause
-from dlrover.master.diagnosis_rules import RULES
+from dlrover.master.diagnosis import diagnose, is_echo, other_failures, root_cause
+from dlrover.master.diagnosis_facts import is_user_file
+from dlrover.master.diagnosis_rules import by_kind
 from dlrover.spec.failure import Failure, FailureKind, Origin
 
 TRAIN = "/home/ann/project/train.py"
@@ -373,14 +374,20 @@ def test_any_failure_gets_a_verdict(
         stderr_tail=written,
     )
     verdict = diagnose(failure)
-    assert verdict.title.startswith("rank 1 ")
+    assert verdict.title.startswith("node 3 " if kind is FailureKind.NODE else "rank 1 ")
     assert len(verdict.title.splitlines()) == 1
     assert verdict.advice
     assert verdict.signature
 
 
+CONDITIONS = (
+    "types", "codes", "signals", "text", "facts", "raised_in", "before_first_step", "oom_killed",
+)  # fmt: skip
+
+
 def test_every_kind_ends_with_a_rule_that_fits_all() -> None:
-    conditions = ("types", "codes", "text", "raised_in", "before_first_step", "oom_killed")
-    assert RULES.keys() == set(FailureKind)
-    for rules in RULES.values():
-        assert not any(getattr(rules[-1], condition) for condition in conditions)
+    assert by_kind().keys() == set(FailureKind)
+    for rules in by_kind().values():
+        assert not any(getattr(rules[-1], condition) for condition in CONDITIONS)
+        for rule in rules[:-1]:
+            assert any(getattr(rule, condition) for condition in CONDITIONS), rule

@@ -128,8 +128,8 @@ def test_the_first_failures_and_those_that_may_be_the_cause_keep_their_texts(
 def test_reports_that_come_backwards_in_time_are_bounded_too() -> None:
     incident = reports.Incident(since=0.0, round=1)
     for n in range(500):
-        admitted = evidence.admitted(incident, failure(n, 1000.0 - n))
-        evidence.add(incident, admitted, echo=False)
+        admitted = reports.admitted(incident, failure(n, 1000.0 - n), ())
+        reports.add(incident, admitted, echo=False)
     whole = sum(size(f) > 3 * LATER_TEXT for f in incident.failures)
     assert whole == WHOLE
 

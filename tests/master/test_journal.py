@@ -21,9 +21,10 @@ from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.store import KeyValueStore
 from dlrover.rpc.messages import AddToKey, DeleteKeys, EnterBarrier, SetKey, StoreRequest
 from dlrover.spec import events
-from dlrover.spec.failure import FailureKind
+from dlrover.spec.failure import Action, Origin
 from dlrover.spec.job import JobSpec, Limits
-from dlrover.testing.cluster import Cluster
+from dlrover.spec.rules import Rule
+from dlrover.testing.cluster import WORKER_KINDS, Cluster
 from dlrover.testing.nodes import Delays
 
 PATIENT = Limits(max_infrastructure_restarts=1000, no_progress_restarts=1000)
@@ -260,6 +261,17 @@ def test_the_replayed_state_equals_the_live_one(seed, journal, path, tmp_path):
         assert getattr(machine, field) == getattr(cluster.machine, field), field
 
 
+KILLS_RELAUNCH = Rule(
+    cause="killed_here",
+    signals=("SIGKILL",),
+    origin=Origin.INFRASTRUCTURE,
+    action=Action.RELAUNCH,
+    title="was killed",
+    advice="Look who did it.",
+)
+"""The user's: it has to come back out of the journal."""
+
+
 def eventful(seed: int) -> Cluster:
     managed = seed % 2 * 3
     spec = JobSpec(
@@ -269,14 +281,16 @@ def eventful(seed: int) -> Cluster:
         managed_nodes=managed,
         max_restarts=1000,
         limits=PATIENT,
+        diagnosis_rules=(KILLS_RELAUNCH,),
     )
     cluster = Cluster(
         spec, nodes=3 - managed, steps=10**6, seed=seed, delays=Delays(revive=(0.5, 9.0))
     )
     cluster.inject(
         [
-            lambda n: cluster.kill_worker(n, cluster.time.random.choice(list(FailureKind)), 1),
+            lambda n: cluster.kill_worker(n, cluster.time.random.choice(WORKER_KINDS), 1),
             cluster.kill_agent,
+            cluster.break_device,
             cluster.disconnect,
             lambda _: cluster.kill_master(after_commands=1),
         ],
@@ -284,6 +298,9 @@ def eventful(seed: int) -> Cluster:
         until=80.0,
     )
     cluster.run(cluster.time.random.uniform(10.0, 80.0))
+    cluster.run_until(
+        lambda: not cluster.master_away
+    )  # what a dying master did not tell is told then
     return cluster
 
 

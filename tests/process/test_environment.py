@@ -1,6 +1,7 @@
 """Workers cannot tell `dlrover-run` from torchrun: the same process state, name by name."""
 
 import json
+import re
 import shutil
 import sys
 import zipfile
@@ -22,6 +23,9 @@ MAY_DIFFER = {
 
 OWN_MODULES = {"dlrover", *sys.stdlib_module_names}
 """What may be loaded in a worker before its program is."""
+
+OWN_DESCRIPTORS = re.compile("memfd:dlrover-(progress|stacks)")
+"""What may be open in a worker beside what torchrun leaves open."""
 
 PRESET = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -98,7 +102,7 @@ def test_a_worker_is_started_as_by_torchrun(run, project: Path, launch: str) -> 
         check_environ(theirs.pop("environ"), ours.pop("environ"))
         loaded = {name.partition(".")[0] for name in set(ours["modules"]) - set(theirs["modules"])}
         assert loaded <= OWN_MODULES
-        assert all("dlrover-progress" in name for name in ours["descriptors"].values())
+        assert all(OWN_DESCRIPTORS.search(name) for name in ours["descriptors"].values())
         assert ours["meta_path"] <= theirs["meta_path"] + 1  # awaits the import of PyTorch
         for name in ("modules", "descriptors", "meta_path"):
             del theirs[name], ours[name]

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
 from dlrover.master.machine.job import JobMachine
+from dlrover.master.machine.ledger import Ledger
 from dlrover.master.machine.state import Phase
 from dlrover.master.machine.waiting import waiting_for
 from dlrover.spec.events import RoundOpened
@@ -16,7 +17,7 @@ from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.node import NodeStatus
 from dlrover.spec.world import Holding, Offer, World
-from dlrover.testing.cluster import Cluster
+from dlrover.testing.cluster import WORKER_KINDS, Cluster
 from dlrover.testing.nodes import Delays
 
 ENOUGH = Limits(
@@ -63,9 +64,7 @@ SEEDS = range(8)
 def test_a_killed_worker_costs_one_round_and_no_node(seed, managed):
     cluster = started(job(3, 3, managed=managed), seed=seed)
     nodes = set(cluster.machine.nodes)
-    cluster.kill_worker(
-        cluster.nodes[seed % 3], random.Random(seed).choice(list(FailureKind)), echoes=2
-    )
+    cluster.kill_worker(cluster.nodes[seed % 3], random.Random(seed).choice(WORKER_KINDS), echoes=2)
     settle(cluster)
     assert (rounds(cluster), cluster.machine.restarts.count) == (2, 1)
     assert set(cluster.machine.nodes) == nodes
@@ -93,6 +92,29 @@ def test_a_killed_agent_of_an_elastic_job_costs_a_round_to_shrink_and_one_to_gro
     settle(cluster)
     assert (rounds(cluster), cluster.machine.restarts.count) == (3, 1)
     assert cluster.machine.world_size == 6
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_broken_device_costs_its_node_and_one_round(seed):
+    cluster = started(job(3, 3, managed=True), seed=seed)
+    broken = cluster.nodes[seed % 3]
+    cluster.break_device(broken)
+    settle(cluster)
+    assert (rounds(cluster), cluster.machine.restarts.count) == (2, 1)
+    assert not broken.alive
+    assert cluster.machine.faults.excluded(cluster.time.now) == (broken.hostname,)
+    assert cluster.finish().exit_code == ExitCode.SUCCESS
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_node_with_a_broken_device_that_came_by_itself_leaves(seed):
+    cluster = started(job(2, 3), nodes=3, seed=seed)
+    broken = cluster.nodes[seed % 3]
+    cluster.break_device(broken)
+    settle(cluster)
+    assert (rounds(cluster), cluster.machine.world_size) == (2, 4)
+    assert not broken.alive
+    assert cluster.finish().exit_code == ExitCode.SUCCESS
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -170,8 +192,9 @@ def troubled(seed: int) -> Cluster:
     away = [0.1, 1.0, 5.0, 30.0]
     cluster.inject(
         [
-            lambda n: cluster.kill_worker(n, chance.choice(list(FailureKind)), chance.randrange(3)),
+            lambda n: cluster.kill_worker(n, chance.choice(WORKER_KINDS), chance.randrange(3)),
             cluster.kill_agent,
+            cluster.break_device,
             lambda n: cluster.disconnect(n, chance.choice([0.0, 0.0, 1.0, 2.0, 5.0, 20.0])),
             lambda n: cluster.silence(n, chance.choice([0.5, 2.0, 30.0, 70.0, 100.0])),
             lambda _: cluster.kill_master(chance.choice(away)),
@@ -194,6 +217,11 @@ def test_a_job_whose_faults_end_succeeds_and_its_nodes_leave(block):
         assert outcome.exit_code == ExitCode.SUCCESS, f"seed {seed}: {outcome.reason}"
         assert cluster.program.steps_done >= cluster.program.steps
         assert cluster.machine.phase is Phase.SUCCEEDED
+        cluster.run(
+            35.0
+        )  # a master that was killed is back, and notices the end of the last streams
+        assert cluster.ledger.goodput(cluster.time.now).nodes == len(cluster.machine.nodes)
+        assert not cluster.ledger.accounts, "a node's time goes on though it has left"
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -260,11 +288,25 @@ CHANGES = inputs.LaunchNode | inputs.CallToRound | inputs.AssignWorld | inputs.E
 """What no command of an ended job is."""
 
 
+SECONDS: list[tuple[float, ...]] = [
+    (),
+    (1.0, 2.0, 0.5, 0.0, 3.0, 0.25),
+    (1.0, 7.3, 0.5, 1e-7, 3.0, 0.25),
+    (0.0,) * 6,
+    (float("nan"), float("inf"), -1.0, 1e300, 1.0, 0.1),
+    (5.0,),
+    (1e9, 1e9, 1e9, 1e9, 1e9, 1e9),
+    (0.1, 0.2, 0.3, 0.4, 0.5, 0.6),
+]
+"""What workers may claim to have spent their time on."""
+
+
 class HostilePeers:
     """Makes inputs out of numbers: all that the master's shell lets pass, sensible or not."""
 
     def __init__(self, spec: JobSpec) -> None:
         self.machine = JobMachine()
+        self.ledger = Ledger()
         self.now = 1000.0
         self.last: inputs.Input = inputs.Submitted(spec)
         self.ended = 0
@@ -275,6 +317,8 @@ class HostilePeers:
         over = self.machine.outcome is not None
         commands = self.machine.handle(event, self.now)
         self.machine.validate()
+        self.ledger.handle(event, self.now, self.machine)
+        self.ledger.validate()
         for command in commands:
             assert not (over and isinstance(command, CHANGES))
             self.ended += isinstance(command, inputs.EndJob)
@@ -338,7 +382,8 @@ class HostilePeers:
             uid = f"agent {a}" if a else ""
             running = round_ if kind == 5 else rdzv.last_round * (b % 2)
             claimed = machine.by_uid.get(uid, [-1, 0, 1, 2, 99, -7, 3, 2**40][b])
-            return inputs.NodeConnected(uid, claimed, b - 1, "host", running, held(kind, a, b))
+            host = f"host{b % 3}"
+            return inputs.NodeConnected(uid, claimed, b - 1, host, running, held(kind, a, b))
         if kind == 8:
             return inputs.WorkerFailed(self.failure(a, b, round_))
         rare = {
@@ -346,14 +391,14 @@ class HostilePeers:
             if a == b == 7
             else None,
             7: inputs.MasterStarted(7) if a >= 6 else None,
-            9: inputs.Progressed(rdzv.round, machine.steps + 1 + a),
+            9: inputs.Progressed(rdzv.round, machine.steps + 1 + a, SECONDS[b], a - 1),
         }
         return rare.get(kind)
 
     def failure(self, a: int, b: int, round_: int) -> Failure:
         return Failure(
             id=f"{a}",
-            kind=list(FailureKind)[a % 4],
+            kind=WORKER_KINDS[a % 4],
             exit_code=b,
             exception=["ValueError", "DistNetworkError", "SyntaxError"][a % 3],
             node_id=a - 1,
@@ -362,7 +407,9 @@ class HostilePeers:
             round=round_,
             time=self.now + a - b,
             steps=(a - 1) * 10,
-            message="x" * 100_000 if a == 6 else "",
+            message="x" * 100_000 if a == 6 else "uncorrectable ECC error" if b == 5 else "",
+            signal=[6, 9, 11][b % 3],
+            node_facts=("NVRM: Xid (PCI:0): 79",) if a == 4 else (),
         )
 
 

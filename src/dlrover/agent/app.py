@@ -15,6 +15,7 @@ import msgspec
 
 from dlrover import config
 from dlrover._util import files, procs
+from dlrover.agent.checking import Checker
 from dlrover.agent.logs import RunLogs
 from dlrover.agent.shell import Agent
 from dlrover.agent.workers import WorkerGroup
@@ -70,6 +71,8 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
         agent.worker_ended(local_rank, failure)
 
     workers = WorkerGroup(launch, env, RunLogs(launch, base), hostname, on_exit)
+    checker = Checker(job_dir.path, settings.accelerator, env)
+    workers.others = lambda: checker.pids
     tls = wire.Tls(settings.tls.cert, settings.tls.key, settings.tls.ca)
     address = settings.master_address or _master_address(job_dir)
     locate = (
@@ -79,6 +82,7 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
         agent = Agent(
             client,
             workers,
+            checker,
             settings,
             hostname=hostname,
             node_id=args.node_id,

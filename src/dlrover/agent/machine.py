@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from dlrover.rpc import messages
+from dlrover.spec.check import CheckOrder, CheckReport
 from dlrover.spec.failure import Failure
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.world import Holding, World
@@ -56,7 +57,13 @@ class Abandoned(msgspec.Struct, frozen=True):
     outcome: Outcome
 
 
-Input: TypeAlias = messages.MasterMessage | WorkerEnded | WorkersStopped | Abandoned
+class Checked(msgspec.Struct, frozen=True):
+    """`RunCheck` is done."""
+
+    report: CheckReport
+
+
+Input: TypeAlias = messages.MasterMessage | Checked | WorkerEnded | WorkersStopped | Abandoned
 
 # ---- commands
 
@@ -70,13 +77,21 @@ class JoinRound(msgspec.Struct, frozen=True):
 class Say(msgspec.Struct, frozen=True):
     """Tell the master something. Dropped while there is no connection."""
 
-    message: messages.Failed | messages.Succeeded
+    message: messages.Failed | messages.Succeeded | CheckReport
+
+
+class RunCheck(msgspec.Struct, frozen=True):
+    """Check this node, then report `Checked`. What an earlier order left undone is given up."""
+
+    order: CheckOrder
 
 
 class StartWorkers(msgspec.Struct, frozen=True):
     """Start this node's workers of a world."""
 
     world: World
+    fresh: bool = False
+    """From processes that have loaded nothing yet."""
 
 
 class StopWorkers(msgspec.Struct, frozen=True):
@@ -89,7 +104,7 @@ class Leave(msgspec.Struct, frozen=True):
     outcome: Outcome
 
 
-Command: TypeAlias = JoinRound | Say | StartWorkers | StopWorkers | Leave
+Command: TypeAlias = JoinRound | Say | RunCheck | StartWorkers | StopWorkers | Leave
 
 
 @dataclass
@@ -112,6 +127,10 @@ class AgentMachine:
     last_round: int = 0
     #: the highest epoch of a master that was heard of
     epoch: int = 0
+    #: the last order to check the node, before its workers start
+    order: CheckOrder | None = None
+    #: the answer to it, once there is one
+    report: CheckReport | None = None
     #: set once the node is to leave
     outcome: Outcome | None = None
 
@@ -166,6 +185,20 @@ class AgentMachine:
             return [StopWorkers()]
         return []
 
+    def _check_ordered(self, order: CheckOrder) -> list[Command]:
+        if self.stage is not Stage.JOINED:
+            return []
+        if self.order is not None and _same(self.order, order):
+            return [Say(self.report)] if self.report is not None else []
+        self.order, self.report = order, None
+        return [RunCheck(order)]
+
+    def _checked(self, event: Checked) -> list[Command]:
+        if self.order is None or not _same(self.order, event.report):
+            return []
+        self.report = event.report
+        return [Say(self.report)]
+
     def _assigned(self, event: messages.AssignWorld) -> list[Command]:
         world = event.world
         if self.stage is not Stage.JOINED:
@@ -173,9 +206,10 @@ class AgentMachine:
         self.stage = Stage.RUNNING
         self._told(world.round)
         self.world = world
+        self.order = self.report = None
         self.failures = []
         self.running = set(range(self.nproc))
-        return [StartWorkers(world)]
+        return [StartWorkers(world, event.fresh)]
 
     def _worker_ended(self, event: WorkerEnded) -> list[Command]:
         if self.world is None:
@@ -222,7 +256,14 @@ class AgentMachine:
         assert self.stage is not Stage.SUCCEEDED or not (self.running or self.failures)
         assert self.stage is not Stage.FAILED or self.failures, "failed without a failure"
         assert self.round <= self.last_round, "a round that nobody told of"
+        assert self.order is None or self.world is None, "a check beside workers"
+        assert self.report is None or self.order is not None, "a report that nobody asked for"
         assert self.stage is not Stage.LEFT or self.outcome is not None, "left without an outcome"
+
+
+def _same(order: CheckOrder, other: CheckOrder | CheckReport) -> bool:
+    """Whether two messages are about the same round of the same check."""
+    return (order.check, order.round) == (other.check, other.round)
 
 
 _HANDLERS: dict[type, Callable[[AgentMachine, Any], list[Command]]] = {
@@ -230,6 +271,8 @@ _HANDLERS: dict[type, Callable[[AgentMachine, Any], list[Command]]] = {
     messages.CallToRound: AgentMachine._called,  # noqa: SLF001
     messages.AssignWorld: AgentMachine._assigned,  # noqa: SLF001
     messages.Dismiss: AgentMachine._dismissed,  # noqa: SLF001
+    CheckOrder: AgentMachine._check_ordered,  # noqa: SLF001
+    Checked: AgentMachine._checked,  # noqa: SLF001
     Abandoned: AgentMachine._dismissed,  # noqa: SLF001
     WorkerEnded: AgentMachine._worker_ended,  # noqa: SLF001
     WorkersStopped: AgentMachine._workers_stopped,  # noqa: SLF001

@@ -12,11 +12,13 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from dlrover.agent import machine as agent_machine
+from dlrover.agent.checking import Checker
 from dlrover.agent.ports import PortReservation
 from dlrover.agent.workers import WorkerGroup
 from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
 from dlrover.rpc import messages
 from dlrover.rpc.client import MasterClient
+from dlrover.spec.check import CheckReport
 from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.jobdir import AgentConfig
 from dlrover.spec.outcome import Outcome
@@ -37,10 +39,11 @@ REAP_INTERVAL = 5.0
 class Agent:
     """One node's agent. Make and run it on an event loop."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is needed once
         self,
         client: MasterClient,
         workers: WorkerGroup,
+        checker: Checker,
         settings: AgentConfig,
         *,
         hostname: str,
@@ -53,6 +56,7 @@ class Agent:
         self._client = client
         self._locate = locate
         self._workers = workers
+        self._checker = checker
         self._launch = launch
         self._limits = limits
         self._address = settings.address
@@ -69,6 +73,7 @@ class Agent:
         self._last_contact = time.monotonic()
         self._left: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._stopping: asyncio.Task[None] | None = None
+        self._looks: set[asyncio.Task[None]] = set()
 
     # ---- life
 
@@ -92,6 +97,7 @@ class Agent:
         finally:
             for task in tasks:
                 task.cancel()
+            self._checker.stop()
             await self._workers.stop(signal.SIGTERM, 0.0)
             await self._workers.close()
 
@@ -152,7 +158,11 @@ class Agent:
                     self._heartbeat_interval = message.heartbeat_interval
                     self._workers.node_id = message.node_id
                     self._say_progress()  # a new master must not count from zero
-                self._handle(message)
+                if isinstance(message, messages.CollectEvidence):
+                    self._looks.add(task := asyncio.create_task(self._look(message.id)))
+                    task.add_done_callback(self._looks.discard)
+                else:
+                    self._handle(message)
 
     def _check_master_absence(self) -> None:
         limits = self._limits
@@ -172,7 +182,15 @@ class Agent:
             self._outgoing.put_nowait(message)
 
     def _say_progress(self) -> None:
-        self._say(messages.Heartbeat(self._machine.running_round, self._workers.steps()))
+        self._say(self._heartbeat(self._machine.running_round, self._workers.steps()))
+
+    def _heartbeat(self, round_: int, steps: int) -> messages.Heartbeat:
+        return messages.Heartbeat(round_, steps, self._workers.activities())
+
+    async def _look(self, id_: int) -> None:
+        """Tell the master what is to be seen of the workers."""
+        round_ = self._machine.running_round
+        self._say(messages.Evidence(id_, round_, await self._workers.evidence()))
 
     # ---- progress
 
@@ -196,7 +214,7 @@ class Agent:
             due = now - reported_at >= (PROGRESS_REPORT if often else self._heartbeat_interval)
             if first or due:
                 reported_steps, reported_at = steps, now
-                self._say(messages.Heartbeat(round_, steps))
+                self._say(self._heartbeat(round_, steps))
 
     # ---- commands
 
@@ -210,12 +228,18 @@ class Agent:
         elif isinstance(command, agent_machine.Say):
             self._say_progress()
             self._say(command.message)
+        elif isinstance(command, agent_machine.RunCheck):
+            self._checker.start(command.order, self._machine.node_id, self._checked)
         elif isinstance(command, agent_machine.StartWorkers):
-            self._start(command.world)
+            self._checker.stop()
+            self._start(command.world, command.fresh)
         elif isinstance(command, agent_machine.StopWorkers):
             self._stopping = asyncio.create_task(self._stop_workers())
         elif not self._left.done():
             self._left.set_result(command.outcome)
+
+    def _checked(self, report: CheckReport) -> None:
+        self._handle(agent_machine.Checked(report))
 
     def _join(self, round_: int) -> None:
         if self._port is not None and self._port_used:
@@ -227,9 +251,11 @@ class Agent:
         offer = Offer(self._launch.nproc_per_node, self._address, self._port.port)
         self._say(messages.Join(round_, offer))
 
-    def _start(self, world: World) -> None:
+    def _start(self, world: World, fresh: bool) -> None:
         self._port_used = True
         try:
+            if fresh:
+                self._workers.discard_zygotes()
             self._workers.start(world)
         except (OSError, ConfigurationError) as error:
             failure = self._spawn_failure(world, error)

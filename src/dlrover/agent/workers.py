@@ -17,13 +17,16 @@ from pathlib import Path
 import msgspec
 
 from dlrover._util import accelerators, cgroup, procs
-from dlrover.agent import environment, numa, zygotes
+from dlrover.agent import environment, evidence, numa, zygotes
+from dlrover.agent.facts import NodeFacts
 from dlrover.agent.logs import AttemptLogs, RunLogs
 from dlrover.agent.zygote import Order
 from dlrover.elastic.progress import MAX_SLOTS, Board
 from dlrover.errors import ConfigurationError
+from dlrover.spec.activity import WorkerActivity
 from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.launch import Entry, LaunchSpec
+from dlrover.spec.stacks import WorkerEvidence
 from dlrover.spec.world import World
 
 logger = logging.getLogger(__name__)
@@ -47,6 +50,8 @@ class Worker:
     pid: int = 0
     status: int | None = None
     """Wait status once it has ended."""
+    ended_at: int = 0
+    """When it was seen to have ended, monotonic nanoseconds."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -70,6 +75,8 @@ class WorkerGroup:
                 f"--nproc-per-node {launch.nproc_per_node}: at most {MAX_SLOTS} workers run on a node."
             )
         self.node_id = -1
+        self.others: Callable[[], set[int]] = set
+        """Pids of the agent's children that are neither workers nor left by them."""
         self._launch = launch
         self._base_env = base_env
         self._run_logs = logs
@@ -88,6 +95,7 @@ class WorkerGroup:
         self._logs: AttemptLogs | None = None
         self._stopped_at: float | None = None
         self._oom_kills = 0
+        self._facts = NodeFacts()
 
     # ---- start
 
@@ -108,6 +116,7 @@ class WorkerGroup:
         self._world = world
         self._stopped_at = None
         self._oom_kills = cgroup.oom_kills()
+        self._facts.begin()
         self._board.clear()
         self._logs = self._run_logs.attempt(world.restart_count, ranks)
         orders = []
@@ -192,6 +201,13 @@ class WorkerGroup:
     def _kill_zygotes(self) -> None:
         procs.kill(z.process.pid for z in (self._cold, self._warm) if z is not None)
 
+    def discard_zygotes(self) -> None:
+        """Let the next workers start from a process that has loaded nothing yet."""
+        for zygote in (self._cold, self._warm):
+            if zygote is not None:
+                self._retire(zygote)
+        self._cold = self._warm = None
+
     def _retire(self, zygote: zygotes.ZygoteProcess) -> None:
         zygote.close()
         self._retired.append(zygote)
@@ -218,6 +234,7 @@ class WorkerGroup:
     def _exited(self, id_: int, status: int, start_problem: str = "") -> None:
         worker = self._by_id.pop(id_)
         worker.status = status
+        worker.ended_at = time.monotonic_ns()
         worker.ended.set()
         if self._workers.get(worker.local_rank) is not worker:
             return
@@ -262,6 +279,7 @@ class WorkerGroup:
             steps=self._board.read(worker.local_rank).steps,
             hostname=self._hostname,
             oom_killed=cgroup.oom_kills() > self._oom_kills,
+            node_facts=self._facts.gather(self._logs.directory),
         ).bounded()
 
     def steps(self) -> int:
@@ -269,6 +287,35 @@ class WorkerGroup:
         self._warm_up()
         return min(
             (self._board.read(w.local_rank).steps for w in self._workers.values()), default=0
+        )
+
+    def activities(self) -> tuple[WorkerActivity, ...]:
+        """What the workers do, by local rank; empty as long as that is not known of all of them."""
+        now = time.monotonic_ns()
+        found = []
+        for local_rank, worker in sorted(self._workers.items()):
+            ended = worker.status is not None
+            at = worker.ended_at if ended else now
+            activity = self._board.activity(local_rank, at, ended=ended)
+            if activity is None:
+                return ()
+            found.append(activity)
+        return tuple(found)
+
+    async def evidence(self) -> tuple[WorkerEvidence, ...]:
+        """What can be seen of the workers from outside: their processes and their stacks."""
+        running = [w for _, w in sorted(self._workers.items()) if w.pid and w.status is None]
+        seen = await evidence.collect([w.pid for w in running])
+        activities = self.activities()  # not before: heartbeats have been sent meanwhile
+        return tuple(
+            msgspec.structs.replace(
+                one,
+                rank=worker.rank,
+                local_rank=worker.local_rank,
+                activity=dict(enumerate(activities)).get(worker.local_rank),
+                flight_record=evidence.flight_record(self._base_env, worker.rank),
+            )
+            for worker, one in zip(running, seen, strict=True)
         )
 
     # ---- stop
@@ -281,7 +328,9 @@ class WorkerGroup:
         """
         self._stopped_at = time.time()
         running = [w for w in self._workers.values() if w.status is None]
-        procs.kill([w.pid for w in running if w.pid], number)
+        pids = [w.pid for w in running if w.pid]
+        procs.kill(pids, number)
+        procs.kill(pids, signal.SIGCONT)  # a stopped process would not see it
         for worker in await _all_ended(running, grace):
             if worker.pid:
                 procs.kill_group(worker.pid)
@@ -301,10 +350,8 @@ class WorkerGroup:
 
     async def close(self) -> None:
         """End the zygotes too, and the checkpoint saver, which gets a moment to store what it was asked for."""
-        for zygote in (self._cold, self._warm):
-            if zygote is not None:
-                self._retire(zygote)
-        self._cold = self._warm = None
+        self._facts.close()
+        self.discard_zygotes()
         for zygote in self._retired:
             await zygote.wait()
         await procs.end(procs.running(SAVER), SAVER_WAIT)
@@ -316,7 +363,7 @@ class WorkerGroup:
 
     def _own_pids(self) -> set[int]:
         alive = [self._cold, self._warm, *self._retired]
-        return {z.process.pid for z in alive if z is not None}
+        return {z.process.pid for z in alive if z is not None} | self.others()
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 import dlrover
 from dlrover._util import procs
 from dlrover.agent import zygote
+from dlrover.elastic.progress import BOARD_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +150,7 @@ class ZygoteProcess:
 def make_board() -> int:
     """The descriptor of a fresh progress board: memory that no name refers to."""
     fd = os.memfd_create("dlrover-progress", os.MFD_CLOEXEC)
-    os.ftruncate(fd, os.sysconf("SC_PAGE_SIZE"))
+    os.ftruncate(fd, BOARD_BYTES)
     os.set_inheritable(fd, True)
     return fd
 

@@ -246,16 +246,20 @@ class Book:
                 raise ProtocolError(f"Generation {number} does not hold step {step}.")
             slot.step, slot.session = step, mine.session
             slot.metrics = dict(metrics or {})
+            self._ranks.supersede(mine, slot)
             if to_storage:
                 self.tasks.publish(mine.world, step, rank, slot)
             self.sums.ask(slot)
             self._changed.notify_all()
 
-    def verify(self, rank: int, number: int) -> str:
-        """Compare a generation with its checksums; what is wrong with it, or an empty text."""
+    def verify(self, rank: int, number: int, below: int = 0) -> str:
+        """Compare a generation with its checksums; what is wrong with it, or an empty text.
+
+        Only tensors of less than ``below`` bytes; 0: all.
+        """
         with self._changed:
             slot = self._known(rank).slots[number]
-        return self.sums.verify(slot)
+        return self.sums.verify(slot, below)
 
     def settled(self, rank: int) -> tuple[str, ...]:
         """Wait until all that the rank asked to store is durable or has failed; what failed."""
@@ -265,3 +269,9 @@ class Book:
             problems = mine.world.problems if mine.world is not None else []
             told, mine.told = mine.told, len(problems)
             return tuple(problems[told:])
+
+    def stored(self, rank: int) -> int:
+        """The newest step of the rank's world that was stored; -1: none."""
+        with self._changed:
+            world = self._known(rank).world
+            return world.stored if world is not None else -1

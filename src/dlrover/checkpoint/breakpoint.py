@@ -10,23 +10,22 @@ From the same votes all of them decide the same, without another word.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import shutil
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
-from dlrover._util import files
+from dlrover.checkpoint import storage
 from dlrover.checkpoint.breaks import Break, Breaks
+from dlrover.checkpoint.stores import Store, join
 
 logger = logging.getLogger(__name__)
 
 VOTE_PATIENCE = 30.0
 """Seconds that the savers of a world may differ in noticing that it ended."""
-POLL = 0.02
-"""Seconds between two looks for what other savers say."""
+_PLACE = ".breakpoint."
 _VOTE, _DONE = ".vote", ".done"
 
 
@@ -80,24 +79,24 @@ def decide(votes: Sequence[Vote], world_size: int) -> Decision:
 class Ballot:
     """The votes on one world."""
 
-    def __init__(self, directory: Path, session: int) -> None:
-        self._directory = directory
+    def __init__(self, store: Store, session: int) -> None:
+        self._store = store
         self._session = session
-        self._place = directory / f".breakpoint.{session:016x}"
+        self._place = f"{_PLACE}{session:016x}"
 
     def cast(self, vote: Vote) -> None:
         """Add a vote, or replace the saver's own."""
-        self._place.mkdir(exist_ok=True)
-        files.write_atomically(self._path(vote.saver, _VOTE), msgspec.json.encode(vote))
-        self._path(vote.saver, _DONE).unlink(missing_ok=True)
+        self._store.write(self._file(vote.saver, _VOTE), msgspec.json.encode(vote))
+        self._store.delete(self._file(vote.saver, _DONE))
 
     def votes(self) -> list[Vote]:
         """All votes that can be read, in the same order for all who ask."""
         found: dict[int, Vote] = {}
-        for path in self._place.iterdir():
-            if path.suffix in (_VOTE, _DONE):
+        for name in self._store.names(self._place):
+            if name.endswith((_VOTE, _DONE)):
                 try:
-                    vote = msgspec.json.decode(path.read_bytes(), type=Vote)
+                    data = self._store.read(join(self._place, name))
+                    vote = msgspec.json.decode(data, type=Vote)
                 except (FileNotFoundError, msgspec.DecodeError):
                     continue  # it has just got its other name
                 found[vote.saver] = vote
@@ -105,28 +104,31 @@ class Ballot:
 
     def close(self, saver: int) -> None:
         """This saver is finished. The last one removes the votes, and what was not completed."""
-        self._path(saver, _VOTE).rename(self._path(saver, _DONE))
-        if all(path.suffix == _DONE for path in self._place.iterdir()):
-            for path in self._directory.glob(f".step-*.{self._session:016x}*"):
-                shutil.rmtree(path, ignore_errors=True)
-            shutil.rmtree(self._place, ignore_errors=True)
+        vote = self._file(saver, _VOTE)
+        self._store.write(self._file(saver, _DONE), self._store.read(vote))
+        self._store.delete(vote)
+        if all(name.endswith(_DONE) for name in self._store.names(self._place)):
+            storage.remove_given_up(self._store, self._session)
+            with contextlib.suppress(OSError):
+                self._store.remove(self._place)
 
-    def _path(self, saver: int, suffix: str) -> Path:
-        return self._place / f"{saver:016x}{suffix}"
+    def _file(self, saver: int, suffix: str) -> str:
+        return join(self._place, f"{saver:016x}{suffix}")
 
 
-def remove_votes(directory: Path, session: int) -> None:
+def remove_votes(store: Store, session: int) -> None:
     """Delete what savers that were killed have left, of worlds other than ``session``."""
-    for path in directory.glob(".breakpoint.*"):
-        if path.suffix != f".{session:016x}":
-            shutil.rmtree(path, ignore_errors=True)
+    for name in store.names():
+        if name.startswith(_PLACE) and name != f"{_PLACE}{session:016x}":
+            with contextlib.suppress(OSError):
+                store.remove(name)
 
 
 class Breakpoints:
     """Stores what worlds that ended had in memory."""
 
-    def __init__(self, directory: Path, breaks: Breaks, saver: int) -> None:
-        self._directory = directory
+    def __init__(self, store: Store, breaks: Breaks, saver: int) -> None:
+        self._store = store
         self._breaks = breaks
         self._saver = saver
 
@@ -144,7 +146,7 @@ class Breakpoints:
     def _carry_out(self, ended: Break) -> None:
         session, size = ended.world.joined.session, ended.world.joined.world_size
         vote = Vote(self._saver, ended.world.joined.ranks, ended.steps, ended.world.stored)
-        ballot = Ballot(self._directory, session)
+        ballot = Ballot(self._store, session)
         ballot.cast(vote)
         try:
             votes = self._collect(ballot, ended)
@@ -161,7 +163,7 @@ class Breakpoints:
         until = time.monotonic() + VOTE_PATIENCE
         votes = ballot.votes()
         while not complete(votes, size):
-            if self._breaks.pause(ended, POLL) or time.monotonic() > until:
+            if self._breaks.pause(ended, self._store.poll) or time.monotonic() > until:
                 logger.warning(
                     "The world has ended, and the savers of some of its ranks do not answer"
                 )

@@ -3,44 +3,45 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
-import gc
 import logging
 import os
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 import torch
 
 from dlrover import config
-from dlrover.checkpoint import defaults, faults, joining, memory, restore, storage, tree
+from dlrover.checkpoint import (
+    defaults,
+    direct,
+    faults,
+    hooks,
+    joining,
+    pace,
+    restore,
+    storage,
+    tree,
+)
 from dlrover.checkpoint.client import SaverClient
 from dlrover.checkpoint.copying import Copier
-from dlrover.checkpoint.interval import HOURS_BETWEEN_FAILURES, Auto, Costs, Do
 from dlrover.checkpoint.joining import Wishes
 from dlrover.checkpoint.layout import PackedLayout, Tensor
 from dlrover.checkpoint.loader import Loader
-from dlrover.checkpoint.memory import PAGE, Generation
 from dlrover.checkpoint.overlap import Background, Guarded, Snapshot, torn
 from dlrover.checkpoint.plan import Planner, RankState, Target, restoring, taking
 from dlrover.checkpoint.policies import Policy, checked_metrics, policy_of
 from dlrover.checkpoint.protocol import SaverGoneError
 from dlrover.checkpoint.restore import Prepare, Reading
+from dlrover.checkpoint.room import Room
+from dlrover.checkpoint.stores import open_shared
 from dlrover.checkpoint.tree import State
 from dlrover.checkpoint.world import World
-from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
+from dlrover.errors import ConfigurationError, InfrastructureError
 
 logger = logging.getLogger(__name__)
-
-MADV_POPULATE_WRITE = 23
-POPULATE_CHUNK = 1 << 26
-"""Bytes for which page tables are made at a time."""
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class LoadRecord(msgspec.Struct, frozen=True):
@@ -61,13 +62,13 @@ class _Order(NamedTuple):
 
 
 class Checkpointer:
-    """Keeps a training's state in the memory of this node's saver, and in a directory.
+    """Keeps a training's state in the memory of this node's saver, and in a directory or object store.
 
     Make one in every rank, after ``init_process_group``; that is collective, and so is `load`. Not for
     use by several threads.
 
     Args:
-        path: the directory; all ranks must see the same one.
+        path: the directory, or a URL that fsspec knows; all ranks must see the same one.
         keep: how many stored steps to keep, the newest ones; or a policy: `KeepLast`, `KeepEvery`,
             `KeepBest`, or several of them joined by ``|``.
         linger: seconds that the saver, and with it the memory, outlives the last worker.
@@ -106,34 +107,30 @@ class Checkpointer:
         policy = policy_of(keep)
         if not linger >= 0:
             raise ConfigurationError(f"linger is {linger}; it must be 0 seconds or more.")
-        _check_interval(interval, hours_between_failures)
+        pace.check(interval, hours_between_failures)
         if save_at_breakpoint is None:
             save_at_breakpoint = defaults.save_at_breakpoint
         wishes = Wishes(save_at_breakpoint, replicas, replica_bandwidth)
         self._world = World()
         self._local = frozenset(local)
-        self._directory = Path(path).absolute()
-        identity = storage.identity(self._directory)
+        self._store = open_shared(path)
+        identity = storage.identity(self._store)
         self._client = SaverClient(
-            self._directory, identity, keep=policy, linger=linger, env=config.environ()
+            self._store, identity, keep=policy, linger=linger, env=config.environ()
         )
-        self._interval = interval
-        self._auto = _auto(self._world.size, hours_between_failures)
+        self._pace = pace.Pace(interval, hours_between_failures, self._world)
         self._copier = Copier()
         self._guarded = Guarded()
         self._background = Background() if overlap else None
-        self._buffers: dict[int, tuple[Generation, torch.Tensor]] = {}
-        self._told_of_one = False
-        self._reserved = threading.Event()
-        """Cleared while memory is reserved in the background."""
-        self._reserved.set()
-        self._asked: dict[int, float] = {}
-        """When steps that are not durable yet were sent to storage, by this process's clock."""
+        self._room = Room(self._client)
         self._problems: list[str] = []
         try:
             saver = self._client.attach(self._world.rank)
             self._joined = joining.join(self._world, self._client, saver, wishes, config.environ())
             self._session = self._joined.session
+            self._direct = direct.Writer(
+                self._store, identity, policy, self._world.rank, self._world.size, self._session
+            )
         except BaseException:
             self._client.close()
             raise
@@ -154,10 +151,12 @@ class Checkpointer:
         at once. All ranks save the same steps, but do not wait for each other. Rank 0's ``metrics`` are
         stored with the step, for `KeepBest`; one that is not finite is left out.
 
+        Where memory has no room for the state, a step for storage is written there before `save` returns,
+        and any other one is not kept.
+
         Raises:
             ConfigurationError: the state holds something that cannot be kept, or an argument is wrong.
-            InfrastructureError: there is not enough memory; or a copy that overlapped with the training
-                failed: the message says which.
+            InfrastructureError: a copy that overlapped with the training failed: the message says which.
         """
         if to not in ("memory", "storage", None):
             raise ConfigurationError(f"to is {to!r}; it must be 'memory' or 'storage'.")
@@ -166,44 +165,35 @@ class Checkpointer:
         measured = checked_metrics(metrics or {})
         self._world.check()
         began = time.monotonic()
-        do = to or self._due(step, began)
-        if do != "nothing":
-            self._copy(_Order(step, do == "storage", measured), state)
-            self._auto.saved(time.monotonic() - began, time.monotonic())
-        if to is None and self._interval == "auto" and self._auto.due:
-            self._pick_interval()
-
-    def _due(self, step: int, now: float) -> Do:
-        if self._interval == "auto":
-            self._note_durable(now)
-            return self._auto.ask(now)
-        return "storage" if self._interval and step % self._interval == 0 else "memory"
-
-    def _note_durable(self, now: float) -> None:
-        for step, began in list(self._asked.items()):
-            if self._is_stored(step):
-                self._auto.stored(now - began)
-                del self._asked[step]
+        hooks.saving(step)
+        with hooks.blocked():
+            do = to or self._pace.due(step, self._client)
+            if do != "nothing":
+                self._copy(_Order(step, do == "storage", measured), state)
+                self._pace.saved(began)
+            if to is None:
+                self._pace.settle()
 
     def _is_stored(self, step: int) -> bool:
-        return (storage.step_directory(self._directory, step) / storage.MANIFEST).exists()
-
-    def _pick_interval(self) -> None:
-        mine = [round(seconds * 1e6) for seconds in self._auto.costs]
-        worst = [max(values) / 1e6 for values in zip(*self._world.exchange(mine), strict=True)]
-        picked = self._auto.settle(Costs(*worst))
-        if picked is not None and self._world.rank == 0:
-            logger.info("%s", picked.sentence(Costs(*worst)))
+        try:
+            return storage.is_stored(self._store, step)
+        except OSError:
+            return False  # not as far as it is known
 
     def _copy(self, order: _Order, state: State) -> None:
         if self._background is not None:
             self._background.wait()
-        with _no_collection():
+        with tree.no_collection():
             layout = self._copier.layout(tree.flatten(state))
+        if not self._has_room(layout):
+            self._save_without_memory(order, layout)
+            return
         if self._background is None:
+            self._copier.mark()
             self._save(order, layout, self._copy_all)
             return
         snapshot = Snapshot(self._copier, self._guarded.unguarded(state, self._copier))
+        self._copier.mark()
 
         def copy(buffer: torch.Tensor) -> None:
             changed = snapshot.copy(buffer)
@@ -212,6 +202,30 @@ class Checkpointer:
                 raise torn(order.step, self._copier, changed)
 
         self._background.start(lambda: self._save(order, layout, copy))
+
+    def _has_room(self, layout: PackedLayout) -> bool:
+        """Whether a state fits in memory."""
+        try:
+            return self._room.make(layout)
+        except SaverGoneError as error:
+            logger.warning("%s It is started again", error)
+            self._reconnect()
+            return self._room.make(layout)
+
+    def _save_without_memory(self, order: _Order, layout: PackedLayout) -> None:
+        """Write a step that is for storage straight there, and wait for it; any other one is not kept."""
+        if not order.to_storage:
+            return
+        self._wait_for_saver()  # steps are stored one after the other
+        began = time.monotonic()
+        problem = self._direct.write(order.step, layout, self._copier.sources, order.metrics)
+        if problem:
+            logger.error("%s", problem)
+            self._problems.append(problem)
+            return
+        self._pace.stored(began)
+        with contextlib.suppress(SaverGoneError):
+            self._client.keep(-1, 0)  # what is in memory is older
 
     def _copy_all(self, buffer: torch.Tensor) -> None:
         self._copier.copy(buffer)
@@ -230,10 +244,11 @@ class Checkpointer:
         self, order: _Order, layout: PackedLayout, copy: Callable[[torch.Tensor], None]
     ) -> None:
         step = order.step
-        self._make_room(layout)
+        if not self._room.make(layout):  # not since the saver was started again
+            raise InfrastructureError(f"There is no memory for step {step} any more.")
         slot = self._client.begin(step)
         faults.point("save.begun")
-        generation, buffer = self._buffer(slot)
+        generation, buffer = self._room.buffer(slot, self._copier.device)
         copy(buffer)
         faults.point("save.copied")
         generation.publish(
@@ -246,7 +261,7 @@ class Checkpointer:
         self._client.publish(slot, step, to_storage=order.to_storage, metrics=order.metrics)
         faults.point("save.published")
         if order.to_storage:
-            self._asked[step] = time.monotonic()
+            self._pace.asked[step] = time.monotonic()
 
     def wait(self) -> None:
         """Wait until all that was asked for is copied, and durable if it was for storage.
@@ -254,90 +269,45 @@ class Checkpointer:
         Raises:
             InfrastructureError: something was not, since the last call; the message says what.
         """
-        if self._background is not None:
-            self._background.wait()
+        with hooks.blocked():
+            if self._background is not None:
+                self._background.wait()
+            self._wait_for_saver()
+        problems, self._problems = self._problems, []
+        self._pace.asked.clear()
+        if problems:
+            raise InfrastructureError(" ".join(problems))
+
+    def _wait_for_saver(self) -> None:
         try:
             self._problems += self._client.wait()
         except SaverGoneError:
             self._reconnect()
-        problems, self._problems = self._problems, []
-        self._asked.clear()
-        if problems:
-            raise InfrastructureError(" ".join(problems))
 
     def close(self) -> None:
         """Disconnect from the saver, which goes on storing what it was asked for."""
         if self._background is not None:
             self._background.close()
-        self._reserved.wait()
         self._copier.forget()
-        self._buffers.clear()
+        self._room.forget()
         self._client.close()
 
     def _reconnect(self) -> None:
         """Find a new saver; the memory of the old one is gone with it."""
-        for step in sorted(self._asked):
+        for step in sorted(self._pace.asked):
             if not self._is_stored(step):
                 self._problems.append(f"Step {step} was not stored: the saver ended before.")
-        self._asked.clear()
-        self._reserved.wait()
-        self._buffers.clear()
+        self._pace.asked.clear()
+        self._room.forget()
         self._client.attach(self._world.rank)
         self._client.join(self._joined)
 
-    # ---- memory
-
-    def _buffer(self, slot: int) -> tuple[Generation, torch.Tensor]:
-        """A generation and its data as a tensor; the same one as long as it is as large."""
-        generation = self._client.generation(slot)
-        known = self._buffers.get(slot)
-        if known is None or known[0] is not generation:
-            data = torch.frombuffer(generation.data, dtype=torch.uint8)
-            known = self._buffers[slot] = generation, data
-        return known
-
-    def _make_room(self, layout: PackedLayout) -> None:
-        self._reserved.wait()
-        needed = memory.needed_for(layout)
-        if min(generation.size for generation in self._client.generations) < needed:
-            self._client.reserve(memory.room_for(layout))
-            self._note_generations()
-
-    def _note_generations(self) -> None:
-        count = len(self._client.generations)
-        for slot in [slot for slot in self._buffers if slot >= count]:
-            del self._buffers[slot]
-        if count == 1 and not self._told_of_one:
-            self._told_of_one = True
-            logger.warning(
-                "There is memory for one generation only: a process that dies during a save costs the"
-                " memory checkpoint"
-            )
-
-    def _reserve_ahead(self, state: State) -> None:
-        """Have memory for ``state`` provided in the background, and entered in this process's tables."""
-        layout = self._copier.layout(tree.flatten(state))
-        nbytes = memory.room_for(layout, tree.expected_bytes(state))
-
-        def reserve() -> None:
-            try:
-                self._client.reserve(nbytes)
-                generations = self._client.generations
-            except DLRoverError as error:
-                logger.warning("No memory is reserved ahead: %s", error)
-                generations = []
-            finally:
-                self._reserved.set()
-            for generation in generations:
-                _populate(generation)
-
-        self._reserved.clear()
-        threading.Thread(target=reserve, name="reserve").start()
-
     # ---- load
 
-    def load(self, state: State) -> LoadRecord | None:
+    def load(self, state: State, step: int | None = None) -> LoadRecord | None:
         """Restore the newest step that all ranks can, in place: from memory, else from storage.
+
+        With ``step`` that one is restored, from storage; what is in memory is not used any more.
 
         Objects with ``load_state_dict`` get their state by it, tensors their content; plain values are
         set in the dicts. None if nothing was ever saved.
@@ -346,16 +316,23 @@ class Checkpointer:
         over another number of ranks. What all ranks have equally may be loaded by any number of them.
 
         Raises:
-            ConfigurationError: the saved state has other keys, types or shapes than ``state``.
+            ConfigurationError: the saved state has other keys, types or shapes than ``state``; or there
+                is no such step.
             InfrastructureError: there were checkpoints, and none can be loaded.
         """
-        with _no_collection():
+        with hooks.blocked(), tree.no_collection():
             prepare = restore.in_place(state, self._local)
-            record = self._load(prepare)
-            self._reserve_ahead(state)
+            record = self._load(prepare, step)
+            if step is not None:
+                self._client.keep(-1, 0)
+            layout = self._copier.layout(tree.flatten(state))
+            self._room.reserve_ahead(layout, tree.expected_bytes(state))
+        hooks.loaded(0 if record is None else record.step)
         return record
 
-    def read(self, keys: Collection[str] | None = None) -> tuple[LoadRecord, State] | None:
+    def read(
+        self, keys: Collection[str] | None = None, step: int | None = None
+    ) -> tuple[LoadRecord, State] | None:
         """The newest step that all ranks have, as new tensors; None if nothing was ever saved. Collective.
 
         Parts of tensors that are spread over ranks are `Shard`; then as many ranks must read as have
@@ -364,9 +341,11 @@ class Checkpointer:
         Args:
             keys: keys of the state whose tensors are read. Below other keys they are zeros of the same
                 shape and type, which take no memory.
+            step: a stored step to read instead.
 
         Raises:
-            ConfigurationError: another number of ranks has saved parts, or other tensors each.
+            ConfigurationError: another number of ranks has saved parts, or other tensors each; or there
+                is no such step.
             InfrastructureError: there were checkpoints, and none can be loaded.
         """
         readings: list[Reading] = []
@@ -383,7 +362,8 @@ class Checkpointer:
             readings.append(reading)
             return reading
 
-        record = self._load(prepare)
+        with hooks.blocked():
+            record = self._load(prepare, step)
         return None if record is None else (record, readings[-1].state)
 
     def load_parts(
@@ -398,19 +378,22 @@ class Checkpointer:
         Raises:
             InfrastructureError: there were checkpoints, and none can be loaded.
         """
-        return self._carry_out(functools.partial(taking, choose))
+        with hooks.blocked():
+            record = self._carry_out(functools.partial(taking, choose))
+        hooks.loaded(0 if record is None else record.step)
+        return record
 
-    def _load(self, prepare: Prepare) -> LoadRecord | None:
-        return self._carry_out(functools.partial(restoring, prepare))
+    def _load(self, prepare: Prepare, step: int | None) -> LoadRecord | None:
+        return self._carry_out(functools.partial(restoring, prepare), step)
 
-    def _carry_out(self, planner: Planner) -> LoadRecord | None:
+    def _carry_out(self, planner: Planner, step: int | None = None) -> LoadRecord | None:
         self._world.check()
         if self._background is not None:
             self._background.wait()
-        self._reserved.wait()
+        self._room.wait()
         began = time.monotonic()
-        loader = Loader(self._world, self._client, self._directory, planner)
-        found = loader.load()
+        loader = Loader(self._world, self._client, self._store, planner)
+        found = loader.load() if step is None else loader.load_stored(step)
         if found is None:
             self._refuse_fresh_start(loader.problems)
             return None
@@ -419,53 +402,14 @@ class Checkpointer:
         return record
 
     def _refuse_fresh_start(self, refused: list[str]) -> None:
-        tracked = storage.tracked(self._directory)
+        tracked = storage.tracked(self._store)
         if tracked is None and not refused:
             return
         was = "no step was stored"
         if tracked is not None:
             was = f"step {tracked} was stored" if tracked >= 0 else "the file latest is damaged"
-        reasons = " ".join(refused) or f"There is no directory {self._directory}/step-*."
+        reasons = " ".join(refused) or f"There is no {self._store.where('step-*')}."
         raise InfrastructureError(
-            f"No checkpoint in {self._directory} can be loaded ({was}): {reasons} Remove the directory to"
-            " start afresh."
+            f"No checkpoint in {self._store.location} can be loaded ({was}): {reasons} Remove the directory"
+            " to start afresh."
         )
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Leave garbage alone: looking for it costs more than a walk over many thousand tensors."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
-def _check_interval(interval: int | str | None, hours_between_failures: float | None) -> None:
-    if not (interval in (None, "auto") or (isinstance(interval, int) and interval >= 1)):
-        raise ConfigurationError(f"interval is {interval!r}; it must be 1 or more, or 'auto'.")
-    if hours_between_failures is not None and not hours_between_failures > 0:
-        raise ConfigurationError(
-            f"hours_between_failures is {hours_between_failures}; it must be more than 0."
-        )
-
-
-def _auto(ranks: int, hours_between_failures: float | None) -> Auto:
-    hours = hours_between_failures or HOURS_BETWEEN_FAILURES / ranks
-    return Auto(hours * 3600)
-
-
-def _populate(generation: Generation) -> None:
-    """Enter the memory in this process's page tables, so that the first copy does not have to.
-
-    A kernel before 5.14 does not know how; then the first copy is slower. Ends early with the program.
-    """
-    address = ctypes.addressof(ctypes.c_char.from_buffer(generation.buffer))
-    for start in range(0, generation.size, POPULATE_CHUNK):
-        if not threading.main_thread().is_alive():
-            return
-        size = min(POPULATE_CHUNK, generation.size - start) // PAGE * PAGE
-        _libc.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(size), MADV_POPULATE_WRITE)

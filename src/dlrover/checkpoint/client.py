@@ -16,6 +16,7 @@ from dlrover.checkpoint import policies, protocol
 from dlrover.checkpoint.memory import Generation
 from dlrover.checkpoint.policies import Policy
 from dlrover.checkpoint.protocol import SaverGoneError
+from dlrover.checkpoint.stores import Store
 from dlrover.errors import InfrastructureError, ProtocolError
 
 START_ATTEMPTS = 5
@@ -30,15 +31,16 @@ class SaverClient:
     """The connection of one rank. One request at a time; the methods may be called from any thread."""
 
     def __init__(
-        self, directory: Path, identity: str, *, keep: Policy, linger: float, env: Mapping[str, str]
+        self, store: Store, identity: str, *, keep: Policy, linger: float, env: Mapping[str, str]
     ) -> None:
-        self._address = protocol.address(directory, identity)
+        self._store = store
+        self._address = protocol.address(store.location, identity)
         root = str(Path(dlrover.__file__).parent.parent)
         path = [root, env["PYTHONPATH"]] if env.get("PYTHONPATH") else [root]
         self._env = {**env, "PYTHONPATH": os.pathsep.join(path)}
         self._command = [
             sys.executable, "-m", "dlrover.checkpoint.saver",
-            "--directory", str(directory), "--identity", identity,
+            "--directory", store.location, "--identity", identity,
             "--keep", policies.encode(keep), "--linger", str(linger),
         ]  # fmt: skip
         self._lock = threading.Lock()
@@ -60,7 +62,8 @@ class SaverClient:
                 self._start()
             else:
                 raise InfrastructureError(
-                    "The checkpoint saver of this node does not start; see its log."
+                    "The checkpoint saver of this node does not start; see"
+                    f" {protocol.log_file(self._store.location)}."
                 )
             fds = self._fds
             attached = _expected(reply, protocol.Attached)
@@ -87,7 +90,7 @@ class SaverClient:
             self._command,
             env=self._env,
             cwd="/",
-            stdin=subprocess.DEVNULL,
+            input=self._store.url.encode() if self._store.url != self._store.location else b"",
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             start_new_session=True,
@@ -131,12 +134,16 @@ class SaverClient:
         """All of this rank's; fewer than usual if there was no memory for them."""
         return [self.generation(slot) for slot in range(len(self._fds))]
 
-    def reserve(self, nbytes: int) -> None:
-        """Have all generations made that large, or fewer of them if there is not enough memory."""
-        kept = self._ask(protocol.Reserve(nbytes), protocol.Reserved).generations
-        while len(self._fds) > max(1, kept):
+    def reserve(self, nbytes: int) -> str:
+        """Have all generations made that large, or fewer of them if there is not enough memory.
+
+        Returns why there is not even one; else an empty text.
+        """
+        reserved = self._ask(protocol.Reserve(nbytes), protocol.Reserved)
+        while len(self._fds) > max(1, reserved.generations):
             os.close(self._fds.pop())
             self._generations.pop()
+        return reserved.problem
 
     def begin(self, step: int) -> int:
         """The generation to write."""
@@ -150,13 +157,17 @@ class SaverClient:
         """Say which step is continued from; -1: none in memory."""
         self._ask(protocol.Keep(step, session), protocol.Done)
 
-    def verify(self, rank: int, slot: int) -> str:
-        """What is wrong with a generation; empty if nothing is."""
-        return self._ask(protocol.Verify(rank, slot), protocol.Verified).problem
+    def verify(self, rank: int, slot: int, below: int = 0) -> str:
+        """What is wrong with a generation's tensors of less than ``below`` bytes, 0: all; empty: nothing."""
+        return self._ask(protocol.Verify(rank, slot, below), protocol.Verified).problem
 
     def wait(self) -> tuple[str, ...]:
         """Wait until everything asked for is durable; what was not stored."""
         return self._ask(protocol.Wait(), protocol.Settled).problems
+
+    def stored(self) -> int:
+        """The newest step of this rank's world that was stored; -1: none."""
+        return self._ask(protocol.Stored(), protocol.Newest).step
 
     def close(self) -> None:
         """Say goodbye and disconnect."""

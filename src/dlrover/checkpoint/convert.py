@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -14,10 +15,25 @@ import msgspec
 import torch
 import xxhash
 
-from dlrover.checkpoint import layout as layouts, persist, safetensorsfile, sources, storage
+from dlrover.checkpoint import layout as layouts, persist, safetensorsfile, sources, storage, tools
 from dlrover.checkpoint.content import Content
 from dlrover.checkpoint.layout import Layout, TensorEntry, TensorRef, TensorSpec
+from dlrover.checkpoint.local import sync_directory
+from dlrover.checkpoint.stores import (
+    DCP_METADATA,
+    MANIFEST,
+    is_url,
+    join,
+    location_of,
+    open_store,
+    step_folder,
+)
+from dlrover.checkpoint.tools import Place
 from dlrover.errors import ConfigurationError, InfrastructureError
+
+COPY = 1 << 24
+"""Bytes that are uploaded at a time."""
+_LAST = (MANIFEST, DCP_METADATA)
 
 Format = Literal["dcp", "safetensors", "torch", "flash"]
 
@@ -36,14 +52,15 @@ class Conversion(msgspec.Struct, frozen=True, kw_only=True):
     """What several ranks had saved, each its own: the lowest rank's was taken."""
 
 
-def convert(source: Path, destination: Path, to: Format, step: int | None = None) -> Conversion:
+def convert(source: Place, destination: Place, to: Format, step: int | None = None) -> Conversion:
     """Read ``source``, of any format, and write ``destination``, which appears when it is whole.
 
     Args:
-        source: a checkpoint directory, one of its steps, a DCP directory, or a file of safetensors or
-            ``torch.save``.
+        source: a checkpoint directory, one of its steps, or a DCP directory, also at a URL; or a file of
+            safetensors or ``torch.save``.
         destination: a file, or a directory for ``dcp`` and ``flash``. ``flash`` is a checkpoint
-            directory with one step of one rank, which any number of ranks can load.
+            directory with one step of one rank, which any number of ranks can load. What is to be at a
+            URL is written to this machine's temporary files first.
         to: the format of the destination.
         step: which one of a checkpoint directory; for sources without steps the number of the new one.
 
@@ -51,16 +68,18 @@ def convert(source: Path, destination: Path, to: Format, step: int | None = None
         ConfigurationError: an argument is wrong, or something cannot be kept; the message names it.
         InfrastructureError: the source is damaged, or the destination cannot be written.
     """
-    _check_destination(destination)
+    text = os.fspath(destination)
+    target = _Remote(text) if is_url(text) else _Local(Path(text))
+    target.check()
     content = sources.read(source, step)
     number = _step(content, step, to)
     try:
-        with _published(destination) as temporary:
+        with target.published() as temporary:
             _WRITERS[to](content, temporary, number or 0)
     except OSError as error:
-        raise InfrastructureError(f"{destination} cannot be written: {error}.") from error
+        raise InfrastructureError(f"{location_of(text)} cannot be written: {error}.") from error
     return Conversion(
-        destination=str(destination),
+        destination=location_of(text),
         format=to,
         step=number,
         tensors=len(content.tensors),
@@ -109,7 +128,7 @@ def _write_flash(content: Content, temporary: Path, step: int) -> None:
     temporary.mkdir()
     persist.persist(
         persist.Job(
-            directory=temporary,
+            store=open_store(temporary),
             step=step,
             session=secrets.randbits(63),
             world_size=1,
@@ -137,10 +156,10 @@ def _write_dcp(content: Content, temporary: Path, step: int) -> None:
     flash = temporary.with_name(f"{temporary.name}.flash")
     try:
         _write_flash(content, flash, step)
-        written = storage.step_directory(flash, step)
-        (written / storage.MANIFEST).unlink()
+        written = flash / step_folder(step)
+        (written / MANIFEST).unlink()
         (written / storage.index_file(0)).unlink()
-        storage.sync_directory(written)
+        sync_directory(written)
         written.rename(temporary)
     finally:
         shutil.rmtree(flash, ignore_errors=True)
@@ -186,27 +205,65 @@ _WRITERS: dict[Format, Callable[[Content, Path, int], None]] = {
 }
 
 
-# ---- names
+# ---- places
 
 
-def _check_destination(destination: Path) -> None:
-    if os.path.lexists(destination):
-        raise ConfigurationError(f"{destination} exists already; name one that does not.")
-    if not destination.absolute().parent.is_dir():
-        raise ConfigurationError(f"{destination.parent} is no directory.")
+class _Local:
+    """A file or directory of this machine: it appears when it is whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def check(self) -> None:
+        if os.path.lexists(self._path):
+            raise ConfigurationError(f"{self._path} exists already; name one that does not.")
+        if not self._path.absolute().parent.is_dir():
+            raise ConfigurationError(f"{self._path.parent} is no directory.")
+
+    @contextlib.contextmanager
+    def published(self) -> Iterator[Path]:
+        """A name to write to; what is there at the end of the block becomes the destination."""
+        temporary = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}")
+        try:
+            yield temporary
+            self.check()
+            temporary.rename(self._path)
+            sync_directory(self._path.absolute().parent)
+        finally:
+            if temporary.is_dir():
+                shutil.rmtree(temporary)
+            else:
+                temporary.unlink(missing_ok=True)
 
 
-@contextlib.contextmanager
-def _published(destination: Path) -> Iterator[Path]:
-    """A name to write to; what is there at the end of the block becomes the destination."""
-    temporary = destination.with_name(f".{destination.name}.{secrets.token_hex(8)}")
-    try:
-        yield temporary
-        _check_destination(destination)
-        temporary.rename(destination)
-        storage.sync_directory(destination.absolute().parent)
-    finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary)
-        else:
-            temporary.unlink(missing_ok=True)
+class _Remote:
+    """A file or directory at a URL: what says that a directory is whole is written last."""
+
+    def __init__(self, url: str) -> None:
+        parent, _, self._name = url.rstrip("/").rpartition("/")
+        self._parent = open_store(parent)
+
+    def check(self) -> None:
+        where = self._parent.where(self._name)
+        with tools.told(where):
+            if self._parent.names(self._name) or self._parent.exists(self._name):
+                raise ConfigurationError(f"{where} exists already; name one that does not.")
+
+    @contextlib.contextmanager
+    def published(self) -> Iterator[Path]:
+        """A name to write to; what is there at the end of the block becomes the destination."""
+        with tempfile.TemporaryDirectory(prefix="dlrover-convert-") as folder:
+            temporary = Path(folder) / self._name
+            yield temporary
+            self.check()
+            if temporary.is_file():
+                self._upload(temporary, self._name)
+                return
+            found = [path for path in temporary.rglob("*") if path.is_file()]
+            for path in sorted(found, key=lambda path: (path.name in _LAST, path)):
+                self._upload(path, join(self._name, str(path.relative_to(temporary))))
+
+    def _upload(self, path: Path, name: str) -> None:
+        with path.open("rb") as source, self._parent.create(name) as target:
+            while data := source.read(COPY):
+                target.write(data)

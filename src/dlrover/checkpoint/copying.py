@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ import msgspec
 import torch
 
 from dlrover.checkpoint import layout as layouts, tree
+from dlrover.checkpoint.devices import SideStream, device_of
 from dlrover.checkpoint.layout import SMALL, PackedLayout, Tensor, TensorEntry
 from dlrover.checkpoint.protocol import GENERATIONS
 from dlrover.checkpoint.tree import Flat
@@ -58,6 +60,7 @@ class Copier:
     def __init__(self) -> None:
         self._known: _Known | None = None
         self._plan: _Plan | None = None
+        self._stream: SideStream | None = None
 
     def layout(self, flat: Flat) -> PackedLayout:
         """Where the state goes.
@@ -71,16 +74,35 @@ class Copier:
             self._plan = None
         return layouts.packed(known.encoded, layouts.encode(flat.packed), known.sizes)
 
+    @property
+    def device(self) -> torch.device | None:
+        """The accelerator that the state is on; None: it is in the host's memory."""
+        assert self._known is not None
+        return self._known.device
+
+    def mark(self) -> None:
+        """The state is as it is to be copied once the device has done what was ordered until now."""
+        if self.device is not None:
+            if self._stream is None:
+                self._stream = SideStream(self.device)
+            self._stream.mark()
+
     def copy(self, buffer: torch.Tensor) -> None:
-        """Copy the state that `layout` was called with last."""
+        """Copy the state that `layout` was called with last, as it was at `mark`."""
         assert self._known is not None
         if self._plan is None or self._plan.buffer is not buffer:
             self._plan = self._known.plan(buffer)
-        self._plan.run()
+        with self._beside():
+            self._plan.run()
+
+    def _beside(self) -> contextlib.AbstractContextManager[None]:
+        if self.device is None or self._stream is None:
+            return contextlib.nullcontext()
+        return self._stream.use()
 
     def forget(self) -> None:
         """Let go of the state's tensors and of the buffer."""
-        self._known = self._plan = None
+        self._known = self._plan = self._stream = None
 
     # ---- for copies beside the training
 
@@ -93,7 +115,8 @@ class Copier:
     def put(self, buffer: torch.Tensor, index: int, tensor: torch.Tensor) -> None:
         """Write one tensor of the layout."""
         assert self._known is not None
-        views(buffer, [self._known.entries[index]])[0].copy_(tensor)
+        with self._beside():
+            views(buffer, [self._known.entries[index]])[0].copy_(tensor)
 
     def path(self, index: int) -> layouts.Path:
         """Where a tensor is in the state."""
@@ -116,6 +139,7 @@ class _Known:
         )
         # Detached aliases keep the memory from being used for another tensor at the same address.
         self.sources = [tensor.detach() for tensor in flat.tensors]
+        self.device = device_of(flat.tensors)
         self._paths = flat.paths
         self._pointers = list(map(torch.Tensor.data_ptr, flat.tensors))
         self._strides = list(map(torch.Tensor.stride, flat.tensors))
@@ -209,7 +233,7 @@ class _Plan:
         with torch.no_grad():
             for target, parts in self._calls:
                 if len(parts) == 1:
-                    target.copy_(parts[0])
+                    target.copy_(parts[0], non_blocking=True)
                 else:
                     torch.cat(parts, out=target)
 

@@ -7,6 +7,7 @@ tensor.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -198,11 +199,17 @@ def _elements(shape: tuple[int, ...]) -> int:
 # ---- skeletons
 
 
-def pack(value: Any, path: Path, leaf: Callable[[Any, Path], Any]) -> Any:
+def pack(
+    value: Any,
+    path: Path,
+    leaf: Callable[[Any, Path], Any],
+    whole: Callable[[dict[Any, Any], Path], dict[Any, Any] | None] | None = None,
+) -> Any:
     """What msgspec can encode, equal to the tree ``value``.
 
     ``leaf`` is called with everything that is not a plain scalar or a container, and with its path. It
     returns what stands for it: a packed tensor (`pack_ref`), or a value that is packed in its place.
+    ``whole`` may return the packed form of a dict; None: its items are packed one by one.
 
     Raises:
         ConfigurationError: a leaf or a key cannot be kept; the message names its path.
@@ -210,15 +217,18 @@ def pack(value: Any, path: Path, leaf: Callable[[Any, Path], Any]) -> Any:
     kind = type(value)
     if isinstance(value, dict):
         _check_depth(path)
+        packed = whole(value, path) if whole is not None else None
+        if packed is not None:
+            return packed
         packed = {}
         for key, item in value.items():
             if type(key) is not str:
                 _check_key(key, path)
-            packed[key] = pack(item, (*path, key), leaf)
+            packed[key] = pack(item, (*path, key), leaf, whole)
         return packed
     if kind is list or kind is tuple:
         _check_depth(path)
-        items = [pack(item, (*path, index), leaf) for index, item in enumerate(value)]
+        items = [pack(item, (*path, index), leaf, whole) for index, item in enumerate(value)]
         return items if kind is list else msgspec.msgpack.Ext(_TUPLE, encode(items, path))
     if kind is int and value not in _INT64:
         return msgspec.msgpack.Ext(_INTEGER, str(value).encode())
@@ -230,9 +240,10 @@ def pack(value: Any, path: Path, leaf: Callable[[Any, Path], Any]) -> Any:
             f"{name(path)} is a {kind.__module__}.{kind.__qualname__}; a checkpoint holds tensors, objects"
             " with state_dict, and None, bool, int, float, str, bytes, list, tuple and dict."
         )
-    return pack(replaced, path, leaf)
+    return pack(replaced, path, leaf, whole)
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def pack_ref(index: int) -> Any:
     """The packed form of ``TensorRef(index)``."""
     return msgspec.msgpack.Ext(_TENSOR, index.to_bytes(8, "big"))

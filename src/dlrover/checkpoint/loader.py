@@ -7,7 +7,6 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -18,11 +17,14 @@ from dlrover.checkpoint.client import SaverClient
 from dlrover.checkpoint.extent import Piece
 from dlrover.checkpoint.layout import ITEM_BYTES, Layout, TensorEntry
 from dlrover.checkpoint.memory import Generation
+from dlrover.checkpoint.pieces import assemble, cut
 from dlrover.checkpoint.plan import Plan, Planner, Question, RankState
 from dlrover.checkpoint.protocol import Held
+from dlrover.checkpoint.stores import StorageAwayError, Store, failure, step_folder
 from dlrover.checkpoint.tree import DTYPES
+from dlrover.checkpoint.verified import LARGE, VerifiedCopy
 from dlrover.checkpoint.world import World
-from dlrover.errors import InfrastructureError
+from dlrover.errors import ConfigurationError, InfrastructureError
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +45,10 @@ class Found(NamedTuple):
 class Loader:
     """Loads a state on every rank. All of them call `load` at the same time."""
 
-    def __init__(
-        self, world: World, client: SaverClient, directory: Path, planner: Planner
-    ) -> None:
+    def __init__(self, world: World, client: SaverClient, store: Store, planner: Planner) -> None:
         self._world = world
         self._client = client
-        self._directory = directory
+        self._store = store
         self._planner = planner
         self.problems: list[str] = []
         """Why steps were passed over."""
@@ -109,24 +109,60 @@ class Loader:
     # ---- storage
 
     def _from_storage(self) -> Found | None:
-        listed = [*storage.steps(self._directory), *[-1] * MAX_STORED][:MAX_STORED]
-        for step in self._world.exchange(listed)[0]:
-            if step < 0:
-                break
-            try:
-                self._world.agree(functools.partial(self._restore_stored, step))
-            except InfrastructureError as error:
-                self.problems.append(str(error))
-                if self._world.rank == 0:
-                    bad = storage.quarantine(self._directory, step)
-                    logger.error("Step %d cannot be loaded and is now %s: %s", step, bad, error)  # noqa: TRY400
-                self._world.exchange([])
-            else:
+        for step in self._stored_steps():
+            if self._try_stored(step):
                 return Found(step, "storage")
         return None
 
+    def _try_stored(self, step: int) -> bool:
+        """Restore a step; one that is damaged is put out of the way."""
+        try:
+            self._world.agree(functools.partial(self._restore_stored, step))
+        except InfrastructureError as error:
+            self.problems.append(str(error))
+            away = self._world.exchange([isinstance(error, StorageAwayError)])
+            if any(flag for (flag,) in away):
+                raise  # an older step would be no better
+            if self._world.rank == 0:
+                bad = storage.quarantine(self._store, step)
+                logger.error("Step %d cannot be loaded and is now %s: %s", step, bad, error)  # noqa: TRY400
+            return False
+        return True
+
+    def load_stored(self, step: int) -> Found:
+        """Restore one stored step.
+
+        Raises:
+            ConfigurationError: there is no such step, or it does not fit the state.
+            InfrastructureError: it is damaged.
+        """
+        there = self._stored_steps()
+        if step not in there:
+            known = ", ".join(map(str, there)) or "none"
+            raise ConfigurationError(
+                f"step is {step}, which is not stored in {self._store.location}; there is: {known}."
+            )
+        self._world.agree(functools.partial(self._restore_stored, step))
+        return Found(step, "storage")
+
+    def _stored_steps(self) -> list[int]:
+        """Those that rank 0 sees, newest first. Collective."""
+        listed = self._world.agree(self._listed)
+        return [step for step in self._world.exchange(listed)[0] if step >= 0]
+
+    def _listed(self) -> list[int]:
+        found: list[int] = []
+        if self._world.rank == 0:
+            try:
+                found = storage.steps(self._store)
+            except OSError as error:
+                raise failure(
+                    error, f"{self._store.location} cannot be read: {error.strerror}."
+                ) from error
+        return [*found, *[-1] * MAX_STORED][:MAX_STORED]
+
     def _restore_stored(self, step: int) -> None:
-        with storage.StoredStep(storage.step_directory(self._directory, step)) as stored:
+        with storage.StoredStep(self._store, step_folder(step)) as stored:
             size, alike = stored.manifest.world_size, stored.manifest.replicated
             base = self._world.rank if self._world.rank < size else 0
             moved = size != self._world.size
@@ -152,12 +188,17 @@ class _Stored:
             InfrastructureError: some of it is damaged.
         """
         if planned.needed is None:
-            return [self._view(tensor) for tensor in self._stored.index(planned.base).tensors]
-        return _assemble(planned, planned.needed, self._read)
+            tensors = self._stored.index(planned.base).tensors
+            self._stored.expect(tensors)
+            return [self._view(tensor) for tensor in tensors]
+        self._stored.expect(self._tensor(piece) for piece in planned.pieces)
+        return assemble(planned, planned.needed, self._read)
 
     def _read(self, piece: Piece) -> torch.Tensor:
-        index = self._stored.index(piece.chunk.rank)
-        return _cut(self._view(index.tensors[piece.chunk.index]), piece)
+        return cut(self._view(self._tensor(piece)), piece)
+
+    def _tensor(self, piece: Piece) -> storage.StoredTensor:
+        return self._stored.index(piece.chunk.rank).tensors[piece.chunk.index]
 
     def _view(self, tensor: storage.StoredTensor) -> torch.Tensor:
         return copying.view(self._stored.verified(tensor), tensor)
@@ -266,7 +307,7 @@ class MemoryStep:
         return self._views[rank]
 
     def _read(self, piece: Piece) -> torch.Tensor:
-        return _cut(self._tensors(piece.chunk.rank)[piece.chunk.index], piece)
+        return cut(self._tensors(piece.chunk.rank)[piece.chunk.index], piece)
 
     def restore(self, planned: Plan, known: Mapping[int, RankState], fetched: Fetched) -> None:
         """Put everything in its place, and check meanwhile what is read.
@@ -283,12 +324,29 @@ class MemoryStep:
             return data.view(dtype).view(piece.box.shape)
 
         if planned.needed is None:
-            used, tensors = {planned.base}, self._tensors(planned.base)
-        else:
-            used = {piece.chunk.rank for piece in planned.pieces} & self._held.keys()
-            tensors = _assemble(planned, planned.needed, read)
+            self._restore_own(planned)
+            return
+        used = {piece.chunk.rank for piece in planned.pieces} & self._held.keys()
+        tensors = assemble(planned, planned.needed, read)
         with _meanwhile(lambda: self._verify(used)):
             planned.restoration.run(tensors)
+
+    def _restore_own(self, planned: Plan) -> None:
+        """Restore all of a rank's part: this process checks what is large, the saver the rest."""
+        rank = planned.base
+        generation, _, layout = self._open(rank)
+        header = generation.header()
+        sums = generation.sums(header) if header is not None else None
+        if sums is None:
+            with _meanwhile(lambda: self._verify([rank])):
+                planned.restoration.run(self._tensors(rank))
+            return
+        verified = VerifiedCopy(generation, layout.entries, sums, len(self._held))
+        with _meanwhile(lambda: self._client.verify(rank, self._held[rank].slot, LARGE)):
+            planned.restoration.run(self._tensors(rank), verified.copy)
+            problem = verified.problem()
+        if problem:
+            raise InfrastructureError(problem)
 
 
 class Candidate(NamedTuple):
@@ -327,40 +385,6 @@ def candidates(everyone: Sequence[Sequence[Held]]) -> list[Candidate]:
             servers = {rank: who[rank % len(who)] for rank, who in viewers.items()}
             found.append(Candidate(key, servers))
     return found
-
-
-# ---- pieces
-
-
-def _cut(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
-    if piece.box.shape == tuple(tensor.shape):
-        return tensor
-    return tensor[_slices(piece.box.in_source, piece.box.shape)]
-
-
-def _slices(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
-
-
-def _assemble(
-    planned: Plan,
-    pieces: Sequence[Sequence[Piece]],
-    read: Callable[[Piece], torch.Tensor],
-) -> list[torch.Tensor]:
-    """The wanted part of each tensor; a view where one piece is all of it."""
-    tensors = []
-    for tensor, wanted, needed in zip(
-        planned.tensors, planned.restoration.wanted, pieces, strict=True
-    ):
-        shape = wanted.shape if wanted is not None else (0,)
-        if len(needed) == 1 and needed[0].box.shape == shape:
-            tensors.append(read(needed[0]))
-            continue
-        whole = torch.empty(shape, dtype=DTYPES[tensor.dtype])
-        for piece in needed:
-            whole[_slices(piece.box.in_target, piece.box.shape)] = read(piece)
-        tensors.append(whole)
-    return tensors
 
 
 @contextlib.contextmanager

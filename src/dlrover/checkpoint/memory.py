@@ -212,8 +212,13 @@ def room_for(packed: PackedLayout, more: int = 0) -> int:
 
 
 def compute_sums(generation: Generation, layout: Layout) -> list[int]:
-    """The checksum of each tensor: XXH3, 64 bits."""
-    return [xxhash.xxh3_64_intdigest(generation.tensor_bytes(entry)) for entry in layout.entries]
+    """The checksum of each tensor."""
+    return [sum_of(generation, entry) for entry in layout.entries]
+
+
+def sum_of(generation: Generation, entry: layouts.TensorEntry) -> int:
+    """The checksum of a tensor: XXH3, 64 bits."""
+    return xxhash.xxh3_64_intdigest(generation.tensor_bytes(entry))
 
 
 def _sums_at(header: Header) -> int:

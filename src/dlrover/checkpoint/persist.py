@@ -1,20 +1,17 @@
 """From memory to storage: one step of all ranks, as a directory that DCP reads.
 
-The saver of each node writes its ranks' files into a directory with a temporary name. A tensor, or part
-of one, that a lower rank has too is not written again. The saver of rank 0 waits for all ranks' indices,
-adds DCP's metadata and the manifest, and gives the directory its name.
+The saver of each node writes its ranks' files where they do not count yet. A tensor, or part of one, that
+a lower rank has too is not written again. The saver of rank 0 waits for all ranks' indices, adds DCP's
+metadata and the manifest, and makes the step count.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import xxhash
@@ -22,18 +19,17 @@ import xxhash
 from dlrover.checkpoint import faults, storage, torchfile
 from dlrover.checkpoint.layout import ALIGNMENT, Layout, TensorEntry
 from dlrover.checkpoint.storage import FileRecord, Manifest, RankIndex, StoredTensor
+from dlrover.checkpoint.stores import DCP_METADATA, MANIFEST, Draft, Store, Writer, join
 from dlrover.errors import InfrastructureError
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-
-POLL = 0.02
-"""Seconds between two looks for what other savers write."""
+RETRY_DELAYS = (0.5, 2.0, 8.0)
+"""Seconds to wait before a failed storage is tried again."""
+PEER_PATIENCE = 600.0
+"""Seconds that the nodes of a world may differ in storing their parts of a step."""
+CHUNK = 4 << 20
+"""Bytes that are hashed and written at a time."""
 WRITERS = 4
 """Ranks whose files are written at once."""
-BUFFER = 1 << 20
-"""Bytes of small writes that are collected."""
 _Value = TypeVar("_Value")
 
 
@@ -57,7 +53,7 @@ class Source:
 class Job:
     """One step to persist."""
 
-    directory: Path
+    store: Store
     step: int
     session: int
     world_size: int
@@ -82,29 +78,30 @@ def persist(job: Job) -> None:
     """
     faults.point("persist.begun")
     if job.identity:
-        storage.check_identity(job.directory, job.identity)
+        storage.check_identity(job.store, job.identity)
     if 0 in job.sources:
-        storage.remove_given_up(job.directory, job.step, job.session)
-    target = storage.unfinished(job.directory, job.step, job.session)
-    target.mkdir(exist_ok=True)
+        storage.remove_given_up(job.store, job.session, before=job.step)
+    draft = job.store.draft(job.step, job.session)
     with ThreadPoolExecutor(WRITERS) as pool:  # in order: a rank waits for lower ones only
-        for written in [pool.submit(_write_rank, job, target, r) for r in sorted(job.sources)]:
+        for written in [pool.submit(_write_rank, job, draft, r) for r in sorted(job.sources)]:
             written.result()
-    storage.sync_directory(target)
+    job.store.sync(draft.top)
     faults.point("persist.written")
     if 0 in job.sources:
-        _finish(job, target)
+        _finish(job, draft)
     else:
-        _await(job, lambda: _is_stored(job, target), "the other nodes' parts")
+        _await(job, lambda: job.store.is_published(draft) or None, "the other nodes' parts")
 
 
-def _write_rank(job: Job, target: Path, rank: int) -> None:
+def _write_rank(job: Job, draft: Draft, rank: int) -> None:
     source = job.sources[rank]
-    elsewhere = _written_by_others(job, target, rank)
+    elsewhere = _written_by_others(job, draft, rank)
     written: dict[tuple[int, int], StoredTensor] = {}
-    name = f"__{rank}_0.distcp"
+    plain = f"__{rank}_0.distcp"
+    name = draft.named(plain)
     tensors: list[StoredTensor] = []
-    with _File(target / name) as file:
+    with job.store.create(draft.path(plain)) as opened:
+        file = _File(opened)
         for entry, checksum in zip(source.layout.entries, source.sums, strict=True):
             wanted = (entry.path, entry.dtype, entry.extent, checksum)
             known = elsewhere.get(wanted) or written.get((entry.offset, entry.nbytes))
@@ -123,13 +120,13 @@ def _write_rank(job: Job, target: Path, rank: int) -> None:
             tensors.append(msgspec.structs.replace(known, path=entry.path, part=entry.part))
     files = {name: file.record()}
     if not file.size:
-        (target / name).unlink()
+        job.store.delete(draft.path(plain))
         files = {}
     index = RankIndex(rank, job.step, source.layout.skeleton, tuple(tensors), files)
-    _write_durably(target / storage.index_file(rank), msgspec.msgpack.encode(index))
+    job.store.write(draft.path(storage.index_file(rank)), msgspec.msgpack.encode(index))
 
 
-def _written_by_others(job: Job, target: Path, rank: int) -> dict[tuple[object, ...], StoredTensor]:
+def _written_by_others(job: Job, draft: Draft, rank: int) -> dict[tuple[object, ...], StoredTensor]:
     """What lower ranks write that this rank may have too."""
     entries = job.sources[rank].layout.entries
     owners = {entry.part.owner if entry.part is not None else 0 for entry in entries}
@@ -137,18 +134,18 @@ def _written_by_others(job: Job, target: Path, rank: int) -> dict[tuple[object, 
         (tensor.path, tensor.dtype, tensor.extent, tensor.xxh3): tensor
         for owner in sorted(owners)
         if 0 <= owner < rank
-        for tensor in _await_index(job, target, owner).tensors
+        for tensor in _await_index(job, draft, owner).tensors
     }
 
 
-def _finish(job: Job, target: Path) -> None:
-    indices = [_await_index(job, target, rank) for rank in range(job.world_size)]
-    files = _write_metadata(job, target, indices)
+def _finish(job: Job, draft: Draft) -> None:
+    indices = [_await_index(job, draft, rank) for rank in range(job.world_size)]
+    files = _write_metadata(job, draft, indices)
     for index in indices:
         name = storage.index_file(index.rank)
-        files[name] = storage.record_of((target / name).read_bytes())
+        files[draft.named(name)] = storage.record_of(job.store.read(draft.path(name)))
         files.update(index.files)
-    own = {f"__{index.rank}_0.distcp" for index in indices[1:]}
+    own = {draft.named(f"__{index.rank}_0.distcp") for index in indices[1:]}
     manifest = Manifest(
         format=storage.FORMAT,
         step=job.step,
@@ -156,17 +153,17 @@ def _finish(job: Job, target: Path) -> None:
         replicated=not own & files.keys(),
         files=files,
         metrics=dict(job.metrics),
+        place=draft.place,
     )
     faults.point("persist.manifest")
-    _write_durably(target / storage.MANIFEST, msgspec.json.encode(manifest))
-    storage.sync_directory(target)
-    _rename(job, target)
+    job.store.write(join(draft.top, MANIFEST), msgspec.json.encode(manifest))
+    job.store.publish(draft)
     faults.point("persist.renamed")
-    storage.track(job.directory, job.step)
+    storage.track(job.store, job.step)
     faults.point("persist.tracked")
 
 
-def _write_metadata(job: Job, target: Path, indices: Sequence[RankIndex]) -> dict[str, FileRecord]:
+def _write_metadata(job: Job, draft: Draft, indices: Sequence[RankIndex]) -> dict[str, FileRecord]:
     """DCP's metadata, and the plain values of rank 0."""
     dcp: Any = importlib.import_module("dlrover.checkpoint.dcp")  # torch, only when it is needed
     source = job.sources[0]
@@ -175,48 +172,32 @@ def _write_metadata(job: Job, target: Path, indices: Sequence[RankIndex]) -> dic
         entry = source.layout.entries[number]
         return indices[0].tensors[number], source.generation.tensor_bytes(entry)
 
-    name = "__0_1.distcp"
+    plain = "__0_1.distcp"
+    name = draft.named(plain)
     objects = {}
-    with _File(target / name) as file:
+    with job.store.create(draft.path(plain)) as opened:
+        file = _File(opened)
         for leaf in dcp.leaves(indices[0].skeleton):
             if not isinstance(leaf.value, dcp.TensorRef):
                 data = dcp.encode_object(leaf.value, tensor)
                 objects[leaf.name] = dcp.Item(name, file.size, len(data))
                 file.write(data)
     metadata = dcp.metadata([(index.skeleton, index.tensors) for index in indices], objects)
-    _write_durably(target / ".metadata", metadata)
-    return {name: file.record(), ".metadata": storage.record_of(metadata)}
+    job.store.write(join(draft.top, DCP_METADATA), metadata)
+    return {name: file.record(), DCP_METADATA: storage.record_of(metadata)}
 
 
-def _rename(job: Job, target: Path) -> None:
-    """Give the finished directory its name; a step of that name is replaced."""
-    final = storage.step_directory(job.directory, job.step)
-    old = None
-    if final.exists():
-        old = target.with_name(target.name + ".replaced")
-        final.rename(old)
-    target.rename(final)
-    storage.sync_directory(job.directory)
-    if old is not None:
-        shutil.rmtree(old)
+def _await_index(job: Job, draft: Draft, rank: int) -> RankIndex:
+    return _await(job, lambda: _finished_index(job, draft, rank), f"rank {rank}'s index")
 
 
-def _await_index(job: Job, target: Path, rank: int) -> RankIndex:
-    return _await(job, lambda: _finished_index(job, target, rank), f"rank {rank}'s index")
-
-
-def _finished_index(job: Job, target: Path, rank: int) -> RankIndex | None:
+def _finished_index(job: Job, draft: Draft, rank: int) -> RankIndex | None:
     try:
-        data = (target / storage.index_file(rank)).read_bytes()
+        data = job.store.read(draft.path(storage.index_file(rank)))
         index = msgspec.msgpack.decode(data, type=RankIndex)
     except (FileNotFoundError, msgspec.DecodeError):
         return None  # not there yet
     return index if index.step == job.step else None
-
-
-def _is_stored(job: Job, target: Path) -> bool | None:
-    final = storage.step_directory(job.directory, job.step)
-    return True if not target.exists() and final.exists() else None
 
 
 def _await(job: Job, condition: Callable[[], _Value | None], what: str) -> _Value:
@@ -226,43 +207,25 @@ def _await(job: Job, condition: Callable[[], _Value | None], what: str) -> _Valu
             raise InfrastructureError(
                 f"Step {job.step} was not stored: {what} did not come within {job.patience:g} s."
             )
-        job.pause(POLL)
-        waited += POLL
+        job.pause(job.store.poll)
+        waited += job.store.poll
     return value
 
 
-# ---- files
-
-
 class _File:
-    """A file that is hashed while it is written, and durable at the end of its ``with`` block."""
+    """A file that is hashed while it is written."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("wb", buffering=BUFFER)
+    def __init__(self, file: Writer) -> None:
+        self._file = file
         self._hash = xxhash.xxh3_64()
         self.size = 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with self._file:
-            if kind is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-
     def write(self, data: bytes | memoryview) -> None:
-        self._file.write(data)
-        self._hash.update(data)
+        for start in range(0, len(data), CHUNK):
+            chunk = data[start : start + CHUNK]
+            self._hash.update(chunk)
+            self._file.write(chunk)
         self.size += len(data)
 
     def record(self) -> FileRecord:
         return FileRecord(self.size, self._hash.hexdigest())
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    """Write under another name first: a name that others wait for has all of its content."""
-    temporary = path.with_name(path.name + ".part")
-    with _File(temporary) as file:
-        file.write(data)
-    temporary.rename(path)

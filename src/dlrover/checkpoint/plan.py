@@ -11,7 +11,7 @@ import torch
 from dlrover.checkpoint import extent, layout as layouts
 from dlrover.checkpoint.extent import Chunk, Extent, Piece
 from dlrover.checkpoint.layout import Tensor, extent_of, name
-from dlrover.checkpoint.restore import Prepare, Reading, Restoration
+from dlrover.checkpoint.restore import Copy, Prepare, Reading, Restoration
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 
@@ -131,11 +131,12 @@ class Taking:
         self._targets = targets
         self.wanted: list[Extent | None] = [target.extent for target in targets]
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> None:
+    def run(self, tensors: Sequence[torch.Tensor], copy: Copy = torch._foreach_copy_) -> None:
         """Copy them."""
-        with torch.no_grad():
-            for target, tensor in zip(self._targets, tensors, strict=True):
-                target.tensor.copy_(tensor)
+        targets = [target.tensor for target in self._targets]
+        if targets:
+            with torch.no_grad():
+                copy(targets, tensors)
 
 
 def taking(

@@ -11,12 +11,14 @@ import array
 import os
 import socket
 import struct
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import xxhash
 
+from dlrover.checkpoint.stores import is_url
 from dlrover.errors import InfrastructureError, ProtocolError
 
 MAX_PACKET = 1 << 16
@@ -117,10 +119,16 @@ class Verify(Message, frozen=True):
 
     rank: int
     slot: int
+    below: int = 0
+    """Only tensors of less than so many bytes; 0: all."""
 
 
 class Wait(Message, frozen=True):
     """Answered by `Settled` when everything asked for storage by this world is durable or has failed."""
+
+
+class Stored(Message, frozen=True):
+    """What is the newest step of this world that was stored? Answered by `Newest`."""
 
 
 class Goodbye(Message, frozen=True):
@@ -148,9 +156,11 @@ class Attached(Message, frozen=True):
 
 
 class Reserved(Message, frozen=True):
-    """How many generations there is memory for."""
+    """How many generations there are, of the old size if there is no memory for one."""
 
     generations: int
+    problem: str = ""
+    """Why there is no memory for one."""
 
 
 class Holding(Message, frozen=True):
@@ -187,6 +197,12 @@ class Settled(Message, frozen=True):
     problems: tuple[str, ...]
 
 
+class Newest(Message, frozen=True):
+    """A step; -1: none."""
+
+    step: int
+
+
 class Refused(Message, frozen=True):
     """What was asked cannot be done."""
 
@@ -205,18 +221,38 @@ Request = (
     | Keep
     | Verify
     | Wait
+    | Stored
     | Goodbye
 )
-Reply = Attached | Done | Reserved | Holding | Listening | Granted | Verified | Settled | Refused
+Reply = (
+    Attached
+    | Done
+    | Reserved
+    | Holding
+    | Listening
+    | Granted
+    | Verified
+    | Settled
+    | Newest
+    | Refused
+)
 
 _requests = msgspec.msgpack.Decoder(Request)
 _replies = msgspec.msgpack.Decoder(Reply)
 
 
-def address(directory: Path, identity: str) -> str:
+def address(location: str, identity: str) -> str:
     """The abstract address of the saver for a checkpoint directory and its identity."""
-    text = f"{directory}\0{identity}".encode()
+    text = f"{location}\0{identity}".encode()
     return f"\0dlrover-ckpt-{os.getuid()}-{xxhash.xxh3_128_hexdigest(text)}"
+
+
+def log_file(location: str) -> Path:
+    """Where a saver says what it does: in its directory; for a URL, among this node's temporary files."""
+    if not is_url(location):
+        return Path(location) / f"saver-{socket.gethostname()}.log"
+    name = f"dlrover-saver-{os.getuid()}-{xxhash.xxh3_64_hexdigest(location.encode())}.log"
+    return Path(tempfile.gettempdir()) / name
 
 
 def new_socket() -> socket.socket:

@@ -18,6 +18,10 @@ ENOUGH = 2
 """Generations that a rank needs."""
 
 
+class NoMemoryError(InfrastructureError):
+    """There is not enough memory for a generation."""
+
+
 @dataclass
 class Slot:
     """One generation of a rank."""
@@ -58,6 +62,13 @@ class Slot:
         self.step = -1
         self.outdated = False
         self.generation.invalidate(state)
+
+    def retire(self) -> None:
+        """Give it up, as soon as nobody needs it."""
+        if self.pinned:
+            self.outdated = True
+        else:
+            self.give_up()
 
     def unpin(self) -> None:
         """One less needs it."""
@@ -120,10 +131,12 @@ class Ranks:
         return mine
 
     def held(self) -> tuple[protocol.Held, ...]:
-        """All valid generations; a damaged one is given up."""
+        """All generations that can be used; a damaged one is given up."""
         held = []
         for rank, mine in self.memories.items():
             for number, slot in enumerate(mine.slots):
+                if slot.outdated:
+                    continue
                 header = slot.header() if slot.step >= 0 else None
                 if header is not None and header.step == slot.step:
                     held.append(
@@ -139,12 +152,15 @@ class Ranks:
         for known in self.memories.values():
             if known is mine or not known.owner:
                 for slot in known.slots:
-                    if (slot.step, slot.session) == self._base:
-                        continue
-                    if slot.pinned:
-                        slot.outdated = True
-                    else:
-                        slot.give_up()
+                    if (slot.step, slot.session) != self._base:
+                        slot.retire()
+
+    def supersede(self, mine: RankMemory, newest: Slot) -> None:
+        """Let go of what a rank had saved before as the same step."""
+        for slot in mine.slots:
+            same = (slot.step, slot.session) == (newest.step, newest.session)
+            if same and slot is not newest:
+                slot.retire()
 
     def grant(self, mine: RankMemory, session: int, *, to_worker: bool) -> Slot:
         """The generation to write next, of those that nobody needs: there must be one."""
@@ -181,13 +197,13 @@ def reserve(slots: list[Slot], nbytes: int, rank: int) -> None:
     """Make generations that large, and have the kernel provide the memory.
 
     Raises:
-        InfrastructureError: there is not enough.
+        NoMemoryError: there is not enough.
     """
     more = sum(max(0, nbytes - os.fstat(slot.fd).st_size) for slot in slots)
     available = available_memory()
     # A third generation is a convenience: it must not take what the training needs.
     if more > (available if len(slots) <= ENOUGH else available // 2):
-        raise InfrastructureError(
+        raise NoMemoryError(
             f"The memory checkpoints of rank {rank} need {more >> 20} MiB more for {len(slots)}"
             f" generation{'s' if len(slots) > 1 else ''}; {available >> 20} MiB are available."
         )

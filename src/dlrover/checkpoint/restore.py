@@ -25,6 +25,9 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 Prepare = Callable[[Any, Sequence[Tensor], bool], "Restoration | Reading"]
 """What to do with a saved tree and its tensors; True: another number of ranks saved them."""
 
+Copy = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], object]
+"""Gives each of the first the content of the second."""
+
 
 def in_place(state: State, local: Collection[str]) -> Prepare:
     """Restore ``state``; its keys ``local`` only for as many ranks as have saved."""
@@ -67,6 +70,7 @@ class Restoration:
         restored = {key: item for key, item in state.items() if key not in except_for}
         _check_keys(restored, self._tree, ())
         self._match(restored, self._tree, ())
+        self._copy: Copy = torch._foreach_copy_
         self._pending: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         """Tensors to overwrite, and with what."""
 
@@ -178,13 +182,13 @@ class Restoration:
 
     # ---- execute
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> None:
+    def run(self, tensors: Sequence[torch.Tensor], copy: Copy = torch._foreach_copy_) -> None:
         """Restore.
 
         ``tensors`` are the wanted parts. They may be views of memory that changes later: what is kept of
-        them is copied.
+        them is copied. Tensors are overwritten by ``copy``.
         """
-        self._tensors = tensors
+        self._tensors, self._copy = tensors, copy
         with torch.no_grad():
             for key, saved in self._tree.items():
                 self._state[key] = self._restored(self._state[key], saved)
@@ -217,7 +221,7 @@ class Restoration:
         """Do it: one call for all, for there may be very many."""
         targets, contents = self._pending
         if targets:
-            torch._foreach_copy_(targets, contents)
+            self._copy(targets, contents)
         self._pending = [], []
 
     def _load(self, value: Any, saved: Any) -> None:
@@ -293,6 +297,7 @@ class Reading:
     ) -> None:
         self._tree, self._specs = tree, specs
         self.state: State = {}
+        self._pending: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         chosen = tree if keys is None else {k: item for k, item in tree.items() if k in keys}
         used = {ref.index for ref in _refs(chosen)}
         self.as_saved = len(used) == len(specs)
@@ -300,9 +305,13 @@ class Reading:
             _extent_of(spec) if index in used else None for index, spec in enumerate(specs)
         ]
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> None:
+    def run(self, tensors: Sequence[torch.Tensor], copy: Copy = torch._foreach_copy_) -> None:
         """Make the state of these tensors, which may be views of memory that changes later."""
         self.state = self._made(self._tree, tensors)
+        targets, contents = self._pending
+        if targets:
+            copy(targets, contents)
+        self._pending = [], []
 
     def _made(self, saved: Any, tensors: Sequence[torch.Tensor]) -> Any:
         if isinstance(saved, TensorRef):
@@ -318,8 +327,11 @@ class Reading:
         if self.wanted[index] is None:
             return torch.zeros((), dtype=DTYPES[spec.dtype]).expand(spec.shape)
         part = spec.part
-        copy = tensor.clone()
-        return copy if part is None else Shard(copy, part.whole, part.at, part.owner)
+        made = torch.empty_like(tensor)
+        if made.numel():
+            self._pending[0].append(made)
+            self._pending[1].append(tensor)
+        return made if part is None else Shard(made, part.whole, part.at, part.owner)
 
 
 def _extent_of(spec: Tensor) -> Extent:

@@ -24,18 +24,17 @@ from pathlib import Path
 from dlrover.checkpoint import persist, policies, protocol, storage
 from dlrover.checkpoint.book import Book
 from dlrover.checkpoint.breakpoint import Breakpoints, remove_votes
+from dlrover.checkpoint.persist import PEER_PATIENCE, RETRY_DELAYS
 from dlrover.checkpoint.policies import Policy
 from dlrover.checkpoint.protocol import SaverGoneError
+from dlrover.checkpoint.ranks import NoMemoryError
 from dlrover.checkpoint.replicas import Replicas
+from dlrover.checkpoint.stores import StorageAwayError, Store, location_of, open_store
 from dlrover.checkpoint.tasks import Task
 from dlrover.errors import DLRoverError, InfrastructureError, ProtocolError
 
 logger = logging.getLogger(__name__)
 
-RETRY_DELAYS = (0.5, 2.0, 8.0)
-"""Seconds to wait before a failed storage is tried again."""
-PEER_PATIENCE = 600.0
-"""Seconds that the nodes of a world may differ in storing their parts of a step."""
 STARVING_PATIENCE = 30.0
 """The same, while a save waits for the memory."""
 BREAKPOINT_PATIENCE = 120.0
@@ -46,9 +45,9 @@ class Saver:
     """Serves the workers that connect to ``listener``."""
 
     def __init__(
-        self, directory: Path, identity: str, keep: Policy, linger: float, listener: socket.socket
+        self, store: Store, identity: str, keep: Policy, linger: float, listener: socket.socket
     ) -> None:
-        self._directory = directory
+        self._store = store
         self._identity = identity
         self._keep = keep
         self._linger = linger
@@ -58,7 +57,7 @@ class Saver:
 
     def serve(self) -> None:
         """Run until nobody needs this process any more."""
-        breakpoints = Breakpoints(self._directory, self._book.breaks, self._book.saver)
+        breakpoints = Breakpoints(self._store, self._book.breaks, self._book.saver)
         for target in (self._accept, self._compute_sums, self._persist, breakpoints.run):
             threading.Thread(target=target, daemon=True, name=target.__name__).start()
         self._book.wait_until_idle(self._linger)
@@ -114,20 +113,20 @@ class Saver:
     def _attempt(self, task: Task) -> tuple[str, bool]:
         """Persist once; what went wrong, and whether it may go better next time."""
         try:
-            self._store(task)
+            self._persist_task(task)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 self._make_room(task)
             reason = error.strerror or error
-            return f"Step {task.step} was not stored in {self._directory}: {reason}.", True
+            return f"Step {task.step} was not stored in {self._store.location}: {reason}.", True
         except DLRoverError as error:
             return str(error), False
         return "", False
 
-    def _store(self, task: Task) -> None:
+    def _persist_task(self, task: Task) -> None:
         began = time.monotonic()
         job = persist.Job(
-            directory=self._directory,
+            store=self._store,
             step=task.step,
             session=task.session,
             world_size=task.world_size,
@@ -140,18 +139,18 @@ class Saver:
         persist.persist(job)
         if 0 in job.sources:
             try:
-                storage.prune(self._directory, self._keep)
+                storage.prune(self._store, self._keep)
                 if self._book.only(task.session):
-                    storage.remove_unfinished(self._directory, task.session)
-                    remove_votes(self._directory, task.session)
-            except OSError as error:
-                logger.warning("Old checkpoints in %s stay: %s", self._directory, error)
+                    storage.remove_unfinished(self._store, task.session)
+                    remove_votes(self._store, task.session)
+            except (OSError, StorageAwayError) as error:
+                logger.warning("Old checkpoints in %s stay: %s", self._store.location, error)
         logger.info("Step %d is stored", task.step)
 
     def _make_room(self, task: Task) -> None:
         """Delete what other worlds have not touched for so long that they cannot be at it."""
         if 0 in task.ranks:
-            storage.remove_unfinished(self._directory, task.session, idle=PEER_PATIENCE)
+            storage.remove_unfinished(self._store, task.session, idle=PEER_PATIENCE)
 
     def _wait_for_peers(self, task: Task, seconds: float, began: float) -> None:
         """Wait; not for long if a rank of this node cannot go on."""
@@ -211,11 +210,16 @@ class Client:
         if isinstance(request, protocol.Begin):
             return protocol.Granted(book.begin(rank, request.step))
         if isinstance(request, protocol.Verify):
-            return protocol.Verified(book.verify(request.rank, request.slot))
+            return protocol.Verified(book.verify(request.rank, request.slot, request.below))
         if isinstance(request, protocol.Wait):
             return protocol.Settled(book.settled(rank))
+        if isinstance(request, protocol.Stored):
+            return protocol.Newest(book.stored(rank))
         if isinstance(request, protocol.Reserve):
-            return protocol.Reserved(book.reserve(rank, request.nbytes))
+            try:
+                return protocol.Reserved(book.reserve(rank, request.nbytes))
+            except NoMemoryError as error:
+                return protocol.Reserved(1, str(error))
         if isinstance(request, protocol.Listen):
             return protocol.Listening(self._replicas.listen(request.host, request.port))
         self._do(request)
@@ -247,25 +251,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     outlives whoever started it. If the address is taken there is a saver already.
     """
     parser = argparse.ArgumentParser(prog="python -m dlrover.checkpoint.saver")
-    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--directory", required=True)
     parser.add_argument("--identity", required=True)
     parser.add_argument("--keep", type=policies.decode, required=True)
     parser.add_argument("--linger", type=float, required=True)
     args = parser.parse_args(argv)
+    place = sys.stdin.read() or args.directory  # with a password, which no command line should show
+    location = location_of(place)
+    address = protocol.address(location, args.identity)
     listener = protocol.new_socket()
     try:
-        listener.bind(protocol.address(args.directory, args.identity))
+        listener.bind(address)
     except OSError:
         return 0
     listener.listen(1 << 10)
     sys.stdout.flush()
     if os.fork():
         return 0
-    _log_to(args.directory / f"saver-{socket.gethostname()}.log")
-    saver = Saver(args.directory, args.identity, args.keep, args.linger, listener)
+    _log_to(protocol.log_file(location))
+    logger.info("Saver %d serves %s", os.getpid(), location)
+    saver = Saver(open_store(place), args.identity, args.keep, args.linger, listener)
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=saver.stop).start())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logger.info("Saver %d serves %s", os.getpid(), args.directory)
     saver.serve()
     os._exit(0)  # the other threads may be held up by the storage
 
@@ -276,7 +283,7 @@ def _log_to(path: Path) -> None:
     Where it cannot be written, as on a disk that can only be read, nothing is logged.
     """
     try:
-        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     except OSError:
         log = os.open(os.devnull, os.O_WRONLY)
     for fd in (1, 2):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import os
 import pickle
 import re
 import zipfile
@@ -18,17 +19,18 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, metadata as dcp
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 
-from dlrover.checkpoint import copying, extent, layout as layouts, safetensorsfile, storage, tools
+from dlrover.checkpoint import copying, extent, layout as layouts, safetensorsfile, tools
 from dlrover.checkpoint.content import Content, Held, content_of
 from dlrover.checkpoint.extent import Box, Chunk, Extent
 from dlrover.checkpoint.layout import TensorRef, name
 from dlrover.checkpoint.storage import StoredStep, StoredTensor
+from dlrover.checkpoint.stores import DCP_METADATA, MANIFEST, Store, is_url, open_store, step_folder
 from dlrover.checkpoint.tree import DTYPES
 from dlrover.errors import ConfigurationError, InfrastructureError
 
-DCP_METADATA = ".metadata"
 _UNPICKLING = (
     pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, KeyError, TypeError,
     ValueError,
@@ -37,7 +39,7 @@ _UNPICKLING = (
 _DTYPE_NAMES = {dtype: key for key, dtype in DTYPES.items()}
 
 
-def read(path: Path, step: int | None = None) -> Content:
+def read(place: str | os.PathLike[str], step: int | None = None) -> Content:
     """What is in a directory or file; its kind is found out.
 
     ``step`` picks one of a checkpoint directory's steps; by default the newest.
@@ -46,26 +48,27 @@ def read(path: Path, step: int | None = None) -> Content:
         ConfigurationError: it is of no kind that we know, or holds what cannot be kept.
         InfrastructureError: it is damaged.
     """
-    if not path.exists():
-        raise ConfigurationError(f"{path} does not exist.")
-    try:
-        if not path.is_dir():
-            is_safe = path.suffix == ".safetensors"
-            return safetensorsfile.read(path) if is_safe else _read_torch(path)
-        if (path / storage.MANIFEST).is_file():
-            return _read_step(path)
-        if (path / DCP_METADATA).is_file():
-            return _read_dcp(path)
-        return _read_step(storage.step_directory(path, tools.chosen(path, step)))
-    except OSError as error:
-        raise InfrastructureError(f"{path} cannot be read: {error}.") from error
+    store = open_store(place)
+    with tools.told(store.location):
+        if not is_url(store.location):
+            path = Path(place)
+            if not path.exists():
+                raise ConfigurationError(f"{path} does not exist.")
+            if not path.is_dir():
+                is_safe = path.suffix == ".safetensors"
+                return safetensorsfile.read(path) if is_safe else _read_torch(path)
+        if store.exists(MANIFEST):
+            return _read_step(store, "")
+        if store.exists(DCP_METADATA):
+            return _read_dcp(store)
+        return _read_step(store, step_folder(tools.chosen(place, step)))
 
 
 # ---- a step of ours
 
 
-def _read_step(directory: Path) -> Content:
-    with StoredStep(directory) as stored:
+def _read_step(store: Store, folder: str) -> Content:
+    with StoredStep(store, folder) as stored:
         ranks = _Ranks(stored)
         found = content_of(ranks.tree, stored.manifest.step, list(ranks.differing))
         return dataclasses.replace(found, metrics=stored.manifest.metrics)
@@ -169,12 +172,13 @@ def _slices(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
 # ---- DCP
 
 
-def _read_dcp(directory: Path) -> Content:
-    reader = FileSystemReader(directory)
+def _read_dcp(store: Store) -> Content:
+    reader = (FsspecReader if is_url(store.location) else FileSystemReader)(store.url)
     try:
         metadata = reader.read_metadata()
     except _UNPICKLING as error:
-        raise InfrastructureError(f"{directory / DCP_METADATA} cannot be read: {error}.") from error
+        where = store.where(DCP_METADATA)
+        raise InfrastructureError(f"{where} cannot be read: {error}.") from error
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     paths = metadata.planner_data or {}
     tree: dict[Any, Any] = {}

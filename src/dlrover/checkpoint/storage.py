@@ -10,6 +10,8 @@
     │   └── rank-0.index       a `RankIndex`: where each tensor of a rank lies, with its checksum
     ├── step-30.bad/           was found to be damaged
     └── .step-50.<session>/    is being written
+
+Where nothing can be renamed it looks a little different, see `dlrover.checkpoint.remote`.
 """
 
 from __future__ import annotations
@@ -17,23 +19,30 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import mmap
-import os
 import re
 import secrets
-import shutil
 import time
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
 import xxhash
 
-from dlrover._util import files
 from dlrover.checkpoint import faults, layout as layouts
 from dlrover.checkpoint.extent import Extent
 from dlrover.checkpoint.layout import Layout, TensorEntry, name
 from dlrover.checkpoint.policies import Policy, StepInfo
+from dlrover.checkpoint.stores import (
+    IDENTITY,
+    MANIFEST,
+    TRACKER,
+    Range,
+    StorageAwayError,
+    Store,
+    failure,
+    join,
+    step_folder,
+)  # fmt: skip
 from dlrover.errors import InfrastructureError
 
 if TYPE_CHECKING:
@@ -43,9 +52,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-MANIFEST = "manifest.json"
-TRACKER = "latest"
-IDENTITY = "checkpoint-id"
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -68,6 +74,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, FileRecord]
     metrics: dict[str, float] = {}
     """What the training measured at this step."""
+    place: str = ""
+    """The folder that the files are in, beside the manifest; empty: they are beside it themselves."""
 
 
 class StoredTensor(msgspec.Struct, frozen=True, array_like=True):
@@ -110,185 +118,167 @@ class Tracker(msgspec.Struct, frozen=True):
 # ---- names
 
 
-def step_directory(directory: Path, step: int) -> Path:
-    """Where a step lies once it is whole."""
-    return directory / f"step-{step}"
+def index_file(rank: int, place: str = "") -> str:
+    """The name of a rank's `RankIndex`, as the manifest knows it."""
+    return join(place, f"rank-{rank}.index")
 
 
-def unfinished(directory: Path, step: int, session: int) -> Path:
-    """Where a step is written; all savers of a world find the same place."""
-    return directory / f".step-{step}.{session:016x}"
-
-
-def index_file(rank: int) -> str:
-    """The name of a rank's `RankIndex`."""
-    return f"rank-{rank}.index"
-
-
-def identity(directory: Path) -> str:
+def identity(store: Store) -> str:
     """The name of this directory, made at its first use; the same for all who ask.
 
     Raises:
         InfrastructureError: it cannot be read or written.
     """
-    path = directory / IDENTITY
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            _name_directory(path)
-        return path.read_text().strip()
+        if not store.exists(IDENTITY):
+            store.write_once(IDENTITY, secrets.token_hex(16).encode())
+        return store.read(IDENTITY).decode().strip()
     except OSError as error:
-        raise InfrastructureError(
-            f"The checkpoint directory {directory} cannot be used: {error.strerror}."
+        raise failure(
+            error, f"The checkpoint directory {store.location} cannot be used: {error.strerror}."
         ) from error
 
 
-def _name_directory(path: Path) -> None:
-    temporary = path.with_name(f".{IDENTITY}.{os.getpid()}.{secrets.token_hex(4)}")
-    try:
-        temporary.write_text(secrets.token_hex(16))
-        with contextlib.suppress(FileExistsError):
-            os.link(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def check_identity(directory: Path, expected: str) -> None:
+def check_identity(store: Store, expected: str) -> None:
     """Refuse a directory that is not the one it was: its disk is not mounted any more.
 
     Raises:
         OSError: it is another one, or none.
     """
-    path = directory / IDENTITY
-    if not path.exists() or path.read_text().strip() != expected:
-        raise OSError(errno.ESTALE, "it is not the directory any more that it was", str(directory))
+    try:
+        found = store.read(IDENTITY).decode().strip()
+    except FileNotFoundError:
+        found = ""
+    if found != expected:
+        raise OSError(errno.ESTALE, "it is not the directory any more that it was", store.location)
 
 
 # ---- what is there
 
 
-def steps(directory: Path) -> list[int]:
+def steps(store: Store) -> list[int]:
     """The steps that look whole, newest first."""
-    found = []
-    for entry in directory.iterdir() if directory.is_dir() else ():
-        match = _STEP.fullmatch(entry.name)
-        if match and (entry / MANIFEST).is_file():
-            found.append(int(match[1]))
-    return sorted(found, reverse=True)
+    matches = map(_STEP.fullmatch, store.names())
+    found = [int(match[1]) for match in matches if match]
+    return sorted((step for step in found if is_stored(store, step)), reverse=True)
 
 
-def tracked(directory: Path) -> int | None:
-    """The newest step that was ever stored; None if none was, -1 if the tracker is damaged."""
+def is_stored(store: Store, step: int) -> bool:
+    """Whether a step looks whole."""
+    return store.exists(join(step_folder(step), MANIFEST))
+
+
+def tracked(store: Store) -> int | None:
+    """The newest step that was ever stored; None if none was, -1 if the tracker is damaged.
+
+    Raises:
+        InfrastructureError: it cannot be read.
+    """
     try:
-        return msgspec.json.decode((directory / TRACKER).read_bytes(), type=Tracker).step
+        return msgspec.json.decode(store.read(TRACKER), type=Tracker).step
     except FileNotFoundError:
         return None
     except msgspec.DecodeError:
         return -1
+    except OSError as error:
+        raise failure(error, f"{store.where(TRACKER)} cannot be read: {error.strerror}.") from error
 
 
-def track(directory: Path, step: int) -> None:
+def track(store: Store, step: int) -> None:
     """Say that ``step`` is the newest one."""
-    files.write_atomically(directory / TRACKER, msgspec.json.encode(Tracker(step)))
-    sync_directory(directory)
+    store.write(TRACKER, msgspec.json.encode(Tracker(step)))
+    store.sync("")
 
 
-def quarantine(directory: Path, step: int) -> Path:
-    """Put a damaged step out of the way; its new name, or the old one where nothing can be renamed."""
-    bad = directory / f"step-{step}.bad"
-    number = 1
-    while bad.exists():
-        number += 1
-        bad = directory / f"step-{step}.bad{number}"
+def quarantine(store: Store, step: int) -> str:
+    """Put a damaged step out of the way; its new name, or the old one where nothing can be changed."""
     try:
-        return step_directory(directory, step).rename(bad)
+        return store.set_aside(step)
     except OSError as error:
         logger.warning("Step %d stays in its place: %s", step, error)
-        return step_directory(directory, step)
+        return store.where(step_folder(step))
 
 
-def prune(directory: Path, policy: Policy) -> None:
-    """Delete the steps that the policy does not keep."""
-    stored = steps(directory)
-    kept = policy.kept([_info(directory, step, policy) for step in stored])
+def prune(store: Store, policy: Policy) -> None:
+    """Delete the steps that the policy does not keep.
+
+    Raises:
+        OSError: one cannot be deleted.
+        StorageAwayError: what the policy asks for cannot be read now.
+    """
+    stored = steps(store)
+    kept = policy.kept([_info(store, step, policy) for step in stored])
     for step in stored:
         if step in kept:
             continue
         faults.point("prune.begun")
-        doomed = directory / f".step-{step}.{secrets.token_hex(8)}"
-        step_directory(directory, step).rename(doomed)
-        shutil.rmtree(doomed)
+        store.remove_step(step)
 
 
-def _info(directory: Path, step: int, policy: Policy) -> StepInfo:
+def _info(store: Store, step: int, policy: Policy) -> StepInfo:
     if not policy.uses_metrics:
         return StepInfo(step)
     try:
-        return StepInfo(step, read_manifest(step_directory(directory, step)).metrics)
+        return StepInfo(step, read_manifest(store, step_folder(step)).metrics)
+    except StorageAwayError:
+        raise
     except InfrastructureError:
         return StepInfo(step)  # damaged: its metrics are not known
 
 
-def remove_unfinished(directory: Path, session: int, idle: float = 0.0) -> None:
+def remove_unfinished(store: Store, session: int, idle: float = 0.0) -> None:
     """Delete what worlds other than ``session`` did not finish; nobody may be writing that.
 
     Only what has not changed for ``idle`` seconds; what cannot be deleted stays.
     """
-    for path in directory.glob(".step-*.*"):
-        if f"{session:016x}" not in path.name and _is_idle(path, idle):
-            shutil.rmtree(path, ignore_errors=True)
+    for left in store.leftovers():
+        if f"{session:016x}" not in left.name and (
+            time.time() - store.modified(left.folder) >= idle
+        ):
+            with contextlib.suppress(OSError):
+                store.remove(left.folder)
 
 
-def _is_idle(path: Path, seconds: float) -> bool:
-    try:
-        newest = max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
-    except OSError:
-        return False  # somebody is at it
-    return time.time() - newest >= seconds
-
-
-def remove_given_up(directory: Path, step: int, session: int) -> None:
-    """Delete what this world did not finish before ``step``: steps are stored one after the other.
+def remove_given_up(store: Store, session: int, before: int | None = None) -> None:
+    """Delete what this world did not finish before a step: steps are stored one after the other.
 
     What cannot be deleted stays.
     """
-    for path in directory.glob(f".step-*.{session:016x}*"):
-        number = path.name.split(".")[1].removeprefix("step-")
-        if number.isdecimal() and int(number) < step:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    for left in store.leftovers():
+        if f"{session:016x}" in left.name and (before is None or left.step < before):
+            with contextlib.suppress(OSError):
+                store.remove(left.folder)
 
 
 # ---- read
 
 
 class StoredStep:
-    """A checkpoint, its files mapped as they are needed. Use it in a ``with`` block.
+    """A checkpoint, its files read as they are needed. Use it in a ``with`` block.
+
+    Args:
+        store: where it is.
+        folder: its folder there; empty if the store is the step itself.
 
     Raises:
         InfrastructureError: its manifest is missing or damaged.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.manifest = read_manifest(directory)
-        self._directory = directory
+    def __init__(self, store: Store, folder: str) -> None:
+        self.manifest = read_manifest(store, folder)
+        self._store = store
+        self._folder = folder
         self._indices: dict[int, RankIndex] = {}
-        self._maps: dict[str, memoryview] = {}
+        self._reader = store.reader(folder)
+        self._whole: set[str] = set()
+        """Files that have the size that they should have."""
         self._verified: set[tuple[str, int]] = set()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._maps.clear()  # a mapping ends with its last view
+        self._reader = self._store.reader(self._folder)  # a mapping ends with its last view
 
     def index(self, rank: int) -> RankIndex:
         """What a rank saved.
@@ -298,9 +288,19 @@ class StoredStep:
         """
         found = self._indices.get(rank)
         if found is None:
-            found = self._indices[rank] = read_index(self._directory, rank, self.manifest)
+            found = read_index(self._store, self._folder, rank, self.manifest)
             _check(found)
+            self._indices[rank] = found
         return found
+
+    def expect(self, tensors: Iterable[StoredTensor]) -> None:
+        """Say which tensors will be asked for; a remote store reads them now, many at once.
+
+        Raises:
+            InfrastructureError: they are missing.
+        """
+        with self._told():
+            self._reader.expect([self._range(tensor) for tensor in tensors])
 
     def verified(self, tensor: StoredTensor) -> memoryview:
         """The bytes of a tensor, compared with its checksum.
@@ -308,53 +308,76 @@ class StoredStep:
         Raises:
             InfrastructureError: they are missing or damaged.
         """
-        if tensor.file not in self._maps:
-            self._maps[tensor.file] = _mapped(self._directory / tensor.file, self.manifest)
-        whole = self._maps[tensor.file]
-        if tensor.offset < 0 or tensor.offset + tensor.nbytes > len(whole):
-            raise InfrastructureError(f"{name(tensor.path)} lies outside of {tensor.file}.")
-        data = whole[tensor.offset : tensor.offset + tensor.nbytes]
+        with self._told():
+            data = self._reader.view(self._range(tensor))
         if (tensor.file, tensor.offset) not in self._verified:
             if xxhash.xxh3_64_intdigest(data) != tensor.xxh3:
-                raise InfrastructureError(
-                    f"The tensor {name(tensor.path)} in {self._directory / tensor.file} is damaged."
-                )
+                where = self._where(tensor.file)
+                raise InfrastructureError(f"The tensor {name(tensor.path)} in {where} is damaged.")
             self._verified.add((tensor.file, tensor.offset))
         return data
 
+    def _range(self, tensor: StoredTensor) -> Range:
+        """Where it is, in a file that is as large as it should be."""
+        record = self.manifest.files.get(tensor.file)
+        if tensor.file not in self._whole:
+            size = self._reader.size(tensor.file)
+            if record is None or size != record.nbytes:
+                expected = record.nbytes if record is not None else "no"
+                raise InfrastructureError(
+                    f"{self._where(tensor.file)} has {size} bytes, not {expected}."
+                )
+            self._whole.add(tensor.file)
+        if record is None or tensor.offset < 0 or tensor.offset + tensor.nbytes > record.nbytes:
+            raise InfrastructureError(f"{name(tensor.path)} lies outside of {tensor.file}.")
+        return Range(tensor.file, tensor.offset, tensor.nbytes)
 
-def read_manifest(directory: Path) -> Manifest:
+    def _where(self, file: str) -> str:
+        return self._store.where(join(self._folder, file))
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            where = error.filename or self._where("")
+            raise failure(error, f"{where} cannot be read: {error.strerror}.") from error
+
+
+def read_manifest(store: Store, folder: str) -> Manifest:
     """The manifest of a checkpoint.
 
     Raises:
         InfrastructureError: it is missing or damaged.
     """
+    where = store.where(join(folder, MANIFEST))
     try:
-        manifest = msgspec.json.decode((directory / MANIFEST).read_bytes(), type=Manifest)
+        manifest = msgspec.json.decode(store.read(join(folder, MANIFEST)), type=Manifest)
     except (OSError, msgspec.DecodeError) as error:
-        raise InfrastructureError(f"{directory / MANIFEST} cannot be read: {error}.") from error
+        raise failure(error, f"{where} cannot be read: {error}.") from error
     if manifest.format != FORMAT:
         raise InfrastructureError(
-            f"{directory} has format {manifest.format}; this version reads format {FORMAT}."
+            f"{store.where(folder)} has format {manifest.format}; this version reads format {FORMAT}."
         )
     return manifest
 
 
-def read_index(directory: Path, rank: int, manifest: Manifest) -> RankIndex:
+def read_index(store: Store, folder: str, rank: int, manifest: Manifest) -> RankIndex:
     """A rank's index, compared with the manifest.
 
     Raises:
         InfrastructureError: it is missing or damaged.
     """
-    path = directory / index_file(rank)
-    record = manifest.files.get(path.name)
+    file = index_file(rank, manifest.place)
+    record = manifest.files.get(file)
+    where = store.where(join(folder, file))
     try:
-        data = path.read_bytes()
+        data = store.read(join(folder, file))
         if record is None or record != record_of(data):
-            raise InfrastructureError(f"{path} differs from what the manifest says.")
+            raise InfrastructureError(f"{where} differs from what the manifest says.")
         return msgspec.msgpack.decode(data, type=RankIndex)
     except (OSError, msgspec.DecodeError) as error:
-        raise InfrastructureError(f"{path} cannot be read: {error}.") from error
+        raise failure(error, f"{where} cannot be read: {error}.") from error
 
 
 def record_of(data: bytes) -> FileRecord:
@@ -374,17 +397,3 @@ def _check(index: RankIndex) -> None:
         )
         end = offset + tensor.nbytes
     layouts.check(Layout(tuple(entries), index.skeleton, 0), end)
-
-
-def _mapped(path: Path, manifest: Manifest) -> memoryview:
-    record = manifest.files.get(path.name)
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if record is None or size != record.nbytes:
-                expected = record.nbytes if record is not None else "no"
-                raise InfrastructureError(f"{path} has {size} bytes, not {expected}.")
-            # Private, not read-only: torch warns of tensors that must not be written.
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size else b"")
-    except OSError as error:
-        raise InfrastructureError(f"{path} cannot be read: {error.strerror}.") from error

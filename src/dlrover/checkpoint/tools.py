@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
-import secrets
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -15,10 +13,23 @@ import msgspec
 from dlrover.checkpoint import extent, layout as layouts, storage
 from dlrover.checkpoint.layout import ITEM_BYTES, TensorRef, name
 from dlrover.checkpoint.storage import StoredStep, StoredTensor
+from dlrover.checkpoint.stores import (
+    BAD,
+    IDENTITY,
+    MANIFEST,
+    TRACKER,
+    StorageAwayError,
+    Store,
+    failure,
+    open_store,
+    step_folder,
+)
 from dlrover.checkpoint.verification import leaves, verify
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 _ENTRY = re.compile(r"(\.?)step-(\d+)(.*)")
+Place = str | os.PathLike[str]
+"""A path, or a URL that fsspec knows."""
 
 StepState = Literal["complete", "damaged", "bad", "unfinished"]
 """``complete``: every file of the manifest is there with its size. ``damaged``: not so. ``bad``: put aside by
@@ -86,120 +97,142 @@ class Pruning(msgspec.Struct, frozen=True, kw_only=True):
 # ---- what is there
 
 
-def check_directory(directory: Path) -> None:
+def check_directory(store: Store) -> None:
     """Refuse what is no checkpoint directory.
 
     Raises:
         ConfigurationError: it is none.
+        InfrastructureError: it cannot be read.
     """
-    if not directory.is_dir():
-        raise ConfigurationError(f"{directory} is no directory; name one that holds checkpoints.")
-    if (directory / storage.MANIFEST).is_file():
-        raise ConfigurationError(
-            f"{directory} is one step; name the directory that it lies in: {directory.parent}."
-        )
-    names = (storage.IDENTITY, storage.TRACKER)
-    if not any((directory / own).is_file() for own in names) and not list(_entries(directory)):
-        raise ConfigurationError(f"{directory} is no checkpoint directory: it holds no step.")
+    where = store.location
+    with told(where):
+        if not store.is_there():
+            raise ConfigurationError(f"{where} is no directory; name one that holds checkpoints.")
+        if store.exists(MANIFEST):
+            parent = where.rpartition("/")[0]
+            raise ConfigurationError(
+                f"{where} is one step; name the directory that it lies in: {parent}."
+            )
+        named = store.exists(IDENTITY) or store.exists(TRACKER)
+    if not named and not list(_entries(store)):
+        raise ConfigurationError(f"{where} is no checkpoint directory: it holds no step.")
 
 
-def listing(directory: Path) -> list[StepSummary]:
+def listing(place: Place) -> list[StepSummary]:
     """All steps, the newest first; also those that cannot be used.
 
     Raises:
         ConfigurationError: it is no checkpoint directory.
         InfrastructureError: it cannot be read.
     """
-    check_directory(directory)
-    latest = storage.tracked(directory)
+    store = open_store(place)
+    check_directory(store)
+    latest = storage.tracked(store)
     found = []
-    for path, step in _entries(directory):
-        with _told(path), contextlib.suppress(FileNotFoundError):  # a saver has just renamed it
-            found.append(_summary(path, step, latest))
+    for folder, step in _entries(store):
+        with told(store.where(folder)), contextlib.suppress(FileNotFoundError):
+            found.append(
+                _summary(store, folder, step, latest)
+            )  # unless a saver has just renamed it
     return sorted(found, key=lambda item: (-item.step, item.state != "complete", item.name))
 
 
-def chosen(directory: Path, step: int | None) -> int:
+def chosen(place: Place, step: int | None) -> int:
     """The step that a user means: ``step``, or the newest one.
 
     Raises:
         ConfigurationError: there is no such step, or it is no checkpoint directory.
     """
-    check_directory(directory)
-    there = finished(directory)
+    check_directory(open_store(place))
+    there = finished(place)
     if step is None and there:
         return there[0]
     if step not in there:
         accepted = ", ".join(map(str, there)) or "none"
         wanted = "no step" if step is None else f"no step {step}"
-        raise ConfigurationError(f"{directory} holds {wanted}; there is: {accepted}.")
+        where = open_store(place).location
+        raise ConfigurationError(f"{where} holds {wanted}; there is: {accepted}.")
     return step
 
 
-def finished(directory: Path) -> list[int]:
+def finished(place: Place) -> list[int]:
     """The steps that have their final name, newest first, whether or not they are whole."""
-    found = [step for path, step in _entries(directory) if _is_final(path, step)]
-    return sorted(found, reverse=True)
+    store = open_store(place)
+    if not store.renames:
+        with told(store.location):
+            return storage.steps(store)
+    return sorted(
+        (step for folder, step in _entries(store) if _is_final(folder, step)), reverse=True
+    )
 
 
-def _is_final(path: Path, step: int) -> bool:
-    return path == storage.step_directory(path.parent, step)
+def _is_final(name: str, step: int) -> bool:
+    return name == step_folder(step)
 
 
-def _entries(directory: Path) -> Iterator[tuple[Path, int]]:
-    with _told(directory):
-        paths = list(directory.iterdir())
-    for path in paths:
-        match = _ENTRY.fullmatch(path.name)
-        if match and path.is_dir():
-            yield path, int(match[2])
+def _entries(store: Store) -> Iterator[tuple[str, int]]:
+    with told(store.location):
+        folders = store.folders()
+    for folder in folders:
+        match = _ENTRY.fullmatch(folder)
+        if match:
+            yield folder, int(match[2])
 
 
 @contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """Raise what the system says about a path as an error with a sentence."""
+def told(where: str) -> Iterator[None]:
+    """Raise what the system says about a path or a URL as an error with a sentence.
+
+    Raises:
+        InfrastructureError: it did.
+    """
     try:
         yield
     except OSError as error:
-        raise InfrastructureError(f"{path} cannot be used: {error.strerror}.") from error
+        raise failure(error, f"{where} cannot be used: {error.strerror}.") from error
 
 
-def _summary(path: Path, step: int, latest: int | None) -> StepSummary:
-    sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
-    final = _is_final(path, step)
-    timed = path / storage.MANIFEST if storage.MANIFEST in sizes else path
+def _summary(store: Store, folder: str, step: int, latest: int | None) -> StepSummary:
+    files = store.files(folder)
     ranks: int | None = None
     state: StepState = "damaged"
     try:
-        manifest = storage.read_manifest(path)
+        manifest = storage.read_manifest(store, folder)
+    except StorageAwayError:
+        raise
     except InfrastructureError:
         pass
     else:
         ranks = manifest.world_size
-        if all(sizes.get(file) == record.nbytes for file, record in manifest.files.items()):
+        there = {file: known.nbytes for file, known in files.items()}
+        if all(there.get(file) == record.nbytes for file, record in manifest.files.items()):
             state = "complete"
+    final = _is_final(folder, step)
     if not final:
-        state = "unfinished" if path.name.startswith(".") else "bad"
+        state = "unfinished" if folder.startswith(".") else "bad"
+    elif not store.renames and MANIFEST not in files:
+        state = "bad" if BAD in files else "unfinished"
+    timed = files.get(MANIFEST)
     return StepSummary(
         step=step,
-        name=path.name,
+        name=folder,
         state=state,
         latest=final and step == latest,
-        time=timed.stat().st_mtime,
+        time=timed.modified if timed is not None else store.modified(folder),
         ranks=ranks,
-        files=len(sizes),
-        nbytes=sum(sizes.values()),
+        files=len(files),
+        nbytes=sum(known.nbytes for known in files.values()),
     )
 
 
-def describe(directory: Path, step: int) -> StepDescription:
+def describe(place: Place, step: int) -> StepDescription:
     """What a step holds, from its indices; the tensors are not read.
 
     Raises:
         InfrastructureError: an index is missing or damaged.
     """
-    path = storage.step_directory(directory, step)
-    with StoredStep(path) as stored:
+    store = open_store(place)
+    with told(store.location), StoredStep(store, step_folder(step)) as stored:
         ranks = stored.manifest.world_size
         tensors: dict[layouts.Path, list[StoredTensor]] = {}
         values: dict[str, None] = {}
@@ -218,7 +251,7 @@ def describe(directory: Path, step: int) -> StepDescription:
             values=list(values),
             elements=sum(item.nbytes // ITEM_BYTES[item.dtype] for item in described),
             nbytes=sum(item.nbytes for item in described),
-            stored_nbytes=_summary(path, step, None).nbytes,
+            stored_nbytes=_summary(store, step_folder(step), step, None).nbytes,
         )
 
 
@@ -240,7 +273,7 @@ def _described(found: list[StoredTensor]) -> TensorSummary:
 # ---- prune
 
 
-def prune(directory: Path, keep: int, *, dry_run: bool = False) -> Pruning:
+def prune(place: Place, keep: int, *, dry_run: bool = False) -> Pruning:
     """Delete all but the newest ``keep`` steps, but never the newest one that is whole.
 
     To know that one, steps are verified, from the newest on, until one is whole. What is ``bad``,
@@ -252,15 +285,16 @@ def prune(directory: Path, keep: int, *, dry_run: bool = False) -> Pruning:
     """
     if keep < 1:
         raise ConfigurationError(f"--keep is {keep}; at least 1 step must be kept.")
-    known = {item.step: item for item in listing(directory) if item.state == "complete"}
+    store = open_store(place)
+    known = {item.step: item for item in listing(place) if item.state == "complete"}
     if len(known) <= keep:
         return Pruning(deleted=[], kept=list(known), newest_whole=None, dry_run=dry_run)
-    whole = next((step for step in known if verify(directory, step).whole), None)
+    whole = next((step for step in known if verify(place, step).whole), None)
     if whole is None:
-        raise InfrastructureError(f"No step in {directory} is whole; none is deleted.")
+        raise InfrastructureError(f"No step in {store.location} is whole; none is deleted.")
     doomed = [step for step in list(known)[keep:] if step != whole]
     for step in doomed if not dry_run else ():
-        _delete(directory, step)
+        _delete(store, step)
     return Pruning(
         deleted=[known[step] for step in doomed],
         kept=[step for step in known if step not in doomed],
@@ -269,9 +303,7 @@ def prune(directory: Path, keep: int, *, dry_run: bool = False) -> Pruning:
     )
 
 
-def _delete(directory: Path, step: int) -> None:
-    hidden = directory / f".step-{step}.{secrets.token_hex(8)}"
-    path = storage.step_directory(directory, step)
-    with _told(path), contextlib.suppress(FileNotFoundError):  # a saver was faster
-        path.rename(hidden)
-        shutil.rmtree(hidden)
+def _delete(store: Store, step: int) -> None:
+    where = store.where(step_folder(step))
+    with told(where), contextlib.suppress(FileNotFoundError):  # a saver was faster
+        store.remove_step(step)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import gc
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -20,6 +22,7 @@ State = dict[str, Any]
 """Modules, optimizers, anything with ``state_dict``, tensors and plain values, nested as you like."""
 
 DTYPES = {key: getattr(torch, key) for key in ITEM_BYTES if hasattr(torch, key)}
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _NAMES = {dtype: key for key, dtype in DTYPES.items()}
 
 
@@ -75,7 +78,18 @@ def flatten(state: State) -> Flat:
             return value.state_dict()
         return value
 
-    packed = layouts.pack(state, (), leaf)
+    def whole(value: dict[Any, Any], path: Path) -> dict[Any, Any] | None:
+        """Of a dict that holds plain tensors only: a module's state may have very many."""
+        if not value or not (
+            set(map(type, value)) == {str} and _PLAIN.issuperset(map(type, value.values()))
+        ):
+            return None
+        refs = map(layouts.pack_ref, range(len(tensors), len(tensors) + len(value)))
+        tensors.extend(value.values())
+        paths.extend((*path, key) for key in value)
+        return dict(zip(value, refs, strict=True))
+
+    packed = layouts.pack(state, (), leaf, whole)
     return Flat(tensors, paths, spread, packed)
 
 
@@ -203,7 +217,7 @@ def specs(flat: Flat) -> list[TensorSpec]:
 
 
 def _problem(tensor: torch.Tensor) -> str:
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    if type(tensor) not in _PLAIN:
         return f"is a {type(tensor).__name__}"
     if tensor.layout is not torch.strided:
         return f"has the layout {tensor.layout}"
@@ -244,3 +258,15 @@ def _copies(group: dict[str, Any]) -> int:
     if "betas" in group:
         return 3 if group.get("amsgrad") else 2
     return 1 if group.get("momentum") else 0
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Leave garbage alone: looking for it costs more than a walk over many thousand tensors."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

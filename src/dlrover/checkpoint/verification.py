@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
@@ -13,6 +13,16 @@ from dlrover.checkpoint import extent, layout as layouts, storage
 from dlrover.checkpoint.extent import Chunk, Extent
 from dlrover.checkpoint.layout import TensorRef, name
 from dlrover.checkpoint.storage import FileRecord, RankIndex, StoredStep, StoredTensor
+from dlrover.checkpoint.stores import (
+    MANIFEST,
+    StorageAwayError,
+    Store,
+    UnreachableError,
+    failure,
+    join,
+    open_store,
+    step_folder,
+)
 from dlrover.errors import InfrastructureError
 
 READ = 1 << 22
@@ -43,16 +53,25 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     """Files that do not belong to the step; they do no harm."""
 
 
-def verify(directory: Path, step: int) -> Verification:
-    """Read all of a step and compare it with every checksum; nothing is changed."""
-    return _Check(storage.step_directory(directory, step), step).run()
+def verify(place: str | os.PathLike[str], step: int) -> Verification:
+    """Read all of a step and compare it with every checksum; nothing is changed.
+
+    Raises:
+        InfrastructureError: it cannot be looked at now.
+    """
+    store = open_store(place)
+    try:
+        return _Check(store, step).run()
+    except UnreachableError as error:
+        raise failure(error, f"{store.location} cannot be used: {error.strerror}.") from error
 
 
 class _Check:
     """One verification."""
 
-    def __init__(self, directory: Path, step: int) -> None:
-        self._directory = directory
+    def __init__(self, store: Store, step: int) -> None:
+        self._store = store
+        self._folder = step_folder(step)
         self._step = step
         self._problems: dict[Problem, None] = {}
         self._files: Mapping[str, FileRecord] = {}
@@ -60,28 +79,30 @@ class _Check:
 
     def run(self) -> Verification:
         """Look at everything."""
+        there = self._store.files(self._folder)
         try:
-            with StoredStep(self._directory) as stored:
-                self._nbytes += (self._directory / storage.MANIFEST).stat().st_size
+            with StoredStep(self._store, self._folder) as stored:
+                self._nbytes += there[MANIFEST].nbytes
                 self._files = stored.manifest.files
                 if stored.manifest.step != self._step:
-                    self._add(storage.MANIFEST, "", f"is that of step {stored.manifest.step}")
+                    self._add(MANIFEST, "", f"is that of step {stored.manifest.step}")
                 indices = list(self._indices(stored))
+        except StorageAwayError:
+            raise
         except InfrastructureError as error:
-            self._add(storage.MANIFEST, "", str(error))
+            self._add(MANIFEST, "", str(error))
         else:
             self._check_files(indices)
             if len(indices) == stored.manifest.world_size:
                 self._check_cover(indices)
-        there = {path.name for path in self._directory.iterdir()}
         return Verification(
             step=self._step,
-            name=self._directory.name,
+            name=self._folder,
             whole=not self._problems,
             files=len(self._files) + 1 if self._files else 0,
             nbytes=self._nbytes,
             problems=list(self._problems),
-            unknown=sorted(there - self._files.keys() - {storage.MANIFEST}) if self._files else [],
+            unknown=sorted(there.keys() - self._files.keys() - {MANIFEST}) if self._files else [],
         )
 
     def _add(self, file: str, tensor: str, problem: str) -> None:
@@ -90,15 +111,18 @@ class _Check:
     def _indices(self, stored: StoredStep) -> Iterator[RankIndex]:
         """Those that can be read; what is wrong with the others is noted."""
         for rank in range(stored.manifest.world_size):
+            file = storage.index_file(rank, stored.manifest.place)
             try:
                 index = stored.index(rank)
                 refs = [item for _, item in leaves(layouts.decode(index.skeleton))]
+            except StorageAwayError:
+                raise
             except InfrastructureError as error:
-                self._add(storage.index_file(rank), "", str(error))
+                self._add(file, "", str(error))
                 continue
             known = range(len(index.tensors))
             if any(isinstance(item, TensorRef) and item.index not in known for item in refs):
-                self._add(storage.index_file(rank), "", "names a tensor that it does not have")
+                self._add(file, "", "names a tensor that it does not have")
             yield index
 
     def _check_files(self, indices: list[RankIndex]) -> None:
@@ -118,8 +142,10 @@ class _Check:
     def _check_file(self, file: str, record: FileRecord, tensors: list[StoredTensor]) -> None:
         ranges = {(tensor.offset, tensor.nbytes) for tensor in tensors if tensor.nbytes}
         try:
-            with (self._directory / file).open("rb") as content:
+            with self._store.open(join(self._folder, file)) as content:
                 size, checksum, sums = _sums(content, sorted(ranges))
+        except UnreachableError:
+            raise
         except OSError as error:
             self._add(file, "", f"cannot be read: {error.strerror}")
             for tensor in tensors:
@@ -145,7 +171,7 @@ class _Check:
         for (path, _, whole), extents in found.items():
             missing = _missing(whole, extents)
             if missing:
-                self._add(storage.MANIFEST, name(path), f"is not complete: {missing}")
+                self._add(MANIFEST, name(path), f"is not complete: {missing}")
 
 
 def _missing(whole: tuple[int, ...], extents: list[Extent]) -> str:

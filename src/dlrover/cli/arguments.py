@@ -81,7 +81,8 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     _add_restarts(OptionGroup(parser, environ, "restarts and shutdown"))
     _add_logs(OptionGroup(parser, environ, "logs"))
     _add_job(OptionGroup(parser, environ, "DLRover: the job", own=True))
-    _add_checks(OptionGroup(parser, environ, "DLRover: checks and tuning", _NOT_BUILT, own=True))
+    _add_checks(OptionGroup(parser, environ, "DLRover: checks", own=True))
+    _add_tuning(OptionGroup(parser, environ, "DLRover: tuning", _NOT_BUILT, own=True))
     other = parser.add_argument_group("help")
     other.add_argument("-h", "--help", action="help", help="Show this text.")
     version = other.add_argument(
@@ -306,26 +307,35 @@ def _add_job(group: OptionGroup) -> None:
     group.add(
         "--accelerator",
         default=accelerators.RESOURCES[0],
-        choices=list(accelerators.RESOURCES),
+        choices=list(accelerators.resources()),
         metavar="KIND",
         help="Accelerator that the program trains on: %(choices)s (default: %(default)s).",
     )
 
 
 def _add_checks(group: OptionGroup) -> None:
+    group.add_switch(
+        "--network-check",
+        help="Check each node, and the network between them, before it trains; leave out what is at "
+        "fault.",
+    )
+    group.add_switch(
+        "--exclude-straggler",
+        help="The same, and leave out a node that the check finds slow.",
+    )
     group.add(
         "--precheck",
         kind=int,
         default=0,
         choices=[0, 1, 2],
-        help="Check before training: 0 nothing, 1 each node and the network, 2 also its speed "
-        "(default: %(default)s).",
+        help="0 checks nothing; 1 and 2 are the same as --network-check (default: %(default)s).",
     )
-    group.add_switch("--network-check", help="The same as --precheck 1.")
-    group.add_switch("--exclude-straggler", help="Train without a node that the check finds slow.")
     group.add_switch(
         "--save-at-breakpoint", help="Store the newest memory checkpoint when a worker fails."
     )
+
+
+def _add_tuning(group: OptionGroup) -> None:
     group.add_switch("--auto-config", help="Derive the number of nodes and workers.")
     group.add_switch("--auto-tunning", help="Tune the training parameters while training.")
 

@@ -6,7 +6,6 @@ import importlib
 import time
 from collections.abc import Sequence
 from enum import Enum
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -34,7 +33,9 @@ class Format(str, Enum):
     FLASH = "flash"
 
 
-Directory = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint directory.")]
+Directory = Annotated[
+    str, typer.Argument(metavar="PATH", help="A checkpoint directory, or the URL of one.")
+]
 
 
 @app.command("list")
@@ -124,12 +125,12 @@ def _print_verification(item: Any) -> None:
 @app.command()
 def convert(
     source: Annotated[
-        Path,
+        str,
         typer.Argument(
             help="Checkpoint directory, DCP directory, .safetensors or torch.save file."
         ),
     ],
-    destination: Annotated[Path, typer.Argument(help="What is made; it must not exist.")],
+    destination: Annotated[str, typer.Argument(help="What is made; it must not exist.")],
     to: Annotated[Format, typer.Option(help="Format of the destination.")],
     step: Annotated[
         int | None,

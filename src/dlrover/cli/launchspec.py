@@ -70,6 +70,9 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     output: str
     """``text`` or ``json``."""
     accelerator: str
+    node_check: bool
+    """Check nodes before they train."""
+    exclude_stragglers: bool
     notices: tuple[str, ...]
     """A line for each given option that has no effect."""
 
@@ -111,6 +114,8 @@ def run_options(
         config_file=args.config,
         output=args.output,
         accelerator=args.accelerator,
+        node_check=args.network_check or args.precheck > 0 or args.exclude_straggler,
+        exclude_stragglers=args.exclude_straggler,
         notices=_notices(args),
     )
 
@@ -372,17 +377,13 @@ def _check_program(entry: Entry, target: str, environ: Mapping[str, str]) -> Non
 
 
 _NOT_BUILT = (
-    "network_check",
     "auto_config",
     "auto_tunning",
-    "exclude_straggler",
 )
 
 
 def _notices(args: argparse.Namespace) -> tuple[str, ...]:
     idle = [f"--{name.replace('_', '-')}" for name in _NOT_BUILT if getattr(args, name)]
-    if args.precheck > 0:
-        idle.append(f"--precheck {args.precheck}")
     notices = [f"{flag} is accepted but does nothing in this version." for flag in idle]
     # "default" is the name under which torch registers its own class.
     if args.logs_specs not in (None, "default"):

@@ -13,13 +13,14 @@ from rich.console import Console
 
 from dlrover import __version__, config
 from dlrover._util import files
-from dlrover.cli import ckpt, jobs
+from dlrover.cli import chaos, ckpt, jobs
 from dlrover.cli.launchspec import parse_nnodes, parse_rdzv_conf
 from dlrover.cli.output import Form, Output, print_json
 from dlrover.errors import DLRoverError, ExitCode
+from dlrover.master.diagnosis_rules import load_own
 from dlrover.spec.events import Event
 from dlrover.spec.job import JobSpec
-from dlrover.spec.jobdir import MasterConfig, TlsFiles
+from dlrover.spec.jobdir import MasterConfig, MetricsAddress, TlsFiles
 
 app = typer.Typer(
     name="dlrover",
@@ -29,6 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(ckpt.app)
+app.command(context_settings={"allow_interspersed_args": False})(chaos.chaos)
 
 
 Job = Annotated[
@@ -75,6 +77,44 @@ def events(
 
 
 @app.command()
+def goodput(
+    job: Job = "",
+    job_dir: Dir = "",
+    html: Annotated[
+        str, typer.Option(metavar="FILE", help="Write a page with a timeline of each node.")
+    ] = "",
+    trace: Annotated[
+        str, typer.Option(metavar="FILE", help="Write a trace for chrome://tracing or Perfetto.")
+    ] = "",
+    output: Output = Form.TEXT,
+) -> None:
+    """Show what each second of a job's nodes went into, and what each incident cost."""
+    from dlrover.cli import chrometrace, goodput as ledger, page  # noqa: PLC0415
+
+    found = ledger.report(jobs.find(config.environ(), job, job_dir))
+    if html:
+        ledger.write("--html", html, page.render(found))
+    if trace:
+        ledger.write("--trace", trace, chrometrace.render(found))
+    if output is Form.JSON:
+        print_json(found.content())
+    else:
+        ledger.render(found, Console())
+
+
+@app.command()
+def stacks(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
+    """Show where every rank is now: the ranks by place, with the stacks of one of each group."""
+    from dlrover.cli import queries  # noqa: PLC0415
+
+    found = queries.stacks(jobs.find(config.environ(), job, job_dir))
+    if output is Form.JSON:
+        print_json(found)
+    else:
+        print(found.report or "No workers run.")
+
+
+@app.command()
 def stop(
     job: Job = "",
     job_dir: Dir = "",
@@ -108,6 +148,61 @@ def doctor(output: Output = Form.TEXT) -> None:
 
 
 @app.command()
+def diagnose(
+    file: Annotated[
+        str, typer.Argument(metavar="[FILE]", help="A log; - or nothing for standard input.")
+    ] = "",
+    job_dir: Dir = "",
+    rules: Annotated[str, typer.Option(help="Rows for the table of causes (TOML).")] = "",
+    output: Output = Form.TEXT,
+) -> None:
+    """Say what ended a program by its log, or what ended the workers of a job, and what to do."""
+    from dlrover.cli import diagnose as diagnosing  # noqa: PLC0415
+
+    env = config.environ()
+    own = load_own(rules or config.settings(env).diagnosis_rules, {})
+    if job_dir:
+        found = diagnosing.of_job(jobs.find(env, "", job_dir), own)
+    else:
+        found = (diagnosing.of_log(file, own),)
+    if output is Form.JSON:
+        print_json(found)
+    else:
+        print("\n\n".join(map(diagnosing.render, found)))
+
+
+@app.command()
+def check(
+    directory: Annotated[
+        str,
+        typer.Option(
+            help="Where the disk is checked; the directory for temporary files if left out."
+        ),
+    ] = "",
+    accelerator: Annotated[str, typer.Option(help="As of dlrover-run; found if left out.")] = "",
+    config_file: Annotated[str, typer.Option("--config", help="Settings file (TOML).")] = "",
+    output: Output = Form.TEXT,
+) -> None:
+    """Measure this machine: device, memory, disk and network; in a launcher's job, all its machines.
+
+    Ends with exit code 3 if something is at fault.
+    """
+    from dlrover.cli import check as checking  # noqa: PLC0415
+
+    env = config.environ()
+    limits = config.settings(env, config_file).limits
+    report = checking.check(env, limits, directory, accelerator)
+    if output is Form.JSON:
+        print_json(report)
+    else:
+        place = checking.find_place(env)
+        if place is None or place.local_rank == 0:
+            checking.render(report, Console())
+        print("\n".join(checking.verdict(report)), flush=True)
+    raise typer.Exit(report.exit_code)
+
+
+@app.command()
 def master(  # noqa: PLR0913 - each is an option of the command
     nnodes: Annotated[str, typer.Option(help="Nodes of the job: N or MIN:MAX.")] = "1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.")] = 29400,
@@ -115,6 +210,15 @@ def master(  # noqa: PLR0913 - each is an option of the command
     name: Annotated[str, typer.Option(help="Name of the job.")] = "job",
     node_unit: Annotated[int, typer.Option(help="A world has a multiple of it.")] = 1,
     max_restarts: Annotated[int, typer.Option(help="As of dlrover-run.")] = 0,
+    metrics_port: Annotated[
+        int | None, typer.Option(min=0, max=65_535, help="Port for Prometheus metrics; 0 for none.")
+    ] = None,
+    network_check: Annotated[
+        bool, typer.Option("--network-check", help="As of dlrover-run.")
+    ] = False,
+    exclude_straggler: Annotated[
+        bool, typer.Option("--exclude-straggler", help="As of dlrover-run.")
+    ] = False,
     rdzv_conf: Annotated[str, typer.Option(help="Settings: key=value,key=value.")] = "",
     config_file: Annotated[str, typer.Option("--config", help="Settings file (TOML).")] = "",
     job_dir: Dir = "",
@@ -135,12 +239,19 @@ def master(  # noqa: PLR0913 - each is an option of the command
         max_nodes=max_nodes,
         node_unit=node_unit,
         max_restarts=max_restarts,
+        node_check=network_check or exclude_straggler,
+        exclude_stragglers=exclude_straggler,
         limits=settings.limits,
+        diagnosis_rules=load_own(settings.diagnosis_rules, settings.limits.cause_budgets),
     )
     tls = TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_ca)
     directory = jobs.create(env, name, job_dir or env.get("DLROVER_JOB_DIR", ""))
     with jobs.locked(directory, resume=True):
-        content = MasterConfig(job=job, host=host, port=port, tls=tls, journal=settings.journal)
+        shown = settings.metrics_port if metrics_port is None else metrics_port
+        metrics = MetricsAddress(settings.metrics_host, shown)
+        content = MasterConfig(
+            job=job, host=host, port=port, tls=tls, metrics=metrics, journal=settings.journal
+        )
         files.write_atomically(directory.job, msgspec.json.encode(content), mode=0o600)
         token = env.get("DLROVER_TOKEN") or jobs.kept_token(directory) or secrets.token_hex(16)
         jobs.write_token(directory, token)

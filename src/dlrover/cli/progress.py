@@ -26,6 +26,9 @@ WAIT_NOTICE = 10.0
 NOTABLE = (
     events.NodeLost,
     events.WorkerFailed,
+    events.HangFound,
+    events.SlowRank,
+    events.SlowRankRecovered,
     events.RestartDecided,
     events.Recovered,
     events.MasterRecovered,

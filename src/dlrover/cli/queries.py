@@ -78,13 +78,37 @@ def render_status(report: Report, console: Console) -> None:
         f"{status.seconds:.0f} s",
         highlight=False,
     )
-    table = Table("node", "rank", "status", "steps", "host", "connected", box=None)
+    for sentence in status.slow:
+        console.print(sentence, highlight=False)
+    table = Table("node", "rank", "status", "doing", "steps", "host", "connected", box=None)
     for node in status.nodes:
         rank = str(node.node_rank) if node.node_rank >= 0 else "-"
         connected = "yes" if node.connected else "no"
-        table.add_row(str(node.id), rank, node.status, str(node.steps), node.hostname, connected)
+        table.add_row(
+            str(node.id),
+            rank,
+            node.status,
+            node.doing or "-",
+            str(node.steps),
+            node.hostname,
+            connected,
+        )
     console.print(table)
     console.print(f"Job directory: {report.job_dir}", highlight=False, soft_wrap=True)
+
+
+def stacks(job_dir: JobDir) -> messages.Stacks:
+    """Where every rank of a job is now.
+
+    Raises:
+        InfrastructureError: the master cannot be reached.
+    """
+
+    async def ask() -> messages.Stacks:
+        async with connect(job_dir) as client:
+            return await client.stacks()
+
+    return asyncio.run(ask())
 
 
 def events(job_dir: JobDir) -> list[Event]:

@@ -19,8 +19,9 @@ from dlrover._util import files
 from dlrover.cli import arguments, jobs, report
 from dlrover.cli.launchspec import Endpoint, RunOptions, parse_endpoint
 from dlrover.errors import ConfigurationError, DLRoverError
+from dlrover.master.diagnosis_rules import load_own
 from dlrover.spec.job import JobSpec
-from dlrover.spec.jobdir import AgentConfig, JobDir, MasterConfig, TlsFiles
+from dlrover.spec.jobdir import AgentConfig, JobDir, MasterConfig, MetricsAddress, TlsFiles
 from dlrover.spec.launch import LaunchSpec
 from dlrover.spec.outcome import Outcome
 
@@ -122,6 +123,7 @@ class _Plan:
         self._job_dir = job_dir
         self._name = name
         self._tls = TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_ca)
+        self._rules = load_own(settings.diagnosis_rules, settings.limits.cause_budgets)
         self._has_master = False
         self._has_agent = False
 
@@ -152,6 +154,7 @@ class _Plan:
     def execute(self) -> Outcome:
         """Start the processes and wait for the job's end."""
         from dlrover.cli.supervisor import Supervisor  # noqa: PLC0415 - loads grpc
+        from dlrover.master.app import read_outcome  # noqa: PLC0415
 
         env = dict(self._env)
         if self._options.omp_num_threads:
@@ -164,7 +167,9 @@ class _Plan:
         launch = self._options.launch
         signals = [signal.Signals[name] for name in launch.signals_to_handle.split(",")]
         outcome = asyncio.run(supervisor.run(signals, launch.shutdown_timeout))
-        return msgspec.structs.replace(outcome, job_dir=str(self._job_dir.path))
+        whole = read_outcome(self._job_dir.outcome)  # a node is not told what the master summed up
+        goodput = whole.goodput if whole is not None else None
+        return msgspec.structs.replace(outcome, goodput=goodput, job_dir=str(self._job_dir.path))
 
     def _join(self, master: Endpoint) -> None:
         from dlrover.cli import network  # noqa: PLC0415
@@ -190,7 +195,10 @@ class _Plan:
             managed_nodes=managed_nodes,
             max_restarts=options.launch.max_restarts,
             shutdown_timeout=options.launch.shutdown_timeout,
+            node_check=options.node_check,
+            exclude_stragglers=options.exclude_stragglers,
             limits=self._settings.limits,
+            diagnosis_rules=self._rules,
         )
         content = MasterConfig(
             job=job,
@@ -199,6 +207,7 @@ class _Plan:
             platform="local" if managed_nodes else "",
             tls=self._tls,
             journal=self._settings.journal,
+            metrics=MetricsAddress(self._settings.metrics_host, self._settings.metrics_port),
         )
         self._write(self._job_dir.job, content)
         self._has_master = True
@@ -210,6 +219,7 @@ class _Plan:
             master_address=master,
             address=address,
             store_port=store_port,
+            accelerator=self._options.accelerator,
             tls=self._tls,
         )
         self._write(self._job_dir.agent, content)

@@ -1,1 +1,5 @@
 """What runs inside a training process, and what a training script may import."""
+
+from dlrover.elastic.tracker import activity
+
+__all__ = ["activity"]

@@ -2,8 +2,8 @@
 
 Three things are added, none of which the program can see: `faulthandler` writes the stacks of a crash to
 standard error; an exception that reaches the top is recorded in the worker's error file, in torchrun's
-format, without a decorator in user code; and when PyTorch gets imported its optimizers count their steps
-on the node's progress board.
+format, without a decorator in user code; and when PyTorch gets imported, hooks in it keep on the node's
+progress board what the training does.
 
 Besides our own, only the standard library is imported here: the program decides what else its process
 loads.
@@ -11,9 +11,7 @@ loads.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
-import importlib.abc
 import importlib.machinery
 import io
 import json
@@ -30,9 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from dlrover.checkpoint import defaults
+from dlrover.elastic import hooks, stacks, tracker
 from dlrover.elastic.progress import Board
 
-OPTIMIZER_MODULE = "torch.optim.optimizer"
+OWN_DIRECTORY = os.path.dirname(__file__)
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,8 @@ def run(program: Program, board: Board | None) -> None:
     faulthandler.enable(sys.__stderr__ or 2)
     defaults.save_at_breakpoint = program.save_at_breakpoint
     if board is not None:
-        _count_optimizer_steps(board, program)
+        stacks.prepare()
+        hooks.install(tracker.watch(board, program.slot), _first_step(board, program))
     try:
         _execute(program)
     except SystemExit:
@@ -72,6 +72,17 @@ def run(program: Program, board: Board | None) -> None:
         if program.error_file and not Path(program.error_file).exists():
             _write_atomically(program.error_file, json.dumps(describe(error)))
         raise
+
+
+def _first_step(board: Board, program: Program) -> Callable[[], None]:
+    """What is to be done after the first step: everything that the program needs has been imported."""
+
+    def list_modules() -> None:
+        if program.modules_file:
+            _write_atomically(program.modules_file, json.dumps(loaded_modules()))
+            board.mark_modules_listed(program.slot)
+
+    return list_modules
 
 
 def _execute(program: Program) -> None:
@@ -136,10 +147,8 @@ def _clear_main() -> dict[str, Any]:
 
 
 def _hide_own_frames(error: BaseException) -> None:
-    """Make the traceback of an error, and what the interpreter will print of it, begin at the program."""
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
-        frames = frames.tb_next
+    """Leave ours out of the traceback of an error, and of what the interpreter will print of it."""
+    frames = _without_ours(error.__traceback__)
     error.__traceback__ = frames
     show = getattr(sys, "excepthook", sys.__excepthook__)  # a program may have deleted it
 
@@ -150,6 +159,21 @@ def _hide_own_frames(error: BaseException) -> None:
         show(kind, error.with_traceback(frames), frames)
 
     sys.excepthook = excepthook
+
+
+def _without_ours(frames: types.TracebackType | None) -> types.TracebackType | None:
+    first = last = None
+    while frames is not None:
+        if os.path.dirname(frames.tb_frame.f_code.co_filename) != OWN_DIRECTORY:
+            if last is None:
+                first = frames
+            else:
+                last.tb_next = frames
+            last = frames
+        frames = frames.tb_next
+    if last is not None:
+        last.tb_next = None
+    return first
 
 
 def describe(error: BaseException) -> dict[str, Any]:
@@ -177,41 +201,7 @@ def _write_atomically(path: str, text: str) -> None:
         print(f"dlrover: {path} could not be written: {error}", file=sys.stderr)  # noqa: T201
 
 
-# ---- optimizer steps
-
-
-def _count_optimizer_steps(board: Board, program: Program) -> None:
-    counter = _StepCounter(board, program)
-    loaded = sys.modules.get(OPTIMIZER_MODULE)
-    if loaded is not None:
-        counter.attach(loaded)
-    else:
-        sys.meta_path.insert(0, _AfterImport(OPTIMIZER_MODULE, counter.attach))
-
-
-class _StepCounter:
-    """Counts the steps of the first optimizer that makes one (a GAN's second one is not counted)."""
-
-    def __init__(self, board: Board, program: Program) -> None:
-        self._board = board
-        self._slot = program.slot
-        self._modules_file = program.modules_file
-        self._optimizer: object = None
-
-    def attach(self, module: types.ModuleType) -> None:
-        """Use PyTorch's hook for all optimizers."""
-        module.register_optimizer_step_post_hook(self._after_step)
-
-    def _after_step(self, optimizer: object, _args: object, _kwargs: object) -> None:
-        if self._optimizer is None:
-            self._optimizer = optimizer
-        if optimizer is self._optimizer and self._board.count_step(self._slot) == 1:
-            self._list_modules()
-
-    def _list_modules(self) -> None:
-        if self._modules_file:
-            _write_atomically(self._modules_file, json.dumps(loaded_modules()))
-            self._board.mark_modules_listed(self._slot)
+# ---- what is loaded
 
 
 def loaded_modules() -> dict[str, Any]:
@@ -233,48 +223,3 @@ def loaded_modules() -> dict[str, Any]:
         else:
             own[name] = file
     return {"names": names, "own": own}
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls ``then(module)`` once, right after the module called ``name`` has been executed."""
-
-    def __init__(self, name: str, then: Callable[[types.ModuleType], None]) -> None:
-        self._name = name
-        self._then = then
-
-    def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None,
-        target: types.ModuleType | None = None,
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Find the awaited module as usual, with its loader wrapped."""
-        if fullname != self._name:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _CallingLoader(spec.loader, self._imported)
-        return spec
-
-    def _imported(self, module: types.ModuleType) -> None:
-        with contextlib.suppress(ValueError):  # the program may have taken it out
-            sys.meta_path.remove(self)
-        self._then(module)
-
-
-class _CallingLoader(importlib.abc.Loader):
-    def __init__(
-        self, loader: importlib.abc.Loader, then: Callable[[types.ModuleType], None]
-    ) -> None:
-        self._loader = loader
-        self._then = then
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        self._then(module)

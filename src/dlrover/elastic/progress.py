@@ -1,21 +1,50 @@
-"""The progress board: one page per node in which each worker keeps its step count.
+"""The progress board: memory per node in which each worker keeps what it does and what it has done.
 
-A worker writes its own slot, its agent reads all of them; nobody waits for anybody. A slot is four
-64-bit integers: steps completed, time of the first and of the latest step (nanoseconds since the epoch),
-and a flag that the worker has written the list of its imported modules. Each is stored by a single
-aligned write.
+A worker writes its own slot, its agent reads all of them; nobody waits for anybody. A slot is 16 64-bit
+integers, each stored by a single aligned write:
+
+===== ==========================================================================================
+0     optimizer steps completed
+1, 2  when the first and the latest step ended, nanoseconds since the epoch
+3     1 once the worker has written the list of its imported modules
+4     when the worker began, on the monotonic clock (nanoseconds); 0 for a program that is not watched
+5     what it does and since when: 8 * monotonic nanoseconds + `Activity`
+6-11  nanoseconds by `Activity`; what it does now is counted when it ends
+12    nanoseconds of its steps that it did not wait for other ranks
+13    the number of the step that it began with, plus 1; 0 while that is not known
+===== ==========================================================================================
+
+What a worker does now has lasted as long as its age less all other activities. So the times by activity
+always add up to its age, whenever the slot is read.
 """
 
 from __future__ import annotations
 
 import mmap
 import time
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-SLOT_WORDS = 4
+from dlrover.spec.activities import Activity
+
+if TYPE_CHECKING:  # it loads what a training program may not have
+    from dlrover.spec.activity import WorkerActivity
+
+SLOT_WORDS = 16
 WORD_BYTES = 8
-MAX_SLOTS = mmap.PAGESIZE // (SLOT_WORDS * WORD_BYTES)
-"""Workers that one page has room for."""
+MAX_SLOTS = 128
+"""Workers that the board has room for."""
+BOARD_BYTES = -(-MAX_SLOTS * SLOT_WORDS * WORD_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+"""The size of the board: whole pages."""
+
+READS = 100
+"""How often a slot is read again that changes meanwhile."""
+
+_STEPS, _FIRST, _LAST, _LISTED, _BORN, _NOW, _TOTALS = range(7)
+_COMPUTE = _TOTALS + len(Activity)
+_FIRST_STEP = _COMPUTE + 1
+_KINDS = 8
+"""Activities that word 5 has room for."""
 
 
 class Slot(NamedTuple):
@@ -28,11 +57,13 @@ class Slot(NamedTuple):
 
 
 class Board:
-    """The page behind a file descriptor that agent, zygote and workers share."""
+    """The memory behind a file descriptor that agent, zygote and workers share."""
 
     def __init__(self, fd: int) -> None:
-        self._map = mmap.mmap(fd, mmap.PAGESIZE)
+        self._map = mmap.mmap(fd, BOARD_BYTES)
         self._words = memoryview(self._map).cast("Q")
+
+    # ---- the agent
 
     def clear(self) -> None:
         """Forget the last round's progress."""
@@ -40,21 +71,87 @@ class Board:
             self._words[word] = 0
 
     def read(self, slot: int) -> Slot:
-        """What the worker of ``slot`` has written."""
-        steps, first, last, listed = self._words[slot * SLOT_WORDS : (slot + 1) * SLOT_WORDS]
+        """How many steps the worker of ``slot`` has made, and when."""
+        base = slot * SLOT_WORDS
+        steps, first, last, listed = self._words[base : base + _BORN]
         return Slot(steps, first / 1e9, last / 1e9, bool(listed))
+
+    def activity(self, slot: int, now: int, *, ended: bool = False) -> WorkerActivity | None:
+        """What the worker of ``slot`` does at ``now``; None if it is not watched, or has not begun.
+
+        ``now`` is on the monotonic clock, in nanoseconds.
+        """
+        from dlrover.spec.activity import WorkerActivity  # noqa: PLC0415 - agents only
+
+        words = self._read_unchanged(slot)
+        if not words[_BORN]:
+            return None
+        since, doing = divmod(words[_NOW], _KINDS)
+        age = max(0, now - words[_BORN])
+        nanoseconds = list(words[_TOTALS:_COMPUTE])
+        nanoseconds[doing] = 0
+        nanoseconds[doing] = max(0, age - sum(nanoseconds))
+        return WorkerActivity(
+            steps=words[_STEPS],
+            doing=doing,
+            since=max(0, now - since) / 1e9,
+            seconds=tuple(n / 1e9 for n in nanoseconds),
+            compute=words[_COMPUTE] / 1e9,
+            first_step=words[_FIRST_STEP] - 1,
+            ended=ended,
+        )
+
+    def _read_unchanged(self, slot: int) -> Sequence[int]:
+        """The words of a slot at one moment: read again if the worker did something else meanwhile."""
+        base = slot * SLOT_WORDS
+        words = self._words[base : base + SLOT_WORDS].tolist()
+        for _ in range(READS):
+            before, words = words, self._words[base : base + SLOT_WORDS].tolist()
+            if before == words:
+                break
+        return words
+
+    # ---- the worker
+
+    def begin(self, slot: int, now: int) -> None:
+        """This worker is watched from now on (monotonic nanoseconds)."""
+        base = slot * SLOT_WORDS
+        self._words[base + _NOW] = now * _KINDS + Activity.START
+        self._words[base + _BORN] = now
+
+    def forget(self, slot: int) -> None:
+        """This worker is not watched any more."""
+        self._words[slot * SLOT_WORDS + _BORN] = 0
+
+    def change(self, slot: int, before: int, total: int, doing: int, now: int) -> None:
+        """The worker has done ``before`` for ``total`` nanoseconds in all, and does ``doing`` now."""
+        base = slot * SLOT_WORDS
+        self._words[base + _TOTALS + before] = total
+        self._words[base + _NOW] = now * _KINDS + doing
 
     def count_step(self, slot: int) -> int:
         """Add one step; the number of steps completed."""
         base = slot * SLOT_WORDS
         now = time.time_ns()
-        steps = self._words[base] + 1
-        self._words[base + 2] = now
+        steps = self._words[base + _STEPS] + 1
+        self._words[base + _LAST] = now
         if steps == 1:
-            self._words[base + 1] = now
-        self._words[base] = steps
+            self._words[base + _FIRST] = now
+        self._words[base + _STEPS] = steps
         return steps
+
+    def set_compute(self, slot: int, nanoseconds: int) -> None:
+        """How long the worker's steps took without waiting for other ranks."""
+        self._words[slot * SLOT_WORDS + _COMPUTE] = nanoseconds
+
+    def set_first_step(self, slot: int, step: int) -> None:
+        """The worker began with this step."""
+        self._words[slot * SLOT_WORDS + _FIRST_STEP] = step + 1
+
+    def knows_first_step(self, slot: int) -> bool:
+        """Whether the worker knows which step it began with."""
+        return self._words[slot * SLOT_WORDS + _FIRST_STEP] > 0
 
     def mark_modules_listed(self, slot: int) -> None:
         """Tell the agent that this worker has written its list of modules."""
-        self._words[slot * SLOT_WORDS + 3] = 1
+        self._words[slot * SLOT_WORDS + _LISTED] = 1

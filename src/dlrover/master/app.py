@@ -19,6 +19,7 @@ from dlrover.errors import ConfigurationError, DLRoverError, ExitCode, Infrastru
 from dlrover.master import takeover
 from dlrover.master.history import History
 from dlrover.master.journal import open_journal
+from dlrover.master.observers import Observers
 from dlrover.master.service import Master
 from dlrover.platform.base import Platform, platform_class
 from dlrover.rpc import wire
@@ -62,23 +63,42 @@ async def serve(job_dir: JobDir, env: Mapping[str, str], lifeline_fd: int) -> in
     history = History(job_dir.events)
     with contextlib.closing(journal), contextlib.closing(history):
         master = Master(journal, history)
-        orphaned = asyncio.Event()
-        if lifeline_fd >= 0:
-            procs.Lifeline.watch(lifeline_fd, orphaned.set)
-        tls = wire.Tls(settings.tls.cert, settings.tls.key, settings.tls.ca)
-        server = Server(read_token(job_dir), tls)
-        master.register(server)
-        port = await _listen(server, settings, job_dir)
-        _publish(job_dir, settings.host, port)
-        platform = _platform(settings, job_dir, env, lifeline_fd, master)
-        takeover.begin(master, settings.job, str(job_dir.path), history, platform)
-        silence = asyncio.create_task(master.watch_silence())
+        observers = Observers(master, history, settings.metrics, env)
         try:
-            return await _until_ended(master, job_dir, orphaned)
+            return await _serve(master, history, settings, job_dir, env, lifeline_fd)
         finally:
-            silence.cancel()
-            master.close()
-            await server.stop(STOP_GRACE)
+            await asyncio.to_thread(observers.close)
+
+
+async def _serve(
+    master: Master,
+    history: History,
+    settings: MasterConfig,
+    job_dir: JobDir,
+    env: Mapping[str, str],
+    lifeline_fd: int,
+) -> int:
+    orphaned = asyncio.Event()
+    if lifeline_fd >= 0:
+        procs.Lifeline.watch(lifeline_fd, orphaned.set)
+    tls = wire.Tls(settings.tls.cert, settings.tls.key, settings.tls.ca)
+    server = Server(read_token(job_dir), tls)
+    master.register(server)
+    port = await _listen(server, settings, job_dir)
+    _publish(job_dir, settings.host, port)
+    platform = _platform(settings, job_dir, env, lifeline_fd, master)
+    takeover.begin(master, settings.job, str(job_dir.path), history, platform)
+    watches = [
+        asyncio.create_task(master.watch_silence()),
+        asyncio.create_task(master.hangs.run(master.clock)),
+    ]
+    try:
+        return await _until_ended(master, job_dir, orphaned)
+    finally:
+        for watch in watches:
+            watch.cancel()
+        master.close()
+        await server.stop(STOP_GRACE)
 
 
 def load_config(job_dir: JobDir) -> MasterConfig:
@@ -171,6 +191,8 @@ async def _until_ended(master: Master, job_dir: JobDir, orphaned: asyncio.Event)
     if fenced.done():
         return ExitCode.INFRASTRUCTURE
     fenced.cancel()
+    goodput = msgspec.structs.replace(master.ledger.goodput(master.clock()), incidents=())
+    outcome = msgspec.structs.replace(outcome, goodput=goodput)
     files.write_atomically(job_dir.outcome, msgspec.json.encode(outcome))
     return outcome.exit_code
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -31,6 +32,8 @@ class History:
         self._path = path
         self._long: collections.deque[tuple[int, int]] = collections.deque()  # places and sizes
         self._text = 0
+        self.listeners: list[Callable[[Event], None]] = []
+        """Called with each event that is added from now on."""
         self._written = _complete_lines(path)
         self._file = path.open("ab", buffering=0)
         self._unwritten = b""
@@ -42,6 +45,8 @@ class History:
         if event.seq > self._written:
             self._unwritten += msgspec.json.encode(event) + b"\n"
             self._write()
+        for listener in self.listeners:
+            listener(event)
         return event
 
     @property

@@ -6,27 +6,35 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
+import msgspec
+
 from dlrover.errors import FencedError, InfrastructureError, ProtocolError
+from dlrover.master.hangwatch import HangWatch
 from dlrover.master.history import History
 from dlrover.master.journal import Entry, Journal, fenced
 from dlrover.master.machine import inputs
+from dlrover.master.machine.activities import Activities
 from dlrover.master.machine.job import JobMachine
+from dlrover.master.machine.ledger import Ledger
 from dlrover.master.machine.state import Node
 from dlrover.master.machine.store import KeyValueStore
 from dlrover.master.machine.waiting import waiting_for
 from dlrover.platform.base import Platform
 from dlrover.rpc import messages
 from dlrover.rpc.server import Server
+from dlrover.spec.check import CheckReport
 from dlrover.spec.node import NodeStatus
 
 logger = logging.getLogger(__name__)
 
 PROGRESS_JOURNAL_INTERVAL = 5.0
-"""Seconds between two journal entries that only tell of more steps."""
+"""Seconds between two journal entries that only tell of more steps, or of what workers do."""
+FLUSH_INTERVAL = 1.0
+"""The same for what is journalled before an input that may end the round; new steps always are."""
 WATCH_INTERVAL = 0.2
 """Seconds between two notices to one watcher, at least."""
 NOTICE_BYTES = 1024 * 1024
@@ -57,6 +65,7 @@ class Master:
 
     def __init__(self, journal: Journal, history: History) -> None:
         self.machine = JobMachine()
+        self.ledger = Ledger()
         self.store = KeyValueStore()
         self.ended = asyncio.Event()
         self.fenced = asyncio.Event()
@@ -69,9 +78,10 @@ class Master:
         self._heard: dict[int, float] = {}
         self._steps: dict[int, int] = {}
         self._dismissed: set[int] = set()
-        # the latest round that a heartbeat told of, and the most steps of a node in it
-        self._furthest = (0, 0)
+        self._activities = Activities()
+        self.hangs = HangWatch(self.machine, self._say, self._submit_finding)
         self._progress_journalled = 0.0
+        self._progress_timer: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._closing = False
         self._changed = asyncio.Event()
@@ -92,6 +102,7 @@ class Master:
                 for command in self.machine.handle(entry, last):
                     if isinstance(command, inputs.Emit):
                         self._history.add(command.body, last)
+                self.ledger.handle(entry, last, self.machine)
             else:
                 with contextlib.suppress(ProtocolError):  # it was refused the first time, too
                     self.store.apply(entry)
@@ -112,6 +123,7 @@ class Master:
         server.unary("Status", messages.StatusRequest, self.status)
         server.server_stream("Watch", messages.WatchRequest, self.watch)
         server.unary("Stop", messages.StopRequest, self.stop)
+        server.unary("Stacks", messages.StacksRequest, self.hangs.stacks)
         server.unary("Store", messages.StoreRequest, self.use_store)
 
     async def watch_silence(self) -> None:
@@ -173,6 +185,8 @@ class Master:
     def close(self) -> None:
         """End every open stream: the master leaves."""
         self._closing = True
+        if self._progress_timer is not None:
+            self._progress_timer.cancel()
         for queue in self._queues.values():
             queue.put_nowait(None)
         self._changed = _renew(self._changed)
@@ -186,6 +200,7 @@ class Master:
         if isinstance(event, inputs.NodeDisconnected) and event.node_id in self._heard:
             return  # the node has come back meanwhile
         try:
+            self._flush_progress()
             self.submit(event)
         except FencedError:
             return
@@ -197,10 +212,17 @@ class Master:
         """Journal an input, handle it, and carry out what the machine orders."""
         now = self.clock()
         self._append(event, now)
-        for command in self.machine.handle(event, now):
+        commands = self.machine.handle(event, now)
+        self.ledger.handle(event, now, self.machine)
+        for command in commands:
             self._carry_out(command, now)
         self._set_timer()
         self._changed = _renew(self._changed)
+
+    def _submit_finding(self, event: inputs.Input) -> None:
+        """Submit what the watch over the workers has found."""
+        self._flush_progress()
+        self._insist(event)
 
     # ---- who is the master
 
@@ -270,7 +292,9 @@ class Master:
         if self._platform is None:
             return
         try:
-            handle = self._platform.launch(command.node_id, command.node_rank)
+            handle = self._platform.launch(
+                command.node_id, command.node_rank, command.avoid, command.memory_factor
+            )
         except InfrastructureError as error:
             loop.call_soon(self.on_node_exit, command.node_id, str(error))
         else:
@@ -295,7 +319,10 @@ class Master:
 
     def _assign_world(self, command: inputs.AssignWorld, _now: float) -> None:
         self._steps[command.node_id] = 0
-        self._say(command.node_id, messages.AssignWorld(command.world))
+        self._say(command.node_id, messages.AssignWorld(command.world, command.fresh))
+
+    def _order_check(self, command: inputs.OrderCheck, _now: float) -> None:
+        self._say(command.node_id, command.order)
 
     def _dismiss(self, command: inputs.Dismiss, _now: float) -> None:
         self._dismissed.add(command.node_id)
@@ -353,33 +380,53 @@ class Master:
             self._take_heartbeat(node_id, message)
         elif isinstance(message, messages.Join):
             self.submit(inputs.NodeJoined(node_id, message.round, message.offer))
+        elif isinstance(message, CheckReport):
+            self.submit(inputs.NodeChecked(node_id, message.bounded()))
         elif isinstance(message, messages.Failed):
             failure = self.machine.admitted(message.failure)
             if failure is not None:
-                self._flush_steps()
+                self._flush_progress()
                 self.submit(inputs.WorkerFailed(failure))
         elif isinstance(message, messages.Succeeded):
-            self._flush_steps()
+            self._flush_progress()
             self.submit(inputs.NodeSucceeded(node_id, message.round))
+        elif isinstance(message, messages.Evidence):
+            self.hangs.answered(node_id, message)
 
     def _take_heartbeat(self, node_id: int, message: messages.Heartbeat) -> None:
         """Note a node's steps; journal them when they end an incident, else now and then."""
         if message.round != self.machine.rendezvous.round:
             return
         self._steps[node_id] = message.steps
-        self._furthest = max(self._furthest, (message.round, message.steps))
-        now = self.clock()
-        recovering = self.machine.incident is not None and message.steps > 0
-        due = now - self._progress_journalled >= PROGRESS_JOURNAL_INTERVAL
-        if message.steps > self.machine.steps and (recovering or due or self.machine.steps == 0):
-            self._progress_journalled = now
-            self.submit(inputs.Progressed(message.round, message.steps))
+        self.hangs.heard(node_id, message, self.clock())
+        self._activities.note(node_id, message.round, message.steps, message.workers)
+        new = message.steps > self.machine.steps
+        if new and (self.machine.incident is not None or self.machine.steps == 0):
+            self._journal_progress()
+        elif (new or message.workers) and self._progress_timer is None:
+            wait = self._progress_journalled + PROGRESS_JOURNAL_INTERVAL - self.clock()
+            loop = asyncio.get_running_loop()
+            self._progress_timer = loop.call_later(max(0.0, wait), self._on_progress_timer)
 
-    def _flush_steps(self) -> None:
-        """Journal the latest steps: what comes next is judged by them."""
-        round_, steps = self._furthest
-        if round_ == self.machine.rendezvous.round and steps > self.machine.steps:
-            self.submit(inputs.Progressed(round_, steps))
+    def _on_progress_timer(self) -> None:
+        self._progress_timer = None
+        try:
+            self._flush_progress()
+        except InfrastructureError as error:
+            logger.error("%s The next heartbeat tries again.", error)  # noqa: TRY400
+
+    def _flush_progress(self) -> None:
+        """Journal the latest steps and activities: what comes next is judged by them."""
+        machine, latest = self.machine, self._activities
+        if latest.round != machine.rendezvous.round or machine.outcome is not None:
+            return
+        waited = self.clock() - self._progress_journalled
+        if latest.steps > machine.steps or (latest.known and waited >= FLUSH_INTERVAL):
+            self._journal_progress()
+
+    def _journal_progress(self) -> None:
+        self._progress_journalled = self.clock()
+        self.submit(self._activities.progress())
 
     def _hang_up(
         self, uid: str, node_id: int, queue: asyncio.Queue[messages.MasterMessage | None]
@@ -393,7 +440,8 @@ class Master:
 
     async def status(self, _request: messages.StatusRequest) -> messages.Status:
         """Where the job stands."""
-        return status_of(self.machine, self.clock(), self._steps)
+        status = status_of(self.machine, self.clock(), self._steps, self.hangs.doing())
+        return msgspec.structs.replace(status, slow=self.hangs.slow())
 
     async def watch(self, request: messages.WatchRequest) -> AsyncIterator[messages.Notice]:
         """Events after ``request.since``, and for a follower also those to come."""
@@ -412,7 +460,7 @@ class Master:
 
     async def stop(self, request: messages.StopRequest) -> messages.Done:
         """End the job."""
-        self._flush_steps()
+        self._flush_progress()
         self.submit(inputs.StopRequested(request.reason, request.exit_code))
         return messages.Done()
 
@@ -437,14 +485,18 @@ _CARRY_OUT: dict[type, Callable[[Master, Any, float], None]] = {
     inputs.KillNode: Master._kill_node,  # noqa: SLF001
     inputs.Welcome: Master._welcome,  # noqa: SLF001
     inputs.CallToRound: Master._call_to_round,  # noqa: SLF001
+    inputs.OrderCheck: Master._order_check,  # noqa: SLF001
     inputs.AssignWorld: Master._assign_world,  # noqa: SLF001
     inputs.Dismiss: Master._dismiss,  # noqa: SLF001
     inputs.EndJob: Master._end_job,  # noqa: SLF001
 }
 
 
-def status_of(machine: JobMachine, now: float, steps: dict[int, int]) -> messages.Status:
-    """Where a job stands at time ``now``; ``steps`` are the latest ones by node."""
+def status_of(
+    machine: JobMachine, now: float, steps: dict[int, int], doing: Mapping[int, str] | None = None
+) -> messages.Status:
+    """Where a job stands at time ``now``; ``steps`` are the latest ones by node, ``doing`` is what it does."""
+    doing = doing or {}
     ranks = {node_id: rank for rank, node_id in enumerate(machine.rendezvous.members)}
     current = max([machine.steps, *(steps.get(i, 0) for i in ranks)])
     outcome = machine.outcome
@@ -465,6 +517,7 @@ def status_of(machine: JobMachine, now: float, steps: dict[int, int]) -> message
                 hostname=node.hostname,
                 connected=node.connected,
                 steps=steps.get(node.id, 0),
+                doing=doing.get(node.id, "") if node.status is NodeStatus.RUNNING else "",
             )
             for node in machine.nodes.values()
         ),

@@ -26,8 +26,16 @@ class Found(NamedTuple):
 class Platform(Protocol):
     """Makes nodes. All methods are called on the master's event loop and must not block it."""
 
-    def launch(self, node_id: int, node_rank: int) -> str:
+    def launch(
+        self, node_id: int, node_rank: int, avoid: tuple[str, ...] = (), memory_factor: float = 1.0
+    ) -> str:
         """Start a node; the handle by which it is found again, also by another master process.
+
+        Args:
+            node_id: Of the node.
+            node_rank: The rank that it is to wish for.
+            avoid: Names of the hosts that it should not be on.
+            memory_factor: How many times the memory that the job asked for it should have.
 
         Raises:
             InfrastructureError: the node cannot be started.

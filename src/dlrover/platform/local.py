@@ -32,8 +32,14 @@ class LocalPlatform:
         self._on_exit = on_exit
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
-    def launch(self, node_id: int, node_rank: int) -> str:
-        """Start an agent; the handle is its pid and start time."""
+    def launch(
+        self, node_id: int, node_rank: int, avoid: tuple[str, ...] = (), memory_factor: float = 1.0
+    ) -> str:
+        """Start an agent; the handle is its pid and start time.
+
+        ``avoid`` and ``memory_factor`` have no effect: there is one host, with the memory that it has.
+        """
+        del avoid, memory_factor
         command = [*self._agent_command, "--node-id", str(node_id), "--node-rank", str(node_rank)]
         try:
             process = subprocess.Popen(

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 REQUEST_TIMEOUT = 10.0
 """Seconds that a request may take unless its client says otherwise."""
 
+STACKS_WAIT = 30.0
+"""Seconds that nodes may take to look at their workers."""
+
 
 class MasterClient:
     """A connection to the master at ``address`` (``host:port``). Use it as an async context manager.
@@ -76,6 +79,10 @@ class MasterClient:
     async def stop(self, reason: str, exit_code: int) -> None:
         """Ask the master to end the job with ``exit_code``."""
         await self._call("Stop", messages.StopRequest(reason, exit_code), messages.Done)
+
+    async def stacks(self) -> messages.Stacks:
+        """Where every rank is; the nodes look now."""
+        return await self._call("Stacks", messages.StacksRequest(), messages.Stacks, STACKS_WAIT)
 
     async def store(self, request: messages.StoreRequest) -> bytes | None:
         """Carry out a request on the job's key-value store; its value, None after a time-out."""

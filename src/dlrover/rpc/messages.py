@@ -12,9 +12,11 @@ from typing import TypeAlias
 import msgspec
 
 from dlrover.spec.activity import WorkerActivity
+from dlrover.spec.check import CheckOrder, CheckReport
 from dlrover.spec.events import Event
 from dlrover.spec.failure import Failure
 from dlrover.spec.outcome import Outcome
+from dlrover.spec.stacks import Group, WorkerEvidence
 from dlrover.spec.world import Holding, Offer, World
 
 # ---- agent to master
@@ -61,7 +63,15 @@ class Succeeded(msgspec.Struct, frozen=True, tag="succeeded"):
     round: int
 
 
-AgentMessage: TypeAlias = Hello | Join | Heartbeat | Failed | Succeeded
+class Evidence(msgspec.Struct, frozen=True, tag="evidence"):
+    """The answer to `CollectEvidence`: what is to be seen of the node's workers of ``round``."""
+
+    id: int
+    round: int
+    workers: tuple[WorkerEvidence, ...]
+
+
+AgentMessage: TypeAlias = Hello | Join | Heartbeat | Failed | Succeeded | Evidence | CheckReport
 
 # ---- master to agent
 
@@ -87,6 +97,8 @@ class AssignWorld(msgspec.Struct, frozen=True, tag="assign_world"):
     """The round is complete: start the workers."""
 
     world: World
+    fresh: bool = False
+    """Start them from processes that have loaded nothing yet."""
 
 
 class Dismiss(msgspec.Struct, frozen=True, tag="dismiss"):
@@ -95,7 +107,15 @@ class Dismiss(msgspec.Struct, frozen=True, tag="dismiss"):
     outcome: Outcome
 
 
-MasterMessage: TypeAlias = Welcome | CallToRound | AssignWorld | Dismiss
+class CollectEvidence(msgspec.Struct, frozen=True, tag="collect_evidence"):
+    """Look at the workers: something may hang, or somebody asks."""
+
+    id: int
+
+
+MasterMessage: TypeAlias = (
+    Welcome | CallToRound | AssignWorld | Dismiss | CollectEvidence | CheckOrder
+)
 
 # ---- requests
 
@@ -109,6 +129,8 @@ class NodeState(msgspec.Struct, frozen=True, gc=False):
     hostname: str
     connected: bool
     steps: int = 0
+    doing: str = ""
+    """What its workers do, and how long they have been doing it; empty if that is not known."""
 
 
 class StatusRequest(msgspec.Struct, frozen=True):
@@ -131,6 +153,23 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[NodeState, ...]
     outcome: Outcome | None = None
     seconds: float = 0.0
+    slow: tuple[str, ...] = ()
+    """A sentence for each slow rank."""
+
+
+class StacksRequest(msgspec.Struct, frozen=True):
+    """Ask where every rank is now."""
+
+
+class Stacks(msgspec.Struct, frozen=True):
+    """Where every rank is."""
+
+    round: int
+    groups: tuple[Group, ...]
+    missing: tuple[int, ...]
+    """Ranks that did not answer."""
+    report: str
+    """The groups with the stacks of one rank each."""
 
 
 class WatchRequest(msgspec.Struct, frozen=True):

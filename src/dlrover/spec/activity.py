@@ -2,26 +2,9 @@
 
 from __future__ import annotations
 
-import enum
-
 import msgspec
 
-
-class Activity(enum.IntEnum):
-    """What a worker does. At any moment it does one of these."""
-
-    START = 0
-    """From the start of its process to its first optimizer step: imports, set-up, loading."""
-    STEP = 1
-    """Training steps."""
-    DATA = 2
-    """Waiting for the next batch."""
-    COMPILE = 3
-    """Compiling a model."""
-    EVAL = 4
-    """Evaluation."""
-    CHECKPOINT = 5
-    """Blocked by saving or loading a checkpoint, once the first step was made."""
+from dlrover.spec.activities import Activity
 
 
 class WorkerActivity(msgspec.Struct, frozen=True, array_like=True):
@@ -32,13 +15,15 @@ class WorkerActivity(msgspec.Struct, frozen=True, array_like=True):
     doing: int
     """An `Activity`."""
     since: float
-    """How long it has been doing that."""
+    """How long it has been doing that; steps count one by one."""
     seconds: tuple[float, ...]
     """How long it has been doing each `Activity` in all; the sum is the worker's age."""
     compute: float = 0.0
     """Seconds of its steps that it did not wait for other ranks."""
     first_step: int = -1
     """The number of the step that it began with, -1 while that is not known."""
+    ended: bool = False
+    """Its process has ended; the times stand still."""
 
 
 def mean(workers: tuple[WorkerActivity, ...]) -> tuple[float, ...]:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from dlrover.spec.failure import Failure, Verdict
+from dlrover.spec.failure import Action, Failure, Verdict
 
 
 class JobSubmitted(msgspec.Struct, frozen=True, tag="job_submitted"):
@@ -101,6 +101,62 @@ class RoundOpened(msgspec.Struct, frozen=True, tag="round_opened"):
         return f"Round {self.round} opened ({self.reason}); {self.awaited} nodes are awaited."
 
 
+class NodeCheckStarted(msgspec.Struct, frozen=True, tag="node_check_started"):
+    """Nodes are being checked before they join a world."""
+
+    nodes: int
+    reason: str
+
+    def sentence(self) -> str:
+        """The event in words."""
+        count = "1 node is" if self.nodes == 1 else f"{self.nodes} nodes are"
+        return f"{count} being checked: {self.reason}."
+
+
+class NodeCheckFinding(msgspec.Struct, frozen=True, tag="node_check_finding"):
+    """The node check found something."""
+
+    kind: str
+    """``fault``, ``slow``, ``link``, ``undetermined``, ``untested`` or ``note``."""
+    nodes: tuple[int, ...]
+    component: str
+    message: str
+    excluded: tuple[int, ...] = ()
+    """Those of the nodes that the job goes on without."""
+
+    def sentence(self) -> str:
+        """The event in words."""
+        named = ", ".join(map(str, self.nodes[:NODES_NAMED]))
+        more = "..." if len(self.nodes) > NODES_NAMED else ""
+        who = f"node{'s' if len(self.nodes) > 1 else ''} {named}{more}"
+        kind = "" if self.kind == "note" else f" ({self.kind})"
+        rest = "; the job goes on without it" if self.excluded else ""
+        if len(self.excluded) > 1 or (self.excluded and len(self.nodes) > 1):
+            rest = f"; the job goes on without {', '.join(map(str, self.excluded))}"
+        return f"Node check, {who}: {self.component}{kind}: {self.message}{rest}."
+
+
+class NodeCheckFinished(msgspec.Struct, frozen=True, tag="node_check_finished"):
+    """The node check is over."""
+
+    nodes: int
+    excluded: int
+    rounds: int
+    seconds: float
+
+    def sentence(self) -> str:
+        """The event in words."""
+        rounds = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
+        return (
+            f"The node check took {self.seconds:.2f} s in {rounds}: "
+            f"{self.nodes - self.excluded} of {self.nodes} nodes go on."
+        )
+
+
+NODES_NAMED = 8
+"""Nodes that a sentence names."""
+
+
 class RoundCompleted(msgspec.Struct, frozen=True, tag="round_completed"):
     """A world was formed."""
 
@@ -133,10 +189,81 @@ class RestartDecided(msgspec.Struct, frozen=True, tag="restart_decided"):
 
     restart: int
     reason: str
+    cause: str = ""
+    action: Action = Action.RESTART
+    node: int = -1
 
     def sentence(self) -> str:
         """The event in words."""
-        return f"Restart {self.restart}: {self.reason}."
+        done = {
+            Action.RESTART_FRESH: f"; node {self.node} starts its workers afresh",
+            Action.RELAUNCH: f"; the job goes on without node {self.node}",
+            Action.MORE_MEMORY: f"; node {self.node} needs more memory",
+        }
+        return f"Restart {self.restart}: {self.reason}{done.get(self.action, '')}."
+
+
+class HostExcluded(msgspec.Struct, frozen=True, tag="host_excluded"):
+    """A host is kept out of the job for a while."""
+
+    hostname: str
+    seconds: float
+    reason: str
+
+    def sentence(self) -> str:
+        """The event in words."""
+        return f"Host {self.hostname} is kept out for {self.seconds:g} s: {self.reason}."
+
+
+class HangFound(msgspec.Struct, frozen=True, tag="hang_found"):
+    """No rank makes progress, and the processes show that none will."""
+
+    round: int
+    ranks: tuple[int, ...]
+    """The ranks that the others wait for; empty where nothing tells them apart."""
+    place: str
+    """Where they are."""
+    groups: str
+    """Where all ranks are."""
+    seconds: float
+    """How long there has been no progress."""
+    evidence: str = ""
+    """The file in the job directory that has the stacks; empty if it could not be written."""
+
+    def sentence(self) -> str:
+        """The event in words."""
+        where = f"; see {self.evidence}" if self.evidence else ""
+        return f"The training hangs, for {self.seconds:.0f} s now: {self.groups}{where}."
+
+
+class SlowRank(msgspec.Struct, frozen=True, tag="slow_rank"):
+    """A rank holds up the others."""
+
+    rank: int
+    node: int
+    factor: float
+    """Its own time for a step as a multiple of the median rank's."""
+    cause: str
+    """``data``: it waits for its batches; ``compute``: anything else."""
+
+    def sentence(self) -> str:
+        """The event in words."""
+        why = "waits for its data" if self.cause == "data" else "computes"
+        return (
+            f"Rank {self.rank} on node {self.node} is slow: it {why}, and takes {self.factor:.2f} "
+            f"times as long for a step as the median rank."
+        )
+
+
+class SlowRankRecovered(msgspec.Struct, frozen=True, tag="slow_rank_recovered"):
+    """A slow rank is as fast as the others again."""
+
+    rank: int
+    node: int
+
+    def sentence(self) -> str:
+        """The event in words."""
+        return f"Rank {self.rank} on node {self.node} is no longer slow."
 
 
 class Recovered(msgspec.Struct, frozen=True, tag="recovered"):
@@ -179,9 +306,16 @@ EventBody: TypeAlias = (
     | NodeConnected
     | NodeLost
     | RoundOpened
+    | NodeCheckStarted
+    | NodeCheckFinding
+    | NodeCheckFinished
     | RoundCompleted
     | WorkerFailed
     | RestartDecided
+    | HostExcluded
+    | HangFound
+    | SlowRank
+    | SlowRankRecovered
     | Recovered
     | NodeSucceeded
     | JobEnded

@@ -14,6 +14,11 @@ A master holds the failures of an incident; of all but some of them it keeps les
 NAME_LIMIT = 1024
 """The same of an exception's name, a host name, a path and an id."""
 
+FACTS_LIMIT = 16
+"""Facts about a node in one failure record."""
+FACT_LIMIT = 300
+"""Characters of each of them."""
+
 
 def clip(text: str, limit: int = TEXT_LIMIT) -> str:
     """``text`` cut to ``limit`` characters, keeping a quarter from its head, the rest its tail.
@@ -38,6 +43,8 @@ class FailureKind(str, enum.Enum):
     """A signal ended the process (``signal``)."""
     SPAWN = "spawn"
     """The process could not be started (``message``)."""
+    NODE = "node"
+    """The whole node is lost (``message``: what the platform says of it)."""
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,12 +75,19 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     hostname: str = ""
     oom_killed: bool = False
     """The kernel's out-of-memory killer ended a process of this node's memory cgroup meanwhile."""
+    node_facts: tuple[str, ...] = ()
+    """Lines about the node since the worker started: of the kernel's log, and where a disk is full.
+
+    At most `FACTS_LIMIT`, each of at most `FACT_LIMIT` characters.
+    """
 
     def bounded(self, limit: int = TEXT_LIMIT) -> Failure:
         """The same record with each text cut to ``limit`` characters, each name to `NAME_LIMIT`."""
         texts = max(len(self.message), len(self.traceback), len(self.stderr_tail))
         names = max(len(self.id), len(self.exception), len(self.log_path), len(self.hostname))
-        if texts <= limit and names <= NAME_LIMIT:
+        facts = max((len(fact) for fact in self.node_facts), default=0)
+        few = len(self.node_facts) <= FACTS_LIMIT and facts <= FACT_LIMIT
+        if texts <= limit and names <= NAME_LIMIT and few:
             return self
         return msgspec.structs.replace(
             self,
@@ -84,6 +98,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
             message=clip(self.message, limit),
             traceback=clip(self.traceback, limit),
             stderr_tail=clip(self.stderr_tail, limit),
+            node_facts=tuple(fact[:FACT_LIMIT] for fact in self.node_facts[:FACTS_LIMIT]),
         )
 
 
@@ -93,6 +108,21 @@ class Origin(str, enum.Enum):
     USER = "user code"
     INFRASTRUCTURE = "infrastructure"
     UNKNOWN = "undetermined"
+
+
+class Action(str, enum.Enum):
+    """The cheapest step that is enough to go on after a failure."""
+
+    RESTART = "restart"
+    """All workers start again, on the same nodes."""
+    RESTART_FRESH = "restart_fresh"
+    """The same; the failed node's workers start from processes that have loaded nothing yet."""
+    RELAUNCH = "relaunch"
+    """The node is given up and another one takes its place on another host."""
+    MORE_MEMORY = "more_memory"
+    """The node is launched again with more memory where the platform can do that, else a restart."""
+    STOP = "stop"
+    """The job ends: a restart would fail in the same way."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,3 +139,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """One sentence: what to do next."""
     signature: str = ""
     """Equal for failures that look the same; counts repeated failures."""
+    cause: str = ""
+    """What happened, as a name that stays the same: ``host_oom``; see the table of causes."""
+    action: Action = Action.RESTART
+    """What is enough to go on. Budgets may end the job all the same."""
+    echo: bool = False
+    """The failure may only follow from the end of another worker, or from being told to stop."""

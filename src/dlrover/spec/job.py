@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
+
+from dlrover.spec.activities import Activity
+from dlrover.spec.rules import Rule
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,13 +44,74 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_infrastructure_restarts: int = 100
     """Restarts allowed per ``restart_window`` for causes outside the user's program."""
     restart_window: float = 3600.0
-    """The window of ``max_infrastructure_restarts``."""
+    """The window of ``max_infrastructure_restarts``, ``cause_budgets`` and ``node_fault_limit``."""
+    cause_budgets: dict[str, int] = {}
+    """Restarts allowed per ``restart_window`` for single causes, beside the other budgets.
+
+    A table in the configuration file; elsewhere ``ecc:2 host_oom:5``, with a blank between two causes.
+    """
+    node_fault_limit: int = 5
+    """Faults of one node within ``restart_window``, other than the program's, that make the job go on
+    without its host; 0 for never."""
+    exclusion_cooldown: float = 3600.0
+    """How long a host is kept out of the job after one of its nodes was given up for its faults."""
     no_progress_restarts: int = 3
     """Restarts in a row without a new step, or with the same failure at the same step, that end a job."""
     node_start_attempts: int = 3
     """How often a node's agent may end before it ever joined, until the job fails."""
     end_grace: float = 15.0
     """How long an ended job's master waits for its nodes to leave, beyond their shutdown time-out."""
+    hang_detection: bool = True
+    """Whether the workers' activity is watched for hangs and slow ranks."""
+    hang_action: Literal["restart", "report"] = "restart"
+    """What follows a hang: ``restart`` the workers, which counts as a restart for a cause outside of the
+    program, or only ``report`` it. A job that has never made a step is not restarted."""
+    hang_factor: float = 5.0
+    """An activity may last so many times as long as the longest one of its kind so far in this job, but no
+    more than half an hour longer."""
+    hang_step_limit: float = 180.0
+    """How long a step may last, whatever was learned."""
+    hang_data_limit: float = 180.0
+    """How long the wait for a batch may last, whatever was learned."""
+    hang_start_limit: float = 1800.0
+    """The same from the start of the processes to their first step."""
+    hang_compile_limit: float = 1800.0
+    """The same for compiling a model."""
+    hang_eval_limit: float = 1800.0
+    """The same for an evaluation. It is also what a rank gets that is seen to work outside of a step's
+    usual course: some evaluate without telling."""
+    hang_checkpoint_limit: float = 1800.0
+    """The same for being blocked by a checkpoint."""
+    hang_sample_gap: float = 5.0
+    """Time between the two looks at the processes that have to agree before a hang counts as one."""
+    slow_rank_ratio: float = 1.2
+    """A rank is slow whose steps, without waiting for others, take so many times as long as the median rank's."""
+    slow_rank_window: float = 30.0
+    """Time over which the ranks' steps are compared."""
+    slow_rank_windows: int = 3
+    """Windows in a row that name a rank as slow, and that clear it again."""
+
+    check_timeout: float = 180.0
+    """How long one round of the node check may take; a third of it is for the network."""
+    check_rounds: int = 4
+    """Rounds in which nodes meet in the node check, at most; what is open then is undetermined."""
+    straggler_ratio: float = 2.0
+    """The multiple of the median above which the node check calls a part of a node slow."""
+    clock_offset: float = 1.0
+    """How far a node's clock may be off the master's before the node check tells it."""
+    check_after_fault: bool = True
+    """Whether nodes are checked again after a fault of theirs, if the job checks its nodes at all (1 or 0)."""
+
+    def hang_limit(self, activity: int) -> float:
+        """Seconds that an activity may last at least."""
+        return {
+            Activity.START: self.hang_start_limit,
+            Activity.STEP: self.hang_step_limit,
+            Activity.DATA: self.hang_data_limit,
+            Activity.COMPILE: self.hang_compile_limit,
+            Activity.EVAL: self.hang_eval_limit,
+            Activity.CHECKPOINT: self.hang_checkpoint_limit,
+        }[Activity(activity)]
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,4 +128,12 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Restarts allowed after failures of the user's program."""
     shutdown_timeout: float = 30.0
     """Seconds that workers get between SIGTERM and SIGKILL."""
+    node_check: bool = False
+    """Check nodes before they join a world for the first time (``--network-check``)."""
+    exclude_stragglers: bool = False
+    """Train without nodes that the check finds slow."""
     limits: Limits = Limits()
+    diagnosis_rules: tuple[Rule, ...] = ()
+    """The user's own rows of the table of causes: their content, so that a job keeps what it began with."""
+    grows_memory: bool = False
+    """The platform can launch a node with more memory than the job asked for."""

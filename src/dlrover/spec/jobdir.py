@@ -47,6 +47,11 @@ class JobDir:
         return self.path / "events.jsonl"
 
     @property
+    def evidence(self) -> Path:
+        """The stacks of hangs, numbered: ``1.txt`` to read, ``1.json`` with every rank."""
+        return self.path / "evidence"
+
+    @property
     def outcome(self) -> Path:
         """The job's `Outcome` (JSON), once it has ended."""
         return self.path / "outcome.json"
@@ -91,6 +96,13 @@ class TlsFiles(msgspec.Struct, frozen=True):
     ca: str = ""
 
 
+class MetricsAddress(msgspec.Struct, frozen=True):
+    """Where a master serves Prometheus metrics; port 0: nowhere."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+
+
 class MasterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a master process is started with."""
 
@@ -104,6 +116,7 @@ class MasterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tls: TlsFiles = TlsFiles()
     journal: str = "file:"
     """Where the job's state is kept; see the setting of this name."""
+    metrics: MetricsAddress = MetricsAddress()
 
 
 class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -117,4 +130,6 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Where the other nodes reach this one."""
     store_port: int = 0
     """The port of the world's store if this node has rank 0; 0: any free one."""
+    accelerator: str = ""
+    """What the program trains on, as ``--accelerator`` names it; empty: whatever the node has."""
     tls: TlsFiles = TlsFiles()

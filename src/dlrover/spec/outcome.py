@@ -3,6 +3,7 @@
 import msgspec
 
 from dlrover.spec.failure import Failure, Verdict
+from dlrover.spec.goodput import Goodput
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,5 +25,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Optimizer steps that the job had completed."""
     seconds: float = 0.0
     """Wall time from the submission of the job to its end."""
+    goodput: Goodput | None = None
+    """What the job's time went into, without the incidents; None where the master is elsewhere."""
     job_dir: str = ""
     """Where the job's journal, logs and memory checkpoints lie."""

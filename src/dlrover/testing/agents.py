@@ -11,6 +11,7 @@ from dlrover.agent import machine as agent_machine
 from dlrover.errors import InfrastructureError
 from dlrover.rpc import messages
 from dlrover.rpc.client import MasterClient
+from dlrover.spec.check import CheckReport
 from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.world import Offer, World
@@ -199,6 +200,10 @@ class SimulatedAgent:
             self._say(messages.Join(command.round, offer))
         elif isinstance(command, agent_machine.Say):
             self._say(command.message)
+        elif isinstance(command, agent_machine.RunCheck):
+            order = command.order
+            report = CheckReport(check=order.check, round=order.round, results=())
+            self._handle(agent_machine.Checked(report))
         elif isinstance(command, agent_machine.StartWorkers):
             self.steps = 0
         elif isinstance(command, agent_machine.StopWorkers):

@@ -20,9 +20,12 @@ from typing import Any
 
 from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
+from dlrover.master.machine.activities import Activities
 from dlrover.master.machine.job import JobMachine
+from dlrover.master.machine.ledger import Ledger
 from dlrover.master.machine.waiting import waiting_for
 from dlrover.rpc import messages
+from dlrover.spec.check import CheckReport
 from dlrover.spec.events import Event
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec
@@ -35,7 +38,15 @@ _DETAILS: dict[FailureKind, dict[str, Any]] = {
     FailureKind.EXIT: {"exit_code": 3},
     FailureKind.SPAWN: {"message": "Resource temporarily unavailable"},
 }
+WORKER_KINDS = tuple(_DETAILS)
+"""How `Cluster.kill_worker` can end a worker."""
 _ECHO = {"exception": "RuntimeError", "message": "Connection closed by peer [10.0.0.1]:40404"}
+
+_BROKEN_DEVICE = {
+    "exception": "torch.AcceleratorError",
+    "message": "CUDA error: unspecified launch failure",
+    "node_facts": ("NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus.",),
+}
 
 
 class Cluster:
@@ -61,7 +72,8 @@ class Cluster:
             job: With ``managed_nodes`` if the simulated platform is to launch them.
             nodes: Nodes that come by themselves.
             nproc: Workers of each node.
-            steps: Optimizer steps until the program ends; those done before a fault are not repeated.
+            steps: Optimizer steps until the program ends; those done before a fault are not repeated,
+                unless ``program.checkpoint_every`` is set.
             seed: Of all random times and choices.
             delays: How long things take.
             validate_every: Inputs between two checks of the job machine; a check takes time in
@@ -69,6 +81,7 @@ class Cluster:
         """
         self.time = Time(seed)
         self.machine = JobMachine()
+        self.ledger = Ledger()
         self.journal: list[tuple[float, inputs.Input]] = []
         """Every input of the job machine with its time; what a master that comes back learns from."""
         self.events: list[Event] = []
@@ -79,6 +92,7 @@ class Cluster:
         """The nodes whose agents live, by the agents' unique ids, in order."""
         self.master_away = False
         self.program = Program(self.time, delays or Delays(), steps)
+        self._activities = Activities()
         self._job = job
         self._nproc = nproc
         self._validate_every = validate_every
@@ -162,6 +176,16 @@ class Cluster:
             delay = self.program.delays.message
             self.time.after(delay, lambda n=other: n.fail(FailureKind.EXCEPTION, **_ECHO))
 
+    def break_device(self, node: SimulatedNode) -> None:
+        """A worker fails because its device does: the kernel's log of the node says so.
+
+        For a node that came by itself and is sent away, another one comes from another host.
+        """
+        revive = self.program.delays.revive
+        if node.alive and node.launched_as < 0 and revive is not None:
+            self.time.after(revive, self._stand_in, node)
+        node.fail(FailureKind.EXCEPTION, **_BROKEN_DEVICE)
+
     def kill_agent(self, node: SimulatedNode) -> None:
         """An agent and its workers die by SIGKILL."""
         revive = self.program.delays.revive
@@ -243,8 +267,10 @@ class Cluster:
         now = self.time.now
         self.journal.append((now, event))
         commands = self.machine.handle(event, now)
+        self.ledger.handle(event, now, self.machine)
         if len(self.journal) % self._validate_every == 0:
             self.machine.validate()
+            self.ledger.validate()
         carried_out = len(commands) if self._crash is None else self._crash[0]
         for command in commands[:carried_out]:
             self._carry_out(command)
@@ -273,14 +299,17 @@ class Cluster:
         if self._disk_lost:
             self._begin_anew()
             return
-        machine, recorded = JobMachine(), self.events[: self._recorded]
+        machine, ledger, recorded = JobMachine(), Ledger(), self.events[: self._recorded]
         for time, event in self.journal:
             for command in machine.handle(event, time):
                 if isinstance(command, inputs.Emit):
                     recorded.append(Event(len(recorded) + 1, time, command.body))
+            ledger.handle(event, time, machine)
+        now = self.time.now
+        assert ledger.goodput(now) == self.ledger.goodput(now), "the ledger does not replay"
         assert machine == self.machine, "the journal does not give the state back"
         assert recorded[: len(self.events)] == self.events, "the journal tells another story"
-        self.machine, self.events = machine, recorded
+        self.machine, self.ledger, self.events = machine, ledger, recorded
         self.master_away = False
         self._timer = None
         self.epoch += 1
@@ -291,7 +320,8 @@ class Cluster:
         """Start a master process whose journal is empty."""
         over = self.machine.outcome
         self._disk_lost = False
-        self.machine, self.journal, self._recorded = JobMachine(), [], len(self.events)
+        self.machine, self.ledger, self.journal = JobMachine(), Ledger(), []
+        self._recorded = len(self.events)
         self.master_away = False
         self._timer = None
         self.epoch = 1
@@ -348,6 +378,11 @@ class Cluster:
         if self.machine.outcome is None:
             self.add_node(node_rank)
 
+    def _stand_in(self, node: SimulatedNode) -> None:
+        if node.alive and node.machine.outcome is None:
+            return  # it was kept
+        self._come_again(node.node_rank)
+
     def _launch(self, command: inputs.LaunchNode) -> None:
         node = self._start_node(command.node_rank, command.node_id)
         self._watch(node.uid, command.node_id)
@@ -387,11 +422,14 @@ class Cluster:
         if isinstance(message, messages.Hello):
             self._greet(link, message)
         elif isinstance(message, messages.Heartbeat):
-            current = message.round == self.machine.rendezvous.round
-            if current and message.steps > self.machine.steps:
-                self._submit(inputs.Progressed(message.round, message.steps))
+            if message.round == self.machine.rendezvous.round:
+                self._activities.note(link.node_id, message.round, message.steps, message.workers)
+                if self._activities.steps > self.machine.steps:
+                    self._submit(self._activities.progress())
         elif isinstance(message, messages.Join):
             self._submit(inputs.NodeJoined(link.node_id, message.round, message.offer))
+        elif isinstance(message, CheckReport):
+            self._submit(inputs.NodeChecked(link.node_id, message))
         elif isinstance(message, messages.Failed):
             self._submit(inputs.WorkerFailed(message.failure))
         else:
@@ -433,10 +471,12 @@ class Cluster:
 
 
 def _message(
-    command: inputs.CallToRound | inputs.AssignWorld | inputs.Dismiss,
+    command: inputs.CallToRound | inputs.OrderCheck | inputs.AssignWorld | inputs.Dismiss,
 ) -> messages.MasterMessage:
     if isinstance(command, inputs.CallToRound):
         return messages.CallToRound(command.round, command.reason)
+    if isinstance(command, inputs.OrderCheck):
+        return command.order
     if isinstance(command, inputs.AssignWorld):
-        return messages.AssignWorld(command.world)
+        return messages.AssignWorld(command.world, command.fresh)
     return messages.Dismiss(command.outcome)

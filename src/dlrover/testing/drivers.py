@@ -6,6 +6,7 @@ from typing import Any
 
 from dlrover.master.machine import inputs
 from dlrover.master.machine.job import JobMachine
+from dlrover.master.machine.ledger import Ledger
 from dlrover.master.machine.state import Phase
 from dlrover.spec.events import EventBody
 from dlrover.spec.failure import Failure
@@ -24,6 +25,7 @@ class JobDriver:
         """Submit a job at time 0; ``spec`` are further fields of its `JobSpec`."""
         self.now = 0.0
         self.machine = JobMachine()
+        self.ledger = Ledger()
         self.events: list[EventBody] = []
         """Everything that was emitted."""
         job = JobSpec(name="job", min_nodes=min_nodes, max_nodes=max_nodes, **spec)
@@ -62,6 +64,8 @@ class JobDriver:
         for event in events:
             commands = list(self.machine.handle(event, self.now))
             self.machine.validate()
+            self.ledger.handle(event, self.now, self.machine)
+            self.ledger.validate()
             self.events += [c.body for c in commands if isinstance(c, inputs.Emit)]
         return [c for c in commands if not isinstance(c, inputs.Emit)]
 
@@ -92,6 +96,11 @@ class JobDriver:
             "time": self.now,
         }
         return self.give(inputs.WorkerFailed(Failure(**(record | details | facts))))
+
+    def spent(self) -> dict[str, float]:
+        """What all nodes' time went into until now, by cause: seconds that are not 0."""
+        seconds = self.ledger.goodput(self.now).seconds
+        return {cause: spent for cause, spent in seconds.items() if spent}
 
     def emitted(self, kind: type[EventBody]) -> list[EventBody]:
         """The events of one kind."""

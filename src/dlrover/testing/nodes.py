@@ -17,8 +17,13 @@ import msgspec
 from dlrover.agent import machine as agent_machine
 from dlrover.agent.machine import AgentMachine, Stage
 from dlrover.rpc import messages
+from dlrover.spec.activities import Activity
+from dlrover.spec.activity import WorkerActivity
+from dlrover.spec.check import CheckOrder
 from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.world import Offer, World
+from dlrover.testing import ailments
+from dlrover.testing.ailments import Ailment
 
 Range = tuple[float, float]
 """Bounds in seconds between which a random time is drawn."""
@@ -35,6 +40,8 @@ class Delays(msgspec.Struct, frozen=True, kw_only=True):
     """Between two attempts of an agent to reach its master."""
     launch: Range = (0.2, 3.0)
     """From the order of a node to its agent's first attempt to connect."""
+    check: Range = (1.0, 4.0)
+    """One round of the node check; a group whose network fails takes its whole time limit."""
     start: Range = (0.05, 2.0)
     """From the order to start workers to their readiness for the first step."""
     stop: Range = (0.01, 1.0)
@@ -80,6 +87,10 @@ class Run:
         self.nodes: list[SimulatedNode] = []
         """Nodes whose workers are up."""
         self.steps = 0
+        self.first_step = program.steps_done
+        self.first_step_at: float | None = None
+        """When the first step was completed."""
+        self.last_step_at = 0.0
         self.broken = False
         """A worker is gone: the others wait for it until they are stopped."""
         self._program = program
@@ -98,6 +109,9 @@ class Run:
         if self.broken:
             return
         self.steps += 1
+        self.last_step_at = self._program.time.now
+        if self.first_step_at is None:
+            self.first_step_at = self.last_step_at
         self._program.steps_done += 1
         first = min(self.nodes, key=lambda n: n.first_rank)
         first.report_steps()
@@ -110,19 +124,24 @@ class Run:
 
 @dataclass
 class Program:
-    """What the job's workers run. Steps that were done before a fault are not repeated."""
+    """What the job's workers run. After a fault they go on from the last checkpoint."""
 
     time: Time
     delays: Delays
     #: optimizer steps until the workers end with exit code 0
     steps: int
+    #: steps between two checkpoints; with 1 none is repeated
+    checkpoint_every: int = 1
     steps_done: int = 0
     runs: dict[int, Run] = field(default_factory=dict)
+    #: the nodes that have been given ids; they meet when they are checked
+    nodes: dict[int, SimulatedNode] = field(default_factory=dict)
 
     def run_of(self, world: World) -> Run:
         """The run of a world's round."""
         run = self.runs.get(world.round)
         if run is None or run.store != world.store_addr:
+            self.steps_done -= self.steps_done % self.checkpoint_every
             run = self.runs[world.round] = Run(self, world.node_count, world.store_addr)
         return run
 
@@ -242,12 +261,16 @@ class SimulatedNode:
         """It cannot connect before."""
         self.stopped_until = 0.0
         """Its process does nothing before."""
+        self.hostname = f"machine of {uid}"
+        self.ailment = Ailment.NOTHING
+        """What a check of the node finds."""
         self._program = program
         self._time = program.time
         self._delays = program.delays
         self._dial = dial
         self._ended = ended
         self._run: Run | None = None
+        self._run_since = 0.0
         self._failures = itertools.count()
 
     @property
@@ -279,6 +302,7 @@ class SimulatedNode:
             round=world.round,
             time=self._time.now,
             steps=run.steps,
+            hostname=self.hostname,
             **details,
         )
         self.when_awake(self._worker_ended, run, local_rank, failure)
@@ -326,7 +350,7 @@ class SimulatedNode:
                 self.uid,
                 known,
                 self.node_rank,
-                "simulated",
+                self.hostname,
                 machine.running_round,
                 machine.holding(steps),
                 machine.epoch,
@@ -337,6 +361,7 @@ class SimulatedNode:
         """Give the machine an input and carry out its commands."""
         commands = self.machine.handle(event)
         self.machine.validate()
+        self._program.nodes[self.machine.node_id] = self
         for command in commands:
             self._carry_out(command)
 
@@ -346,14 +371,38 @@ class SimulatedNode:
         elif isinstance(command, agent_machine.Say):
             self.report_steps()
             self._say(command.message)
+        elif isinstance(command, agent_machine.RunCheck):
+            self._begin_check(command.order)
         elif isinstance(command, agent_machine.StartWorkers):
             self._run = self._program.run_of(command.world)
+            self._run_since = self._time.now
             self._time.after(self._delays.start, self._started, self._run)
         elif isinstance(command, agent_machine.StopWorkers):
             self._break_run()
             self._time.after(self._delays.stop, self.when_awake, self._stopped)
         else:
             self.end("its agent left")
+
+    # ---- the check
+
+    def _begin_check(self, order: CheckOrder) -> None:
+        failing = ailments.fails(self.ailment, self._others(order))
+        self._time.after(
+            order.seconds / 3 if failing else self._delays.check,
+            self.when_awake,
+            self._answer,
+            order,
+            self._time.now,
+        )
+
+    def _answer(self, order: CheckOrder, began: float) -> None:
+        others, chance = self._others(order), self._time.random
+        answer = ailments.report(order, self.ailment, others, chance, self._time.now)
+        self.handle(agent_machine.Checked(msgspec.structs.replace(answer, received_at=began)))
+
+    def _others(self, order: CheckOrder) -> list[Ailment | None]:
+        nodes = [self._program.nodes.get(i) for i in order.members if i != self.machine.node_id]
+        return [node.ailment if node is not None and node.alive else None for node in nodes]
 
     def _say(self, message: messages.AgentMessage) -> None:
         if self.link is not None and self.link.greeted:
@@ -362,9 +411,21 @@ class SimulatedNode:
     # ---- the workers
 
     def report_steps(self) -> None:
-        """Tell the master how many steps the workers have completed."""
-        steps = self._run.steps if self._run is not None else 0
-        self._say(messages.Heartbeat(self.machine.running_round, steps))
+        """Tell the master how many steps the workers have completed, and what they do."""
+        run = self._run
+        steps = run.steps if run is not None else 0
+        workers = (self._activity(run),) * self.machine.nproc if run is not None else ()
+        self._say(messages.Heartbeat(self.machine.running_round, steps, workers))
+
+    def _activity(self, run: Run) -> WorkerActivity:
+        """What one worker does: it starts until the first step, then it trains."""
+        now, first = self._time.now, run.first_step_at
+        doing = Activity.START if first is None else Activity.STEP
+        start = (now if first is None else first) - self._run_since
+        step = 0.0 if first is None else now - first
+        since = start if first is None else now - run.last_step_at
+        seconds = (start, step, 0.0, 0.0, 0.0, 0.0)
+        return WorkerActivity(run.steps, doing, since, seconds, step, run.first_step)
 
     def succeed(self, run: Run) -> None:
         """The workers reach the end of the program."""

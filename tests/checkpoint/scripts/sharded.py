@@ -7,7 +7,6 @@ of the directories, which are the same, stands for a node.
 
 import os
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,7 @@ size = int(os.environ.get("WORLD_SIZE", "1"))
 if size > 1:
     dist.init_process_group("gloo")
 rank = int(os.environ.get("RANK", "0"))
-directory = Path(nodes[rank * len(nodes) // size])
+directory = nodes[rank * len(nodes) // size]
 
 
 class Model(nn.Module):

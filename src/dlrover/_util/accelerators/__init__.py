@@ -2,36 +2,68 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
+import functools
+import importlib.metadata
+import logging
 from pathlib import Path
 
+from dlrover._util.accelerators import ascend, cpu, metax, mthreads, nvidia
+from dlrover._util.accelerators.base import DeviceHealth, Vendor
+
+__all__ = [
+    "CPU",
+    "RESOURCES",
+    "VENDORS",
+    "DeviceHealth",
+    "Vendor",
+    "pci_addresses",
+    "present",
+    "resources",
+    "vendors",
+]
+
+logger = logging.getLogger(__name__)
+
 PCI_DRIVERS = Path("/sys/bus/pci/drivers")
+ENTRY_POINTS = "dlrover.accelerators"
+"""The group of entry points under which other packages name their `Vendor`."""
+
+VENDORS = (nvidia.VENDOR, ascend.VENDOR, mthreads.VENDOR, metax.VENDOR)
+CPU = cpu.VENDOR
+
+RESOURCES = (*(vendor.resource for vendor in VENDORS), CPU.resource)
+"""What ``--accelerator`` takes without further packages, the default first."""
 
 
-@dataclass(frozen=True)
-class Vendor:
-    """One maker of accelerators."""
+@functools.cache
+def vendors() -> tuple[Vendor, ...]:
+    """Every maker of accelerators that is known, those of other packages last; without the CPU."""
+    found = list(VENDORS)
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        try:
+            vendor = entry.load()
+        except Exception:
+            logger.warning("The accelerator %s cannot be loaded", entry.value, exc_info=True)
+            continue
+        if isinstance(vendor, Vendor):
+            found.append(vendor)
+        else:
+            logger.warning("The accelerator %s is no dlrover Vendor", entry.value)
+    return tuple(found)
 
-    name: str
-    resource: str
-    """How schedulers name its devices, and so ``--accelerator``."""
-    device_file: re.Pattern[str]
-    """Names in ``/dev`` of its devices."""
-    pci_driver: str = ""
-    """The kernel driver that its devices are bound to; empty where it is not known."""
+
+def resources() -> tuple[str, ...]:
+    """What ``--accelerator`` takes, the default first."""
+    return (*(vendor.resource for vendor in vendors()), CPU.resource)
 
 
-VENDORS = (
-    Vendor("nvidia", "nvidia.com/gpu", re.compile(r"nvidia\d+"), "nvidia"),
-    Vendor("ascend", "ascend-npu", re.compile(r"davinci\d+")),
-    Vendor("mthreads", "mthreads.com/gpu", re.compile(r"mtgpu\.\d+")),
-    # MetaX has one control device for all of its boards.
-    Vendor("metax", "metax-tech.com/gpu", re.compile(r"mxcd")),
-)
-
-RESOURCES = (*(vendor.resource for vendor in VENDORS), "cpu")
-"""What ``--accelerator`` takes, the default first."""
+def present(resource: str = "", dev: Path = Path("/dev")) -> Vendor:
+    """The vendor of ``resource`` if its devices are on this machine, else one that has some, else the CPU."""
+    if resource == CPU.resource:
+        return CPU
+    found = [vendor for vendor in vendors() if vendor.device_files(dev)]
+    wanted = [vendor for vendor in found if vendor.resource == resource]
+    return (wanted or found or [CPU])[0]
 
 
 def pci_addresses(drivers: Path = PCI_DRIVERS) -> tuple[str, ...]:

@@ -6,7 +6,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from dlrover.spec.events import EventBody
+from dlrover.spec.check import CheckOrder, CheckReport
+from dlrover.spec.events import EventBody, HangFound, SlowRank, SlowRankRecovered
 from dlrover.spec.failure import Failure
 from dlrover.spec.job import JobSpec
 from dlrover.spec.outcome import Outcome
@@ -92,6 +93,13 @@ class NodeJoined(msgspec.Struct, frozen=True, tag="node_joined"):
     offer: Offer
 
 
+class NodeChecked(msgspec.Struct, frozen=True, tag="node_checked"):
+    """A node has carried out an order of the node check."""
+
+    node_id: int
+    report: CheckReport
+
+
 class WorkerFailed(msgspec.Struct, frozen=True, tag="worker_failed"):
     """A worker of the round ``failure.round`` ended in failure."""
 
@@ -116,6 +124,20 @@ class Progressed(msgspec.Struct, frozen=True, tag="progressed"):
     """The number of the step that the round began with, -1 while that is not known."""
 
 
+class Hung(msgspec.Struct, frozen=True, tag="hung"):
+    """The training of a round hangs; with ``restart`` its workers are to be restarted."""
+
+    found: HangFound
+    restart: bool
+
+
+class RankSpeed(msgspec.Struct, frozen=True, tag="rank_speed"):
+    """A rank of ``round`` has become slow, or is no longer."""
+
+    round: int
+    found: SlowRank | SlowRankRecovered
+
+
 class StopRequested(msgspec.Struct, frozen=True, tag="stop_requested"):
     """Somebody asked to stop the job."""
 
@@ -136,9 +158,12 @@ Input: TypeAlias = (
     | NodeDisconnected
     | NodeSilent
     | NodeJoined
+    | NodeChecked
     | WorkerFailed
     | NodeSucceeded
     | Progressed
+    | Hung
+    | RankSpeed
     | StopRequested
     | DeadlinePassed
 )
@@ -151,6 +176,10 @@ class LaunchNode(msgspec.Struct, frozen=True):
 
     node_id: int
     node_rank: int
+    avoid: tuple[str, ...] = ()
+    """Names of the hosts that it should not be on."""
+    memory_factor: float = 1.0
+    """How many times the memory that the job asked for."""
 
 
 class KillNode(msgspec.Struct, frozen=True):
@@ -175,11 +204,20 @@ class CallToRound(msgspec.Struct, frozen=True):
     reason: str
 
 
+class OrderCheck(msgspec.Struct, frozen=True):
+    """Tell a node to check itself."""
+
+    node_id: int
+    order: CheckOrder
+
+
 class AssignWorld(msgspec.Struct, frozen=True):
     """Tell a node its place in a completed round."""
 
     node_id: int
     world: World
+    fresh: bool = False
+    """Its workers start from processes that have loaded nothing yet."""
 
 
 class Dismiss(msgspec.Struct, frozen=True):
@@ -202,5 +240,13 @@ class EndJob(msgspec.Struct, frozen=True):
 
 
 Command: TypeAlias = (
-    LaunchNode | KillNode | Welcome | CallToRound | AssignWorld | Dismiss | Emit | EndJob
+    LaunchNode
+    | KillNode
+    | Welcome
+    | CallToRound
+    | OrderCheck
+    | AssignWorld
+    | Dismiss
+    | Emit
+    | EndJob
 )

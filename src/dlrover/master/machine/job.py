@@ -15,17 +15,31 @@ from typing import Any
 
 from dlrover.errors import ExitCode
 from dlrover.master import diagnosis
-from dlrover.master.machine import inputs, reports
+from dlrover.master.machine import inputs, invariants, reports
 from dlrover.master.machine.adoption import Adoption
+from dlrover.master.machine.checking import Checks, told
+from dlrover.master.machine.evidence import Finding
+from dlrover.master.machine.faults import Faults
 from dlrover.master.machine.rendezvous import UNRANKED, Rendezvous
-from dlrover.master.machine.restarts import Cause, RestartPolicy, Stop
-from dlrover.master.machine.state import Incident, Node, Phase, given_up, phase_after
+from dlrover.master.machine.restarts import RestartPolicy, Stop, cause_of, hang_cause
+from dlrover.master.machine.state import (
+    Incident,
+    Node,
+    Phase,
+    excluded,
+    given_up,
+    loss_of,
+    phase_after,
+)
 from dlrover.spec import events
-from dlrover.spec.failure import Failure, Origin
+from dlrover.spec.failure import Action, Failure, Origin, Verdict
 from dlrover.spec.job import JobSpec
 from dlrover.spec.node import TRANSITIONS, NodeStatus
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.world import Holding, World
+
+MEMORY_GROWTH = 2.0
+"""How many times the memory a node gets that was killed for want of it, where the platform can do that."""
 
 
 @dataclass
@@ -42,6 +56,10 @@ class JobMachine:
     adoption: Adoption = field(default_factory=Adoption)
     #: the id of the next new node: above all that ever were
     next_id: int = 0
+    faults: Faults = field(init=False)
+    #: a node, and the round that its workers begin from processes that have loaded nothing
+    fresh: tuple[int, int] | None = None
+    checks: Checks = field(init=False)
     #: set once, when the job ends
     outcome: Outcome | None = None
     incident: Incident | None = None
@@ -65,6 +83,8 @@ class JobMachine:
     def __post_init__(self) -> None:
         self.rendezvous = Rendezvous(self.job)
         self.restarts = RestartPolicy(self.job)
+        self.faults = Faults(self.job)
+        self.checks = Checks(self.job)
 
     # ---- queries
 
@@ -100,13 +120,14 @@ class JobMachine:
             return failure.bounded()  # it opens an incident
         if incident is None or incident.round != failure.round or failure.id in incident.seen:
             return None
-        return reports.admitted(incident, failure)
+        return reports.admitted(incident, failure, self.job.diagnosis_rules)
 
     def deadline(self) -> float | None:
         """When `DeadlinePassed` is due, unless another input changes that; None for never."""
         if self.outcome is not None:
             return None
-        times = [self.rendezvous.deadline(), self.grow_at, *self.lost_at.values()]
+        checked = self.checks.deadline()  # a round does not go on while its nodes are checked
+        times = [checked or self.rendezvous.deadline(), self.grow_at, *self.lost_at.values()]
         if self.adoption.pending:
             times.append(self.adoption.deadline)
         return min((t for t in times if t is not None), default=None)
@@ -129,6 +150,8 @@ class JobMachine:
         self.submitted_at = now
         self.rendezvous = Rendezvous(self.job)
         self.restarts = RestartPolicy(self.job)
+        self.faults = Faults(self.job)
+        self.checks = Checks(self.job)
         if not event.earlier_events:
             self._emit(events.JobSubmitted(self.job.name, self.job.min_nodes, self.job.max_nodes))
         found = {node.node_rank for node in event.found}
@@ -136,7 +159,7 @@ class JobMachine:
             self._add_found(node, now)
         for node_rank in range(self.job.managed_nodes):
             if node_rank not in found:
-                self._launch(node_rank)
+                self._launch(node_rank, now)
         if event.found or (event.earlier_events and not self.job.managed_nodes):
             ids = [node.node_id for node in event.found]
             self.adoption.begin(ids, now, now + self.job.limits.recovery_grace)
@@ -154,7 +177,7 @@ class JobMachine:
                 if node.id in self.lost_at:
                     self.lost_at[node.id] = now + self.job.limits.recovery_grace
                 if not node.handle:
-                    self._send(inputs.LaunchNode(node.id, node.node_rank))
+                    self._order(node, now)
                 continue
             self.rendezvous.withdraw(node.id)
             self.lost_at[node.id] = now + self.job.limits.recovery_grace
@@ -179,9 +202,11 @@ class JobMachine:
         if node.status.final:
             self._send(inputs.Dismiss(node.id, self.outcome or given_up(node)))
             return
+        node.hostname = event.hostname
+        if self._refuse(node, now):
+            return
         node.connected = True
         node.gone = False
-        node.hostname = event.hostname
         self.lost_at.pop(node.id, None)
         arrived = node.status is NodeStatus.PENDING
         if arrived:
@@ -237,7 +262,7 @@ class JobMachine:
                 # A crash of the master's machine may take the journal's last moments.
                 self._open_round("the master has lost a round", now)
             elif running_round < rdzv.round and node.status is NodeStatus.RUNNING:
-                self._send(inputs.AssignWorld(node.id, self.worlds[node.id]))
+                self._assign(node.id)
         elif running_round:
             self._call(node, "the world went on without this node")
 
@@ -266,6 +291,10 @@ class JobMachine:
             self.adoption.hear(node.id, Holding(round=max(known.round, event.round)))
         if rdzv.join(node.id, event.offer, now) and not rdzv.collecting and self._can_grow():
             self.grow_at = now + self.job.limits.scale_up_delay
+        self._out += self.checks.again(node.id)
+
+    def _node_checked(self, event: inputs.NodeChecked, now: float) -> None:
+        self._out += self.checks.take(event.node_id, event.report, now)
 
     def _worker_failed(self, event: inputs.WorkerFailed, now: float) -> None:
         if self.adoption.pending:
@@ -276,14 +305,13 @@ class JobMachine:
         incident = self._begin_incident(now) if current else self.incident
         if incident is None or incident.round != failure.round or failure.id in incident.seen:
             return
-        failure = reports.admitted(incident, failure)
-        echo = diagnosis.is_echo(failure)
-        reports.add(incident, failure, echo=echo)
-        verdict = diagnosis.diagnose(failure)
+        failure = reports.admitted(incident, failure, self.job.diagnosis_rules)
+        verdict = diagnosis.diagnose(failure, self.job.diagnosis_rules)
+        reports.add(incident, failure, echo=verdict.echo)
         self._emit(events.WorkerFailed(failure, verdict))
         if failure.round == rdzv.last_round:
             self.steps = max(self.steps, failure.steps)
-        goes_on = incident.decided or echo or self._decide(incident, now)
+        goes_on = incident.decided or verdict.echo or self._decide(incident, now)
         if goes_on and current:
             self._open_round(verdict.title, now)
 
@@ -305,12 +333,27 @@ class JobMachine:
             self._emit(events.Recovered(event.round, now - self.incident.since))
             self.incident = None
 
+    def _hung(self, event: inputs.Hung, now: float) -> None:
+        if event.found.round != self.rendezvous.round or self.rendezvous.collecting:
+            return
+        self._emit(event.found)
+        if event.restart:
+            incident = self._begin_incident(now)
+            incident.hang = event.found.place or event.found.groups
+            if incident.decided or self._decide(incident, now):
+                self._open_round("the training hung", now)
+
+    def _rank_speed(self, event: inputs.RankSpeed, _now: float) -> None:
+        if event.round == self.rendezvous.round:
+            self._emit(event.found)
+
     def _stop_requested(self, event: inputs.StopRequested, now: float) -> None:
         self._end(event.exit_code, event.reason, now)
 
     def _deadline_passed(self, event: inputs.DeadlinePassed, now: float) -> None:
         for node_id in [i for i, at in self.lost_at.items() if at <= now]:
             self._lose(node_id, "its connection did not come back", now)
+        self._out += self.checks.time_out(now)
         if self.grow_at is not None and self.grow_at <= now:
             self.grow_at = None
             if self._can_grow():
@@ -326,6 +369,8 @@ class JobMachine:
         if self.outcome is not None or self.adoption.pending:
             return
         rdzv = self.rendezvous
+        if self._checking(now) or self._has_ended():
+            return
         if rdzv.expired(now):
             self._end(
                 ExitCode.INFRASTRUCTURE,
@@ -342,11 +387,11 @@ class JobMachine:
         """Adopt the round that the nodes tell of, or open a new one."""
         adoption, rdzv = self.adoption, self.rendezvous
         adoption.over = True
-        reports, adoption.reports = adoption.reports, {}
+        held_back, adoption.reports = adoption.reports, {}
         members = adoption.members()
         if members and rdzv.usable(len(members)) == len(members):
             self._adopt(members, now)
-            for report in reports.values():
+            for report in held_back.values():
                 if self.outcome is None:
                     _HANDLERS[type(report)](self, report, now)
         elif adoption.highest:
@@ -383,13 +428,73 @@ class JobMachine:
             if held.world is not None and node_id not in self.worlds:
                 self._call(self.nodes[node_id], reason)
 
+    def _checking(self, now: float) -> bool:
+        """Check nodes that are due before their world is formed; whether nodes are being checked.
+
+        When a check is over, the job goes on without the nodes that it names, or it ends.
+        """
+        if self._has_ended():
+            return False
+        rdzv, checks = self.rendezvous, self.checks
+        if checks.run is None:
+            incident = self.incident
+            ready = rdzv.ready(now)
+            if ready and incident is not None and not incident.decided:
+                # It may be to go on without one of the nodes.
+                ready = self._decide(incident, now) and rdzv.ready(now)
+            due = checks.due(rdzv.offers) if ready else set()
+            if due:
+                again = (
+                    "it is new, or had a fault" if len(due) == 1 else "they are new, or had faults"
+                )
+                reason = again if rdzv.members else "the job starts"
+                self._emit(events.NodeCheckStarted(len(due), reason))
+                ranks = {i: self.nodes[i].node_rank for i in rdzv.offers}
+                self._out += checks.begin(rdzv.in_order(ranks), rdzv.offers, now)
+            return bool(due)
+        run, conclusion = checks.run, checks.conclude(now)
+        if conclusion is None:
+            return True
+        found, out = conclusion
+        for body in told(found, out):
+            self._emit(body)
+        count = len(run.evidence.nodes)
+        self._emit(events.NodeCheckFinished(count, len(out), run.round, now - run.began))
+        rdzv.settle(now)
+        for node_id, finding in out.items():
+            self._leave_out(self.nodes[node_id], finding, now)
+        return self._checking(now)
+
+    def _leave_out(self, node: Node, finding: Finding, now: float) -> None:
+        """Go on without a node that the check named."""
+        if self._has_ended() or node.status.final:
+            return
+        reason = f"the node check names its {finding.component.value}: {finding.message}"
+        node.excluded = True
+        self._exclude(node, reason, now)
+        if node.connected:
+            self._send(inputs.Dismiss(node.id, excluded(node, reason)))
+        self._lose(node.id, reason, now)
+        if not (self._has_ended() or node.launched or self._enough_nodes()):
+            living = sum(not n.status.final for n in self.nodes.values())
+            self._end(
+                ExitCode.INFRASTRUCTURE,
+                f"node {node.id} is left out ({reason}), and only {living} of at least "
+                f"{self.job.min_nodes} nodes remain.",
+                now,
+            )
+
+    def _has_ended(self) -> bool:
+        return self.outcome is not None
+
+    def _enough_nodes(self) -> bool:
+        living = sum(not node.status.final for node in self.nodes.values())
+        return self.rendezvous.usable(living) > 0
+
     def _all_succeeded(self) -> bool:
         return all(self.nodes[i].status is NodeStatus.SUCCEEDED for i in self.rendezvous.members)
 
     def _complete_round(self, now: float) -> None:
-        incident = self.incident
-        if incident is not None and not incident.decided and not self._decide(incident, now):
-            return
         rdzv = self.rendezvous
         for node_id in rdzv.missing:  # late ones; they are called to the next round when they join
             if self.nodes[node_id].status in (NodeStatus.RUNNING, NodeStatus.SUCCEEDED):
@@ -400,12 +505,12 @@ class JobMachine:
         self.earlier_steps += self.steps
         self.steps = 0
         self.world_since = now
-        for node_id, world in self.worlds.items():
+        for node_id in self.worlds:
             node = self.nodes[node_id]
             self._move(node, NodeStatus.RUNNING)
             node.has_run = True
             self.failed_starts.pop(node.node_rank, None)
-            self._send(inputs.AssignWorld(node_id, world))
+            self._assign(node_id)
         some_world = next(iter(self.worlds.values()))
         self._emit(
             events.RoundCompleted(
@@ -418,6 +523,10 @@ class JobMachine:
         launched = [n.id for n in self.nodes.values() if n.launched and not n.status.final]
         self.rendezvous.open(launched, fixed=bool(launched), now=now)
         self._emit_round_opened("the job starts")
+
+    def _assign(self, node_id: int) -> None:
+        world = self.worlds[node_id]
+        self._send(inputs.AssignWorld(node_id, world, self.fresh == (node_id, world.round)))
 
     def _open_round(self, reason: str, now: float) -> None:
         """Call every living node to a new round."""
@@ -442,6 +551,7 @@ class JobMachine:
         self.lost_at.pop(node_id, None)
         self.rendezvous.drop(node_id)
         self.adoption.forget(node_id)
+        self._out += self.checks.lose(node_id, now)
         node.connected = False
         node.reason = reason
         if self.outcome is not None:
@@ -452,7 +562,7 @@ class JobMachine:
             return
         self._bury(node)
         if was_running:
-            self._node_fault(node, reason, now)
+            self._node_fault(node, now)
         if self.outcome is None:
             self._replace(node, now)
 
@@ -462,10 +572,10 @@ class JobMachine:
         if node.handle:
             self._send(inputs.KillNode(node.id))
 
-    def _node_fault(self, node: Node, reason: str, now: float) -> None:
+    def _node_fault(self, node: Node, now: float) -> None:
         """A node of the world is lost."""
         incident = self._begin_incident(now)
-        incident.lost_nodes.append(f"node {node.id} was lost: {reason}")
+        incident.lost_nodes.append(loss_of(node, incident.round, now))
         goes_on = incident.decided or self._decide(incident, now)
         if goes_on and not self.rendezvous.collecting:
             self._open_round(f"node {node.id} was lost", now)
@@ -478,20 +588,28 @@ class JobMachine:
             attempts = self.failed_starts.get(node.node_rank, 0) + 1
             self.failed_starts[node.node_rank] = attempts
             if attempts >= self.job.limits.node_start_attempts:
+                if node.excluded and self._enough_nodes():
+                    return  # whatever takes its place is at fault, too; the others train on
                 self._end(
                     ExitCode.INFRASTRUCTURE,
                     f"node {node.id} could not be started in {attempts} attempts: {node.reason}.",
                     now,
                 )
                 return
-        self._launch(node.node_rank, replaces=node.id)
+        self._launch(node.node_rank, now, replaces=node)
 
-    def _launch(self, node_rank: int, replaces: int = -1) -> int:
+    def _launch(self, node_rank: int, now: float, replaces: Node | None = None) -> int:
         node = self._add_node(node_rank)
         node.launched = True
-        self._emit(events.NodeLaunched(node.id, replaces))
-        self._send(inputs.LaunchNode(node.id, node_rank))
+        if replaces is not None:
+            node.memory_factor = replaces.memory_factor
+        self._emit(events.NodeLaunched(node.id, replaces.id if replaces is not None else -1))
+        self._order(node, now)
         return node.id
+
+    def _order(self, node: Node, now: float) -> None:
+        avoid = self.faults.excluded(now)
+        self._send(inputs.LaunchNode(node.id, node.node_rank, avoid, node.memory_factor))
 
     def _add_node(self, node_rank: int, node_id: int | None = None) -> Node:
         node = Node(id=self.next_id if node_id is None else node_id, node_rank=node_rank)
@@ -526,46 +644,107 @@ class JobMachine:
     def _decide(self, incident: Incident, now: float) -> bool:
         """Ask the restart policy about an incident, once; whether the job goes on."""
         incident.decided = True
+        own = self.job.diagnosis_rules
         # What was reported before the loss of a node can only echo it, or it had been decided upon.
-        root = None if incident.lost_nodes else diagnosis.root_cause(incident.failures)
-        cause = self._cause(incident, root, now)
-        decision = self.restarts.decide(cause, now)
+        if incident.hang and not incident.lost_nodes:
+            return self._decide_hang(incident.hang, now)
+        root = None if incident.lost_nodes else diagnosis.root_cause(incident.failures, own)
+        failure = root if root is not None else incident.lost_nodes[0]
+        verdict = diagnosis.diagnose(failure, own)
+        decision = self.restarts.decide(
+            cause_of(failure, verdict, self.steps, now - self.world_since), now
+        )
         if isinstance(decision, Stop):
             self._end(decision.exit_code, decision.reason, now, root)
             return False
-        self._emit(events.RestartDecided(self.restarts.count, decision.reason))
+        node = self.nodes.get(failure.node_id)
+        action = Action.RESTART if node is None else self._action(node, verdict, now)
+        self._emit(
+            events.RestartDecided(
+                self.restarts.count, decision.reason, verdict.cause, action, failure.node_id
+            )
+        )
+        if node is not None:
+            self._act(node, action, verdict, now)
+        if verdict.origin is Origin.INFRASTRUCTURE:
+            self.checks.doubt({failure.node_id for failure in incident.failures})
         return True
 
-    def _cause(self, incident: Incident, root: Failure | None, now: float) -> Cause:
-        seconds = now - self.world_since
-        if root is None:
-            return Cause(
-                title=incident.lost_nodes[0],
-                origin=Origin.INFRASTRUCTURE,
-                hopeless=False,
-                signature="node lost",
-                steps=self.steps,
-                seconds=seconds,
-            )
-        verdict = diagnosis.diagnose(root)
-        return Cause(
-            title=verdict.title,
-            origin=verdict.origin,
-            hopeless=verdict.hopeless,
-            signature=verdict.signature,
-            steps=self.steps,
-            seconds=seconds,
-        )
+    def _decide_hang(self, place: str, now: float) -> bool:
+        decision = self.restarts.decide(hang_cause(place, self.steps), now)
+        if isinstance(decision, Stop):
+            self._end(decision.exit_code, decision.reason, now)
+            return False
+        self._emit(events.RestartDecided(self.restarts.count, decision.reason, "hang"))
+        return True
+
+    def _action(self, node: Node, verdict: Verdict, now: float) -> Action:
+        """What is done about a failure: what its verdict or its repetition asks for, where that is possible."""
+        if node.status.final:
+            return verdict.action
+        action = self.faults.action(node.id, verdict, now)
+        stays = not node.launched and not self._can_spare(node)
+        return Action.RESTART if action is Action.RELAUNCH and stays else action
+
+    def _act(self, node: Node, action: Action, verdict: Verdict, now: float) -> None:
+        """Do what a restart of all workers does not."""
+        if action is Action.RESTART_FRESH:
+            self.fresh = (node.id, self.rendezvous.last_round + 1)
+        elif action is Action.RELAUNCH:
+            self._exclude(node, verdict.title, now)
+            self._give_up(node, verdict.title, now)
+        elif action is Action.MORE_MEMORY and node.launched and self.job.grows_memory:
+            node.memory_factor *= MEMORY_GROWTH
+            self._give_up(node, verdict.title, now)
+
+    def _exclude(self, node: Node, reason: str, now: float) -> None:
+        if node.hostname:
+            seconds = self.job.limits.exclusion_cooldown
+            self.faults.exclude(node.hostname, reason, now)
+            self._emit(events.HostExcluded(node.hostname, seconds, reason))
+
+    def _give_up(self, node: Node, reason: str, now: float) -> None:
+        """Go on without a node that is still there; the platform replaces one that it had launched."""
+        self.faults.forget(node.id)
+        if node.status.final:
+            return
+        node.reason = reason
+        self.lost_at.pop(node.id, None)
+        self.rendezvous.drop(node.id)
+        if node.connected and not node.launched:
+            self._send(inputs.Dismiss(node.id, given_up(node)))
+        node.connected = False
+        self._bury(node)
+        self._replace(node, now)
+
+    def _can_spare(self, node: Node) -> bool:
+        """Whether the other nodes are enough for a world."""
+        others = [
+            n for n in self.nodes.values() if n is not node and not (n.status.final or n.gone)
+        ]
+        return self.rendezvous.usable(len(others)) > 0
+
+    def _refuse(self, node: Node, now: float) -> bool:
+        """Dismiss a newcomer from a host that is kept out, if the job can do without it."""
+        refusal = self.faults.refusal(node.hostname, now)
+        newcomer = node.status is NodeStatus.PENDING and not node.launched
+        if not refusal or not newcomer or self.outcome is not None or not self._can_spare(node):
+            return False
+        node.reason = refusal.rstrip(".")
+        self._bury(node)
+        self._send(inputs.Dismiss(node.id, given_up(node)))
+        return True
 
     def _end(self, exit_code: int, reason: str, now: float, root: Failure | None = None) -> None:
         """End the job and dismiss every node; one that may come back is dismissed when it does."""
         failures = self.incident.failures if self.incident is not None else []
+        own = self.job.diagnosis_rules
         self.outcome = Outcome(
             exit_code=int(exit_code),
             reason=reason,
             failure=root,
-            verdict=diagnosis.diagnose(root) if root is not None else None,
-            others=diagnosis.other_failures(failures, root),
+            verdict=diagnosis.diagnose(root, own) if root is not None else None,
+            others=diagnosis.other_failures(failures, root, own),
             restarts=self.restarts.count,
             steps=self.total_steps,
             seconds=now - self.submitted_at,
@@ -604,46 +783,7 @@ class JobMachine:
 
     def validate(self) -> None:
         """Check the invariants; raise AssertionError on the first that is broken."""
-        self.rendezvous.validate()
-        self.restarts.validate()
-        self.adoption.validate()
-        rdzv = self.rendezvous
-        assert not (self.adoption.pending and (rdzv.collecting or rdzv.members)), (
-            "two rounds at once"
-        )
-        assert self.next_id > max(self.nodes, default=-1), "an id would be given twice"
-        for node in self.nodes.values():
-            assert not (node.status.final and node.id in rdzv.offers), "a lost node has an offer"
-            assert not (node.status.final and node.connected), "lost but connected"
-            assert node.status is not NodeStatus.PENDING or not node.connected, "pending, connected"
-            busy = node.status in (NodeStatus.RUNNING, NodeStatus.SUCCEEDED)
-            assert not busy or node.id in self.worlds, "workers outside of the world"
-            away = not (node.connected or node.gone or node.status is NodeStatus.PENDING)
-            if self.outcome is None and away and not node.status.final:
-                assert node.id in self.lost_at, (
-                    "a node without connection is waited for without end"
-                )
-        assert tuple(self.worlds) == rdzv.members, "the members were told of another world"
-        for node_id in rdzv.offers:
-            assert self.nodes[node_id].status is NodeStatus.READY, "an offer from a busy node"
-            if self.outcome is None:
-                assert self.nodes[node_id].connected, "an offer from a node without connection"
-        for node_id in rdzv.missing:
-            assert not self.nodes[node_id].status.final, "a lost node is awaited"
-        if self.outcome is None and not rdzv.collecting:
-            for node_id in rdzv.members:
-                status = self.nodes[node_id].status
-                assert status in (NodeStatus.RUNNING, NodeStatus.SUCCEEDED), "a hole in the world"
-        for node_id in self.lost_at:
-            node = self.nodes[node_id]
-            assert not node.connected, "a connected node is being given up"
-            assert not node.status.final, "a lost node is being given up"
-        assert all(node_id in self.nodes for node_id in self.by_uid.values())
-        if self.incident is not None:
-            assert self.incident.seen == {failure.id for failure in self.incident.failures}
-            assert self.incident.decided or rdzv.collecting or self.outcome is not None
-        assert self.steps >= 0
-        assert self.earlier_steps >= 0
+        invariants.check(self)
 
 
 _AFTER_THE_END = (
@@ -664,9 +804,12 @@ _HANDLERS: dict[type, Callable[[JobMachine, Any, float], None]] = {
     inputs.NodeDisconnected: JobMachine._node_disconnected,  # noqa: SLF001
     inputs.NodeSilent: JobMachine._node_silent,  # noqa: SLF001
     inputs.NodeJoined: JobMachine._node_joined,  # noqa: SLF001
+    inputs.NodeChecked: JobMachine._node_checked,  # noqa: SLF001
     inputs.WorkerFailed: JobMachine._worker_failed,  # noqa: SLF001
     inputs.NodeSucceeded: JobMachine._node_succeeded,  # noqa: SLF001
     inputs.Progressed: JobMachine._progressed,  # noqa: SLF001
+    inputs.Hung: JobMachine._hung,  # noqa: SLF001
+    inputs.RankSpeed: JobMachine._rank_speed,  # noqa: SLF001
     inputs.StopRequested: JobMachine._stop_requested,  # noqa: SLF001
     inputs.DeadlinePassed: JobMachine._deadline_passed,  # noqa: SLF001
 }

@@ -139,13 +139,22 @@ class Rendezvous:
         short = self.collecting and not self.usable(len(self.offers))
         return short and now >= self.expires_at()
 
+    def in_order(self, node_ranks: dict[int, int]) -> list[int]:
+        """The nodes that have joined, in the order in which they get their ranks."""
+        return sorted(self.offers, key=lambda i: (_wanted(node_ranks, i), i))
+
+    def settle(self, now: float) -> None:
+        """The nodes that have joined were checked: go on with them, without waiting for unknown ones."""
+        self.fixed = True
+        self.resumed_at = now
+
     def complete(self, node_ranks: dict[int, int], restart_count: int) -> dict[int, World]:
         """Form the world of a round that is `ready`: what to tell each member, by node id.
 
         Nodes with a wanted rank come first, in its order, then the others by age, so that rank 0 stays
         where it is. Nodes beyond the usable number keep their offers for the next round.
         """
-        order = sorted(self.offers, key=lambda i: (_wanted(node_ranks, i), i))
+        order = self.in_order(node_ranks)
         self.members = tuple(order[: self.usable(len(order))])
         chosen = [(node, self.offers.pop(node)) for node in self.members]
         self.collecting = False

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from dlrover.errors import ExitCode
-from dlrover.spec.failure import Origin
+from dlrover.spec.failure import Failure, FailureKind, Origin, Verdict
 from dlrover.spec.job import JobSpec
 
 
@@ -27,6 +27,35 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     """Steps that the interrupted round had completed."""
     seconds: float
     """How long the interrupted round had run."""
+    cause: str = ""
+    """The name in the table of causes."""
+
+
+def cause_of(failure: Failure, verdict: Verdict, steps: int, seconds: float) -> Cause:
+    """What a failure means for the budgets."""
+    lost = failure.kind is FailureKind.NODE
+    return Cause(
+        title=f"node {failure.node_id} was lost: {failure.message}" if lost else verdict.title,
+        origin=verdict.origin,
+        hopeless=verdict.hopeless,
+        signature="node lost" if lost else verdict.signature,
+        steps=steps,
+        seconds=seconds,
+        cause=verdict.cause,
+    )
+
+
+def hang_cause(place: str, steps: int) -> Cause:
+    """What a hang means for the budgets: without a step it got nowhere, however long it took."""
+    return Cause(
+        title=f"the training hung in {place}",
+        origin=Origin.UNKNOWN,
+        hopeless=False,
+        signature=f"hang in {place}",
+        steps=steps,
+        seconds=0.0,
+        cause="hang",
+    )
 
 
 class Restart(msgspec.Struct, frozen=True):
@@ -57,6 +86,8 @@ class RestartPolicy:
     user_restarts: int = 0
     #: times of the restarts granted for other causes, within the window
     infrastructure_times: list[float] = field(default_factory=list)
+    #: the same for single causes that have a budget of their own
+    cause_times: dict[str, list[float]] = field(default_factory=dict)
     #: restarts in a row without progress; the first round is none
     stalled: int = 0
     last_signature: str = ""
@@ -79,9 +110,30 @@ class RestartPolicy:
                 ExitCode.NO_PROGRESS,
                 f"{cause.title}; the last {limits.no_progress_restarts} restarts led to no new step.",
             )
+        exhausted = self._cause_exhausted(cause, now)
+        if exhausted is not None:
+            return exhausted
         if cause.origin is Origin.USER:
             return self._user_restart(cause)
         return self._infrastructure_restart(cause, now)
+
+    def _cause_exhausted(self, cause: Cause, now: float) -> Stop | None:
+        """The end, if the cause has a budget of its own that is used; else one restart is taken off."""
+        allowed = self.job.limits.cause_budgets.get(cause.cause)
+        if allowed is None:
+            return None
+        window = self.job.limits.restart_window
+        times = [t for t in self.cause_times.get(cause.cause, []) if t > now - window]
+        self.cause_times[cause.cause] = times
+        if len(times) < allowed:
+            times.append(now)
+            return None
+        code = ExitCode.USER_CODE if cause.origin is Origin.USER else ExitCode.INFRASTRUCTURE
+        return Stop(
+            code,
+            f"{cause.title}; {allowed} restarts for {cause.cause} within {window:g} s are used "
+            "(cause_budgets).",
+        )
 
     def _user_restart(self, cause: Cause) -> Restart | Stop:
         allowed = self.job.max_restarts
@@ -122,3 +174,5 @@ class RestartPolicy:
         assert 0 <= self.user_restarts <= self.job.max_restarts, "the user's budget is overdrawn"
         assert len(self.infrastructure_times) <= self.job.limits.max_infrastructure_restarts
         assert self.count >= self.user_restarts
+        budgets = self.job.limits.cause_budgets
+        assert all(len(times) <= budgets[cause] for cause, times in self.cause_times.items())

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from dlrover.errors import ExitCode
-from dlrover.spec.failure import Failure
+from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.node import NodeStatus
 from dlrover.spec.outcome import Outcome
 
@@ -44,8 +44,12 @@ class Node:
     has_run: bool = False
     #: its agent ended after its workers had succeeded: nothing is missing unless a new round opens
     gone: bool = False
+    #: the node check named it
+    excluded: bool = False
     #: why it is lost
     reason: str = ""
+    #: how many times the memory that the job asked for it was launched with
+    memory_factor: float = 1.0
 
 
 @dataclass
@@ -61,7 +65,10 @@ class Incident:
     earliest: float = float("inf")
     #: failures that kept their texts whole because each was earlier than that
     later_causes: int = 0
-    lost_nodes: list[str] = field(default_factory=list)
+    #: of the kind `FailureKind.NODE`, one for each lost node of the world
+    lost_nodes: list[Failure] = field(default_factory=list)
+    #: where the training hung that began it; empty for other faults
+    hang: str = ""
     #: whether the restart policy has spoken
     decided: bool = False
 
@@ -75,8 +82,30 @@ def phase_after(exit_code: int) -> Phase:
 
 
 def given_up(node: Node) -> Outcome:
-    """What a node is told that comes back after it was replaced."""
+    """What a node is told that the job goes on without."""
+    reason = f"node {node.id} was given up ({node.reason})."
+    if node.launched:
+        reason = f"node {node.id} was given up ({node.reason}) and replaced."
+    return Outcome(exit_code=ExitCode.INFRASTRUCTURE, reason=reason)
+
+
+def loss_of(node: Node, round_: int, now: float) -> Failure:
+    """The record of a lost node, for the diagnosis."""
+    return Failure(
+        id=f"node {node.id}",
+        kind=FailureKind.NODE,
+        node_id=node.id,
+        rank=-1,
+        local_rank=-1,
+        round=round_,
+        time=now,
+        message=node.reason,
+        hostname=node.hostname,
+    )
+
+
+def excluded(node: Node, reason: str) -> Outcome:
+    """What a node is told that the job goes on without."""
     return Outcome(
-        exit_code=ExitCode.INFRASTRUCTURE,
-        reason=f"node {node.id} was given up ({node.reason}) and replaced.",
+        exit_code=ExitCode.INFRASTRUCTURE, reason=f"node {node.id} is left out: {reason}."
     )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from dlrover.spec.node import NodeStatus
 
 if TYPE_CHECKING:
+    from dlrover.master.machine.checking import CheckRun
     from dlrover.master.machine.job import JobMachine
     from dlrover.master.machine.state import Node
 
@@ -25,6 +26,8 @@ def waiting_for(machine: JobMachine, now: float) -> str:
         )
     if machine.outcome is not None or not rdzv.collecting:
         return ""
+    if machine.checks.run is not None:
+        return _checking(machine.checks.run, machine, now)
     limit = (rdzv.deadline() or now) - rdzv.opened_at
     waited = f"{now - rdzv.opened_at:.0f} s of {limit:.0f} s"
     joined = len(rdzv.offers)
@@ -37,6 +40,18 @@ def waiting_for(machine: JobMachine, now: float) -> str:
     if not rdzv.usable(joined):
         return f"waiting for {machine.job.min_nodes} nodes, {joined} joined: {waited}"
     return f"{joined} of at most {machine.job.max_nodes} nodes joined; waiting for more: {waited}"
+
+
+def _checking(run: CheckRun, machine: JobMachine, now: float) -> str:
+    limits = machine.job.limits
+    waited = f"{now - run.round_began:.0f} s of {limits.check_timeout:.0f} s"
+    awaited = sorted(run.missing)
+    named = ", ".join(map(str, awaited[:NODES_NAMED]))
+    more = f" and {len(awaited) - NODES_NAMED} more" if len(awaited) > NODES_NAMED else ""
+    return (
+        f"checking nodes, round {run.round} of at most {limits.check_rounds}: {waited}; "
+        f"no answer yet from {named}{more}"
+    )
 
 
 def _state_of(node: Node) -> str:

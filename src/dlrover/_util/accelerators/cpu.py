@@ -1,0 +1,7 @@
+"""No accelerator: training on the processors."""
+
+from __future__ import annotations
+
+from dlrover._util.accelerators.base import NO_FILE, Vendor
+
+VENDOR = Vendor("cpu", "cpu", NO_FILE, torch_device="cpu", backend="gloo")

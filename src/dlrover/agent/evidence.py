@@ -1,0 +1,179 @@
+"""What can be seen of a worker from outside: CPU time, state, bytes read and written, and stacks.
+
+The stacks come from ``py-spy`` where it is installed and the kernel lets it look, else from the worker
+itself (`dlrover.elastic.stacks`). Neither needs the worker's help: it may hang.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from dlrover.elastic.stacks import FILE_NAME, SIGNAL
+from dlrover.spec.failure import clip
+from dlrover.spec.stacks import WorkerEvidence, main_thread
+
+PY_SPY_TIME = 10.0
+"""Seconds that ``py-spy`` gets for one worker."""
+SIGNAL_TIME = 2.0
+"""Seconds in which a worker writes its stacks itself."""
+SIGNAL_POLL = 0.02
+QUIET_TIME = 0.1
+"""Seconds without another byte after which the stacks are complete."""
+TICKS = os.sysconf("SC_CLK_TCK")
+FLIGHT_RECORDS = "/tmp/nccl_trace_rank_"  # noqa: S108
+"""Where PyTorch's flight recorder writes unless it is told otherwise."""
+
+
+async def collect(pids: Sequence[int]) -> list[WorkerEvidence]:
+    """What is to be seen of each worker that leads the process group ``pid``, all at the same time."""
+    cpu = _cpu_seconds(pids)
+    stacks = await asyncio.gather(*(_stacks(pid) for pid in pids))
+    return [
+        WorkerEvidence(
+            pid=pid,
+            time=time.monotonic(),
+            state=_state(pid),
+            cpu=cpu[pid],
+            moved=_bytes_moved(pid),
+            frames=main_thread(text),
+            text=clip(text),
+            source=source,
+        )
+        for pid, (source, text) in zip(pids, stacks, strict=True)
+    ]
+
+
+def flight_record(env: Mapping[str, str], rank: int) -> str:
+    """Where the flight recorder of PyTorch has written what ``rank`` communicated; empty if nowhere.
+
+    With ``TORCH_NCCL_DEBUG_INFO_PIPE_FILE`` set the worker is told to write it.
+    """
+    pipe = env.get("TORCH_NCCL_DEBUG_INFO_PIPE_FILE")
+    if pipe:
+        with contextlib.suppress(OSError):  # nobody reads it
+            fd = os.open(f"{pipe}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
+            os.write(fd, b"1")
+            os.close(fd)
+    for variable in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        path = Path(f"{env.get(variable, FLIGHT_RECORDS)}{rank}")
+        if path.exists():
+            return str(path)
+    return ""
+
+
+# ---- the process
+
+
+def _cpu_seconds(pids: Sequence[int]) -> dict[int, float]:
+    """CPU seconds of each worker with everything that it has started: its session's processes."""
+    ticks = dict.fromkeys(pids, 0)
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            fields = _stat(int(entry.name))
+            session = int(fields[3]) if fields else 0
+            if session in ticks:
+                ticks[session] += sum(map(int, fields[11:15]))
+    return {pid: count / TICKS for pid, count in ticks.items()}
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of ``/proc/pid/stat`` from the state on; none if it is gone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
+
+
+def _state(pid: int) -> str:
+    return next(iter(_stat(pid)), "")
+
+
+def _bytes_moved(pid: int) -> int:
+    """Bytes that the process has read and written so far; 0 where that may not be seen."""
+    with contextlib.suppress(OSError, ValueError):
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines[:2])
+    return 0
+
+
+# ---- stacks
+
+
+async def _stacks(pid: int) -> tuple[str, str]:
+    """Who told the stacks of a process, and the stacks; empty texts where nobody could."""
+    text = await _by_py_spy(pid)
+    if text:
+        return "py-spy", text
+    text = await _by_signal(pid)
+    return ("faulthandler", text) if text else ("", "")
+
+
+async def _by_py_spy(pid: int) -> str:
+    program = shutil.which("py-spy")
+    if program is None:
+        return ""
+    process = await asyncio.create_subprocess_exec(
+        program, "dump", "--full-filenames", "--pid", str(pid),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), PY_SPY_TIME)
+    except asyncio.TimeoutError:
+        process.kill()
+        await process.wait()
+        return ""
+    return output.decode(errors="replace") if process.returncode == 0 else ""
+
+
+async def _by_signal(pid: int) -> str:
+    """Ask the process itself; it is not asked unless it has prepared for it."""
+    path = _stacks_file(pid)
+    if path is None or not _handles_signal(pid):
+        return ""
+    try:
+        fd = os.open(path, os.O_RDWR)
+    except OSError:
+        return ""
+    try:
+        os.ftruncate(fd, 0)
+        os.kill(pid, SIGNAL)
+        await _complete(fd)
+        return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(fd)
+
+
+async def _complete(fd: int) -> None:
+    """Wait until nothing more is written."""
+    until = time.monotonic() + SIGNAL_TIME
+    size, since = 0, time.monotonic()
+    while (now := time.monotonic()) < until and not (size and now - since > QUIET_TIME):
+        await asyncio.sleep(SIGNAL_POLL)
+        if os.fstat(fd).st_size != size:
+            size, since = os.fstat(fd).st_size, now
+
+
+def _stacks_file(pid: int) -> Path | None:
+    with contextlib.suppress(OSError):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if os.readlink(entry).startswith(f"/memfd:{FILE_NAME} "):
+                    return entry
+    return None
+
+
+def _handles_signal(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (SIGNAL - 1) & 1)
+    return False

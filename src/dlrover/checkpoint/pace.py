@@ -1,0 +1,82 @@
+"""Where each save goes: what the user's interval says, or what is picked from measured costs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from typing import Literal
+
+from dlrover.checkpoint.client import SaverClient
+from dlrover.checkpoint.interval import HOURS_BETWEEN_FAILURES, Auto, Costs, Do
+from dlrover.checkpoint.protocol import SaverGoneError
+from dlrover.checkpoint.world import World
+from dlrover.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+Interval = int | Literal["auto"] | None
+
+
+def check(interval: object, hours_between_failures: float | None) -> None:
+    """Refuse what is no interval.
+
+    Raises:
+        ConfigurationError: a value is wrong.
+    """
+    if not (interval in (None, "auto") or (isinstance(interval, int) and interval >= 1)):
+        raise ConfigurationError(f"interval is {interval!r}; it must be 1 or more, or 'auto'.")
+    if hours_between_failures is not None and not hours_between_failures > 0:
+        raise ConfigurationError(
+            f"hours_between_failures is {hours_between_failures}; it must be more than 0."
+        )
+
+
+class Pace:
+    """Decides for saves that do not say where to."""
+
+    def __init__(
+        self, interval: Interval, hours_between_failures: float | None, world: World
+    ) -> None:
+        hours = hours_between_failures or HOURS_BETWEEN_FAILURES / world.size
+        self._interval = interval
+        self._auto = Auto(hours * 3600)
+        self._world = world
+        self.asked: dict[int, float] = {}
+        """When steps that are not durable yet were sent to storage, by this process's clock."""
+
+    def due(self, step: int, client: SaverClient) -> Do:
+        """Where a step goes."""
+        if self._interval == "auto":
+            self._note_durable(client)
+            return self._auto.ask(time.monotonic())
+        return "storage" if self._interval and step % self._interval == 0 else "memory"
+
+    def _note_durable(self, client: SaverClient) -> None:
+        if not self.asked:
+            return
+        with contextlib.suppress(SaverGoneError):  # the save that follows starts it again
+            newest = client.stored()
+            for step in [step for step in self.asked if step <= newest]:
+                began = self.asked.pop(step)
+                if step == newest:
+                    self.stored(began)
+
+    def saved(self, began: float) -> None:
+        """A save that began then has returned."""
+        now = time.monotonic()
+        self._auto.saved(now - began, now)
+
+    def stored(self, began: float) -> None:
+        """A step that was sent to storage then is durable."""
+        self._auto.stored(time.monotonic() - began)
+
+    def settle(self) -> None:
+        """Pick the interval, if it is time to. Collective: after each save that did not say where to."""
+        if self._interval != "auto" or not self._auto.due:
+            return
+        mine = [round(seconds * 1e6) for seconds in self._auto.costs]
+        worst = [max(values) / 1e6 for values in zip(*self._world.exchange(mine), strict=True)]
+        picked = self._auto.settle(Costs(*worst))
+        if picked is not None and self._world.rank == 0:
+            logger.info("%s", picked.sentence(Costs(*worst)))

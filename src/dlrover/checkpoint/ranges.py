@@ -1,0 +1,120 @@
+"""Ranges of remote files, read by many requests at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, Protocol, TypeVar
+
+from dlrover.checkpoint.stores import Range, UnreachableError, join
+
+READERS = 16
+"""Requests at once."""
+REQUEST = 32 << 20
+"""Bytes that one request asks for."""
+GAP = 1 << 16
+"""Bytes that are read for nothing rather than asking once more."""
+READ_RETRIES = (0.5, 2.0)
+"""Seconds to wait before a failed read is tried again, after what the implementation itself has tried."""
+_Value = TypeVar("_Value")
+
+
+class Source(Protocol):
+    """What the ranges are read from."""
+
+    def size(self, file: str) -> int:
+        """Bytes of a file."""
+
+    def read_range(self, wanted: Range) -> bytes:
+        """Some of a file's bytes; fewer where it ends before."""
+
+
+class _Span(NamedTuple):
+    """Neighbouring ranges of a file, read together."""
+
+    file: str
+    start: int
+    buffer: bytearray
+
+
+class Ranges:
+    """Ranges of the files in one folder: what is expected is read by many requests at once."""
+
+    def __init__(self, source: Source, folder: str) -> None:
+        self._source = source
+        self._folder = folder
+        self._sizes: dict[str, int] = {}
+        self._found: dict[Range, memoryview] = {}
+
+    def size(self, file: str) -> int:
+        """Bytes of a file."""
+        if file not in self._sizes:
+            self._sizes[file] = self._source.size(join(self._folder, file))
+        return self._sizes[file]
+
+    def expect(self, wanted: Iterable[Range]) -> None:
+        """Read what will be viewed."""
+        self._found.update(self._read({part for part in wanted if part.nbytes}))
+
+    def view(self, wanted: Range) -> memoryview:
+        """The bytes of one range, which may be written over."""
+        if not wanted.nbytes:
+            return memoryview(b"")
+        found = self._found.get(wanted)
+        return self._read({wanted})[wanted] if found is None else found
+
+    def _read(self, wanted: Iterable[Range]) -> dict[Range, memoryview]:
+        groups = _neighbours(sorted(wanted))
+        spans = [_span(group) for group in groups]
+        requests = [(span, at) for span in spans for at in range(0, len(span.buffer), REQUEST)]
+        if requests:
+            with ThreadPoolExecutor(min(READERS, len(requests))) as pool:
+                for done in [pool.submit(self._fill, *request) for request in requests]:
+                    done.result()
+        found = {}
+        for span, group in zip(spans, groups, strict=True):
+            whole = memoryview(span.buffer)
+            for part in group:
+                start = part.offset - span.start
+                found[part] = whole[start : start + part.nbytes]
+        return found
+
+    def _fill(self, span: _Span, at: int) -> None:
+        size = min(REQUEST, len(span.buffer) - at)
+        file = join(self._folder, span.file)
+        data = self._source.read_range(Range(file, span.start + at, size))
+        memoryview(span.buffer)[at : at + len(data)] = data
+
+
+def _neighbours(ranges: list[Range]) -> list[list[Range]]:
+    """Ranges of one file with small gaps at most; ``ranges`` are in order."""
+    groups: list[list[Range]] = []
+    end = 0
+    for wanted in ranges:
+        before = groups[-1][-1] if groups else None
+        if before is None or wanted.file != before.file or wanted.offset > end + GAP:
+            groups.append([])
+            end = wanted.offset
+        groups[-1].append(wanted)
+        end = max(end, wanted.offset + wanted.nbytes)
+    return groups
+
+
+def _span(group: list[Range]) -> _Span:
+    start = group[0].offset
+    end = max(wanted.offset + wanted.nbytes for wanted in group)
+    return _Span(group[0].file, start, bytearray(end - start))
+
+
+def again(read: Callable[[], _Value]) -> _Value:
+    """Try to read again if the store does not answer."""
+    delays = iter(READ_RETRIES)
+    while True:
+        try:
+            return read()
+        except UnreachableError:  # noqa: PERF203 - that is what the loop is for
+            delay = next(delays, None)
+            if delay is None:
+                raise
+            threading.Event().wait(delay)

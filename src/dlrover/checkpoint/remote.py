@@ -1,0 +1,334 @@
+"""Checkpoints in an object store, or wherever else fsspec reaches.
+
+There are no directories that could be renamed, so a step counts when it has a manifest::
+
+    step-40/manifest.json              put last; taken away first
+    step-40/.metadata                  what DCP reads first
+    step-40/0123456789abcdef/…         the files, in a folder with the name of the session that wrote them
+    step-30/manifest.json.bad          the manifest of a step that was found to be damaged
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import errno
+import importlib
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, BinaryIO, TypeVar, cast
+
+import msgspec
+
+from dlrover.checkpoint.ranges import Ranges, again
+from dlrover.checkpoint.stores import (
+    BAD,
+    DCP_METADATA,
+    MANIFEST,
+    Draft,
+    FileInfo,
+    Leftover,
+    Range,
+    Store,
+    UnreachableError,
+    Writer,
+    join,
+    location_of,
+    login,
+    step_folder,
+)  # fmt: skip
+from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
+
+POLL = 1.0
+"""Seconds between two looks for what other savers write."""
+WRITE = 16 << 20
+"""Bytes that are handed on at a time."""
+_TIMES = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")
+"""What the implementations call the time of the last change."""
+_STEP = re.compile(r"step-(\d+)")
+_Value = TypeVar("_Value")
+
+
+class _Place(msgspec.Struct):
+    """What of a manifest matters here."""
+
+    place: str = ""
+
+
+def remote_store(url: str) -> Store:
+    """A checkpoint directory at a URL.
+
+    Raises:
+        ConfigurationError: the URL is of no kind that fsspec knows, or a package is missing.
+        InfrastructureError: what is there does not answer.
+    """
+    return _RemoteStore(url)
+
+
+class _RemoteStore:
+    """What goes wrong in the implementation is an OSError, whatever it raises."""
+
+    poll = POLL
+    renames = False
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.location = location_of(url)
+        self._secret = login(url)
+        try:
+            core: Any = importlib.import_module("fsspec.core")
+            self._fs, self._root = core.url_to_fs(url)
+        except ModuleNotFoundError as error:
+            if error.name in ("fsspec", "fsspec.core"):
+                raise ConfigurationError(
+                    f"{self.location} needs the package fsspec; install dlrover[remote]."
+                ) from error
+            raise self._refused(error) from error
+        except (ImportError, ValueError) as error:
+            raise self._refused(error) from error
+        except Exception as error:
+            raise InfrastructureError(
+                f"{self.location} cannot be used: {self._said(error)}."
+            ) from error
+        self._root = self._root.rstrip("/")
+        protocols: str | tuple[str, ...] = self._fs.protocol
+        self.is_private = protocols == "memory"
+
+    def _refused(self, error: Exception) -> ConfigurationError:
+        return ConfigurationError(f"{self.location} cannot be used: {self._said(error)}.")
+
+    # ---- what the implementation says
+
+    def _said(self, error: Exception) -> str:
+        """The text of an error, without a password."""
+        text = str(getattr(error, "strerror", None) or str(error) or type(error).__name__)
+        return (text.replace(self._secret, "") if self._secret else text).rstrip(".")
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Raise what goes wrong as an OSError, whatever the implementation raises."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise FileNotFoundError(errno.ENOENT, "there is no such file or bucket") from error
+        except (UnreachableError, DLRoverError):
+            raise
+        except Exception as error:  # noqa: BLE001 - of whatever library the implementation uses
+            cause = None if self._secret else error
+            raise UnreachableError(errno.EIO, self._said(error), self.location) from cause
+
+    def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        with self._asking():
+            self._fs.invalidate_cache()
+            return getattr(self._fs, method)(*args, **kwargs)
+
+    def _path(self, name: str) -> str:
+        return join(self._root, name) if name else self._root
+
+    def where(self, name: str) -> str:
+        return join(self.location, name) if name else self.location
+
+    # ---- files
+
+    def is_there(self) -> bool:
+        return bool(self.names())
+
+    def names(self, folder: str = "") -> list[str]:
+        return list(self._listed(folder))
+
+    def folders(self) -> list[str]:
+        return [name for name, known in self._listed("").items() if known["type"] == "directory"]
+
+    def _listed(self, folder: str) -> dict[str, Mapping[str, Any]]:
+        path = self._path(folder).strip("/")
+        try:
+            found = self._ask("ls", self._path(folder), detail=True)
+        except FileNotFoundError:
+            return {}
+        named = {str(known["name"]).strip("/"): known for known in found}
+        return {name.rpartition("/")[2]: known for name, known in named.items() if name != path}
+
+    def files(self, folder: str) -> dict[str, FileInfo]:
+        path = self._path(folder)
+        found: Mapping[str, Mapping[str, Any]] = self._ask("find", path, detail=True)
+        start = len(path.strip("/")) + 1
+        infos = {name.strip("/")[start:]: known for name, known in found.items()}
+        return {
+            name: FileInfo(int(known["size"] or 0), _modified(known))
+            for name, known in infos.items()
+            if name
+        }
+
+    def exists(self, file: str) -> bool:
+        try:
+            self._ask("info", self._path(file))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def read(self, file: str) -> bytes:
+        return bytes(again(lambda: self._ask("cat_file", self._path(file))))
+
+    def open(self, file: str) -> contextlib.AbstractContextManager[BinaryIO]:
+        return self._open(file)
+
+    @contextlib.contextmanager
+    def _open(self, file: str) -> Iterator[BinaryIO]:
+        with self._asking(), self._fs.open(self._path(file), "rb") as opened:
+            yield opened
+
+    def reader(self, folder: str) -> Ranges:
+        return Ranges(self, folder)
+
+    def read_range(self, wanted: Range) -> bytes:
+        """Some of a file's bytes; fewer where it ends before."""
+        path, end = self._path(wanted.file), wanted.offset + wanted.nbytes
+        return cast(
+            "bytes", again(lambda: self._ask("cat_file", path, start=wanted.offset, end=end))
+        )
+
+    def size(self, file: str) -> int:
+        """Bytes of a file."""
+        return int(again(lambda: self._ask("info", self._path(file)))["size"])
+
+    @contextlib.contextmanager
+    def create(self, file: str) -> Iterator[Writer]:
+        opened = self._with_folder(file, lambda path: self._ask("open", path, "wb"))
+        try:
+            yield _Upload(self, opened)
+            with self._asking():
+                opened.close()
+        except BaseException:
+            self._abandon(opened)
+            raise
+
+    def _abandon(self, opened: Any) -> None:
+        """Close a file without finishing it, where the implementation can do that."""
+        with contextlib.suppress(Exception):
+            if hasattr(opened, "discard"):
+                opened.discard()
+                opened.closed = True
+
+    def write(self, file: str, data: bytes) -> None:
+        self._with_folder(file, lambda path: self._ask("pipe_file", path, data))
+
+    def sync(self, folder: str) -> None:
+        """What was written is durable."""
+
+    def write_once(self, file: str, data: bytes) -> None:
+        def put(path: str) -> None:
+            with self._asking(), contextlib.suppress(FileExistsError):
+                self._fs.pipe_file(path, data, mode="create")
+
+        if not self.exists(file):
+            self._with_folder(file, put)
+
+    def _with_folder(self, file: str, put: Callable[[str], _Value]) -> _Value:
+        """Write a file; where there are folders, its own is made if there is none."""
+        path = self._path(file)
+        try:
+            return put(path)
+        except FileNotFoundError:
+            self._make_folders(path.rpartition("/")[0])
+            return put(path)
+
+    def _make_folders(self, folder: str) -> None:
+        """Those below the checkpoint directory, and that; a bucket is not made."""
+        below = folder[len(self._root) :].strip("/").split("/")
+        folders = [self._root]
+        folders += [join(self._root, "/".join(below[: n + 1])) for n in range(len(below))]
+        for path in dict.fromkeys(folders):
+            with self._asking(), contextlib.suppress(FileExistsError):
+                self._fs.mkdir(path.rstrip("/"), create_parents=False)
+
+    def delete(self, file: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._ask("rm_file", self._path(file))
+
+    def remove(self, folder: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._ask("rm", self._path(folder), recursive=True)
+
+    # ---- steps
+
+    def draft(self, step: int, session: int) -> Draft:
+        """A folder that no step that counts, or did, uses: it may be the same session that saves it again."""
+        top = step_folder(step)
+        used = -1
+        for name in (MANIFEST, BAD):
+            place, _, number = self._place(join(top, name)).partition("-")
+            if place == f"{session:016x}":
+                used = max(used, int(number or 0))
+        suffix = f"-{used + 1}" if used >= 0 else ""
+        return Draft(step, top, f"{session:016x}{suffix}")
+
+    def _place(self, manifest: str) -> str:
+        try:
+            return msgspec.json.decode(self.read(manifest), type=_Place).place
+        except (FileNotFoundError, msgspec.DecodeError):
+            return ""
+
+    def publish(self, draft: Draft) -> None:
+        """The manifest is there: that is all."""
+
+    def is_published(self, draft: Draft) -> bool:
+        return self._place(join(draft.top, MANIFEST)) == draft.place
+
+    def set_aside(self, step: int) -> str:
+        top = step_folder(step)
+        self.write(join(top, BAD), self.read(join(top, MANIFEST)))
+        self.delete(join(top, MANIFEST))
+        return self.where(join(top, BAD))
+
+    def remove_step(self, step: int) -> None:
+        self.delete(join(step_folder(step), MANIFEST))
+        self.remove(step_folder(step))
+
+    def leftovers(self) -> list[Leftover]:
+        found = []
+        for top in self.names():
+            match = _STEP.fullmatch(top)
+            if match is None:
+                continue
+            names = self.names(top)
+            manifests = [name for name in (MANIFEST, BAD) if name in names]
+            others = [name for name in names if name not in manifests]
+            if manifests:
+                others = [name for name in others if name != DCP_METADATA]
+                used = {self._place(join(top, name)) for name in manifests}
+                others = [name for name in others if "" not in used and name not in used]
+            found += [Leftover(int(match[1]), name, join(top, name)) for name in others]
+        return found
+
+    def modified(self, folder: str) -> float:
+        try:
+            return max((known.modified for known in self.files(folder).values()), default=0.0)
+        except OSError:
+            return math.inf
+
+
+class _Upload:
+    """A file that is being written, a bounded number of bytes at a time."""
+
+    def __init__(self, store: _RemoteStore, file: Any) -> None:
+        self._store = store
+        self._file = file
+
+    def write(self, data: bytes | memoryview, /) -> None:
+        view = memoryview(data)
+        for start in range(0, len(view), WRITE):
+            with self._store._asking():  # noqa: SLF001 - of this module
+                self._file.write(view[start : start + WRITE])
+
+
+def _modified(known: Mapping[str, Any]) -> float:
+    """When a file changed last; now if the implementation does not say."""
+    for key in _TIMES:
+        value = known.get(key)
+        if isinstance(value, dt.datetime):
+            return value.timestamp()
+        if isinstance(value, int | float):
+            return float(value)
+    return time.time()

@@ -1,0 +1,190 @@
+"""``dlrover chaos``: run a job on this machine, inject faults, and show what becomes of each."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from dlrover import config
+from dlrover.cli import jobs
+from dlrover.cli.output import Form, Output, print_json
+from dlrover.errors import ConfigurationError, ExitCode
+
+if TYPE_CHECKING:
+    from dlrover.testing.chaos.report import FaultRow, Report
+    from dlrover.testing.chaos.run import Run
+    from dlrover.testing.chaos.schedule import Planned
+
+
+def chaos(  # noqa: PLR0913 - each is an option of the command
+    program: Annotated[
+        list[str], typer.Argument(metavar="PROGRAM [ARGS]...", help="As for dlrover-run.")
+    ],
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes to run on this machine.")] = 4,
+    nproc_per_node: Annotated[int, typer.Option(min=1, help="Workers on each node.")] = 1,
+    faults: Annotated[
+        str, typer.Option(help="Which faults, in this order: NAME,NAME,... (see the page).")
+    ] = "",
+    every: Annotated[
+        float, typer.Option(min=0.0, help="Inject one of them at random each so many seconds.")
+    ] = 0.0,
+    duration: Annotated[
+        float, typer.Option("--for", min=0.0, help="For so many seconds; with --every.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Chooses targets, and the faults of --every.")] = 0,
+    checkpoint_dir: Annotated[
+        Path | None, typer.Option(help="Directory of the program's Checkpointer.")
+    ] = None,
+    steps_file: Annotated[
+        Path | None, typer.Option(help='JSON lines with a number "step" that the program writes.')
+    ] = None,
+    detect_within: Annotated[
+        float, typer.Option(min=2.0, help="Seconds that a fault lasts which ends no process.")
+    ] = 10.0,
+    patience: Annotated[float, typer.Option(min=1.0, help="Seconds to wait for a step.")] = 120.0,
+    memory_mb: Annotated[int, typer.Option(min=1, help="MiB that memory-hog takes.")] = 512,
+    slow_share: Annotated[
+        float, typer.Option(min=0.01, max=0.99, help="Part of the time that slow leaves a worker.")
+    ] = 0.3,
+    assert_recovery: Annotated[
+        float | None, typer.Option(min=0.0, help="Seconds until each fault is over, at most.")
+    ] = None,
+    assert_goodput: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Goodput of the job, at least.")
+    ] = None,
+    stop: Annotated[
+        bool, typer.Option("--stop", help="Stop the job after the last fault.")
+    ] = False,
+    job_dir: Annotated[str, typer.Option(help="Directory of the job.")] = "",
+    output: Output = Form.TEXT,
+) -> None:
+    """Run a job on this machine, inject faults, and show what becomes of each.
+
+    Leaves with the job's exit code, with 0 for a job that --stop ended, and with 6 if something that was
+    asserted does not hold.
+    """
+    from dlrover.testing.chaos import report as reports  # noqa: PLC0415 - loads grpc
+    from dlrover.testing.chaos.run import Options, Run  # noqa: PLC0415
+    from dlrover.testing.chaos.verbs import Settings  # noqa: PLC0415
+
+    env = config.environ()
+    plan = _plan(faults, every, duration, seed)
+    directory = jobs.create(env, "chaos", job_dir)
+    with jobs.locked(directory):
+        pass  # what an earlier job left there is put aside before anybody looks
+    options = Options(
+        program=tuple(program),
+        job_dir=directory.path,
+        plan=tuple(plan),
+        settings=Settings(
+            checkpoint_dir=checkpoint_dir, memory_mb=memory_mb, slow_share=slow_share
+        ),
+        nodes=nodes,
+        nproc_per_node=nproc_per_node,
+        seed=seed,
+        detect_within=detect_within,
+        patience=patience,
+        steps_file=steps_file,
+        stop=stop,
+    )
+    run = Run(options, env, lambda line: print(line, file=sys.stderr, flush=True))
+    run.check()
+    report = _run(run)
+    report = msgspec.structs.replace(
+        report, unmet=reports.unmet(report, assert_recovery, assert_goodput)
+    )
+    if output is Form.JSON:
+        print_json(report)
+    else:
+        render(report)
+    raise typer.Exit(exit_code(report, stopped=stop))
+
+
+def _plan(faults: str, every: float, duration: float, seed: int) -> list[Planned]:
+    from dlrover.testing.chaos import schedule, verbs  # noqa: PLC0415
+
+    names = [name.strip() for name in faults.split(",")] if faults else list(verbs.DEFAULT)
+    for name in names:
+        if name not in verbs.VERBS:
+            raise ConfigurationError(
+                f"--faults names {name}; the faults are {', '.join(verbs.VERBS)}."
+            )
+    if bool(every) != bool(duration):
+        raise ConfigurationError("--every and --for belong together: give both, or none.")
+    if every:
+        return schedule.at_random(names, every, duration, seed)
+    return schedule.in_order(names, seed)
+
+
+def _run(run: Run) -> Report:
+    """Run, ended in an orderly way by the signals that end a command."""
+    caught: list[int] = []
+
+    async def work() -> Report:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def on_signal(number: int) -> None:
+            caught.append(number)
+            task.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+        return await run.run()
+
+    try:
+        return asyncio.run(work())
+    except asyncio.CancelledError:
+        raise typer.Exit(ExitCode.SIGNAL_BASE + caught[0]) from None
+
+
+def exit_code(report: Report, *, stopped: bool) -> int:
+    """What the command leaves with; ``stopped`` if it ended the job itself."""
+    if stopped and report.exit_code == ExitCode.STOPPED and not report.not_injected:
+        return ExitCode.NOT_MET if report.unmet else ExitCode.SUCCESS
+    if report.exit_code:
+        return report.exit_code
+    return ExitCode.NOT_MET if report.unmet else ExitCode.SUCCESS
+
+
+def render(report: Report) -> None:
+    """Print a run for people."""
+    _print_table([_HEADER, *map(_row, report.faults)])
+    for fault in report.not_injected:
+        print(f"{fault} was not injected: the job had ended.")
+    print(f"The job left with exit code {report.exit_code}: {report.reason}")
+    print(
+        f"{report.steps} steps in {report.wall_seconds:.0f} s, goodput {report.goodput_ratio:.3f}, "
+        f"seed {report.seed}, job directory {report.job_dir}"
+    )
+    for sentence in report.unmet:
+        print(f"Not met: {sentence}.")
+
+
+_HEADER = ("fault", "target", "detected", "trains again", "steps lost", "verdict")
+
+
+def _row(row: FaultRow) -> tuple[str, ...]:
+    lost = "-" if row.steps_lost is None else str(row.steps_lost)
+    detected = "-" if row.detected is None else f"{row.detected:.2f} s"
+    return row.fault, row.target, detected, _again(row), lost, row.verdict
+
+
+def _print_table(rows: list[tuple[str, ...]]) -> None:
+    """Columns as wide as they need; a terminal wraps what does not fit."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())
+
+
+def _again(row: FaultRow) -> str:
+    if row.training_again is None:
+        return "never"
+    return "went on" if row.training_again == 0.0 else f"{row.training_again:.2f} s"

@@ -1,0 +1,56 @@
+"""A job's timeline in the trace event format that chrome://tracing and Perfetto show."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from dlrover.cli.goodput import Report
+from dlrover.master.machine.roundtime import MICRO
+
+_JOB = 0
+"""The process that the job is in a trace; its nodes are threads."""
+
+
+def render(found: Report) -> str:
+    """The trace as JSON: one track for each node, incidents as instant events on all of them."""
+    start = round(found.submitted_at * MICRO)
+    events: list[dict[str, Any]] = [_name("process_name", found.job, 0)]
+    for node in found.timeline.nodes:
+        host = found.hostnames.get(node, "")
+        events.append(_name("thread_name", f"node {node}{f' ({host})' if host else ''}", node))
+        events += [
+            {
+                "ph": "X",
+                "pid": _JOB,
+                "tid": node,
+                "ts": span.since - start,
+                "dur": span.until - span.since,
+                "name": span.cause.label,
+                "cat": span.cause.value,
+            }
+            for span in found.timeline.spans(node)
+        ]
+    events += [
+        {
+            "ph": "i",
+            "s": "g",
+            "pid": _JOB,
+            "tid": max(0, incident.node),
+            "ts": round(incident.since * MICRO) - start,
+            "name": incident.title or "incident",
+            "cat": "incident",
+            "args": {
+                "lasted_seconds": incident.until - incident.since,
+                "seconds_of_all_nodes": incident.seconds,
+                "steps_lost": incident.steps_lost,
+            },
+        }
+        for incident in found.goodput.incidents
+    ]
+    other = {"job": found.job, "submitted_at": found.submitted_at}
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other})
+
+
+def _name(kind: str, name: str, thread: int) -> dict[str, Any]:
+    return {"ph": "M", "pid": _JOB, "tid": thread, "name": kind, "args": {"name": name}}

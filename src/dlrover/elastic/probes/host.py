@@ -1,0 +1,53 @@
+"""Probes of the host's memory and disk."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from dlrover.spec.check import Component, ProbeResult
+
+MEMORY_BYTES = 32 << 20
+"""What is copied at once: more than processors cache."""
+MEMORY_SECONDS = 0.25
+"""How long copying is repeated; the fastest one counts."""
+DISK_BYTES = 16 << 20
+_PATTERN = bytes(range(256)) * 4096
+
+
+def memory() -> ProbeResult:
+    """The rate at which one thread reads and writes the host's memory."""
+    source, target = bytearray(MEMORY_BYTES), memoryview(bytearray(MEMORY_BYTES))
+    best = float("inf")
+    until = time.perf_counter() + MEMORY_SECONDS
+    while True:
+        began = time.perf_counter()
+        target[:] = source
+        ended = time.perf_counter()
+        best = min(best, ended - began)
+        if ended >= until:
+            break
+    figure = 2 * MEMORY_BYTES / best / 1e9
+    return ProbeResult(component=Component.MEMORY, figure=figure, unit="GB/s")
+
+
+def disk(directory: Path) -> ProbeResult:
+    """The rate at which ``directory`` takes data that is then on the disk, read back and compared.
+
+    Raises:
+        OSError: the directory cannot be written to, or does not give back what was written.
+    """
+    with tempfile.TemporaryFile(dir=directory) as file:
+        began = time.perf_counter()
+        for _ in range(DISK_BYTES // len(_PATTERN)):
+            file.write(_PATTERN)
+        file.flush()
+        os.fsync(file.fileno())
+        seconds = time.perf_counter() - began
+        file.seek(0)
+        while block := file.read(len(_PATTERN)):
+            if block != _PATTERN:
+                raise OSError(5, "the data read back is not the data written")
+    return ProbeResult(component=Component.DISK, figure=DISK_BYTES / seconds / 1e6, unit="MB/s")

@@ -1,0 +1,214 @@
+"""Watches the training for hangs and slow ranks: gathers what the pure detectors need, and keeps the evidence."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from dlrover._util import files
+from dlrover.master.machine import hangs, inputs
+from dlrover.master.machine.job import JobMachine
+from dlrover.master.machine.slow import SpeedWatch
+from dlrover.rpc import messages
+from dlrover.spec import stacks
+from dlrover.spec.activities import Activity
+from dlrover.spec.activity import WorkerActivity
+from dlrover.spec.jobdir import JobDir
+from dlrover.spec.stacks import WorkerEvidence
+
+logger = logging.getLogger(__name__)
+
+TICK = 1.0
+"""Seconds between two looks at the clock, at most."""
+LOOK_TIME = 20.0
+"""Seconds that nodes get to look at their workers."""
+REPORT_LIMIT = 1 << 20
+"""Characters of a report that is sent to whoever asks."""
+
+Say = Callable[[int, messages.MasterMessage], None]
+
+
+@dataclass
+class _Question:
+    """Evidence that is being gathered."""
+
+    awaited: set[int]
+    workers: list[WorkerEvidence] = field(default_factory=list)
+    places: set[str] = field(default_factory=set)
+    complete: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def answer(self, node_id: int, workers: Iterable[WorkerEvidence]) -> None:
+        """A node's answer. Of ranks at the same place one keeps its full text: there may be thousands."""
+        if node_id not in self.awaited:
+            return
+        for worker in workers:
+            place = stacks.place(worker.frames)
+            known = place in self.places
+            self.workers.append(msgspec.structs.replace(worker, text="") if known else worker)
+            if place:
+                self.places.add(place)
+        self.awaited.discard(node_id)
+        if not self.awaited:
+            self.complete.set()
+
+
+class HangWatch:
+    """One master's watch over its workers. Runs on the master's event loop.
+
+    Args:
+        machine: the job; it is only looked at.
+        say: tells a node something.
+        submit: journals and handles an input of the machine.
+    """
+
+    def __init__(
+        self, machine: JobMachine, say: Say, submit: Callable[[inputs.Input], None]
+    ) -> None:
+        self._machine = machine
+        self._say = say
+        self._submit = submit
+        self._detector = hangs.HangDetector()
+        self._speed = SpeedWatch()
+        self._nodes: dict[int, int] = {}
+        self._told: dict[int, tuple[WorkerActivity, ...]] = {}
+        self._questions: dict[int, _Question] = {}
+        self._asked = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # ---- what the nodes say
+
+    def heard(self, node_id: int, message: messages.Heartbeat, now: float) -> None:
+        """A node reports what its workers do."""
+        self._follow_round()
+        world = self._machine.worlds.get(node_id)
+        if world is None or message.round != self._detector.round or not message.workers:
+            return
+        self._told[node_id] = message.workers
+        workers = {world.first_rank + i: worker for i, worker in enumerate(message.workers)}
+        self._nodes.update(dict.fromkeys(workers, node_id))
+        self._handle(hangs.Report(message.round, workers), now)
+
+    def answered(self, node_id: int, message: messages.Evidence) -> None:
+        """A node has looked at its workers."""
+        question = self._questions.get(message.id)
+        if question is not None:
+            question.answer(node_id, message.workers)
+
+    def _follow_round(self) -> None:
+        machine = self._machine
+        rdzv = machine.rendezvous
+        if rdzv.collecting or rdzv.round == self._detector.round:
+            return
+        limits = machine.job.limits
+        self._detector.limits = self._speed.limits = limits
+        self._nodes.clear()
+        self._told.clear()
+        self._speed.begin()
+        formed = hangs.WorldFormed(rdzv.round, machine.world_size, machine.total_steps > 0)
+        self._detector.handle(formed, 0.0)
+
+    # ---- time
+
+    async def run(self, clock: Callable[[], float]) -> None:
+        """Watch until cancelled."""
+        while True:
+            limits = self._machine.job.limits
+            await asyncio.sleep(min(TICK, limits.hang_sample_gap, limits.slow_rank_window))
+            self._tick(clock())
+
+    def _tick(self, now: float) -> None:
+        rdzv = self._machine.rendezvous
+        current = rdzv.round == self._detector.round and not rdzv.collecting
+        if self._machine.outcome is not None or not current:
+            return
+        self._handle(hangs.Tick(), now)
+        for found in self._speed.compare(self._detector.workers, self._nodes, now):
+            self._submit(inputs.RankSpeed(rdzv.round, found))
+
+    def _handle(self, event: hangs.Input, now: float) -> None:
+        for command in self._detector.handle(event, now):
+            if isinstance(command, hangs.Look):
+                task = asyncio.get_running_loop().create_task(self._look(command.round, now))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            else:
+                self._found(command)
+
+    async def _look(self, round_: int, asked_at: float) -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        workers, _ = await self._ask()
+        now = asked_at + loop.time() - began
+        self._handle(hangs.Looked(round_, tuple(workers)), now)
+
+    def _found(self, found: hangs.Found) -> None:
+        logger.warning("%s", found.hang.sentence())
+        name = ""
+        try:
+            name = self._keep(found)
+        except OSError as error:
+            logger.warning("The evidence cannot be written: %s", error)
+        hang = msgspec.structs.replace(found.hang, evidence=name)
+        self._submit(inputs.Hung(hang, found.restart))
+
+    def _keep(self, found: hangs.Found) -> str:
+        """Write the evidence; its name within the job directory."""
+        if not self._machine.job_dir:
+            return ""
+        directory = JobDir(Path(self._machine.job_dir)).evidence
+        directory.mkdir(exist_ok=True)
+        number = len(list(directory.glob("*.txt"))) + 1
+        text = f"{found.hang.sentence()}\n\n{stacks.report(found.evidence, found.missing)}"
+        files.write_atomically(directory / f"{number}.json", msgspec.json.encode(found))
+        files.write_atomically(directory / f"{number}.txt", text.encode())
+        return f"{directory.name}/{number}.txt"
+
+    # ---- questions
+
+    async def stacks(self, _request: messages.StacksRequest) -> messages.Stacks:
+        """Where every rank is now."""
+        workers, missing = await self._ask()
+        report = stacks.report(workers, missing)[:REPORT_LIMIT]
+        round_ = self._machine.rendezvous.round
+        return messages.Stacks(round_, stacks.groups(workers), missing, report)
+
+    async def _ask(self) -> tuple[list[WorkerEvidence], tuple[int, ...]]:
+        """Have all nodes of the world look at their workers; what they saw, and the ranks not heard of."""
+        worlds = self._machine.worlds
+        self._asked += 1
+        question = self._questions[self._asked] = _Question(set(worlds))
+        try:
+            for node_id in worlds:
+                self._say(node_id, messages.CollectEvidence(self._asked))
+            if worlds:
+                await asyncio.wait_for(question.complete.wait(), LOOK_TIME)
+        except asyncio.TimeoutError:
+            logger.warning("%d nodes do not tell where their workers are", len(question.awaited))
+        finally:
+            self._questions = {i: q for i, q in self._questions.items() if q is not question}
+        return question.workers, self._ranks_of(question.awaited)
+
+    def _ranks_of(self, nodes: Collection[int]) -> tuple[int, ...]:
+        """The ranks on some nodes, as far as they are known to run."""
+        return tuple(sorted(rank for rank, node in self._nodes.items() if node in nodes))
+
+    # ---- what people are shown
+
+    def doing(self) -> dict[int, str]:
+        """What each node's workers did when it last said so, and for how long."""
+        found = {}
+        for node_id, workers in self._told.items():
+            living = [worker for worker in workers if not worker.ended]
+            if living:
+                longest = max(living, key=lambda worker: worker.since)
+                found[node_id] = f"{Activity(longest.doing).name.lower()} {longest.since:.0f} s"
+        return found
+
+    def slow(self) -> tuple[str, ...]:
+        """A sentence for each slow rank."""
+        return tuple(found.sentence() for found in self._speed.named.values())

@@ -1,0 +1,43 @@
+"""The latest that the nodes of a round told of what their workers do."""
+
+from __future__ import annotations
+
+from dlrover.master.machine import inputs
+from dlrover.spec.activities import Activity
+from dlrover.spec.activity import WorkerActivity, mean
+
+
+class Activities:
+    """What the workers of the latest round do, by node."""
+
+    def __init__(self) -> None:
+        self.round = 0
+        self.steps = 0
+        """The most steps of a node."""
+        self._workers: dict[int, tuple[WorkerActivity, ...]] = {}
+
+    def note(self, node: int, round_: int, steps: int, workers: tuple[WorkerActivity, ...]) -> None:
+        """Keep a node's report. What is said of an older round is forgotten."""
+        if round_ < self.round:
+            return
+        if round_ > self.round:
+            self.round, self.steps = round_, 0
+            self._workers.clear()
+        self.steps = max(self.steps, steps)
+        if workers:
+            self._workers[node] = workers
+
+    @property
+    def known(self) -> bool:
+        """Whether any node told what its workers do."""
+        return bool(self._workers)
+
+    def progress(self) -> inputs.Progressed:
+        """Where the round stands: the mean over all workers that were told of.
+
+        Records of another shape, as another version of the agent might send, are left out.
+        """
+        told = (worker for node in self._workers.values() for worker in node)
+        workers = tuple(worker for worker in told if len(worker.seconds) == len(Activity))
+        first_step = max((worker.first_step for worker in workers), default=-1)
+        return inputs.Progressed(self.round, self.steps, mean(workers), first_step)

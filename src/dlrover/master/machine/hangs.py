@@ -1,0 +1,304 @@
+"""Whether the training hangs: two independent signals, and what was learned of how long things take.
+
+1. *Nobody gets on.* Every living rank has been doing the same thing for longer than it may: so many times
+   the longest that this job has seen of that activity (but no more than half an hour beyond that), and at least the activity's limit. As long as one
+   rank is within its limit the others may be waiting for it: an evaluation of rank 0 alone is no hang.
+   Once a rank has ended the others have at least the limit of an evaluation to finish.
+2. *The processes show it.* All nodes look at their workers, twice. A rank is blocked whose main thread has
+   made the same calls both times, or whose processes used no CPU meanwhile and moved no data. The training
+   hangs if the ranks that the others wait for are blocked; if one of them works on, it gets the limit of an
+   evaluation.
+
+A rank that gets on in between ends the suspicion. What is learned is kept for the whole job; what a rank
+does is forgotten with its round, and only activities that have ended are learned from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import msgspec
+
+from dlrover.spec import stacks
+from dlrover.spec.activities import Activity
+from dlrover.spec.activity import WorkerActivity
+from dlrover.spec.events import HangFound
+from dlrover.spec.job import Limits
+from dlrover.spec.stacks import WorkerEvidence
+
+FLAT_CPU = 0.05
+"""CPU seconds per second below which a rank's processes count as idle: their own helper threads use some."""
+MOVED_BYTES = 1 << 20
+"""Bytes per second from which a rank counts as reading or writing."""
+MARGIN = 1800.0
+"""Seconds that an activity may last beyond the longest one so far, at most."""
+SHORT_WAIT = 5.0
+"""Seconds up to which waiting for data is part of a step's usual course."""
+PATIENCE = 2.0
+"""After a suspicion that proved wrong the next one takes so many times as long."""
+
+# ---- inputs
+
+
+class WorldFormed(msgspec.Struct, frozen=True):
+    """The workers of a round are being started."""
+
+    round: int
+    world_size: int
+    has_stepped: bool
+    """Whether the job has ever made a step."""
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What the workers of one node do, by rank."""
+
+    round: int
+    workers: dict[int, WorkerActivity]
+
+
+class Looked(msgspec.Struct, frozen=True):
+    """The nodes have looked at their workers, as `Look` asked for; some may not have answered."""
+
+    round: int
+    workers: tuple[WorkerEvidence, ...]
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """Time has passed."""
+
+
+Input: TypeAlias = WorldFormed | Report | Looked | Tick
+
+# ---- commands
+
+
+class Look(msgspec.Struct, frozen=True):
+    """Ask all nodes to look at their workers of the round."""
+
+    round: int
+
+
+class Found(msgspec.Struct, frozen=True):
+    """The training hangs."""
+
+    hang: HangFound
+    evidence: tuple[WorkerEvidence, ...]
+    missing: tuple[int, ...]
+    restart: bool
+
+
+Command: TypeAlias = Look | Found
+
+
+@dataclass
+class Suspicion:
+    """Nobody gets on."""
+
+    first: dict[int, WorkerEvidence] = field(default_factory=dict)
+    #: when the second look is due; None while an answer is awaited
+    look_at: float | None = None
+
+
+@dataclass
+class HangDetector:
+    """One job's detector. Times are seconds."""
+
+    limits: Limits = field(default_factory=Limits)
+    round: int = 0
+    world_size: int = 0
+    #: what each rank was last reported to do
+    workers: dict[int, WorkerActivity] = field(default_factory=dict)
+    #: ranks that were doing something for which the others have to wait
+    awaited: set[int] = field(default_factory=set)
+    #: when a rank last was
+    awaited_at: float = -math.inf
+    #: the longest that each activity has lasted, of all that ended
+    longest: dict[int, float] = field(default_factory=dict)
+    has_stepped: bool = False
+    suspicion: Suspicion | None = None
+    #: so much longer than the limits everything must last before the next suspicion
+    patience: float = 1.0
+    #: the hang of this round was reported
+    found: bool = False
+
+    def handle(self, event: Input, now: float) -> list[Command]:
+        """Take in one input at time ``now``; what is to be done about it."""
+        if not self.limits.hang_detection:
+            return []
+        if isinstance(event, WorldFormed):
+            self._begin(event)
+        elif isinstance(event, Report):
+            self._report(event, now)
+        elif isinstance(event, Looked):
+            return self._looked(event, now)
+        else:
+            return self._watch(now)
+        return []
+
+    # ---- the first signal
+
+    def limit(self, activity: int) -> float:
+        """How long an activity may last."""
+        longest = self.longest.get(activity, 0.0)
+        learned = min(self.limits.hang_factor * longest, longest + MARGIN)
+        return max(learned, self.limits.hang_limit(activity))
+
+    def _begin(self, event: WorldFormed) -> None:
+        self.round, self.world_size = event.round, event.world_size
+        self.has_stepped = event.has_stepped
+        self.workers.clear()
+        self.awaited.clear()
+        self.suspicion = None
+        self.patience = 1.0
+        self.found = False
+
+    def _report(self, event: Report, now: float) -> None:
+        if event.round != self.round:
+            return
+        for rank, worker in event.workers.items():
+            before = self.workers.get(rank)
+            if before is not None and sum(worker.seconds) < sum(before.seconds):
+                continue  # it was overtaken by a later one
+            self.workers[rank] = worker
+            if worker.steps:
+                self.has_stepped = True
+            if self.awaited:
+                self.awaited_at = now
+            if before is not None and got_on(before, worker):
+                self._learn(before, now)
+                self._get_on()
+            (self.awaited.add if is_awaited(worker) else self.awaited.discard)(rank)
+
+    def _learn(self, ended: WorkerActivity, now: float) -> None:
+        """An activity has ended. A step in which a rank waited for another one's evaluation teaches nothing."""
+        if ended.doing == Activity.STEP and now - ended.since < self.awaited_at:
+            return
+        self.longest[ended.doing] = max(self.longest.get(ended.doing, 0.0), ended.since)
+
+    def _get_on(self) -> None:
+        self.suspicion = None
+        self.patience = 1.0
+        self.found = False
+
+    def _nobody_gets_on(self) -> bool:
+        if len(self.workers) < max(1, self.world_size):
+            return False
+        workers = self.workers.values()
+        ended = sum(worker.ended for worker in workers)
+        least = self.limit(Activity.EVAL) if ended else 0.0
+        limits = {kind: max(self.limit(kind), least) * self.patience for kind in Activity}
+        return ended < len(workers) and all(
+            worker.ended or worker.since > limits[Activity(worker.doing)] for worker in workers
+        )
+
+    def _watch(self, now: float) -> list[Command]:
+        if self.found:
+            return []
+        if self.suspicion is None:
+            if not self._nobody_gets_on():
+                return []
+            self.suspicion = Suspicion()
+            return [Look(self.round)]
+        look_at = self.suspicion.look_at
+        if look_at is not None and now >= look_at:
+            self.suspicion.look_at = None
+            return [Look(self.round)]
+        return []
+
+    # ---- the second signal
+
+    def _looked(self, event: Looked, now: float) -> list[Command]:
+        suspicion = self.suspicion
+        if event.round != self.round or suspicion is None:
+            return []
+        seen = {one.rank: one for one in event.workers}
+        told = {rank: one.activity for rank, one in seen.items() if one.activity}
+        self._report(Report(self.round, told), now)
+        if self.suspicion is None:
+            return []
+        if not suspicion.first:
+            suspicion.first = seen
+            suspicion.look_at = now + self.limits.hang_sample_gap
+            return []
+        return self._judge(suspicion.first, seen)
+
+    def _judge(
+        self, first: dict[int, WorkerEvidence], second: dict[int, WorkerEvidence]
+    ) -> list[Command]:
+        living = sorted(rank for rank, worker in self.workers.items() if not worker.ended)
+        missing = tuple(rank for rank in living if rank not in second)
+        found = stacks.groups(second.values())
+        culprits = stacks.culprits(found, missing)
+        working = [
+            rank
+            for rank in (tuple(second) if missing else culprits or tuple(second))
+            if rank in first and rank in second and works(first[rank], second[rank])
+        ]
+        if any(not self._worked_too_long(rank) for rank in working):
+            self.suspicion = None
+            self.patience *= PATIENCE
+            return []
+        return [self._hang(second, missing, culprits, found)]
+
+    def _worked_too_long(self, rank: int) -> bool:
+        """Whether a rank that works does so in a step, for longer than even an evaluation may take."""
+        worker = self.workers[rank]
+        in_step = worker.doing in (Activity.STEP, Activity.DATA)
+        return in_step and worker.since > self.limit(Activity.EVAL)
+
+    def _hang(
+        self,
+        evidence: dict[int, WorkerEvidence],
+        missing: tuple[int, ...],
+        culprits: tuple[int, ...],
+        groups: Sequence[stacks.Group],
+    ) -> Found:
+        self.found = True
+        self.suspicion = None
+        seconds = min(w.since for w in self.workers.values() if not w.ended)
+        hang = HangFound(
+            round=self.round,
+            ranks=culprits,
+            place=place_of(culprits, groups),
+            groups=stacks.in_words(groups, missing),
+            seconds=seconds,
+        )
+        restart = self.limits.hang_action == "restart" and self.has_stepped
+        return Found(hang, tuple(evidence.values()), missing, restart)
+
+
+def got_on(before: WorkerActivity, now: WorkerActivity) -> bool:
+    """Whether a rank has begun something else between two reports."""
+    ended = now.ended and not before.ended
+    changed = (now.steps, now.doing) != (before.steps, before.doing)
+    return ended or changed or now.since < before.since
+
+
+def is_awaited(worker: WorkerActivity) -> bool:
+    """Whether a rank does something beside its steps, for longer than they usually wait for data."""
+    beside = worker.doing not in (Activity.STEP, Activity.DATA)
+    return not worker.ended and (
+        beside or (worker.doing == Activity.DATA and worker.since > SHORT_WAIT)
+    )
+
+
+def works(first: WorkerEvidence, second: WorkerEvidence) -> bool:
+    """Whether a process does something between two looks at it.
+
+    It does if it uses CPU and is at another place in its program, or if it moves data.
+    """
+    seconds = max(second.time - first.time, 1e-3)
+    if (second.moved - first.moved) / seconds > MOVED_BYTES:
+        return True
+    busy = (second.cpu - first.cpu) / seconds > FLAT_CPU
+    return busy and not stacks.same_calls(first.frames, second.frames)
+
+
+def place_of(ranks: Iterable[int], groups: Sequence[stacks.Group]) -> str:
+    """Where some ranks are; where all are if there are none."""
+    wanted = set(ranks)
+    places = [g.place for g in groups if g.place and (not wanted or wanted & set(g.ranks))]
+    return " and ".join(places[:2])

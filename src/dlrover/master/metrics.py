@@ -1,0 +1,117 @@
+"""Prometheus metrics of a job: read from the machine and its ledger when they are asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from dlrover.errors import ConfigurationError
+from dlrover.master.machine.roundtime import MICRO, microseconds
+from dlrover.master.service import Master
+from dlrover.spec.goodput import CAUSES
+from dlrover.spec.jobdir import MetricsAddress
+from dlrover.spec.node import NodeStatus
+
+ANSWER_TIMEOUT = 5.0
+"""Seconds that the master's event loop gets to answer one scrape."""
+
+
+class JobCollector(Collector):
+    """The metrics of one job. `collect` is called in the HTTP server's threads."""
+
+    def __init__(self, master: Master, loop: asyncio.AbstractEventLoop) -> None:
+        self._master = master
+        self._loop = loop
+
+    def describe(self) -> list[Metric]:
+        """Nothing: the registry holds no other collector whose names might be the same."""
+        return []
+
+    def collect(self) -> list[Metric]:
+        """All metrics, read on the master's event loop, which changes what they are read from."""
+
+        async def read() -> list[Metric]:
+            return list(metrics(self._master))
+
+        return asyncio.run_coroutine_threadsafe(read(), self._loop).result(ANSWER_TIMEOUT)
+
+
+def metrics(master: Master) -> Iterator[Metric]:
+    """The metrics of a master's job at this moment."""
+    machine, ledger, now = master.machine, master.ledger, master.clock()
+    seconds = CounterMetricFamily(
+        "dlrover_job_seconds",
+        "Time of all nodes by what it went into; of a running world up to its last new step.",
+        labels=["cause"],
+    )
+    for cause, spent in zip(CAUSES, ledger.certain(microseconds(now)), strict=True):
+        seconds.add_metric([cause.value], spent / MICRO)
+    yield seconds
+    yield GaugeMetricFamily(
+        "dlrover_job_goodput_ratio",
+        "Share of the nodes' time that went into new training steps.",
+        ledger.goodput(now).goodput_ratio,
+    )
+    yield CounterMetricFamily(
+        "dlrover_job_steps", "Optimizer steps, repeated ones included.", machine.total_steps
+    )
+    restarts = CounterMetricFamily(
+        "dlrover_job_restarts", "Rounds started after a failure, by its origin.", labels=["origin"]
+    )
+    policy = machine.restarts
+    restarts.add_metric(["user_code"], policy.user_restarts)
+    restarts.add_metric(["infrastructure"], policy.count - policy.user_restarts)
+    yield restarts
+    nodes = GaugeMetricFamily("dlrover_job_nodes", "Nodes of the job.", labels=["status"])
+    count = Counter(node.status for node in machine.nodes.values())
+    for status in NodeStatus:
+        nodes.add_metric([status.value], count[status])
+    yield nodes
+    yield GaugeMetricFamily(
+        "dlrover_job_world_size", "Workers of the last completed round.", machine.world_size
+    )
+    yield CounterMetricFamily(
+        "dlrover_job_rounds",
+        "Rendezvous rounds that were completed.",
+        machine.rendezvous.last_round,
+    )
+    yield CounterMetricFamily(
+        "dlrover_incidents", "Interruptions of the job by a fault.", ledger.incidents.count
+    )
+    yield GaugeMetricFamily(
+        "dlrover_incident_open",
+        "1 from a fault to the first new step, else 0.",
+        int(ledger.incidents.open is not None),
+    )
+
+
+class MetricsServer:
+    """Serves ``/metrics`` from a thread of its own until it is closed.
+
+    Raises:
+        ConfigurationError: the address cannot be listened on.
+    """
+
+    def __init__(self, master: Master, address: MetricsAddress) -> None:
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(JobCollector(master, asyncio.get_running_loop()))
+        try:
+            self._server, self._thread = start_http_server(
+                address.port, address.host, registry=registry
+            )
+        except OSError as error:
+            raise ConfigurationError(
+                f"metrics_port {address.port} cannot be used on {address.host}: {error.strerror}; "
+                "it takes a free port, or 0 for no metrics."
+            ) from error
+
+    def close(self) -> None:
+        """Stop serving. Call it from outside of the server's threads."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

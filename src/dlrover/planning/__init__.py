@@ -1,0 +1,1 @@
+"""Models of what a job will do. Pure: numbers in, numbers out."""

@@ -1,0 +1,228 @@
+"""What a worker looks like from outside, and what the stacks of many ranks say together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from dlrover.spec.activity import WorkerActivity
+
+STACK_FRAMES = 64
+"""Frames that are kept of a worker's main thread, the innermost ones."""
+PLACES_NAMED = 6
+"""Groups of ranks that a sentence names; of the rest only their number is told."""
+
+
+class Frame(msgspec.Struct, frozen=True, array_like=True):
+    """One call on a stack."""
+
+    function: str
+    file: str
+    """Its full path, or what the interpreter has in its place."""
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.function} ({self.file.rpartition('/')[2]}:{self.line})"
+
+
+class WorkerEvidence(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker at one moment, gathered on its node."""
+
+    pid: int
+    time: float
+    """Seconds on its node's monotonic clock."""
+    rank: int = -1
+    local_rank: int = -1
+    state: str = ""
+    """The state of the process as in proc(5): ``R`` runs, ``S`` sleeps, ``D`` waits for a disk, ``T`` is stopped."""
+    cpu: float = 0.0
+    """CPU seconds of the process and all that it has started."""
+    moved: int = 0
+    """Bytes that the process has read and written."""
+    frames: tuple[Frame, ...] = ()
+    """The main thread's stack, innermost call first; empty if it could not be had."""
+    text: str = ""
+    """The stacks of all threads."""
+    source: str = ""
+    """Who told the stacks: ``py-spy``, ``faulthandler``, or empty."""
+    activity: WorkerActivity | None = None
+    flight_record: str = ""
+    """A file on its node in which PyTorch has recorded what it communicated."""
+
+
+class Group(msgspec.Struct, frozen=True):
+    """Ranks that are at the same place."""
+
+    place: str
+    """For people: ``all_reduce (distributed_c10d.py:2800)``; empty if no stack is known."""
+    ranks: tuple[int, ...]
+    waits: bool
+    """Whether it is a place at which a rank waits for others."""
+
+    def __str__(self) -> str:
+        return f"{ranks_in_words(self.ranks)} {'in ' + self.place if self.place else 'without a stack'}"
+
+
+# ---- reading stacks
+
+_PY_SPY_THREAD = re.compile(r'^Thread (0x[0-9A-Fa-f]+|\d+) \([\w+]+\)(?:: "(.*)")?', re.MULTILINE)
+_PY_SPY_FRAME = re.compile(r"^ {4}(.+?) \((.+):(\d+)\)$", re.MULTILINE)
+_FAULTHANDLER_THREAD = re.compile(r"^(?:Current thread|Thread) 0x.*$", re.MULTILINE)
+_FAULTHANDLER_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.+)$', re.MULTILINE)
+
+
+def main_thread(text: str) -> tuple[Frame, ...]:
+    """The main thread's frames in what ``py-spy dump`` or `faulthandler` has written; empty if not found."""
+    if _FAULTHANDLER_THREAD.search(text):
+        last = _FAULTHANDLER_THREAD.split(text)[-1]  # threads come newest first
+        found = [Frame(m[3], m[1], int(m[2])) for m in _FAULTHANDLER_FRAME.finditer(last)]
+        return tuple(found[:STACK_FRAMES])
+    threads = list(_PY_SPY_THREAD.finditer(text))
+    if not threads:
+        return ()
+    chosen = next((i for i, t in enumerate(threads) if t[2] == "MainThread"), 0)
+    end = threads[chosen + 1].start() if chosen + 1 < len(threads) else len(text)
+    block = text[threads[chosen].end() : end]
+    found = [Frame(m[1], m[2], int(m[3])) for m in _PY_SPY_FRAME.finditer(block)]
+    return tuple(found[:STACK_FRAMES])
+
+
+# ---- places
+
+_LIBRARY = re.compile(r"/(?:site|dist)-packages/")
+_STANDARD = re.compile(r"/lib/python\d[^/]*/(?!(?:site|dist)-packages/)|^<(?!stdin|string)")
+_OWN = re.compile(r"/dlrover/(?:elastic|agent)/\w+\.py$")
+_DATA_LOADER = "torch/utils/data/dataloader.py"
+_WAITING = re.compile(
+    r"torch/distributed/(?!checkpoint/|elastic/)|torch/autograd/graph\.py$|torch/nn/parallel/distributed\.py$"
+    r"|deepspeed/comm/"
+)
+"""Files in which a rank waits for others: collectives, and the end of the backward pass, where gradients
+are exchanged."""
+
+
+def place(frames: Sequence[Frame]) -> str:
+    """Where a thread is, for people: the call that it waits or works in, and the program's line."""
+    inner = _telling_frame(frames)
+    if inner is None:
+        return ""
+    program = next((f for f in frames if _is_program(f)), None)
+    if program is None or program == inner:
+        return str(inner)
+    return f"{inner}, called by {program}"
+
+
+def waits_for_others(frames: Sequence[Frame]) -> bool:
+    """Whether a thread waits for other ranks, as far as its stack tells."""
+    inner = _telling_frame(frames)
+    return inner is not None and _WAITING.search(inner.file) is not None
+
+
+def same_calls(one: Sequence[Frame], other: Sequence[Frame]) -> bool:
+    """Whether two stacks are the same calls; in the innermost one another line may be executed."""
+    calls = [[(f.function, f.file, f.line) for f in frames] for frames in (one, other)]
+    outer = [frames[1:] for frames in calls]
+    return bool(one) and outer[0] == outer[1] and calls[0][0][:2] == calls[1][0][:2]
+
+
+def _telling_frame(frames: Sequence[Frame]) -> Frame | None:
+    """The innermost call that says what a thread does: not the standard library's, where it can be helped."""
+    telling = [f for f in frames if not (_STANDARD.search(f.file) or _OWN.search(f.file))]
+    if not telling:
+        return frames[0] if frames else None
+    if telling[0].file.endswith(_DATA_LOADER):
+        return next((f for f in telling if f.function.endswith("__next__")), telling[0])
+    return telling[0]
+
+
+def _is_program(frame: Frame) -> bool:
+    patterns = (_LIBRARY, _STANDARD, _OWN)
+    return not any(pattern.search(frame.file) for pattern in patterns)
+
+
+# ---- groups
+
+
+def groups(evidence: Iterable[WorkerEvidence]) -> tuple[Group, ...]:
+    """The ranks by place, the largest group first."""
+    ranks: dict[str, list[int]] = {}
+    waits: dict[str, bool] = {}
+    for one in evidence:
+        name = place(one.frames) if one.state not in ("T", "t") else "a stopped process"
+        ranks.setdefault(name, []).append(one.rank)
+        waits[name] = waits_for_others(one.frames) and one.state not in ("T", "t")
+    found = [Group(name, tuple(sorted(at)), waits[name]) for name, at in ranks.items()]
+    return tuple(sorted(found, key=lambda group: (-len(group.ranks), group.ranks)))
+
+
+def culprits(found: Sequence[Group], missing: Iterable[int] = ()) -> tuple[int, ...]:
+    """The ranks for which the others wait; empty when nothing tells them apart.
+
+    Those that nothing was heard of; else the minority that does not wait for others; else those that are
+    not where most are.
+    """
+    silent = tuple(sorted(missing))
+    total = sum(len(group.ranks) for group in found)
+    if silent or total == 1:
+        return silent or found[0].ranks
+    if len(found) <= 1:
+        return ()
+    odd: Sequence[Group] = [group for group in found if not group.waits]
+    if not odd or 2 * sum(len(group.ranks) for group in odd) > total:
+        odd = _beside_most(found, odd, total)
+    return tuple(sorted(rank for group in odd for rank in group.ranks))
+
+
+def _beside_most(found: Sequence[Group], odd: Sequence[Group], total: int) -> Sequence[Group]:
+    """The groups beside the one that most ranks are in: where most are, they wait, by whatever means."""
+    most = found[0]
+    if 2 * len(most.ranks) <= total:
+        return odd if len(odd) < len(found) else ()
+    others = found[1:]
+    return [group for group in others if not group.waits] or others
+
+
+def in_words(found: Sequence[Group], missing: Iterable[int] = ()) -> str:
+    """The groups as part of a sentence."""
+    named = [str(group) for group in found[:PLACES_NAMED]]
+    rest = sum(len(group.ranks) for group in found[PLACES_NAMED:])
+    if rest:
+        named.append(f"{rest} elsewhere")
+    silent = tuple(missing)
+    if silent:
+        named.append(f"{ranks_in_words(silent)} did not answer")
+    return "; ".join(named)
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 3 and 5``, or ``62 ranks`` where there are many."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) == 2:
+        return f"ranks {ranks[0]} and {ranks[1]}"
+    return f"{len(ranks)} ranks"
+
+
+def report(evidence: Iterable[WorkerEvidence], missing: Iterable[int] = ()) -> str:
+    """Everything there is to read: each group with its ranks and the stacks of its first one."""
+    by_rank = {one.rank: one for one in evidence}
+    silent = sorted(missing)
+    parts = []
+    for group in groups(by_rank.values()):
+        first = by_rank[group.ranks[0]]
+        ranks = ", ".join(map(str, group.ranks))
+        flights = [
+            f"rank {r}: {by_rank[r].flight_record}" for r in group.ranks if by_rank[r].flight_record
+        ]
+        parts.append(
+            f"{len(group.ranks)} of {len(by_rank) + len(silent)} ranks ({ranks}) "
+            f"{'in ' + group.place if group.place else 'without a stack'}\n"
+            f"the stacks of rank {first.rank} (process {first.pid}, state {first.state or 'unknown'}):\n"
+            f"{first.text.strip() or 'none'}\n"
+            + "".join(f"flight record of {f}\n" for f in flights)
+        )
+    if silent:
+        parts.append(f"no answer from ranks {', '.join(map(str, silent))}\n")
+    return "\n".join(parts)

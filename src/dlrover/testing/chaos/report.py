@@ -1,0 +1,84 @@
+"""What a run found out: a row for each fault, the job's end, and what was asserted but does not hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from dlrover.testing.chaos.observe import Interruption, goodput_ratio
+
+
+class FaultRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One fault. Times are seconds since it was injected."""
+
+    fault: str
+    target: str
+    node: int = -1
+    rank: int = -1
+    pid: int = -1
+    injected: float
+    """Seconds since the job was started."""
+    detected: float | None
+    """None: the job told nothing of it."""
+    training_again: float | None
+    """None: it never trained again; 0: it trained on all the time."""
+    steps_lost: int | None
+    """None: not known."""
+    verdict: str
+    """What the job said of it, or what was seen."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole run."""
+
+    job_dir: str
+    seed: int
+    exit_code: int
+    """The job's own."""
+    reason: str
+    """Why the job ended."""
+    wall_seconds: float
+    start_up_seconds: float
+    """From the start to the first step."""
+    steps: int
+    """All that were made, those done again included."""
+    goodput_ratio: float
+    faults: tuple[FaultRow, ...]
+    not_injected: tuple[str, ...] = ()
+    """Faults that the job's end came before."""
+    left_behind: tuple[str, ...] = ()
+    """Processes that were still there at the job's end, and were killed."""
+    unmet: tuple[str, ...] = ()
+    """A sentence for each assertion that does not hold."""
+
+
+def ratio(wall: float, start_up: float, steps: int, rows: Sequence[FaultRow]) -> float:
+    """The goodput of a run; what never trained again stood still to the end."""
+    interruptions = [
+        Interruption(
+            wall - row.injected if row.training_again is None else row.training_again,
+            row.steps_lost or 0,
+        )
+        for row in rows
+    ]
+    return goodput_ratio(wall, start_up, steps, interruptions)
+
+
+def unmet(report: Report, recovery: float | None, goodput: float | None) -> tuple[str, ...]:
+    """The assertions that do not hold: seconds until the job trains again, and its goodput."""
+    found = []
+    if recovery is not None:
+        for row in report.faults:
+            if row.training_again is None or row.training_again > recovery:
+                took = "never" if row.training_again is None else f"{row.training_again:.2f} s"
+                found.append(
+                    f"{row.fault} ({row.target}): training again after {took}, "
+                    f"--assert-recovery {recovery:g}"
+                )
+    if goodput is not None and report.goodput_ratio < goodput:
+        found.append(f"goodput {report.goodput_ratio:.3f}, --assert-goodput {goodput:g}")
+    if recovery is not None or goodput is not None:
+        found += [f"{fault} was not injected: the job had ended" for fault in report.not_injected]
+    found += [f"left behind: {line}" for line in report.left_behind]
+    return tuple(found)

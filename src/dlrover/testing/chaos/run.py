@@ -1,0 +1,210 @@
+"""One run: start a job, wait for its steps, inject fault after fault, and see what becomes of each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from dlrover.errors import ExitCode, InfrastructureError
+from dlrover.master.app import read_outcome
+from dlrover.spec.job import Limits
+from dlrover.spec.jobdir import JobDir
+from dlrover.spec.outcome import Outcome
+from dlrover.testing.chaos.launch import Launch
+from dlrover.testing.chaos.report import FaultRow, Report, ratio
+from dlrover.testing.chaos.schedule import Planned
+from dlrover.testing.chaos.sources import ask_to_stop
+from dlrover.testing.chaos.strike import Strike
+from dlrover.testing.chaos.targets import Targets
+from dlrover.testing.chaos.verbs import VERBS, Settings, Verb
+from dlrover.testing.chaos.watcher import JobOverError, Watcher
+
+HEARTBEATS = {"DLROVER_HEARTBEAT_INTERVAL": "2", "DLROVER_HEARTBEAT_TIMEOUT": "10"}
+"""Settings of a job with a partition, unless the environment has them: a minute is long on a laptop."""
+HANGS = {
+    "DLROVER_HEARTBEAT_INTERVAL": "1",
+    "DLROVER_HANG_STEP_LIMIT": "3",
+    "DLROVER_HANG_DATA_LIMIT": "3",
+    "DLROVER_HANG_SAMPLE_GAP": "1",
+}
+"""The same of a job with a hang."""
+SILENCE = 70.0
+"""Seconds that a partition may take to be seen, whatever the heartbeats of the job are."""
+SPARE_RESTARTS = 20
+"""Restarts that a job is allowed beyond one for each planned fault."""
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What to run, and what to do to it. Times are seconds."""
+
+    program: tuple[str, ...]
+    """The rest of the command line of ``dlrover-run``: the program and its arguments."""
+    job_dir: Path
+    plan: tuple[Planned, ...]
+    settings: Settings = Settings()
+    nodes: int = 4
+    nproc_per_node: int = 1
+    seed: int = 0
+    detect_within: float = 10.0
+    """How long a fault that ends no process lasts, unless the job restarts because of it."""
+    patience: float = 120.0
+    """How long to wait for a step: the first one, and after each fault."""
+    steps_between: int = 5
+    """Steps that the job makes between two faults, at least."""
+    steps_file: Path | None = None
+    """JSON lines with a number ``step``, as the program writes them."""
+    stop: bool = False
+    """Stop the job after the last fault instead of waiting for its end."""
+
+
+class Run:
+    """A run. ``say`` is called with a line of text now and then."""
+
+    def __init__(
+        self, options: Options, env: Mapping[str, str], say: Callable[[str], None]
+    ) -> None:
+        self._options = options
+        self._env = env
+        self._say = say
+        self._job = JobDir(options.job_dir)
+        self._targets = Targets(options.job_dir)
+        self._left = list(options.plan)
+        self._rows: list[FaultRow] = []
+
+    def check(self) -> None:
+        """See to it that every planned fault can be had on this machine.
+
+        Raises:
+            ConfigurationError: one cannot.
+        """
+        for name in dict.fromkeys(planned.verb for planned in self._options.plan):
+            VERBS[name](self._options.settings).check()
+
+    async def run(self) -> Report:
+        """Run the job to its end; what happened. Nothing of it is left, also when this is cancelled.
+
+        Raises:
+            InfrastructureError: the job makes no step, or there is nobody to strike.
+        """
+        options = self._options
+        output = options.job_dir / "chaos" / "output.txt"
+        arguments = ["--local-nodes", str(options.nodes)]
+        arguments += ["--nproc-per-node", str(options.nproc_per_node), *options.program]
+        self._started_at = time.time()
+        self._launch = Launch(arguments, options.job_dir, self._environ(), output)
+        self._watcher = Watcher(self._job, self._launch, options.steps_file)
+        self._say(f"The job's directory is {options.job_dir}; its output is in {output}.")
+        watching = asyncio.create_task(self._watcher.watch())
+        try:
+            with contextlib.suppress(JobOverError):
+                await self._strike_all()
+                await self._end_job()
+            exit_code = await self._launch.end()
+        except (InfrastructureError, asyncio.CancelledError):
+            self._launch.interrupt()
+            await self._launch.end()
+            raise
+        finally:
+            watching.cancel()
+            self._launch.kill()
+            left_behind = self._launch.clean_up()
+        return self._report(exit_code, tuple(left_behind))
+
+    def _environ(self) -> dict[str, str]:
+        plan = self._options.plan
+        own: dict[str, str] = {}
+        if any(planned.verb == "partition" for planned in plan):
+            own |= HEARTBEATS
+        if any(planned.verb == "hang" for planned in plan):
+            own |= HANGS
+        if len(plan) + SPARE_RESTARTS > Limits().max_infrastructure_restarts:
+            own["DLROVER_MAX_INFRASTRUCTURE_RESTARTS"] = str(len(plan) + SPARE_RESTARTS)
+        given = {k: v for k, v in self._env.items() if k != "DLROVER_MASTER_ADDR"}
+        return {**own, **given}
+
+    async def _strike_all(self) -> None:
+        await self._until_trains(1)
+        self._say(f"The job trains after {self._watcher.first_step_at - self._started_at:.1f} s.")
+        while self._left:
+            planned = self._left[0]
+            await self._until_trains(self._watcher.steps + self._options.steps_between)
+            due = self._watcher.first_step_at + planned.at
+            await self._watcher.until(lambda: False, due - time.time())
+            await self._strike(planned)
+
+    async def _until_trains(self, steps: int) -> None:
+        """Wait until the job has all its workers and has made so many steps."""
+        options = self._options
+        count = options.nodes * options.nproc_per_node
+        watcher = self._watcher
+
+        def trains() -> bool:
+            enough = watcher.running and watcher.steps >= steps
+            return enough and len(self._targets.workers()) == count
+
+        if not await watcher.until(trains, options.patience):
+            raise InfrastructureError(
+                f"The job made {watcher.steps} of {steps} steps within {options.patience:g} s, or lacks "
+                "workers; dlrover chaos needs a program with a PyTorch optimizer."
+            )
+
+    async def _strike(self, planned: Planned) -> None:
+        verb = self._verb(planned.verb)
+        limit = self._options.detect_within + (SILENCE if planned.verb == "partition" else 0.0)
+        strike = Strike(
+            planned,
+            verb,
+            self._watcher,
+            self._targets,
+            patience=self._options.patience,
+            detect_within=limit,
+        )
+        try:
+            injected = await strike.inject()
+            self._left.pop(0)
+            at = strike.injected_at - self._started_at
+            self._say(f"{at:7.1f} s  {planned.verb}: {injected.target}")
+            try:
+                await strike.follow()
+            finally:
+                self._rows.append(strike.row(self._started_at))
+                self._say(f"{'':11}{self._rows[-1].verdict}")
+        finally:
+            verb.heal()
+
+    def _verb(self, name: str) -> Verb:
+        settings = msgspec.structs.replace(self._options.settings, hog_environ=self._launch.environ)
+        return VERBS[name](settings)
+
+    async def _end_job(self) -> None:
+        if self._options.stop:
+            reason = "All faults were injected."
+            while not await ask_to_stop(self._job, reason, ExitCode.STOPPED):
+                await self._watcher.until(lambda: False, 1.0)
+        await self._watcher.until_over()
+
+    def _report(self, exit_code: int, left_behind: tuple[str, ...]) -> Report:
+        outcome = read_outcome(self._job.outcome) or Outcome(
+            exit_code=exit_code, reason="The launcher ended without an outcome."
+        )
+        wall = outcome.seconds or time.time() - self._started_at
+        first_step_at = self._watcher.first_step_at
+        start_up = first_step_at - self._started_at if first_step_at else wall
+        return Report(
+            job_dir=str(self._options.job_dir),
+            seed=self._options.seed,
+            exit_code=exit_code,
+            reason=outcome.reason,
+            wall_seconds=wall,
+            start_up_seconds=start_up,
+            steps=outcome.steps,
+            goodput_ratio=ratio(wall, start_up, outcome.steps, self._rows),
+            faults=tuple(self._rows),
+            not_injected=tuple(planned.verb for planned in self._left),
+            left_behind=left_behind,
+        )

@@ -1,0 +1,159 @@
+"""One fault: injected, watched, taken back, watched again."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import msgspec
+
+from dlrover._util import procs
+from dlrover.errors import InfrastructureError
+from dlrover.testing.chaos.observe import Sighting, sight, steps_lost
+from dlrover.testing.chaos.report import FaultRow
+from dlrover.testing.chaos.schedule import Planned
+from dlrover.testing.chaos.targets import Targets
+from dlrover.testing.chaos.verbs import Injected, Verb
+from dlrover.testing.chaos.watcher import Watcher
+
+AT_LAST = 4.0
+"""Seconds at the end of a fault in which a step shows that training went on. Steps are reported each second."""
+DECISION_WAIT = 2.0
+"""Seconds between the first sign of a fault and the decision to restart, at most."""
+RETRY = 0.5
+"""Seconds until a fault is tried again that found nobody to strike."""
+
+
+class Strike:
+    """A fault in a job that trains. Use `inject`, then `follow`, then `row`."""
+
+    def __init__(
+        self,
+        planned: Planned,
+        verb: Verb,
+        watcher: Watcher,
+        targets: Targets,
+        *,
+        patience: float,
+        detect_within: float,
+    ) -> None:
+        self._planned = planned
+        self._verb = verb
+        self._watcher = watcher
+        self._targets = targets
+        self._patience = patience
+        self._limit = detect_within
+        self._seen = 0
+        self._injected: Injected | None = None
+        self._master_back_at = 0.0
+        self._went_on = False
+        self._again_at = 0.0
+        self.injected_at = 0.0
+        """Seconds since the epoch."""
+
+    async def inject(self) -> Injected:
+        """Strike, as soon as there is somebody to strike; who was struck.
+
+        Raises:
+            InfrastructureError: there is nobody for too long.
+            JobOverError: the job ended before.
+        """
+        until = time.monotonic() + self._patience
+        while self._injected is None:
+            self._watcher.numbers = self._watcher.numbers[-1:]
+            self._seen = len(self._watcher.events)
+            self.injected_at = time.time()
+            try:
+                self._injected = self._verb.inject(self._targets, self._planned.draw)
+            except InfrastructureError:
+                if time.monotonic() > until:
+                    raise
+                await self._watcher.until(lambda: False, RETRY)
+        return self._injected
+
+    async def follow(self) -> None:
+        """Watch until the job trains again, or for as long as patience lasts; take the fault back.
+
+        Raises:
+            JobOverError: the job ended before.
+        """
+        detected, trains = await self._watch_for(self._limit)
+        if self._verb.master and detected:
+            master = self._targets.master()
+            self._master_back_at = _started_at(master.pid) if master is not None else 0.0
+        if detected and self._verb.ends_when_seen:
+            self._verb.heal()
+        restarts = self._verb.restarts
+        if self._verb.lasting and detected:
+            restarts = await self._watcher.until(lambda: self._sight().restarted, DECISION_WAIT)
+        if restarts:
+            await self._watcher.until(self._recovered, self._patience)
+        elif self._verb.lasting:
+            self._went_on = trains
+        self._verb.heal()
+        if not (restarts or self._went_on):
+            await self._wait_for_step()
+
+    async def _watch_for(self, seconds: float) -> tuple[bool, bool]:
+        """Wait for a sign of the fault, so long; whether there was one, and whether steps were made at last."""
+        await self._watcher.until(self._detected, seconds - AT_LAST)
+        before = self._watcher.steps
+        detected = await self._watcher.until(self._detected, min(seconds, AT_LAST))
+        return detected, self._watcher.steps > before
+
+    async def _wait_for_step(self) -> None:
+        before = self._watcher.steps
+        if await self._watcher.until(lambda: self._watcher.steps > before, self._patience):
+            self._again_at = time.time()
+        # Without a master nobody counts, but the workers train on.
+        self._went_on = self._verb.master and bool(self._again_at)
+
+    def row(self, started_at: float) -> FaultRow:
+        """What is known of it by now; ``started_at`` is when the job was started."""
+        assert self._injected is not None
+        sighting = self._sight()
+        return FaultRow(
+            fault=self._planned.verb,
+            target=self._injected.target,
+            node=self._injected.node,
+            rank=self._injected.rank,
+            pid=self._injected.pid,
+            injected=self.injected_at - started_at,
+            detected=sighting.detected,
+            training_again=self._training_again(sighting),
+            steps_lost=steps_lost(self._watcher.numbers),
+            verdict=sighting.verdict or self._silence(),
+        )
+
+    def _training_again(self, sighting: Sighting) -> float | None:
+        if sighting.restarted:
+            return sighting.recovered
+        if self._went_on:
+            return 0.0
+        return self._again_at - self.injected_at if self._again_at else None
+
+    def _silence(self) -> str:
+        if self._watcher.over and not self._went_on and not self._again_at:
+            return "The job ended before it told of it."
+        trained = "went on" if self._went_on else "stood still until the fault was taken back"
+        return f"Not detected within {self._limit:g} s; training {trained}."
+
+    def _sight(self) -> Sighting:
+        sighting = sight(self._watcher.events[self._seen :], self.injected_at)
+        if self._master_back_at:
+            detected = self._master_back_at - self.injected_at
+            return msgspec.structs.replace(sighting, detected=detected)
+        return sighting
+
+    def _detected(self) -> bool:
+        return self._sight().detected is not None
+
+    def _recovered(self) -> bool:
+        return self._sight().recovered is not None
+
+
+def _started_at(pid: int) -> float:
+    """When a process was started: seconds since the epoch, to a clock tick."""
+    ticks = procs.start_time(pid)
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age

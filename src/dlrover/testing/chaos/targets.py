@@ -1,0 +1,153 @@
+"""The processes of one local job, found from its job directory: what a fault may strike."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+from dlrover.errors import InfrastructureError
+
+MASTER, AGENT, SAVER = "dlrover.master", "dlrover.agent", "dlrover.checkpoint.saver"
+ZYGOTE = "zygote.main("
+"""What the command line of a zygote holds, and that of no worker."""
+
+Candidate = TypeVar("Candidate")
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A training process, and where it stands."""
+
+    process: psutil.Process
+    node: int
+    local_rank: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Node:
+    """An agent and its workers, in the order of their local ranks."""
+
+    id: int
+    agent: psutil.Process
+    workers: tuple[Worker, ...]
+
+    def stop(self) -> list[psutil.Process]:
+        """Stop every process of the node with SIGSTOP, the agent first; the stopped processes.
+
+        Not the checkpoint savers: nodes on one machine share them, which machines do not.
+        """
+        stopped: list[psutil.Process] = []
+        while fresh := [p for p in self._family() if p not in stopped]:  # what was just forked, too
+            for process in fresh:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.suspend()
+            stopped += fresh
+        return stopped
+
+    def savers(self) -> list[psutil.Process]:
+        """The checkpoint savers that workers of this node have started."""
+        return [process for process in _children(self.agent) if SAVER in _words(process)]
+
+    def _family(self) -> list[psutil.Process]:
+        try:
+            family = [self.agent, *self.agent.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+        return [process for process in family if SAVER not in _words(process)]
+
+
+class Targets:
+    """The processes of the job in a directory. Every call looks anew."""
+
+    def __init__(self, job_dir: Path) -> None:
+        self._job_dir = str(job_dir)
+
+    def master(self) -> psutil.Process | None:
+        """The job's master; None while there is none."""
+        return next(self._running(MASTER), None)
+
+    def nodes(self) -> list[Node]:
+        """The nodes whose agents run, in the order of their ranks."""
+        agents = sorted(self._running(AGENT), key=lambda agent: _number(agent, "--node-rank"))
+        nodes: list[Node] = []
+        for agent in agents:
+            first = sum(len(node.workers) for node in nodes)
+            id_ = _number(agent, "--node-id")
+            nodes.append(Node(id_, agent, tuple(_workers(agent, id_, first))))
+        return nodes
+
+    def workers(self) -> list[Worker]:
+        """All workers, in the order of their ranks."""
+        return [worker for node in self.nodes() for worker in node.workers]
+
+    def _running(self, module: str) -> Iterator[psutil.Process]:
+        for process in psutil.process_iter():
+            words = _words(process)
+            if module in words and _value(words, "--job-dir") == self._job_dir:
+                yield process
+
+
+def savers_of(directory: Path) -> list[psutil.Process]:
+    """The checkpoint savers of a directory; one may have outlived the node that started it."""
+    name = str(directory.absolute())
+    found = []
+    for process in psutil.process_iter():
+        words = _words(process)
+        if SAVER in words and _value(words, "--directory") == name:
+            found.append(process)
+    return found
+
+
+def _workers(agent: psutil.Process, node: int, first_rank: int) -> Iterator[Worker]:
+    zygotes = [p for p in _children(agent) if any(ZYGOTE in word for word in _words(p))]
+    found = [worker for zygote in zygotes for worker in _children(zygote)]
+    found.sort(key=lambda process: (_local_rank(process), process.pid))
+    for index, process in enumerate(found):
+        yield Worker(process, node, index, first_rank + index)
+
+
+def _local_rank(process: psutil.Process) -> int:
+    """Read from the name of the log that a worker writes to; -1 where it writes elsewhere."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(Path(f"/proc/{process.pid}/fd/1").readlink().parent.name)
+    return -1
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline() if process.status() != psutil.STATUS_ZOMBIE else []
+    except (psutil.Error, OSError):
+        return []
+
+
+def _value(words: list[str], flag: str) -> str:
+    return words[words.index(flag) + 1] if flag in words[:-1] else ""
+
+
+def _number(process: psutil.Process, flag: str) -> int:
+    value = _value(_words(process), flag)
+    return int(value) if value else -1
+
+
+def choose(draw: float, candidates: Sequence[Candidate]) -> Candidate:
+    """The one of the candidates that a draw between 0 and 1 falls on.
+
+    Raises:
+        InfrastructureError: there are none.
+    """
+    if not candidates:
+        raise InfrastructureError("The job has no process that the fault could strike.")
+    return candidates[min(len(candidates) - 1, int(draw * len(candidates)))]

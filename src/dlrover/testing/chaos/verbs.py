@@ -1,0 +1,316 @@
+"""The faults, one class for each: strike, and take back what can be taken back."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+import msgspec
+import psutil
+
+from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.testing.chaos.disk import Filling, check_small
+from dlrover.testing.chaos.targets import Targets, Worker, choose, savers_of
+
+MIB = 1 << 20
+SLOW_PERIOD = 0.2
+"""Seconds of one turn of the worker that is slowed down: it runs for a part of it."""
+STEP = re.compile(r"step-(\d+)")
+"""A stored step in a checkpoint directory."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What faults need to know beside the job's processes."""
+
+    checkpoint_dir: Path | None = None
+    """Where the program keeps its Flash Checkpoints."""
+    memory_mb: int = 512
+    """MiB that the memory hog takes."""
+    slow_share: float = 0.3
+    """Part of the time that a slowed worker runs, between 0 and 1."""
+    hog_environ: dict[str, str] = {}
+    """The environment of the memory hog."""
+
+
+class Injected(msgspec.Struct, frozen=True):
+    """What a fault has struck; -1 where that has no such number."""
+
+    target: str
+    """In words."""
+    node: int = -1
+    rank: int = -1
+    pid: int = -1
+
+
+class Verb(Protocol):
+    """One kind of fault. A verb is used for one fault only."""
+
+    restarts: ClassVar[bool]
+    """Whether the job cannot but start its workers anew."""
+    lasting: ClassVar[bool]
+    """Whether the fault goes on until it is taken back."""
+    ends_when_seen: ClassVar[bool]
+    """Whether it is taken back as soon as the job has noticed it, else when the job trains again."""
+    master: ClassVar[bool]
+    """Whether it strikes the master, which interrupts nobody's training."""
+
+    def check(self) -> None:
+        """Raise `ConfigurationError` if this fault cannot be had here."""
+
+    def inject(self, targets: Targets, draw: float) -> Injected:
+        """Strike; ``draw``, between 0 and 1, chooses whom.
+
+        Raises:
+            InfrastructureError: there is nobody to strike.
+        """
+
+    def heal(self) -> None:
+        """Take the fault back. Does nothing if there is nothing to take back."""
+
+
+class _Fault:
+    """What most verbs have in common: they work everywhere, and leave nothing to take back."""
+
+    restarts: ClassVar[bool] = False
+    lasting: ClassVar[bool] = False
+    ends_when_seen: ClassVar[bool] = False
+    master: ClassVar[bool] = False
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def check(self) -> None:
+        pass
+
+    def heal(self) -> None:
+        pass
+
+
+class _KillRank(_Fault):
+    """A worker gets SIGKILL."""
+
+    restarts = True
+
+    def inject(self, targets: Targets, draw: float) -> Injected:
+        worker = choose(draw, targets.workers())
+        worker.process.kill()
+        return _struck(worker)
+
+
+class _KillNode(_Fault):
+    """An agent and all that descends from it get SIGKILL, and the memory checkpoints are lost."""
+
+    restarts = True
+
+    def inject(self, targets: Targets, draw: float) -> Injected:
+        node = choose(draw, targets.nodes())
+        savers = node.savers()
+        _each([*node.stop(), *savers], psutil.Process.kill)
+        return Injected(f"node {node.id}, pid {node.agent.pid}", node.id, pid=node.agent.pid)
+
+
+class _KillMaster(_Fault):
+    """The job's master gets SIGKILL."""
+
+    master = True
+
+    def inject(self, targets: Targets, draw: float) -> Injected:
+        master = targets.master()
+        if master is None:
+            raise InfrastructureError("The job has no master that could be killed.")
+        master.kill()
+        return Injected(f"master, pid {master.pid}", pid=master.pid)
+
+
+class _Hang(_Fault):
+    """A worker is stopped by SIGSTOP: it makes no progress, and says nothing."""
+
+    lasting = True
+    _worker: Worker | None = None
+
+    def inject(self, targets: Targets, draw: float) -> Injected:
+        self._worker = choose(draw, targets.workers())
+        self._worker.process.suspend()
+        return _struck(self._worker)
+
+    def heal(self) -> None:
+        if self._worker is not None:
+            _each([self._worker.process], psutil.Process.resume)
+
+
+class _Slow(_Fault):
+    """A worker is stopped and continued in turns, so that it runs for a part of the time only."""
+
+    lasting = True
+    _thread: threading.Thread | None = None
+
+    def inject(self, targets: Targets, draw: float) -> Injected:
+        worker = choose(draw, targets.workers())
+        self._healed = threading.Event()
+        self._thread = threading.Thread(target=self._slow, args=(worker.process,), daemon=True)
+        self._thread.start()
+        return _struck(worker)
+
+    def _slow(self, process: psutil.Process) -> None:
+        share = self._settings.slow_share
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while not self._healed.is_set():
+                process.suspend()
+                self._healed.wait(SLOW_PERIOD * (1 - share))
+                process.resume()
+                self._healed.wait(SLOW_PERIOD * share)
+
+    def heal(self) -> None:
+        if self._thread is not None:
+            self._healed.set()
+            self._thread.join()
+
+
+class _Partition(_Fault):
+    """A node is cut off: all its processes are stopped, so that nothing of it answers any more.
+
+    Its connections stay open, as those of a machine whose cable was pulled. When the job has given the
+    node up, it wakes up. Its checkpoint saver is spared: the other nodes of this machine use it, too.
+    """
+
+    lasting = True
+    ends_when_seen = True
+    _stopped: tuple[psutil.Process, ...] = ()
+
+    def inject(self, targets: Targets, draw: float) -> Injected:
+        node = choose(draw, targets.nodes())
+        self._stopped = tuple(node.stop())
+        return Injected(f"node {node.id}, pid {node.agent.pid}", node.id, pid=node.agent.pid)
+
+    def heal(self) -> None:
+        _each(self._stopped, psutil.Process.resume)
+
+
+class _CorruptCheckpoint(_Fault):
+    """Bytes of the newest stored step are flipped; all workers and memory checkpoints are lost."""
+
+    restarts = True
+
+    def check(self) -> None:
+        if self._settings.checkpoint_dir is None:
+            raise ConfigurationError(
+                "corrupt-checkpoint needs --checkpoint-dir, the directory of the program's Checkpointer."
+            )
+
+    def inject(self, targets: Targets, draw: float) -> Injected:
+        assert self._settings.checkpoint_dir is not None
+        workers = [worker.process for worker in targets.workers()]
+        struck = [*workers, *savers_of(self._settings.checkpoint_dir)]
+        _each(struck, psutil.Process.suspend)  # so that no newer step is stored meanwhile
+        try:
+            step = newest_step(self._settings.checkpoint_dir)
+            _flip(max(step.iterdir(), key=lambda path: path.stat().st_size))
+        except (OSError, InfrastructureError):
+            _each(struck, psutil.Process.resume)
+            raise
+        _each(struck, psutil.Process.kill)
+        return Injected(f"{step.name}, {len(workers)} ranks")
+
+
+class _FillDisk(_Fault):
+    """The file system of the checkpoint directory is filled; its space is given back afterwards."""
+
+    lasting = True
+    _filling: Filling | None = None
+
+    def check(self) -> None:
+        directory = self._settings.checkpoint_dir
+        if directory is None:
+            raise ConfigurationError(
+                "fill-disk needs --checkpoint-dir, a directory on a small file system of its own."
+            )
+        check_small(directory)
+
+    def inject(self, targets: Targets, draw: float) -> Injected:
+        assert self._settings.checkpoint_dir is not None
+        self._filling = Filling(self._settings.checkpoint_dir)
+        return Injected(f"{self._filling.nbytes // MIB} MiB of {self._settings.checkpoint_dir}")
+
+    def heal(self) -> None:
+        if self._filling is not None:
+            self._filling.close()
+
+
+class _MemoryHog(_Fault):
+    """A process takes much memory, but no more than the machine has left."""
+
+    lasting = True
+    _process: subprocess.Popen[bytes] | None = None
+
+    def inject(self, targets: Targets, draw: float) -> Injected:
+        node = choose(draw, targets.nodes())
+        room = psutil.virtual_memory().available * 9 // 10
+        nbytes = min(self._settings.memory_mb * MIB, room)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "dlrover.testing.chaos.hog", str(nbytes)],
+            env=self._settings.hog_environ,
+            start_new_session=True,
+        )
+        return Injected(f"{nbytes // MIB} MiB", node.id, pid=self._process.pid)
+
+    def heal(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+VERBS: dict[str, Callable[[Settings], Verb]] = {
+    "kill-rank": _KillRank,
+    "kill-node": _KillNode,
+    "kill-master": _KillMaster,
+    "hang": _Hang,
+    "slow": _Slow,
+    "partition": _Partition,
+    "corrupt-checkpoint": _CorruptCheckpoint,
+    "fill-disk": _FillDisk,
+    "memory-hog": _MemoryHog,
+}
+"""Every fault by its name."""
+DEFAULT = ("kill-rank", "kill-node", "kill-master", "hang", "slow")
+"""The faults that are injected when none is named."""
+
+
+def newest_step(directory: Path) -> Path:
+    """The directory of the newest stored step.
+
+    Raises:
+        InfrastructureError: there is no older one, which a load could take instead.
+    """
+    found = [path for path in directory.iterdir() if STEP.fullmatch(path.name)]
+    if len(found) < 2:
+        raise InfrastructureError(f"There are no two steps in {directory}.")
+    return max(found, key=lambda path: int(path.name.partition("-")[2]))
+
+
+def _flip(path: Path) -> None:
+    """Invert 64 bytes in the middle of a file."""
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        content = file.read(64)
+        file.seek(-len(content), 1)
+        file.write(bytes(byte ^ 0xFF for byte in content))
+
+
+def _each(
+    processes: list[psutil.Process] | tuple[psutil.Process, ...],
+    act: Callable[[psutil.Process], None],
+) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            act(process)
+
+
+def _struck(worker: Worker) -> Injected:
+    pid = worker.process.pid
+    return Injected(f"rank {worker.rank}, pid {pid}", worker.node, worker.rank, pid)

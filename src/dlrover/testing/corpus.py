@@ -1,0 +1,67 @@
+"""Excerpts of real failures, each with the cause that a person gave it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from dlrover.master.diagnosis import diagnose
+from dlrover.spec.failure import Failure, FailureKind, Origin, Verdict
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One excerpt, in the fields of the record that would hold it."""
+
+    source: str
+    """Where it is from: ``owner/repository#number``."""
+    exception: str = ""
+    message: str = ""
+    stderr: str = ""
+    signal: int | None = None
+    exit_code: int | None = None
+    facts: tuple[str, ...] = ()
+    """About the node."""
+    node: str = ""
+    """What the platform says of a lost node."""
+    cause: str
+    origin: Origin
+    first: str = ""
+    """The cause that the table gave at first, where that was wrong."""
+
+    def failure(self) -> Failure:
+        """The excerpt as the record of a failure."""
+        kind = FailureKind.EXIT
+        if self.node:
+            kind = FailureKind.NODE
+        elif self.exception:
+            kind = FailureKind.EXCEPTION
+        elif self.signal is not None:
+            kind = FailureKind.SIGNAL
+        return Failure(
+            id=self.source,
+            kind=kind,
+            node_id=0,
+            rank=0,
+            local_rank=0,
+            round=1,
+            exit_code=self.exit_code,
+            signal=self.signal,
+            exception=self.exception,
+            message=self.node or self.message,
+            stderr_tail=self.stderr,
+            node_facts=self.facts,
+        )
+
+    def verdict(self) -> Verdict:
+        """What the table of causes makes of it."""
+        return diagnose(self.failure())
+
+
+class _File(msgspec.Struct, frozen=True):
+    case: tuple[Case, ...]
+
+
+def read(path: Path) -> tuple[Case, ...]:
+    """The cases in a TOML file, a list named ``case``."""
+    return msgspec.toml.decode(path.read_bytes(), type=_File).case

@@ -1,0 +1,75 @@
+"""Copies out of memory that are checked meanwhile."""
+
+import os
+
+import pytest
+import torch
+
+from dlrover.checkpoint import Checkpointer, copying, memory, tree
+from dlrover.checkpoint.memory import Generation
+from dlrover.checkpoint.verified import LARGE, VerifiedCopy
+from dlrover.errors import InfrastructureError
+
+pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(60)]
+
+STATE = {
+    "large": torch.randn(LARGE // 2),
+    "turned": torch.randn(700, 600).t(),
+    "half": torch.randn(LARGE).to(torch.bfloat16),
+    "small": torch.arange(5),
+}
+
+
+@pytest.fixture
+def generation() -> tuple[Generation, list, list[torch.Tensor]]:
+    """One that holds `STATE`: itself, its entries, and its tensors."""
+    copier = copying.Copier()
+    packed = copier.layout(tree.flatten(STATE))
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, memory.room_for(packed))
+    found = Generation(fd)
+    os.close(fd)
+    buffer = torch.frombuffer(found.data, dtype=torch.uint8)
+    copier.copy(buffer)
+    found.publish(packed, rank=0, world_size=1, step=1, session=7)
+    layout = found.layout(found.header())
+    return found, layout.entries, copying.views(buffer, layout.entries)
+
+
+@pytest.mark.parametrize("share", [1, 1000])
+def test_targets_of_all_kinds_get_their_content(generation, share: int):
+    found, entries, tensors = generation
+    sums = [memory.sum_of(found, entry) for entry in entries]
+    copy = VerifiedCopy(found, entries, sums, share)
+    targets = [torch.zeros_like(tensor) for tensor in STATE.values()]
+    targets[2] = targets[2].float()  # of another type
+    copy.copy(targets[:1], tensors[:1])
+    copy.copy(targets[1:], tensors[1:])
+    assert copy.problem() == ""
+    assert all(map(torch.equal, map(torch.Tensor.double, targets), [t.double() for t in tensors]))
+    assert all(map(torch.equal, tensors, STATE.values()))
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_damage_is_found_whether_it_was_copied_or_not(generation, copied: bool):
+    found, entries, tensors = generation
+    sums = [memory.sum_of(found, entry) for entry in entries]
+    at = next(entry for entry in entries if entry.path == ("half",))
+    found.tensor_bytes(at)[at.nbytes - 1] ^= 1
+    copy = VerifiedCopy(found, entries, sums, 1)
+    if copied:
+        copy.copy([torch.zeros_like(tensor) for tensor in tensors], tensors)
+    assert copy.problem() == "The tensor half in memory is damaged."
+
+
+def test_a_load_refuses_a_large_tensor_that_changed_in_memory(directory):
+    state = {key: tensor.clone() for key, tensor in STATE.items()}
+    checkpointer = Checkpointer(directory, linger=0.0)
+    checkpointer.save(1, state)
+    assert checkpointer.load(state).source == "memory"  # now there are checksums
+    held = next(held for held in checkpointer._client.look() if held.step == 1)
+    generation = checkpointer._client.generation(held.slot)
+    generation.data[LARGE] ^= 1
+    with pytest.raises(InfrastructureError, match=r"The tensor large .*in memory is damaged"):
+        checkpointer.load(state)
+    checkpointer.close()

@@ -1,0 +1,28 @@
+"""Verdicts on short excerpts of public issue threads (`corpus/*.toml`), each with the cause a person gave it."""
+
+from pathlib import Path
+
+import pytest
+
+from dlrover.master.diagnosis_rules import causes
+from dlrover.testing.corpus import Case, read
+
+CORPUS = Path(__file__).parent / "corpus"
+CASES = read(CORPUS / "public.toml")
+LATER = read(CORPUS / "later.toml")
+
+NOT_YET: frozenset[str] = frozenset()
+"""Threads whose excerpt is not understood."""
+
+
+def test_the_corpus_is_large_and_names_causes_that_exist():
+    assert len(CASES) >= 60
+    assert {case.cause for case in (*CASES, *LATER)} <= causes()
+    assert len({case.source for case in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize("case", [*CASES, *LATER], ids=lambda case: case.source)
+def test_the_verdict_is_the_one_a_person_gave(case: Case):
+    verdict = case.verdict()
+    right = (verdict.cause, verdict.origin) == (case.cause, case.origin)
+    assert right is (case.source not in NOT_YET), verdict

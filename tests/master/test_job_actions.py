@@ -1,0 +1,274 @@
+"""The job machine: the cheapest sufficient action, hosts that are kept out, and nodes that fail again and again."""
+
+import pytest
+
+from dlrover.errors import ExitCode
+from dlrover.master.machine.inputs import (
+    AssignWorld,
+    CallToRound,
+    Dismiss,
+    KillNode,
+    LaunchNode,
+    MasterStarted,
+    NodeConnected,
+    NodeExited,
+    Progressed,
+    Welcome,
+)
+from dlrover.master.machine.job import JobMachine
+from dlrover.master.machine.state import Phase
+from dlrover.spec import events
+from dlrover.spec.failure import Action, FailureKind
+from dlrover.spec.job import Limits
+from dlrover.spec.node import NodeStatus
+from dlrover.spec.rules import Rule
+from dlrover.testing.drivers import JobDriver
+
+BROKEN = {
+    "kind": FailureKind.EXCEPTION,
+    "exception": "torch.AcceleratorError",
+    "message": "CUDA error: uncorrectable ECC error encountered",
+}
+KILLED = {"kind": FailureKind.SIGNAL, "signal": 9}
+OUT_OF_MEMORY = KILLED | {"oom_killed": True}
+CRASHED = {"kind": FailureKind.SIGNAL, "signal": 11}
+BUG = {"kind": FailureKind.EXCEPTION, "exception": "ValueError"}
+ECHO = {
+    "kind": FailureKind.EXCEPTION,
+    "exception": "RuntimeError",
+    "message": "Connection closed by peer",
+}
+
+
+def kinds(commands):
+    return [type(command) for command in commands]
+
+
+def actions(job):
+    return [event.action for event in job.emitted(events.RestartDecided)]
+
+
+def rejoin(job, *nodes, at=None):
+    """The nodes stop their workers and join again; the next round trains."""
+    commands = job.join(*nodes, at=at)
+    assert job.machine.phase is Phase.RUNNING
+    job.give(Progressed(job.machine.rendezvous.round, 5))
+    return commands
+
+
+# ---- the node elsewhere
+
+
+def test_a_broken_device_has_its_node_launched_elsewhere():
+    job = JobDriver.launched()
+    commands = job.fail(1, BROKEN, at=100.0)
+    assert commands == [
+        KillNode(1),
+        LaunchNode(3, 1, ("host1",)),
+        *(CallToRound(node, 2, commands[-1].reason) for node in (0, 2)),
+    ]
+    assert job.status(1) is NodeStatus.LOST
+    assert job.machine.nodes[1].reason.startswith("rank 2 lost its device to a hardware error")
+    [excluded] = job.emitted(events.HostExcluded)
+    assert (excluded.hostname, excluded.seconds) == ("host1", 3600.0)
+    assert actions(job) == [Action.RELAUNCH]
+    job.connect(3, claims=3)
+    assert {c.node_id for c in rejoin(job, 0, 2, 3)} == {0, 2, 3}
+
+
+def test_every_launch_avoids_the_host_until_its_time_has_passed():
+    job = JobDriver.launched()
+    job.fail(1, BROKEN, at=100.0)
+    job.connect(3, claims=3)
+    rejoin(job, 0, 2, 3)
+    [launch] = [
+        c for c in job.give(NodeExited(0, "it ended"), at=200.0) if isinstance(c, LaunchNode)
+    ]
+    assert launch.avoid == ("host1",)
+    job.connect(4, claims=4)
+    rejoin(job, 2, 3, 4)
+    [launch] = [
+        c for c in job.give(NodeExited(2, "it ended"), at=3700.0) if isinstance(c, LaunchNode)
+    ]
+    assert launch.avoid == ()
+
+
+def test_a_node_that_came_by_itself_is_dismissed_and_its_host_kept_out():
+    job = JobDriver.running(3, min_nodes=2)
+    commands = job.fail(1, BROKEN, at=100.0)
+    assert kinds(commands) == [Dismiss, CallToRound, CallToRound]
+    assert commands[0].node_id == 1
+    assert "was given up (rank 2 lost its device" in commands[0].outcome.reason
+    rejoin(job, 0, 2)
+
+    back = NodeConnected("another process", -1, -1, "host1", 0)
+    commands = job.give(back, at=1100.0)
+    assert kinds(commands) == [Welcome, Dismiss]
+    assert (
+        "host host1 is kept out of the job for 2600 s more (exclusion_cooldown): rank 2 lost its device"
+        in commands[1].outcome.reason
+    )
+    assert job.status(3) is NodeStatus.LOST
+
+    job.give(NodeConnected("a third process", -1, -1, "host1", 0), at=3700.0)
+    assert job.status(4) is NodeStatus.READY
+
+
+def test_a_node_is_kept_where_the_others_are_too_few():
+    job = JobDriver.running(3, min_nodes=3)
+    assert kinds(job.fail(1, BROKEN, at=100.0)) == [CallToRound] * 3
+    assert actions(job) == [Action.RESTART]
+    assert job.emitted(events.HostExcluded) == []
+
+
+def test_a_host_that_is_kept_out_is_let_in_where_the_others_are_too_few():
+    job = JobDriver.running(3, min_nodes=2)
+    job.fail(1, BROKEN, at=100.0)
+    rejoin(job, 0, 2)
+    job.give(NodeExited(2, "it ended"), at=200.0)
+    job.give(NodeConnected("another process", -1, -1, "host1", 0))
+    assert job.status(3) is NodeStatus.READY
+
+
+def test_an_evicted_node_has_its_host_kept_out():
+    job = JobDriver.launched()
+    commands = job.give(NodeExited(1, "Evicted: the node was low on resource: memory"), at=100.0)
+    [launch] = [c for c in commands if isinstance(c, LaunchNode)]
+    assert launch.avoid == ("host1",)
+    assert [event.cause for event in job.emitted(events.RestartDecided)] == ["evicted"]
+    job = JobDriver.launched()
+    commands = job.give(NodeExited(1, "its agent ended"), at=100.0)
+    assert [c.avoid for c in commands if isinstance(c, LaunchNode)] == [()]
+
+
+def test_a_decision_that_comes_late_waits_for_the_node_that_takes_the_place():
+    """The root cause turns out to ask for a relaunch when the round is about to be complete."""
+    row = Rule(
+        cause="peer", text="Connection closed", origin="infrastructure", action=Action.RELAUNCH,
+        echo=True, title="lost its peers", advice="x",
+    )  # fmt: skip
+    job = JobDriver.launched(diagnosis_rules=(row,))
+    job.fail(1, ECHO, at=100.0)
+    assert actions(job) == []
+    commands = job.join(0, 1, 2)
+    assert kinds(commands) == [KillNode, LaunchNode]
+    assert job.machine.phase is Phase.RESTARTING
+    job.connect(3, claims=3)
+    assert {c.node_id for c in job.join(3)} == {0, 2, 3}
+
+
+# ---- repetition
+
+
+def fail_and_recover(job, details, *, node=0, at, nodes=(0, 1, 2)):
+    commands = job.fail(node, details, at=at, id=f"{at}", steps=int(at))
+    if job.machine.phase is Phase.RESTARTING and job.status(node) is not NodeStatus.LOST:
+        rejoin(job, *nodes, at=at + 1)
+    return commands
+
+
+def test_a_node_that_fails_again_and_again_is_launched_elsewhere():
+    job = JobDriver.launched(limits=Limits(node_fault_limit=3))
+    for at in (100.0, 200.0, 300.0):
+        commands = fail_and_recover(job, KILLED, at=at)
+    assert actions(job) == [Action.RESTART, Action.RESTART, Action.RELAUNCH]
+    assert [c for c in commands if isinstance(c, LaunchNode)] == [LaunchNode(3, 0, ("host0",))]
+
+
+@pytest.mark.parametrize(
+    ("details", "every", "limit"),
+    [
+        (KILLED, 2000.0, 3),
+        (KILLED, 100.0, 0),
+        (BUG, 100.0, 3),
+        (ECHO, 100.0, 3),
+    ],
+    ids=["seldom", "never by setting", "the program's fault", "echoes"],
+)
+def test_what_does_not_count_against_a_node(details, every, limit):
+    limits = Limits(node_fault_limit=limit, no_progress_restarts=100)
+    job = JobDriver.launched(limits=limits, max_restarts=100)
+    for number in range(1, 6):
+        fail_and_recover(job, details, at=every * number)
+    assert actions(job) == [Action.RESTART] * 5
+
+
+def test_faults_of_two_nodes_are_counted_apart():
+    job = JobDriver.launched(limits=Limits(node_fault_limit=3))
+    for number in range(4):
+        fail_and_recover(job, KILLED, node=number % 2, at=100.0 * (number + 1))
+    assert actions(job) == [Action.RESTART] * 4
+
+
+# ---- fresh processes, more memory, budgets
+
+
+def test_after_a_crash_the_nodes_workers_start_afresh_and_only_these():
+    job = JobDriver.launched()
+    job.fail(1, CRASHED, at=100.0)
+    worlds = rejoin(job, 0, 1, 2)
+    assert {c.node_id: c.fresh for c in worlds} == {0: False, 1: True, 2: False}
+    job.give(NodeExited(0, "it ended"), at=200.0)
+    job.connect(3, claims=3)
+    assert not any(c.fresh for c in rejoin(job, 1, 2, 3) if isinstance(c, AssignWorld))
+
+
+def test_a_node_that_comes_back_hears_again_that_it_starts_afresh():
+    job = JobDriver.launched()
+    job.fail(1, CRASHED, at=100.0)
+    rejoin(job, 0, 1, 2)
+    assert job.connect(1)[-1].fresh
+
+
+def test_more_memory_is_asked_for_where_the_platform_can_give_it():
+    job = JobDriver.launched(grows_memory=True)
+    commands = job.fail(1, OUT_OF_MEMORY, at=100.0)
+    assert [c for c in commands if isinstance(c, LaunchNode)] == [LaunchNode(3, 1, (), 2.0)]
+    assert job.emitted(events.HostExcluded) == []
+    job.give(MasterStarted(9))
+    job.give(NodeExited(3, "it ended"))
+    assert job.machine.nodes[4].memory_factor == 2.0
+
+
+def test_elsewhere_a_kill_for_want_of_memory_is_a_restart():
+    job = JobDriver.launched()
+    assert kinds(job.fail(1, OUT_OF_MEMORY, at=100.0)) == [CallToRound] * 3
+    assert actions(job) == [Action.MORE_MEMORY]
+
+
+def test_a_cause_may_have_a_budget_of_its_own():
+    limits = Limits(cause_budgets={"host_oom": 1}, restart_window=1000.0)
+    job = JobDriver.launched(limits=limits)
+    fail_and_recover(job, OUT_OF_MEMORY, at=100.0)
+    fail_and_recover(job, KILLED, at=200.0)
+    fail_and_recover(job, OUT_OF_MEMORY, at=1150.0)
+    assert job.machine.phase is Phase.RUNNING
+    job.fail(0, OUT_OF_MEMORY, at=1200.0)
+    assert job.machine.outcome.exit_code == ExitCode.INFRASTRUCTURE
+    assert job.machine.outcome.reason.endswith(
+        "; 1 restarts for host_oom within 1000 s are used (cause_budgets)."
+    )
+
+
+class Recorded(JobMachine):
+    """A machine that keeps what it was given."""
+
+    def handle(self, event, now):
+        self.__dict__.setdefault("_journal", []).append((now, event))
+        return super().handle(event, now)
+
+
+def test_the_journal_gives_the_state_back_whatever_was_done(monkeypatch):
+    monkeypatch.setattr("dlrover.testing.drivers.JobMachine", Recorded)
+    job = JobDriver.launched(limits=Limits(node_fault_limit=2, cause_budgets={"killed": 9}))
+    job.fail(1, CRASHED, at=100.0)
+    rejoin(job, 0, 1, 2)
+    job.fail(1, KILLED, at=200.0)
+    job.connect(3, claims=3)
+    rejoin(job, 0, 2, 3)
+    job.fail(2, BROKEN, at=300.0)
+    copy = Recorded()
+    for now, event in list(job.machine._journal):
+        copy.handle(event, now)
+    assert copy == job.machine
+    assert copy.faults.excluded(300.0) == ("host1", "host2")

@@ -1,0 +1,174 @@
+"""What the master makes of heartbeats that tell what workers do: journal entries, and the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from dlrover.master import service
+from dlrover.master.history import History
+from dlrover.master.journal_file import FileJournal
+from dlrover.master.machine import inputs
+from dlrover.master.machine.activities import Activities
+from dlrover.master.service import Master
+from dlrover.rpc import messages
+from dlrover.spec.activities import Activity
+from dlrover.spec.activity import WorkerActivity
+from dlrover.spec.job import JobSpec
+from dlrover.spec.world import Offer
+
+
+def worker(*seconds: float, steps: int = 0, first_step: int = -1) -> WorkerActivity:
+    told = (*seconds, *(0.0,) * (len(Activity) - len(seconds)))
+    return WorkerActivity(steps, Activity.STEP, 1.0, told, first_step=first_step)
+
+
+class Job:
+    """A master whose two nodes are in round 1, without a wire."""
+
+    def __init__(self, path: Path) -> None:
+        self.journal = FileJournal(path / "journal.sqlite")
+        self.master = Master(self.journal, History(path / "events.jsonl"))
+        self.master.submit(inputs.Submitted(JobSpec(name="job", min_nodes=2, max_nodes=2)))
+        for node in (0, 1):
+            uid = f"agent {node}"
+            self.master._greeted[uid] = asyncio.Queue()
+            self.master.submit(inputs.NodeConnected(uid, -1, -1, "host", 0))
+        for node in (0, 1):
+            self.master.submit(inputs.NodeJoined(node, 1, Offer(2, "host", 1)))
+        # Nothing is due for a while.
+        self.master._progress_journalled = self.master.clock()
+
+    def beat(self, node: int, steps: int, *workers: WorkerActivity, round_: int = 1) -> None:
+        self.master._take(node, messages.Heartbeat(round_, steps, workers))
+
+    @property
+    def progressed(self) -> list[inputs.Progressed]:
+        return [e for _, e in self.journal.entries() if isinstance(e, inputs.Progressed)]
+
+    def close(self) -> None:
+        self.master.close()
+        self.journal.close()
+        self.master._history.close()
+
+
+def run(path: Path, test: Callable[[Job], Awaitable[None]]) -> None:
+    async def main() -> None:
+        job = Job(path)
+        try:
+            await asyncio.wait_for(test(job), 10.0)
+        finally:
+            job.close()
+
+    asyncio.run(main())
+
+
+# ---- what nodes told
+
+
+def test_the_mean_is_over_all_workers_of_the_round() -> None:
+    latest = Activities()
+    latest.note(0, 3, 7, (worker(1.0, 6.0, first_step=4), worker(3.0, 4.0)))
+    latest.note(1, 3, 6, (worker(5.0, 2.0, first_step=5),))
+    assert latest.progress() == inputs.Progressed(3, 7, (3.0, 4.0, 0.0, 0.0, 0.0, 0.0), 5)
+    latest.note(1, 3, 8, (worker(5.0, 5.0),))
+    assert latest.progress() == inputs.Progressed(3, 8, (3.0, 5.0, 0.0, 0.0, 0.0, 0.0), 4)
+
+
+def test_a_new_round_forgets_the_last_one_and_old_news_is_left_out() -> None:
+    latest = Activities()
+    latest.note(0, 3, 7, (worker(1.0, 6.0),))
+    latest.note(1, 4, 2, ())
+    latest.note(0, 3, 9, (worker(1.0, 9.0),))
+    assert latest.progress() == inputs.Progressed(4, 2)
+    assert not latest.known
+
+
+def test_a_record_of_another_shape_is_left_out() -> None:
+    latest = Activities()
+    latest.note(0, 1, 5, (WorkerActivity(5, 1, 1.0, (1.0, 2.0)),))
+    assert latest.progress() == inputs.Progressed(1, 5)
+
+
+# ---- what is journalled
+
+
+def test_the_first_step_is_journalled_at_once_with_what_workers_did(tmp_path: Path) -> None:
+    async def test(job: Job) -> None:
+        job.beat(0, 1, worker(2.0, 1.0, first_step=0), worker(4.0, 1.0))
+        assert job.progressed == [inputs.Progressed(1, 1, (3.0, 1.0, 0.0, 0.0, 0.0, 0.0), 0)]
+        job.beat(0, 2, worker(2.0, 2.0), worker(4.0, 2.0))
+        assert len(job.progressed) == 1, "later steps wait"
+
+    run(tmp_path, test)
+
+
+def test_what_workers_do_is_journalled_without_a_new_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "PROGRESS_JOURNAL_INTERVAL", 0.05)
+    monkeypatch.setattr(service, "FLUSH_INTERVAL", 0.01)
+
+    async def test(job: Job) -> None:
+        job.beat(0, 0, worker(2.0, 0.0))
+        assert job.progressed == []
+        await asyncio.sleep(0.1)
+        assert job.progressed == [inputs.Progressed(1, 0, (2.0, 0.0, 0.0, 0.0, 0.0, 0.0), -1)]
+        job.beat(0, 0)
+        await asyncio.sleep(0.1)
+        assert len(job.progressed) == 1, "nothing new was told"
+
+    run(tmp_path, test)
+
+
+def test_steps_that_no_later_heartbeat_follows_are_journalled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "PROGRESS_JOURNAL_INTERVAL", 0.05)
+
+    async def test(job: Job) -> None:
+        job.beat(0, 1)
+        job.beat(0, 5)
+        assert [p.steps for p in job.progressed] == [1]
+        await asyncio.sleep(0.1)
+        assert [p.steps for p in job.progressed] == [1, 5]
+
+    run(tmp_path, test)
+
+
+def test_what_ends_a_round_is_preceded_by_the_latest_activity(tmp_path: Path) -> None:
+    async def test(job: Job) -> None:
+        job.beat(0, 1, worker(2.0, 1.0))
+        job.beat(0, 9, worker(2.0, 9.0))
+        job.master.on_node_exit(1, "killed")
+        last, before = [entry for _, entry in job.journal.entries()][:-3:-1]
+        assert isinstance(last, inputs.NodeExited)
+        assert before == inputs.Progressed(1, 9, (2.0, 9.0, 0.0, 0.0, 0.0, 0.0), -1)
+
+    run(tmp_path, test)
+
+
+def test_thousands_of_ends_do_not_journal_thousands_of_activities(tmp_path: Path) -> None:
+    async def test(job: Job) -> None:
+        job.beat(0, 1, worker(2.0, 1.0))
+        for _ in range(50):
+            job.beat(0, 1, worker(2.0, 2.0))
+            job.master._take(1, messages.Succeeded(9))
+        assert len(job.progressed) == 1
+
+    run(tmp_path, test)
+
+
+def test_the_ledger_replays_to_the_same_report(tmp_path: Path) -> None:
+    async def test(job: Job) -> None:
+        job.beat(0, 1, worker(2.0, 1.0))
+        job.master.submit(inputs.StopRequested("stopped", 5))
+        again = Master(job.journal, job.master._history)
+        last = [time for time, _ in job.journal.entries()][-1]
+        assert again.ledger.goodput(last) == job.master.ledger.goodput(last)
+        assert again.ledger.goodput(last).wall_seconds > 0
+
+    run(tmp_path, test)

@@ -1,0 +1,134 @@
+"""Nodes are really measured before they train: an injected fault is named, and the others train."""
+
+import json
+import os
+import signal
+import sys
+
+import pytest
+
+from dlrover.errors import ExitCode
+from dlrover.spec import events
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(150)]
+
+CHECK = ("--local-nodes=4", "--network-check")
+
+
+def injected(faults: str) -> dict[str, str]:
+    return {"DLROVER_PROBE_FAULTS": faults, "DLROVER_CHECK_TIMEOUT": "45"}
+
+
+def findings(launch, kind: str) -> list[tuple[tuple[int, ...], str, str]]:
+    bodies = [event.body for event in launch.events_of(events.NodeCheckFinding)]
+    return [(b.nodes, b.component, b.message) for b in bodies if b.kind == kind]
+
+
+def check_processes(launch) -> list:
+    return [p for p in launch.processes() if "dlrover.elastic.probes" in p.cmdline()]
+
+
+def test_sound_nodes_are_checked_and_train(train) -> None:
+    training = train(3, 0.0, *CHECK)
+    training.launch.succeed(100)
+    (finished,) = training.launch.events_of(events.NodeCheckFinished)
+    assert (finished.body.nodes, finished.body.excluded) == (4, 0)
+    assert findings(training.launch, "fault") == []
+    assert training.losses[-1][2] == 4
+    assert not check_processes(training.launch)
+
+
+@pytest.mark.parametrize(
+    ("fault", "component", "words"),
+    [
+        ("3:disk:fail", "disk", "injected fault"),
+        ("3:device:die", "device", "the check process ended: it was killed by SIGKILL"),
+        ("3:network:fail", "network", "it does not reach nodes"),
+    ],
+)
+def test_a_faulty_node_is_named_and_excluded(train, fault, component, words) -> None:
+    training = train(40, 0.2, *CHECK, "--nnodes=3:4", env=injected(fault))
+    training.wait_for_step(1, 100)
+    launch = training.launch
+    ((nodes, named, message),) = findings(launch, "fault")
+    assert (nodes, named) == ((3,), component)
+    assert words in message
+    assert launch.events_of(events.RoundCompleted)[0].body.nodes == 3
+    (lost,) = launch.events_of(events.NodeLost)
+    assert f"the node check names its {component}" in lost.body.reason
+    launch.succeed(100)
+    assert training.losses[-1][0] == 40
+
+
+def test_a_slow_node_is_named_and_trains(train) -> None:
+    training = train(3, 0.0, *CHECK, env=injected("2:device:slow"))
+    training.launch.succeed(100)
+    slow = [f for f in findings(training.launch, "slow") if f[1] == "device"]
+    assert [nodes for nodes, _, _ in slow] == [(2,)]
+    assert training.losses[-1][2] == 4
+
+
+def test_a_job_whose_nodes_are_all_at_fault_ends_with_the_reason(run) -> None:
+    faults = ",".join(f"{node}:disk:fail" for node in range(12))
+    options = ("--local-nodes=2", "--network-check")
+    launch = run(*options, run.scripts / "hello.py", env=injected(faults))
+    _, stderr = launch.end_with(ExitCode.INFRASTRUCTURE, 100)
+    assert "the node check names its disk: injected fault" in stderr
+
+
+def test_a_master_that_is_killed_during_a_check_finishes_it(run, train) -> None:
+    training = train(3, 0.0, *CHECK)
+    launch = training.launch
+    launch.until(lambda: launch.events_of(events.NodeCheckStarted), 40, "a check")
+    status = run.dlrover("status", "--job-dir", launch.job_dir)
+    assert "checking nodes, round 1 of at most 4" in status.stdout
+    (master,) = launch.wait_for("master")
+    master.kill()
+    launch.succeed(100)
+    assert len(launch.events_of(events.MasterRecovered)) == 1
+    assert len(launch.events_of(events.NodeCheckStarted)) == 1
+    (finished,) = launch.events_of(events.NodeCheckFinished)
+    assert finished.body.excluded == 0
+
+
+def test_a_node_whose_worker_was_killed_is_checked_again(train) -> None:
+    training = train(1000, 0.1, "--local-nodes=2", "--network-check")
+    launch = training.launch
+    training.wait_for_step(2, 80)
+    assert len(launch.events_of(events.NodeCheckFinished)) == 1
+    launch.of_kind("worker")[0].kill()
+    launch.until(lambda: len(launch.events_of(events.NodeCheckFinished)) == 2, 60, "a second check")
+    started = launch.events_of(events.NodeCheckStarted)[1]
+    assert started.body.nodes == 1
+    launch.process.send_signal(signal.SIGTERM)
+    launch.wait(60)
+
+
+@pytest.mark.parametrize("fault", ["", "2:device:fail"])
+def test_ranks_of_another_launcher_come_to_the_same_verdict(run, fault: str) -> None:
+    program = ("--no-python", sys.executable, "-m", "dlrover.cli.main", "check")
+    options = ("--nproc-per-node=4", f"--master-port={run.free_port()}")
+    launch = run.torchrun(*options, *program, env=injected(fault))
+    code = launch.wait(100)
+    lines = launch.stdout.splitlines()
+    if fault:
+        assert code != 0
+        assert lines.count(f"fault: rank 2 ({os.uname().nodename}): device: injected fault") == 4
+    else:
+        assert code == 0, launch.stderr
+        assert lines.count("No node is at fault of the 4 that were checked.") == 4
+    assert len([line for line in lines if line.startswith("rank 3 ") and " memory " in line]) == 1
+
+
+@pytest.mark.parametrize(("fault", "code"), [("", 0), ("0:memory:fail", 3)])
+def test_one_machine_by_itself(run, fault: str, code: int) -> None:
+    run.env |= injected(fault)
+    done = run.dlrover("check", "--output", "json", timeout=90)
+    assert done.returncode == code, done.stderr
+    report = json.loads(done.stdout)
+    assert report["healthy"] is (code == 0)
+    components = {result["component"] for result in report["results"]["0"]}
+    assert components == {"device", "memory", "disk", "network"}
+    if fault:
+        (finding,) = report["findings"]
+        assert (finding["component"], finding["message"]) == ("memory", "injected fault")
