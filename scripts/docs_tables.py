@@ -22,7 +22,7 @@ import msgspec
 from dlrover.config import Settings
 from dlrover.master.diagnosis_rules import built_in
 from dlrover.master.history import History
-from dlrover.master.journal import Journal
+from dlrover.master.journal_file import FileJournal
 from dlrover.master.metrics import metrics
 from dlrover.master.service import Master
 from dlrover.spec import events
@@ -48,6 +48,7 @@ _GONE = "it sent no heartbeat for 60 s"
 SAMPLES: tuple[events.EventBody, ...] = (
     events.JobSubmitted("my-job", 2, 4),
     events.MasterRecovered(42),
+    events.MasterAdopted(5, 4),
     events.NodeLaunched(4, replaces=1),
     events.NodeConnected(4, "host1"),
     events.NodeLost(1, _GONE),
@@ -156,7 +157,7 @@ def _metrics() -> str:
     rows = []
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
-        journal, history = Journal(path / "journal"), History(path / "events")
+        journal, history = FileJournal(path / "journal"), History(path / "events")
         with contextlib.closing(journal), contextlib.closing(history):
             for family in metrics(Master(journal, history)):
                 name = family.name + ("_total" if family.type == "counter" else "")
@@ -238,6 +239,7 @@ def _job_directory() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "limits": _limits,
+    "journal": _settings("journal"),
     "tls": _settings("tls_"),
     "metrics-settings": _settings("metrics_"),
     "causes": _causes,

@@ -33,6 +33,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """All settings of a process."""
 
     limits: Limits = Limits()
+    journal: str = "file:"
+    """Where the master keeps the job's state: ``file:`` in the job directory, ``file:/path`` elsewhere,
+    ``memory:`` nowhere (a master that comes back learns from the nodes what they run)."""
     diagnosis_rules: str = ""
     """Path of a TOML file with rows for the table of causes, which are tried before DLRover's own."""
     tls_cert: str = ""

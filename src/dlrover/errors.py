@@ -6,6 +6,7 @@
     ├── UserCodeError         the user's program failed            exit code 1
     ├── ConfigurationError    a flag, file or variable is wrong    exit code 2
     ├── InfrastructureError   a machine, network or limit failed   exit code 3
+    │   └── FencedError       another master has taken over        exit code 3
     ├── NoProgressError       restarts no longer help              exit code 4
     └── ProtocolError         a peer sent what it must not send    exit code 3
 
@@ -59,6 +60,10 @@ class InfrastructureError(DLRoverError):
     """A machine, the network or a limit failed."""
 
     exit_code = ExitCode.INFRASTRUCTURE
+
+
+class FencedError(InfrastructureError):
+    """Another master has taken over the job: this one must leave and touch nothing any more."""
 
 
 class NoProgressError(DLRoverError):

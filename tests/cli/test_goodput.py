@@ -19,7 +19,7 @@ from dlrover.cli.goodput import Report
 from dlrover.cli.main import app
 from dlrover.cli.timeline import Timeline
 from dlrover.errors import ConfigurationError
-from dlrover.master.journal import Journal
+from dlrover.master.journal_file import FileJournal
 from dlrover.master.machine.roundtime import nothing
 from dlrover.spec.goodput import CAUSES, Cause, Goodput
 from dlrover.spec.job import JobSpec
@@ -30,7 +30,7 @@ from dlrover.testing.cluster import Cluster
 def journal_of(cluster: Cluster, directory: Path) -> JobDir:
     """The directory that a simulated job would have left."""
     job_dir = JobDir(directory)
-    journal = Journal(job_dir.journal)
+    journal = FileJournal(job_dir.journal)
     for time, event in cluster.journal:
         journal.append(event, time)
     journal.close()

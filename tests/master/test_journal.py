@@ -6,14 +6,16 @@ import resource
 import sqlite3
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from dlrover.errors import InfrastructureError, ProtocolError
+from dlrover.errors import ConfigurationError, FencedError, InfrastructureError, ProtocolError
 from dlrover.master import history
 from dlrover.master.history import History
-from dlrover.master.journal import FORMAT, Journal
+from dlrover.master.journal import JOURNALS, Journal, open_journal
+from dlrover.master.journal_file import FORMAT, FileJournal
 from dlrover.master.machine import inputs
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.store import KeyValueStore
@@ -36,14 +38,14 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def journal(path: Path):
     path.parent.mkdir()
-    with contextlib.closing(Journal(path)) as opened:
+    with contextlib.closing(FileJournal(path)) as opened:
         yield opened
 
 
 def replayed(path: Path, into: History | None = None) -> tuple[JobMachine, KeyValueStore]:
     """The machines as a new master finds them."""
     machine, store = JobMachine(), KeyValueStore()
-    with contextlib.closing(Journal(path, read_only=True)) as journal:
+    with contextlib.closing(FileJournal(path, read_only=True)) as journal:
         for time, entry in journal.entries():
             if isinstance(entry, StoreRequest):
                 store.apply(entry)
@@ -54,6 +56,151 @@ def replayed(path: Path, into: History | None = None) -> tuple[JobMachine, KeyVa
     machine.validate()
     store.validate()
     return machine, store
+
+
+# ---- what every store does
+
+KEEPS = ["file:", "file:{path}/elsewhere.sqlite"]
+"""Journals that outlive a master, as a setting names them."""
+ALL = [*KEEPS, "memory:"]
+
+
+class Store:
+    """A place for a journal, opened as often as a test likes; everything is closed at its end."""
+
+    def __init__(self, url: str, directory: Path) -> None:
+        self._url = url.format(path=directory)
+        self._own_file = directory / "journal.sqlite"
+        self._opened = contextlib.ExitStack()
+
+    def open(self, *, read_only: bool = False) -> Journal:
+        return self._opened.enter_context(contextlib.closing(self.new(read_only=read_only)))
+
+    def new(self, *, read_only: bool = False) -> Journal:
+        """A journal that its thread has to close."""
+        return open_journal(self._url, self._own_file, read_only=read_only)
+
+    def close(self) -> None:
+        self._opened.close()
+
+
+@pytest.fixture
+def store(request, tmp_path):
+    with contextlib.closing(Store(request.param, tmp_path)) as place:
+        yield place
+
+
+on_all = pytest.mark.parametrize("store", ALL, indirect=True)
+on_those_that_keep = pytest.mark.parametrize("store", KEEPS, indirect=True)
+
+
+def test_every_scheme_is_tested():
+    assert {url.partition(":")[0] for url in ALL} == set(JOURNALS)
+
+
+@on_all
+def test_a_new_journal_is_empty_and_belongs_to_its_first_master(store):
+    journal = store.open()
+    assert journal.epoch == 1
+    assert list(journal.entries()) == []
+    journal.check()
+
+
+@on_all
+def test_a_master_goes_beyond_the_epochs_that_its_agents_have_met(store):
+    journal = store.open()
+    journal.raise_epoch(7)
+    assert journal.epoch == 8
+    journal.raise_epoch(3)
+    assert journal.epoch == 9
+    journal.append(inputs.DeadlinePassed(), 1.0)
+    journal.check()
+
+
+@on_all
+def test_inputs_and_requests_are_taken(store):
+    journal = store.open()
+    journal.append(inputs.Submitted(JobSpec(name="job"), "/tmp/job"), 1.0)
+    journal.append(AddToKey("key", 1, "request"), 2.0)
+    assert len(list(journal.entries())) in (0, 2)
+
+
+@on_those_that_keep
+def test_a_later_master_finds_the_entries(store):
+    first = store.open()
+    written = [(1.0, inputs.MasterStarted(3)), (0.5, SetKey("key", b"value"))]
+    for time, entry in written:
+        first.append(entry, time)
+    assert list(store.open().entries()) == written
+    assert list(store.open(read_only=True).entries()) == written
+
+
+@on_those_that_keep
+def test_each_start_takes_the_next_epoch_and_refuses_the_one_before(store):
+    masters = [store.open() for _ in range(3)]
+    assert [m.epoch for m in masters] == [1, 2, 3]
+    for old in masters[:2]:
+        for act in (
+            lambda m: m.append(inputs.DeadlinePassed(), 1.0),
+            lambda m: m.check(),
+            lambda m: m.raise_epoch(9),
+        ):
+            with pytest.raises(FencedError, match=f"epoch 3; this one has epoch {old.epoch}"):
+                act(old)
+    masters[2].append(inputs.MasterStarted(1), 2.0)
+    assert [entry for _, entry in masters[2].entries()] == [inputs.MasterStarted(1)]
+
+
+@on_those_that_keep
+def test_a_reader_takes_no_epoch(store):
+    master = store.open()
+    assert store.open(read_only=True).epoch == 0
+    master.append(inputs.DeadlinePassed(), 1.0)
+
+
+@on_those_that_keep
+def test_of_masters_that_start_together_one_is_the_last(store):
+    """Opened and written by many threads at once: the entries are those of one epoch at a time."""
+
+    def master(_: int) -> tuple[int, int]:
+        written = 0
+        with contextlib.closing(store.new()) as journal, contextlib.suppress(FencedError):
+            for _ in range(20):
+                journal.append(inputs.MasterStarted(journal.epoch), 0.0)
+                written += 1
+        return journal.epoch, written
+
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        pending = [pool.submit(master, n) for n in range(5) for pool in (one, other)]
+        done = dict(future.result() for future in pending)
+    assert sorted(done) == list(range(1, 11))
+    epochs = [entry.replayed for _, entry in store.open(read_only=True).entries()]
+    assert epochs == sorted(epochs)
+    assert len(epochs) == sum(done.values())
+    assert done[10] == 20
+
+
+@pytest.mark.parametrize("url", ["", "file", "sqlite:", "k8s://name", "memory:x"])
+def test_a_journal_that_nobody_knows_is_refused(url, tmp_path):
+    with pytest.raises(ConfigurationError, match=f"journal {url} is unknown; it takes"):
+        open_journal(url, tmp_path / "journal.sqlite")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nobody_reads_the_memory_of_a_master(tmp_path):
+    with pytest.raises(InfrastructureError, match="in the memory of the master"):
+        open_journal("memory:", tmp_path / "journal.sqlite", read_only=True)
+
+
+def test_a_file_that_was_deleted_and_made_again_belongs_to_the_later_master(journal, path):
+    for file in path.parent.iterdir():
+        file.unlink()
+    journal.append(inputs.DeadlinePassed(), 1.0)  # nobody else is there
+    with contextlib.closing(FileJournal(path)) as successor:
+        assert successor.epoch == journal.epoch == 1
+        with pytest.raises(FencedError, match="was replaced"):
+            journal.append(inputs.DeadlinePassed(), 2.0)
+        assert list(successor.entries()) == []
 
 
 # ---- what is written comes back
@@ -70,13 +217,13 @@ def test_entries_come_back_in_order_with_their_times(journal, path):
     for time, entry in written:
         journal.append(entry, time)
     assert list(journal.entries()) == written
-    with contextlib.closing(Journal(path, read_only=True)) as reader:
+    with contextlib.closing(FileJournal(path, read_only=True)) as reader:
         assert list(reader.entries()) == written
 
 
 def test_entries_survive_a_master_that_closed_nothing(journal, path):
     journal.append(inputs.DeadlinePassed(), 1.0)
-    with contextlib.closing(Journal(path)) as successor:
+    with contextlib.closing(FileJournal(path)) as successor:
         successor.append(inputs.MasterStarted(1), 2.0)
         assert [entry for _, entry in successor.entries()] == [
             inputs.DeadlinePassed(),
@@ -168,19 +315,19 @@ def test_a_journal_of_another_format_is_refused(journal, path):
         with pytest.raises(
             InfrastructureError, match=f"has format {FORMAT + 1}; this version reads {FORMAT}"
         ):
-            Journal(path, read_only=read_only)
+            FileJournal(path, read_only=read_only)
 
 
 def test_a_file_that_is_no_journal_is_refused(tmp_path):
     path = tmp_path / "journal.sqlite"
     path.write_text("not a database, but long enough to have a header that could be one" * 9)
     with pytest.raises(InfrastructureError, match=r"cannot be opened: file is not a database"):
-        Journal(path)
+        FileJournal(path)
 
 
 def test_a_journal_that_is_not_there_is_not_made_by_a_reader(tmp_path):
     with pytest.raises(InfrastructureError, match="cannot be opened"):
-        Journal(tmp_path / "journal.sqlite", read_only=True)
+        FileJournal(tmp_path / "journal.sqlite", read_only=True)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -200,10 +347,10 @@ def test_a_full_disk_is_an_infrastructure_error_and_loses_nothing_before_it(tmp_
     program = f"""
 from pathlib import Path
 from dlrover.errors import InfrastructureError
-from dlrover.master.journal import Journal
+from dlrover.master.journal_file import FileJournal
 from dlrover.rpc.messages import SetKey
 
-journal = Journal(Path({str(path)!r}))
+journal = FileJournal(Path({str(path)!r}))
 for number in range(1000):
     try:
         journal.append(SetKey(str(number), bytes(1000)), float(number))
@@ -225,7 +372,7 @@ for number in range(1000):
     )
     number, _, message = ran.stdout.partition(" ")
     assert message.startswith(f"The journal {path} cannot be written: ")
-    with contextlib.closing(Journal(path)) as journal:
+    with contextlib.closing(FileJournal(path)) as journal:
         assert [time for time, _ in journal.entries()] == [float(n) for n in range(int(number))]
         journal.append(SetKey("more", b""), 0.0)
 

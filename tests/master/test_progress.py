@@ -10,7 +10,7 @@ import pytest
 
 from dlrover.master import service
 from dlrover.master.history import History
-from dlrover.master.journal import Journal
+from dlrover.master.journal_file import FileJournal
 from dlrover.master.machine import inputs
 from dlrover.master.machine.activities import Activities
 from dlrover.master.service import Master
@@ -30,7 +30,7 @@ class Job:
     """A master whose two nodes are in round 1, without a wire."""
 
     def __init__(self, path: Path) -> None:
-        self.journal = Journal(path / "journal.sqlite")
+        self.journal = FileJournal(path / "journal.sqlite")
         self.master = Master(self.journal, History(path / "events.jsonl"))
         self.master.submit(inputs.Submitted(JobSpec(name="job", min_nodes=2, max_nodes=2)))
         for node in (0, 1):

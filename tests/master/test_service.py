@@ -15,7 +15,7 @@ import pytest
 from dlrover.errors import InfrastructureError, ProtocolError
 from dlrover.master import history as history_module, service
 from dlrover.master.history import History
-from dlrover.master.journal import Journal
+from dlrover.master.journal_file import FileJournal
 from dlrover.master.machine import inputs
 from dlrover.master.service import Master
 from dlrover.rpc import messages, wire
@@ -39,7 +39,7 @@ class Job:
         self.port = 0
 
     async def __aenter__(self) -> Job:
-        self.journal = Journal(self.path / "journal.sqlite")
+        self.journal = FileJournal(self.path / "journal.sqlite")
         self.history = History(self.path / "events.jsonl")
         self.master = Master(self.journal, self.history)
         self.server = Server(TOKEN)
@@ -457,7 +457,7 @@ def test_the_journal_replays_to_the_same_machines(tmp_path: Path) -> None:
         await job.client.store(messages.AddToKey("counter", 1, "request"))
         await job.client.store(messages.EnterBarrier("barrier", "m", 1, wait=0.0))
         size = (tmp_path / "events.jsonl").stat().st_size
-        journal = Journal(tmp_path / "journal.sqlite", read_only=True)
+        journal = FileJournal(tmp_path / "journal.sqlite", read_only=True)
         history = History(tmp_path / "events.jsonl")
         with contextlib.closing(journal), contextlib.closing(history):
             again = Master(journal, history)

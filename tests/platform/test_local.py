@@ -94,3 +94,22 @@ def test_registry():
     assert platform_class("local") is LocalPlatform
     with pytest.raises(ConfigurationError, match="Platform cloud is unknown"):
         platform_class("cloud")
+
+
+def test_nodes_that_another_master_launched_are_found():
+    async def body(platform: LocalPlatform, exits) -> None:
+        assert platform.find() == []
+        handles = {node_id: platform.launch(node_id, 9 - node_id) for node_id in (3, 1)}
+        other = LocalPlatform(own, {}, (), lambda *_: None)
+        while len(found := other.find()) < 2:  # between fork and exec a child is its parent's twin
+            await asyncio.sleep(0.01)
+        assert found == [(1, 8, handles[1]), (3, 6, handles[3])]
+        assert LocalPlatform(SLEEPER, {}, (), lambda *_: None).find() == []
+        for handle in handles.values():
+            platform.kill(handle)
+        for _ in handles:
+            await exits.get()
+        assert platform.find() == []
+
+    own = [*SLEEPER, f"job of {os.getpid()}"]
+    run(body, own)

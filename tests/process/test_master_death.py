@@ -1,5 +1,7 @@
 """A job whose master dies goes on: no worker notices, and the new master knows what the old one knew."""
 
+import json
+import socket
 import time
 
 import pytest
@@ -130,3 +132,29 @@ def test_the_master_may_die_again_and_again(run, tmp_path) -> None:
     launch.succeed()
     assert workers
     assert not launch.events_of(events.RestartDecided)
+
+
+def test_the_next_master_listens_elsewhere_if_its_port_is_taken(run, tmp_path) -> None:
+    launch = run("--local-nodes=2", run.scripts / "wait_for_file.py", tmp_path / "go")
+    launch.wait_for("worker", 2)
+    workers = launch.pids("worker")
+    host, _, port = json.loads((launch.job_dir / "master.json").read_text())["address"].partition(
+        ":"
+    )
+    launch.process.suspend()
+    (master,) = launch.of_kind("master")
+    master.kill()
+    run.until(lambda: not launch.of_kind("master"), 5, "the master's end")
+    with socket.create_server((host, int(port))):
+        launch.process.resume()
+        run.until(
+            lambda: (
+                launch.events_of(events.MasterRecovered)
+                and all(n["connected"] for n in run.status(launch)["status"]["nodes"])
+            ),
+            15,
+            "the nodes' connection to the new master",
+        )
+        assert launch.pids("worker") == workers
+        (tmp_path / "go").touch()
+        launch.succeed()

@@ -16,7 +16,7 @@ from dlrover.spec.events import RoundOpened
 from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.node import NodeStatus
-from dlrover.spec.world import Offer
+from dlrover.spec.world import Holding, Offer, World
 from dlrover.testing.cluster import WORKER_KINDS, Cluster
 from dlrover.testing.nodes import Delays
 
@@ -382,7 +382,8 @@ class HostilePeers:
             uid = f"agent {a}" if a else ""
             running = round_ if kind == 5 else rdzv.last_round * (b % 2)
             claimed = machine.by_uid.get(uid, [-1, 0, 1, 2, 99, -7, 3, 2**40][b])
-            return inputs.NodeConnected(uid, claimed, b - 1, f"host{b % 3}", running)
+            host = f"host{b % 3}"
+            return inputs.NodeConnected(uid, claimed, b - 1, host, running, held(kind, a, b))
         if kind == 8:
             return inputs.WorkerFailed(self.failure(a, b, round_))
         rare = {
@@ -410,6 +411,17 @@ class HostilePeers:
             signal=[6, 9, 11][b % 3],
             node_facts=("NVRM: Xid (PCI:0): 79",) if a == 4 else (),
         )
+
+
+def held(kind: int, a: int, b: int) -> Holding | None:
+    """What an agent may claim to hold of a round of three, two or one nodes, or of nothing."""
+    if kind != 5:
+        return None
+    count = 1 + b % 3
+    world = World(a, 0, a % count, count, 2 * (a % count), 2 * count, "host", 29400)
+    return Holding(
+        round=a, world=world if b < 6 else None, nproc=2, succeeded=a == 3, stopping=a == 7
+    )
 
 
 def offer(a: int) -> Offer:

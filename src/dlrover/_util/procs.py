@@ -32,11 +32,24 @@ def start_time(pid: int) -> int:
     return int(stat.rpartition(")")[2].split()[19])
 
 
+def pids() -> list[int]:
+    """Pids of all processes that this one sees."""
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def command(pid: int) -> list[str]:
+    """The words of a process's command; empty for one that has ended or is another user's secret."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return []
+    return words[:-1]
+
+
 def children() -> list[int]:
     """Pids of this process's children."""
     me = os.getpid()
-    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return [pid for pid in pids if _parent(pid) == me]
+    return [pid for pid in pids() if _parent(pid) == me]
 
 
 def running(module: str) -> set[int]:
@@ -45,10 +58,7 @@ def running(module: str) -> set[int]:
 
 
 def _words_after_m(pid: int) -> list[str]:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
-    except (FileNotFoundError, ProcessLookupError):
-        return []
+    words = command(pid)
     return words[words.index("-m") + 1 :][:1] if "-m" in words else []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import logging
 import signal
 import socket
@@ -74,6 +75,9 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
     workers.others = lambda: checker.pids
     tls = wire.Tls(settings.tls.cert, settings.tls.key, settings.tls.ca)
     address = settings.master_address or _master_address(job_dir)
+    locate = (
+        None if settings.master_address else functools.partial(_master_address, job_dir, address)
+    )
     async with MasterClient(address, token, tls) as client:
         agent = Agent(
             client,
@@ -83,6 +87,7 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
             hostname=hostname,
             node_id=args.node_id,
             node_rank=args.node_rank,
+            locate=locate,
         )
         _handle_ends(agent, launch.signals_to_handle, args.lifeline_fd)
         return await agent.run()
@@ -105,6 +110,11 @@ def _handle_ends(agent: Agent, signals: str, lifeline_fd: int) -> None:
         )
 
 
-def _master_address(job_dir: JobDir) -> str:
-    found = msgspec.json.decode(job_dir.master.read_bytes(), type=MasterAddress)
-    return found.address
+def _master_address(job_dir: JobDir, last: str = "") -> str:
+    """Where the job's master listens; ``last`` if the directory does not say so any more."""
+    try:
+        return msgspec.json.decode(job_dir.master.read_bytes(), type=MasterAddress).address
+    except (OSError, msgspec.DecodeError) as error:
+        if last:
+            return last
+        raise ConfigurationError(f"{job_dir.master} cannot be read: {error}.") from error

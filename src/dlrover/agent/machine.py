@@ -17,7 +17,7 @@ from dlrover.rpc import messages
 from dlrover.spec.check import CheckOrder, CheckReport
 from dlrover.spec.failure import Failure
 from dlrover.spec.outcome import Outcome
-from dlrover.spec.world import World
+from dlrover.spec.world import Holding, World
 
 
 class Stage(str, enum.Enum):
@@ -123,6 +123,10 @@ class AgentMachine:
     running: set[int] = field(default_factory=set)
     #: failures in ``world``, until the next one
     failures: list[Failure] = field(default_factory=list)
+    #: the highest round that a master has told of
+    last_round: int = 0
+    #: the highest epoch of a master that was heard of
+    epoch: int = 0
     #: the last order to check the node, before its workers start
     order: CheckOrder | None = None
     #: the answer to it, once there is one
@@ -135,6 +139,21 @@ class AgentMachine:
         """The round whose workers run, ended or are being stopped here; 0 for none."""
         return self.world.round if self.world is not None else 0
 
+    def holding(self, steps: int) -> Holding:
+        """What this node holds, for a master that may know nothing; ``steps`` are its workers'."""
+        return Holding(
+            round=self.last_round,
+            world=self.world,
+            nproc=self.nproc,
+            steps=steps,
+            succeeded=self.stage is Stage.SUCCEEDED,
+            stopping=self.stage is Stage.STOPPING,
+        )
+
+    def refuses(self, event: Input) -> bool:
+        """Whether ``event`` comes from a master that another one has replaced: hang up on it."""
+        return isinstance(event, messages.Welcome) and event.epoch < self.epoch
+
     def handle(self, event: Input) -> list[Command]:
         """Take in one input; what is to be done about it."""
         if self.stage is Stage.LEFT:
@@ -143,17 +162,22 @@ class AgentMachine:
 
     def _welcome(self, event: messages.Welcome) -> list[Command]:
         self.node_id = event.node_id
+        self.epoch = max(self.epoch, event.epoch)
         said: list[Command] = [Say(messages.Failed(failure)) for failure in self.failures]
         if self.stage in (Stage.CONNECTING, Stage.JOINED):
             self.stage = Stage.JOINED
-            self.round = event.round
+            self._told(event.round)
             said.append(JoinRound(self.round))
         elif self.stage is Stage.SUCCEEDED:
             said.append(Say(messages.Succeeded(self.running_round)))
         return said
 
+    def _told(self, round_: int) -> None:
+        self.round = round_
+        self.last_round = max(self.last_round, round_)
+
     def _called(self, event: messages.CallToRound) -> list[Command]:
-        self.round = event.round
+        self._told(event.round)
         if self.stage is Stage.JOINED:
             return [JoinRound(self.round)]
         if self.stage in (Stage.RUNNING, Stage.FAILED, Stage.SUCCEEDED):
@@ -180,7 +204,7 @@ class AgentMachine:
         if self.stage is not Stage.JOINED:
             return []  # a repetition: these workers are already there, or are being stopped
         self.stage = Stage.RUNNING
-        self.round = world.round
+        self._told(world.round)
         self.world = world
         self.order = self.report = None
         self.failures = []
@@ -231,6 +255,7 @@ class AgentMachine:
         assert self.world is not None or not self.running, "running workers without a world"
         assert self.stage is not Stage.SUCCEEDED or not (self.running or self.failures)
         assert self.stage is not Stage.FAILED or self.failures, "failed without a failure"
+        assert self.round <= self.last_round, "a round that nobody told of"
         assert self.order is None or self.world is None, "a check beside workers"
         assert self.report is None or self.order is not None, "a report that nobody asked for"
         assert self.stage is not Stage.LEFT or self.outcome is not None, "left without an outcome"

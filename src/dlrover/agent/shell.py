@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from dlrover.agent import machine as agent_machine
@@ -38,7 +39,7 @@ REAP_INTERVAL = 5.0
 class Agent:
     """One node's agent. Make and run it on an event loop."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is needed once
         self,
         client: MasterClient,
         workers: WorkerGroup,
@@ -48,9 +49,12 @@ class Agent:
         hostname: str,
         node_id: int = -1,
         node_rank: int = -1,
+        locate: Callable[[], str] | None = None,
     ) -> None:
+        """Make an agent; ``locate`` says where its master is now, if that may change."""
         launch, limits = settings.launch, settings.limits
         self._client = client
+        self._locate = locate
         self._workers = workers
         self._checker = checker
         self._launch = launch
@@ -127,7 +131,13 @@ class Agent:
         claimed = self._machine.node_id if self._machine.node_id >= 0 else self._claimed_id
         outgoing.put_nowait(
             messages.Hello(
-                self._uid, claimed, self._node_rank, self._hostname, self._machine.running_round
+                self._uid,
+                claimed,
+                self._node_rank,
+                self._hostname,
+                self._machine.running_round,
+                self._machine.holding(self._workers.steps()),
+                self._machine.epoch,
             )
         )
 
@@ -135,18 +145,24 @@ class Agent:
             while True:
                 yield await outgoing.get()
 
-        async for message in self._client.attend(said()):
-            self._last_contact = time.monotonic()
-            self._outgoing = outgoing
-            if isinstance(message, messages.Welcome):
-                self._heartbeat_interval = message.heartbeat_interval
-                self._workers.node_id = message.node_id
-                self._say_progress()  # a new master must not count from zero
-            if isinstance(message, messages.CollectEvidence):
-                self._looks.add(task := asyncio.create_task(self._look(message.id)))
-                task.add_done_callback(self._looks.discard)
-            else:
-                self._handle(message)
+        if self._locate is not None:
+            await self._client.move(self._locate())
+        async with contextlib.aclosing(self._client.attend(said())) as incoming:
+            async for message in incoming:
+                if self._machine.refuses(message):
+                    logger.error("%s is refused: another master has taken over", message)
+                    return
+                self._last_contact = time.monotonic()
+                self._outgoing = outgoing
+                if isinstance(message, messages.Welcome):
+                    self._heartbeat_interval = message.heartbeat_interval
+                    self._workers.node_id = message.node_id
+                    self._say_progress()  # a new master must not count from zero
+                if isinstance(message, messages.CollectEvidence):
+                    self._looks.add(task := asyncio.create_task(self._look(message.id)))
+                    task.add_done_callback(self._looks.discard)
+                else:
+                    self._handle(message)
 
     def _check_master_absence(self) -> None:
         limits = self._limits

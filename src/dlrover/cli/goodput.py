@@ -16,7 +16,8 @@ from rich.table import Table
 from dlrover.cli.jobs import connect
 from dlrover.cli.timeline import Timeline
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.master.journal import Journal
+from dlrover.master.app import load_config
+from dlrover.master.journal import open_journal
 from dlrover.master.machine import inputs
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.ledger import Ledger
@@ -60,7 +61,8 @@ def report(job_dir: JobDir) -> Report:
     machine, timeline = JobMachine(), Timeline()
     ledger = Ledger(timeline)
     last = 0.0
-    with contextlib.closing(Journal(job_dir.journal, read_only=True)) as journal:
+    url = load_config(job_dir).journal if job_dir.job.exists() else "file:"
+    with contextlib.closing(open_journal(url, job_dir.journal, read_only=True)) as journal:
         for last, entry in journal.entries():
             if isinstance(entry, inputs.Input):
                 machine.handle(entry, last)

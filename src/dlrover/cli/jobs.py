@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -83,7 +85,7 @@ def _put_aside(job_dir: JobDir) -> None:
     """Move the last run's journal, events and outcome into ``run-<n>``: a run starts with none."""
     state = [
         job_dir.job, job_dir.agent, job_dir.token, job_dir.master, job_dir.events, job_dir.outcome,
-        job_dir.left, *job_dir.path.glob("journal.sqlite*"), *job_dir.path.glob("*.log"),
+        job_dir.left, *_journal_files(job_dir), *job_dir.path.glob("*.log"),
     ]  # fmt: skip
     present = [path for path in state if path.exists()]
     if not present:
@@ -92,7 +94,17 @@ def _put_aside(job_dir: JobDir) -> None:
     target = job_dir.path / f"run-{number}"
     target.mkdir()
     for path in present:
-        path.rename(target / path.name)
+        shutil.move(path, target / path.name)
+
+
+def _journal_files(job_dir: JobDir) -> list[Path]:
+    """The files of the last run's journal, which may be elsewhere."""
+    journal = job_dir.journal
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        url = msgspec.json.decode(job_dir.job.read_bytes(), type=MasterConfig).journal
+        elsewhere = url.removeprefix("file:")
+        journal = Path(elsewhere) if url.startswith("file:") and elsewhere else journal
+    return sorted(journal.parent.glob(f"{glob.escape(journal.name)}*"))
 
 
 def write_token(job_dir: JobDir, token: str) -> None:

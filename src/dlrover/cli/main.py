@@ -249,7 +249,9 @@ def master(  # noqa: PLR0913 - each is an option of the command
     with jobs.locked(directory, resume=True):
         shown = settings.metrics_port if metrics_port is None else metrics_port
         metrics = MetricsAddress(settings.metrics_host, shown)
-        content = MasterConfig(job=job, host=host, port=port, tls=tls, metrics=metrics)
+        content = MasterConfig(
+            job=job, host=host, port=port, tls=tls, metrics=metrics, journal=settings.journal
+        )
         files.write_atomically(directory.job, msgspec.json.encode(content), mode=0o600)
         token = env.get("DLROVER_TOKEN") or jobs.kept_token(directory) or secrets.token_hex(16)
         jobs.write_token(directory, token)

@@ -13,7 +13,8 @@ from rich.table import Table
 from dlrover.cli.jobs import connect
 from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
 from dlrover.master import history
-from dlrover.master.journal import Journal
+from dlrover.master.app import load_config
+from dlrover.master.journal import open_journal
 from dlrover.master.machine import inputs
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.service import status_of
@@ -39,10 +40,11 @@ def status(job_dir: JobDir) -> Report:
     """
     try:
         return Report(str(job_dir.path), True, asyncio.run(_ask(job_dir)))
-    except (InfrastructureError, ConfigurationError):
-        if not job_dir.journal.exists():
-            raise
-        return Report(str(job_dir.path), False, _from_journal(job_dir))
+    except (InfrastructureError, ConfigurationError) as silent:
+        try:
+            return Report(str(job_dir.path), False, _from_journal(job_dir))
+        except (InfrastructureError, ConfigurationError) as error:
+            raise silent from error
 
 
 async def _ask(job_dir: JobDir) -> messages.Status:
@@ -53,7 +55,8 @@ async def _ask(job_dir: JobDir) -> messages.Status:
 def _from_journal(job_dir: JobDir) -> messages.Status:
     machine = JobMachine()
     last = 0.0
-    for last, entry in Journal(job_dir.journal, read_only=True).entries():
+    journal = open_journal(load_config(job_dir).journal, job_dir.journal, read_only=True)
+    for last, entry in journal.entries():
         if isinstance(entry, inputs.Input):
             machine.handle(entry, last)
     return status_of(machine, last, {})

@@ -206,6 +206,7 @@ class _Plan:
             port=port,
             platform="local" if managed_nodes else "",
             tls=self._tls,
+            journal=self._settings.journal,
             metrics=MetricsAddress(self._settings.metrics_host, self._settings.metrics_port),
         )
         self._write(self._job_dir.job, content)

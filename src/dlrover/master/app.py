@@ -15,10 +15,10 @@ import msgspec
 
 from dlrover import config
 from dlrover._util import files, procs
-from dlrover.errors import ConfigurationError, DLRoverError, ExitCode
+from dlrover.errors import ConfigurationError, DLRoverError, ExitCode, InfrastructureError
+from dlrover.master import takeover
 from dlrover.master.history import History
-from dlrover.master.journal import Journal
-from dlrover.master.machine import inputs
+from dlrover.master.journal import open_journal
 from dlrover.master.observers import Observers
 from dlrover.master.service import Master
 from dlrover.platform.base import Platform, platform_class
@@ -59,19 +59,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def serve(job_dir: JobDir, env: Mapping[str, str], lifeline_fd: int) -> int:
     """Serve one job until it has ended and its nodes have left; ``env`` is for nodes launched here."""
     settings = load_config(job_dir)
-    journal = Journal(job_dir.journal)
+    journal = open_journal(settings.journal, job_dir.journal)
     history = History(job_dir.events)
     with contextlib.closing(journal), contextlib.closing(history):
         master = Master(journal, history)
         observers = Observers(master, history, settings.metrics, env)
         try:
-            return await _serve(master, settings, job_dir, env, lifeline_fd)
+            return await _serve(master, history, settings, job_dir, env, lifeline_fd)
         finally:
             await asyncio.to_thread(observers.close)
 
 
 async def _serve(
     master: Master,
+    history: History,
     settings: MasterConfig,
     job_dir: JobDir,
     env: Mapping[str, str],
@@ -83,10 +84,10 @@ async def _serve(
     tls = wire.Tls(settings.tls.cert, settings.tls.key, settings.tls.ca)
     server = Server(read_token(job_dir), tls)
     master.register(server)
-    port = await server.start(settings.host, _port(job_dir, settings))
+    port = await _listen(server, settings, job_dir)
     _publish(job_dir, settings.host, port)
-    master.use_platform(_platform(settings, job_dir, env, lifeline_fd, master))
-    _begin(master, settings, job_dir)
+    platform = _platform(settings, job_dir, env, lifeline_fd, master)
+    takeover.begin(master, settings.job, str(job_dir.path), history, platform)
     watches = [
         asyncio.create_task(master.watch_silence()),
         asyncio.create_task(master.hangs.run(master.clock)),
@@ -132,6 +133,17 @@ def _port(job_dir: JobDir, settings: MasterConfig) -> int:
     return int(last.address.rpartition(":")[2])
 
 
+async def _listen(server: Server, settings: MasterConfig, job_dir: JobDir) -> int:
+    """Listen where the last master did; elsewhere if that one is stopped and still has the port."""
+    try:
+        return await server.start(settings.host, _port(job_dir, settings))
+    except InfrastructureError as error:
+        if settings.port:
+            raise
+        logger.warning("%s It listens elsewhere.", error)
+        return await server.start(settings.host, 0)
+
+
 def _publish(job_dir: JobDir, host: str, port: int) -> None:
     # A listener on all addresses is reached from this machine by the loopback one.
     reachable = "127.0.0.1" if host in ("0.0.0.0", "::") else host  # noqa: S104
@@ -159,27 +171,26 @@ def _platform(
     return platform
 
 
-def _begin(master: Master, settings: MasterConfig, job_dir: JobDir) -> None:
-    if master.replayed:
-        master.submit(inputs.MasterStarted(master.replayed))
-        if master.machine.outcome is not None:
-            master.ended.set()
-    else:
-        master.submit(inputs.Submitted(settings.job, str(job_dir.path)))
-
-
 async def _until_ended(master: Master, job_dir: JobDir, orphaned: asyncio.Event) -> int:
     ended = asyncio.ensure_future(master.ended.wait())
     owner_died = asyncio.ensure_future(orphaned.wait())
-    await asyncio.wait([ended, owner_died], return_when=asyncio.FIRST_COMPLETED)
-    if not ended.done():
-        logger.info("The launcher died; so does its master")
-        ended.cancel()
-        return ExitCode.INFRASTRUCTURE
+    fenced = asyncio.ensure_future(master.fenced.wait())
+    await asyncio.wait([ended, owner_died, fenced], return_when=asyncio.FIRST_COMPLETED)
     owner_died.cancel()
+    if not ended.done() or fenced.done():
+        if owner_died.done():
+            logger.info("The launcher died; so does its master")
+        ended.cancel()
+        fenced.cancel()
+        return ExitCode.INFRASTRUCTURE
     outcome = master.machine.outcome
     assert outcome is not None
-    await master.nodes_left()
+    leaving = asyncio.ensure_future(master.nodes_left())
+    await asyncio.wait([leaving, fenced], return_when=asyncio.FIRST_COMPLETED)
+    leaving.cancel()
+    if fenced.done():
+        return ExitCode.INFRASTRUCTURE
+    fenced.cancel()
     goodput = msgspec.structs.replace(master.ledger.goodput(master.clock()), incidents=())
     outcome = msgspec.structs.replace(outcome, goodput=goodput)
     files.write_atomically(job_dir.outcome, msgspec.json.encode(outcome))

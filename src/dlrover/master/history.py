@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import logging
 from collections.abc import Callable
@@ -9,9 +10,14 @@ from pathlib import Path
 
 import msgspec
 
-from dlrover.spec.events import Event, EventBody
+from dlrover.spec.events import Event, EventBody, WorkerFailed
 
 logger = logging.getLogger(__name__)
+
+RECENT_TEXT = 16 * 1024 * 1024
+"""Characters of failures' texts in the latest events that are kept in memory."""
+OLD_TEXT = 256
+"""Characters kept there of each text of older ones; the file has all of them."""
 
 
 class History:
@@ -23,6 +29,9 @@ class History:
 
     def __init__(self, path: Path) -> None:
         self.events: list[Event] = []
+        self._path = path
+        self._long: collections.deque[tuple[int, int]] = collections.deque()  # places and sizes
+        self._text = 0
         self.listeners: list[Callable[[Event], None]] = []
         """Called with each event that is added from now on."""
         self._written = _complete_lines(path)
@@ -32,13 +41,41 @@ class History:
     def add(self, body: EventBody, time: float) -> Event:
         """Number an event and keep it."""
         event = Event(len(self.events) + 1, time, body)
-        self.events.append(event)
+        self._keep(event)
         if event.seq > self._written:
             self._unwritten += msgspec.json.encode(event) + b"\n"
             self._write()
         for listener in self.listeners:
             listener(event)
         return event
+
+    @property
+    def recorded(self) -> int:
+        """Events that the file has."""
+        return self._written
+
+    def follow(self, earlier: int) -> None:
+        """Number events after the ``earlier`` ones in the file: a master with another journal wrote them."""
+        if earlier:
+            for event in itertools.islice(read(self._path), earlier):
+                self._keep(event)
+
+    def _keep(self, event: Event) -> None:
+        """Keep an event in memory, and less of older ones' texts if there is too much."""
+        self.events.append(event)
+        if not isinstance(event.body, WorkerFailed):
+            return
+        failure = event.body.failure
+        size = len(failure.message) + len(failure.traceback) + len(failure.stderr_tail)
+        self._long.append((len(self.events) - 1, size))
+        self._text += size
+        while self._text > RECENT_TEXT:
+            place, size = self._long.popleft()
+            self._text -= size
+            old = self.events[place]
+            assert isinstance(old.body, WorkerFailed)
+            body = WorkerFailed(old.body.failure.bounded(OLD_TEXT), old.body.verdict)
+            self.events[place] = Event(old.seq, old.time, body)
 
     def _write(self) -> None:
         """Write what is to be written; what a full disk does not take now is kept for the next time."""

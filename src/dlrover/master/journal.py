@@ -1,98 +1,121 @@
 """The journal: every input of the master's machines, in order, before it takes effect.
 
-A SQLite file in write-ahead mode: an append survives the death of the process at any instant (only a
-crash of the whole machine may take the last moments). Replaying it gives the machines their state back.
+Replaying it gives the machines their state back. It also says who is the job's master: each start of a
+master takes the next *epoch* in the store, and an append by a master of an older epoch is refused.
+
+Where a journal lies is named like a URL, by the setting ``journal``:
+
+- ``file:`` is a SQLite file in the job directory, ``file:/path`` one elsewhere;
+- ``memory:`` is lost with the master: the next one adopts what the job's agents hold.
 """
 
 from __future__ import annotations
 
-import sqlite3
-from collections.abc import Iterator
+import importlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import msgspec
 
-from dlrover.errors import InfrastructureError
+from dlrover.errors import ConfigurationError, FencedError
 from dlrover.master.machine import inputs
 from dlrover.rpc import messages
 
 Entry = inputs.Input | messages.StoreRequest
 
-FORMAT = 1
-"""Changes when old journals can no longer be replayed."""
+JOURNALS = {
+    "file": "dlrover.master.journal_file:open_file",
+    "memory": "dlrover.master.journal_memory:open_memory",
+}
+"""Stores by scheme, as ``module:function``, so that none is imported before it is asked for.
+
+The function takes what follows the scheme, the path of the job directory's own file, and ``read_only``.
+"""
+DEFAULT = "file:"
 
 _ANY_INPUT = msgspec.msgpack.Decoder(inputs.Input)
 _ANY_REQUEST = msgspec.msgpack.Decoder(messages.StoreRequest)
 _encoder = msgspec.msgpack.Encoder()
 
 
-class Journal:
-    """One job's journal at ``path``; made if it does not exist.
+class Journal(Protocol):
+    """One job's journal in some store. Opening it for writing takes the next epoch.
 
-    Raises:
-        InfrastructureError: the file cannot be opened, is damaged, or has another format; also when an
-            append fails (disk full).
+    Every method raises `InfrastructureError` when the store fails.
     """
 
-    def __init__(self, path: Path, *, read_only: bool = False) -> None:
-        self._path = path
-        uri = f"{path.absolute().as_uri()}{'?mode=ro' if read_only else ''}"
-        try:
-            self._db = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=5.0)
-        except sqlite3.Error as error:
-            raise self._problem("cannot be opened", error) from error
-        try:
-            version = self._prepare(read_only)
-        except sqlite3.Error as error:
-            self._db.close()
-            raise self._problem("cannot be opened", error) from error
-        if version != FORMAT:
-            self._db.close()
-            raise InfrastructureError(
-                f"The journal {path} has format {version}; this version reads {FORMAT}."
-            )
-
-    def _prepare(self, read_only: bool) -> int:
-        """Make the table of a new journal; the journal's format."""
-        if not read_only:
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=NORMAL")
-            self._db.execute(
-                "CREATE TABLE IF NOT EXISTS entries "
-                "(seq INTEGER PRIMARY KEY, time REAL NOT NULL, kind TEXT NOT NULL, body BLOB NOT NULL)"
-            )
-            if self._version() == 0:
-                self._db.execute(f"PRAGMA user_version={FORMAT}")
-        return self._version()
+    @property
+    def epoch(self) -> int:
+        """The epoch of the master that opened it, 1 for the first; 0 if it was opened for reading."""
 
     def append(self, entry: Entry, time: float) -> None:
-        """Add an entry; it is on its way to the disk when this returns."""
-        kind = "input" if isinstance(entry, inputs.Input) else "store"
-        try:
-            self._db.execute(
-                "INSERT INTO entries (time, kind, body) VALUES (?, ?, ?)",
-                (time, kind, _encoder.encode(entry)),
-            )
-        except sqlite3.Error as error:
-            raise self._problem("cannot be written", error) from error
+        """Add an entry; it outlives this process, if the store does, when this returns.
+
+        Raises:
+            FencedError: a later epoch was taken; nothing was added.
+        """
 
     def entries(self) -> Iterator[tuple[float, Entry]]:
-        """All entries with their times, oldest first."""
-        try:
-            rows: Any = self._db.execute("SELECT time, kind, body FROM entries ORDER BY seq")
-            for time, kind, body in rows:
-                decoder = _ANY_INPUT if kind == "input" else _ANY_REQUEST
-                yield time, decoder.decode(body)
-        except (sqlite3.Error, msgspec.DecodeError) as error:
-            raise self._problem("cannot be read", error) from error
+        """What a master that starts now has to replay, with the times, oldest first.
+
+        All entries, or none in a store that does not outlive its master.
+        """
+
+    def check(self) -> None:
+        """Find out whether this is still the job's journal and its latest epoch.
+
+        Raises:
+            FencedError: it is not.
+        """
+
+    def raise_epoch(self, above: int) -> None:
+        """Take an epoch higher than ``above``, which agents have met and this store has lost.
+
+        Raises:
+            FencedError: a later epoch was taken meanwhile.
+        """
 
     def close(self) -> None:
-        """Close the file."""
-        self._db.close()
+        """Let the store go."""
 
-    def _version(self) -> int:
-        return int(self._db.execute("PRAGMA user_version").fetchone()[0])
 
-    def _problem(self, what: str, error: Exception) -> InfrastructureError:
-        return InfrastructureError(f"The journal {self._path} {what}: {error}.")
+def open_journal(url: str, own_file: Path, *, read_only: bool = False) -> Journal:
+    """The journal that ``url`` names; ``own_file`` is the one in the job directory.
+
+    Raises:
+        ConfigurationError: ``url`` has an unknown scheme, or the store cannot be named so.
+        InfrastructureError: the store cannot be opened, is damaged, or has another format.
+    """
+    scheme, colon, rest = url.partition(":")
+    if not colon or scheme not in JOURNALS:
+        known = ", ".join(f"{name}:" for name in sorted(JOURNALS))
+        raise ConfigurationError(
+            f"journal {url} is unknown; it takes a value that begins with {known}."
+        )
+    module, _, attribute = JOURNALS[scheme].partition(":")
+    opens: Callable[..., Journal] = getattr(importlib.import_module(module), attribute)
+    return opens(rest, own_file, read_only=read_only)
+
+
+def encoded(entry: Entry) -> tuple[str, bytes]:
+    """The kind of an entry, and the entry as bytes; for stores."""
+    kind = "input" if isinstance(entry, inputs.Input) else "store"
+    return kind, _encoder.encode(entry)
+
+
+def decoded(kind: str, body: bytes) -> Entry:
+    """The entry that `encoded` gave.
+
+    Raises:
+        msgspec.DecodeError: it is damaged, or of another version.
+    """
+    entry: Entry = (_ANY_INPUT if kind == "input" else _ANY_REQUEST).decode(body)
+    return entry
+
+
+def fenced(epoch: int, latest: int) -> FencedError:
+    """What a master of ``epoch`` is told once ``latest`` was taken."""
+    return FencedError(
+        f"Another master has taken over the job with epoch {latest}; this one has epoch {epoch}."
+    )

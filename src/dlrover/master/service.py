@@ -6,16 +6,16 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
 import msgspec
 
-from dlrover.errors import InfrastructureError, ProtocolError
+from dlrover.errors import FencedError, InfrastructureError, ProtocolError
 from dlrover.master.hangwatch import HangWatch
 from dlrover.master.history import History
-from dlrover.master.journal import Journal
+from dlrover.master.journal import Entry, Journal, fenced
 from dlrover.master.machine import inputs
 from dlrover.master.machine.activities import Activities
 from dlrover.master.machine.job import JobMachine
@@ -68,6 +68,8 @@ class Master:
         self.ledger = Ledger()
         self.store = KeyValueStore()
         self.ended = asyncio.Event()
+        self.fenced = asyncio.Event()
+        """Set once another master has taken over: this one must leave."""
         self._journal = journal
         self._history = history
         self._platform: Platform | None = None
@@ -86,6 +88,7 @@ class Master:
         # set when there is an answer; kept by those who wait for it
         self._awaited: WeakValueDictionary[tuple[str, int], asyncio.Event] = WeakValueDictionary()
         self.clock = Clock(self._replay())
+        self._started = self.clock()
 
     def _replay(self) -> float:
         """Bring the machines to where the journal ends; the time of its last entry, 0.0 if empty."""
@@ -93,6 +96,8 @@ class Master:
         self.replayed = 0
         for last, entry in self._journal.entries():
             self.replayed += 1
+            if isinstance(entry, inputs.Submitted):
+                self._history.follow(entry.earlier_events)
             if isinstance(entry, inputs.Input):
                 for command in self.machine.handle(entry, last):
                     if isinstance(command, inputs.Emit):
@@ -127,6 +132,8 @@ class Master:
             timeout = self.machine.job.limits.heartbeat_timeout
             due = self.clock() + timeout / SILENCE_CHECKS
             await asyncio.sleep(timeout / SILENCE_CHECKS)
+            with contextlib.suppress(InfrastructureError):  # the next append tells
+                self._check_fence()
             now = self.clock()
             if now - due > timeout / SILENCE_CHECKS:
                 # This process itself was stopped: what came meanwhile has yet to be read.
@@ -195,6 +202,8 @@ class Master:
         try:
             self._flush_progress()
             self.submit(event)
+        except FencedError:
+            return
         except InfrastructureError as error:
             logger.error("%s Trying again in %g s.", error, JOURNAL_RETRY)  # noqa: TRY400
             asyncio.get_running_loop().call_later(JOURNAL_RETRY, self._insist, event)
@@ -202,7 +211,7 @@ class Master:
     def submit(self, event: inputs.Input) -> None:
         """Journal an input, handle it, and carry out what the machine orders."""
         now = self.clock()
-        self._journal.append(event, now)
+        self._append(event, now)
         commands = self.machine.handle(event, now)
         self.ledger.handle(event, now, self.machine)
         for command in commands:
@@ -214,6 +223,43 @@ class Master:
         """Submit what the watch over the workers has found."""
         self._flush_progress()
         self._insist(event)
+
+    # ---- who is the master
+
+    def _append(self, entry: Entry, now: float) -> None:
+        with self._leave_if_fenced():
+            self._journal.append(entry, now)
+
+    def _check_fence(self) -> None:
+        with self._leave_if_fenced():
+            self._journal.check()
+
+    def _meet(self, hello: messages.Hello) -> None:
+        """An agent has met another master of a job: go beyond its epoch, or leave if it took over.
+
+        A store that was lost counts anew from 1. Shortly after its start this master takes a higher
+        epoch, if the store still takes it for the latest; later on, another one must have taken over.
+        An agent that this master's journal does not know has its epoch, even the same, from another.
+        """
+        epoch = hello.epoch
+        if epoch < self._journal.epoch + (hello.uid in self.machine.by_uid) or not epoch:
+            return
+        with self._leave_if_fenced():
+            if self.clock() - self._started > self.machine.job.limits.recovery_grace:
+                raise fenced(self._journal.epoch, epoch)
+            self._journal.raise_epoch(epoch)
+
+    @contextlib.contextmanager
+    def _leave_if_fenced(self) -> Iterator[None]:
+        try:
+            if self.fenced.is_set():
+                raise fenced(self._journal.epoch, self._journal.epoch + 1)
+            yield
+        except FencedError as error:
+            if not self.fenced.is_set():
+                logger.error("%s It leaves.", error)  # noqa: TRY400
+            self.fenced.set()
+            raise
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -265,7 +311,8 @@ class Master:
             older.put_nowait(None)
         self._queues[command.node_id] = queue
         interval = self.machine.job.limits.heartbeat_interval
-        queue.put_nowait(messages.Welcome(command.node_id, command.round, interval))
+        epoch = self._journal.epoch
+        queue.put_nowait(messages.Welcome(command.node_id, command.round, interval, epoch))
 
     def _call_to_round(self, command: inputs.CallToRound, _now: float) -> None:
         self._say(command.node_id, messages.CallToRound(command.round, command.reason))
@@ -298,16 +345,19 @@ class Master:
         hello = await anext(aiter(incoming), None)
         if not isinstance(hello, messages.Hello):
             raise ProtocolError("An agent's stream must begin with a Hello; this one does not.")
+        self._meet(hello)
         queue: asyncio.Queue[messages.MasterMessage | None] = asyncio.Queue()
         self._greeted[hello.uid] = queue
         self.submit(
             inputs.NodeConnected(
-                hello.uid, hello.node_id, hello.node_rank, hello.hostname, hello.round
+                hello.uid, hello.node_id, hello.node_rank, hello.hostname, hello.round, hello.held
             )
         )
         node_id = self.machine.by_uid[hello.uid]
         self._queues[node_id] = queue
         self._heard[node_id] = self.clock()
+        if hello.held is not None:
+            self._steps.setdefault(node_id, hello.held.steps)
         reader = asyncio.create_task(self._listen(node_id, incoming))
         reader.add_done_callback(lambda _: queue.put_nowait(None))
         try:
@@ -333,8 +383,10 @@ class Master:
         elif isinstance(message, CheckReport):
             self.submit(inputs.NodeChecked(node_id, message.bounded()))
         elif isinstance(message, messages.Failed):
-            self._flush_progress()
-            self.submit(inputs.WorkerFailed(message.failure))
+            failure = self.machine.admitted(message.failure)
+            if failure is not None:
+                self._flush_progress()
+                self.submit(inputs.WorkerFailed(failure))
         elif isinstance(message, messages.Succeeded):
             self._flush_progress()
             self.submit(inputs.NodeSucceeded(node_id, message.round))
@@ -415,7 +467,7 @@ class Master:
     async def use_store(self, request: messages.StoreRequest) -> messages.StoreReply:
         """Carry out a request on the key-value store, waiting as long as it asks for."""
         if not isinstance(request, messages.GetKey):
-            self._journal.append(request, self.clock())
+            self._append(request, self.clock())
             self.store.apply(request)
         topic = _topic(request)
         until = self.clock() + getattr(request, "wait", 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from dlrover.errors import ConfigurationError
 
@@ -13,6 +13,14 @@ OnExit = Callable[[int, str], None]
 
 PLATFORMS = {"local": "dlrover.platform.local:LocalPlatform"}
 """Platforms by name, as ``module:class``, so that none is imported before it is asked for."""
+
+
+class Found(NamedTuple):
+    """A node that runs, as the platform knows it."""
+
+    node_id: int
+    node_rank: int
+    handle: str
 
 
 class Platform(Protocol):
@@ -35,6 +43,9 @@ class Platform(Protocol):
 
     def adopt(self, node_id: int, handle: str) -> None:
         """Watch a node that an earlier master process launched. Reports its exit if it is gone."""
+
+    def find(self) -> list[Found]:
+        """The job's nodes that run now, whichever master launched them; by node id."""
 
     def kill(self, handle: str) -> None:
         """End a node. Does nothing if it is gone."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from dlrover._util import procs
 from dlrover.errors import InfrastructureError
-from dlrover.platform.base import OnExit
+from dlrover.platform.base import Found, OnExit
 
 
 class LocalPlatform:
@@ -63,6 +63,21 @@ class LocalPlatform:
                 self._on_exit, node_id, "its agent ended while the master was away"
             )
 
+    def find(self) -> list[Found]:
+        """The agents on this machine that were started by this command."""
+        found: dict[int, Found] = {}
+        for pid in sorted(procs.pids()):
+            words, count = procs.command(pid), len(self._agent_command)
+            if words[:count] != self._agent_command or len(words) != count + 4:
+                continue
+            node_id, node_rank = int(words[count + 1]), int(words[count + 3])
+            # A process that an agent is about to start looks like it for a moment; the agent is older.
+            handle = f"{pid}:{procs.start_time(pid)}"
+            older = found.get(node_id)
+            if older is None or _age(handle) < _age(older.handle):
+                found[node_id] = Found(node_id, node_rank, handle)
+        return [found[node_id] for node_id in sorted(found)]
+
     def kill(self, handle: str) -> None:
         """End an agent with SIGKILL; its zygote ends its workers."""
         pid, _, started = handle.partition(":")
@@ -90,3 +105,9 @@ class LocalPlatform:
             return "another process has its exit code"  # adopted: not a child of this process
         code = process.wait()
         return procs.exit_reason(-code if code < 0 else code << 8)
+
+
+def _age(handle: str) -> tuple[int, int]:
+    """Sorts handles by the start of their process."""
+    pid, _, started = handle.partition(":")
+    return int(started), int(pid)

@@ -46,12 +46,14 @@ class MasterClient:
         self.address = address
         self._timeout = timeout
         self._metadata = ((wire.TOKEN_KEY, wire.checked_token(token)),)
-        credentials = tls.channel_credentials() if tls else None
+        self._credentials = tls.channel_credentials() if tls else None
+        self._channel = self._open(address)
+
+    def _open(self, address: str) -> grpc.aio.Channel:
         options = list(wire.CHANNEL_OPTIONS)
-        if credentials is not None:
-            self._channel = grpc.aio.secure_channel(address, credentials, options=options)
-        else:
-            self._channel = grpc.aio.insecure_channel(address, options=options)
+        if self._credentials is not None:
+            return grpc.aio.secure_channel(address, self._credentials, options=options)
+        return grpc.aio.insecure_channel(address, options=options)
 
     async def __aenter__(self) -> Self:
         return self
@@ -62,6 +64,13 @@ class MasterClient:
     async def close(self) -> None:
         """Close the connection."""
         await self._channel.close()
+
+    async def move(self, address: str) -> None:
+        """Go on with a master that listens elsewhere; open calls to the last one end."""
+        if address != self.address:
+            last, self._channel = self._channel, self._open(address)
+            self.address = address
+            await last.close()
 
     async def status(self) -> messages.Status:
         """Where the job stands."""

@@ -17,7 +17,7 @@ from dlrover.spec.events import Event
 from dlrover.spec.failure import Failure
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.stacks import Group, WorkerEvidence
-from dlrover.spec.world import Offer, World
+from dlrover.spec.world import Holding, Offer, World
 
 # ---- agent to master
 
@@ -30,6 +30,9 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     node_rank: int = -1
     hostname: str = ""
     round: int = 0
+    held: Holding | None = None
+    epoch: int = 0
+    """The highest epoch of a master that the agent has met; 0 for none."""
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
@@ -79,6 +82,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     node_id: int
     round: int
     heartbeat_interval: float
+    epoch: int = 0
+    """Counts the masters of the job: an agent refuses one with a lower epoch than it has met."""
 
 
 class CallToRound(msgspec.Struct, frozen=True, tag="call_to_round"):

@@ -139,4 +139,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
     ("grpc.enable_http_proxy", 0),
     ("grpc.so_reuseport", 0),
+    # Thousands of nodes may report at once: little of each report is read ahead.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 16_384),
 )

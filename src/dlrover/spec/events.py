@@ -41,6 +41,20 @@ class MasterRecovered(msgspec.Struct, frozen=True, tag="master_recovered"):
         )
 
 
+class MasterAdopted(msgspec.Struct, frozen=True, tag="master_adopted"):
+    """A master without a journal took over a round that was running, as its nodes told of it."""
+
+    round: int
+    nodes: int
+
+    def sentence(self) -> str:
+        """The event in words."""
+        return (
+            f"The master is back without its journal: it adopted round {self.round} from "
+            f"{self.nodes} nodes; workers kept running. The budgets of restarts begin anew."
+        )
+
+
 class NodeLaunched(msgspec.Struct, frozen=True, tag="node_launched"):
     """The platform was asked for a node."""
 
@@ -287,6 +301,7 @@ class JobEnded(msgspec.Struct, frozen=True, tag="job_ended"):
 EventBody: TypeAlias = (
     JobSubmitted
     | MasterRecovered
+    | MasterAdopted
     | NodeLaunched
     | NodeConnected
     | NodeLost

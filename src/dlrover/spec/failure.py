@@ -9,8 +9,10 @@ import msgspec
 TEXT_LIMIT = 16_384
 """Characters kept of each text in a failure record: head and tail of longer ones.
 
-Thousands of workers may fail at once, each with a long traceback; the master holds all of them.
+A master holds the failures of an incident; of all but some of them it keeps less.
 """
+NAME_LIMIT = 1024
+"""The same of an exception's name, a host name, a path and an id."""
 
 FACTS_LIMIT = 16
 """Facts about a node in one failure record."""
@@ -79,13 +81,23 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     At most `FACTS_LIMIT`, each of at most `FACT_LIMIT` characters.
     """
 
-    def bounded(self) -> Failure:
-        """The same record with each text cut to `TEXT_LIMIT` characters."""
+    def bounded(self, limit: int = TEXT_LIMIT) -> Failure:
+        """The same record with each text cut to ``limit`` characters, each name to `NAME_LIMIT`."""
+        texts = max(len(self.message), len(self.traceback), len(self.stderr_tail))
+        names = max(len(self.id), len(self.exception), len(self.log_path), len(self.hostname))
+        facts = max((len(fact) for fact in self.node_facts), default=0)
+        few = len(self.node_facts) <= FACTS_LIMIT and facts <= FACT_LIMIT
+        if texts <= limit and names <= NAME_LIMIT and few:
+            return self
         return msgspec.structs.replace(
             self,
-            message=clip(self.message),
-            traceback=clip(self.traceback),
-            stderr_tail=clip(self.stderr_tail),
+            id=clip(self.id, NAME_LIMIT),
+            exception=clip(self.exception, NAME_LIMIT),
+            log_path=clip(self.log_path, NAME_LIMIT),
+            hostname=clip(self.hostname, NAME_LIMIT),
+            message=clip(self.message, limit),
+            traceback=clip(self.traceback, limit),
+            stderr_tail=clip(self.stderr_tail, limit),
             node_facts=tuple(fact[:FACT_LIMIT] for fact in self.node_facts[:FACTS_LIMIT]),
         )
 

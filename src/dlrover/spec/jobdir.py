@@ -114,6 +114,8 @@ class MasterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     platform: str = ""
     """Launches the job's ``managed_nodes``; empty if there are none."""
     tls: TlsFiles = TlsFiles()
+    journal: str = "file:"
+    """Where the job's state is kept; see the setting of this name."""
     metrics: MetricsAddress = MetricsAddress()
 
 

@@ -31,3 +31,20 @@ class World(msgspec.Struct, frozen=True):
     world_size: int
     store_addr: str
     store_port: int
+
+
+class Holding(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent holds when it meets a master: enough for one that has lost its journal."""
+
+    round: int = 0
+    """The highest round that the agent was told of; 0 for none."""
+    world: World | None = None
+    """The world whose workers are here, whether they run, have ended or are being stopped."""
+    nproc: int = 1
+    """Workers of the node."""
+    steps: int = 0
+    """Optimizer steps that they have completed in ``world``."""
+    succeeded: bool = False
+    """All of them ended with exit code 0."""
+    stopping: bool = False
+    """They are being stopped: the world is over."""

@@ -152,7 +152,13 @@ class SimulatedAgent:
         claimed = self.node_id if self.node_id >= 0 else self._claimed_id
         outgoing.put_nowait(
             messages.Hello(
-                self.uid, claimed, self._node_rank, self._hostname, self.machine.running_round
+                self.uid,
+                claimed,
+                self._node_rank,
+                self._hostname,
+                self.machine.running_round,
+                self.machine.holding(self.steps),
+                self.machine.epoch,
             )
         )
 
@@ -162,6 +168,8 @@ class SimulatedAgent:
 
         async with contextlib.aclosing(self._client.attend(said())) as incoming:
             async for message in incoming:
+                if self.machine.refuses(message):
+                    return
                 self._attempts = 0
                 if isinstance(message, messages.Welcome) and not self._interval.done():
                     self._interval.set_result(message.heartbeat_interval)

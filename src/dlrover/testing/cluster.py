@@ -97,6 +97,9 @@ class Cluster:
         self._nproc = nproc
         self._validate_every = validate_every
         self._master = 0  # counts master processes
+        self.epoch = 1
+        self._disk_lost = False
+        self._recorded = 0  # events that masters with earlier journals have recorded
         self._crash: tuple[int, float] | None = None
         self._links: dict[int, Link] = {}
         self._greeted: dict[str, Link] = {}
@@ -225,6 +228,14 @@ class Cluster:
                 node.link.forget()
         self.time.after(away, self._take_over)
 
+    def lose_disk(self, away: float = 1.0) -> None:
+        """The master dies with its journal; its next one knows only what its nodes and platform tell.
+
+        The file with the events is kept, as on a disk of its own.
+        """
+        self.kill_master(away)
+        self._disk_lost = True
+
     def stop(self, exit_code: int = ExitCode.STOPPED) -> None:
         """Somebody stops the job."""
         self._submit(inputs.StopRequested("stopped", exit_code))
@@ -285,7 +296,10 @@ class Cluster:
 
     def _take_over(self) -> None:
         """Start another master process: its state comes from the journal."""
-        machine, ledger, recorded = JobMachine(), Ledger(), list[Event]()
+        if self._disk_lost:
+            self._begin_anew()
+            return
+        machine, ledger, recorded = JobMachine(), Ledger(), self.events[: self._recorded]
         for time, event in self.journal:
             for command in machine.handle(event, time):
                 if isinstance(command, inputs.Emit):
@@ -298,7 +312,27 @@ class Cluster:
         self.machine, self.ledger, self.events = machine, ledger, recorded
         self.master_away = False
         self._timer = None
+        self.epoch += 1
         self._submit(inputs.MasterStarted(len(self.journal)))
+        self._watch_all()
+
+    def _begin_anew(self) -> None:
+        """Start a master process whose journal is empty."""
+        over = self.machine.outcome
+        self._disk_lost = False
+        self.machine, self.ledger, self.journal = JobMachine(), Ledger(), []
+        self._recorded = len(self.events)
+        self.master_away = False
+        self._timer = None
+        self.epoch = 1
+        launched = [n for n in self.alive.values() if n.launched_as >= 0]
+        found = tuple(inputs.FoundNode(n.launched_as, n.node_rank, n.uid) for n in launched)
+        self._submit(inputs.Submitted(self._job, "", found, self._recorded))
+        if over is not None:
+            self._submit(inputs.StopRequested(over.reason, over.exit_code))
+        self._watch_all()
+
+    def _watch_all(self) -> None:
         for node in list(self.machine.nodes.values()):
             if node.handle and not node.status.final:
                 self._watch(node.handle, node.id)
@@ -315,7 +349,7 @@ class Cluster:
         elif isinstance(command, inputs.Welcome):
             link = self._greeted[command.uid]
             self._register(link, command.node_id)
-            link.down(messages.Welcome(command.node_id, command.round, 15.0))
+            link.down(messages.Welcome(command.node_id, command.round, 15.0, self.epoch))
         elif not isinstance(command, inputs.EndJob) and command.node_id in self._links:
             self._links[command.node_id].down(_message(command))
 
@@ -403,9 +437,11 @@ class Cluster:
 
     def _greet(self, link: Link, hello: messages.Hello) -> None:
         self._greeted[hello.uid] = link
+        if hello.epoch >= self.epoch + (hello.uid in self.machine.by_uid):
+            self.epoch = hello.epoch + 1
         self._submit(
             inputs.NodeConnected(
-                hello.uid, hello.node_id, hello.node_rank, hello.hostname, hello.round
+                hello.uid, hello.node_id, hello.node_rank, hello.hostname, hello.round, hello.held
             )
         )
         if not self.master_away:

@@ -81,7 +81,9 @@ class Time:
 class Run:
     """The workers of one round. They step together, once those of every node are up."""
 
-    def __init__(self, program: Program, node_count: int) -> None:
+    def __init__(self, program: Program, node_count: int, store: str = "") -> None:
+        self.store = store
+        """The address of its store; a master that knows of no round may use a number again."""
         self.nodes: list[SimulatedNode] = []
         """Nodes whose workers are up."""
         self.steps = 0
@@ -137,10 +139,11 @@ class Program:
 
     def run_of(self, world: World) -> Run:
         """The run of a world's round."""
-        if world.round not in self.runs:
+        run = self.runs.get(world.round)
+        if run is None or run.store != world.store_addr:
             self.steps_done -= self.steps_done % self.checkpoint_every
-            self.runs[world.round] = Run(self, world.node_count)
-        return self.runs[world.round]
+            run = self.runs[world.round] = Run(self, world.node_count, world.store_addr)
+        return run
 
 
 class Link:
@@ -213,6 +216,7 @@ class Link:
 
     def _receive(self, message: messages.MasterMessage) -> None:
         if self.open and self.node.alive:
+            assert not self.node.machine.refuses(message), "the master of a lower epoch is alive"
             self.greeted = True
             self.node.handle(message)
 
@@ -340,8 +344,17 @@ class SimulatedNode:
             return
         machine = self.machine
         known = machine.node_id if machine.node_id >= 0 else self.launched_as
+        steps = self._run.steps if self._run is not None else 0
         self.link.up(
-            messages.Hello(self.uid, known, self.node_rank, self.hostname, machine.running_round)
+            messages.Hello(
+                self.uid,
+                known,
+                self.node_rank,
+                self.hostname,
+                machine.running_round,
+                machine.holding(steps),
+                machine.epoch,
+            )
         )
 
     def handle(self, event: agent_machine.Input) -> None:

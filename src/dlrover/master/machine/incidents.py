@@ -99,6 +99,8 @@ class IncidentBook:
             entry.title = diagnosis.diagnose(incident.lost_nodes[0], own).title
         elif incident.hang:
             entry.title = f"the training hung in {incident.hang}"
+        elif not incident.failures:
+            entry.title = "the master lost its journal"
         else:
             root = diagnosis.root_cause(incident.failures, own)
             entry.node, entry.title = root.node_id, diagnosis.diagnose(root, own).title

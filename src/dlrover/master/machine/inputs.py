@@ -11,16 +11,30 @@ from dlrover.spec.events import EventBody, HangFound, SlowRank, SlowRankRecovere
 from dlrover.spec.failure import Failure
 from dlrover.spec.job import JobSpec
 from dlrover.spec.outcome import Outcome
-from dlrover.spec.world import Offer, World
+from dlrover.spec.world import Holding, Offer, World
 
 # ---- inputs
 
 
+class FoundNode(msgspec.Struct, frozen=True):
+    """A node that the platform started for an earlier master of the job."""
+
+    node_id: int
+    node_rank: int
+    handle: str
+
+
 class Submitted(msgspec.Struct, frozen=True, tag="submitted"):
-    """The job is handed over. The first input, once."""
+    """The job is handed over. The first input, once.
+
+    A master that has lost its journal gets it, too: ``found`` are the nodes that its platform runs
+    already, ``earlier_events`` counts the events that an earlier master has recorded.
+    """
 
     job: JobSpec
     job_dir: str = ""
+    found: tuple[FoundNode, ...] = ()
+    earlier_events: int = 0
 
 
 class MasterStarted(msgspec.Struct, frozen=True, tag="master_started"):
@@ -47,7 +61,7 @@ class NodeConnected(msgspec.Struct, frozen=True, tag="node_connected"):
     """An agent opened its stream, for the first time or again.
 
     ``uid`` is unique to the agent process. ``node_id`` is the id it was launched with or given
-    before, -1 for none. ``round`` is the round whose workers it runs, 0 for none.
+    before, -1 for none. ``round`` is the round whose workers it runs, 0 for none; ``held`` tells more.
     """
 
     uid: str
@@ -55,6 +69,7 @@ class NodeConnected(msgspec.Struct, frozen=True, tag="node_connected"):
     node_rank: int
     hostname: str
     round: int
+    held: Holding | None = None
 
 
 class NodeDisconnected(msgspec.Struct, frozen=True, tag="node_disconnected"):

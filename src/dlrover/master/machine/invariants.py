@@ -14,10 +14,14 @@ def check(machine: JobMachine) -> None:
     """Raise AssertionError on the first invariant that is broken."""
     machine.rendezvous.validate()
     machine.restarts.validate()
+    machine.adoption.validate()
     machine.faults.validate()
     machine.checks.validate()
     assert machine.checks.run is None or machine.rendezvous.collecting, "a check beside a world"
     rdzv = machine.rendezvous
+    adopting = machine.adoption.pending
+    assert not (adopting and (rdzv.collecting or rdzv.members)), "two rounds at once"
+    assert machine.next_id > max(machine.nodes, default=-1), "an id would be given twice"
     for node in machine.nodes.values():
         assert not (node.status.final and node.id in rdzv.offers), "a lost node has an offer"
         assert not (node.status.final and node.connected), "lost but connected"

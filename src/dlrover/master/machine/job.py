@@ -15,11 +15,12 @@ from typing import Any
 
 from dlrover.errors import ExitCode
 from dlrover.master import diagnosis
-from dlrover.master.machine import inputs, invariants
+from dlrover.master.machine import inputs, invariants, reports
+from dlrover.master.machine.adoption import Adoption
 from dlrover.master.machine.checking import Checks, told
 from dlrover.master.machine.evidence import Finding
 from dlrover.master.machine.faults import Faults
-from dlrover.master.machine.rendezvous import Rendezvous
+from dlrover.master.machine.rendezvous import UNRANKED, Rendezvous
 from dlrover.master.machine.restarts import RestartPolicy, Stop, cause_of, hang_cause
 from dlrover.master.machine.state import (
     Incident,
@@ -35,7 +36,7 @@ from dlrover.spec.failure import Action, Failure, Origin, Verdict
 from dlrover.spec.job import JobSpec
 from dlrover.spec.node import TRANSITIONS, NodeStatus
 from dlrover.spec.outcome import Outcome
-from dlrover.spec.world import World
+from dlrover.spec.world import Holding, World
 
 MEMORY_GROWTH = 2.0
 """How many times the memory a node gets that was killed for want of it, where the platform can do that."""
@@ -52,6 +53,9 @@ class JobMachine:
     by_uid: dict[str, int] = field(default_factory=dict)
     rendezvous: Rendezvous = field(init=False)
     restarts: RestartPolicy = field(init=False)
+    adoption: Adoption = field(default_factory=Adoption)
+    #: the id of the next new node: above all that ever were
+    next_id: int = 0
     faults: Faults = field(init=False)
     #: a node, and the round that its workers begin from processes that have loaded nothing
     fresh: tuple[int, int] | None = None
@@ -89,6 +93,8 @@ class JobMachine:
         """Where the job stands."""
         if self.outcome is not None:
             return phase_after(self.outcome.exit_code)
+        if self.adoption.pending:
+            return Phase.WAITING
         if not self.rendezvous.collecting:
             return Phase.RUNNING
         return Phase.RESTARTING if self.rendezvous.members else Phase.WAITING
@@ -103,12 +109,27 @@ class JobMachine:
         """Optimizer steps done since the job began, repeated ones included."""
         return self.earlier_steps + self.steps
 
+    def admitted(self, failure: Failure) -> Failure | None:
+        """A reported failure as it is to be journalled; None if the report changes nothing."""
+        rdzv, incident = self.rendezvous, self.incident
+        if self.outcome is not None:
+            return None
+        if self.adoption.pending:
+            return self.adoption.admitted(failure)
+        if failure.round == rdzv.round and not rdzv.collecting:
+            return failure.bounded()  # it opens an incident
+        if incident is None or incident.round != failure.round or failure.id in incident.seen:
+            return None
+        return reports.admitted(incident, failure, self.job.diagnosis_rules)
+
     def deadline(self) -> float | None:
         """When `DeadlinePassed` is due, unless another input changes that; None for never."""
         if self.outcome is not None:
             return None
         checked = self.checks.deadline()  # a round does not go on while its nodes are checked
         times = [checked or self.rendezvous.deadline(), self.grow_at, *self.lost_at.values()]
+        if self.adoption.pending:
+            times.append(self.adoption.deadline)
         return min((t for t in times if t is not None), default=None)
 
     # ---- inputs
@@ -131,10 +152,19 @@ class JobMachine:
         self.restarts = RestartPolicy(self.job)
         self.faults = Faults(self.job)
         self.checks = Checks(self.job)
-        self._emit(events.JobSubmitted(self.job.name, self.job.min_nodes, self.job.max_nodes))
-        launched = [self._launch(rank, now) for rank in range(self.job.managed_nodes)]
-        self.rendezvous.open(launched, fixed=bool(launched), now=now)
-        self._emit_round_opened("the job starts")
+        if not event.earlier_events:
+            self._emit(events.JobSubmitted(self.job.name, self.job.min_nodes, self.job.max_nodes))
+        found = {node.node_rank for node in event.found}
+        for node in event.found:
+            self._add_found(node, now)
+        for node_rank in range(self.job.managed_nodes):
+            if node_rank not in found:
+                self._launch(node_rank, now)
+        if event.found or (event.earlier_events and not self.job.managed_nodes):
+            ids = [node.node_id for node in event.found]
+            self.adoption.begin(ids, now, now + self.job.limits.recovery_grace)
+        else:
+            self._open_first_round(now)
 
     def _master_started(self, event: inputs.MasterStarted, now: float) -> None:
         if not event.replayed:
@@ -144,6 +174,8 @@ class JobMachine:
             if self.outcome is not None or node.status.final or node.gone:
                 continue
             if node.status is NodeStatus.PENDING:
+                if node.id in self.lost_at:
+                    self.lost_at[node.id] = now + self.job.limits.recovery_grace
                 if not node.handle:
                     self._order(node, now)
                 continue
@@ -151,6 +183,8 @@ class JobMachine:
             self.lost_at[node.id] = now + self.job.limits.recovery_grace
         if self.outcome is None:
             self.rendezvous.resume(now)
+            if self.adoption.pending:
+                self.adoption.deadline = now + self.job.limits.recovery_grace
             self._emit(events.MasterRecovered(event.replayed))
 
     def _node_placed(self, event: inputs.NodePlaced, now: float) -> None:
@@ -182,22 +216,39 @@ class JobMachine:
             return
         if arrived:
             self._emit(events.NodeConnected(node.id, event.hostname))
-        self._catch_up(node, event.round, now)
+        if not self._hear(node, event.held, now):
+            self._catch_up(node, event.round, now)
 
     def _node_of(self, event: inputs.NodeConnected) -> Node:
         """The node that an agent process is.
 
         An unknown process is a new node, and so is one whose node is lost, unless that has been replaced.
+        While a round may be adopted it keeps the id that an earlier master gave it, if that is free.
         """
         known = self.by_uid.get(event.uid)
         if known is None and event.node_id in self.nodes and not self.nodes[event.node_id].uid:
             known = event.node_id
         node = self.nodes.get(known) if known is not None else None
         if node is None or (node.status.final and not node.launched):
-            node = self._add_node(event.node_rank)
+            claims = event.held is not None and not self.adoption.over
+            free = 0 <= event.node_id < UNRANKED and event.node_id not in self.nodes
+            node = self._add_node(event.node_rank, event.node_id if claims and free else None)
         node.uid = event.uid
         self.by_uid[event.uid] = node.id
         return node
+
+    def _hear(self, node: Node, held: Holding | None, now: float) -> bool:
+        """Note what a node holds, if a running round may have to be adopted; whether that is so."""
+        adoption, rdzv = self.adoption, self.rendezvous
+        if adoption.over or held is None:
+            return False
+        if not adoption.pending:
+            if held.world is None and held.round <= rdzv.round:
+                return False
+            rdzv.suspend()
+            adoption.begin((), now, now + self.job.limits.recovery_grace)
+        adoption.hear(node.id, held)
+        return True
 
     def _catch_up(self, node: Node, running_round: int, now: float) -> None:
         """Send a node what it missed while it had no connection."""
@@ -235,6 +286,9 @@ class JobMachine:
             return
         if node.status in (NodeStatus.RUNNING, NodeStatus.SUCCEEDED):
             self._move(node, NodeStatus.READY)
+        if self.adoption.pending:
+            known = self.adoption.held.get(node.id, Holding())
+            self.adoption.hear(node.id, Holding(round=max(known.round, event.round)))
         if rdzv.join(node.id, event.offer, now) and not rdzv.collecting and self._can_grow():
             self.grow_at = now + self.job.limits.scale_up_delay
         self._out += self.checks.again(node.id)
@@ -243,15 +297,17 @@ class JobMachine:
         self._out += self.checks.take(event.node_id, event.report, now)
 
     def _worker_failed(self, event: inputs.WorkerFailed, now: float) -> None:
-        failure = event.failure.bounded()
-        rdzv = self.rendezvous
+        if self.adoption.pending:
+            self.adoption.report(event)
+            return
+        failure, rdzv = event.failure, self.rendezvous
         current = failure.round == rdzv.round and not rdzv.collecting
         incident = self._begin_incident(now) if current else self.incident
         if incident is None or incident.round != failure.round or failure.id in incident.seen:
             return
-        incident.failures.append(failure)
-        incident.seen.add(failure.id)
+        failure = reports.admitted(incident, failure, self.job.diagnosis_rules)
         verdict = diagnosis.diagnose(failure, self.job.diagnosis_rules)
+        reports.add(incident, failure, echo=verdict.echo)
         self._emit(events.WorkerFailed(failure, verdict))
         if failure.round == rdzv.last_round:
             self.steps = max(self.steps, failure.steps)
@@ -260,6 +316,9 @@ class JobMachine:
             self._open_round(verdict.title, now)
 
     def _node_succeeded(self, event: inputs.NodeSucceeded, now: float) -> None:
+        if self.adoption.pending:
+            self.adoption.report(event)
+            return
         node = self.nodes[event.node_id]
         if event.round != self.rendezvous.round or node.status is not NodeStatus.RUNNING:
             return
@@ -304,7 +363,10 @@ class JobMachine:
 
     def _advance(self, now: float) -> None:
         """Do what the state now allows: complete a round, end the job."""
-        if self.outcome is not None:
+        largest = self.rendezvous.usable(self.job.max_nodes)
+        if self.outcome is None and self.adoption.pending and self.adoption.due(now, largest):
+            self._settle(now)
+        if self.outcome is not None or self.adoption.pending:
             return
         rdzv = self.rendezvous
         if self._checking(now) or self._has_ended():
@@ -320,6 +382,51 @@ class JobMachine:
             self._complete_round(now)
         elif not rdzv.collecting and rdzv.members and self._all_succeeded():
             self._end(ExitCode.SUCCESS, "All workers succeeded.", now)
+
+    def _settle(self, now: float) -> None:
+        """Adopt the round that the nodes tell of, or open a new one."""
+        adoption, rdzv = self.adoption, self.rendezvous
+        adoption.over = True
+        held_back, adoption.reports = adoption.reports, {}
+        members = adoption.members()
+        if members and rdzv.usable(len(members)) == len(members):
+            self._adopt(members, now)
+            for report in held_back.values():
+                if self.outcome is None:
+                    _HANDLERS[type(report)](self, report, now)
+        elif adoption.highest:
+            rdzv.round = adoption.highest
+            self.restarts.count = adoption.restart_count
+            self.incident = Incident(since=adoption.began_at, round=rdzv.round, decided=True)
+            self._open_round(f"the master has lost its journal, and {adoption.told()}", now)
+            self._call_others("a new round is open")
+        else:
+            self._open_first_round(now)
+
+    def _adopt(self, members: dict[int, Holding], now: float) -> None:
+        """Go on with a round that is running."""
+        self.worlds = {i: held.world for i, held in members.items() if held.world is not None}
+        some_world = next(iter(self.worlds.values()))
+        self.rendezvous.adopt(some_world.round, tuple(self.worlds))
+        self.restarts.count = some_world.restart_count
+        self.world_since = now
+        self.steps = max(held.steps for held in members.values())
+        for node_id, held in members.items():
+            node = self.nodes[node_id]
+            node.has_run = True
+            self._move(node, NodeStatus.RUNNING)
+            if held.succeeded:
+                self._move(node, NodeStatus.SUCCEEDED)
+        self._emit(events.MasterAdopted(some_world.round, len(members)))
+        self._call_others("the world went on without this node")
+        if self._can_grow():
+            self.grow_at = now + self.job.limits.scale_up_delay
+
+    def _call_others(self, reason: str) -> None:
+        """Call the nodes whose workers belong to no round of this master."""
+        for node_id, held in self.adoption.held.items():
+            if held.world is not None and node_id not in self.worlds:
+                self._call(self.nodes[node_id], reason)
 
     def _checking(self, now: float) -> bool:
         """Check nodes that are due before their world is formed; whether nodes are being checked.
@@ -394,6 +501,7 @@ class JobMachine:
                 self._move(self.nodes[node_id], NodeStatus.READY)
         ranks = {i: self.nodes[i].node_rank for i in rdzv.offers}
         self.worlds = rdzv.complete(ranks, self.restarts.count)
+        self.adoption.over = True
         self.earlier_steps += self.steps
         self.steps = 0
         self.world_since = now
@@ -409,6 +517,12 @@ class JobMachine:
                 rdzv.round, some_world.node_count, some_world.world_size, now - rdzv.opened_at
             )
         )
+
+    def _open_first_round(self, now: float) -> None:
+        """Collect the nodes that come by themselves, or those that the platform starts."""
+        launched = [n.id for n in self.nodes.values() if n.launched and not n.status.final]
+        self.rendezvous.open(launched, fixed=bool(launched), now=now)
+        self._emit_round_opened("the job starts")
 
     def _assign(self, node_id: int) -> None:
         world = self.worlds[node_id]
@@ -436,6 +550,7 @@ class JobMachine:
         succeeded = node.status is NodeStatus.SUCCEEDED
         self.lost_at.pop(node_id, None)
         self.rendezvous.drop(node_id)
+        self.adoption.forget(node_id)
         self._out += self.checks.lose(node_id, now)
         node.connected = False
         node.reason = reason
@@ -496,14 +611,23 @@ class JobMachine:
         avoid = self.faults.excluded(now)
         self._send(inputs.LaunchNode(node.id, node.node_rank, avoid, node.memory_factor))
 
-    def _add_node(self, node_rank: int) -> Node:
-        node = Node(id=len(self.nodes), node_rank=node_rank)
+    def _add_node(self, node_rank: int, node_id: int | None = None) -> Node:
+        node = Node(id=self.next_id if node_id is None else node_id, node_rank=node_rank)
+        self.next_id = max(self.next_id, node.id + 1)
         self.nodes[node.id] = node
         return node
+
+    def _add_found(self, found: inputs.FoundNode, now: float) -> None:
+        """Take over a node that the platform started for an earlier master."""
+        node = self._add_node(found.node_rank, found.node_id)
+        node.launched, node.handle = True, found.handle
+        self.lost_at[node.id] = now + self.job.limits.recovery_grace
 
     def _can_grow(self) -> bool:
         """Whether a new round would form a larger world than the running one."""
         rdzv = self.rendezvous
+        if self.adoption.pending:
+            return False
         running = sum(self.nodes[i].status is NodeStatus.RUNNING for i in rdzv.members)
         if running < len(rdzv.members):
             return False  # the job is about to end: some nodes have finished

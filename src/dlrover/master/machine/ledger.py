@@ -191,7 +191,7 @@ class Ledger:
 
     def _touched(self, event: inputs.Input, machine: JobMachine) -> list[int]:
         """The nodes that the input may have changed, unless it changed the round for all."""
-        touched = list(range(self.nodes, len(machine.nodes)))
+        touched = list(machine.nodes)[self.nodes :] if len(machine.nodes) > self.nodes else []
         self.nodes = len(machine.nodes)
         if isinstance(event, inputs.MasterStarted):
             return [*machine.nodes]
@@ -270,7 +270,7 @@ class Ledger:
         here = len(self.accounts) - self._pending
         short = rdzv.collecting and not rdzv.usable(here)
         checking = machine.checks.count if machine.checks.run is not None else 0
-        key = (rdzv.round, rdzv.collecting, short, over, checking)
+        key = (rdzv.round, rdzv.collecting, short, over, checking, machine.adoption.pending)
         changed, self._key = key != self._key, key
         for node_id in list(self.accounts) if changed else touched:
             account, node = self.accounts.get(node_id), machine.nodes[node_id]
@@ -288,11 +288,10 @@ class Ledger:
         run = machine.checks.run
         if run is not None and node.id in run.offers:
             return _NODE_CHECK
-        if machine.rendezvous.collecting:
+        if machine.rendezvous.collecting or machine.adoption.pending:
             return _WAITING if short else _RENDEZVOUS
-        if node.status is NodeStatus.RUNNING:
-            return _WORLD
-        return SHUTDOWN if node.status is NodeStatus.SUCCEEDED else _IDLE
+        after = {NodeStatus.RUNNING: _WORLD, NodeStatus.SUCCEEDED: SHUTDOWN}
+        return after.get(node.status, _IDLE)
 
     def _switch(self, account: _Account, cause: int, now: int) -> None:
         if cause == account.cause:

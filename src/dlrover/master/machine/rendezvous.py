@@ -62,6 +62,17 @@ class Rendezvous:
         self.missing = set(awaited) - self.offers.keys()
         self.opened_at = self.last_join_at = now
 
+    def suspend(self) -> None:
+        """Take back the first round: its master may have to adopt one that is running."""
+        self.round = 0
+        self.collecting = False
+        self.missing = set()
+
+    def adopt(self, round_: int, members: tuple[int, ...]) -> None:
+        """Go on with a completed round of an earlier master; ``members`` are in order of rank."""
+        self.round = round_
+        self.members = members
+
     def expect(self, node_id: int) -> None:
         """Await one more node, if a round is collecting."""
         if self.collecting and node_id not in self.offers:

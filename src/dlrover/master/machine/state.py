@@ -61,6 +61,10 @@ class Incident:
     failures: list[Failure] = field(default_factory=list)
     #: ids of the failures
     seen: set[str] = field(default_factory=set)
+    #: when the earliest failure was seen that echoes no other
+    earliest: float = float("inf")
+    #: failures that kept their texts whole because each was earlier than that
+    later_causes: int = 0
     #: of the kind `FailureKind.NODE`, one for each lost node of the world
     lost_nodes: list[Failure] = field(default_factory=list)
     #: where the training hung that began it; empty for other faults

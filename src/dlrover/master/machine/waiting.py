@@ -17,7 +17,13 @@ NODES_NAMED = 5
 
 def waiting_for(machine: JobMachine, now: float) -> str:
     """What the job waits for, for how long, and how long it may last; empty if for nothing."""
-    rdzv = machine.rendezvous
+    rdzv, adoption = machine.rendezvous, machine.adoption
+    if machine.outcome is None and adoption.pending:
+        limit = (adoption.deadline or now) - adoption.began_at
+        waited = f"{now - adoption.began_at:.0f} s of {limit:.0f} s"
+        return (
+            f"the master has no journal and asks its nodes what runs: {waited}; {adoption.told()}"
+        )
     if machine.outcome is not None or not rdzv.collecting:
         return ""
     if machine.checks.run is not None:

@@ -1,0 +1,159 @@
+"""The journal as a SQLite file in write-ahead mode.
+
+An append survives the death of the process at any instant (only a crash of the whole machine may take
+the last moments). Two masters may have it open: which one may write is decided in the same transaction.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dlrover.errors import FencedError, InfrastructureError
+from dlrover.master.journal import Entry, decoded, encoded, fenced
+
+FORMAT = 1
+"""Changes when old journals can no longer be replayed."""
+
+_TABLES = (
+    "CREATE TABLE IF NOT EXISTS entries "
+    "(seq INTEGER PRIMARY KEY, time REAL NOT NULL, kind TEXT NOT NULL, body BLOB NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS master (id INTEGER PRIMARY KEY CHECK (id = 1), epoch INTEGER NOT NULL)",
+    "INSERT OR IGNORE INTO master VALUES (1, 0)",
+)
+
+
+def open_file(rest: str, own_file: Path, *, read_only: bool) -> FileJournal:
+    """The journal at the path ``rest``, or in the job directory if that is empty."""
+    return FileJournal(Path(rest) if rest else own_file, read_only=read_only)
+
+
+class FileJournal:
+    """One job's journal at ``path``; made if it does not exist.
+
+    Raises:
+        InfrastructureError: the file cannot be opened, is damaged, or has another format; also when an
+            append fails (disk full).
+    """
+
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        self._path = path
+        self.epoch = 0
+        """As in `Journal`."""
+        uri = f"{path.absolute().as_uri()}{'?mode=ro' if read_only else ''}"
+        try:
+            self._db = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=5.0)
+        except sqlite3.Error as error:
+            raise self._problem("cannot be opened", error) from error
+        try:
+            version = self._prepare(read_only)
+            if version == FORMAT and not read_only:
+                self.epoch = self._take_epoch()
+            self._file = path.stat().st_ino
+        except (sqlite3.Error, OSError) as error:
+            self._db.close()
+            raise self._problem("cannot be opened", error) from error
+        if version != FORMAT:
+            self._db.close()
+            raise InfrastructureError(
+                f"The journal {path} has format {version}; this version reads {FORMAT}."
+            )
+
+    def _prepare(self, read_only: bool) -> int:
+        """Make the tables of a new journal; the journal's format."""
+        if not read_only:
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            for statement in _TABLES:
+                self._db.execute(statement)
+            if self._version() == 0:
+                self._db.execute(f"PRAGMA user_version={FORMAT}")
+        return self._version()
+
+    def append(self, entry: Entry, time: float) -> None:
+        """Add an entry; it is on its way to the disk when this returns."""
+        self._check_file()
+        try:
+            added = self._db.execute(
+                "INSERT INTO entries (time, kind, body) SELECT ?, ?, ? "
+                "WHERE (SELECT epoch FROM master) = ?",
+                (time, *encoded(entry), self.epoch),
+            )
+        except sqlite3.Error as error:
+            raise self._problem("cannot be written", error) from error
+        if not added.rowcount:
+            self.check()
+
+    def entries(self) -> Iterator[tuple[float, Entry]]:
+        """All entries with their times, oldest first."""
+        try:
+            rows: Any = self._db.execute("SELECT time, kind, body FROM entries ORDER BY seq")
+            for time, kind, body in rows:
+                yield time, decoded(kind, body)
+        except (sqlite3.Error, msgspec.DecodeError) as error:
+            raise self._problem("cannot be read", error) from error
+
+    def check(self) -> None:
+        """Find out whether this is still the job's journal and its latest epoch."""
+        self._check_file()
+        try:
+            latest = self._latest()
+        except sqlite3.Error as error:
+            raise self._problem("cannot be read", error) from error
+        if latest != self.epoch:
+            raise fenced(self.epoch, latest)
+
+    def raise_epoch(self, above: int) -> None:
+        """Take an epoch higher than ``above``."""
+        self._check_file()
+        try:
+            taken = self._db.execute(
+                "UPDATE master SET epoch = ? WHERE epoch = ?",
+                (max(above, self.epoch) + 1, self.epoch),
+            )
+        except sqlite3.Error as error:
+            raise self._problem("cannot be written", error) from error
+        if not taken.rowcount:
+            self.check()
+        self.epoch = max(above, self.epoch) + 1
+
+    def close(self) -> None:
+        """Close the file."""
+        self._db.close()
+
+    def _take_epoch(self) -> int:
+        """Make this the latest master, in one transaction; its epoch."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            self._db.execute("UPDATE master SET epoch = epoch + 1")
+            epoch = self._latest()
+            self._db.execute("COMMIT")
+        except sqlite3.Error:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+        return epoch
+
+    def _latest(self) -> int:
+        return int(self._db.execute("SELECT epoch FROM master").fetchone()[0])
+
+    def _check_file(self) -> None:
+        """Refuse to go on in a file that was deleted once another master has made a new one."""
+        try:
+            current = self._path.stat().st_ino
+        except OSError:
+            return
+        if current != self._file:
+            raise FencedError(
+                f"The journal {self._path} was replaced: another master has taken over the job."
+            )
+
+    def _version(self) -> int:
+        return int(self._db.execute("PRAGMA user_version").fetchone()[0])
+
+    def _problem(self, what: str, error: Exception) -> InfrastructureError:
+        return InfrastructureError(f"The journal {self._path} {what}: {error}.")

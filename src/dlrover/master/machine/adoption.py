@@ -1,0 +1,156 @@
+"""Adoption: what a master without a journal learns from the agents, and what it makes of it.
+
+The disk with the journal may be lost while agents and workers run on. Each agent says at its first
+message what it holds. As soon as all nodes of one world have said so, the round of that world is running
+as before: no worker is stopped. If some of them are missing when the time is up, or are stopping their
+workers, a new round opens, with a number above any that was reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from dlrover.master.machine import inputs, reports
+from dlrover.spec.failure import Failure
+from dlrover.spec.world import Holding, World
+
+Report = inputs.WorkerFailed | inputs.NodeSucceeded
+
+
+@dataclass
+class Adoption:
+    """What the agents of a job have told a master that knows nothing. Change it through its methods."""
+
+    #: when the master decides with what it knows; None before anybody tells of an earlier round
+    deadline: float | None = None
+    began_at: float = 0.0
+    #: nothing is adopted any more: a round was adopted, opened or completed
+    over: bool = False
+    #: nodes that the platform runs and that have not spoken
+    awaited: set[int] = field(default_factory=set)
+    #: whether the platform knows all nodes, so that nobody else need be waited for
+    complete: bool = False
+    held: dict[int, Holding] = field(default_factory=dict)
+    #: the nodes that tell of the same world, by that world without what is a single node's
+    groups: dict[World, set[int]] = field(default_factory=dict)
+    #: what happened to the world meanwhile; handled once it is adopted
+    reports: dict[str, Report] = field(default_factory=dict)
+
+    @property
+    def pending(self) -> bool:
+        """Whether the master still listens; no round is open then."""
+        return self.deadline is not None and not self.over
+
+    @property
+    def highest(self) -> int:
+        """The highest round that any agent has told of."""
+        return max((h.round for h in self.held.values()), default=0)
+
+    @property
+    def restart_count(self) -> int:
+        """The highest number of restarts that any agent has told of."""
+        return max((world.restart_count for world in self.groups), default=0)
+
+    def begin(self, awaited: Iterable[int], now: float, until: float) -> None:
+        """Listen ``until`` a time, or until all nodes of a world or all ``awaited`` ones have spoken."""
+        self.began_at, self.deadline = now, until
+        self.awaited = set(awaited)
+        self.complete = bool(self.awaited)
+
+    def hear(self, node_id: int, holding: Holding) -> None:
+        """Take in what a node holds now."""
+        self.forget(node_id)
+        self.held[node_id] = holding
+        if holding.world is not None:
+            self.groups.setdefault(_shared(holding.world), set()).add(node_id)
+
+    def forget(self, node_id: int) -> None:
+        """Leave out a node that is gone."""
+        self.awaited.discard(node_id)
+        holding = self.held.pop(node_id, None)
+        if holding is None or holding.world is None:
+            return
+        shared = _shared(holding.world)
+        self.groups[shared].discard(node_id)
+        if not self.groups[shared]:
+            del self.groups[shared]
+
+    def report(self, report: Report) -> None:
+        """Keep what an agent reports of its world until that is adopted; a repetition counts once."""
+        if isinstance(report, inputs.NodeSucceeded):
+            self.reports[f"succeeded {report.node_id}"] = report
+            return
+        failure = self.admitted(report.failure)
+        if failure is not None:
+            self.reports[f"failed {failure.id}"] = inputs.WorkerFailed(failure)
+
+    def admitted(self, failure: Failure) -> Failure | None:
+        """A failure with as much of its texts as there is room for; None if it is known."""
+        if f"failed {failure.id}" in self.reports:
+            return None
+        whole = len(self.reports) < reports.FIRST_TEXTS
+        return failure.bounded() if whole else failure.bounded(reports.LATER_TEXT)
+
+    def due(self, now: float, largest: int) -> bool:
+        """Whether it can be decided what becomes of the round, as no other one can be running.
+
+        While a smaller world than the ``largest`` tells, a node that was cut off may be telling of an old one.
+        """
+        if self.deadline is not None and now >= self.deadline:
+            return True
+        if self.complete and not self.awaited:
+            return True
+        latest = self._latest()
+        return latest is not None and len(self.groups[latest]) >= max(latest.node_count, largest)
+
+    def members(self) -> dict[int, Holding]:
+        """What the nodes of the latest world hold, in order of rank; empty unless all of them train on."""
+        latest = self._latest()
+        if latest is None:
+            return {}
+        group = {i: self.held[i] for i in self.groups[latest]}
+        ordered = dict(sorted(group.items(), key=lambda item: _place(item[1])))
+        return ordered if _is_whole(latest, list(ordered.values())) else {}
+
+    def told(self) -> str:
+        """Who has told of the latest round, in words."""
+        latest = self._latest()
+        if latest is None:
+            return f"{len(self.held)} nodes tell of no running round"
+        count = len(self.groups[latest])
+        return f"{count} of {latest.node_count} nodes of round {latest.round} told of it"
+
+    def _latest(self) -> World | None:
+        return max(self.groups, key=lambda w: (w.round, len(self.groups[w])), default=None)
+
+    def validate(self) -> None:
+        """Check the invariants; raise AssertionError on the first that is broken."""
+        grouped = [i for group in self.groups.values() for i in group]
+        assert sorted(grouped) == sorted(i for i, h in self.held.items() if h.world is not None)
+        assert all(self.groups.values()), "a world that nobody tells of"
+        assert not (self.awaited & self.held.keys()), "a node that has spoken is awaited"
+        assert self.pending or not self.reports, "a report is held back for nothing"
+
+
+def _shared(world: World) -> World:
+    """A world without what differs from node to node."""
+    return msgspec.structs.replace(world, node_rank=0, first_rank=0)
+
+
+def _place(holding: Holding) -> tuple[int, int]:
+    world = holding.world
+    assert world is not None
+    return world.node_rank, world.first_rank
+
+
+def _is_whole(shared: World, holdings: list[Holding]) -> bool:
+    """Whether nodes in order of rank have each rank of a world once, and none stops its workers."""
+    first_rank = 0
+    for node_rank, holding in enumerate(holdings):
+        if holding.stopping or _place(holding) != (node_rank, first_rank):
+            return False
+        first_rank += holding.nproc
+    return (len(holdings), first_rank) == (shared.node_count, shared.world_size)

@@ -1,0 +1,41 @@
+"""How a master process begins: a new job, one that its journal tells of, or one that its nodes run."""
+
+from __future__ import annotations
+
+from dlrover.errors import ConfigurationError
+from dlrover.master.history import History
+from dlrover.master.machine import inputs
+from dlrover.master.service import Master
+from dlrover.platform.base import Platform
+from dlrover.spec.job import JobSpec
+
+
+def begin(
+    master: Master, job: JobSpec, job_dir: str, history: History, platform: Platform | None
+) -> None:
+    """Give the machines their first input of this process; nodes that run already are watched.
+
+    An empty journal beside nodes that run, or beside events, is one that was lost.
+
+    Raises:
+        ConfigurationError: the journal is another job's.
+    """
+    theirs = master.machine.job.name
+    if master.replayed and theirs not in ("", job.name):
+        raise ConfigurationError(
+            f"The journal is of the job {theirs}, not of {job.name}; each job takes a journal of its own."
+        )
+    master.use_platform(platform)
+    if master.replayed:
+        master.submit(inputs.MasterStarted(master.replayed))
+        if master.machine.outcome is not None:
+            master.ended.set()
+        return
+    found = [] if platform is None else platform.find()
+    nodes = tuple(inputs.FoundNode(n.node_id, n.node_rank, n.handle) for n in found)
+    earlier = history.recorded
+    history.follow(earlier)
+    master.submit(inputs.Submitted(job, job_dir, nodes, earlier))
+    for node in found:
+        if platform is not None:
+            platform.adopt(node.node_id, node.handle)
