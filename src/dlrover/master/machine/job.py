@@ -10,127 +10,33 @@ other nodes, which precede their joining.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from dlrover.errors import ExitCode
 from dlrover.master import diagnosis
 from dlrover.master.machine import inputs, invariants, reports
-from dlrover.master.machine.adoption import Adoption
-from dlrover.master.machine.checking import Checks, told
+from dlrover.master.machine.checking import told
 from dlrover.master.machine.evidence import Finding
-from dlrover.master.machine.faults import Faults
-from dlrover.master.machine.rendezvous import UNRANKED, Rendezvous
-from dlrover.master.machine.restarts import RestartPolicy, Stop, cause_of, hang_cause
+from dlrover.master.machine.jobnodes import JobNodes
+from dlrover.master.machine.restarts import Stop, cause_of, hang_cause
 from dlrover.master.machine.state import (
     Incident,
     Node,
-    Phase,
     excluded,
     given_up,
     loss_of,
-    phase_after,
 )
 from dlrover.spec import events
-from dlrover.spec.failure import Action, Failure, Origin, Verdict
-from dlrover.spec.job import JobSpec
-from dlrover.spec.node import TRANSITIONS, NodeStatus
-from dlrover.spec.outcome import Outcome
-from dlrover.spec.world import Holding, World
+from dlrover.spec.failure import Action, Origin, Verdict
+from dlrover.spec.node import NodeStatus
+from dlrover.spec.world import Holding
 
 MEMORY_GROWTH = 2.0
 """How many times the memory a node gets that was killed for want of it, where the platform can do that."""
 
 
-@dataclass
-class JobMachine:
-    """All state of one job. `handle` is the only way to change it."""
-
-    job: JobSpec = field(default_factory=lambda: JobSpec(name=""))
-    job_dir: str = ""
-    nodes: dict[int, Node] = field(default_factory=dict)
-    #: agent process -> node; every node whose agent ever connected
-    by_uid: dict[str, int] = field(default_factory=dict)
-    rendezvous: Rendezvous = field(init=False)
-    restarts: RestartPolicy = field(init=False)
-    adoption: Adoption = field(default_factory=Adoption)
-    #: the id of the next new node: above all that ever were
-    next_id: int = 0
-    faults: Faults = field(init=False)
-    #: a node, and the round that its workers begin from processes that have loaded nothing
-    fresh: tuple[int, int] | None = None
-    checks: Checks = field(init=False)
-    #: set once, when the job ends
-    outcome: Outcome | None = None
-    incident: Incident | None = None
-    #: what each member of the last completed round was told
-    worlds: dict[int, World] = field(default_factory=dict)
-    submitted_at: float = 0.0
-    #: when the world of the last completed round was formed
-    world_since: float = 0.0
-    #: steps of the last completed round
-    steps: int = 0
-    #: steps of all rounds before it
-    earlier_steps: int = 0
-    #: when a connectionless node counts as lost; only for nodes that are not connected nor final
-    lost_at: dict[int, float] = field(default_factory=dict)
-    #: when the running world is interrupted to take in newcomers
-    grow_at: float | None = None
-    #: by wanted rank: how often in a row a launched node ended before it was part of a world
-    failed_starts: dict[int, int] = field(default_factory=dict)
-    _out: list[inputs.Command] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.rendezvous = Rendezvous(self.job)
-        self.restarts = RestartPolicy(self.job)
-        self.faults = Faults(self.job)
-        self.checks = Checks(self.job)
-
-    # ---- queries
-
-    @property
-    def phase(self) -> Phase:
-        """Where the job stands."""
-        if self.outcome is not None:
-            return phase_after(self.outcome.exit_code)
-        if self.adoption.pending:
-            return Phase.WAITING
-        if not self.rendezvous.collecting:
-            return Phase.RUNNING
-        return Phase.RESTARTING if self.rendezvous.members else Phase.WAITING
-
-    @property
-    def world_size(self) -> int:
-        """Workers of the last completed round; 0 before the first."""
-        return next(iter(self.worlds.values())).world_size if self.worlds else 0
-
-    @property
-    def total_steps(self) -> int:
-        """Optimizer steps done since the job began, repeated ones included."""
-        return self.earlier_steps + self.steps
-
-    def admitted(self, failure: Failure) -> Failure | None:
-        """A reported failure as it is to be journalled; None if the report changes nothing."""
-        rdzv, incident = self.rendezvous, self.incident
-        if self.outcome is not None:
-            return None
-        if self.adoption.pending:
-            return self.adoption.admitted(failure)
-        if failure.round == rdzv.round and not rdzv.collecting:
-            return failure.bounded()  # it opens an incident
-        if incident is None or incident.round != failure.round or failure.id in incident.seen:
-            return None
-        return reports.admitted(incident, failure, self.job.diagnosis_rules)
-
-    def deadline(self) -> float | None:
-        """When `DeadlinePassed` is due, unless another input changes that; None for never."""
-        if self.outcome is not None:
-            return None
-        checked = self.checks.deadline()  # a round does not go on while its nodes are checked
-        times = [checked or self.rendezvous.deadline(), self.grow_at, *self.lost_at.values()]
-        if self.adoption.pending:
-            times.append(self.adoption.deadline)
-        return min((t for t in times if t is not None), default=None)
+class JobMachine(JobNodes):
+    """What a job does about each input. `handle` is the only way to change it."""
 
     # ---- inputs
 
@@ -148,10 +54,7 @@ class JobMachine:
     def _submitted(self, event: inputs.Submitted, now: float) -> None:
         self.job, self.job_dir = event.job, event.job_dir
         self.submitted_at = now
-        self.rendezvous = Rendezvous(self.job)
-        self.restarts = RestartPolicy(self.job)
-        self.faults = Faults(self.job)
-        self.checks = Checks(self.job)
+        self._compose()
         if not event.earlier_events:
             self._emit(events.JobSubmitted(self.job.name, self.job.min_nodes, self.job.max_nodes))
         found = {node.node_rank for node in event.found}
@@ -218,24 +121,6 @@ class JobMachine:
             self._emit(events.NodeConnected(node.id, event.hostname))
         if not self._hear(node, event.held, now):
             self._catch_up(node, event.round, now)
-
-    def _node_of(self, event: inputs.NodeConnected) -> Node:
-        """The node that an agent process is.
-
-        An unknown process is a new node, and so is one whose node is lost, unless that has been replaced.
-        While a round may be adopted it keeps the id that an earlier master gave it, if that is free.
-        """
-        known = self.by_uid.get(event.uid)
-        if known is None and event.node_id in self.nodes and not self.nodes[event.node_id].uid:
-            known = event.node_id
-        node = self.nodes.get(known) if known is not None else None
-        if node is None or (node.status.final and not node.launched):
-            claims = event.held is not None and not self.adoption.over
-            free = 0 <= event.node_id < UNRANKED and event.node_id not in self.nodes
-            node = self._add_node(event.node_rank, event.node_id if claims and free else None)
-        node.uid = event.uid
-        self.by_uid[event.uid] = node.id
-        return node
 
     def _hear(self, node: Node, held: Holding | None, now: float) -> bool:
         """Note what a node holds, if a running round may have to be adopted; whether that is so."""
@@ -484,16 +369,6 @@ class JobMachine:
                 now,
             )
 
-    def _has_ended(self) -> bool:
-        return self.outcome is not None
-
-    def _enough_nodes(self) -> bool:
-        living = sum(not node.status.final for node in self.nodes.values())
-        return self.rendezvous.usable(living) > 0
-
-    def _all_succeeded(self) -> bool:
-        return all(self.nodes[i].status is NodeStatus.SUCCEEDED for i in self.rendezvous.members)
-
     def _complete_round(self, now: float) -> None:
         rdzv = self.rendezvous
         for node_id in rdzv.missing:  # late ones; they are called to the next round when they join
@@ -524,24 +399,6 @@ class JobMachine:
         self.rendezvous.open(launched, fixed=bool(launched), now=now)
         self._emit_round_opened("the job starts")
 
-    def _assign(self, node_id: int) -> None:
-        world = self.worlds[node_id]
-        self._send(inputs.AssignWorld(node_id, world, self.fresh == (node_id, world.round)))
-
-    def _open_round(self, reason: str, now: float) -> None:
-        """Call every living node to a new round."""
-        self.grow_at = None
-        for node in [n for n in self.nodes.values() if n.gone and not n.status.final]:
-            self._bury(node)
-            self._replace(node, now)
-        living = [n for n in self.nodes.values() if not n.status.final]
-        awaited = [n.id for n in living if n.status is not NodeStatus.PENDING]
-        self.rendezvous.open(awaited, fixed=True, now=now)
-        self._emit_round_opened(reason)
-        for node in living:
-            if node.status in (NodeStatus.RUNNING, NodeStatus.SUCCEEDED):
-                self._call(node, reason)
-
     def _lose(self, node_id: int, reason: str, now: float) -> None:
         node = self.nodes[node_id]
         if node.status.final:
@@ -566,12 +423,6 @@ class JobMachine:
         if self.outcome is None:
             self._replace(node, now)
 
-    def _bury(self, node: Node) -> None:
-        self._move(node, NodeStatus.LOST)
-        self._emit(events.NodeLost(node.id, node.reason))
-        if node.handle:
-            self._send(inputs.KillNode(node.id))
-
     def _node_fault(self, node: Node, now: float) -> None:
         """A node of the world is lost."""
         incident = self._begin_incident(now)
@@ -579,59 +430,6 @@ class JobMachine:
         goes_on = incident.decided or self._decide(incident, now)
         if goes_on and not self.rendezvous.collecting:
             self._open_round(f"node {node.id} was lost", now)
-
-    def _replace(self, node: Node, now: float) -> None:
-        """Launch another node in place of a lost one that the platform had launched."""
-        if not node.launched:
-            return
-        if not node.has_run:
-            attempts = self.failed_starts.get(node.node_rank, 0) + 1
-            self.failed_starts[node.node_rank] = attempts
-            if attempts >= self.job.limits.node_start_attempts:
-                if node.excluded and self._enough_nodes():
-                    return  # whatever takes its place is at fault, too; the others train on
-                self._end(
-                    ExitCode.INFRASTRUCTURE,
-                    f"node {node.id} could not be started in {attempts} attempts: {node.reason}.",
-                    now,
-                )
-                return
-        self._launch(node.node_rank, now, replaces=node)
-
-    def _launch(self, node_rank: int, now: float, replaces: Node | None = None) -> int:
-        node = self._add_node(node_rank)
-        node.launched = True
-        if replaces is not None:
-            node.memory_factor = replaces.memory_factor
-        self._emit(events.NodeLaunched(node.id, replaces.id if replaces is not None else -1))
-        self._order(node, now)
-        return node.id
-
-    def _order(self, node: Node, now: float) -> None:
-        avoid = self.faults.excluded(now)
-        self._send(inputs.LaunchNode(node.id, node.node_rank, avoid, node.memory_factor))
-
-    def _add_node(self, node_rank: int, node_id: int | None = None) -> Node:
-        node = Node(id=self.next_id if node_id is None else node_id, node_rank=node_rank)
-        self.next_id = max(self.next_id, node.id + 1)
-        self.nodes[node.id] = node
-        return node
-
-    def _add_found(self, found: inputs.FoundNode, now: float) -> None:
-        """Take over a node that the platform started for an earlier master."""
-        node = self._add_node(found.node_rank, found.node_id)
-        node.launched, node.handle = True, found.handle
-        self.lost_at[node.id] = now + self.job.limits.recovery_grace
-
-    def _can_grow(self) -> bool:
-        """Whether a new round would form a larger world than the running one."""
-        rdzv = self.rendezvous
-        if self.adoption.pending:
-            return False
-        running = sum(self.nodes[i].status is NodeStatus.RUNNING for i in rdzv.members)
-        if running < len(rdzv.members):
-            return False  # the job is about to end: some nodes have finished
-        return rdzv.usable(running + len(rdzv.offers)) > running
 
     def _begin_incident(self, now: float) -> Incident:
         old, round_ = self.incident, self.rendezvous.last_round
@@ -696,88 +494,6 @@ class JobMachine:
         elif action is Action.MORE_MEMORY and node.launched and self.job.grows_memory:
             node.memory_factor *= MEMORY_GROWTH
             self._give_up(node, verdict.title, now)
-
-    def _exclude(self, node: Node, reason: str, now: float) -> None:
-        if node.hostname:
-            seconds = self.job.limits.exclusion_cooldown
-            self.faults.exclude(node.hostname, reason, now)
-            self._emit(events.HostExcluded(node.hostname, seconds, reason))
-
-    def _give_up(self, node: Node, reason: str, now: float) -> None:
-        """Go on without a node that is still there; the platform replaces one that it had launched."""
-        self.faults.forget(node.id)
-        if node.status.final:
-            return
-        node.reason = reason
-        self.lost_at.pop(node.id, None)
-        self.rendezvous.drop(node.id)
-        if node.connected and not node.launched:
-            self._send(inputs.Dismiss(node.id, given_up(node)))
-        node.connected = False
-        self._bury(node)
-        self._replace(node, now)
-
-    def _can_spare(self, node: Node) -> bool:
-        """Whether the other nodes are enough for a world."""
-        others = [
-            n for n in self.nodes.values() if n is not node and not (n.status.final or n.gone)
-        ]
-        return self.rendezvous.usable(len(others)) > 0
-
-    def _refuse(self, node: Node, now: float) -> bool:
-        """Dismiss a newcomer from a host that is kept out, if the job can do without it."""
-        refusal = self.faults.refusal(node.hostname, now)
-        newcomer = node.status is NodeStatus.PENDING and not node.launched
-        if not refusal or not newcomer or self.outcome is not None or not self._can_spare(node):
-            return False
-        node.reason = refusal.rstrip(".")
-        self._bury(node)
-        self._send(inputs.Dismiss(node.id, given_up(node)))
-        return True
-
-    def _end(self, exit_code: int, reason: str, now: float, root: Failure | None = None) -> None:
-        """End the job and dismiss every node; one that may come back is dismissed when it does."""
-        failures = self.incident.failures if self.incident is not None else []
-        own = self.job.diagnosis_rules
-        self.outcome = Outcome(
-            exit_code=int(exit_code),
-            reason=reason,
-            failure=root,
-            verdict=diagnosis.diagnose(root, own) if root is not None else None,
-            others=diagnosis.other_failures(failures, root, own),
-            restarts=self.restarts.count,
-            steps=self.total_steps,
-            seconds=now - self.submitted_at,
-            job_dir=self.job_dir,
-        )
-        self._emit(events.JobEnded(int(exit_code), reason))
-        for node in self.nodes.values():
-            if node.status.final:
-                continue
-            if node.connected:
-                self._send(inputs.Dismiss(node.id, self.outcome))
-            elif node.handle and node.id not in self.lost_at:
-                self._send(inputs.KillNode(node.id))
-        self._send(inputs.EndJob(self.outcome))
-
-    def _call(self, node: Node, reason: str) -> None:
-        if node.connected:
-            self._send(inputs.CallToRound(node.id, self.rendezvous.next_round, reason))
-
-    def _move(self, node: Node, status: NodeStatus) -> None:
-        assert status in TRANSITIONS[node.status], f"{node.id}: {node.status} -> {status}"
-        node.status = status
-
-    def _emit_round_opened(self, reason: str) -> None:
-        rdzv = self.rendezvous
-        awaited = len(rdzv.missing) + len(rdzv.offers)
-        self._emit(events.RoundOpened(rdzv.round, reason, awaited))
-
-    def _emit(self, body: events.EventBody) -> None:
-        self._send(inputs.Emit(body))
-
-    def _send(self, command: inputs.Command) -> None:
-        self._out.append(command)
 
     # ---- invariants
 

@@ -1,0 +1,192 @@
+"""The state of a job, what can be asked of it, and the elementary changes that every decision is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dlrover.master import diagnosis
+from dlrover.master.machine import inputs, reports
+from dlrover.master.machine.adoption import Adoption
+from dlrover.master.machine.checking import Checks
+from dlrover.master.machine.faults import Faults
+from dlrover.master.machine.rendezvous import Rendezvous
+from dlrover.master.machine.restarts import RestartPolicy
+from dlrover.master.machine.state import Incident, Node, Phase, phase_after
+from dlrover.spec import events
+from dlrover.spec.failure import Failure
+from dlrover.spec.job import JobSpec
+from dlrover.spec.node import TRANSITIONS, NodeStatus
+from dlrover.spec.outcome import Outcome
+from dlrover.spec.world import World
+
+
+@dataclass
+class JobState:
+    """All state of one job. `JobMachine.handle` is the only way to change it."""
+
+    job: JobSpec = field(default_factory=lambda: JobSpec(name=""))
+    job_dir: str = ""
+    nodes: dict[int, Node] = field(default_factory=dict)
+    #: agent process -> node; every node whose agent ever connected
+    by_uid: dict[str, int] = field(default_factory=dict)
+    rendezvous: Rendezvous = field(init=False)
+    restarts: RestartPolicy = field(init=False)
+    adoption: Adoption = field(default_factory=Adoption)
+    #: the id of the next new node: above all that ever were
+    next_id: int = 0
+    faults: Faults = field(init=False)
+    #: a node, and the round that its workers begin from processes that have loaded nothing
+    fresh: tuple[int, int] | None = None
+    checks: Checks = field(init=False)
+    #: set once, when the job ends
+    outcome: Outcome | None = None
+    incident: Incident | None = None
+    #: what each member of the last completed round was told
+    worlds: dict[int, World] = field(default_factory=dict)
+    submitted_at: float = 0.0
+    #: when the world of the last completed round was formed
+    world_since: float = 0.0
+    #: steps of the last completed round
+    steps: int = 0
+    #: steps of all rounds before it
+    earlier_steps: int = 0
+    #: when a connectionless node counts as lost; only for nodes that are not connected nor final
+    lost_at: dict[int, float] = field(default_factory=dict)
+    #: when the running world is interrupted to take in newcomers
+    grow_at: float | None = None
+    #: by wanted rank: how often in a row a launched node ended before it was part of a world
+    failed_starts: dict[int, int] = field(default_factory=dict)
+    _out: list[inputs.Command] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._compose()
+
+    def _compose(self) -> None:
+        """Make the smaller machines, for the job as it is known now."""
+        self.rendezvous = Rendezvous(self.job)
+        self.restarts = RestartPolicy(self.job)
+        self.faults = Faults(self.job)
+        self.checks = Checks(self.job)
+
+    # ---- queries
+
+    @property
+    def phase(self) -> Phase:
+        """Where the job stands."""
+        if self.outcome is not None:
+            return phase_after(self.outcome.exit_code)
+        if self.adoption.pending:
+            return Phase.WAITING
+        if not self.rendezvous.collecting:
+            return Phase.RUNNING
+        return Phase.RESTARTING if self.rendezvous.members else Phase.WAITING
+
+    @property
+    def world_size(self) -> int:
+        """Workers of the last completed round; 0 before the first."""
+        return next(iter(self.worlds.values())).world_size if self.worlds else 0
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps done since the job began, repeated ones included."""
+        return self.earlier_steps + self.steps
+
+    def admitted(self, failure: Failure) -> Failure | None:
+        """A reported failure as it is to be journalled; None if the report changes nothing."""
+        rdzv, incident = self.rendezvous, self.incident
+        if self.outcome is not None:
+            return None
+        if self.adoption.pending:
+            return self.adoption.admitted(failure)
+        if failure.round == rdzv.round and not rdzv.collecting:
+            return failure.bounded()  # it opens an incident
+        if incident is None or incident.round != failure.round or failure.id in incident.seen:
+            return None
+        return reports.admitted(incident, failure, self.job.diagnosis_rules)
+
+    def deadline(self) -> float | None:
+        """When `DeadlinePassed` is due, unless another input changes that; None for never."""
+        if self.outcome is not None:
+            return None
+        checked = self.checks.deadline()  # a round does not go on while its nodes are checked
+        times = [checked or self.rendezvous.deadline(), self.grow_at, *self.lost_at.values()]
+        if self.adoption.pending:
+            times.append(self.adoption.deadline)
+        return min((t for t in times if t is not None), default=None)
+
+    def _has_ended(self) -> bool:
+        return self.outcome is not None
+
+    def _enough_nodes(self) -> bool:
+        living = sum(not node.status.final for node in self.nodes.values())
+        return self.rendezvous.usable(living) > 0
+
+    def _can_spare(self, node: Node) -> bool:
+        """Whether the other nodes are enough for a world."""
+        others = [
+            n for n in self.nodes.values() if n is not node and not (n.status.final or n.gone)
+        ]
+        return self.rendezvous.usable(len(others)) > 0
+
+    def _can_grow(self) -> bool:
+        """Whether a new round would form a larger world than the running one."""
+        rdzv = self.rendezvous
+        if self.adoption.pending:
+            return False
+        running = sum(self.nodes[i].status is NodeStatus.RUNNING for i in rdzv.members)
+        if running < len(rdzv.members):
+            return False  # the job is about to end: some nodes have finished
+        return rdzv.usable(running + len(rdzv.offers)) > running
+
+    def _all_succeeded(self) -> bool:
+        return all(self.nodes[i].status is NodeStatus.SUCCEEDED for i in self.rendezvous.members)
+
+    # ---- elementary changes
+
+    def _assign(self, node_id: int) -> None:
+        world = self.worlds[node_id]
+        self._send(inputs.AssignWorld(node_id, world, self.fresh == (node_id, world.round)))
+
+    def _end(self, exit_code: int, reason: str, now: float, root: Failure | None = None) -> None:
+        """End the job and dismiss every node; one that may come back is dismissed when it does."""
+        failures = self.incident.failures if self.incident is not None else []
+        own = self.job.diagnosis_rules
+        self.outcome = Outcome(
+            exit_code=int(exit_code),
+            reason=reason,
+            failure=root,
+            verdict=diagnosis.diagnose(root, own) if root is not None else None,
+            others=diagnosis.other_failures(failures, root, own),
+            restarts=self.restarts.count,
+            steps=self.total_steps,
+            seconds=now - self.submitted_at,
+            job_dir=self.job_dir,
+        )
+        self._emit(events.JobEnded(int(exit_code), reason))
+        for node in self.nodes.values():
+            if node.status.final:
+                continue
+            if node.connected:
+                self._send(inputs.Dismiss(node.id, self.outcome))
+            elif node.handle and node.id not in self.lost_at:
+                self._send(inputs.KillNode(node.id))
+        self._send(inputs.EndJob(self.outcome))
+
+    def _call(self, node: Node, reason: str) -> None:
+        if node.connected:
+            self._send(inputs.CallToRound(node.id, self.rendezvous.next_round, reason))
+
+    def _move(self, node: Node, status: NodeStatus) -> None:
+        assert status in TRANSITIONS[node.status], f"{node.id}: {node.status} -> {status}"
+        node.status = status
+
+    def _emit_round_opened(self, reason: str) -> None:
+        rdzv = self.rendezvous
+        awaited = len(rdzv.missing) + len(rdzv.offers)
+        self._emit(events.RoundOpened(rdzv.round, reason, awaited))
+
+    def _emit(self, body: events.EventBody) -> None:
+        self._send(inputs.Emit(body))
+
+    def _send(self, command: inputs.Command) -> None:
+        self._out.append(command)
