@@ -2,6 +2,7 @@
 
 import random
 
+import psutil
 import pytest
 
 from dlrover.spec import events
@@ -45,3 +46,21 @@ def test_a_kill_changes_nothing(train, undisturbed, seed: int, kind: str, shape:
     assert len(launch.events_of(events.MasterRecovered)) == (kind == "master")
     assert len(launch.events_of(events.RestartDecided)) == workers_lost
     assert len(launch.events_of(events.Recovered)) == workers_lost
+
+
+@pytest.mark.parametrize("struck", ["agent", "supervisor"])
+def test_what_is_stopped_is_not_left_behind(run, struck: str) -> None:
+    """A process that SIGSTOP has stopped cannot notice that those above it are gone."""
+    launch = run("--local-nodes", "2", "--no-python", "sleep", "1000")
+    workers = launch.wait_for("worker", 2)
+    zygotes = launch.of_kind("zygote")
+    for process in [*zygotes, *workers]:
+        process.suspend()
+    if struck == "agent":
+        victim = zygotes[0].parent()
+        left = [zygotes[0], *zygotes[0].children()]
+    else:
+        victim, left = launch.process, [*zygotes, *workers]
+    victim.kill()
+    _, alive = psutil.wait_procs(left, timeout=15)
+    assert not alive

@@ -198,8 +198,8 @@ class WorkerGroup:
             self._modules_file = listed  # one attempt for each list: importing may crash
             self._warm = self._start_zygote(listed)
 
-    def _kill_zygotes(self) -> None:
-        procs.kill(z.process.pid for z in (self._cold, self._warm) if z is not None)
+    def _signal_zygotes(self, number: signal.Signals) -> None:
+        procs.kill((z.process.pid for z in (self._cold, self._warm) if z is not None), number)
 
     def discard_zygotes(self) -> None:
         """Let the next workers start from a process that has loaded nothing yet."""
@@ -331,11 +331,12 @@ class WorkerGroup:
         pids = [w.pid for w in running if w.pid]
         procs.kill(pids, number)
         procs.kill(pids, signal.SIGCONT)  # a stopped process would not see it
+        self._signal_zygotes(signal.SIGCONT)  # nor tell that a worker has ended
         for worker in await _all_ended(running, grace):
             if worker.pid:
                 procs.kill_group(worker.pid)
             else:
-                self._kill_zygotes()  # the one that should have started it hangs
+                self._signal_zygotes(signal.SIGKILL)  # the one that should have started it hangs
         stuck = await _all_ended(running, KILL_WAIT)
         for worker in stuck:
             logger.error(

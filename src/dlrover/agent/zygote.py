@@ -246,6 +246,8 @@ def main(sock_fd: int, board_fd: int, preload_file: str) -> None:
     """Run as the zygote on the given descriptors; returns in each worker when its program has ended."""
     zygote_pid = os.getpid()
     started = time.monotonic()
+    # Somebody may have stopped this process: when the agent dies it has to go on, in order to end.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
     imported = Preloaded()
     if sys.path[0] == "":
         del sys.path[0]  # what lies in the current directory is not what a program would import

@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import socket
 import subprocess
 from collections.abc import Callable, Mapping
@@ -97,6 +98,7 @@ class ZygoteProcess:
         with contextlib.suppress(ValueError, OSError):
             asyncio.get_running_loop().remove_reader(self._socket.fileno())
         self._socket.close()
+        self.process.send_signal(signal.SIGCONT)  # a stopped one would not see it
         if not self.ready:
             self.process.kill()  # it has no workers yet, and would go on importing first
 
