@@ -162,6 +162,20 @@ def test_a_saver_that_dies_between_saves_is_started_again(directory):
     assert_step(load(directory)[1], 2)
 
 
+def test_a_saver_that_was_stopped_goes_on_for_the_next_worker(directory):
+    saved = {"w": torch.full((1000,), 5.0)}
+    checkpointer = Checkpointer(directory, linger=60.0)
+    checkpointer.save(5, saved)
+    checkpointer.close()
+    for process in directory.savers():
+        process.suspend()
+    checkpointer = Checkpointer(directory, linger=0.0)
+    state = {"w": torch.zeros(1000)}
+    assert checkpointer.load(state).source == "memory"
+    assert torch.equal(state["w"], saved["w"])
+    checkpointer.close()
+
+
 def test_storage_then_memory_at_once_loses_nothing(directory):
     checkpointer = Checkpointer(directory, keep=10)
     for step in range(1, 31):

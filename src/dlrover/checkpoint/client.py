@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -78,7 +79,11 @@ class SaverClient:
         self._sock = protocol.new_socket()
         try:
             self._sock.connect(self._address)
-            protocol.check_peer(self._sock)
+            saver = protocol.check_peer(self._sock)
+            if saver:
+                # If somebody has stopped it, it would not answer. It may still be the one that starts it.
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(saver, signal.SIGCONT)
             protocol.send(self._sock, protocol.Attach(rank))
             reply, self._fds = protocol.receive_reply(self._sock)
         except (ConnectionError, SaverGoneError):

@@ -41,6 +41,10 @@ BREAKPOINT_PATIENCE = 120.0
 """The same, when the world has ended and the savers have just agreed to store it."""
 
 
+BACKLOG = 1 << 10
+"""Workers that may be waiting to be attended to."""
+
+
 class Saver:
     """Serves the workers that connect to ``listener``."""
 
@@ -264,12 +268,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         listener.bind(address)
     except OSError:
         return 0
-    listener.listen(1 << 10)
+    listener.listen(BACKLOG)
     sys.stdout.flush()
     if os.fork():
         return 0
     _log_to(protocol.log_file(location))
     logger.info("Saver %d serves %s", os.getpid(), location)
+    listener.listen(BACKLOG)  # once more: whoever connects is told the process that did this last
     saver = Saver(open_store(place), args.identity, args.keep, args.linger, listener)
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=saver.stop).start())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
