@@ -144,7 +144,9 @@ class _Device:
     @classmethod
     def of(cls, parameter: Any) -> _Device | None:
         """For the device that ``parameter`` is on; None on the host."""
-        return cls(sys.modules["torch"].cuda) if parameter.is_cuda else None
+        kind = parameter.device.type
+        module = None if kind == "cpu" else getattr(sys.modules["torch"], kind, None)
+        return cls(module) if hasattr(module, "is_current_stream_capturing") else None
 
     def step_ended(self) -> None:
         """The step's last work is in the queue."""
