@@ -201,7 +201,9 @@ def _share(state: _State) -> Share:
     demand, offer = state.demand, state.offer
     if offer is None:
         if not state.offers:
-            return Share(None, "waits: no size of the job both fits into the cluster and makes progress")
+            return Share(
+                None, "waits: no size of the job both fits into the cluster and makes progress"
+            )
         return Share(None, "waits: other jobs end sooner with what it would need")
     left = demand.remaining / offer.size.speed
     if demand.current == offer.size.name:

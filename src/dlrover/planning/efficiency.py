@@ -66,12 +66,15 @@ def best_batches(
 ) -> BestBatches:
     """Find the best batch for each pair of ``nodes`` and ``replicas``, which are arrays.
 
-    Without ``noise`` every sample counts the same.
+    Without ``noise`` every sample counts the same. With it, a single replica makes two passes at least when its
+    batch is larger than the smallest: the noise cannot be measured in one.
     """
     nodes, replicas = np.atleast_1d(nodes), np.atleast_1d(replicas)
     total = _candidates(limits, replicas)
     each = total / replicas
     passes = np.ceil(each / limits.replica_most - SLACK)
+    alone = (replicas == 1) & (total > limits.least + SLACK) & (noise is not None)
+    passes = np.where(alone, np.maximum(passes, 2), passes)
     batch = np.ceil(each / passes - SLACK)
     total = batch * passes * replicas
     allowed = (batch >= limits.replica_least) & (total <= np.maximum(limits.most, replicas + each))

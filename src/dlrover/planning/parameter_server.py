@@ -86,13 +86,20 @@ class ServerModel:
         rows = _columns(self.form, workers, servers, worker_cpu, server_cpu, batch)
         return batch * workers / (rows @ self.coefficients)
 
+    def spread_of(
+        self, workers: Any, servers: Any, worker_cpu: Any, server_cpu: Any, batch: Any
+    ) -> Any:
+        """Relative standard deviation of the predicted mean, for numbers or arrays that go together."""
+        rows = _columns(self.form, workers, servers, worker_cpu, server_cpu, batch)
+        variance = np.sum((rows @ self.covariance) * rows, axis=-1)
+        return np.sqrt(np.maximum(variance, 0.0)) / (rows @ self.coefficients)
+
     def predict(self, shape: ServerShape, confidence: float = 0.9) -> Prediction:
         """The throughput of a shape, with an interval that holds ``confidence`` of the measurements."""
-        row = _rows(self.form, [shape])[0]
-        time = float(row @ self.coefficients)
-        spread = math.sqrt(max(0.0, float(row @ self.covariance @ row))) / time
+        where = (*shape.axes(), shape.batch)
+        spread = float(self.spread_of(*where))
         return interval(
-            shape.batch * shape.workers / time,
+            float(self.throughput_of(*where)),
             spread=spread,
             deviation=math.hypot(spread, self.noise),
             quantile=float(stdtrit(self.freedom, 0.5 + confidence / 2)),
@@ -147,6 +154,7 @@ def _rows(form: Form, shapes: Sequence[ServerShape]) -> Any:
 def _columns(form: Form, w: Any, p: Any, cw: Any, cp: Any, m: Any) -> Any:
     """One row per shape, one column per term."""
     one = np.ones_like(np.asarray(w, dtype=float))
+    terms: tuple[Any, ...]
     if form == "dlrover-rm":
         terms = (one, m / cw, w / (p * cp), w / p, m / p)
     elif form == "optimus-async":

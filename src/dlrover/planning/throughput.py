@@ -72,14 +72,15 @@ class TrustRegion:
 
         One more unit of an axis is always near: from one worker, two can be tried.
         """
-        return any(self._near(shape.axes(), other.axes()) for other in measured)
+        return any(self.near(shape.axes(), other.axes()) for other in measured)
 
     def after(self, *, within: bool) -> TrustRegion:
         """The region after a plan was measured, ``within`` its predicted interval or not."""
         factor = self.factor**2 if within else math.sqrt(self.factor)
         return replace(self, factor=min(self.most, max(self.least, factor)))
 
-    def _near(self, axes: Sequence[float], others: Sequence[float]) -> bool:
+    def near(self, axes: Sequence[float], others: Sequence[float]) -> bool:
+        """Whether the values of some axes are near others."""
         limit = self.factor * (1 + 1e-9)
         return all(
             abs(a - b) <= 1 or max(a, b) <= limit * min(a, b)
