@@ -355,7 +355,7 @@ class PolluxLike(Modelled):
                 )
                 offers.append(Size(str(size), {"accelerator": size}, 1e3 - 1 / (gain + 1e-3)))
             demands.append(Demand(job.name, offers, remaining=1.0))
-        shares = allocate(demands, {"accelerator": float(slots)})
+        shares = allocate(demands, {"accelerator": float(slots)}, worth=lambda _, size: size.speed)
         counts = {
             name: int(share.size.name) for name, share in shares.items() if share.size is not None
         }

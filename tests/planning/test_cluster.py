@@ -110,7 +110,7 @@ def test_a_job_that_waits_is_told_why():
     assert shares["b"].size is None
     assert "no size of the job" in shares["b"].reason
     busy = allocate([demand("a", 1e2), demand("c", 1e9)], {"gpu": 1})
-    assert "other jobs end sooner" in busy["c"].reason
+    assert "brings more in other jobs" in busy["c"].reason
 
 
 def test_a_thousand_jobs_take_far_less_than_ten_seconds():

@@ -54,9 +54,11 @@ def plan_servers(
     rows = _server_rows(model, space, want)
     if not len(rows):
         return None
-    where = (*rows.T, current.batch)
-    cautious = np.exp(-want.choice.caution * model.spread_of(*where))
-    throughput, cost = model.throughput_of(*where) * cautious, _server_cost(space, want, *rows.T)
+    w, p, cw, cp = rows.T
+    spread = model.spread_of(w, p, cw, cp, current.batch)
+    cautious = np.exp(-want.choice.caution * spread)
+    throughput = model.throughput_of(w, p, cw, cp, current.batch) * cautious
+    cost = _server_cost(space, want, w, p, cw, cp)
     front = [
         Found(tuple(rows[i]), float(throughput[i]), float(cost[i]))
         for i in pareto(throughput, cost)
@@ -81,8 +83,9 @@ def sample_servers(
     """
     want = terms or Terms()
     rows = _server_rows(model, space, want)
-    spread = model.spread_of(*rows.T, current.batch)
-    cost = _server_cost(space, want, *rows.T)
+    w, p, cw, cp = rows.T
+    spread = model.spread_of(w, p, cw, cp, current.batch)
+    cost = _server_cost(space, want, w, p, cw, cp)
     rows, cost = rows[spread > UNSURE], cost[spread > UNSURE]
     if not len(rows):
         return None
@@ -112,9 +115,10 @@ def _server_rows(model: ServerModel, space: ServerSpace, terms: Terms) -> Any:
     batch = measured[-1].batch
 
     def rate(rows: Any) -> tuple[Any, Any]:
-        throughput = model.throughput_of(*rows.T, batch)
+        w, p, cw, cp = rows.T
+        throughput = model.throughput_of(w, p, cw, cp, batch)
         inside = _near(rows, measured, terms.region)
-        return np.where(inside, throughput, 0.0), _server_cost(space, terms, *rows.T)
+        return np.where(inside, throughput, 0.0), _server_cost(space, terms, w, p, cw, cp)
 
     rows = candidates(axes, rate)
     return rows[_near(rows, measured, terms.region)]
