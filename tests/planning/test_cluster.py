@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from dlrover.errors import ConfigurationError
 from dlrover.planning.cluster import Demand, Size, allocate
@@ -46,6 +46,7 @@ def demands(draw):
     ]
 
 
+@settings(max_examples=50)
 @given(demands(), st.integers(0, 40), st.integers(0, 100))
 def test_never_more_than_there_is(jobs, gpus, cpus):
     shares = allocate(jobs, {"gpu": gpus, "cpu": cpus})
@@ -55,6 +56,7 @@ def test_never_more_than_there_is(jobs, gpus, cpus):
         assert used <= there + 1e-6
 
 
+@settings(max_examples=50)
 @given(
     st.lists(st.tuples(st.floats(0.3, 0.95), st.floats(1e2, 1e7)), min_size=1, max_size=8),
     st.integers(1, 60),

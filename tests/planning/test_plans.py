@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from dlrover.errors import ConfigurationError
 from dlrover.planning import search as searching
@@ -83,6 +83,7 @@ def test_what_the_user_has_set_stays():
     assert plan is None or (plan.groups["worker"].count, plan.groups["worker"].cpu) == (2, 8)
 
 
+@pytest.mark.slow
 def test_growing_step_by_step_reaches_the_best_size_and_stays_there():
     terms = Terms(choice=Choice(weight=0.7))
     current, model = servers((1, 1, 4, 4))[0], server_model((1, 1, 4, 4))
@@ -178,6 +179,7 @@ def test_a_job_at_its_largest_size_stays():
     assert plan_ring(ring_model(), RingSpace(range(1, 3), 4), RingShape(2, 8, 32)) is None
 
 
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.floats(1, 100), st.floats(1, 100)), min_size=1, max_size=40))
 def test_nothing_beats_the_front_and_the_front_beats_the_rest(points):
     throughput, cost = (np.array(values) for values in zip(*points, strict=True))

@@ -256,7 +256,7 @@ def _share(state: _State) -> Share:
         return Share(None, "waits: what it would need brings more in other jobs")
     left = demand.remaining / offer.size.speed
     if demand.current == offer.size.name:
-        return Share(offer.size, f"keeps {offer.size.name}: a change would not pay for the restart")
+        return Share(offer.size, f"keeps {offer.size.name}: no other size is worth a restart")
     return Share(
         offer.size,
         f"gets {offer.size.name}: {offer.size.speed:.4g} useful samples/s, about {left:.0f} s to go",

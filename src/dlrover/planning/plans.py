@@ -20,6 +20,8 @@ from dlrover.spec.plan import Group, Plan
 
 UNSURE = 0.1
 """Relative standard deviation of a prediction above which a size is worth measuring."""
+SLOWER = 0.1
+"""Share of its throughput that a job may lose while a size is measured."""
 
 
 @dataclass(frozen=True)
@@ -79,23 +81,24 @@ def sample_servers(
 ) -> Plan | None:
     """The size to measure next, where the model knows least for the cost; None if it knows enough.
 
-    For a linear model this is the greedy D-optimal design: it keeps the columns apart.
+    For a linear model this is the greedy D-optimal design: it keeps the columns apart. The job pays for it
+    with neither much of its throughput nor more than the factor of the trust region in cost.
     """
-    want = terms or Terms()
+    want, here = terms or Terms(), model.predict(current)
     rows = _server_rows(model, space, want)
     w, p, cw, cp = rows.T
-    spread = model.spread_of(w, p, cw, cp, current.batch)
     cost = _server_cost(space, want, w, p, cw, cp)
-    rows, cost = rows[spread > UNSURE], cost[spread > UNSURE]
+    most = want.region.factor * _server_cost(space, want, *current.axes())
+    useful = model.throughput_of(w, p, cw, cp, current.batch) >= (1 - SLOWER) * here.throughput
+    asked = useful & (cost <= most) & (model.spread_of(w, p, cw, cp, current.batch) > UNSURE)
+    rows, cost = rows[asked], cost[asked]
     if not len(rows):
         return None
     prices = {tuple(row): float(price) for row, price in zip(rows, cost, strict=True)}
     shapes = [_server_shape(row, current) for row in prices]
     weight = want.choice.weight
     target = next_sample(model.predict, shapes, cost=lambda s: prices[s.axes()] ** weight)
-    effect = model.predict(target).effect(
-        before=model.predict(current).throughput, cost=prices[target.axes()]
-    )
+    effect = model.predict(target).effect(before=here.throughput, cost=prices[target.axes()])
     reason = f"{_changes(_SERVER_AXES, current, target)}: {_LEARN}"
     return Plan(groups=_server_groups(space, target), reason=reason, effect=effect)
 
@@ -181,11 +184,14 @@ def sample_ring(
     model: RingModel, space: RingSpace, current: RingShape, terms: Terms | None = None
 ) -> Plan | None:
     """The size to measure next, where the model knows least for the cost; None if it knows enough."""
-    want = terms or Terms()
+    want, here = terms or Terms(), model.predict(current)
+    most = want.region.factor * _ring_cost(space, want, current)
     shapes = [
         shape
         for shape in _ring_shapes(model, space, current, want)
         if model.predict(shape).spread > UNSURE
+        and model.predict(shape).throughput >= (1 - SLOWER) * here.throughput
+        and _ring_cost(space, want, shape) <= most
     ]
     if not shapes:
         return None
@@ -194,9 +200,8 @@ def sample_ring(
         shapes,
         cost=lambda s: _ring_cost(space, want, s) ** want.choice.weight,
     )
-    effect = model.predict(target).effect(
-        before=model.predict(current).throughput, cost=_ring_cost(space, want, target)
-    )
+    cost = _ring_cost(space, want, target)
+    effect = model.predict(target).effect(before=here.throughput, cost=cost)
     reason = f"{_changes(_RING_AXES, current, target)}: {_LEARN}"
     return Plan(groups=_ring_groups(space, target), reason=reason, effect=effect)
 
