@@ -1,7 +1,5 @@
 """The next size of a job: near what was measured, worth its price, with its reason and effect."""
 
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -20,6 +18,7 @@ from dlrover.planning.plans import (
     sample_servers,
 )
 from dlrover.planning.search import Choice, Found, best, pareto, search
+from dlrover.planning.throughput import TrustRegion
 from dlrover.spec.plan import PlanOutcome
 
 BATCH = 256
@@ -55,6 +54,23 @@ def test_a_plan_goes_no_further_than_the_trust_region():
     assert 2 < worker.count <= 4
     assert server.count <= 4
     assert worker.cpu <= 16
+
+
+def test_a_plan_is_near_one_measurement_and_not_a_bit_of_several():
+    tried = ((1, 8, 4, 4), (8, 1, 4, 4))
+    plan = plan_servers(
+        server_model(*tried), SPACE, servers(tried[1])[0], Terms(choice=Choice(0.0, caution=0.0))
+    )
+    assert plan is not None
+    worker, server = plan.groups["worker"], plan.groups["ps"]
+    shape = ServerShape(worker.count, server.count, worker.cpu, server.cpu, BATCH)
+    assert TrustRegion().contains(shape, servers(*tried))
+
+
+def test_a_plan_that_gains_too_little_is_not_made():
+    current, model = servers((2, 2, 8, 4))[0], server_model(*TRIED)
+    assert plan_servers(model, SPACE, current) is not None
+    assert plan_servers(model, SPACE, current, Terms(choice=Choice(gain=2.0))) is None
 
 
 def test_a_plan_says_why_and_what_it_will_bring():
@@ -138,14 +154,6 @@ def test_servers_that_do_not_pay_are_given_back():
     assert plan.groups["ps"].count < 12
     assert plan.effect is not None
     assert "cost" in plan.reason
-
-
-def test_a_plan_of_a_large_space_takes_less_than_fifty_milliseconds():
-    model, current = server_model(*TRIED), servers((2, 2, 8, 4))[0]
-    plan_servers(model, SPACE, current)
-    begin = time.process_time()
-    plan_servers(model, SPACE, current)
-    assert time.process_time() - begin < 0.05
 
 
 def ring_model():

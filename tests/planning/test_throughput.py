@@ -30,10 +30,10 @@ def test_right_predictions_widen_the_region_and_wrong_ones_narrow_it():
     assert narrow.after(within=False).after(within=False).factor == 1.25
 
 
-@pytest.mark.parametrize("factor", [1.0, 5.0])
-def test_a_region_without_bounds_is_refused(factor):
+@pytest.mark.parametrize(("factor", "least"), [(1.1, 1.25), (5.0, 1.25), (2.0, 1.0)])
+def test_a_region_without_bounds_is_refused(factor, least):
     with pytest.raises(ConfigurationError, match=f"factor is {factor}"):
-        TrustRegion(factor)
+        TrustRegion(factor, least)
 
 
 def test_the_outcome_of_a_plan():
