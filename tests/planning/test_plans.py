@@ -146,6 +146,16 @@ def test_a_sample_is_asked_for_until_the_model_knows_what_is_near():
     assert len(model.samples) <= 8
 
 
+def test_a_space_far_from_what_was_measured_has_no_plan():
+    model, current = server_model(*TRIED), servers((2, 2, 8, 4))[0]
+    far = ServerSpace([50], [15], [16], [16])
+    assert plan_servers(model, far, current) is None
+    assert sample_servers(model, far, current) is None
+    ring = RingSpace([16], 4)
+    assert plan_ring(ring_model(), ring, RingShape(2, 8, 32)) is None
+    assert sample_ring(ring_model(), ring, RingShape(2, 8, 32)) is None
+
+
 def test_servers_that_do_not_pay_are_given_back():
     wasteful = (4, 12, 16, 16)
     model = server_model(*TRIED, (4, 6, 8, 8), wasteful)

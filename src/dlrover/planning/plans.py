@@ -90,7 +90,8 @@ def sample_servers(
     cost = _server_cost(space, want, w, p, cw, cp)
     most = want.region.factor * _server_cost(space, want, *current.axes())
     useful = model.throughput_of(w, p, cw, cp, current.batch) >= (1 - SLOWER) * here.throughput
-    asked = useful & (cost <= most) & (model.spread_of(w, p, cw, cp, current.batch) > UNSURE)
+    unknown = model.spread_of(w, p, cw, cp, current.batch) > UNSURE
+    asked = useful & unknown & (cost <= most) & np.any(rows != current.axes(), axis=1)
     rows, cost = rows[asked], cost[asked]
     if not len(rows):
         return None
@@ -189,7 +190,8 @@ def sample_ring(
     shapes = [
         shape
         for shape in _ring_shapes(model, space, current, want)
-        if model.predict(shape).spread > UNSURE
+        if shape != current
+        and model.predict(shape).spread > UNSURE
         and model.predict(shape).throughput >= (1 - SLOWER) * here.throughput
         and _ring_cost(space, want, shape) <= most
     ]
