@@ -1,10 +1,10 @@
 """Who gets what of a cluster: the next resource goes where the average job gains most.
 
-Each job offers sizes and what it would do with them. The mean completion time of jobs whose speed grows with
-the power ``s`` of what they have is least when job ``i`` of ``m``, ranked from the longest to the shortest,
-counts ``(i/m)^s`` times its speed-up (heSRPT: Berg et al., 2020): short jobs come first, but long ones never
-count nothing. As nobody knows lengths well, jobs whose remaining times are within a factor of four or so have
-one rank, and the root of the speed-up is taken, which divides more evenly.
+Each job offers sizes and what it would do with them. Of jobs that are all there and whose speed grows with the
+power ``s`` of what they have, the mean completion time is least when job ``i`` of ``m``, ranked from the longest to
+the shortest, counts about ``(i/m)^s`` times its speed-up (heSRPT: Berg et al., 2020): short jobs come first, but long
+ones never count nothing. As nobody knows lengths well, jobs whose remaining times are within a factor of four or
+so have one rank, and the root of the speed-up is taken, which divides more evenly.
 
 Among concave values the greedy choice by marginal gain is the best one; sizes that are not on the concave
 hull of a job are left to the last pass, which fills what is left over.
