@@ -1,0 +1,165 @@
+"""Hot and unbalanced parameter servers, and batches by the speed of workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from dlrover.errors import ConfigurationError
+
+HOT = 0.8
+"""A server is hot when it uses this share of its cores in the median of its last samples."""
+WINDOW = 3
+"""Samples that count."""
+UNEVEN = 1.3
+"""Servers are unbalanced when the busiest one has this many times the mean load."""
+WORTH = 0.05
+"""Shares of the batch stay equal while a split by speed gains less than this."""
+
+
+@dataclass(frozen=True)
+class ServerLoad:
+    """The last samples of a server."""
+
+    name: str
+    cpu: float
+    """Cores that it has."""
+    used: Sequence[float]
+    """Cores that it used, the latest last."""
+
+    @property
+    def level(self) -> float:
+        """Cores in use: the median of the last samples."""
+        return median(self.used[-WINDOW:])
+
+
+@dataclass(frozen=True)
+class ServerAdvice:
+    """What to do about the servers. At most one of the three is asked for."""
+
+    migrate: Mapping[str, float]
+    """Cores that each hot server needs, on a new node beside it."""
+    more: bool
+    """All servers are hot: the job needs more of them, or more cores each."""
+    rebalance: bool
+    """The parameters lie unevenly, though no server is hot yet."""
+    reason: str
+
+
+def advise_servers(
+    loads: Sequence[ServerLoad], most_cpu: float, *, growth: float = 1.0
+) -> ServerAdvice:
+    """Look for hot and for unbalanced servers.
+
+    Args:
+        loads: Of all servers; those with fewer than three samples are left out.
+        most_cpu: Cores that a node can have.
+        growth: By how much the number of workers is about to be multiplied, and with it the load.
+    """
+    known = [load for load in loads if len(load.used) >= WINDOW]
+    hot = [load for load in known if load.level * growth > HOT * load.cpu]
+    if not known:
+        return ServerAdvice({}, more=False, rebalance=False, reason="no server has enough samples")
+    if hot and len(hot) == len(known):
+        return ServerAdvice(
+            {},
+            more=True,
+            rebalance=False,
+            reason=f"all {len(hot)} servers use more than {HOT:.0%} of their cores",
+        )
+    if hot:
+        wanted = {load.name: min(most_cpu, math.ceil(load.level * growth / HOT)) for load in hot}
+        migrate = {load.name: wanted[load.name] for load in hot if wanted[load.name] > load.cpu}
+        names = ", ".join(f"{load.name} ({load.level / load.cpu:.0%})" for load in hot)
+        more = not migrate
+        what = (
+            "which no node has more of, so more servers are needed" if more else "the others do not"
+        )
+        return ServerAdvice(
+            migrate, more=more, rebalance=False, reason=f"hot: {names} of their cores, {what}"
+        )
+    busiest = max(known, key=lambda load: load.level)
+    mean = sum(load.level for load in known) / len(known)
+    if len(known) > 1 and busiest.level > UNEVEN * mean:
+        return ServerAdvice(
+            {},
+            more=False,
+            rebalance=True,
+            reason=f"{busiest.name} has {busiest.level / mean:.1f} times the mean load of the servers",
+        )
+    return ServerAdvice(
+        {}, more=False, rebalance=False, reason="no server is hot, and the load is even"
+    )
+
+
+@dataclass(frozen=True)
+class Split:
+    """How many samples of a step each worker takes."""
+
+    shares: Mapping[str, int]
+    gain: float
+    """By how much the steps get shorter against equal shares, 0 to 1."""
+    reason: str
+
+
+def split_batch(batch: int, seconds_per_sample: Mapping[str, float], least: int = 1) -> Split:
+    """Divide a batch so that all workers need the same time.
+
+    The shares are whole numbers with the sum ``batch``: each next sample goes to the worker that would end it
+    first, which makes the slowest worker as fast as whole samples allow.
+
+    Args:
+        batch: Samples of a step of all workers.
+        seconds_per_sample: Of each worker.
+        least: Samples that each worker takes at least.
+
+    Raises:
+        ConfigurationError: There is no worker, the batch is too small, or a time is not above 0.
+    """
+    _check(batch, seconds_per_sample, least)
+    names = sorted(seconds_per_sample)
+    equal = {n: batch // len(names) + (i < batch % len(names)) for i, n in enumerate(names)}
+    shares = _by_speed(batch, seconds_per_sample, least)
+    before, after = (
+        max(share * seconds_per_sample[n] for n, share in split.items())
+        for split in (equal, shares)
+    )
+    gain = 1 - after / before
+    slowest = max(names, key=lambda name: seconds_per_sample[name])
+    if gain < WORTH:
+        return Split(
+            equal, 0.0, f"equal shares: a split by speed gains {max(gain, 0.0):.1%} of a step"
+        )
+    return Split(
+        shares,
+        gain,
+        f"{slowest} is the slowest and takes {shares[slowest]} of {batch} samples instead of "
+        f"{equal[slowest]}: steps get {gain:.0%} shorter",
+    )
+
+
+def _by_speed(batch: int, seconds: Mapping[str, float], least: int) -> dict[str, int]:
+    rate = sum(1 / each for each in seconds.values())
+    shares = {name: max(least, math.floor(batch / each / rate)) for name, each in seconds.items()}
+    while sum(shares.values()) > batch:
+        name = max((n for n in shares if shares[n] > least), key=lambda n: shares[n] * seconds[n])
+        shares[name] -= 1
+    while sum(shares.values()) < batch:
+        shares[min(shares, key=lambda n: (shares[n] + 1) * seconds[n])] += 1
+    return shares
+
+
+def _check(batch: int, seconds: Mapping[str, float], least: int) -> None:
+    if not seconds:
+        raise ConfigurationError("seconds_per_sample is empty: it must have at least one worker")
+    if batch < least * len(seconds):
+        raise ConfigurationError(
+            f"batch is {batch}: {len(seconds)} workers need {least * len(seconds)} samples at least"
+        )
+    for name, each in seconds.items():
+        if not (each > 0 and math.isfinite(each)):
+            raise ConfigurationError(
+                f"seconds_per_sample of {name} is {each}: it must be a positive number"
+            )

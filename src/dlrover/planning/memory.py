@@ -1,0 +1,177 @@
+"""How much memory a node will need, and what to do before it runs out of it, or after it did."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dlrover.errors import ConfigurationError
+
+DEVIATIONS = 2.0
+"""How many standard deviations above the line a forecast reaches."""
+TREND = 3.0
+"""A slope counts as growth when it is this many times its own error."""
+LEAST_SAMPLES = 4
+"""Fewer samples show no trend."""
+MARGIN = 0.2
+"""Of the forecast, added to what is ordered: allocators and page caches need room."""
+UNBALANCED = 0.2
+"""A server that needs this share more than the others has a hot part of the model."""
+GROWTH_AFTER_OOM = 1.5
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class MemorySample:
+    """The memory of a node at one moment."""
+
+    progress: float
+    """Share of the job that was done, 0 to 1; or seconds, if the end is given in seconds."""
+    used: int
+    """Bytes."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a node will need. Bytes."""
+
+    expected: int
+    """At the end asked for."""
+    high: int
+    """The same, ``DEVIATIONS`` above the line; at least what has been used."""
+    slope: float
+    """Bytes per unit of progress; 0 where no growth is seen."""
+
+
+@dataclass(frozen=True)
+class MemoryAdvice:
+    """How much memory a node shall have, and why."""
+
+    memory: int
+    """Bytes."""
+    more_nodes: bool
+    """Divide the model among more nodes instead: no node has so much memory."""
+    reason: str
+
+
+def forecast(samples: Sequence[MemorySample], end: float = 1.0) -> Forecast:
+    """Extend the growth of a node's memory to ``end``.
+
+    A line through the samples, as DLRover-RM has it for the servers of growing embeddings (VLDB 2024).
+    Without a clear slope the highest use is what will be needed: workers go up and down.
+
+    Raises:
+        ConfigurationError: There is no sample.
+    """
+    if not samples:
+        raise ConfigurationError("samples is empty: a forecast needs at least one")
+    highest = max(sample.used for sample in samples)
+    line = _line(samples)
+    if line is None:
+        return Forecast(highest, highest, 0.0)
+    slope, centre, mean, deviation, error = line
+    away = end - centre
+    expected = mean + slope * away
+    high = expected + DEVIATIONS * math.sqrt(
+        deviation**2 * (1 + 1 / len(samples)) + (error * away) ** 2
+    )
+    return Forecast(max(highest, round(expected)), max(highest, round(high)), slope)
+
+
+def exhausted_at(samples: Sequence[MemorySample], limit: int) -> float | None:
+    """The progress at which the memory reaches ``limit`` bytes; None if it does not grow."""
+    line = _line(samples)
+    if line is None:
+        return None
+    slope, centre, mean, _, _ = line
+    return max(samples[-1].progress, centre + (limit - mean) / slope)
+
+
+def prevent_oom(
+    node: str, samples: Sequence[MemorySample], limit: int, most: int, end: float = 1.0
+) -> MemoryAdvice | None:
+    """More memory for a node that will not have enough; None while it has.
+
+    Args:
+        node: Its name, for the reason.
+        samples: Since it started.
+        limit: Bytes that it has.
+        most: Bytes that a node can have.
+        end: The progress up to which it must last.
+    """
+    if not samples:
+        return None
+    need = forecast(samples, end)
+    if need.high <= limit:
+        return None
+    wanted = _with_margin(need.high)
+    when = exhausted_at(samples, limit)
+    growth = "" if when is None else f", which it reaches at progress {when:.2f}"
+    why = f"{node} is expected to need {_gib(need.high)} of its {_gib(limit)}{growth}"
+    if wanted > most:
+        return MemoryAdvice(
+            most, True, f"{why}: more than a node can have, so the model is divided"
+        )
+    return MemoryAdvice(wanted, False, why)
+
+
+def after_oom(
+    node: str,
+    limit: int,
+    others: Mapping[str, int],
+    most: int,
+    samples: Sequence[MemorySample] = (),
+) -> MemoryAdvice:
+    """What a node gets that ran out of memory.
+
+    A node that needed much more than its peers holds a hot part of the model: it alone gets more. If all
+    are nearly full and a node cannot have more, the model is divided among more nodes.
+
+    Args:
+        node: Its name.
+        limit: Bytes that it had.
+        others: Bytes that its peers use, by name.
+        most: Bytes that a node can have.
+        samples: Of the node, if there are any.
+    """
+    wanted = max(
+        round(limit * GROWTH_AFTER_OOM), _with_margin(forecast(samples).high) if samples else 0
+    )
+    peers = max(others.values(), default=0)
+    unbalanced = bool(others) and peers < (1 - UNBALANCED) * limit
+    why = f"{node} ran out of its {_gib(limit)}"
+    if unbalanced:
+        why += f" while no other used more than {_gib(peers)}"
+    if wanted > most and not unbalanced and limit >= most:
+        return MemoryAdvice(most, True, f"{why}: a node cannot have more, so the model is divided")
+    return MemoryAdvice(min(wanted, most), limit >= most, why)
+
+
+def _line(samples: Sequence[MemorySample]) -> tuple[float, float, float, float, float] | None:
+    """Slope, centre, mean there, deviation from the line, error of the slope; None without growth."""
+    count = len(samples)
+    if count < LEAST_SAMPLES:
+        return None
+    centre = sum(s.progress for s in samples) / count
+    mean = sum(s.used for s in samples) / count
+    width = sum((s.progress - centre) ** 2 for s in samples)
+    if width <= 0:
+        return None
+    slope = sum((s.progress - centre) * (s.used - mean) for s in samples) / width
+    rest = sum((s.used - mean - slope * (s.progress - centre)) ** 2 for s in samples)
+    deviation = math.sqrt(rest / (count - 2))
+    error = deviation / math.sqrt(width)
+    if slope <= TREND * error:
+        return None
+    return slope, centre, mean, deviation, error
+
+
+def _with_margin(used: int) -> int:
+    """Rounded up to a quarter of a GiB."""
+    step = GIB // 4
+    return math.ceil(used * (1 + MARGIN) / step) * step
+
+
+def _gib(amount: int) -> str:
+    return f"{amount / GIB:.1f} GiB"

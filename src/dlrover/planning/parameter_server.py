@@ -1,0 +1,178 @@
+"""Throughput of parameter-server jobs: step time as a sum of terms with coefficients that are not negative.
+
+Three published forms share this shape, with ``w`` workers, ``p`` servers, ``m`` samples per worker and
+step, and ``cw`` and ``cp`` cores per worker and server. The throughput is ``m * w / time`` each time.
+
+==================  =====================================================  ==========================
+form                columns of the time of a step                          source
+==================  =====================================================  ==========================
+``dlrover-rm``      ``m/cw, w/(p*cp), w/p, m/p, 1``                        DLRover-RM (VLDB 2024)
+``optimus-async``   ``w/p, w, p, 1``                                       Optimus (EuroSys 2018)
+``optimus-sync``    ``m, w/p, w, p, 1``                                    Optimus (EuroSys 2018)
+==================  =====================================================  ==========================
+
+Needs numpy and scipy (extra ``planning``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from scipy.optimize import nnls
+from scipy.special import stdtrit
+
+from dlrover.errors import ConfigurationError
+from dlrover.planning.throughput import Prediction, interval
+
+Form = Literal["dlrover-rm", "optimus-async", "optimus-sync"]
+
+LEAST_NOISE = 0.01
+"""Relative: no fit is believed to be better than this."""
+PRIOR_NOISE, PRIOR_WEIGHT = 0.05, 2.0
+"""The noise that is assumed before there are samples, and how many samples that counts for."""
+COLLINEAR = 1 - 1e-9
+
+
+@dataclass(frozen=True)
+class ServerShape:
+    """The size of a parameter-server job."""
+
+    workers: int
+    servers: int
+    worker_cpu: float = 1.0
+    """Cores of each worker."""
+    server_cpu: float = 1.0
+    """Cores of each server."""
+    batch: int = 1
+    """Samples of one worker in one step."""
+
+    def axes(self) -> tuple[float, ...]:
+        """What a plan can change."""
+        return (self.workers, self.servers, self.worker_cpu, self.server_cpu)
+
+
+@dataclass(frozen=True)
+class ServerSample:
+    """A measured throughput."""
+
+    shape: ServerShape
+    throughput: float
+    """Samples per second of all workers."""
+
+
+@dataclass(frozen=True)
+class ServerModel:
+    """A fitted model. Times are seconds."""
+
+    form: Form
+    coefficients: Any
+    """One per column; 0 for a column that the samples do not tell from an earlier one."""
+    covariance: Any
+    """Of the coefficients, columns that are not told apart included."""
+    noise: float
+    """Relative standard deviation of one measurement."""
+    freedom: float
+    """Degrees of freedom of the noise."""
+    samples: tuple[ServerSample, ...]
+
+    def throughput_of(
+        self, workers: Any, servers: Any, worker_cpu: Any, server_cpu: Any, batch: Any
+    ) -> Any:
+        """Samples per second, for numbers or arrays that go together."""
+        rows = _columns(self.form, workers, servers, worker_cpu, server_cpu, batch)
+        return batch * workers / (rows @ self.coefficients)
+
+    def spread_of(
+        self, workers: Any, servers: Any, worker_cpu: Any, server_cpu: Any, batch: Any
+    ) -> Any:
+        """Relative standard deviation of the predicted mean, for numbers or arrays that go together."""
+        rows = _columns(self.form, workers, servers, worker_cpu, server_cpu, batch)
+        variance = np.sum((rows @ self.covariance) * rows, axis=-1)
+        return np.sqrt(np.maximum(variance, 0.0)) / (rows @ self.coefficients)
+
+    def predict(self, shape: ServerShape, confidence: float = 0.9) -> Prediction:
+        """The throughput of a shape, with an interval that holds ``confidence`` of the measurements."""
+        where = (*shape.axes(), shape.batch)
+        spread = float(self.spread_of(*where))
+        return interval(
+            float(self.throughput_of(*where)),
+            spread=spread,
+            deviation=math.hypot(spread, self.noise),
+            quantile=float(stdtrit(self.freedom, 0.5 + confidence / 2)),
+            confidence=confidence,
+        )
+
+    def refit(self, *samples: ServerSample) -> ServerModel:
+        """The model with more samples."""
+        return fit_servers([*self.samples, *samples], self.form)
+
+
+def fit_servers(samples: Sequence[ServerSample], form: Form = "dlrover-rm") -> ServerModel:
+    """Fit by least squares of the relative error, with coefficients that are not negative.
+
+    A column that is a multiple of an earlier one in all samples is left out, but its uncertainty is
+    kept: a plan that would tell the two apart gets a wide interval.
+
+    Raises:
+        ConfigurationError: There is no sample, or one is not a positive number.
+    """
+    if not samples:
+        raise ConfigurationError("samples is empty: a fit needs at least one")
+    for sample in samples:
+        if not (math.isfinite(sample.throughput) and sample.throughput > 0):
+            raise ConfigurationError(
+                f"throughput is {sample.throughput}: it must be a positive number"
+            )
+    rows = _rows(form, [sample.shape for sample in samples])
+    times = np.array([s.shape.batch * s.shape.workers / s.throughput for s in samples])
+    relative = rows / times[:, None]
+    kept = _independent(relative)
+    coefficients = np.zeros(rows.shape[1])
+    coefficients[kept] = nnls(relative[:, kept], np.ones(len(times)))[0]
+    left = 1 - relative @ coefficients
+    active = int(np.count_nonzero(coefficients))
+    freedom = max(len(times) - active, 0) + PRIOR_WEIGHT
+    noise = math.sqrt((float(left @ left) + PRIOR_WEIGHT * PRIOR_NOISE**2) / freedom)
+    noise = max(noise, LEAST_NOISE)
+    typical = 1 / np.median(relative, axis=0)  # a column that alone makes up the whole time
+    precision = relative.T @ relative / noise**2 + np.diag(typical**-2.0)
+    covariance = np.linalg.inv(precision)
+    return ServerModel(form, coefficients, covariance, noise, freedom, tuple(samples))
+
+
+def _rows(form: Form, shapes: Sequence[ServerShape]) -> Any:
+    values = np.array(
+        [(s.workers, s.servers, s.worker_cpu, s.server_cpu, s.batch) for s in shapes], dtype=float
+    )
+    return _columns(form, *values.T)
+
+
+def _columns(form: Form, w: Any, p: Any, cw: Any, cp: Any, m: Any) -> Any:
+    """One row per shape, one column per term."""
+    one = np.ones_like(np.asarray(w, dtype=float))
+    terms: tuple[Any, ...]
+    if form == "dlrover-rm":
+        terms = (one, m / cw, w / (p * cp), w / p, m / p)
+    elif form == "optimus-async":
+        terms = (one, w / p, w * one, p * one)
+    elif form == "optimus-sync":
+        terms = (one, m * one, w / p, w * one, p * one)
+    else:
+        raise ConfigurationError(
+            f"form is {form!r}: accepted are dlrover-rm, optimus-async and optimus-sync"
+        )
+    return np.stack([np.broadcast_to(term, one.shape) for term in terms], axis=-1)
+
+
+def _independent(columns: Any) -> list[int]:
+    """The columns that are no multiple of an earlier one."""
+    units = columns / np.linalg.norm(columns, axis=0)
+    kept: list[int] = []
+    for index in range(units.shape[1]):
+        if all(float(units[:, index] @ units[:, other]) < COLLINEAR for other in kept):
+            kept.append(index)
+    return kept
