@@ -71,7 +71,9 @@ class ElasticTrainer:
         """Of the global batch that is trained on."""
         self._size = self._done = 0
         """Samples in it on all ranks; micro-batches of it that this rank is done with."""
+        self._summed: Any = 0.0
         self._loss: torch.Tensor | None = None
+        """Of this rank's part, with its weights: so far, and of the last complete global batch."""
         if self._batches is not None:
             self._batches.on_begin = self._begin
 
@@ -137,12 +139,12 @@ class ElasticTrainer:
             weight = self._replicas / divisor if weight else 0.0
         if self._done == 0:
             self._optimizer.zero_grad()
-            self._loss = None
         weighted = loss * weight
         (self._scaler.scale(weighted) if self._scaler else weighted).backward()
-        summed = weighted.detach()
-        self._loss = summed if self._loss is None else self._loss + summed
+        self._summed = weighted.detach() + (self._summed if self._done else 0.0)
         self._done += 1
+        if self.complete:
+            self._loss = self._summed
         self._synchronize()
 
     @property
