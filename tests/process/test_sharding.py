@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from dlrover.errors import ExitCode
 from dlrover.spec import events
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(120)]
@@ -53,3 +54,26 @@ def test_every_sample_counts_once_though_a_worker_and_the_master_are_killed(
     launch.of_kind("worker")[1].kill()
     assert counting.counts() == {EPOCHS: SAMPLES}
     assert len(launch.events_of(events.RestartDecided)) == 2
+    assert (counting.out / "began-2-0").read_text() in ("memory", "peer")
+
+
+def test_every_sample_counts_once_on_other_numbers_of_ranks(run, tmp_path) -> None:
+    out = tmp_path / "out"
+    for ranks in (2, 3):
+        counting = Counting(run, out, f"--nproc-per-node={ranks}", name=f"of-{ranks}")
+        counting.wait_for_steps(8)
+        (out / "steps-0").unlink()
+        run.dlrover("stop", "--job-dir", counting.launch.job_dir)
+        counting.launch.end_with(ExitCode.STOPPED)
+    last = Counting(run, out, "--nproc-per-node=1", pause=0.0, name="of-1")
+    assert last.counts() == {EPOCHS: SAMPLES}
+    assert (out / "began-0-0").read_text() in ("memory", "peer", "storage")
+
+
+def test_reading_processes_count_too(run, tmp_path) -> None:
+    """Of what they have read ahead, nothing counts that the model did not get."""
+    env = {"LOADER_WORKERS": "2"}
+    counting = Counting(run, tmp_path / "out", "--standalone", "--nproc-per-node=2", env=env)
+    counting.wait_for_steps(7)
+    counting.launch.of_kind("worker")[0].kill()
+    assert counting.counts() == {EPOCHS: SAMPLES}

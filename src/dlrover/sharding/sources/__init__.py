@@ -1,0 +1,5 @@
+"""Samples in files, by their number: for `Records` and ``ElasticDataset``."""
+
+from dlrover.sharding.sources.text import Csv, JsonLines, Lines
+
+__all__ = ["Csv", "JsonLines", "Lines"]
