@@ -114,3 +114,9 @@ def test_options_of_data_loader(read) -> None:
             read().loader(2, **wrong)
     with pytest.raises(ConfigurationError, match="batch_size 0"):
         read().loader(0)
+
+
+def test_a_batch_may_be_larger_than_what_a_worker_gets_at_the_end(read) -> None:
+    """It holds its share of what is left and cannot go on without more."""
+    batches = list(read(shard=1).loader(190))
+    assert [len(first) for first, _ in batches] == [190, 10]

@@ -110,6 +110,7 @@ class Job:
             want,
             tuple(rank.done),
             tuple(rank.failed),
+            starving=not rank.held,
         )
         reply = self.ask(request)
         assert self.ask(request) == reply, "a repeated request changes nothing"
@@ -310,8 +311,9 @@ def test_the_last_shards_are_dealt_one_by_one() -> None:
     shards = opened(DataSpec(name="data", size=100, shard=10), "a", "b")
     assert take(shards, "a", 1, want=10).spans == (Span(0, 0, 30),)
     assert take(shards, "b", 1, want=10).spans == (Span(0, 30, 50),)
-    assert take(shards, "a", 2, want=10).spans == (Span(0, 50, 70),)
-    assert take(shards, "b", 2, want=10).spans == (Span(0, 70, 80),)
+    assert take(shards, "a", 2, want=10).spans == ()
+    assert take(shards, "a", 3, want=10, done=(Span(0, 0, 20),)).spans == (Span(0, 50, 60),)
+    assert take(shards, "b", 2, want=10, starving=True).spans == (Span(0, 60, 70),)
 
 
 def test_a_dead_workers_shards_go_to_others_at_once() -> None:
@@ -319,7 +321,7 @@ def test_a_dead_workers_shards_go_to_others_at_once() -> None:
     take(shards, "a", 1)
     take(shards, "a", 2, done=(Span(0, 0, 4),))
     shards.handle(ForgetWorker("a"), 0.0)
-    assert take(shards, "b", 1).spans == (Span(0, 4, 14),)
+    assert take(shards, "b", 1, want=2).spans == (Span(0, 4, 10), Span(0, 10, 20))
     with pytest.raises(ProtocolError, match="were dealt to others"):
         take(shards, "a", 3)
     with pytest.raises(ProtocolError, match="were dealt to others"):

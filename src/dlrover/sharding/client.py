@@ -70,12 +70,14 @@ class ShardClient:
         self._failed: list[Failed] = []
         self._lane = 0
         self._exhausted = self._complete = self._closing = self._patient = False
+        self._starving = False
         self._error: Exception | None = None
         self._away_since: float | None = None
         self._count = 0
         self._rate = 0.0
         self.set_aside = 0
         """Samples that this worker was the last to try."""
+        self._rest_until = 0.0
         # ---- the thread's
         self._seq = 0
         self._asked_at = time.monotonic()
@@ -122,8 +124,10 @@ class ShardClient:
                 over = self._complete if patient else self._exhausted
                 if over and not self._failed:
                     return None
+                self._starving = True
                 self._changed.notify_all()
                 self._changed.wait(POLL)
+                self._starving = False
                 if time.monotonic() > told:
                     told = float("inf")
                     logger.warning("Waiting for samples of %s%s", self._spec.name, self._why())
@@ -201,7 +205,7 @@ class ShardClient:
 
     def _short(self) -> bool:
         """Whether more samples are to be fetched."""
-        if self._exhausted:
+        if self._exhausted or (time.monotonic() < self._rest_until and not self._starving):
             return False
         return self._ahead < self._target() / 2
 
@@ -224,7 +228,7 @@ class ShardClient:
             self._rate = rate if not self._rate else self._rate + _SMOOTHING * (rate - self._rate)
             self._counted = (now, self._count)
         wanted = self._target() - self._ahead
-        want = 0 if self._closing else max(0, -(-int(wanted) // self._spec.shard))
+        want = 0 if self._closing else max(int(self._starving), -(-int(wanted) // self._spec.shard))
         done = list(self._done)
         self._done = Spans(done[MAX_SPANS:])
         failed, self._failed = self._failed[:MAX_WANT], self._failed[MAX_WANT:]
@@ -238,6 +242,7 @@ class ShardClient:
             min(want, MAX_WANT),
             tuple(done[:MAX_SPANS]),
             tuple(failed),
+            self._starving,
         )
 
     def _take_in(self, request: TakeShards, reply: ShardReply) -> None:
@@ -246,6 +251,8 @@ class ShardClient:
             for span in reply.spans:
                 self._ready.append(span)
                 self._ahead += span.stop - span.start
+            # It has its share of what is left: more only when that is used up.
+            self._rest_until = 0.0 if reply.spans else self._heard + POLL
             if request.lane == self._lane and not self._failed and not reply.refused:
                 self._exhausted, self._complete = reply.exhausted, reply.complete
             for aside in reply.aside:

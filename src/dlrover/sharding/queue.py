@@ -33,7 +33,7 @@ from dlrover.spec.shards import (
 )
 
 TAIL = 2
-"""A worker gets one part in ``TAIL`` times the workers of what is left, at most: all end at the same time."""
+"""A worker has one part in ``TAIL`` times the workers of what is left, at most: all end at the same time."""
 MAX_ASIDE = 1000
 """Spans that are set aside with their error; beyond that, the last error stands for all."""
 
@@ -224,7 +224,9 @@ class ShardQueue:
         lanes = self._open_lanes(event.lane)
         left = sum(self.lanes[number].left for number in lanes)
         share = -(-left // (self.spec.shard * TAIL * max(1, len(self.workers))))
-        want = min(event.want, share)
+        if worker.held:
+            share -= -(-worker.held.count // self.spec.shard)
+        want = min(event.want, max(share, int(event.starving)))
         for number in lanes:
             dealt = 0
             for start, stop in self.lanes[number].deal(self.spec.shard, want):

@@ -77,7 +77,7 @@ _Spans = Annotated[tuple[Span, ...], msgspec.Meta(max_length=MAX_SPANS)]
 _Failures = Annotated[tuple[Failed, ...], msgspec.Meta(max_length=MAX_WANT)]
 
 
-class OpenShards(msgspec.Struct, frozen=True, tag="open"):
+class OpenShards(msgspec.Struct, frozen=True, array_like=True, tag="open"):
     """A worker begins to read. The first one of an incarnation says what its checkpoint contains."""
 
     spec: DataSpec
@@ -87,7 +87,7 @@ class OpenShards(msgspec.Struct, frozen=True, tag="open"):
     """What the model has learned from already: `dlrover.sharding.spans.Spans`, packed."""
 
 
-class TakeShards(msgspec.Struct, frozen=True, tag="take"):
+class TakeShards(msgspec.Struct, frozen=True, array_like=True, tag="take"):
     """A worker tells what it has done, and asks for more. With the ``seq`` of its last one: a repetition."""
 
     data: _Name
@@ -100,9 +100,11 @@ class TakeShards(msgspec.Struct, frozen=True, tag="take"):
     """Shards, at most; it gets fewer when few are left."""
     done: _Spans = ()
     failed: _Failures = ()
+    starving: bool = False
+    """It waits, and needs one more whatever it has: perhaps to fill a batch."""
 
 
-class ExtendShards(msgspec.Struct, frozen=True, tag="extend"):
+class ExtendShards(msgspec.Struct, frozen=True, array_like=True, tag="extend"):
     """The partitions of a stream now end at these offsets."""
 
     data: _Name
@@ -110,13 +112,13 @@ class ExtendShards(msgspec.Struct, frozen=True, tag="extend"):
     ends: Annotated[tuple[_Number, ...], msgspec.Meta(max_length=MAX_LANES)]
 
 
-class ForgetWorker(msgspec.Struct, frozen=True, tag="forget"):
+class ForgetWorker(msgspec.Struct, frozen=True, array_like=True, tag="forget"):
     """A worker is dead, and what it has not done goes to others. What it has done stays done."""
 
     worker: _Name
 
 
-class LookShards(msgspec.Struct, frozen=True, tag="look"):
+class LookShards(msgspec.Struct, frozen=True, array_like=True, tag="look"):
     """Ask how far the reading of a data set is."""
 
     data: _Name
@@ -132,7 +134,7 @@ class SetAside(msgspec.Struct, frozen=True, array_like=True):
     error: str
 
 
-class ShardReply(msgspec.Struct, frozen=True, kw_only=True):
+class ShardReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The answer to each request."""
 
     spans: tuple[Span, ...] = ()
