@@ -47,7 +47,9 @@ def main() -> None:
             state["counts"] += more[:SAMPLES]
             state["step"] += 1
             if state["step"] % 2 == 0:
-                checkpointer.save(state["step"], state, "memory" if state["step"] % 6 else "storage")
+                checkpointer.save(
+                    state["step"], state, "memory" if state["step"] % 6 else "storage"
+                )
             with (OUT / f"steps-{RANK}").open("a") as file:
                 file.write(f"{state['step']}\n")
             time.sleep(PAUSE)
