@@ -126,6 +126,25 @@ def test_one_rank_may_have_any_module() -> None:
     assert losses[-1] < losses[0]
 
 
+def test_only_the_global_batch_counts() -> None:
+    dataset = data(16)
+    model, trainer, loader = elastic(dataset, global_batch_size=8, micro_batch_size=4)
+    error_of(model, *dataset.tensors).backward()  # a pass for nothing
+    batches = iter(loader)
+    for _ in range(2):
+        trainer.backward(error_of(model, *next(batches)))
+    expected = network()
+    order = trainer.batches.sampler.order()[:8]
+    loss = error_of(expected, *(tensor[order] for tensor in dataset.tensors))
+    loss.backward()
+    torch.testing.assert_close(gradient(model), gradient(expected))
+    assert trainer.step()
+    assert [parameter.grad for parameter in model.parameters()] == [None] * 4
+    trainer.backward(error_of(model, *next(batches)))
+    assert not trainer.complete
+    assert trainer.loss() == pytest.approx(loss.item())
+
+
 def test_gradients_of_the_whole_batch_can_be_clipped() -> None:
     model, trainer, loader = elastic(data(16), global_batch_size=16, micro_batch_size=4)
     before = copy.deepcopy(model.module)
@@ -228,6 +247,16 @@ def take(trainer, model, loader, steps) -> list[int]:
         if not steps:
             break
     return taken
+
+
+def test_a_loader_may_move_to_a_position_after_it_has_begun() -> None:
+    model, trainer, _ = elastic(data(20), global_batch_size=16, micro_batch_size=2)
+    batches = iter(trainer.batches)
+    batches.load_state_dict({**batches.state_dict(), "consumed": 16})
+    for indices in batches:
+        trainer.backward(error_of(model, *data(20)[indices]))
+    assert trainer.step()
+    assert trainer.batches.sampler.consumed == 20
 
 
 # ---- what is refused

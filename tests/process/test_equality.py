@@ -97,3 +97,12 @@ def test_wrong_weights_are_something_that_the_parameters_show(run, undisturbed: 
     script = (run.scripts / "mean_of_means.py", DIGITS)
     start(run, out, "--nproc-per-node=3", name="job", script=script).succeed()
     assert difference(out, undisturbed) > 100 * TOLERANCE
+
+
+def test_every_wrapper_averages_to_the_mean_of_the_global_batch(run) -> None:
+    shown = run("--nproc-per-node=3", run.scripts / "wrapped.py").succeed()
+    assert shown.splitlines() == [
+        "DistributedDataParallel is right",
+        "FSDPSequential is right",
+        "FullyShardedDataParallel is right",
+    ]

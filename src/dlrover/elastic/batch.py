@@ -17,7 +17,7 @@ class MicroBatch(NamedTuple):
     """What one rank computes in one pass."""
 
     positions: range
-    """Of its samples in the global batch."""
+    """Of its samples in the global batch; where there is none left, that of the first one."""
     weight: float
     """What the mean loss of these samples is multiplied by, so that the gradients, averaged over the ranks,
     are those of the mean loss of the global batch."""
@@ -48,13 +48,12 @@ def passes(size: int, replicas: int, micro_batch_size: int | None) -> int:
 def deal(size: int, replicas: int, rank: int, micro_batch_size: int | None) -> list[MicroBatch]:
     """The micro-batches of one rank, of at most ``micro_batch_size`` samples and of nearly equal size."""
     share = range(rank, size, replicas)
-    filler = share[:1] or range(1)
     count = passes(size, replicas, micro_batch_size)
     micro_batches = []
     for number in range(count):
         positions = share[len(share) * number // count : len(share) * (number + 1) // count]
         weight = len(positions) * replicas / size
-        micro_batches.append(MicroBatch(positions or filler, weight))
+        micro_batches.append(MicroBatch(positions or range(1), weight))
     return micro_batches
 
 
