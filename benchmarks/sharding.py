@@ -191,7 +191,7 @@ def steps(
     return count / (time.perf_counter() - began)
 
 
-async def throughput(rounds: int, size: int = 12_800, batch: int = 64) -> Row:
+async def throughput(rounds: int, size: int = 1280, batch: int = 64) -> Row:
     """A training with dealt samples beside one with a static sampler, in turn."""
     torch.manual_seed(0)
     rows = torch.randn(size, 256)
@@ -199,15 +199,25 @@ async def throughput(rounds: int, size: int = 12_800, batch: int = 64) -> Row:
         torch.nn.Linear(256, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 256)
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def with_sampler(_number: int) -> float:
+        loader = DataLoader(Rows(rows), batch_size=batch, shuffle=True)
+        return steps(iter(loader), model, optimizer)
+
+    def with_dealing(number: int) -> float:
+        data = ElasticDataset(Rows(rows), name=f"data-{number}", shuffle=True)
+        try:
+            return steps(iter(data.loader(batch)), model, optimizer)
+        finally:
+            data.close()
+
     static, dealt = [], []
     async with relayed():
+        await asyncio.to_thread(with_sampler, 0)  # to warm up
         for number in range(rounds):
-            loader = DataLoader(Rows(rows), batch_size=batch, shuffle=True)
-            static.append(await asyncio.to_thread(steps, iter(loader), model, optimizer))
-            data = ElasticDataset(Rows(rows), name=f"data-{number}", shuffle=True)
-            batches = iter(data.loader(batch))
-            dealt.append(await asyncio.to_thread(steps, batches, model, optimizer))
-            await asyncio.to_thread(data.close)
+            turns = [(static, with_sampler), (dealt, with_dealing)]
+            for speeds, train_ in turns if number % 2 else turns[::-1]:
+                speeds.append(await asyncio.to_thread(train_, number))
     ratio = statistics.median(b / a for a, b in zip(static, dealt, strict=True))
     return {
         "static_samples_per_second": statistics.median(static),
@@ -243,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=5.0, help="Length of each flood.")
     parser.add_argument("--slow-seconds", type=float, default=30.0, help="Of the ideal split.")
-    parser.add_argument("--rounds", type=int, default=7, help="Pairs of trainings.")
+    parser.add_argument("--rounds", type=int, default=15, help="Pairs of trainings.")
     parser.add_argument("--json", type=Path, help="Where to write the results.")
     args = parser.parse_args(argv)
     pin(os.getpid(), GENERATOR_CORE)

@@ -392,7 +392,9 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
 
 def _is_live(value: Any) -> bool:
     """Whether there is something in it that is restored in place, not replaced as a whole."""
-    if isinstance(value, torch.Tensor | Spread) or hasattr(value, "load_state_dict"):
+    if isinstance(value, torch.Tensor | Spread):
+        return True
+    if hasattr(value, "load_state_dict") or hasattr(value, "load_rank_states"):
         return True
     if isinstance(value, dict | list | tuple):
         return any(_is_live(item) for _, item in _items(value))
