@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import socket
 
-import pytest
-
 from dlrover.agent.relay import Relay
 from dlrover.master import takeover
 from dlrover.master.history import History
@@ -17,6 +15,7 @@ from dlrover.sharding import dealers
 from dlrover.sharding.dealers import RelayDealer
 from dlrover.spec.job import JobSpec
 from dlrover.spec.shards import (
+    MAX_DONE,
     DataSpec,
     Failed,
     Incarnation,
@@ -72,15 +71,15 @@ def test_the_next_master_deals_on(tmp_path) -> None:
     async def second() -> tuple[ShardReply, ShardReply, ShardReply]:
         with master_at(tmp_path) as master:
             repeated = await master.use_shards(take(2, Span(0, 0, 15)))
-            more = await master.use_shards(take(3, Span(0, 15, 40)))
+            more = await master.use_shards(take(3, Span(0, 15, 30)))
             return repeated, more, await master.use_shards(LookShards("data"))
 
     before = asyncio.run(first())
     repeated, more, look = asyncio.run(second())
-    assert before.spans == (Span(0, 20, 40),)
+    assert before.spans == (Span(0, 20, 30),)
     assert repeated == before
-    assert more.spans == (Span(0, 40, 60),)
-    assert (look.done, look.taken) == (40, 20)
+    assert more.spans == (Span(0, 30, 50),)
+    assert (look.done, look.taken) == (30, 20)
 
 
 def test_a_worker_asks_by_way_of_its_agent(tmp_path) -> None:
@@ -112,15 +111,30 @@ def test_an_agent_that_is_gone_is_told() -> None:
     assert "does not answer" in RelayDealer("dlrover-nobody").ask(LookShards("data")).away
 
 
-@pytest.mark.parametrize("frame", [b"\xff\xff\xff\xff", dealers.LENGTH.pack(3) + b"abc"])
-def test_a_worker_that_sends_something_else_is_cut_off(tmp_path, frame: bytes) -> None:
+def test_what_is_too_large_is_refused(tmp_path) -> None:
+    """Asking again and again would not help."""
+
+    async def ask() -> list[ShardReply]:
+        with master_at(tmp_path) as master:
+            async with relayed(master) as (address, _):
+                with contextlib.closing(RelayDealer(address)) as dealer:
+                    sizes = (MAX_DONE + 1, dealers.MAX_FRAME)
+                    large = [OpenShards(SPEC, "a", ROUND, bytes(size)) for size in sizes]
+                    return [await asyncio.to_thread(dealer.ask, request) for request in large]
+
+    beyond_the_field, beyond_the_frame = asyncio.run(ask())
+    assert "A message could not be read" in beyond_the_field.refused
+    assert "4194304 are accepted" in beyond_the_frame.refused
+
+
+def test_a_worker_that_sends_too_much_is_cut_off(tmp_path) -> None:
     async def send() -> bytes:
         with master_at(tmp_path) as master:
             async with relayed(master) as (address, _):
                 with socket.socket(socket.AF_UNIX) as sock:
                     sock.settimeout(5.0)
                     sock.connect(f"\0{address}")
-                    sock.sendall(frame)
+                    sock.sendall(b"\xff\xff\xff\xff")
                     return await asyncio.to_thread(sock.recv, 1)
 
     assert asyncio.run(send()) == b""

@@ -3,12 +3,13 @@
 import csv
 import io
 import pickle
+import struct
 
 import pytest
 from hypothesis import given, strategies as st
 
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.sharding.sources import Csv, JsonLines, Lines, text
+from dlrover.sharding.sources import Csv, JsonLines, Lines, TfRecords, text
 
 texts = st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), max_size=8)
 
@@ -89,3 +90,20 @@ def test_a_source_goes_to_another_process(tmp_path) -> None:
     lines = Lines(tmp_path / "a")
     assert lines[1] == "two"
     assert pickle.loads(pickle.dumps(lines))[1] == "two"
+
+
+def tf_record(data: bytes) -> bytes:
+    return struct.pack("<QI", len(data), 0) + data + bytes(4)
+
+
+def test_tf_records(tmp_path) -> None:
+    (tmp_path / "a").write_bytes(tf_record(b"one") + tf_record(b"") + tf_record(b"three"))
+    (tmp_path / "b").write_bytes(tf_record(b"four"))
+    assert list(TfRecords([tmp_path / "a", tmp_path / "b"])) == [b"one", b"", b"three", b"four"]
+
+
+@pytest.mark.parametrize("length", [1, 11, 17])
+def test_what_is_no_tf_record_file_is_refused(tmp_path, length: int) -> None:
+    (tmp_path / "a").write_bytes(tf_record(b"one")[:length])
+    with pytest.raises(ConfigurationError, match="ends within a record"):
+        TfRecords(tmp_path / "a")

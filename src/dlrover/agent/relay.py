@@ -67,13 +67,13 @@ class Relay:
         (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
         if length > MAX_FRAME:
             raise ProtocolError(f"A message has {length} bytes; {MAX_FRAME} are accepted.")
-        request: ShardRequest = wire.decode(await reader.readexactly(length), ShardRequest)
-        data = msgspec.msgpack.encode(await self._asked(request))
+        data = msgspec.msgpack.encode(await self._asked(await reader.readexactly(length)))
         writer.write(LENGTH.pack(len(data)) + data)
         await writer.drain()
 
-    async def _asked(self, request: ShardRequest) -> ShardReply:
+    async def _asked(self, data: bytes) -> ShardReply:
         try:
+            request: ShardRequest = wire.decode(data, ShardRequest)
             return await self._client.shards(request)
         except InfrastructureError as error:
             return ShardReply(away=str(error))

@@ -72,8 +72,11 @@ class RelayDealer:
 
     def ask(self, request: ShardRequest) -> ShardReply:
         """The answer."""
+        data = msgspec.msgpack.encode(request)
+        if len(data) > MAX_FRAME:
+            return ShardReply(refused=f"A request has {len(data)} bytes; {MAX_FRAME} are accepted.")
         try:
-            return self._asked(msgspec.msgpack.encode(request))
+            return self._asked(data)
         except (OSError, InfrastructureError) as error:
             self.close()
             return ShardReply(away=f"The agent of this node does not answer: {error}.")
