@@ -11,6 +11,8 @@ from dlrover.checkpoint.layout import encode, pack
 from dlrover.checkpoint.plan import Question, RankState, restoring
 from dlrover.checkpoint.restore import in_place
 
+pytestmark = pytest.mark.torch
+
 
 class Collecting:
     """Remembers what it is restored from."""
@@ -31,6 +33,7 @@ def skeleton(value: int) -> RankState:
     return RankState((), encode(pack(tree, (), lambda item, _: item)), ())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["memory", "storage"])
 def test_from_memory_and_from_storage(directory: Path, source: str) -> None:
     kept = torch.arange(5)

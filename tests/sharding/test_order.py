@@ -9,6 +9,7 @@ from hypothesis import given, strategies as st
 from dlrover.sharding.order import shuffled
 
 
+@pytest.mark.slow
 @given(st.integers(1, 3000), st.integers(-(2**70), 2**70), st.integers(0, 100))
 def test_it_is_a_permutation(size: int, seed: int, epoch: int) -> None:
     record = shuffled(size, seed, epoch)

@@ -263,6 +263,8 @@ programs = st.lists(
 rotten = st.frozensets(st.tuples(st.integers(0, 2), st.integers(0, 60)), max_size=3)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120)
 @settings(max_examples=150, deadline=None)
 @given(st.one_of(epochs, streams), programs, rotten)
 def test_every_sample_counts_once(spec, program, bad) -> None:

@@ -42,6 +42,7 @@ def test_json(tmp_path) -> None:
     assert list(JsonLines(tmp_path / "a")) == [{"x": 1}, [2], "three"]
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(texts, st.text("ab\"\n',", max_size=6)), max_size=8))
 def test_csv_is_what_the_standard_library_reads(tmp_path_factory, rows) -> None:
     path = tmp_path_factory.mktemp("csv") / "a.csv"

@@ -23,6 +23,7 @@ def made(changes) -> tuple[Ranges, set[int]]:
     return ranges, plain
 
 
+@pytest.mark.slow
 @given(changes)
 def test_adding_and_removing_are_those_of_sets(changes) -> None:
     ranges, plain = made(changes)
@@ -43,6 +44,7 @@ def test_questions_are_answered_as_by_sets(changes, asked) -> None:
     assert gap_stop == next((n for n in range(gap_start, 100) if n in plain), None)
 
 
+@pytest.mark.slow
 @given(changes.filter(lambda c: made(c)[0]), st.integers(1, 5))
 def test_the_first_ones_are_taken_out(changes, most) -> None:
     ranges, plain = made(changes)
