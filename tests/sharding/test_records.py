@@ -222,3 +222,26 @@ def test_a_worker_that_was_cut_off_for_too_long_does_not_save(read, monkeypatch)
     until.wait(0.1)
     with pytest.raises(InfrastructureError, match="may belong to others by now"):
         data.state_dict()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("patient", [True, False])
+def test_an_epoch_may_wait_for_what_others_have_taken(read, monkeypatch, patient: bool) -> None:
+    """One worker dies with samples that it has not read; another gets them if it waits for that."""
+    shared = LocalDealer()
+    monkeypatch.setattr(dealers, "connect", lambda: shared)
+    monkeypatch.setattr(client, "REPORT_INTERVAL", 0.02)
+    dying = read(shard=10)
+    first = next(iter(dying))
+    got: list[int] = []
+    other = read(shard=10, wait_for_others=patient)
+    reader = threading.Thread(target=lambda: got.extend(other))
+    reader.start()
+    reader.join(0.5)
+    assert reader.is_alive() == patient
+    dying.close()
+    reader.join(10)
+    assert not reader.is_alive()
+    assert first not in got
+    assert len(got) == len(set(got))
+    assert (len(got) == 99) == patient
