@@ -2,9 +2,9 @@
 
     dlrover-run --nproc-per-node 2 examples/01_digits_ddp/train.py --out out/digits
 
-A plain DistributedDataParallel script: it also runs under ``torchrun``, and as ``python train.py``.
-Kill it whenever you like and start the same command again: it goes on from its last checkpoint, and
-``losses.jsonl`` ends up as if nothing had happened.
+A DistributedDataParallel script: it also runs under ``torchrun``, and as ``python train.py``. Kill it
+whenever you like and start the same command again, on as many workers as you have by then: it goes on
+from its last checkpoint, and ``losses.jsonl`` ends up as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -15,14 +15,18 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from dlrover.elastic.sampler import ElasticDistributedSampler
+from dlrover.elastic.trainer import ElasticTrainer
 
 
 def parse_args() -> argparse.Namespace:
@@ -31,6 +35,7 @@ def parse_args() -> argparse.Namespace:
     add("--out", type=Path, required=True, help="folder of checkpoint.pt and losses.jsonl")
     add("--epochs", type=positive_int, default=20)
     add("--global-batch-size", type=positive_int, default=96, help="images per step, all workers")
+    add("--micro-batch-size", type=positive_int, help="images that a worker computes at once")
     add("--lr", type=float, default=0.05)
     add("--seed", type=int, default=0)
     add("--save-every", type=positive_int, default=10, help="steps between checkpoints")
@@ -94,36 +99,9 @@ def build_model() -> nn.Module:
     )
 
 
-def global_batch(step: int, images: int, batch_size: int, seed: int) -> Tensor:
-    """Indices of the images of step 0, 1, ...: no state to save, and the same for any world size.
-
-    Every epoch has its own order; what is left over at its end is too little for a batch.
-    """
-    epoch, batch = divmod(step, images // batch_size)
-    order = np.random.default_rng((seed, epoch)).permutation(images)
-    return torch.from_numpy(order[batch * batch_size : (batch + 1) * batch_size])
-
-
-def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor, count: int
-) -> float:
-    """Train on this worker's part of a global batch of ``count`` images; return its mean loss."""
-    loss_sum = functional.cross_entropy(model(images), labels, reduction="sum")
-    optimizer.zero_grad()
-    # DDP averages the workers' gradients. Parts may differ in size by one, so it is images that
-    # must weigh the same, not workers: undo the division by the workers, divide by the images.
-    (loss_sum * dist.get_world_size() / count).backward()
-    optimizer.step()
-    total = loss_sum.detach()
-    dist.all_reduce(total)
-    return total.item() / count
-
-
-def save_checkpoint(
-    out: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
+def save_checkpoint(out: Path, step: int, parts: dict[str, Any]) -> None:
     """Replace the checkpoint in one instant: a kill at any time leaves the old or the new one."""
-    state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    state = {"step": step, **{name: part.state_dict() for name, part in parts.items()}}
     partial = out / "checkpoint.pt.partial"
     torch.save(state, partial)
     # Contents before the name, or a power cut could leave a new name on an empty file.
@@ -133,9 +111,7 @@ def save_checkpoint(
     partial.replace(out / "checkpoint.pt")
 
 
-def load_checkpoint(
-    out: Path, device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> int:
+def load_checkpoint(out: Path, device: torch.device, parts: dict[str, Any]) -> int:
     """Restore the checkpoint, if there is one, and return how many steps it had done."""
     path = out / "checkpoint.pt"
     state = torch.load(path, map_location=device) if path.exists() else {"step": 0}
@@ -147,9 +123,9 @@ def load_checkpoint(
             f"{path} is at step {state['step']}, but rank 0 sees step {step_of_rank_0.item()}: "
             "--out must be a folder that all workers share"
         )
-    if "model" in state:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+    if state["step"]:
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
     return state["step"]
 
 
@@ -174,35 +150,46 @@ def log_loss(path: Path, step: int, loss: float) -> None:
 
 def train(args: argparse.Namespace, model: nn.Module, images: Tensor, labels: Tensor) -> int:
     """Train to the end of the last epoch, from wherever the checkpoint is; return the steps."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    if not world_size <= args.global_batch_size <= len(images):
-        sys.exit(
-            f"--global-batch-size {args.global_batch_size} must be from {world_size} (the number "
-            f"of workers) to {len(images)} (the number of training images)"
-        )
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
-    done = load_checkpoint(args.out, images.device, model, optimizer)
-    total = args.epochs * (len(images) // args.global_batch_size)
+    ddp_model = DistributedDataParallel(model)
+    dataset = TensorDataset(images, labels)
+    # Every epoch has its own order; what is left over at its end is too little for a batch.
+    sampler = ElasticDistributedSampler(dataset, seed=args.seed, drop_last=True)
+    trainer = ElasticTrainer(
+        ddp_model,
+        optimizer,
+        sampler,
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=args.micro_batch_size,
+    )
+    loader = DataLoader(dataset, batch_sampler=trainer.batches)
+    parts = {"model": model, "optimizer": optimizer, "sampler": sampler}
+    done = step = load_checkpoint(args.out, images.device, parts)
+    total = args.epochs * trainer.steps_per_epoch
+    rank = dist.get_rank()
     if rank == 0:
         print(f"{'resumed from' if done else 'starting at'} step {done} of {total}", flush=True)
         args.out.mkdir(parents=True, exist_ok=True)
         keep_losses(args.out / "losses.jsonl", done)
-    ddp_model = DistributedDataParallel(model)
     # DDP regroups the gradients after its first backward pass, and with that the order in which it
     # adds up those of three or more workers. A pass for nothing makes all real steps alike.
     ddp_model(images[:1]).sum().backward()
-    for step in range(done + 1, total + 1):
-        batch = global_batch(step - 1, len(images), args.global_batch_size, args.seed)
-        mine = batch[rank::world_size]
-        loss = train_step(ddp_model, optimizer, images[mine], labels[mine], len(batch))
-        if rank == 0:
-            log_loss(args.out / "losses.jsonl", step, loss)
-            if step % args.save_every == 0 or step == total:
-                save_checkpoint(args.out, step, model, optimizer)
-            if step % 50 == 0:
-                print(f"step {step}: loss {loss:.4f}", flush=True)
-        time.sleep(args.step_time)
-    return max(done, total)
+    for epoch in range(sampler.epoch, args.epochs):
+        sampler.set_epoch(epoch)
+        for some_images, some_labels in loader:
+            trainer.backward(functional.cross_entropy(ddp_model(some_images), some_labels))
+            if not trainer.step():
+                continue  # this worker has more images of the same global batch
+            step += 1
+            loss = trainer.loss()
+            if rank == 0:
+                log_loss(args.out / "losses.jsonl", step, loss)
+                if step % args.save_every == 0 or step == total:
+                    save_checkpoint(args.out, step, parts)
+                if step % 50 == 0:
+                    print(f"step {step}: loss {loss:.4f}", flush=True)
+            time.sleep(args.step_time)
+    return step
 
 
 def main() -> None:

@@ -67,7 +67,9 @@ time.sleep(60 if os.environ["WORLD_SIZE"] == "3" else 2)
 """The ``train.py`` of pages that do not show theirs. A world of three lacks a node, and waits for it."""
 
 TORCH = {
-    "getting-started.md", "goodput.md", "hangs.md", "chaos.md", "checkpoint-tools.md", "01_digits_ddp", "02_char_gpt",
+    "getting-started.md", "goodput.md", "hangs.md", "chaos.md", "checkpoint-tools.md", "elastic-batch.md",
+    "data.md",
+    "01_digits_ddp", "02_char_gpt",
 }  # fmt: skip
 """Pages whose programs need PyTorch, by the last part of their names that tells them apart."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -166,17 +165,6 @@ def test_digits_follow_the_same_curve_on_any_number_of_workers(
 def test_digits_below_the_target_fail_in_one_sentence(tmp_path: Path) -> None:
     printed = run(PYTHON, DIGITS, tmp_path / "out", "--epochs", "1", code=1)
     assert printed.splitlines()[-1].endswith(" % is below the 95.0 % of --target-accuracy")
-
-
-def test_digits_batches_show_an_image_once_an_epoch_in_a_new_order() -> None:
-    global_batch = runpy.run_path(str(DIGITS))["global_batch"]
-    first, second = (
-        [int(image) for step in steps for image in global_batch(step, 100, 30, seed=0)]
-        for steps in (range(3), range(3, 6))
-    )
-    assert len(set(first)) == len(set(second)) == 90
-    assert set(first) | set(second) <= set(range(100))
-    assert first != second
 
 
 @pytest.mark.long

@@ -17,6 +17,7 @@ from dlrover import config
 from dlrover._util import files, procs
 from dlrover.agent.checking import Checker
 from dlrover.agent.logs import RunLogs
+from dlrover.agent.relay import Relay
 from dlrover.agent.shell import Agent
 from dlrover.agent.workers import WorkerGroup
 from dlrover.errors import ConfigurationError, DLRoverError, ExitCode
@@ -78,7 +79,8 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
     locate = (
         None if settings.master_address else functools.partial(_master_address, job_dir, address)
     )
-    async with MasterClient(address, token, tls) as client:
+    async with MasterClient(address, token, tls) as client, Relay(client) as relay:
+        workers.relay = relay.address
         agent = Agent(
             client,
             workers,

@@ -77,6 +77,8 @@ class WorkerGroup:
         self.node_id = -1
         self.others: Callable[[], set[int]] = set
         """Pids of the agent's children that are neither workers nor left by them."""
+        self.relay = ""
+        """Where the workers' requests for data go; empty: nowhere."""
         self._launch = launch
         self._base_env = base_env
         self._run_logs = logs
@@ -149,6 +151,8 @@ class WorkerGroup:
             modules_file=str(logs.directory / "modules.json") if local_rank == 0 else "",
             cpus=self._cpus(local_rank),
             save_at_breakpoint=launch.save_at_breakpoint,
+            relay=self.relay,
+            round=world.round,
         )
 
     def _cpus(self, local_rank: int) -> list[int]:

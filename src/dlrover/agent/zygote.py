@@ -62,6 +62,9 @@ class Order:
     cpus: list[int] = field(default_factory=list)
     """CPUs to run on; empty: as inherited."""
     save_at_breakpoint: bool = False
+    relay: str = ""
+    """Where the worker's requests for data go."""
+    round: int = 0
 
 
 def pack(message: dict[str, Any]) -> bytes:
@@ -174,6 +177,8 @@ def become_worker(order: Order, board: Board, variables: Mapping[str, str | None
         slot=order.slot,
         modules_file=order.modules_file,
         save_at_breakpoint=order.save_at_breakpoint,
+        relay=order.relay,
+        round=order.round,
     )
     bootstrap.run(program, board)
 

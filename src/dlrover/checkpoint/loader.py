@@ -62,7 +62,7 @@ class Loader:
         return self._from_memory() or self._from_storage()
 
     def _plan(
-        self, known: Mapping[int, RankState], saved_size: int, *, complete: bool
+        self, known: Mapping[int, RankState], saved_size: int, *, complete: bool, own: bool = False
     ) -> Plan | None:
         return self._planner(
             Question(
@@ -70,6 +70,8 @@ class Loader:
                 base=self._world.rank if self._world.rank < saved_size else 0,
                 moved=saved_size != self._world.size,
                 complete=complete,
+                own=own,
+                size=saved_size,
             )
         )
 
@@ -97,8 +99,9 @@ class Loader:
         planned = world.agree(lambda: self._plan(known, saved_size, complete=False))
         fetched: Fetched = {}
         if any(needs_more for (needs_more,) in world.exchange([planned is None])):
+            own = bool(known)
             known = step.everything()
-            planned = world.agree(lambda: self._plan(known, saved_size, complete=True))
+            planned = world.agree(lambda: self._plan(known, saved_size, complete=True, own=own))
             assert planned is not None, "everything is known"
             fetched = step.fetch(planned, known)
         ready = planned
@@ -170,7 +173,7 @@ class Loader:
             planned = self._plan(known, size, complete=alike and moved)
             if planned is None:
                 known = {rank: _rank_state(stored, rank) for rank in range(size)}
-                planned = self._plan(known, size, complete=True)
+                planned = self._plan(known, size, complete=True, own=True)
             assert planned is not None, "everything is known"
             planned.restoration.run(_Stored(stored).tensors(planned))
 

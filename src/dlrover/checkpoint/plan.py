@@ -55,6 +55,10 @@ class Question:
     """Whether another number of ranks loads than saved."""
     complete: bool
     """Whether ``ranks`` are all."""
+    own: bool = False
+    """Whether what ``base`` saved can be read here, though more is known."""
+    size: int = 1
+    """How many ranks saved."""
 
 
 Planner = Callable[[Question], Plan | None]
@@ -77,31 +81,51 @@ def restoring(prepare: Prepare, question: Question) -> Plan | None:
     if mine is None:
         return None
     restoration = prepare(layouts.decode(mine.skeleton), mine.tensors, moved)
-    if not (moved or question.complete):
-        if restoration.as_saved:
-            return Plan(restoration, base, mine.tensors, None)
-        own = [extent_of(tensor.shape, tensor.part) for tensor in mine.tensors]
-        if all(need in (None, has) for need, has in zip(restoration.wanted, own, strict=True)):
-            needed = [
-                [] if need is None else [_entire(base, index, need)]
-                for index, need in enumerate(restoration.wanted)
-            ]
-            return Plan(restoration, base, mine.tensors, needed)
+    from_all = restoration.needs_ranks
+    if from_all:
+        if len(ranks) < question.size:
+            return None
+        restoration.know([layouts.decode(ranks[rank].skeleton) for rank in sorted(ranks)])
+    if not moved and (not question.complete or (from_all and question.own)):
+        found = _own(restoration, base, mine)
+        if found is not None:
+            return found
     if not question.complete:
         return None
-    known = _Chunks(ranks, base)
-    needed = []
+    return Plan(restoration, base, mine.tensors, _from_anybody(restoration, question, mine))
+
+
+def _from_anybody(
+    restoration: Restoration | Reading, question: Question, mine: RankState
+) -> list[list[Piece]]:
+    """The pieces of each tensor, whoever saved them."""
+    known = _Chunks(question.ranks, question.base)
+    needed: list[list[Piece]] = []
     for index, (tensor, need) in enumerate(zip(mine.tensors, restoration.wanted, strict=True)):
         has = extent_of(tensor.shape, tensor.part)
         if need is None:
             needed.append([])
-        elif need == has and not moved:
-            needed.append([_entire(base, index, has)])
+        elif need == has and not question.moved:
+            needed.append([_entire(question.base, index, has)])
         else:
             if tensor.part is None:
                 known.check_equal(tensor, mine.sums[index])
             needed.append(known.pieces(tensor, need))
-    return Plan(restoration, base, mine.tensors, needed)
+    return needed
+
+
+def _own(restoration: Restoration | Reading, base: int, mine: RankState) -> Plan | None:
+    """How to restore from what the same rank saved; None if it needs more."""
+    if restoration.as_saved:
+        return Plan(restoration, base, mine.tensors, None)
+    own = [extent_of(tensor.shape, tensor.part) for tensor in mine.tensors]
+    if all(need in (None, has) for need, has in zip(restoration.wanted, own, strict=True)):
+        needed = [
+            [] if need is None else [_entire(base, index, need)]
+            for index, need in enumerate(restoration.wanted)
+        ]
+        return Plan(restoration, base, mine.tensors, needed)
+    return None
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,9 @@ class Restoration:
         self._models: dict[int, Any] = {}
         """The tensors that saved ones become, or are to be like, by index."""
         self._tensors: Sequence[torch.Tensor] = ()
+        self.needs_ranks = False
+        """Whether something in the state is restored from what all ranks have saved."""
+        self._ranks: Sequence[Any] = ()
         restored = {key: item for key, item in state.items() if key not in except_for}
         _check_keys(restored, self._tree, ())
         self._match(restored, self._tree, ())
@@ -75,6 +78,10 @@ class Restoration:
         """Tensors to overwrite, and with what."""
 
     # ---- plan
+
+    def know(self, trees: Sequence[Any]) -> None:
+        """Take in what all ranks have saved, by rank."""
+        self._ranks = trees
 
     @property
     def as_saved(self) -> bool:
@@ -104,6 +111,8 @@ class Restoration:
         if isinstance(value, torch.Tensor | Spread):
             self._check_tensor(value, saved, path)
             self._models[saved.index] = value
+        elif hasattr(value, "load_rank_states"):
+            self.needs_ranks = True
         elif hasattr(value, "load_state_dict"):
             self._find_models(value, saved)
         elif _is_live(value):
@@ -191,22 +200,27 @@ class Restoration:
         self._tensors, self._copy = tensors, copy
         with torch.no_grad():
             for key, saved in self._tree.items():
-                self._state[key] = self._restored(self._state[key], saved)
+                self._state[key] = self._restored(self._state[key], saved, (key,))
             self._overwrite()
 
-    def _restored(self, value: Any, saved: Any) -> Any:
+    def _restored(self, value: Any, saved: Any, path: Path) -> Any:
         """What is to stand where ``value`` stands."""
         if isinstance(value, torch.Tensor | Spread):
             return self._overwritten(value, saved.index)
+        if hasattr(value, "load_rank_states"):
+            value.load_rank_states([_at(tree, path) for tree in self._ranks])
+            return value
         if hasattr(value, "load_state_dict"):
             self._load(value, saved)
             return value
         if not _is_live(value):
             return self._filled(saved, copy=True)
         if isinstance(value, tuple):
-            return tuple(self._restored(item, saved[key]) for key, item in _items(value))
+            return tuple(
+                self._restored(item, saved[key], (*path, key)) for key, item in _items(value)
+            )
         for key, item in _items(value):
-            value[key] = self._restored(item, saved[key])
+            value[key] = self._restored(item, saved[key], (*path, key))
         return value
 
     def _overwritten(self, value: Any, index: int) -> Any:
@@ -296,6 +310,7 @@ class Reading:
         self, tree: Any, specs: Sequence[Tensor], keys: Collection[str] | None = None
     ) -> None:
         self._tree, self._specs = tree, specs
+        self.needs_ranks = False
         self.state: State = {}
         self._pending: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         chosen = tree if keys is None else {k: item for k, item in tree.items() if k in keys}
@@ -304,6 +319,9 @@ class Reading:
         self.wanted: list[Extent | None] = [
             _extent_of(spec) if index in used else None for index, spec in enumerate(specs)
         ]
+
+    def know(self, trees: Sequence[Any]) -> None:
+        """What other ranks have saved is of no use to it."""
 
     def run(self, tensors: Sequence[torch.Tensor], copy: Copy = torch._foreach_copy_) -> None:
         """Make the state of these tensors, which may be views of memory that changes later."""
@@ -350,6 +368,16 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def _at(tree: Any, path: Path) -> Any:
+    """What stands at a path of a saved tree; None if that is not there."""
+    try:
+        for key in path:
+            tree = tree[key]
+    except (KeyError, IndexError, TypeError):
+        return None
+    return tree
+
+
 def _refs(saved: Any) -> Iterator[TensorRef]:
     if isinstance(saved, TensorRef):
         yield saved
@@ -364,7 +392,9 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
 
 def _is_live(value: Any) -> bool:
     """Whether there is something in it that is restored in place, not replaced as a whole."""
-    if isinstance(value, torch.Tensor | Spread) or hasattr(value, "load_state_dict"):
+    if isinstance(value, torch.Tensor | Spread):
+        return True
+    if hasattr(value, "load_state_dict") or hasattr(value, "load_rank_states"):
         return True
     if isinstance(value, dict | list | tuple):
         return any(_is_live(item) for _, item in _items(value))

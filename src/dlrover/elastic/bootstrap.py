@@ -30,6 +30,7 @@ from typing import Any
 from dlrover.checkpoint import defaults
 from dlrover.elastic import hooks, stacks, tracker
 from dlrover.elastic.progress import Board
+from dlrover.sharding import defaults as sharding_defaults
 
 OWN_DIRECTORY = os.path.dirname(__file__)
 
@@ -50,6 +51,9 @@ class Program:
     """Where the names of imported modules go at the first step; empty for nowhere."""
     save_at_breakpoint: bool = False
     """Whether its checkpoints are stored when a worker dies, unless it says otherwise."""
+    relay: str = ""
+    """Where its requests for data go; empty: nowhere."""
+    round: int = 0
 
 
 def run(program: Program, board: Board | None) -> None:
@@ -60,6 +64,7 @@ def run(program: Program, board: Board | None) -> None:
     """
     faulthandler.enable(sys.__stderr__ or 2)
     defaults.save_at_breakpoint = program.save_at_breakpoint
+    sharding_defaults.relay, sharding_defaults.round = program.relay, program.round
     if board is not None:
         stacks.prepare()
         hooks.install(tracker.watch(board, program.slot), _first_step(board, program))

@@ -21,8 +21,9 @@ import msgspec
 from dlrover.errors import ConfigurationError, FencedError
 from dlrover.master.machine import inputs
 from dlrover.rpc import messages
+from dlrover.spec.shards import ShardRequest
 
-Entry = inputs.Input | messages.StoreRequest
+Entry = inputs.Input | messages.StoreRequest | ShardRequest
 
 JOURNALS = {
     "file": "dlrover.master.journal_file:open_file",
@@ -34,8 +35,11 @@ The function takes what follows the scheme, the path of the job directory's own 
 """
 DEFAULT = "file:"
 
-_ANY_INPUT = msgspec.msgpack.Decoder(inputs.Input)
-_ANY_REQUEST = msgspec.msgpack.Decoder(messages.StoreRequest)
+_DECODERS = {
+    "input": msgspec.msgpack.Decoder(inputs.Input),
+    "store": msgspec.msgpack.Decoder(messages.StoreRequest),
+    "shards": msgspec.msgpack.Decoder(ShardRequest),
+}
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -101,6 +105,8 @@ def open_journal(url: str, own_file: Path, *, read_only: bool = False) -> Journa
 def encoded(entry: Entry) -> tuple[str, bytes]:
     """The kind of an entry, and the entry as bytes; for stores."""
     kind = "input" if isinstance(entry, inputs.Input) else "store"
+    if isinstance(entry, ShardRequest):
+        kind = "shards"
     return kind, _encoder.encode(entry)
 
 
@@ -110,7 +116,7 @@ def decoded(kind: str, body: bytes) -> Entry:
     Raises:
         msgspec.DecodeError: it is damaged, or of another version.
     """
-    entry: Entry = (_ANY_INPUT if kind == "input" else _ANY_REQUEST).decode(body)
+    entry: Entry = _DECODERS[kind].decode(body)
     return entry
 
 

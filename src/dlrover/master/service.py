@@ -23,11 +23,13 @@ from dlrover.master.machine.ledger import Ledger
 from dlrover.master.machine.state import Node
 from dlrover.master.machine.store import KeyValueStore
 from dlrover.master.machine.waiting import waiting_for
+from dlrover.master.shards import ShardsService
 from dlrover.platform.base import Platform
 from dlrover.rpc import messages
 from dlrover.rpc.server import Server
 from dlrover.spec.check import CheckReport
 from dlrover.spec.node import NodeStatus
+from dlrover.spec.shards import ShardReply, ShardRequest
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +69,7 @@ class Master:
         self.machine = JobMachine()
         self.ledger = Ledger()
         self.store = KeyValueStore()
+        self.shards = ShardsService(self._append)
         self.ended = asyncio.Event()
         self.fenced = asyncio.Event()
         """Set once another master has taken over: this one must leave."""
@@ -103,6 +106,9 @@ class Master:
                     if isinstance(command, inputs.Emit):
                         self._history.add(command.body, last)
                 self.ledger.handle(entry, last, self.machine)
+                self.shards.note(entry, last)
+            elif isinstance(entry, ShardRequest):
+                self.shards.replay(entry, last)
             else:
                 with contextlib.suppress(ProtocolError):  # it was refused the first time, too
                     self.store.apply(entry)
@@ -125,6 +131,7 @@ class Master:
         server.unary("Stop", messages.StopRequest, self.stop)
         server.unary("Stacks", messages.StacksRequest, self.hangs.stacks)
         server.unary("Store", messages.StoreRequest, self.use_store)
+        server.unary("Shards", ShardRequest, self.use_shards)
 
     async def watch_silence(self) -> None:
         """Report nodes that are connected and say nothing; runs until cancelled."""
@@ -214,6 +221,7 @@ class Master:
         self._append(event, now)
         commands = self.machine.handle(event, now)
         self.ledger.handle(event, now, self.machine)
+        self.shards.note(event, now)
         for command in commands:
             self._carry_out(command, now)
         self._set_timer()
@@ -463,6 +471,10 @@ class Master:
         self._flush_progress()
         self.submit(inputs.StopRequested(request.reason, request.exit_code))
         return messages.Done()
+
+    async def use_shards(self, request: ShardRequest) -> ShardReply:
+        """Deal samples of a data set, or note what was done with them."""
+        return self.shards.answer(request, self.clock(), self.machine.outcome is not None)
 
     async def use_store(self, request: messages.StoreRequest) -> messages.StoreReply:
         """Carry out a request on the key-value store, waiting as long as it asks for."""

@@ -13,6 +13,7 @@ import msgspec
 
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
 from dlrover.rpc import messages, wire
+from dlrover.spec.shards import ShardReply, ShardRequest
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -89,6 +90,11 @@ class MasterClient:
         wait = getattr(request, "wait", 0.0)
         reply = await self._call("Store", request, messages.StoreReply, wait)
         return reply.value
+
+    async def shards(self, request: ShardRequest) -> ShardReply:
+        """Take part in the dealing of a data set."""
+        reply: ShardReply = await self._call("Shards", request, ShardReply)
+        return reply
 
     async def watch(
         self, since: int = 0, *, follow: bool = False

@@ -1,0 +1,82 @@
+"""Who computes how much of a global batch, and what it weighs: arithmetic, without torch.
+
+The samples of a global batch have the positions 0, 1, ... Rank r of W takes the positions r, r + W, ...,
+in *micro-batches*, one for each pass through the model. All ranks make equally many passes, since a model
+may wait for the other ranks in each of them. So a rank whose share is smaller than the number of passes
+computes a sample once more, with the weight 0.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dlrover.errors import ConfigurationError
+
+
+class MicroBatch(NamedTuple):
+    """What one rank computes in one pass."""
+
+    positions: range
+    """Of its samples in the global batch; where there is none left, that of the first one."""
+    weight: float
+    """What the mean loss of these samples is multiplied by, so that the gradients, averaged over the ranks,
+    are those of the mean loss of the global batch."""
+
+
+def check(global_batch_size: int, micro_batch_size: int | None, replicas: int) -> None:
+    """Refuse sizes that cannot be dealt.
+
+    Raises:
+        ConfigurationError: which one, and why.
+    """
+    _check_positive("global_batch_size", global_batch_size)
+    if micro_batch_size is not None:
+        _check_positive("micro_batch_size", micro_batch_size)
+    if global_batch_size < replicas:
+        raise ConfigurationError(
+            f"global_batch_size is {global_batch_size}; it must be at least {replicas}, the number of workers,"
+            " so that each has a sample."
+        )
+
+
+def passes(size: int, replicas: int, micro_batch_size: int | None) -> int:
+    """How many micro-batches every rank makes of a global batch of ``size`` samples."""
+    largest = -(-size // replicas)
+    return 1 if micro_batch_size is None else -(-largest // micro_batch_size)
+
+
+def deal(size: int, replicas: int, rank: int, micro_batch_size: int | None) -> list[MicroBatch]:
+    """The micro-batches of one rank, of at most ``micro_batch_size`` samples and of nearly equal size."""
+    share = range(rank, size, replicas)
+    count = passes(size, replicas, micro_batch_size)
+    micro_batches = []
+    for number in range(count):
+        positions = share[len(share) * number // count : len(share) * (number + 1) // count]
+        weight = len(positions) * replicas / size
+        micro_batches.append(MicroBatch(positions or range(1), weight))
+    return micro_batches
+
+
+def accumulation_steps(global_batch_size: int, micro_batch_size: int, replicas: int) -> int:
+    """Micro-batches per step for trainers that give each of them the same size and the same weight.
+
+    These are the ``Trainer`` of Transformers (``gradient_accumulation_steps``) and that of Lightning
+    (``accumulate_grad_batches``).
+
+    Raises:
+        ConfigurationError: the sizes cannot be dealt, or not equally; such a trainer would then weigh
+            samples differently.
+    """
+    check(global_batch_size, micro_batch_size, replicas)
+    step = micro_batch_size * replicas
+    if global_batch_size % step:
+        raise ConfigurationError(
+            f"global_batch_size is {global_batch_size}; with micro_batch_size {micro_batch_size} on {replicas}"
+            f" workers it must be a multiple of {step}."
+        )
+    return global_batch_size // step
+
+
+def _check_positive(name: str, value: object) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ConfigurationError(f"{name} is {value!r}; it must be an integer of at least 1.")

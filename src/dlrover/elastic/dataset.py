@@ -1,0 +1,184 @@
+"""A data set for PyTorch whose samples are dealt to all workers of a job while they train."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
+
+from dlrover.errors import ConfigurationError
+from dlrover.sharding.records import Records, Source
+from dlrover.spec.shards import Span
+
+Sample = TypeVar("Sample")
+
+__all__ = ["ElasticDataset"]
+
+
+class ElasticDataset(Records[Sample], IterableDataset[Sample]):  # type: ignore[misc]  # torch is not typed here
+    """`Records` as an iterable data set of PyTorch: put it into the checkpoint, beside the model.
+
+    ``DataLoader(data, batch_size=...)`` reads it in the training process. With processes that read,
+    ``data.loader(batch_size=..., num_workers=...)`` knows which batches the training has got, and which
+    have only been read ahead.
+    """
+
+    def loader(
+        self,
+        batch_size: int,
+        *,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Sample]], Any] | None = None,
+        **options: Any,
+    ) -> Loader:
+        """Batches of the rest of the epoch, each time it is iterated.
+
+        Args:
+            batch_size: samples in a batch; a worker's last one of an epoch may have fewer.
+            num_workers: processes that read.
+            collate_fn: makes a batch of samples, as for a ``DataLoader``.
+            options: others of ``DataLoader``, such as ``pin_memory``.
+
+        Raises:
+            ConfigurationError: an option contradicts the way samples are dealt.
+        """
+        wrong = options.keys() & {"sampler", "batch_sampler", "shuffle", "drop_last", "in_order"}
+        if wrong or batch_size < 1:
+            what = ", ".join(sorted(wrong)) or f"batch_size {batch_size}"
+            raise ConfigurationError(
+                f"The loader of a data set that is dealt does not take {what}; say shuffle= and drop_last= to "
+                "the data set, and a batch_size of 1 or more."
+            )
+        return Loader(self, batch_size, num_workers, collate_fn or default_collate, options)
+
+
+class Read(NamedTuple):
+    """What a reading process made of a batch's samples."""
+
+    batch: Any
+    """None if none of them could be read."""
+    failed: list[tuple[int, str]]
+    """The places in the batch of those that could not be read, with the errors."""
+
+
+class Loader:
+    """Iterates over batches; `ElasticDataset.loader` makes it."""
+
+    def __init__(
+        self,
+        data: ElasticDataset[Any],
+        batch_size: int,
+        num_workers: int,
+        collate: Callable[[list[Any]], Any],
+        options: dict[str, Any],
+    ) -> None:
+        self._data = data
+        self._batches = _Batches(data, batch_size)
+        self._loader: DataLoader[Any] = DataLoader(
+            _Reader(data.source),
+            batch_sampler=self._batches,
+            num_workers=num_workers,
+            collate_fn=_Collate(collate),
+            **options,
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        again = True
+        while again:  # what could not be read is tried again
+            again = yield from self._pass()
+        self._data.epoch += 1
+
+    def _pass(self) -> Generator[Any, None, bool]:
+        """Read what can be taken; whether some of it could not be read."""
+        drawn = self._batches.drawn
+        client = self._data._opened()  # noqa: SLF001 - the two are one
+        some_failed = False
+        try:
+            for read in self._loader:
+                failed = dict(read.failed)
+                some_failed = some_failed or bool(failed)
+                for at, (lane, position) in enumerate(drawn.popleft()):
+                    if at in failed:
+                        self._data._failed(lane, position, failed[at])  # noqa: SLF001 - the two are one
+                    else:
+                        client.consumed(lane, position, position + 1)
+                if read.batch is not None:
+                    yield read.batch
+        finally:
+            self._batches.close()
+            client.put_back([Span(n, at, at + 1) for batch in drawn for n, at in batch])
+            drawn.clear()
+        return some_failed
+
+
+class _Batches(Sampler[list[int]]):  # type: ignore[misc]  # torch is not typed here
+    """Draws the records of each batch, and remembers where they stand until the training has them."""
+
+    def __init__(self, data: ElasticDataset[Any], batch_size: int) -> None:
+        self._data = data
+        self._size = batch_size
+        self._running: Generator[list[int], None, None] | None = None
+        self.drawn: deque[list[tuple[int, int]]] = deque()
+        """Batches that the training has not got yet, as lanes and positions."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._running = self._draw()
+        return self._running
+
+    def close(self) -> None:
+        """Draw no more; what is drawn already stays so."""
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+
+    def _draw(self) -> Generator[list[int], None, None]:
+        batch: list[tuple[int, int]] = []
+        places = self._data._positions()  # noqa: SLF001 - the two are one
+        try:
+            for place in places:
+                batch.append(place)
+                if len(batch) == self._size:
+                    full, batch = batch, []
+                    yield self._drawn(full)
+            if batch:
+                full, batch = batch, []
+                yield self._drawn(full)
+        finally:
+            places.close()
+            if batch:
+                self.drawn.append(batch)
+
+    def _drawn(self, batch: list[tuple[int, int]]) -> list[int]:
+        self.drawn.append(batch)
+        return [self._data.record(lane, position) for lane, position in batch]
+
+
+class _Reader:
+    """The source, in a reading process: an error there is an answer, not the end."""
+
+    def __init__(self, source: Source[Any]) -> None:
+        self._source = source
+
+    def __getitem__(self, index: int) -> Any:
+        try:
+            return self._source[index]
+        except Exception as error:  # noqa: BLE001 - whatever the source raises
+            return _Unreadable(f"{type(error).__name__}: {error}")
+
+
+class _Unreadable(NamedTuple):
+    error: str
+
+
+class _Collate:
+    """Makes a batch of what could be read."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: list[Any]) -> Read:
+        good = [sample for sample in samples if not isinstance(sample, _Unreadable)]
+        failed = [(at, s.error) for at, s in enumerate(samples) if isinstance(s, _Unreadable)]
+        return Read(self._collate(good) if good else None, failed)

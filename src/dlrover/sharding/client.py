@@ -1,0 +1,294 @@
+"""A training process's side: shards are fetched ahead by a thread, so that no step waits for them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterable
+
+from dlrover.errors import InfrastructureError, UserCodeError
+from dlrover.sharding.dealers import Dealer
+from dlrover.sharding.spans import Spans
+from dlrover.spec.shards import (
+    MAX_ERROR,
+    MAX_SPANS,
+    MAX_WANT,
+    DataSpec,
+    Failed,
+    ForgetWorker,
+    Incarnation,
+    OpenShards,
+    ShardReply,
+    ShardRequest,
+    Span,
+    TakeShards,
+)
+
+logger = logging.getLogger(__name__)
+
+AHEAD = 5.0
+"""Seconds of samples that are fetched ahead: more than a master needs to come back."""
+FEWEST = 2
+"""Shards that are fetched ahead at least."""
+REPORT_INTERVAL = 1.0
+"""Seconds between two reports of what is done, where nothing has to be fetched."""
+POLL = 0.2
+"""Seconds between two questions whether others have finished."""
+RETRY_DELAYS = (0.05, 0.1, 0.2, 0.5, 1.0)
+"""Seconds between attempts to reach the master; the last one is repeated."""
+TELL_AFTER = 10.0
+"""Seconds of waiting for shards after which a line says so."""
+CLOSE_WAIT = 2.0
+"""Seconds that the last report may take."""
+_SMOOTHING = 0.5
+
+
+class ShardClient:
+    """One worker's shards of one data set. Made by one thread, used by one thread at a time."""
+
+    def __init__(
+        self,
+        spec: DataSpec,
+        dealer: Dealer,
+        rank: int,
+        incarnation: Incarnation,
+        base: bytes = b"",
+    ) -> None:
+        self._spec = spec
+        self._dealer = dealer
+        self._name = f"{rank}-{uuid.uuid4().hex[:12]}"
+        self._incarnation = incarnation
+        self._changed = threading.Condition()
+        # ---- all below are guarded by _changed
+        self._mine = Spans()
+        self._ready: deque[Span] = deque()
+        self._ahead = 0
+        self._done = Spans()
+        self._failed: list[Failed] = []
+        self._lane = 0
+        self._exhausted = self._complete = self._closing = self._patient = False
+        self._starving = False
+        self._error: Exception | None = None
+        self._away_since: float | None = None
+        self._count = 0
+        self._rate = 0.0
+        self.set_aside = 0
+        """Samples that this worker was the last to try."""
+        self._rest_until = 0.0
+        # ---- the thread's
+        self._seq = 0
+        self._asked_at = time.monotonic()
+        self._counted = (self._asked_at, 0)
+        opened = self._insist(OpenShards(spec, self._name, incarnation, base))
+        if self._error is not None:
+            raise self._error
+        self.first_lane = opened.lane
+        self._heard = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="dlrover-shards", daemon=True)
+        self._thread.start()
+
+    # ---- the training
+
+    def enter(self, lane: int) -> None:
+        """Read this epoch from now on."""
+        with self._changed:
+            if lane != self._lane:
+                self._lane = lane
+                self._exhausted = self._complete = False
+            self._changed.notify_all()
+
+    def take(self, *, patient: bool = False) -> Span | None:
+        """The next samples; None when nothing of the epoch is left to take.
+
+        Args:
+            patient: wait until others have done what they have taken, for it may come back.
+
+        Raises:
+            InfrastructureError: this worker's shards were dealt to others.
+            UserCodeError: too many samples cannot be read.
+        """
+        told = time.monotonic() + TELL_AFTER
+        with self._changed:
+            self._patient = patient
+            while True:
+                if self._error is not None:
+                    raise self._error
+                if self._ready:
+                    span = self._ready.popleft()
+                    self._ahead -= span.stop - span.start
+                    self._changed.notify_all()
+                    return span
+                over = self._complete if patient else self._exhausted
+                if over and not self._failed:
+                    return None
+                self._starving = True
+                self._changed.notify_all()
+                self._changed.wait(POLL)
+                self._starving = False
+                if time.monotonic() > told:
+                    told = float("inf")
+                    logger.warning("Waiting for samples of %s%s", self._spec.name, self._why())
+
+    def _why(self) -> str:
+        return " from others" if self._away_since is None else ": the master cannot be reached"
+
+    def put_back(self, spans: Iterable[Span]) -> None:
+        """What was taken and not handed to the training is taken again next."""
+        with self._changed:
+            for span in reversed(list(spans)):
+                if span.start < span.stop:
+                    self._ready.appendleft(span)
+                    self._ahead += span.stop - span.start
+
+    def consumed(self, lane: int, start: int, stop: int) -> None:
+        """The training has these samples now."""
+        span = Span(lane, start, stop)
+        with self._changed:
+            self._mine.add(span)
+            self._done.add(span)
+            self._count += stop - start
+
+    def fail(self, lane: int, position: int, error: str) -> None:
+        """A sample cannot be read."""
+        failed = Failed(Span(lane, position, position + 1), error[:MAX_ERROR])
+        with self._changed:
+            self._failed.append(failed)
+            self._exhausted = self._complete = False
+            self._changed.notify_all()
+
+    def mine(self) -> bytes:
+        """What this worker has handed to the training, packed.
+
+        Raises:
+            InfrastructureError: its shards may have been dealt to others: it was cut off for too long.
+        """
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            silent = time.monotonic() - self._heard
+            if silent > self._spec.timeout:
+                raise InfrastructureError(
+                    f"The master was not reached for {silent:.0f} s; the shards of {self._spec.name} that this"
+                    " worker has may belong to others by now."
+                )
+            return self._mine.packed()
+
+    def close(self) -> None:
+        """Report what is done, give back the rest, and end."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(CLOSE_WAIT)
+        self._dealer.close()
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._due, REPORT_INTERVAL)
+                closing = self._closing
+                request = self._request() if closing or self._wanted() else None
+            if request is not None:
+                self._take_in(request, self._insist(request))
+            if closing:
+                self._dealer.ask(ForgetWorker(self._name))
+                return
+            if self._error is not None:
+                return
+
+    def _due(self) -> bool:
+        return self._closing or bool(self._failed) or self._short()
+
+    def _short(self) -> bool:
+        """Whether more samples are to be fetched."""
+        if self._exhausted or (time.monotonic() < self._rest_until and not self._starving):
+            return False
+        return self._ahead < self._target() / 2
+
+    def _target(self) -> float:
+        return max(FEWEST * self._spec.shard, self._rate * AHEAD)
+
+    def _wanted(self) -> bool:
+        """Whether it is time to ask, or to be heard of."""
+        waiting = self._patient and self._exhausted and not self._complete and not self._ready
+        return self._due() or waiting or bool(self._done) or self._silent_long()
+
+    def _silent_long(self) -> bool:
+        return time.monotonic() - self._heard > self._spec.timeout / 4
+
+    def _request(self) -> TakeShards:
+        now = time.monotonic()
+        since, count = self._counted
+        if now - since > POLL:
+            rate = (self._count - count) / (now - since)
+            self._rate = rate if not self._rate else self._rate + _SMOOTHING * (rate - self._rate)
+            self._counted = (now, self._count)
+        wanted = self._target() - self._ahead
+        want = 0 if self._closing else max(int(self._starving), -(-int(wanted) // self._spec.shard))
+        done = list(self._done)
+        self._done = Spans(done[MAX_SPANS:])
+        failed, self._failed = self._failed[:MAX_WANT], self._failed[MAX_WANT:]
+        self._seq += 1
+        return TakeShards(
+            self._spec.name,
+            self._name,
+            self._incarnation,
+            self._seq,
+            self._lane,
+            min(want, MAX_WANT),
+            tuple(done[:MAX_SPANS]),
+            tuple(failed),
+            self._starving,
+        )
+
+    def _take_in(self, request: TakeShards, reply: ShardReply) -> None:
+        with self._changed:
+            self._heard = time.monotonic()
+            for span in reply.spans:
+                self._ready.append(span)
+                self._ahead += span.stop - span.start
+            # It has its share of what is left: more only when that is used up.
+            self._rest_until = 0.0 if reply.spans else self._heard + POLL
+            if request.lane == self._lane and not self._failed and not reply.refused:
+                self._exhausted, self._complete = reply.exhausted, reply.complete
+            for aside in reply.aside:
+                self._note_aside(aside.span, aside.error)
+            self._changed.notify_all()
+
+    def _note_aside(self, span: Span, error: str) -> None:
+        self.set_aside += span.stop - span.start
+        logger.warning(
+            "A sample of the data set %s is set aside after %d attempts (lane %d, position %d): %s",
+            self._spec.name, self._spec.attempts, span.lane, span.start, error,
+        )  # fmt: skip
+        if self.set_aside > self._spec.max_aside:
+            self._error = UserCodeError(
+                f"{self.set_aside} samples of the data set {self._spec.name} could not be read, more than"
+                f" max_set_aside ({self._spec.max_aside}); the last one: {error}"
+            )
+
+    def _insist(self, request: ShardRequest) -> ShardReply:
+        """Ask until there is an answer, or this client is closed."""
+        attempt = 0
+        while True:
+            reply = self._dealer.ask(request)
+            if not reply.away:
+                break
+            with self._changed:
+                if self._away_since is None:
+                    self._away_since = time.monotonic()
+                if self._closing:
+                    return reply
+                delay = RETRY_DELAYS[min(attempt, len(RETRY_DELAYS) - 1)]
+                self._changed.wait_for(lambda: self._closing, delay)
+            attempt += 1
+        with self._changed:
+            self._away_since = None
+            if reply.refused:
+                self._error = InfrastructureError(reply.refused)
+                self._changed.notify_all()
+        return reply

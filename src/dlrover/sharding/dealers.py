@@ -1,0 +1,154 @@
+"""Who answers a training process: the job's master by way of the node's agent, or this process itself.
+
+A worker has no connection to the master. Its agent, which has one, takes its requests on a Unix socket in the
+abstract namespace and passes them on: so no token, no address and no gRPC come into a training process, which
+forks data loaders and must leave nothing behind. A frame is 4 bytes of length (big-endian) and a message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+from typing import Protocol
+
+import msgspec
+
+from dlrover import config
+from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
+from dlrover.sharding import defaults
+from dlrover.sharding.machine import Shards
+from dlrover.sharding.queue import Answer
+from dlrover.spec.shards import ShardReply, ShardRequest
+
+LENGTH = struct.Struct(">I")
+MAX_FRAME = 4 * 1024 * 1024
+"""Bytes of a message between worker and agent."""
+CALL_TIMEOUT = 30.0
+"""Seconds that the agent may take to answer; it says by itself when the master is away."""
+_CREDENTIALS = struct.Struct("3i")
+_reply = msgspec.msgpack.Decoder(ShardReply)
+
+
+class Dealer(Protocol):
+    """Whoever answers requests. Calls come from one thread at a time."""
+
+    def ask(self, request: ShardRequest) -> ShardReply:
+        """The answer; with ``away`` or ``refused`` set if there is none."""
+
+    def close(self) -> None:
+        """Let it go."""
+
+
+class LocalDealer:
+    """Deals within this process, for a program that runs alone."""
+
+    def __init__(self) -> None:
+        self._shards = Shards()
+        self._lock = threading.Lock()
+
+    def ask(self, request: ShardRequest) -> ShardReply:
+        """The answer."""
+        with self._lock:
+            try:
+                commands = self._shards.handle(request, time.monotonic())
+            except ProtocolError as error:
+                return ShardReply(refused=str(error))
+        return next(command.reply for command in commands if isinstance(command, Answer))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class RelayDealer:
+    """Asks the job's master by way of the agent."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._sock: socket.socket | None = None
+
+    def ask(self, request: ShardRequest) -> ShardReply:
+        """The answer."""
+        data = msgspec.msgpack.encode(request)
+        if len(data) > MAX_FRAME:
+            return ShardReply(refused=f"A request has {len(data)} bytes; {MAX_FRAME} are accepted.")
+        try:
+            return self._asked(data)
+        except (OSError, InfrastructureError) as error:
+            self.close()
+            return ShardReply(away=f"The agent of this node does not answer: {error}.")
+        except msgspec.DecodeError as error:
+            self.close()
+            return ShardReply(refused=f"The agent's answer cannot be read: {error}.")
+
+    def _asked(self, data: bytes) -> ShardReply:
+        if self._sock is None:
+            self._sock = _connected(self._address)
+        self._sock.sendall(LENGTH.pack(len(data)) + data)
+        (length,) = LENGTH.unpack(_received(self._sock, LENGTH.size))
+        return _reply.decode(_received(self._sock, length))
+
+    def close(self) -> None:
+        """Close the connection; the next request opens another."""
+        if self._sock is not None:
+            with contextlib.suppress(OSError):
+                self._sock.close()
+            self._sock = None
+
+
+def connect() -> Dealer:
+    """Whoever deals to this process.
+
+    Raises:
+        ConfigurationError: it is one of several, and nobody could tell them which samples to read.
+    """
+    if defaults.relay:
+        return RelayDealer(defaults.relay)
+    count = world()[1]
+    if count > 1:
+        raise ConfigurationError(
+            f"WORLD_SIZE is {count}, and no master of DLRover deals the data to these processes; start them with"
+            " dlrover-run."
+        )
+    return LocalDealer()
+
+
+def world() -> tuple[int, int]:
+    """This process's rank, and the number of ranks."""
+    env = config.environ()
+    return int(env.get("RANK") or 0), int(env.get("WORLD_SIZE") or 1)
+
+
+def _connected(address: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(CALL_TIMEOUT)
+        sock.connect(f"\0{address}")
+    except BaseException:
+        sock.close()
+        raise
+    if peer_user(sock) != os.getuid():
+        sock.close()
+        raise InfrastructureError("another user has the socket of the agent")
+    return sock
+
+
+def peer_user(sock: socket.socket) -> int:
+    """The user that the other end of a Unix socket runs as."""
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(data)[1])
+
+
+def _received(sock: socket.socket, count: int) -> bytes:
+    if count > MAX_FRAME:
+        raise InfrastructureError(f"a message of {count} bytes came")
+    data = bytearray()
+    while len(data) < count:
+        more = sock.recv(count - len(data))
+        if not more:
+            raise InfrastructureError("it closed the connection")
+        data += more
+    return bytes(data)

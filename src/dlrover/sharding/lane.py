@@ -1,0 +1,102 @@
+"""One lane of a data set: what of it is done, taken, returned, set aside, and still to be dealt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from dlrover.sharding.spans import Ranges
+
+
+@dataclass
+class Lane:
+    """An epoch, or a partition of a stream. Every position is in exactly one of the sets."""
+
+    begin: int
+    #: the first position that is not (yet) there
+    end: int
+    done: Ranges = field(default_factory=Ranges)
+    #: dealt, and not yet done
+    taken: Ranges = field(default_factory=Ranges)
+    #: dealt and given back; dealt again before anything else
+    returned: Ranges = field(default_factory=Ranges)
+    #: nobody could read it
+    aside: Ranges = field(default_factory=Ranges)
+    #: everything below is in one of the sets above
+    cursor: int = 0
+
+    def __post_init__(self) -> None:
+        self.cursor = self.begin
+
+    @property
+    def size(self) -> int:
+        """Positions in it."""
+        return self.end - self.begin
+
+    @property
+    def left(self) -> int:
+        """Positions that can be dealt; more, where a checkpoint contains some of them."""
+        return self.returned.count + max(0, self.end - self.cursor)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether nothing can be dealt."""
+        return not self.returned and self._next()[0] >= self.end
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything is done or set aside."""
+        return self.exhausted and not self.taken
+
+    def _next(self) -> tuple[int, int]:
+        """What was never dealt, up to what a checkpoint contains."""
+        start, stop = self.done.gap(self.cursor)
+        self.cursor = start
+        return start, self.end if stop is None else min(stop, self.end)
+
+    def deal(self, shard: int, count: int) -> Iterator[tuple[int, int]]:
+        """Take ``count`` shards of ``shard`` positions out, those that follow each other as one."""
+        while count > 0 and self.returned:
+            start, stop = self.returned.pop_first(shard)
+            self.taken.add(start, stop)
+            count -= 1
+            yield start, stop
+        while count > 0:
+            start, limit = self._next()
+            if start >= limit:
+                return
+            stop = min(limit, (start // shard + count) * shard)
+            self.taken.add(start, stop)
+            self.cursor = stop
+            count -= -(-(stop - start) // shard)
+            yield start, stop
+
+    def finish(self, start: int, stop: int) -> None:
+        """What was taken is done."""
+        self.taken.remove(start, stop)
+        self.done.add(start, stop)
+
+    def give_back(self, start: int, stop: int) -> None:
+        """What was taken can be dealt again."""
+        self.taken.remove(start, stop)
+        self.returned.add(start, stop)
+
+    def put_aside(self, start: int, stop: int) -> None:
+        """What was taken is not dealt any more."""
+        self.taken.remove(start, stop)
+        self.aside.add(start, stop)
+
+    def validate(self) -> None:
+        """Check the invariants; raise AssertionError on the first that is broken."""
+        assert self.begin <= self.cursor
+        known = Ranges()
+        for ranges in (self.done, self.taken, self.returned, self.aside):
+            for start, stop in ranges:
+                assert self.begin <= start < stop <= self.end
+                assert not known.meets(start, stop)
+                known.add(start, stop)
+        if self.cursor > self.begin:
+            assert known.covers(self.begin, min(self.cursor, self.end))
+        for start, stop in known:
+            beyond = Ranges([(max(start, self.cursor), stop)])
+            assert all(self.done.covers(a, b) for a, b in beyond)

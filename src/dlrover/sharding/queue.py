@@ -1,0 +1,345 @@
+"""The queue of one data set: a state machine that deals shards and knows who has which.
+
+A sample is *taken* when it was dealt to a worker, and *done* when the worker says that it was handed to the
+training. It is *acknowledged* by the checkpoint that contains its effect: each checkpoint holds the set of the
+samples that its model has learned from. Workers that begin anew, with a checkpoint or without, open the queue
+as a new incarnation with this set: whatever else was taken or done is dealt again. So the data are always
+where the model is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import msgspec
+
+from dlrover.errors import ProtocolError
+from dlrover.sharding.lane import Lane
+from dlrover.sharding.spans import Spans
+from dlrover.spec.shards import (
+    DataSpec,
+    ExtendShards,
+    Failed,
+    ForgetWorker,
+    Incarnation,
+    OpenShards,
+    SetAside,
+    ShardReply,
+    ShardRequest,
+    Span,
+    TakeShards,
+)
+
+TAIL = 2
+"""A worker has one part in ``TAIL`` times the workers of what is left, at most: all end at the same time."""
+MAX_ASIDE = 1000
+"""Spans that are set aside with their error; beyond that, the last error stands for all."""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """Answer the request."""
+
+    reply: ShardReply
+
+
+class Report(msgspec.Struct, frozen=True):
+    """Tell that samples were set aside."""
+
+    data: str
+    what: SetAside
+
+
+Command: TypeAlias = Answer | Report
+
+
+@dataclass
+class Worker:
+    """A worker of the current incarnation."""
+
+    heard: float
+    #: what it has taken and not done; part of its lanes' ``taken``
+    held: Spans = field(default_factory=Spans)
+    #: of its last `TakeShards`; -1 before the first
+    seq: int = -1
+    reply: ShardReply = field(default_factory=ShardReply)
+
+
+@dataclass
+class ShardQueue:
+    """All state of one data set. `handle` is the only way to change it."""
+
+    spec: DataSpec
+    incarnation: Incarnation = field(default_factory=Incarnation)
+    #: the set that this incarnation began with
+    base: bytes = b""
+    lanes: dict[int, Lane] = field(default_factory=dict)
+    workers: dict[str, Worker] = field(default_factory=dict)
+    #: workers whose shards went to others because they were silent, or are dead
+    dropped: set[str] = field(default_factory=set)
+    #: how often a sample could not be read, by lane and position; only while it may be tried again
+    tries: dict[tuple[int, int], int] = field(default_factory=dict)
+    aside: list[SetAside] = field(default_factory=list)
+    #: the epoch that this incarnation began in
+    first_lane: int = 0
+    _next_lane: int = 0
+    _out: list[Command] = field(default_factory=list)
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the lanes are partitions."""
+        return self.spec.size < 0
+
+    # ---- inputs
+
+    def handle(self, event: ShardRequest, now: float) -> list[Command]:
+        """Take in one request at time ``now`` (seconds); what is to be done about it.
+
+        Raises:
+            ProtocolError: it contradicts what is known; nothing has changed.
+        """
+        self._out = []
+        if isinstance(event, OpenShards):
+            self._open(event, now)
+        elif isinstance(event, TakeShards):
+            self._take(event, now)
+        elif isinstance(event, ExtendShards):
+            self._extend(event)
+        elif isinstance(event, ForgetWorker):
+            self._forget(event.worker)
+        else:
+            self._look()
+        return self._out
+
+    def _open(self, event: OpenShards, now: float) -> None:
+        if event.incarnation < self.incarnation or event.worker in self.dropped:
+            raise ProtocolError(_stale(event.worker, event.spec.name))
+        if event.incarnation > self.incarnation:
+            self._begin(event)
+        if event.spec != self.spec:
+            raise ProtocolError(_different(event.spec, self.spec))
+        if event.done != self.base:
+            raise ProtocolError(
+                f"Worker {event.worker} has restored another checkpoint of the data set {self.spec.name} "
+                "than the first worker; all must restore the same step."
+            )
+        self.workers.setdefault(event.worker, Worker(now)).heard = now
+        self._answer(ShardReply(lane=self.first_lane))
+
+    def _begin(self, event: OpenShards) -> None:
+        """Begin an incarnation: only what its checkpoint contains is done."""
+        done = Spans.unpacked(event.done)
+        lanes = _lanes_of(event.spec, done)
+        self.spec, self.incarnation, self.base = event.spec, event.incarnation, event.done
+        self.lanes = lanes
+        self.workers, self.dropped, self.tries, self.aside = {}, set(), {}, []
+        self._next_lane = 0
+        self.first_lane = 0 if self.is_stream else self._first_open_lane()
+
+    def _take(self, event: TakeShards, now: float) -> None:
+        worker = self.workers.get(event.worker)
+        if worker is None or event.incarnation != self.incarnation:
+            raise ProtocolError(_stale(event.worker, event.data))
+        if event.seq == worker.seq:
+            self._answer(worker.reply)
+            return
+        self._check(event, worker)
+        worker.heard, worker.seq = now, event.seq
+        for span in event.done:
+            worker.held.remove(span)
+            self.lanes[span.lane].finish(span.start, span.stop)
+        for failure in event.failed:
+            self._fail(worker, failure)
+        self._expire(now)
+        spans = self._deal(worker, event)
+        aside = tuple(report.what for report in self._out if isinstance(report, Report))
+        worker.reply = msgspec.structs.replace(self._reply(event.lane, spans), aside=aside)
+        self._answer(worker.reply)
+
+    def _check(self, event: TakeShards, worker: Worker) -> None:
+        seen = Spans()
+        for span in (*event.done, *(failure.span for failure in event.failed)):
+            if not worker.held.covers(span) or seen.meets(span):
+                raise ProtocolError(
+                    f"Worker {event.worker} reports samples {span.start} to {span.stop} of lane {span.lane}"
+                    f" of the data set {event.data}, which it has not taken."
+                )
+            seen.add(span)
+
+    def _fail(self, worker: Worker, failure: Failed) -> None:
+        span = failure.span
+        worker.held.remove(span)
+        lane, key = self.lanes[span.lane], (span.lane, span.start)
+        self.tries[key] = self.tries.get(key, 0) + 1
+        if self.tries[key] < self.spec.attempts:
+            lane.give_back(span.start, span.stop)
+            return
+        del self.tries[key]
+        lane.put_aside(span.start, span.stop)
+        what = SetAside(span, failure.error)
+        if len(self.aside) < MAX_ASIDE:
+            self.aside.append(what)
+        self._out.append(Report(self.spec.name, what))
+
+    def _expire(self, now: float) -> None:
+        """Give up workers that were not heard of for too long; they are told when they are back."""
+        limit = now - self.spec.timeout
+        for name in [name for name, worker in self.workers.items() if worker.heard < limit]:
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        worker = self.workers.pop(name, None)
+        if worker is None:
+            return
+        self.dropped.add(name)
+        for span in worker.held:
+            self.lanes[span.lane].give_back(span.start, span.stop)
+
+    def _extend(self, event: ExtendShards) -> None:
+        if not self.is_stream or len(event.ends) != len(self.lanes):
+            raise ProtocolError(
+                f"The data set {event.data} has {len(self.lanes)} partitions that may grow, not"
+                f" {len(event.ends)}."
+            )
+        for number, end in enumerate(event.ends):
+            lane = self.lanes[number]
+            lane.end = max(lane.end, end)
+        self._answer(self._reply(0, ()))
+
+    def _look(self) -> None:
+        lane = 0 if self.is_stream else self._first_open_lane()
+        reply = self._reply(lane, ())
+        self._answer(msgspec.structs.replace(reply, lane=lane, aside=tuple(self.aside)))
+
+    def forgive(self, now: float) -> None:
+        """Whoever deals was away until ``now``: nobody was silent meanwhile."""
+        for worker in self.workers.values():
+            worker.heard = max(worker.heard, now)
+
+    # ---- dealing
+
+    def _deal(self, worker: Worker, event: TakeShards) -> tuple[Span, ...]:
+        spans: list[Span] = []
+        lanes = self._open_lanes(event.lane)
+        left = sum(self.lanes[number].left for number in lanes)
+        share = -(-left // (self.spec.shard * TAIL * max(1, len(self.workers))))
+        if worker.held:
+            share -= -(-worker.held.count // self.spec.shard)
+        want = min(event.want, max(share, int(event.starving)))
+        for number in lanes:
+            dealt = 0
+            for start, stop in self.lanes[number].deal(self.spec.shard, want):
+                span = Span(number, start, stop)
+                worker.held.add(span)
+                spans.append(span)
+                dealt += -(-(stop - start) // self.spec.shard)
+            want -= dealt
+            if want <= 0:
+                break
+        return tuple(spans)
+
+    def _open_lanes(self, lane: int) -> Sequence[int]:
+        """The lanes to deal from, in this order."""
+        if self.is_stream:
+            count = len(self.lanes)
+            first = self._next_lane
+            self._next_lane = (first + 1) % max(1, count)
+            return [(first + number) % count for number in range(count)]
+        if not self.spec.epochs or lane < self.spec.epochs:
+            self._make_lane(lane)
+        return [n for n in sorted(self.lanes) if n <= lane and not self.lanes[n].exhausted]
+
+    def _make_lane(self, number: int) -> Lane:
+        for earlier in range(number + 1):
+            if earlier not in self.lanes:
+                self.lanes[earlier] = Lane(0, _epoch_size(self.spec))
+        return self.lanes[number]
+
+    def _first_open_lane(self) -> int:
+        number = 0
+        while number in self.lanes and self.lanes[number].exhausted:
+            number += 1
+        return number
+
+    # ---- answers
+
+    def _reply(self, lane: int, spans: tuple[Span, ...]) -> ShardReply:
+        if self.is_stream:
+            of = list(self.lanes.values())
+            done = sum(lane.done.count for lane in of)
+            taken = sum(lane.taken.count for lane in of)
+        else:
+            of = [self.lanes[n] for n in sorted(self.lanes) if n <= lane]
+            last = self.lanes.get(lane)
+            done = last.done.count if last else 0
+            taken = last.taken.count if last else 0
+        exhausted = all(lane.exhausted for lane in of)
+        complete = exhausted and all(lane.complete for lane in of)
+        return ShardReply(
+            spans=spans, lane=lane, exhausted=exhausted, complete=complete, done=done, taken=taken
+        )
+
+    def _answer(self, reply: ShardReply) -> None:
+        self._out.append(Answer(reply))
+
+    # ---- invariants
+
+    def validate(self) -> None:
+        """Check the invariants; raise AssertionError on the first that is broken."""
+        held = Spans()
+        for worker in self.workers.values():
+            for span in worker.held:
+                assert not held.meets(span), "two workers hold a sample"
+                held.add(span)
+        for number, lane in self.lanes.items():
+            lane.validate()
+            assert lane.taken == held.of(number), "what is taken is held by somebody"
+        assert not self.dropped & self.workers.keys()
+        assert all(0 < count < self.spec.attempts for count in self.tries.values())
+
+
+def _epoch_size(spec: DataSpec) -> int:
+    return spec.size - spec.size % spec.shard if spec.drop_last else spec.size
+
+
+def _lanes_of(spec: DataSpec, done: Spans) -> dict[int, Lane]:
+    """The lanes of a data set of which ``done`` is done."""
+    lanes: dict[int, Lane] = {}
+    if spec.size < 0:
+        lanes = {number: Lane(begin, begin) for number, begin in enumerate(spec.begins)}
+    for number, ranges in done.lanes.items():
+        spans = list(ranges)
+        if not spans:
+            continue
+        known = lanes.get(number) if spec.size < 0 else Lane(0, _epoch_size(spec))
+        if known is None or spans[0][0] < known.begin:
+            raise ProtocolError(f"The checkpoint has partition {number}, and {spec.name} has not.")
+        if spec.size < 0:
+            known.end = max(known.end, spans[-1][1])
+        if spans[-1][1] > known.end:
+            raise ProtocolError(
+                f"The checkpoint contains sample {spans[-1][1] - 1} of epoch {number}; the data set "
+                f"{spec.name} has {known.end} samples."
+            )
+        known.done = ranges
+        lanes[number] = known
+    return lanes
+
+
+def _stale(worker: str, data: str) -> str:
+    return (
+        f"The shards of worker {worker} of the data set {data} were dealt to others: it was silent for too "
+        "long, or the workers have begun anew."
+    )
+
+
+def _different(spec: DataSpec, first: DataSpec) -> str:
+    for field_ in DataSpec.__struct_fields__:
+        mine, theirs = getattr(spec, field_), getattr(first, field_)
+        if mine != theirs:
+            return (
+                f"The data set {spec.name} has {field_} {mine!r} here and {theirs!r} for the first worker; "
+                "all must give the same."
+            )
+    return ""

@@ -1,0 +1,230 @@
+"""A data set as a training script reads it, without any framework."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+
+from dlrover.errors import ConfigurationError
+from dlrover.sharding import dealers, defaults, order
+from dlrover.sharding.client import ShardClient
+from dlrover.sharding.spans import Spans
+from dlrover.sharding.state import RankData, merged
+from dlrover.spec.shards import DataSpec, Incarnation, Span
+
+Sample_co = TypeVar("Sample_co", covariant=True)
+
+SHARDS = 1000
+"""Shards that a data set has at least, if nothing says how large they are."""
+LARGEST = 1000
+"""Samples in a shard, at most, if nothing says how many."""
+
+
+class Source(Protocol[Sample_co]):
+    """Samples by their number: a list, a map-style data set of PyTorch, one of `dlrover.sharding.sources`."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+    def __getitem__(self, index: int) -> Sample_co:
+        """One of them."""
+
+
+class Records(Generic[Sample_co]):
+    """Samples that are dealt to all workers of a job: each of an epoch to one of them.
+
+    Iterating gives the rest of the epoch; the next iteration is the next epoch. ``state_dict`` is for a
+    checkpoint, together with the model: after a restore both are at the same sample, on any number of
+    workers. A sample counts as learned from when it was handed out. Without a master (a program that
+    runs alone) everything goes the same way within the process.
+
+    Args:
+        source: the samples; the same, and in the same order, on all workers.
+        name: tells the data sets of a job apart.
+        epochs: how often each sample is dealt; 0: endlessly.
+        shuffle: deal in an order that depends on ``seed`` and the epoch, else in the order of the source.
+        seed: the same on all workers.
+        shard: samples dealt at a time; by default a thousandth of all, 1000 at most.
+        drop_last: leave the incomplete last shard of each epoch out.
+        attempts: how often a sample that cannot be read is tried until it is set aside, which is told.
+        max_set_aside: samples that a worker may set aside until it fails with the error of the last.
+        wait_for_others: end an epoch only when others have read what they have taken: a program in which
+            workers do not wait for each other then reads what one of them leaves when it dies.
+        timeout: seconds of silence after which a worker's samples are dealt to others.
+
+    Raises:
+        ConfigurationError: an argument is wrong.
+    """
+
+    def __init__(  # noqa: PLR0913 - options, by name
+        self,
+        source: Source[Sample_co],
+        *,
+        name: str = "data",
+        epochs: int = 1,
+        shuffle: bool = False,
+        seed: int = 0,
+        shard: int | None = None,
+        drop_last: bool = False,
+        attempts: int = 3,
+        max_set_aside: int = 10,
+        wait_for_others: bool = False,
+        timeout: float = 1800.0,
+    ) -> None:
+        size = len(source)
+        self.source = source
+        self._spec = _checked(
+            {
+                "name": name,
+                "size": size,
+                "epochs": epochs,
+                "shard": max(1, min(LARGEST, size // SHARDS)) if shard is None else shard,
+                "drop_last": drop_last,
+                "order": f"shuffled with seed {seed}" if shuffle else "as in the source",
+                "attempts": attempts,
+                "max_aside": max_set_aside,
+                "timeout": timeout,
+            }
+        )
+        self._shuffle, self._seed = shuffle, seed
+        self._patient = wait_for_others
+        self._pid = os.getpid()
+        self._client: ShardClient | None = None
+        self._closed = False
+        self._base = b""
+        self._loads = 0
+        self._orders: dict[int, Callable[[int], int]] = {}
+        self.epoch = 0
+        """The epoch that is being read, or will be next; it ends at ``epochs``."""
+
+    # ---- reading
+
+    def __iter__(self) -> Iterator[Sample_co]:
+        for lane, position in self._positions():
+            try:
+                sample = self.source[self.record(lane, position)]
+            except Exception as error:  # noqa: BLE001 - whatever the source raises
+                self._failed(lane, position, f"{type(error).__name__}: {error}")
+                continue
+            self._opened().consumed(lane, position, position + 1)
+            yield sample
+        self.epoch += 1
+
+    def until_end(self) -> Iterator[int]:
+        """The epochs that are left, for ``for epoch in data.until_end(): for sample in data: ...``."""
+        self._opened()
+        while not self._spec.epochs or self.epoch < self._spec.epochs:
+            epoch = self.epoch
+            yield epoch
+            if self.epoch == epoch:
+                return  # it was not read to its end
+
+    def record(self, lane: int, position: int) -> int:
+        """The number in the source of what is dealt as a position of an epoch."""
+        if not self._shuffle:
+            return position
+        found = self._orders.get(lane)
+        if found is None:
+            if len(self._orders) > 2:
+                self._orders.clear()
+            found = self._orders[lane] = order.shuffled(self._spec.size, self._seed, lane)
+        return found(position)
+
+    def _positions(self) -> Generator[tuple[int, int], None, None]:
+        """The samples of this epoch that this worker gets."""
+        client = self._opened()
+        client.enter(self.epoch)
+        while (span := client.take(patient=self._patient)) is not None:
+            at = span.start
+            try:
+                while at < span.stop:
+                    at += 1
+                    yield span.lane, at - 1
+            finally:
+                client.put_back([Span(span.lane, at, span.stop)])
+
+    def _failed(self, lane: int, position: int, error: str) -> None:
+        self._opened().fail(lane, position, f"record {self.record(lane, position)}: {error}")
+
+    def _opened(self) -> ShardClient:
+        if os.getpid() != self._pid:
+            raise ConfigurationError(
+                "A process of a data loader cannot read the data set by itself; use data.loader(batch_size=..., "
+                "num_workers=...) instead of DataLoader(data, ...)."
+            )
+        if self._closed:
+            raise ConfigurationError(f"The data set {self._spec.name} was closed; make another.")
+        if self._client is None:
+            self._client = self._open()
+            self.epoch = max(self.epoch, self._client.first_lane)
+        return self._client
+
+    def _open(self) -> ShardClient:
+        rank, _ = dealers.world()
+        incarnation = Incarnation(defaults.round, self._loads)
+        return ShardClient(self._spec, dealers.connect(), rank, incarnation, self._base)
+
+    def close(self) -> None:
+        """Give back what was taken and not read. Afterwards it cannot be iterated, unless it is restored."""
+        self._closed = True
+        if self._client is not None:
+            self._client.close()
+
+    # ---- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this worker's model has learned from, as plain values of a few bytes a shard.
+
+        Raises:
+            InfrastructureError: the worker was cut off from the master for longer than ``timeout``.
+        """
+        rank, world_size = dealers.world()
+        mine = self._client.mine() if self._client is not None else b""
+        return RankData(
+            name=self._spec.name,
+            size=self._spec.size,
+            order=self._spec.order,
+            rank=rank,
+            world_size=world_size,
+            epoch=self.epoch,
+            base=self._base,
+            mine=mine,
+        ).as_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from the state of a single worker.
+
+        Raises:
+            ConfigurationError: there were several workers, or it is another data set's state.
+        """
+        self.load_rank_states([state])
+
+    def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from the states of all workers that saved; there may be another number of them now.
+
+        Raises:
+            ConfigurationError: some are missing, or they are another data set's.
+            InfrastructureError: they contradict each other.
+        """
+        done, epoch = merged(states, self._spec)
+        self.close()
+        self._client, self._closed = None, False
+        self._base, self.epoch = done.packed(), epoch
+        self._loads += 1
+
+
+def learned(states: Sequence[Mapping[str, Any]]) -> Spans:
+    """The samples that the states of all workers of one checkpoint contain, to look at."""
+    first = msgspec.convert(dict(states[0]), RankData)
+    spec = DataSpec(name=first.name, size=first.size, order=first.order)
+    return merged(states, spec)[0]
+
+
+def _checked(fields: dict[str, Any]) -> DataSpec:
+    try:
+        return msgspec.convert(fields, DataSpec)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"The data set cannot be read so: {error}.") from error

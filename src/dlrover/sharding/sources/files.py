@@ -1,0 +1,88 @@
+"""Records of files by their number, whatever the format.
+
+A file is read once to learn where its records begin, 8 bytes of memory for each; after that any record is
+one read. The index is the same in all processes, and so is the number of a record.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+from dlrover.errors import ConfigurationError, InfrastructureError
+
+Record = TypeVar("Record")
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+class FileRecords(Generic[Record]):
+    """The records of one or several files, which must not change.
+
+    Raises:
+        ConfigurationError: a file cannot be read.
+    """
+
+    _pid = -1
+
+    def __init__(self, paths: Paths) -> None:
+        alone = [paths] if isinstance(paths, str | os.PathLike) else paths
+        self.paths = [os.fspath(path) for path in alone]
+        self._bounds: list[array[int]] = []
+        self._ends: list[int] = []
+        self._files: dict[int, int] = {}
+        self._pid = os.getpid()
+        for path in self.paths:
+            try:
+                bounds = array("q", self._index(path))
+            except OSError as error:
+                raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from error
+            self._bounds.append(bounds)
+            self._ends.append((self._ends[-1] if self._ends else 0) + len(bounds) - 1)
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> Record:
+        if not 0 <= index < len(self):
+            raise IndexError(f"record {index} of {len(self)}")
+        number = bisect_right(self._ends, index)
+        at = index - (self._ends[number - 1] if number else 0)
+        start, stop = self._bounds[number][at : at + 2]
+        data = os.pread(self._file(number), stop - start, start)
+        if len(data) != stop - start:
+            raise InfrastructureError(
+                f"{self.paths[number]} has become shorter; it must not change."
+            )
+        return self._record(data, number)
+
+    def _index(self, path: str) -> Iterator[int]:
+        """Where the records of a file begin, and where the last one ends."""
+        raise NotImplementedError
+
+    def _record(self, data: bytes, number: int) -> Record:
+        """The record in the bytes of file ``number``."""
+        raise NotImplementedError
+
+    def _file(self, number: int) -> int:
+        """The descriptor of a file, this process's own."""
+        if self._pid != os.getpid():
+            self._files, self._pid = {}, os.getpid()
+        if number not in self._files:
+            self._files[number] = os.open(self.paths[number], os.O_RDONLY | os.O_CLOEXEC)
+        return self._files[number]
+
+    def close(self) -> None:
+        """Close the files; reading opens them again."""
+        if self._pid == os.getpid():
+            for fd in self._files.values():
+                os.close(fd)
+        self._files = {}
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_files": {}}

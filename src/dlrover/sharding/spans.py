@@ -1,0 +1,175 @@
+"""Sets of positions, kept as spans that do not touch."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from dlrover.errors import ProtocolError
+from dlrover.spec.shards import Span
+
+
+class Ranges:
+    """A set of integers. Adding next to what was added last takes constant time."""
+
+    __slots__ = ("_starts", "_stops")
+
+    def __init__(self, pairs: Iterable[tuple[int, int]] = ()) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        for start, stop in pairs:
+            self.add(start, stop)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(zip(self._starts, self._stops, strict=True))
+
+    def __bool__(self) -> bool:
+        return bool(self._starts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ranges) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # it changes
+
+    @property
+    def count(self) -> int:
+        """How many integers there are."""
+        return sum(self._stops) - sum(self._starts)
+
+    def add(self, start: int, stop: int) -> None:
+        """Add ``start`` up to ``stop``; some of them may be in the set already."""
+        if start >= stop:
+            return
+        starts, stops = self._starts, self._stops
+        if stops and stops[-1] == start:
+            stops[-1] = stop
+            return
+        first, last = bisect_left(stops, start), bisect_right(starts, stop)
+        if first < last:
+            start, stop = min(start, starts[first]), max(stop, stops[last - 1])
+        starts[first:last], stops[first:last] = [start], [stop]
+
+    def remove(self, start: int, stop: int) -> None:
+        """Take ``start`` up to ``stop`` out; some of them may not be in the set."""
+        if start >= stop:
+            return
+        starts, stops = self._starts, self._stops
+        first, last = bisect_right(stops, start), bisect_left(starts, stop)
+        if first >= last:
+            return
+        left, right = starts[first], stops[last - 1]
+        kept = [(a, b) for a, b in ((left, start), (stop, right)) if a < b]
+        starts[first:last] = [a for a, _ in kept]
+        stops[first:last] = [b for _, b in kept]
+
+    def covers(self, start: int, stop: int) -> bool:
+        """Whether all of ``start`` up to ``stop`` are in the set."""
+        at = bisect_right(self._starts, start) - 1
+        return start >= stop or (at >= 0 and self._stops[at] >= stop)
+
+    def meets(self, start: int, stop: int) -> bool:
+        """Whether any of ``start`` up to ``stop`` is in the set."""
+        at = bisect_right(self._stops, start)
+        return start < stop and at < len(self._starts) and self._starts[at] < stop
+
+    def gap(self, start: int) -> tuple[int, int | None]:
+        """The first integers from ``start`` on that are not in the set; None: without an end."""
+        at = bisect_right(self._starts, start) - 1
+        if at >= 0 and self._stops[at] > start:
+            start = self._stops[at]
+        after = at + 1
+        return start, self._starts[after] if after < len(self._starts) else None
+
+    def pop_first(self, most: int) -> tuple[int, int]:
+        """Take the first integers out, ``most`` at most, which follow each other."""
+        start = self._starts[0]
+        stop = min(self._stops[0], start + most)
+        self.remove(start, stop)
+        return start, stop
+
+
+class Spans:
+    """A set of samples: positions in lanes."""
+
+    def __init__(self, spans: Iterable[Span] = ()) -> None:
+        self.lanes: dict[int, Ranges] = {}
+        for span in spans:
+            self.add(span)
+
+    def __bool__(self) -> bool:
+        return any(self.lanes.values())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Spans) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # it changes
+
+    def __iter__(self) -> Iterator[Span]:
+        for lane in sorted(self.lanes):
+            for start, stop in self.lanes[lane]:
+                yield Span(lane, start, stop)
+
+    @property
+    def count(self) -> int:
+        """How many samples there are."""
+        return sum(ranges.count for ranges in self.lanes.values())
+
+    def of(self, lane: int) -> Ranges:
+        """The positions in one lane."""
+        found = self.lanes.get(lane)
+        if found is None:
+            found = self.lanes[lane] = Ranges()
+        return found
+
+    def add(self, span: Span) -> None:
+        """Add samples."""
+        self.of(span.lane).add(span.start, span.stop)
+
+    def remove(self, span: Span) -> None:
+        """Take samples out."""
+        self.of(span.lane).remove(span.start, span.stop)
+
+    def covers(self, span: Span) -> bool:
+        """Whether all of them are in the set."""
+        return self.of(span.lane).covers(span.start, span.stop)
+
+    def meets(self, span: Span) -> bool:
+        """Whether any of them is in the set."""
+        return self.of(span.lane).meets(span.start, span.stop)
+
+    def packed(self) -> bytes:
+        """The set as bytes: by lane, the lengths of gaps and ranges in turn. A shard takes 2 to 6."""
+        lanes: dict[int, list[int]] = {}
+        for lane in sorted(self.lanes):
+            numbers, last = [], 0
+            for start, stop in self.lanes[lane]:
+                numbers += [start - last, stop - start]
+                last = stop
+            if numbers:
+                lanes[lane] = numbers
+        return msgspec.msgpack.encode(lanes)
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> Spans:
+        """The set that `packed` gave; an empty one for no bytes.
+
+        Raises:
+            ProtocolError: they are something else.
+        """
+        found = cls()
+        if not data:
+            return found
+        try:
+            lanes = msgspec.msgpack.decode(data, type=dict[int, list[int]])
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"A set of samples cannot be read: {error}.") from error
+        for lane, numbers in lanes.items():
+            if lane < 0 or len(numbers) % 2 or min(numbers, default=0) < 0:
+                raise ProtocolError(f"A set of samples has impossible spans in lane {lane}.")
+            position, ranges = 0, found.of(lane)
+            for gap, length in zip(numbers[::2], numbers[1::2], strict=True):
+                ranges.add(position + gap, position + gap + length)
+                position += gap + length
+        return found

@@ -1,0 +1,84 @@
+"""What a checkpoint holds of a data set: which samples its model has learned from.
+
+Each rank keeps what all ranks began with, and what it has handed to the training itself since then. Put
+together they are the samples whose effect the model has; so any number of ranks can go on from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.sharding.spans import Spans
+from dlrover.spec.shards import DataSpec
+
+
+class RankData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One rank's part."""
+
+    version: int = 1
+    name: str
+    size: int
+    order: str
+    rank: int
+    world_size: int
+    epoch: int
+    """The one that is being read, or will be next."""
+    base: bytes
+    """What all ranks began with (packed `Spans`)."""
+    mine: bytes
+    """What this rank has handed to the training since (packed `Spans`)."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        plain: dict[str, Any] = msgspec.to_builtins(self, builtin_types=(bytes,))
+        return plain
+
+
+def merged(states: Sequence[Mapping[str, Any]], spec: DataSpec) -> tuple[Spans, int]:
+    """What all ranks together have learned from, and the epoch to go on with.
+
+    Raises:
+        ConfigurationError: they are not all ranks' parts, or belong to another data set.
+        InfrastructureError: they contradict each other.
+    """
+    parts = [_decoded(state) for state in states]
+    first = parts[0]
+    ranks = sorted(part.rank for part in parts)
+    if ranks != list(range(first.world_size)):
+        raise ConfigurationError(
+            f"The data set {first.name} was saved by {first.world_size} ranks, and the state of"
+            f" {len(parts)} of them is given; a Checkpointer restores them all."
+        )
+    for field in ("name", "size", "order"):
+        saved, now = getattr(first, field), getattr(spec, field)
+        if saved != now:
+            raise ConfigurationError(
+                f"The data set has {field} {now!r}; in the checkpoint it has {saved!r}."
+            )
+    if any(part.base != first.base for part in parts):
+        raise InfrastructureError(
+            f"The ranks of this checkpoint began with different samples of the data set {first.name}."
+        )
+    done = Spans.unpacked(first.base)
+    for part in parts:
+        for span in Spans.unpacked(part.mine):
+            if done.meets(span):
+                raise InfrastructureError(
+                    f"Two ranks of this checkpoint have learned from samples {span.start} to {span.stop} of"
+                    f" lane {span.lane} of the data set {first.name}."
+                )
+            done.add(span)
+    return done, min(part.epoch for part in parts)
+
+
+def _decoded(state: Mapping[str, Any]) -> RankData:
+    try:
+        return msgspec.convert(dict(state), RankData)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(
+            f"The checkpoint holds no state of a data set here: {error}."
+        ) from error

@@ -1,0 +1,72 @@
+"""Objects with ``load_rank_states`` get what all ranks have saved; see also tests/process/test_sharding.py."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from dlrover.checkpoint import Checkpointer
+from dlrover.checkpoint.layout import encode, pack
+from dlrover.checkpoint.plan import Question, RankState, restoring
+from dlrover.checkpoint.restore import in_place
+
+pytestmark = pytest.mark.torch
+
+
+class Collecting:
+    """Remembers what it is restored from."""
+
+    def __init__(self, value: int = 0) -> None:
+        self.value = value
+        self.states: list[object] = []
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_rank_states(self, states: list[object]) -> None:
+        self.states = states
+
+
+def skeleton(value: int) -> RankState:
+    tree = {"nested": [{"one": {"value": value}}], "step": 3}
+    return RankState((), encode(pack(tree, (), lambda item, _: item)), ())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["memory", "storage"])
+def test_from_memory_and_from_storage(directory: Path, source: str) -> None:
+    kept = torch.arange(5)
+    with contextlib.closing(Checkpointer(directory, linger=60.0)) as checkpointer:
+        checkpointer.save(7, {"one": Collecting(3), "kept": kept}, to="storage")
+        checkpointer.wait()
+    if source == "storage":
+        directory.stop_saver()
+    one, tensor = Collecting(), torch.zeros(5, dtype=torch.int64)
+    with contextlib.closing(Checkpointer(directory, linger=0.0)) as checkpointer:
+        record = checkpointer.load({"one": one, "kept": tensor})
+    assert record is not None
+    assert (record.step, record.source) == (7, source)
+    assert one.states == [{"value": 3}]
+    assert torch.equal(tensor, kept)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_all_ranks_must_be_known(size: int) -> None:
+    """By whichever number of ranks it was saved, and however many load."""
+    one = Collecting()
+    prepare = in_place({"nested": [{"one": one}], "step": 0}, ())
+    ranks = {rank: skeleton(rank + 10) for rank in range(size)}
+    some = Question({0: ranks[0]}, base=0, moved=size != 1, complete=False, size=size)
+    assert (restoring(prepare, some) is None) == (size > 1)
+    planned = restoring(prepare, Question(ranks, base=0, moved=size != 1, complete=True, size=size))
+    assert planned is not None
+    planned.restoration.run([])
+    assert one.states == [{"value": rank + 10} for rank in range(size)]
+
+
+def test_equal_tensors_do_not_make_one_rank_enough() -> None:
+    """A step whose tensors all ranks have equally is planned from one rank's part, as far as tensors go."""
+    prepare = in_place({"nested": [{"one": Collecting()}], "step": 0}, ())
+    question = Question({0: skeleton(10)}, base=0, moved=True, complete=True, size=2)
+    assert restoring(prepare, question) is None

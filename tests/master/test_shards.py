@@ -1,0 +1,140 @@
+"""The master deals: journalled, so that the next master deals on; workers ask by way of their agent."""
+
+import asyncio
+import contextlib
+import socket
+
+from dlrover.agent.relay import Relay
+from dlrover.master import takeover
+from dlrover.master.history import History
+from dlrover.master.journal import open_journal
+from dlrover.master.service import Master
+from dlrover.rpc.client import MasterClient
+from dlrover.rpc.server import Server
+from dlrover.sharding import dealers
+from dlrover.sharding.dealers import RelayDealer
+from dlrover.spec.job import JobSpec
+from dlrover.spec.shards import (
+    MAX_DONE,
+    DataSpec,
+    Failed,
+    Incarnation,
+    LookShards,
+    OpenShards,
+    ShardReply,
+    Span,
+    TakeShards,
+)
+
+SPEC = DataSpec(name="data", size=100, shard=10, attempts=1)
+ROUND = Incarnation(1)
+
+
+@contextlib.contextmanager
+def master_at(directory):
+    journal = open_journal("file:", directory / "journal")
+    history = History(directory / "events")
+    with contextlib.closing(journal), contextlib.closing(history):
+        master = Master(journal, history)
+        takeover.begin(master, JobSpec(name="job"), str(directory), history, None)
+        yield master
+
+
+@contextlib.asynccontextmanager
+async def relayed(master: Master):
+    """The address where a worker asks this master."""
+    server = Server("token")
+    master.register(server)
+    port = await server.start("127.0.0.1", 0)
+    try:
+        client = MasterClient(f"127.0.0.1:{port}", "token", timeout=2.0)
+        async with client, Relay(client) as relay:
+            yield relay.address, server
+    finally:
+        await server.stop(0.0)
+
+
+def take(seq: int, *done: Span, failed: tuple[Failed, ...] = ()) -> TakeShards:
+    return TakeShards("data", "a", ROUND, seq, want=2, done=done, failed=failed)
+
+
+def test_the_next_master_deals_on(tmp_path) -> None:
+    async def first() -> ShardReply:
+        with master_at(tmp_path) as master:
+            await master.use_shards(OpenShards(SPEC, "a", ROUND))
+            await master.use_shards(OpenShards(SPEC, "b", ROUND))
+            await master.use_shards(take(1))
+            refused = await master.use_shards(take(9, Span(0, 50, 60)))
+            assert "has not taken" in refused.refused
+            return await master.use_shards(take(2, Span(0, 0, 15)))
+
+    async def second() -> tuple[ShardReply, ShardReply, ShardReply]:
+        with master_at(tmp_path) as master:
+            repeated = await master.use_shards(take(2, Span(0, 0, 15)))
+            more = await master.use_shards(take(3, Span(0, 15, 30)))
+            return repeated, more, await master.use_shards(LookShards("data"))
+
+    before = asyncio.run(first())
+    repeated, more, look = asyncio.run(second())
+    assert before.spans == (Span(0, 20, 30),)
+    assert repeated == before
+    assert more.spans == (Span(0, 30, 50),)
+    assert (look.done, look.taken) == (30, 20)
+
+
+def test_a_worker_asks_by_way_of_its_agent(tmp_path) -> None:
+    async def ask() -> list[ShardReply]:
+        with master_at(tmp_path) as master:
+            async with relayed(master) as (address, server):
+                dealer = RelayDealer(address)
+                try:
+                    opened = await asyncio.to_thread(dealer.ask, OpenShards(SPEC, "a", ROUND))
+                    taken = await asyncio.to_thread(dealer.ask, take(1))
+                    bad = take(2, failed=(Failed(Span(0, 3, 4), "rotten"),))
+                    aside = await asyncio.to_thread(dealer.ask, bad)
+                    unknown = await asyncio.to_thread(dealer.ask, LookShards("other"))
+                    await server.stop(0.0)
+                    away = await asyncio.to_thread(dealer.ask, take(3))
+                finally:
+                    dealer.close()
+        return [opened, taken, aside, unknown, away]
+
+    opened, taken, aside, unknown, away = asyncio.run(ask())
+    assert opened == ShardReply()
+    assert taken.spans == (Span(0, 0, 20),)
+    assert [(one.span, one.error) for one in aside.aside] == [(Span(0, 3, 4), "rotten")]
+    assert "knows no data set other" in unknown.refused
+    assert "cannot be reached" in away.away
+
+
+def test_an_agent_that_is_gone_is_told() -> None:
+    assert "does not answer" in RelayDealer("dlrover-nobody").ask(LookShards("data")).away
+
+
+def test_what_is_too_large_is_refused(tmp_path) -> None:
+    """Asking again and again would not help."""
+
+    async def ask() -> list[ShardReply]:
+        with master_at(tmp_path) as master:
+            async with relayed(master) as (address, _):
+                with contextlib.closing(RelayDealer(address)) as dealer:
+                    sizes = (MAX_DONE + 1, dealers.MAX_FRAME)
+                    large = [OpenShards(SPEC, "a", ROUND, bytes(size)) for size in sizes]
+                    return [await asyncio.to_thread(dealer.ask, request) for request in large]
+
+    beyond_the_field, beyond_the_frame = asyncio.run(ask())
+    assert "A message could not be read" in beyond_the_field.refused
+    assert "4194304 are accepted" in beyond_the_frame.refused
+
+
+def test_a_worker_that_sends_too_much_is_cut_off(tmp_path) -> None:
+    async def send() -> bytes:
+        with master_at(tmp_path) as master:
+            async with relayed(master) as (address, _):
+                with socket.socket(socket.AF_UNIX) as sock:
+                    sock.settimeout(5.0)
+                    sock.connect(f"\0{address}")
+                    sock.sendall(b"\xff\xff\xff\xff")
+                    return await asyncio.to_thread(sock.recv, 1)
+
+    assert asyncio.run(send()) == b""

@@ -1,0 +1,80 @@
+"""A data set that is dealt: whoever dies, the model learns from every sample exactly once an epoch."""
+
+import json
+import signal
+from collections import Counter
+
+import pytest
+
+from dlrover.errors import ExitCode
+from dlrover.spec import events
+
+pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(120)]
+
+SAMPLES, EPOCHS = 203, 2
+
+
+class Counting:
+    """One run of ``count_samples.py``."""
+
+    def __init__(self, run, out, *options: str, pause: float = 0.05, **settings) -> None:
+        out.mkdir(exist_ok=True)
+        self.out, self.until = out, run.until
+        script = run.scripts / "count_samples.py"
+        self.launch = run(*options, script, out, SAMPLES, EPOCHS, pause, **settings)
+
+    def wait_for_steps(self, count: int) -> None:
+        path = self.out / "steps-0"
+        self.until(
+            lambda: path.exists() and len(path.read_text().splitlines()) >= count,
+            60,
+            f"step {count}",
+        )
+
+    def steps(self) -> int:
+        return len((self.out / "steps-0").read_text().splitlines())
+
+    def counts(self) -> Counter[int]:
+        self.launch.succeed()
+        return Counter(json.loads((self.out / "counts").read_text()))
+
+
+@pytest.mark.parametrize("shape", ["--nproc-per-node=2", "--local-nodes=2"])
+def test_every_sample_counts_once_though_a_worker_and_the_master_are_killed(
+    run, tmp_path, shape
+) -> None:
+    counting = Counting(run, tmp_path / "out", "--standalone", shape)
+    launch = counting.launch
+    counting.wait_for_steps(7)
+    launch.of_kind("worker")[0].kill()
+    counting.wait_for_steps(counting.steps() + 5)
+    (master,) = launch.wait_for("master")
+    master.kill()
+    launch.until(lambda: launch.events_of(events.MasterRecovered), 10, "a new master")
+    counting.wait_for_steps(counting.steps() + 3)
+    launch.of_kind("worker")[1].kill()
+    assert counting.counts() == {EPOCHS: SAMPLES}
+    assert len(launch.events_of(events.RestartDecided)) == 2
+    assert (counting.out / "began-2-0").read_text() in ("memory", "peer")
+
+
+def test_every_sample_counts_once_on_other_numbers_of_ranks(run, tmp_path) -> None:
+    out = tmp_path / "out"
+    for ranks in (2, 3):
+        counting = Counting(run, out, f"--nproc-per-node={ranks}", name=f"of-{ranks}")
+        counting.wait_for_steps(8)
+        (out / "steps-0").unlink()
+        counting.launch.process.terminate()
+        counting.launch.end_with(ExitCode.SIGNAL_BASE + signal.SIGTERM)
+    last = Counting(run, out, "--nproc-per-node=1", pause=0.0, name="of-1")
+    assert last.counts() == {EPOCHS: SAMPLES}
+    assert (out / "began-0-0").read_text() in ("memory", "peer", "storage")
+
+
+def test_reading_processes_count_too(run, tmp_path) -> None:
+    """Of what they have read ahead, nothing counts that the model did not get."""
+    env = {"LOADER_WORKERS": "2"}
+    counting = Counting(run, tmp_path / "out", "--standalone", "--nproc-per-node=2", env=env)
+    counting.wait_for_steps(7)
+    counting.launch.of_kind("worker")[0].kill()
+    assert counting.counts() == {EPOCHS: SAMPLES}

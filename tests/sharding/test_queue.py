@@ -1,0 +1,377 @@
+"""Whatever happens, a model in the end has learned from every sample of every epoch exactly once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from dlrover.errors import ProtocolError
+from dlrover.sharding.machine import Shards
+from dlrover.sharding.queue import Answer, Report
+from dlrover.sharding.spans import Spans
+from dlrover.sharding.state import RankData, merged
+from dlrover.spec.shards import (
+    DataSpec,
+    ExtendShards,
+    Failed,
+    ForgetWorker,
+    Incarnation,
+    LookShards,
+    OpenShards,
+    ShardReply,
+    ShardRequest,
+    Span,
+    TakeShards,
+)
+
+TIMEOUT = 100.0
+
+
+@dataclass
+class Rank:
+    """A worker: what it has taken, handed to the model, and not yet told."""
+
+    name: str
+    heard: float
+    seq: int = 0
+    lane: int = 0
+    held: list[Span] = field(default_factory=list)
+    mine: Spans = field(default_factory=Spans)
+    done: Spans = field(default_factory=Spans)
+    failed: list[Failed] = field(default_factory=list)
+    exhausted: bool = False
+
+
+class Job:
+    """Workers, their dealer with its journal, the model, and its checkpoints."""
+
+    def __init__(self, spec: DataSpec, bad: frozenset[tuple[int, int]] = frozenset()) -> None:
+        self.spec, self.bad = spec, bad
+        self.now = 0.0
+        self.shards = Shards()
+        self.journal: list[tuple[ShardRequest, float]] = []
+        self.model: Counter[tuple[int, int]] = Counter()
+        self.aside: Counter[tuple[int, int]] = Counter()
+        self.checkpoints: list[tuple[Counter[tuple[int, int]], list[dict]]] = []
+        self.ends = list(spec.begins)
+        self.round = 0
+        self.ranks: list[Rank] = []
+        self.torn = False
+        self.begin(3, None)
+
+    @property
+    def stream(self) -> bool:
+        return self.spec.size < 0
+
+    def ask(self, request: ShardRequest) -> ShardReply:
+        self.journal.append((request, self.now))
+        commands = self.shards.handle(request, self.now)
+        self.shards.validate()
+        for command in commands:
+            if isinstance(command, Report):
+                span = command.what.span
+                self.aside.update((span.lane, n) for n in range(span.start, span.stop))
+        return next(c.reply for c in commands if isinstance(c, Answer))
+
+    # ---- what may happen
+
+    def begin(self, count: int, checkpoint: int | None) -> None:
+        """A new round: all workers go on from one checkpoint."""
+        base, self.model = b"", Counter()
+        if checkpoint is not None:
+            model, states = self.checkpoints[checkpoint]
+            base, self.model = merged(states, self.spec)[0].packed(), Counter(model)
+        self.aside.clear()
+        self.base, self.torn, self.round = base, False, self.round + 1
+        old, self.ranks = self.ranks, []
+        for number in range(count):
+            rank = Rank(f"{self.round}.{number}", self.now)
+            reply = self.ask(OpenShards(self.spec, rank.name, Incarnation(self.round), self.base))
+            rank.lane = reply.lane
+            self.ranks.append(rank)
+        if self.stream:
+            self.extend(0, 0)
+        for rank in old:  # whoever is late is turned away
+            with pytest.raises(ProtocolError):
+                self.take(rank, 1, Incarnation(self.round - 1))
+
+    def take(self, rank: Rank, want: int, incarnation: Incarnation | None = None) -> None:
+        rank.seq += 1
+        request = TakeShards(
+            self.spec.name,
+            rank.name,
+            incarnation or Incarnation(self.round),
+            rank.seq,
+            rank.lane,
+            want,
+            tuple(rank.done),
+            tuple(rank.failed),
+            starving=not rank.held,
+        )
+        reply = self.ask(request)
+        assert self.ask(request) == reply, "a repeated request changes nothing"
+        rank.done, rank.failed, rank.heard = Spans(), [], self.now
+        rank.held += reply.spans
+        rank.exhausted = reply.exhausted
+
+    def learn(self, rank: Rank, count: int) -> None:
+        """Hand samples to the model."""
+        while count and rank.held:
+            span = rank.held.pop(0)
+            here = (span.lane, span.start)
+            one = Span(span.lane, span.start, span.start + 1)
+            if here in self.bad:
+                rank.failed.append(Failed(one, "rotten"))
+            else:
+                self.model[here] += 1
+                rank.mine.add(one)
+                rank.done.add(one)
+            if span.start + 1 < span.stop:
+                rank.held.insert(0, Span(span.lane, span.start + 1, span.stop))
+            count -= 1
+
+    def save(self) -> None:
+        late = any(self.now - rank.heard > TIMEOUT for rank in self.ranks)
+        if self.torn or late:
+            return  # a worker that was cut off refuses to save
+        states = [
+            RankData(
+                name=self.spec.name,
+                size=self.spec.size,
+                order="",
+                rank=number,
+                world_size=len(self.ranks),
+                epoch=0,
+                base=self.base,
+                mine=rank.mine.packed(),
+            ).as_dict()
+            for number, rank in enumerate(self.ranks)
+        ]
+        self.checkpoints.append((Counter(self.model), states))
+
+    def silence(self, rank: Rank) -> None:
+        """A worker is cut off; when it is back it learns that its shards are others' now."""
+        for other in self.ranks:
+            if other is not rank:
+                self.take(other, 0)
+        self.now += TIMEOUT * 0.7
+        for other in self.ranks:
+            if other is not rank:
+                self.take(other, 0)
+        self.now += TIMEOUT * 0.7
+        others = [other for other in self.ranks if other is not rank]
+        for other in others:
+            self.take(other, 3)
+        if others:
+            self.torn = True
+            with pytest.raises(ProtocolError):
+                self.take(rank, 1)
+
+    def master_restarts(self) -> None:
+        again = Shards()
+        for request, now in self.journal:
+            with contextlib.suppress(ProtocolError):  # as the first time
+                again.handle(request, now)
+        assert again == self.shards
+        self.shards = again
+
+    def extend(self, lane: int, by: int) -> None:
+        if self.stream:
+            self.ends[lane % len(self.ends)] += by
+            self.ask(ExtendShards(self.spec.name, Incarnation(self.round), tuple(self.ends)))
+
+    def do(self, kind: int, a: int, b: int) -> None:
+        rank = self.ranks[a % len(self.ranks)]
+        if kind == TAKE and not self.torn:
+            self.take(rank, b)
+        elif kind == LEARN:
+            self.learn(rank, b)
+        elif kind == SAVE:
+            self.save()
+        elif kind == BEGIN:
+            known = len(self.checkpoints)
+            fresh = not known or b == 1
+            self.begin(1 + a % 4, None if fresh else known - 1 - b % min(known, 2))
+        elif kind == MASTER:
+            self.master_restarts()
+        elif kind == SILENCE and not self.torn:
+            self.silence(rank)
+        elif kind == EXTEND:
+            self.extend(a, b)
+        elif kind == NEXT and not self.stream and rank.exhausted and not rank.held:
+            rank.lane = min(rank.lane + 1, max(0, self.spec.epochs - 1))
+
+    # ---- the end
+
+    def finish(self) -> None:
+        if self.torn:
+            self.begin(2, len(self.checkpoints) - 1 if self.checkpoints else None)
+        last = max(0, self.spec.epochs - 1)
+        for _ in range(100_000):
+            for rank in self.ranks:
+                self.learn(rank, 1 << 30)
+                rank.lane = last
+                self.take(rank, 4)
+            complete = self.ask(LookShards(self.spec.name)).complete
+            if complete and all(r.exhausted and not r.held and not r.done for r in self.ranks):
+                return
+        pytest.fail("the data set never ends")
+
+    def expected(self) -> dict[tuple[int, int], int]:
+        if self.stream:
+            lanes = dict(enumerate(zip(self.spec.begins, self.ends, strict=True)))
+        else:
+            size = self.spec.size - self.spec.size % self.spec.shard * self.spec.drop_last
+            lanes = dict.fromkeys(range(self.spec.epochs), (0, size))
+        return {
+            (lane, n): 1
+            for lane, (begin, end) in lanes.items()
+            for n in range(begin, end)
+            if (lane, n) not in self.bad
+        }
+
+
+epochs = st.builds(
+    DataSpec,
+    name=st.just("data"),
+    size=st.integers(0, 60),
+    epochs=st.integers(1, 3),
+    shard=st.integers(1, 7),
+    drop_last=st.booleans(),
+    attempts=st.integers(1, 3),
+    timeout=st.just(TIMEOUT),
+)
+streams = st.builds(
+    DataSpec,
+    name=st.just("stream"),
+    begins=st.lists(st.integers(0, 50), min_size=1, max_size=3).map(tuple),
+    shard=st.integers(1, 7),
+    attempts=st.integers(1, 3),
+    timeout=st.just(TIMEOUT),
+)
+TAKE, LEARN, SAVE, BEGIN, MASTER, SILENCE, EXTEND, NEXT = range(8)
+kinds = st.sampled_from(
+    [TAKE] * 4 + [LEARN] * 4 + [SAVE] * 2 + [BEGIN, MASTER, SILENCE, EXTEND, NEXT]
+)
+programs = st.lists(
+    st.tuples(kinds, st.integers(0, 5), st.integers(1, 12)), min_size=30, max_size=60
+)
+rotten = st.frozensets(st.tuples(st.integers(0, 2), st.integers(0, 60)), max_size=3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@settings(max_examples=150, deadline=None)
+@given(st.one_of(epochs, streams), programs, rotten)
+def test_every_sample_counts_once(spec, program, bad) -> None:
+    job = Job(spec, bad)
+    for kind, a, b in program:
+        job.do(kind, a, b)
+    job.finish()
+    assert job.model == job.expected()
+    gone = {place for place in bad if place in all_samples(job)}
+    assert job.aside == dict.fromkeys(gone, 1), "what nobody can read is set aside, and told once"
+
+
+def all_samples(job: Job) -> set[tuple[int, int]]:
+    bad, job.bad = job.bad, frozenset()
+    everything = set(job.expected())
+    job.bad = bad
+    return everything
+
+
+# ---- one thing each
+
+
+def opened(spec: DataSpec, *workers: str) -> Shards:
+    shards = Shards()
+    for worker in workers:
+        shards.handle(OpenShards(spec, worker, Incarnation(1)), 0.0)
+    return shards
+
+
+def take(
+    shards: Shards, worker: str, seq: int, want: int = 1, now: float = 0.0, **more
+) -> ShardReply:
+    request = TakeShards("data", worker, Incarnation(1), seq, want=want, **more)
+    commands = shards.handle(request, now)
+    shards.validate()
+    return next(c.reply for c in commands if isinstance(c, Answer))
+
+
+def test_shards_that_follow_each_other_are_one_span() -> None:
+    shards = opened(DataSpec(name="data", size=1000, shard=10), "a")
+    assert take(shards, "a", 1, want=7).spans == (Span(0, 0, 70),)
+
+
+def test_the_last_shards_are_dealt_one_by_one() -> None:
+    """A worker that asks for many at the end would keep others idle."""
+    shards = opened(DataSpec(name="data", size=100, shard=10), "a", "b")
+    assert take(shards, "a", 1, want=10).spans == (Span(0, 0, 30),)
+    assert take(shards, "b", 1, want=10).spans == (Span(0, 30, 50),)
+    assert take(shards, "a", 2, want=10).spans == ()
+    assert take(shards, "a", 3, want=10, done=(Span(0, 0, 20),)).spans == (Span(0, 50, 60),)
+    assert take(shards, "b", 2, want=10, starving=True).spans == (Span(0, 60, 70),)
+
+
+def test_a_dead_workers_shards_go_to_others_at_once() -> None:
+    shards = opened(DataSpec(name="data", size=30, shard=10), "a", "b")
+    take(shards, "a", 1)
+    take(shards, "a", 2, done=(Span(0, 0, 4),))
+    shards.handle(ForgetWorker("a"), 0.0)
+    assert take(shards, "b", 1, want=2).spans == (Span(0, 4, 10), Span(0, 10, 20))
+    with pytest.raises(ProtocolError, match="were dealt to others"):
+        take(shards, "a", 3)
+    with pytest.raises(ProtocolError, match="were dealt to others"):
+        shards.handle(OpenShards(shards.queues["data"].spec, "a", Incarnation(1)), 0.0)
+
+
+def test_silence_is_not_counted_while_the_dealer_is_away() -> None:
+    shards = opened(DataSpec(name="data", size=30, shard=10, timeout=5.0), "a", "b")
+    take(shards, "a", 1)
+    shards.forgive(100.0)
+    assert take(shards, "b", 1, now=104.0).spans == (Span(0, 10, 20),)
+    take(shards, "b", 2, now=106.0)
+    with pytest.raises(ProtocolError):
+        take(shards, "a", 2, now=106.0)
+
+
+@pytest.mark.parametrize(
+    "reported",
+    [{"done": (Span(0, 10, 11),)}, {"done": (Span(0, 0, 5), Span(0, 4, 6))}, {"done": (Span(9, 0, 1),)},
+     {"failed": (Failed(Span(0, 50, 51), "x"),)}],
+)  # fmt: skip
+def test_what_was_not_taken_cannot_be_reported(reported) -> None:
+    shards = opened(DataSpec(name="data", size=100, shard=10), "a", "b")
+    take(shards, "a", 1)
+    take(shards, "b", 1)
+    with pytest.raises(ProtocolError, match="it has not taken"):
+        take(shards, "a", 2, **reported)
+    shards.validate()
+    assert take(shards, "a", 2, done=(Span(0, 0, 10),)).done == 10
+
+
+def test_all_workers_must_mean_the_same() -> None:
+    shards = opened(DataSpec(name="data", size=100, shard=10), "a")
+    with pytest.raises(ProtocolError, match="has shard 20 here and 10 for the first"):
+        shards.handle(
+            OpenShards(DataSpec(name="data", size=100, shard=20), "b", Incarnation(1)), 0.0
+        )
+    spec, done = DataSpec(name="data", size=100, shard=10), Spans([Span(0, 0, 1)]).packed()
+    with pytest.raises(ProtocolError, match="another checkpoint"):
+        shards.handle(OpenShards(spec, "b", Incarnation(1), done), 0.0)
+
+
+def test_a_checkpoint_of_a_larger_data_set_is_refused() -> None:
+    done = Spans([Span(0, 0, 101)]).packed()
+    with pytest.raises(ProtocolError, match="has 100 samples"):
+        Shards().handle(OpenShards(DataSpec(name="data", size=100), "a", Incarnation(1), done), 0.0)
+
+
+def test_a_data_set_that_is_not_known_is_told() -> None:
+    with pytest.raises(ProtocolError, match="lost its journal"):
+        take(Shards(), "a", 1)
