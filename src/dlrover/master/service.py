@@ -195,6 +195,10 @@ class Master:
         """The platform's report of a node's end."""
         self._insist(inputs.NodeExited(node_id, reason))
 
+    def on_node_wait(self, node_id: int, reason: str) -> None:
+        """The platform's report of what keeps a node from starting; empty: nothing any more."""
+        self._insist(inputs.NodeWaits(node_id, reason))
+
     def _insist(self, event: inputs.Input) -> None:
         """Submit what nobody would report again, once more as long as the journal cannot be written."""
         if isinstance(event, inputs.NodeDisconnected) and event.node_id in self._heard:
