@@ -478,8 +478,10 @@ class Kubelet:
         return str(value)
 
     def _localize(self, text: str, paths: dict[str, Path]) -> str:
-        for mounted in sorted(paths, key=len, reverse=True):
-            text = re.sub(rf"(?<![\w/.-]){re.escape(mounted)}(?![\w.-])", str(paths[mounted]), text)
+        if paths:
+            mounted = "|".join(re.escape(path) for path in sorted(paths, key=len, reverse=True))
+            pattern = rf"(?<![\w/.-])({mounted})(?![\w.-])"
+            text = re.sub(pattern, lambda found: str(paths[found[1]]), text)
         return self._services.resolve(text, self.namespace)
 
 

@@ -169,7 +169,8 @@ def _grow(container: Manifest, factor: float) -> None:
     for kind in ("requests", "limits"):
         asked = resources.get(kind) or {}
         if factor != 1.0 and "memory" in asked:
-            asked["memory"] = str(math.ceil(quantity(asked["memory"]) * Decimal(str(factor))))
+            wanted = quantity(asked["memory"]) * Decimal(str(factor))
+            asked["memory"] = f"{math.ceil(wanted / 2**20)}Mi"
 
 
 def quantity(text: str | int) -> Decimal:

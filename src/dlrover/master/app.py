@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         level=logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it tells of each request
     try:
         return asyncio.run(serve(job_dir, env, args.lifeline_fd))
     except DLRoverError as error:
