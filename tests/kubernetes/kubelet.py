@@ -94,6 +94,12 @@ class Container:
                 child.kill()
         self.process.send_signal(number)
 
+    def close(self) -> None:
+        """Kill what runs, and wait for its end."""
+        self.signal(signal.SIGKILL)
+        if self.process is not None:
+            self.process.wait()
+
     def _terminated(self, code: int, reason: str) -> dict[str, Any]:
         message = ""
         if code and self.spec.get("terminationMessagePolicy") == "FallbackToLogsOnError":
@@ -158,6 +164,10 @@ class Pod:
     @property
     def running(self) -> bool:
         return any(container.ended is None for container in self.containers)
+
+    def close(self) -> None:
+        for container in self.containers:
+            container.close()
 
     def status(self) -> dict[str, Any]:
         phase = self.phase
@@ -228,10 +238,7 @@ class Kubelet:
         self._thread.join()
         self._services.close()
         for pod in self.pods.values():
-            for container in pod.containers:
-                container.signal(signal.SIGKILL)
-                if container.process is not None:
-                    container.process.wait()
+            pod.close()
         path = f"/api/v1/namespaces/{self.namespace}/pods"
         self._quietly("DELETE", f"{path}?gracePeriodSeconds=0")
         for name in self.nodes:
@@ -247,8 +254,8 @@ class Kubelet:
     def evict(self, pod: str) -> None:
         """End a pod as a node does that runs out of something."""
         with self._lock:
+            self.pods[pod].close()
             self.pods[pod].failed = "Evicted"
-            self.pods[pod].deadline = time.monotonic()
 
     def lose(self, node: str) -> None:
         """The node goes dark: its processes end, and it says nothing any more."""
@@ -344,6 +351,8 @@ class Kubelet:
         pod = Pod(obj, folder, address)
         for container in pod.containers:
             self._start(pod, container)
+        if pod.name in self.pods:
+            self.pods[pod.name].close()
         self.pods[pod.name] = pod
         self._tell(pod)
 
