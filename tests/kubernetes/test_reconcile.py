@@ -391,12 +391,12 @@ def test_what_has_no_effect_is_told_once_a_generation() -> None:
     manifest["metadata"].update(uid="uid-1", generation=1, name="digits")
     world = World(manifest)
     world.settle()
-    fields = ("resourceLimits", "enableElasticScheduling", "enableDynamicSharding")
-    assert world.events.count("NoEffect") == len(fields) + 1  # and restartTimeout of ps
+    # distributionStrategy, resourceLimits, enableElasticScheduling, enableDynamicSharding; restartTimeout of ps
+    assert world.events.count("NoEffect") == 5
     assert world.job is not None
     world.job["metadata"]["generation"] = 2
     world.settle()
-    assert world.events.count("NoEffect") == 2 * (len(fields) + 1)
+    assert world.events.count("NoEffect") == 10
 
 
 def test_the_masters_template_is_kept_and_completed() -> None:
@@ -503,7 +503,8 @@ def strike_pod(world: World, pod: dict[str, Any], what: str) -> None:
         world.end(pod, None, "Evicted")
 
 
-@settings(max_examples=150, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
 @given(FAULTS)
 def test_whatever_happens_to_the_pods_the_job_comes_back_to_one_running_master(
     faults: list[tuple[str, int]],

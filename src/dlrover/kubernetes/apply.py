@@ -19,7 +19,15 @@ from dlrover.kubernetes.types import ElasticJobStatus
 logger = logging.getLogger(__name__)
 
 Manifest = dict[str, Any]
-_MADE = (api.PODS, api.SERVICES, api.SECRETS, api.SERVICE_ACCOUNTS, api.ROLES, api.ROLE_BINDINGS)
+_MADE = (
+    api.PODS,
+    api.SERVICES,
+    api.SECRETS,
+    api.SERVICE_ACCOUNTS,
+    api.ROLES,
+    api.ROLE_BINDINGS,
+    api.EVENTS,
+)
 _RESOURCES = {resource.kind: resource for resource in _MADE}
 
 
@@ -62,13 +70,18 @@ async def carry_out(client: Client, jobs: Resource, job: Manifest, decision: Dec
 
 def status_patch(old: Mapping[str, Any] | None, status: ElasticJobStatus) -> dict[str, Any] | None:
     """The merge patch that makes a status of ``old``; None if it is that. ``training`` is not touched."""
-    wanted = {
-        key: value
-        for key, value in msgspec.to_builtins(status).items()
-        if key != "training" and value not in ("", [], {})
-    }
+    wanted = _set(msgspec.to_builtins(status))
+    wanted.pop("training", None)
     known = {key: value for key, value in (old or {}).items() if key != "training"}
     return _difference(known, wanted) or None
+
+
+def _set(value: Any) -> Any:
+    """A value without the fields that are empty: what is not set is not written."""
+    if isinstance(value, dict):
+        inner = {key: _set(child) for key, child in value.items()}
+        return {key: child for key, child in inner.items() if child not in ("", [], {})}
+    return [_set(child) for child in value] if isinstance(value, list) else value
 
 
 def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,8 +111,10 @@ async def tell(client: Client, job: Manifest, event: Event) -> None:
         "uid": metadata.get("uid", ""),
         "resourceVersion": metadata.get("resourceVersion", ""),
     }
+    name = f"{metadata['name']}.{digest}"
     made = {
-        "metadata": {"name": f"{metadata['name']}.{digest}", "namespace": metadata["namespace"]},
+        "kind": "Event",
+        "metadata": {"name": name, "namespace": metadata["namespace"]},
         "involvedObject": reference,
         "reason": event.reason,
         "message": event.message,
@@ -110,8 +125,7 @@ async def tell(client: Client, job: Manifest, event: Event) -> None:
         "count": 1,
     }
     try:
-        if not await _create(client, {"kind": "Event", **made}, api.EVENTS):
-            name = made["metadata"]["name"]
+        if not await _create(client, made):
             before = await client.get(api.EVENTS, metadata["namespace"], name)
             patch = {"count": int(before.get("count") or 1) + 1, "lastTimestamp": now}
             await client.patch(api.EVENTS, metadata["namespace"], name, patch)
@@ -119,10 +133,10 @@ async def tell(client: Client, job: Manifest, event: Event) -> None:
         logger.warning("An event of job %s is not written: %s", metadata["name"], error)
 
 
-async def _create(client: Client, made: Manifest, resource: Resource | None = None) -> bool:
+async def _create(client: Client, made: Manifest) -> bool:
     """Create an object; False if there is one of its name."""
     try:
-        await client.create(resource or _RESOURCES[made["kind"]], made)
+        await client.create(_RESOURCES[made["kind"]], made)
     except ApiError as error:
         if error.status == 409 and error.reason == "AlreadyExists":
             return False

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _OF_JOB = {
+    "distributionStrategy": "The roles of replicaSpecs say which pods run.",
     "optimizeMode": "Resources are as the manifest gives them.",
     "resourceLimits": "A ResourceQuota limits a namespace.",
     "brainService": "No Brain is asked.",
@@ -20,7 +21,7 @@ _OF_ROLE = {
     "restartTimeout": "The setting join_timeout bounds the wait for nodes.",
     "BatchScheduler": "spec.schedulerName of the template names a scheduler.",
 }
-_DEFAULTS = {"optimizeMode": "single-job"}
+_DEFAULTS = {"optimizeMode": "single-job", "distributionStrategy": "AllreduceStrategy"}
 
 
 def notes(spec: Mapping[str, Any]) -> list[str]:

@@ -1,17 +1,19 @@
-"""CustomResourceDefinitions from the types; ``python -m dlrover.kubernetes.crd DIR`` writes them."""
+"""What is installed in a cluster as far as it follows from the code: definitions and rights.
+
+``python -m dlrover.kubernetes.crd`` writes the files below ``deploy`` that come from here.
+"""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from dlrover.kubernetes import names, schema
+from dlrover.kubernetes import names, objects, schema
 
 Manifest = dict[str, Any]
-HEADER = "# Written by python -m dlrover.kubernetes.crd; change src/dlrover/kubernetes/types.py.\n"
+HEADER = "# Written by python -m dlrover.kubernetes.crd: do not edit.\n"
 _WORKERS = ".spec.replicaSpecs.worker.replicas"
 
 
@@ -46,17 +48,45 @@ def scale_plans() -> Manifest:
     return _definition("ScalePlan", "scaleplans", [], _version(schema.scale_plan(), columns))
 
 
-def definitions() -> dict[str, Manifest]:
-    """All definitions, by the name of the file that has it."""
-    return {
-        f"{definition['metadata']['name']}.yaml": definition
-        for definition in (elastic_jobs(), scale_plans())
-    }
+def files() -> dict[str, str]:
+    """The files that are written, by their path below ``deploy``."""
+    made = {}
+    for definition in (elastic_jobs(), scale_plans()):
+        name = f"{definition['metadata']['name']}.yaml"
+        made[f"crds/{name}"] = made[f"chart/crds/{name}"] = _text(definition)
+    rights = {"rules": objects.operator_rules(), "leaseRules": objects.lease_rules()}
+    made["chart/files/rules.yaml"] = _text(rights)
+    for kind, folder in (("ClusterRole", "cluster"), ("Role", "namespaced")):
+        made[f"{folder}/rights.yaml"] = _text(*_rights(kind))
+    made["operator/lease.yaml"] = _text(
+        *_granted("Role", "dlrover-operator-lease", objects.lease_rules())
+    )
+    return made
 
 
-def text(definition: Manifest) -> str:
-    """A definition as it stands in its file."""
-    return HEADER + yaml.dump(definition, Dumper=_Plain, sort_keys=False, width=100)
+def _rights(kind: str) -> list[Manifest]:
+    return _granted(kind, "dlrover-operator", objects.operator_rules())
+
+
+def _granted(kind: str, name: str, rules: list[Manifest]) -> list[Manifest]:
+    """A role of a kind, bound to the operator's account."""
+    rbac = "rbac.authorization.k8s.io"
+    subject = {"kind": "ServiceAccount", "name": "dlrover-operator", "namespace": "dlrover-system"}
+    return [
+        {"apiVersion": f"{rbac}/v1", "kind": kind, "metadata": {"name": name}, "rules": rules},
+        {
+            "apiVersion": f"{rbac}/v1",
+            "kind": f"{kind}Binding",
+            "metadata": {"name": name},
+            "roleRef": {"apiGroup": rbac, "kind": kind, "name": name},
+            "subjects": [subject],
+        },
+    ]
+
+
+def _text(*documents: Manifest) -> str:
+    """Documents as they stand in a file."""
+    return HEADER + yaml.dump_all(documents, Dumper=_Plain, sort_keys=False, width=100)
 
 
 class _Plain(yaml.SafeDumper):
@@ -103,11 +133,13 @@ def _definition(kind: str, plural: str, short: list[str], version: Manifest) -> 
     }
 
 
-def main(folder: str) -> None:
-    """Write all definitions into a folder."""
-    for name, definition in definitions().items():
-        (Path(folder) / name).write_text(text(definition))
+def main(folder: Path) -> None:
+    """Write all files below a folder."""
+    for name, content in files().items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(Path("deploy"))

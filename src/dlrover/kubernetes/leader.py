@@ -43,7 +43,7 @@ class Leader:
         namespace: str,
         name: str,
         identity: str,
-        terms: Terms = Terms(),  # noqa: B008 - frozen
+        terms: Terms = Terms(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client, self._namespace, self._name = client, namespace, name
@@ -54,7 +54,9 @@ class Leader:
 
     async def acquire(self) -> None:
         """Wait until the Lease is ours."""
-        while not await self._attempt():
+        while True:
+            if await self._attempt():
+                break
             await asyncio.sleep(self._terms.renew)
         logger.info("%s leads by the Lease %s/%s", self._identity, self._namespace, self._name)
 

@@ -14,7 +14,6 @@ HOME = "/var/lib/dlrover"
 """Where the master keeps the job's directory: empty in each pod, or the volume of ``journalClaim``."""
 USER = 65532
 """The user and group of the master, as in distroless images."""
-_CORE = ""
 
 
 def owner(job: ElasticJob) -> Manifest:
@@ -62,15 +61,32 @@ def account(job: ElasticJob) -> list[Manifest]:
 
 
 def role_rules(job: str) -> list[Manifest]:
-    """What a master may do in its namespace: no Secret, no other kind."""
+    """What a master may do in its namespace: its own job and pods, nothing else."""
     return [
-        _rule(_CORE, ["pods", "services"], ["get", "list", "watch", "create", "patch", "delete"]),
-        _rule(_CORE, ["events"], ["list", "watch", "create", "patch"]),
+        _rule("", ["pods"], ["get", "list", "watch", "create", "delete"]),
         _rule(names.GROUP, ["elasticjobs"], ["get"], job),
         _rule(names.GROUP, ["elasticjobs/status"], ["patch"], job),
-        _rule(names.GROUP, ["scaleplans"], ["get", "list", "watch"]),
-        _rule(names.GROUP, ["scaleplans/status"], ["patch"]),
     ]
+
+
+def operator_rules() -> list[Manifest]:
+    """What the operator may do where it works. It has all that it gives to masters, as it has to."""
+    rbac = "rbac.authorization.k8s.io"
+    return [
+        _rule(names.GROUP, ["elasticjobs"], ["get", "list", "watch", "delete"]),
+        _rule(names.GROUP, ["elasticjobs/status"], ["patch"]),
+        _rule("", ["pods"], ["get", "list", "watch", "create", "delete"]),
+        _rule("", ["services"], ["list", "watch", "create"]),
+        _rule("", ["serviceaccounts", "secrets"], ["create"]),
+        _rule(rbac, ["roles"], ["create", "patch"]),
+        _rule(rbac, ["rolebindings"], ["create"]),
+        _rule("", ["events"], ["get", "create", "patch"]),
+    ]
+
+
+def lease_rules() -> list[Manifest]:
+    """What it may do beside in its own namespace: lead."""
+    return [_rule("coordination.k8s.io", ["leases"], ["get", "create", "update"])]
 
 
 def _rule(group: str, resources: list[str], verbs: list[str], only: str = "") -> Manifest:

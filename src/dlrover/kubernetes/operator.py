@@ -14,14 +14,13 @@ from dlrover.errors import InfrastructureError
 from dlrover.kubernetes import apply, names
 from dlrover.kubernetes.client import PODS, SERVICES, Client, Resource
 from dlrover.kubernetes.informer import Informer
+from dlrover.kubernetes.job import ELASTIC_JOBS
 from dlrover.kubernetes.leader import Leader
 from dlrover.kubernetes.reconcile import Observed, Options, reconcile
 from dlrover.kubernetes.workqueue import WorkQueue
 
 logger = logging.getLogger(__name__)
 
-ELASTIC_JOBS = Resource(names.GROUP, names.VERSION, "elasticjobs", "ElasticJob")
-SCALE_PLANS = Resource(names.GROUP, names.VERSION, "scaleplans", "ScalePlan")
 WORKERS = 16
 """Jobs that are worked on at once."""
 FIRST_RETRY = 0.5

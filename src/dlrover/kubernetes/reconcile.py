@@ -155,7 +155,7 @@ def condition(
         type=kind,
         status="True" if status else "False",
         reason=reason,
-        message=message,
+        message=message or f"{reason}.",
         observed_generation=generation,
     )
 
