@@ -436,7 +436,7 @@ def test_a_patch_of_the_status_removes_what_is_gone_and_spares_the_masters_part(
     old = {
         "phase": "Running",
         "message": "old",
-        "training": {"step": 7},
+        "training": {"steps": 7},
         "replicaStatuses": {"worker": {"pending": 0, "active": 2, "succeeded": 0, "failed": 0}},
     }
     new = ElasticJobStatus(phase="Running", replica_statuses={"ps": ReplicaStatus(active=1)})

@@ -234,7 +234,7 @@ def master(  # noqa: PLR0913 - each is an option of the command
     Its token is DLROVER_TOKEN, or a fresh one that is printed. With --platform kubernetes the job is the
     ElasticJob that DLROVER_KUBERNETES_JOB names, and the master makes its pods.
     """
-    from dlrover.master.app import main as run_master  # noqa: PLC0415 - loads grpc
+    from dlrover.master.app import main as run_master, read_outcome  # noqa: PLC0415 - loads grpc
 
     env = config.environ()
     settings = config.settings(env, config_file, parse_rdzv_conf(rdzv_conf))
@@ -281,6 +281,9 @@ def master(  # noqa: PLR0913 - each is an option of the command
             print(f"The token is in {directory.token}; give it to the nodes as DLROVER_TOKEN.")
         sys.stdout.flush()
         code = run_master(["--job-dir", str(directory.path)])
+    outcome = read_outcome(directory.outcome) if platform else None
+    if outcome is not None:
+        print(outcome.reason, file=sys.stderr)  # the pod's last words
     raise typer.Exit(code)
 
 

@@ -28,7 +28,7 @@ def elastic_jobs() -> Manifest:
         _column("State", ".status.phase"),
         _column("Workers", ".status.workers"),
         _column("Restarts", ".status.training.restarts", "integer"),
-        _column("Step", ".status.training.step", "integer"),
+        _column("Steps", ".status.training.steps", "integer"),
         _column("Goodput", ".status.training.goodput"),
         _column("Age", ".metadata.creationTimestamp", "date"),
         _column("Message", ".status.message", priority=1),

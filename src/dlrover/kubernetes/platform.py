@@ -19,6 +19,7 @@ from dlrover.errors import InfrastructureError
 from dlrover.kubernetes import job as jobs, names, nodes, pods
 from dlrover.kubernetes.client import PODS, ApiError, Client, jitter
 from dlrover.kubernetes.informer import Informer
+from dlrover.kubernetes.reporting import Reporter
 from dlrover.kubernetes.types import ElasticJob
 from dlrover.platform.base import Found, OnExit, OnWait, Setup
 
@@ -78,6 +79,7 @@ class KubernetesPlatform:
         self._slots = asyncio.Semaphore(PARALLEL)
         self._tasks: set[asyncio.Task[None]] = set()
         self._background: list[asyncio.Task[None]] = []
+        self._reporter: Reporter | None = None
         labels = f"{names.JOB_LABEL}={job.name},{nodes.NODE_LABEL}"
         self._informer = Informer(client, PODS, self._namespace, labels, self._changed)
 
@@ -95,6 +97,7 @@ class KubernetesPlatform:
             service = f"{names.master_name(job.name)}.{job.namespace}.svc:{setup.port}"
             platform = cls(client, job, service, setup.on_exit, setup.on_wait)
             await platform.start()
+            platform.report(Reporter(client, job, setup.progress))
         except BaseException:
             await client.close()
             raise
@@ -115,6 +118,11 @@ class KubernetesPlatform:
             ) from None
         self._background.append(asyncio.create_task(self._sweep_often()))
 
+    def report(self, reporter: Reporter) -> None:
+        """Have the training's progress written into the job's status."""
+        self._reporter = reporter
+        self._background.append(asyncio.create_task(reporter.run()))
+
     async def close(self) -> None:
         """Carry out the deletions that are under way, and let go of the pods."""
         for watched in self._watched.values():
@@ -124,6 +132,8 @@ class KubernetesPlatform:
         for task in [*self._tasks, *self._background]:
             task.cancel()
         await asyncio.gather(*self._tasks, *self._background, return_exceptions=True)
+        if self._reporter is not None:
+            await self._reporter.close()
         await self._client.close()
 
     def launch(

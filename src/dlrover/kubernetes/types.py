@@ -183,9 +183,9 @@ class MasterStatus(_Base, frozen=True):
 class TrainingStatus(_Base, frozen=True):
     """How far the training is; the job's master writes it."""
 
-    step: Annotated[int, Meta(description="The last step.")] = 0
+    steps: Annotated[int, Meta(description="Optimizer steps, repeated ones included.")] = 0
     restarts: Annotated[int, Meta(description="Restarts of the workers.")] = 0
-    goodput: Annotated[str, Meta(description="Share of the time in new steps, as 97.5 %.")] = ""
+    goodput: Annotated[str, Meta(description="Share of the time in new steps, as 97.5%.")] = ""
 
 
 class ElasticJobStatus(_Base, frozen=True):

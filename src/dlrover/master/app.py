@@ -86,7 +86,15 @@ async def _serve(
     master.register(server)
     port = await _listen(server, settings, job_dir)
     _publish(job_dir, settings.host, port)
-    setup = Setup(job_dir.path, port, env, lifeline_fd, master.on_node_exit, master.on_node_wait)
+    setup = Setup(
+        job_dir.path,
+        port,
+        env,
+        lifeline_fd,
+        master.on_node_exit,
+        master.on_node_wait,
+        master.progress,
+    )
     platform = await _platform(settings, setup)
     takeover.begin(master, settings.job, str(job_dir.path), history, platform)
     watches = [

@@ -23,7 +23,7 @@ from dlrover.master.machine.ledger import Ledger
 from dlrover.master.machine.state import Node
 from dlrover.master.machine.store import KeyValueStore
 from dlrover.master.machine.waiting import waiting_for
-from dlrover.platform.base import Platform
+from dlrover.platform.base import Platform, Progress
 from dlrover.rpc import messages
 from dlrover.rpc.server import Server
 from dlrover.spec.check import CheckReport
@@ -446,6 +446,13 @@ class Master:
         """Where the job stands."""
         status = status_of(self.machine, self.clock(), self._steps, self.hangs.doing())
         return msgspec.structs.replace(status, slow=self.hangs.slow())
+
+    def progress(self) -> Progress:
+        """How far the training is."""
+        now = self.clock()
+        status = status_of(self.machine, now, self._steps)
+        goodput = self.ledger.goodput(now).goodput_ratio
+        return Progress(status.total_steps, status.restarts, goodput)
 
     async def watch(self, request: messages.WatchRequest) -> AsyncIterator[messages.Notice]:
         """Events after ``request.since``, and for a follower also those to come."""

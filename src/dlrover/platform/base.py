@@ -30,6 +30,16 @@ class Found(NamedTuple):
     handle: str
 
 
+class Progress(NamedTuple):
+    """How far a job's training is."""
+
+    steps: int
+    """Optimizer steps of all rounds, repeated ones included."""
+    restarts: int
+    goodput: float
+    """Productive seconds of all seconds, 0 to 1."""
+
+
 class Setup(NamedTuple):
     """What a master gives its platform. Each class has an async ``create(setup)`` that makes it."""
 
@@ -41,6 +51,7 @@ class Setup(NamedTuple):
     """Closes when the process dies that the master belongs to; -1 for none."""
     on_exit: OnExit
     on_wait: OnWait
+    progress: Callable[[], Progress]
 
 
 class Platform(Protocol):
