@@ -10,6 +10,9 @@ What a process sees instead of a container's file system and network:
   it reach a running pod that its selector takes. The names ``service.namespace`` and
   ``service.namespace.svc`` in commands and variables become that address.
 * The service account is a kubeconfig, named by KUBECONFIG.
+
+A container's first process dies with the process that runs the tests. What it started has to see to its own
+end then, as all that ``dlrover-run`` starts does.
 """
 
 from __future__ import annotations
