@@ -6,11 +6,14 @@ import asyncio
 import base64
 import contextlib
 import json
+import shutil
+import subprocess
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from dlrover.kubernetes import names
@@ -23,6 +26,17 @@ from tests.kubernetes.manifests import job
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 ACCOUNT = "dlrover-operator"
+
+
+def kustomize(folder: str) -> list[dict[str, Any]]:
+    """What a folder of ``deploy`` makes, by the machine's own kubectl."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("there is no kubectl on this machine")
+    done = subprocess.run(
+        ["kubectl", "kustomize", DEPLOY / folder], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
 
 
 def define(plane: ControlPlane) -> None:

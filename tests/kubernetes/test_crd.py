@@ -14,7 +14,7 @@ import dlrover
 from dlrover.kubernetes import crd, names, objects, schema
 from dlrover.kubernetes.types import ElasticJobSpec
 from tests.kubernetes.controlplane import ControlPlane
-from tests.kubernetes.installed import DEPLOY, define
+from tests.kubernetes.installed import DEPLOY, define, kustomize
 from tests.kubernetes.manifests import EARLY_SEED, ORIGINAL, SEED, job
 
 
@@ -81,17 +81,6 @@ def test_rules_name_the_field_and_are_given_to_servers_that_know_cel() -> None:
         assert rule["message"].partition(":")[0].rpartition(".")[2] in (
             "name", "replicaSpecs", "minReplicas", "envs"
         )  # fmt: skip
-
-
-def kustomize(folder: str) -> list[dict[str, Any]]:
-    try:
-        done = subprocess.run(
-            ["kubectl", "kustomize", DEPLOY / folder], capture_output=True, text=True, check=False
-        )
-    except FileNotFoundError:
-        pytest.skip("there is no kubectl on this machine")
-    assert done.returncode == 0, done.stderr
-    return list(yaml.safe_load_all(done.stdout))
 
 
 @pytest.mark.slow

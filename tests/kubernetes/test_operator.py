@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 from dlrover.errors import InfrastructureError
-from dlrover.kubernetes import names, times
+from dlrover.kubernetes import names, times, validation
 from dlrover.kubernetes.client import LEASES, Client
 from dlrover.kubernetes.leader import Leader, Terms
+from dlrover.kubernetes.reporting import Reporter
+from dlrover.platform.base import Progress
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.installed import Cluster
 from tests.kubernetes.kubelet import Kubelet
@@ -208,6 +210,36 @@ def test_one_of_two_operators_works_and_the_other_takes_over(
                 await cluster.until(lambda: cluster.told.get("MasterReady") == 2)
                 assert time.monotonic() - began < 15.0, "nobody waits for the Lease to run out"
                 assert cluster.status["master"]["starts"] == 2
+
+    asyncio.run(scenario())
+
+
+def test_the_masters_part_of_the_status_and_the_operators_do_not_meet(
+    cluster: Cluster, kubelet: Callable[..., Kubelet]
+) -> None:
+    kubelet()
+    made = [Progress(steps=120, restarts=1, goodput=0.975)]
+
+    async def scenario() -> None:
+        client = Client.from_config(str(cluster.plane.kubeconfig))
+        try:
+            async with cluster.operator():
+                master = cluster.submit(SLEEP)
+                await cluster.until(lambda: cluster.told.get("MasterReady") == 1)
+                found = validation.parse(cluster.get("elasticjobs", "digits"))
+                reporter = Reporter(client, found, lambda: made[0], period=0.1)
+                reporting = asyncio.create_task(reporter.run())
+                expected = {"steps": 120, "restarts": 1, "goodput": "97.5%"}
+                await cluster.until(lambda: cluster.status.get("training") == expected)
+                cluster.plane.kubectl("delete", "pod", master, namespace=cluster.namespace)
+                await cluster.until(lambda: cluster.told.get("MasterReady") == 2)
+                assert cluster.status["training"] == expected
+                reporting.cancel()
+                made[0] = Progress(steps=121, restarts=2, goodput=1.0)
+                await reporter.close()
+                assert cluster.status["training"]["steps"] == 121
+        finally:
+            await client.close()
 
     asyncio.run(scenario())
 

@@ -71,11 +71,11 @@ def read(file: str) -> Manifest:
         raise ConfigurationError(f"{file} cannot be read: {error.strerror}.") from error
     except yaml.YAMLError as error:
         raise ConfigurationError(f"{file} is not valid YAML: {error}.") from error
-    if len(found) != 1 or not isinstance(found[0], dict):
+    if len(found) != 1:
         raise ConfigurationError(
             f"{file} has {len(found)} manifests: accepted is one, of an ElasticJob."
         )
-    manifest: Manifest = found[0]
+    manifest: Manifest = found[0] if isinstance(found[0], dict) else {}
     for field, wanted in (("apiVersion", names.API_VERSION), ("kind", "ElasticJob")):
         if manifest.get(field) != wanted:
             raise ConfigurationError(f"{field} is {manifest.get(field)}: accepted is {wanted}.")
