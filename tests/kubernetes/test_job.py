@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import time
@@ -98,9 +99,13 @@ class Job:
                 pytest.fail(self.log())
             await asyncio.sleep(0.1)
 
-    async def succeeds(self) -> None:
+    async def succeeds(self) -> dict[str, Any]:
+        """Wait for the job's success; how far its training is."""
         await self.until(lambda: self.cluster.status.get("phase") == "Succeeded")
         assert self.steps() == STEPS
+        training: dict[str, Any] = self.cluster.status["training"]
+        assert training["goodput"].endswith("%")
+        return training
 
 
 @pytest.fixture
@@ -118,7 +123,8 @@ def test_a_job_outlives_the_loss_of_a_worker(job: Job) -> None:
             await job.until(lambda: job.steps() > 5)
             victim = job.workers()[0]
             job.delete(victim)
-            await job.succeeds()
+            training = await job.succeeds()
+            assert training["restarts"] == 1
         assert victim not in job.workers()
         pods = {start["pod"] for start in job.starts()}
         assert len(pods) == 3, "one worker was replaced"
@@ -157,22 +163,29 @@ def test_a_worker_that_ran_out_of_memory_comes_back_with_more(job: Job) -> None:
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(10))
 def test_a_job_outlives_whatever_is_deleted(job: Job, seed: int) -> None:
-    """A worker, two workers, the master: in random order, at random moments."""
+    """A worker, two workers, the master, the operator: in random order, at random moments."""
     chance = random.Random(seed)
 
+    async def strike(victim: str, operator: contextlib.AsyncExitStack) -> None:
+        if victim == "operator":
+            await operator.aclose()
+            await asyncio.sleep(chance.uniform(0.0, 2.0))
+            await operator.enter_async_context(job.cluster.operator())
+        elif victim == "master":
+            job.delete(names.master_name("digits"))
+        else:
+            for pod in job.workers()[: 1 if victim == "worker" else 2]:
+                job.delete(pod)
+
     async def story() -> None:
-        async with job.cluster.operator():
+        async with contextlib.AsyncExitStack() as operator:
+            await operator.enter_async_context(job.cluster.operator())
             job.submit(2)
             await job.until(lambda: job.steps() > 3)
-            for victims in chance.sample(["worker", "workers", "master"], 3):
-                if victims == "master":
-                    job.delete(names.master_name("digits"))
-                else:
-                    running = job.workers()
-                    for pod in running[: 1 if victims == "worker" else 2]:
-                        job.delete(pod)
+            for victim in chance.sample(["worker", "workers", "master", "operator"], 4):
+                await strike(victim, operator)
                 await asyncio.sleep(chance.uniform(0.0, 3.0))
             await job.succeeds()
         assert {start["world"] for start in job.starts()} == {"2"}

@@ -174,6 +174,26 @@ def terminated(code: int, reason: str = "Error") -> dict[str, Any]:
             "its pod failed: DeadlineExceeded: It was active",
         ),
         (pod_with({"phase": "Failed"}), "its pod failed"),
+        (
+            {
+                **pod_with(terminated(4) | {"phase": "Running"}),
+                "spec": {"containers": [{"name": "main"}]},
+            },
+            "its container main ended with exit code 4",
+        ),
+        (
+            {
+                **pod_with(terminated(4) | {"phase": "Running"}),
+                "spec": {"containers": [{"name": "x"}]},
+            },
+            "",
+        ),
+        (
+            pod_with(
+                {"initContainerStatuses": terminated(5)["containerStatuses"], "phase": "Failed"}
+            ),
+            "its container main ended with exit code 5",
+        ),
         (pod_with({"phase": "Running"}, deletionTimestamp="now"), "its pod was deleted"),
         (
             pod_with(

@@ -339,6 +339,26 @@ def test_a_node_that_is_killed_before_its_pod_is_made_gets_none(
     asyncio.run(story())
 
 
+def test_a_master_that_leaves_deletes_no_pod_that_it_asked_for(
+    make: Callable[..., Nodes], kubelet: StartKubelet
+) -> None:
+    """Another master may have taken over: it has asked for the same pods."""
+    kubelet()
+    here = make()
+
+    async def story() -> None:
+        async with here.platform() as platform, here.platform() as other:
+            for number in range(20):
+                other.launch(number, number)
+                platform.launch(number, number)
+            await asyncio.sleep(0.1)
+            await platform.close()
+            await here.until(lambda: len(here.running()) == 20)
+            assert here.exits == {}
+
+    asyncio.run(story())
+
+
 def test_the_watch_survives_a_restart_of_the_server(
     make: Callable[..., Nodes], kubelet: StartKubelet, control_plane: ControlPlane, tmp_path: Path
 ) -> None:

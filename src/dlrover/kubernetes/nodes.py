@@ -220,6 +220,8 @@ def ending(obj: Mapping[str, Any]) -> str:
     status = obj.get("status") or {}
     if status.get("phase") in ("Succeeded", "Failed"):
         return _end(status)
+    if _main_ended(obj):
+        return _end(status)  # the others, which serve it, may run for ever
     if obj["metadata"].get("deletionTimestamp"):
         for condition in status.get("conditions") or ():
             if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
@@ -228,8 +230,18 @@ def ending(obj: Mapping[str, Any]) -> str:
     return ""
 
 
+def _main_ended(obj: Mapping[str, Any]) -> bool:
+    given = {"containers": list((obj.get("spec") or {}).get("containers") or ())}
+    main = _main(given)["name"] if given["containers"] else ""
+    statuses = (obj.get("status") or {}).get("containerStatuses") or ()
+    return any(
+        one["name"] == main and (one.get("state") or {}).get("terminated") for one in statuses
+    )
+
+
 def _end(status: Mapping[str, Any]) -> str:
-    for container in status.get("containerStatuses") or ():
+    kinds = ("initContainerStatuses", "containerStatuses")
+    for container in [one for kind in kinds for one in status.get(kind) or ()]:
         end = (container.get("state") or {}).get("terminated") or {}
         code = end.get("exitCode", 0)
         if end.get("reason") == "OOMKilled":
@@ -240,7 +252,7 @@ def _end(status: Mapping[str, Any]) -> str:
             return f"its container {container['name']} ended with exit code {code}{also}"
     if status.get("reason"):
         return _words("its pod failed", status)
-    return "its pod ended" if status["phase"] == "Succeeded" else "its pod failed"
+    return "its pod failed" if status["phase"] == "Failed" else "its pod ended"
 
 
 def _words(what: str, said: Mapping[str, Any]) -> str:

@@ -36,7 +36,7 @@ LONGEST_WAIT = 15.0
 KILL_GRACE = 5.0
 """Seconds that a pod gets between SIGTERM and SIGKILL when its node is ended."""
 FORCE_AFTER = 60.0
-"""Seconds after which a pod is removed that is being deleted: its Kubernetes node does not answer."""
+"""Seconds beyond its time after which a pod that is being deleted is removed: its node does not answer."""
 SWEEP_INTERVAL = 5.0
 """Seconds between two looks for pods that vanished unseen, or that do not go."""
 CLOSE_TIMEOUT = 10.0
@@ -58,8 +58,8 @@ class _Watched:
     unwanted: bool = False
     #: what it was last said to wait for
     waits: str = ""
-    #: when its deletion was first seen
-    leaving_since: float | None = None
+    #: when it should long be gone; None while it is not being deleted
+    leaving_until: float | None = None
 
 
 class KubernetesPlatform:
@@ -77,8 +77,9 @@ class KubernetesPlatform:
         self._uid = str(job.metadata.get("uid", ""))
         self._watched: dict[str, _Watched] = {}
         self._slots = asyncio.Semaphore(PARALLEL)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._background: list[asyncio.Task[None]] = []
+        self._creations: set[asyncio.Task[None]] = set()
+        self._deletions: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
         self._reporter: Reporter | None = None
         labels = f"{names.JOB_LABEL}={job.name},{nodes.NODE_LABEL}"
         self._informer = Informer(client, PODS, self._namespace, labels, self._changed)
@@ -94,13 +95,17 @@ class KubernetesPlatform:
         client = Client.from_config()
         try:
             job = await jobs.read(client, setup.env)
-            service = f"{names.master_name(job.name)}.{job.namespace}.svc:{setup.port}"
-            platform = cls(client, job, service, setup.on_exit, setup.on_wait)
-            await platform.start()
-            platform.report(Reporter(client, job, setup.progress))
         except BaseException:
             await client.close()
             raise
+        service = f"{names.master_name(job.name)}.{job.namespace}.svc:{setup.port}"
+        platform = cls(client, job, service, setup.on_exit, setup.on_wait)
+        try:
+            await platform.start()
+        except BaseException:
+            await platform.close()
+            raise
+        platform.report(Reporter(client, job, setup.progress))
         return platform
 
     async def start(self) -> None:
@@ -109,29 +114,33 @@ class KubernetesPlatform:
         Raises:
             InfrastructureError: the API server does not tell them in time.
         """
-        self._background.append(asyncio.create_task(self._informer.run()))
+        self._go_on(self._informer.run())
         try:
             await asyncio.wait_for(self._informer.synced.wait(), START_TIMEOUT)
         except asyncio.TimeoutError:
             raise InfrastructureError(
                 f"The Kubernetes API server did not list the job's pods within {START_TIMEOUT:g} s."
             ) from None
-        self._background.append(asyncio.create_task(self._sweep_often()))
+        self._go_on(self._sweep_often())
 
     def report(self, reporter: Reporter) -> None:
         """Have the training's progress written into the job's status."""
         self._reporter = reporter
-        self._background.append(asyncio.create_task(reporter.run()))
+        self._go_on(reporter.run())
 
     async def close(self) -> None:
-        """Carry out the deletions that are under way, and let go of the pods."""
-        for watched in self._watched.values():
-            watched.unwanted = watched.unwanted or watched.created is None
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=CLOSE_TIMEOUT)
-        for task in [*self._tasks, *self._background]:
+        """Carry out the deletions that are under way, and let go of the pods.
+
+        What was not made yet is not made: the next master asks for it.
+        """
+        for task in self._creations:
             task.cancel()
-        await asyncio.gather(*self._tasks, *self._background, return_exceptions=True)
+        if self._deletions:
+            await asyncio.wait(self._deletions, timeout=CLOSE_TIMEOUT)
+        tasks = [*self._creations, *self._deletions, *self._background]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._reporter is not None:
             await self._reporter.close()
         await self._client.close()
@@ -143,7 +152,7 @@ class KubernetesPlatform:
         launch = nodes.Launch(node_id, node_rank, avoid, memory_factor)
         name = nodes.pod_name(self._job, launch)
         watched = self._watched[name] = _Watched(node_id)
-        self._do(self._create(name, launch, watched))
+        self._do(self._create(name, launch, watched), self._creations)
         return name
 
     def adopt(self, node_id: int, handle: str) -> None:
@@ -171,7 +180,7 @@ class KubernetesPlatform:
         if watched is not None:
             watched.unwanted = True
         if watched is None or watched.created is not None:  # else `_create` sees to it
-            self._do(self._delete(handle))
+            self._do(self._delete(handle), self._deletions)
 
     # ---- making and deleting
 
@@ -224,9 +233,10 @@ class KubernetesPlatform:
             pod = self._informer.cache.get(self._key(name))
             if pod is not None and (pods.ended(pod) or (pods.leaving(pod) and grace)):
                 return
+            uid = pod["metadata"]["uid"] if pod is not None else ""
             try:
                 async with self._slots:
-                    await self._client.delete(PODS, self._namespace, name, grace=grace)
+                    await self._client.delete(PODS, self._namespace, name, uid, grace)
             except InfrastructureError as error:
                 if isinstance(error, ApiError) and not _may_pass(error):
                     logger.error("Pod %s cannot be deleted: %s", name, error)  # noqa: TRY400
@@ -237,15 +247,20 @@ class KubernetesPlatform:
             await asyncio.sleep(jitter(wait))
             wait = min(LONGEST_WAIT, wait * 2)
 
-    def _do(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
+    def _go_on(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something until `close`."""
+        self._do(work, self._background)
 
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("A defect: a pod was not dealt with", exc_info=task.exception())
+    def _do(self, work: Coroutine[Any, Any, None], among: set[asyncio.Task[None]]) -> None:
+        task = asyncio.create_task(work)
+        among.add(task)
+
+        def done(task: asyncio.Task[None]) -> None:
+            among.discard(task)
+            if not task.cancelled() and task.exception() is not None:
+                logger.error("A defect in dealing with pods", exc_info=task.exception())
+
+        task.add_done_callback(done)
 
     # ---- watching
 
@@ -263,8 +278,10 @@ class KubernetesPlatform:
         if watched.created is None:
             return  # the one of that name that is still to go; else `_create` looks again
         watched.seen = True
-        if pods.leaving(pod) and watched.leaving_since is None:
-            watched.leaving_since = time.monotonic()
+        if pods.leaving(pod):
+            grace = pod["metadata"].get("deletionGracePeriodSeconds") or 0
+            until = time.monotonic() + grace + FORCE_AFTER
+            watched.leaving_until = min(until, watched.leaving_until or until)
         reason = nodes.ending(pod)
         if reason:
             self._report(watched, reason)
@@ -297,8 +314,8 @@ class KubernetesPlatform:
                 continue
             elif not watched.seen and not there:
                 await self._look_for(name, watched)
-            elif there and watched.leaving_since and now - watched.leaving_since > FORCE_AFTER:
-                self._do(self._delete(name, grace=0))
+            elif there and watched.leaving_until is not None and now > watched.leaving_until:
+                self._do(self._delete(name, grace=0), self._deletions)
 
     async def _look_for(self, name: str, watched: _Watched) -> None:
         try:
