@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,21 @@ def test_all_faults_of_a_manifest_are_printed_and_the_exit_code_is_that_of_usage
         'dlrover: spec.cleanPodPolicy is "Some": accepted is All, None or Running.',
         'spec.suspend is "yes": accepted is true or false.',
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", [["submit", "job.yaml"], ["operator"]])
+def test_without_the_extra_a_sentence_says_what_to_install(verb: list[str]) -> None:
+    program = (
+        "import sys; sys.modules['yaml'] = sys.modules['httpx2'] = None\n"
+        "from dlrover.cli import main\n"
+        f"sys.argv[1:] = {verb}; sys.exit(main.main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=20
+    )
+    assert done.returncode == ExitCode.USAGE, done.stderr
+    assert "Kubernetes needs pip install 'dlrover[kubernetes]'." in done.stderr
 
 
 # ---- with a real API server

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given, settings, strategies as st
 
 from dlrover.errors import ConfigurationError
-from dlrover.kubernetes import validation
+from dlrover.kubernetes import nodes, validation
+from dlrover.kubernetes.reconcile import Observed, Options, reconcile
 from tests.kubernetes.manifests import CONTAINER, EARLY_SEED, ORIGINAL, SEED, job
 
 WORKER = "spec.replicaSpecs.worker"
@@ -84,7 +87,17 @@ WRONG: dict[str, tuple[str, Any, str]] = {
     "containers is a map": (
         f"{WORKER}.template.spec.containers",
         {"name": "main"},
-        f'{WORKER}.template.spec.containers is {{"name":"main"}}: accepted is a pod template with',
+        f'{WORKER}.template.spec.containers is {{"name":"main"}}: accepted is a list.',
+    ),
+    "labels is a list": (
+        f"{WORKER}.template.metadata",
+        {"labels": ["a=b"]},
+        f'{WORKER}.template.metadata.labels is ["a=b"]: accepted is a map of fields.',
+    ),
+    "command in one string": (
+        f"{WORKER}.template.spec.containers",
+        [{**CONTAINER, "command": "dlrover-run train.py"}],
+        '[0].command is "dlrover-run train.py": accepted is a list.',
     ),
     "no image": (
         f"{WORKER}.template.spec.containers",
@@ -195,3 +208,43 @@ def test_a_manifest_needs_no_labels_no_restart_policy_no_resources_and_no_namesp
     parsed = validation.parse(manifest)
     assert parsed.namespace == "default"
     assert parsed.spec.replica_specs["worker"].restart_count == 3
+
+
+# ---- whatever is in a manifest
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from(["", "a", "high", "1Gi"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["name", "image", "spec", "ps"]), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+def places(node: Any) -> Iterator[tuple[Any, Any]]:
+    """Each container of a tree with each of its keys."""
+    pairs = node.items() if isinstance(node, dict) else enumerate(node)
+    for key, child in list(pairs):
+        yield node, key
+        if isinstance(child, dict | list):
+            yield from places(child)
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from([SEED, EARLY_SEED, ORIGINAL]), st.integers(0, 200), JSON)
+def test_whatever_is_in_a_manifest_it_is_told_or_can_be_made(
+    text: str, place: int, value: Any
+) -> None:
+    manifest = yaml.safe_load(text)
+    manifest["metadata"] = {"name": "digits", "namespace": "default", "uid": "1"}
+    found = list(places(manifest["spec"]))
+    node, key = found[place % len(found)]
+    node[key] = value
+    decision = reconcile(Observed(manifest), 0.0, Options(), "token")
+    assert decision.status is not None or manifest["spec"].get("managedBy")
+    if decision.start is not None:
+        job = validation.parse(manifest)
+        for rank in range(len(nodes.slots(job))):
+            nodes.pod(job, nodes.Launch(rank, rank, ("host",), 2.0), "master:1")

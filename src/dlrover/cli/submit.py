@@ -36,7 +36,10 @@ def submit(
 ) -> None:
     """Create an ElasticJob; with --dry-run show it and all that the operator would make of it."""
     with extra():
-        from dlrover.kubernetes import compatibility  # noqa: PLC0415 - needs the extra
+        import httpx2  # noqa: F401, PLC0415 - needs the extra
+        import yaml  # noqa: F401, PLC0415
+
+        from dlrover.kubernetes import compatibility  # noqa: PLC0415
 
     manifest = read(file)
     for note in compatibility.notes(manifest["spec"]):

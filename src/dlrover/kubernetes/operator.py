@@ -102,18 +102,29 @@ class Operator:
     async def _work(self) -> None:
         while True:
             key = await self._queue.get()
+            # A task of its own: a defect that one job meets must not stop the others.
+            task = asyncio.create_task(self._reconcile(key))
             try:
-                again = await self._reconcile(key)
-            except InfrastructureError as error:
-                failures = self._failures[key] = self._failures.get(key, 0) + 1
-                again = min(LONGEST_RETRY, FIRST_RETRY * 2 ** min(failures, 10))
-                logger.warning("Job %s is tried again in %.0f s: %s", key, again, error)
-            else:
-                self._failures.pop(key, None)
+                await asyncio.wait([task])
             finally:
+                task.cancel()
                 self._queue.done(key)
+            error = task.exception()
+            if error is None:
+                self._failures.pop(key, None)
+                again = task.result()
+            else:
+                again = self._retry(key, error)
             if again is not None:
                 self._queue.add_after(key, again)
+
+    def _retry(self, key: str, error: BaseException) -> float:
+        """Seconds until a job is tried again."""
+        failures = self._failures[key] = self._failures.get(key, 0) + 1
+        again = min(LONGEST_RETRY, FIRST_RETRY * 2.0 ** min(failures, 10))
+        defect = None if isinstance(error, InfrastructureError) else error
+        logger.warning("Job %s is tried again in %.0f s: %s", key, again, error, exc_info=defect)
+        return again
 
     async def _reconcile(self, key: str) -> float | None:
         """Decide about a job and carry it out; seconds until it wants to be looked at again."""

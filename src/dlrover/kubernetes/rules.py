@@ -45,18 +45,16 @@ def _trains(specs: Spec) -> bool:
 
 
 def _containers(replica: Spec) -> list[Any]:
-    template = replica.get("template")
-    spec = template.get("spec") if isinstance(template, Mapping) else None
-    found = spec.get("containers") if isinstance(spec, Mapping) else None
-    return found if isinstance(found, list) else []
+    spec = (replica.get("template") or {}).get("spec") or {}
+    return list(spec.get("containers") or ())
 
 
 def _images(replica: Spec) -> bool:
-    return all(isinstance(c, Mapping) and c.get("image") for c in _containers(replica))
+    return all(container.get("image") for container in _containers(replica))
 
 
 def _named(replica: Spec) -> bool:
-    found = [c.get("name") for c in _containers(replica) if isinstance(c, Mapping)]
+    found = [container.get("name") for container in _containers(replica)]
     return len(set(found)) == len(found)
 
 

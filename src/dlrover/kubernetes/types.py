@@ -21,15 +21,50 @@ Phase = Literal[
     "Created", "Pending", "Running", "Restarting", "Suspended", "Succeeded", "Failed", "Rejected"
 ]
 
+_QUANTITY = {"x-kubernetes-int-or-string": True}
 Quantity: TypeAlias = Annotated[
     int | str,
-    Meta(extra_json_schema={"x-kubernetes-int-or-string": True}),
+    Meta(extra_json_schema=_QUANTITY),
 ]
+
+
+def _kept(**properties: Any) -> dict[str, Any]:
+    """The schema of an object of which only some fields are looked at; all are kept."""
+    kept = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    return kept | ({"properties": properties} if properties else {})
+
+
+def _list(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": items}
+
+
+_STRING = {"type": "string"}
+_STRINGS = {"type": "object", "additionalProperties": _STRING}
+_CONTAINER = _kept(
+    name=_STRING,
+    image=_STRING,
+    command=_list(_STRING),
+    args=_list(_STRING),
+    env=_list(_kept(name=_STRING)),
+    ports=_list(_kept()),
+    volumeMounts=_list(_kept()),
+    resources=_kept(requests=_kept(memory=_QUANTITY), limits=_kept(memory=_QUANTITY)),
+)
+_AFFINITY = _kept(
+    nodeAffinity=_kept(
+        requiredDuringSchedulingIgnoredDuringExecution=_kept(
+            nodeSelectorTerms=_list(_kept(matchExpressions=_list(_kept())))
+        )
+    )
+)
 PodTemplate: TypeAlias = Annotated[
     dict[str, Any],
     Meta(
         description="Pod template; kept as given, what it leaves out gets a default.",
-        extra_json_schema={"x-kubernetes-preserve-unknown-fields": True},
+        extra_json_schema=_kept(
+            metadata=_kept(labels=_STRINGS, annotations=_STRINGS),
+            spec=_kept(containers=_list(_CONTAINER), volumes=_list(_kept()), affinity=_AFFINITY),
+        ),
     ),
 ]
 

@@ -41,7 +41,7 @@ def parse(manifest: Mapping[str, Any]) -> ElasticJob:
     found = faults(manifest)
     if found:
         raise ConfigurationError(found[0])
-    job = msgspec.convert(manifest, ElasticJob)
+    job = msgspec.convert({**manifest, "status": {}}, ElasticJob)
     roles = {canonical(role): spec for role, spec in job.spec.replica_specs.items()}
     return msgspec.structs.replace(job, spec=msgspec.structs.replace(job.spec, replica_specs=roles))
 
@@ -105,6 +105,9 @@ def _walk(path: str, value: Any, node: Mapping[str, Any], *, strict: bool) -> It
         yield f"{path} is {_shown(value)}: accepted is {_accepted(node)}."
     elif kind == "object":
         yield from _fields(path, value, node, strict=strict)
+    elif kind == "array":
+        for index, item in enumerate(value):
+            yield from _walk(f"{path}[{index}]", item, node["items"], strict=strict)
 
 
 def _fields(
