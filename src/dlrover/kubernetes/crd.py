@@ -43,6 +43,7 @@ def scale_plans() -> Manifest:
     columns = [
         _column("State", ".status.phase"),
         _column("Job", ".spec.ownerJob"),
+        _column("Message", ".status.message"),
         _column("Age", ".metadata.creationTimestamp", "date"),
     ]
     return _definition("ScalePlan", "scaleplans", [], _version(schema.scale_plan(), columns))

@@ -75,6 +75,8 @@ def operator_rules() -> list[Manifest]:
     return [
         _rule(names.GROUP, ["elasticjobs"], ["get", "list", "watch", "delete"]),
         _rule(names.GROUP, ["elasticjobs/status"], ["patch"]),
+        _rule(names.GROUP, ["scaleplans"], ["list", "watch"]),
+        _rule(names.GROUP, ["scaleplans/status"], ["patch"]),
         _rule("", ["pods"], ["get", "list", "watch", "create", "delete"]),
         _rule("", ["services"], ["list", "watch", "create"]),
         _rule("", ["serviceaccounts", "secrets"], ["create"]),

@@ -17,6 +17,7 @@ from dlrover.kubernetes.informer import Informer
 from dlrover.kubernetes.job import ELASTIC_JOBS
 from dlrover.kubernetes.leader import Leader
 from dlrover.kubernetes.reconcile import Observed, Options, reconcile
+from dlrover.kubernetes.scaleplans import ScalePlans
 from dlrover.kubernetes.workqueue import WorkQueue
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class Operator:
         self._jobs = Informer(client, ELASTIC_JOBS, namespace, "", self._queue.add)
         self._pods = ByJob(client, PODS, namespace, self._queue.add)
         self._services = ByJob(client, SERVICES, namespace, self._queue.add)
+        self._scale_plans = ScalePlans(client, namespace)
         self._failures: dict[str, int] = {}
         self._written: dict[str, int] = {}
         self.synced = asyncio.Event()
@@ -91,6 +93,7 @@ class Operator:
             for informer in informers:
                 await informer.synced.wait()
             self.synced.set()
+            tasks.append(asyncio.create_task(self._scale_plans.run()))
             tasks += [asyncio.create_task(self._work()) for _ in range(WORKERS)]
             await asyncio.gather(*tasks)
         finally:

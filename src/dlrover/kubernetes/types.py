@@ -261,7 +261,7 @@ class ScaleReplica(_Base, frozen=True):
 
 
 class ScalePlanSpec(_Base, frozen=True):
-    """A change of a running job's pods."""
+    """A change of a running job's pods; accepted for compatibility."""
 
     owner_job: Annotated[str, Meta(min_length=1, description="Name of the ElasticJob.")]
     replica_resource_specs: Annotated[
@@ -273,10 +273,8 @@ class ScalePlanSpec(_Base, frozen=True):
 class ScalePlanStatus(_Base, frozen=True):
     """What became of the plan."""
 
-    phase: Annotated[str, Meta(description="Pending, Scaling, Succeeded or Failed.")] = ""
-    message: Annotated[str, Meta(description="Why.")] = ""
-    create_time: Annotated[str, Meta(description="When it was taken up.")] = ""
-    finish_time: Annotated[str, Meta(description="When it was done.")] = ""
+    phase: Annotated[str, Meta(description="NoEffect.")] = ""
+    message: Annotated[str, Meta(description="What to do instead.")] = ""
 
 
 class ElasticJob(_Base, frozen=True):
