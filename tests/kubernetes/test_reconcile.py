@@ -9,7 +9,7 @@ import pytest
 import yaml
 from hypothesis import given, settings, strategies as st
 
-from dlrover.kubernetes import names, objects, validation
+from dlrover.kubernetes import names, objects, pods, validation
 from dlrover.kubernetes.apply import status_patch
 from dlrover.kubernetes.reconcile import QUICK, QUICK_ENDS, Observed, Options, reconcile, status_of
 from dlrover.kubernetes.types import ElasticJobStatus, ReplicaStatus
@@ -100,6 +100,30 @@ def test_a_pod_that_cannot_be_placed_is_explained() -> None:
     world.settle()
     expected = "Pod digits-edljob-worker-2 waits: ImagePullBackOff: Back-off pulling image."
     assert world.status["message"] == expected
+
+
+def test_a_condition_keeps_the_time_of_its_last_change() -> None:
+    world = running()
+    world.create_worker(2)
+    world.settle()
+    since = {c["type"]: c["lastTransitionTime"] for c in world.status["conditions"]}
+    assert set(since.values()) == {"2027-01-15T08:00:00Z"}
+    assert world.master is not None
+    world.end(world.master, 137)
+    world.settle()
+    since = {c["type"]: c["lastTransitionTime"] for c in world.status["conditions"]}
+    assert since["Accepted"] == "2027-01-15T08:00:00Z"
+    assert since["MasterReady"] == "2027-01-15T08:16:40Z"
+
+
+def test_a_pod_that_is_being_deleted_is_not_ready_and_counts_no_more() -> None:
+    world = running()
+    (first, second) = world.workers
+    world.delete(first)
+    assert not pods.ready(first)
+    assert pods.ready(second)
+    world.settle()
+    assert world.status["workers"] == "1/2"
 
 
 # ---- the master's ends
