@@ -112,6 +112,28 @@ def test_a_version_that_the_server_forgot_is_410(
     asyncio.run(story())
 
 
+def test_a_server_that_another_authority_vouches_for_is_not_trusted(
+    control_plane: ControlPlane, tmp_path: Path
+) -> None:
+    plain = json.loads(control_plane.kubeconfig.read_text())
+    cluster = plain["clusters"][0]["cluster"]
+    del cluster["insecure-skip-tls-verify"]
+    good = control_plane.directory / "certificates" / "apiserver.crt"
+
+    async def ask(authority: dict[str, str]) -> None:
+        plain["clusters"][0]["cluster"] = cluster | authority
+        (tmp_path / "config").write_text(json.dumps(plain))
+        client = Client.from_config(str(tmp_path / "config"))
+        try:
+            await client.list(PODS, "default")
+        finally:
+            await client.close()
+
+    asyncio.run(ask({"certificate-authority": str(good)}))
+    with pytest.raises(InfrastructureError, match="CERTIFICATE_VERIFY_FAILED"):
+        asyncio.run(ask({}))
+
+
 class Server:
     """Answers each request with the next of its answers; ``None``: it closes the connection."""
 
@@ -161,6 +183,17 @@ def test_what_may_pass_is_tried_again(answer: tuple[int, str] | None) -> None:
     asyncio.run(story())
     assert [request for _, request, _ in server.requests] == ["GET /api/v1/namespaces/n/pods/x"] * 3
     assert "authorization: bearer secret" in server.requests[0][2].lower()
+
+
+@pytest.mark.slow
+def test_a_token_that_is_refused_is_read_again() -> None:
+    server = Server((401, ""), (200, ""))
+
+    async def story() -> None:
+        async with server.client() as client:
+            await client.get(PODS, "n", "x")
+
+    asyncio.run(story())
 
 
 @pytest.mark.slow
@@ -247,7 +280,9 @@ def test_a_credential_plugin_is_asked_for_the_token(tmp_path: Path) -> None:
         ({"current-context": "other"}, "no context 'other'"),
         ({"users": []}, "no user 'u'"),
         ({"cluster": {"certificate-authority-data": "?"}}, "certificate-authority-data"),
-        ({"clusters": [{"name": "k", "cluster": {}}]}, "server"),
+        ({"clusters": [{"name": "k", "cluster": {}}]}, "'server' is missing"),
+        ({"user": {"username": "me"}}, "it sets username, which is not supported"),
+        ({"cluster": {"proxy-url": "http://p"}}, "it sets proxy-url"),
     ],
 )
 def test_a_wrong_kubeconfig_gets_a_sentence(
@@ -255,6 +290,18 @@ def test_a_wrong_kubeconfig_gets_a_sentence(
 ) -> None:
     with pytest.raises(ConfigurationError, match=said):
         access.find_access(write(tmp_path / "config", **changes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "answer",
+    ["nothing", '{"status": {}}', '{"status": {"token": "t", "expirationTimestamp": "soon"}}'],
+)
+def test_a_credential_plugin_that_gives_no_token_is_named(tmp_path: Path, answer: str) -> None:
+    plugin = {"command": "echo", "args": [answer], "apiVersion": "v1"}
+    found = access.find_access(write(tmp_path / "config", user={"exec": plugin}))
+    with pytest.raises(InfrastructureError, match="the credential plugin echo gave no token"):
+        found.token.renew()
 
 
 def test_a_kubeconfig_that_is_not_there_gets_a_sentence(tmp_path: Path) -> None:

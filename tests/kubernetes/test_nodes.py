@@ -228,6 +228,27 @@ def test_the_job_is_as_large_as_its_replicas() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "worker", "fewest", "restarts"),
+    [
+        ("--nnodes=1:10 --max_restarts=10", {}, 1, 10),
+        ("--nnodes 2:4 --max-restarts 0", {}, 2, 0),
+        ("--nnodes=2:4", {"minReplicas": 3}, 3, 3),
+        ("--nnodes=8:10", {}, 4, 3),
+        ("--nnodes=0:4", {}, 1, 3),
+        ("--nnodes=2", {"restartCount": 5}, 4, 5),
+        ("--nnodes=$NODE_NUM --max_restarts=$RESTARTS", {}, 4, 3),
+    ],
+)
+def test_numbers_in_the_command_count(
+    options: str, worker: dict[str, Any], fewest: int, restarts: int
+) -> None:
+    command = ["bash", "-c", f"dlrover-run {options} train.py"]
+    main = {"name": "main", "image": "i", "command": command}
+    spec = jobs.job_spec(elastic_job(templated([main]) | worker), Limits())
+    assert (spec.min_nodes, spec.max_nodes, spec.max_restarts) == (fewest, 4, restarts)
+
+
+@pytest.mark.parametrize(
     ("command", "check", "stragglers", "unit"),
     [
         (["dlrover-run", "--network-check", "--node_unit=2", "train.py"], True, False, 2),

@@ -95,13 +95,21 @@ class PluginToken(Token):
                 command, env=env, check=True, stdout=subprocess.PIPE, timeout=PLUGIN_TIMEOUT
             )
             status = json.loads(answer.stdout)["status"]
+            expires = status.get("expirationTimestamp")
+            until = _seconds(expires) if expires else float("inf")
             self._value = status["token"]
-        except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError) as error:
+        except (
+            OSError,
+            subprocess.SubprocessError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+        ) as error:
             raise InfrastructureError(
                 f"{self._where}: the credential plugin {command[0]} gave no token: {error}."
             ) from error
-        expires = status.get("expirationTimestamp")
-        self._until = _seconds(expires) if expires else float("inf")
+        self._until = until
         return self._value
 
 
@@ -136,7 +144,7 @@ def _in_cluster(env: Mapping[str, str]) -> Access:
     host, port = env["KUBERNETES_SERVICE_HOST"], env.get("KUBERNETES_SERVICE_PORT", "443")
     host = f"[{host}]" if ":" in host else host
     try:
-        tls = ssl.create_default_context(cafile=str(folder / "ca.crt"))
+        tls = _trusting((folder / "ca.crt").read_text())
         namespace = (folder / "namespace").read_text().strip()
     except (OSError, ssl.SSLError) as error:
         raise ConfigurationError(
@@ -152,6 +160,7 @@ def _from_kubeconfig(path: Path) -> Access:
         cluster = _named(content, "cluster", context["cluster"])
         user = _named(content, "user", context["user"]) if context.get("user") else {}
         server = cluster["server"]
+        _refuse_unsupported(cluster, user)
         tls = _tls(cluster, user, path.parent)
     except OSError as error:
         raise ConfigurationError(
@@ -159,8 +168,27 @@ def _from_kubeconfig(path: Path) -> Access:
             "names another one."
         ) from error
     except (yaml.YAMLError, KeyError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigurationError(f"The kubeconfig {path} is not one: {error!r}.") from error
+        raise ConfigurationError(
+            f"The kubeconfig {path} cannot be used: {_said(error)}."
+        ) from error
     return Access(server, context.get("namespace") or "default", tls, _token(user, path))
+
+
+def _refuse_unsupported(cluster: Mapping[str, Any], user: Mapping[str, Any]) -> None:
+    for section in (cluster, user):
+        for key in ("proxy-url", "tls-server-name", "auth-provider", "username"):
+            if section.get(key):
+                raise ValueError(
+                    f"it sets {key}, which is not supported; accepted are token, tokenFile, exec and client-certificate"
+                )
+
+
+def _trusting(authority: str) -> ssl.SSLContext:
+    """TLS that trusts a cluster's own authority; the system's ones if that is empty."""
+    tls = ssl.create_default_context(cadata=authority or None)
+    # Python 3.13 and newer refuse certificates that many clusters have: without some extensions.
+    tls.verify_flags &= ~ssl.VERIFY_X509_STRICT
+    return tls
 
 
 def _named(content: Mapping[str, Any], kind: str, name: str) -> dict[str, Any]:
@@ -181,7 +209,7 @@ def _token(user: Mapping[str, Any], path: Path) -> Token:
 
 def _tls(cluster: Mapping[str, Any], user: Mapping[str, Any], folder: Path) -> ssl.SSLContext:
     authority = _pem(cluster, "certificate-authority", folder)
-    tls = ssl.create_default_context(cadata=authority.decode() if authority else None)
+    tls = _trusting(authority.decode())
     if cluster.get("insecure-skip-tls-verify"):
         tls.check_hostname = False
         tls.verify_mode = ssl.CERT_NONE
@@ -201,6 +229,10 @@ def _pem(section: Mapping[str, Any], key: str, folder: Path) -> bytes:
         except binascii.Error as error:
             raise ValueError(f"{key}-data is not base64") from error
     return (folder / section[key]).read_bytes() if section.get(key) else b""
+
+
+def _said(error: Exception) -> str:
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error)
 
 
 def _seconds(timestamp: str) -> float:

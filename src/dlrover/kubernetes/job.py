@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dlrover.errors import ConfigurationError
 from dlrover.kubernetes import names, nodes, validation
 from dlrover.kubernetes.client import ApiError, Client, Resource
-from dlrover.kubernetes.types import ElasticJob
+from dlrover.kubernetes.types import ElasticJob, ReplicaSpec
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.rules import Rule
 
@@ -50,8 +50,9 @@ async def fetch(env: Mapping[str, str]) -> ElasticJob:
 def job_spec(job: ElasticJob, limits: Limits, rules: tuple[Rule, ...] = ()) -> JobSpec:
     """What the master is to know of a job.
 
-    The flags of ``dlrover-run`` that are the master's to follow are found in the command of the first
-    role: its nodes only pass them on.
+    The options of ``dlrover-run`` that are the master's to follow are found in the workers' command:
+    ``--nnodes`` (its minimum, where no role has ``minReplicas``), ``--max-restarts`` (before
+    ``restartCount``), ``--node-unit``, ``--network-check`` and ``--exclude-straggler``.
     """
     specs = job.spec.replica_specs
     roles = [role for role in nodes.ROLES if role in specs]
@@ -60,20 +61,16 @@ def job_spec(job: ElasticJob, limits: Limits, rules: tuple[Rule, ...] = ()) -> J
             f"ElasticJob {job.name}: spec.replicaSpecs has no {', '.join(nodes.ROLES)}; it needs one."
         )
     total = len(nodes.slots(job))
-    fewest = sum(
-        spec.replicas if spec.min_replicas is None else min(spec.min_replicas, spec.replicas)
-        for spec in (specs[role] for role in roles)
-    )
     worker = specs.get("worker", specs[roles[0]])
     flags = _flags(worker.template)
     stragglers = "exclude-straggler" in flags
     return JobSpec(
         name=job.name,
-        min_nodes=max(1, fewest),
+        min_nodes=_fewest([specs[role] for role in roles], flags.get("nnodes", ""), total),
         max_nodes=total,
         managed_nodes=total,
-        node_unit=int(flags.get("node-unit") or 1),
-        max_restarts=worker.restart_count,
+        node_unit=_number(flags.get("node-unit", ""), 1),
+        max_restarts=_number(flags.get("max-restarts", ""), worker.restart_count),
         node_check=stragglers or "network-check" in flags,
         exclude_stragglers=stragglers,
         limits=limits,
@@ -90,9 +87,20 @@ def _flags(template: Mapping[str, Any]) -> dict[str, str]:
         if word.startswith("--"):
             name, has_value, value = word[2:].partition("=")
             found[name.replace("_", "-")] = value if has_value else following
-    if not found.get("node-unit", "1").isdecimal():
-        del found["node-unit"]  # dlrover-run says so on the node
     return found
+
+
+def _number(text: str, default: int) -> int:
+    """An option's value; one that is wrong or a shell's variable is for ``dlrover-run`` to judge."""
+    return int(text) if text.isdecimal() else default
+
+
+def _fewest(specs: Sequence[ReplicaSpec], nnodes: str, total: int) -> int:
+    """The fewest nodes that the job may run with."""
+    if all(spec.min_replicas is None for spec in specs):
+        fewest, is_range, _ = nnodes.partition(":")
+        return max(1, min(total, _number(fewest if is_range else "", total)))
+    return max(1, sum(min(spec.min_replicas or spec.replicas, spec.replicas) for spec in specs))
 
 
 def _words(template: Mapping[str, Any]) -> Iterator[str]:
