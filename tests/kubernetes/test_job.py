@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from dlrover.kubernetes import names
 from tests.kubernetes.controlplane import ControlPlane
@@ -189,5 +190,58 @@ def test_a_job_outlives_whatever_is_deleted(job: Job, seed: int) -> None:
                 await asyncio.sleep(chance.uniform(0.0, 3.0))
             await job.succeeds()
         assert {start["world"] for start in job.starts()} == {"2"}
+
+    asyncio.run(story())
+
+
+DIGITS = """
+apiVersion: elastic.iml.github.io/v1alpha1
+kind: ElasticJob
+metadata:
+  name: digits
+  labels: {some-label: some-value}
+spec:
+  distributionStrategy: AllreduceStrategy
+  optimizeMode: cluster
+  replicaSpecs:
+    worker:
+      replicas: 5
+      template:
+        spec:
+          restartPolicy: Always
+          containers:
+            - name: main
+              image: dlrover:pytorch-example
+              imagePullPolicy: Always
+              command:
+                - /bin/bash
+                - -c
+                - "dlrover-run --network-check --nnodes=1:10 --nproc_per_node=1 --max_restarts=10
+                  PROGRAM --out OUT --step-time 0.05"
+              resources:
+                limits: {cpu: 2, memory: 3Gi}
+                requests: {cpu: 2, memory: 3Gi}
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.timeout(480)
+def test_the_digits_example_trains_on_five_pods_one_of_which_is_deleted(job: Job) -> None:
+    """A manifest of the original's, but for the program."""
+    out = job.folder / "out"
+    program = Path(__file__).parents[2] / "examples" / "01_digits_ddp" / "train.py"
+    text = DIGITS.replace("PROGRAM", str(program)).replace("OUT", str(out))
+
+    def steps() -> int:
+        path = out / "losses.jsonl"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    async def story() -> None:
+        async with job.cluster.operator():
+            job.cluster.create(yaml.safe_load(text))
+            await job.until(lambda: steps() >= 30, timeout=200)
+            job.delete(job.workers()[2])
+            await job.until(lambda: job.cluster.status.get("phase") == "Succeeded", timeout=240)
+        assert job.cluster.status["training"]["restarts"] >= 1
 
     asyncio.run(story())
