@@ -52,7 +52,7 @@ def test_a_template_without_labels_policy_or_resources_is_enough() -> None:
     env = variables(pod)
     assert env["DLROVER_MASTER_ADDR"] == "master.team.svc:50001"
     assert (env["DLROVER_NODE_ID"], env["DLROVER_NODE_RANK"], env["NODE_NUM"]) == ("5", "2", "4")
-    token = {"name": "elasticjob-train-dlrover-master", "key": "token"}
+    token = {"name": "elasticjob-train-dlrover-master-u1", "key": "token"}
     assert env["DLROVER_TOKEN"] == {"secretKeyRef": token}
 
 

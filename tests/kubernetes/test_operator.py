@@ -41,12 +41,48 @@ def test_the_smallest_manifest_gets_a_master(cluster: Cluster) -> None:
             await cluster.phase("Pending")
         master = names.master_name("digits")
         pod = cluster.get("pods", master)
-        assert pod["spec"]["serviceAccountName"] == master
+        own = names.own_name("digits", cluster.get("elasticjobs", "digits")["metadata"]["uid"])
+        assert pod["spec"]["serviceAccountName"] == own
         assert pod["metadata"]["ownerReferences"][0]["kind"] == "ElasticJob"
         assert cluster.get("services", master)["spec"]["ports"][0]["port"] == 50001
-        assert cluster.get("secrets", master)["data"]["token"]
+        assert cluster.get("secrets", own)["data"]["token"]
         assert "no nodes available" in cluster.status["message"], "the scheduler's own reason"
         assert cluster.told == {"Accepted": 1, "MasterStarted": 1}
+
+    asyncio.run(scenario())
+
+
+def test_a_job_may_be_deleted_and_made_again_at_once(
+    cluster: Cluster, kubelet: Callable[..., Kubelet]
+) -> None:
+    kubelet()
+
+    async def scenario() -> None:
+        async with cluster.operator():
+            for _ in range(3):
+                cluster.submit(SLEEP)
+                await cluster.until(lambda: cluster.status.get("master", {}).get("starts") == 1)
+                path = cluster.path("elasticjobs", "digits")
+                cluster.plane.call("DELETE", path, {"propagationPolicy": "Background"})
+            cluster.submit(SLEEP)
+            await cluster.until(lambda: cluster.status.get("phase") == "Pending")
+            uid = cluster.get("elasticjobs", "digits")["metadata"]["uid"]
+
+            def settled() -> bool:
+                """All that the last job needs is there, and nothing of the others."""
+                made = [cluster.list(plural) for plural in ("pods", "services")]
+                owners = [one["metadata"]["ownerReferences"][0]["uid"] for [one] in made]
+                return owners == [uid, uid]
+
+            await cluster.until(
+                lambda: (
+                    all(len(cluster.list(plural)) == 1 for plural in ("pods", "services"))
+                    and settled()
+                )
+            )
+            own = names.own_name("digits", uid)
+            assert cluster.get("secrets", own)["data"]["token"]
+            assert cluster.get("serviceaccounts", own)
 
     asyncio.run(scenario())
 

@@ -80,7 +80,7 @@ def make(
 ) -> Callable[..., Nodes]:
     def make(command: list[str] = SLEEP, **spec: Any) -> Nodes:
         # The garbage collector would remove pods whose owner does not exist.
-        secret = {"metadata": {"name": names.master_name("job")}, "stringData": {"token": "t"}}
+        secret = {"metadata": {"name": names.own_name("job", "uid")}, "stringData": {"token": "t"}}
         control_plane.call("POST", f"/api/v1/namespaces/{namespace}/secrets", secret)
         return Nodes(control_plane, namespace, elastic_job(namespace, command, **spec))
 

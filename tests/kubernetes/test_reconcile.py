@@ -17,6 +17,7 @@ from tests.kubernetes.manifests import ORIGINAL, job
 from tests.kubernetes.world import START, World
 
 MASTER = names.master_name("digits")
+OWN = names.own_name("digits", "uid-1")
 
 
 def running(**spec: Any) -> World:
@@ -41,7 +42,12 @@ def test_a_new_job_gets_a_master_with_all_that_it_needs() -> None:
     world.settle()
     kinds = {kind for kind, _ in world.objects}
     assert kinds == {"Pod", "Service", "Secret", "ServiceAccount", "Role", "RoleBinding"}
-    assert {name for _, name in world.objects} == {MASTER}
+    assert {world.objects[kind, MASTER]["kind"] for kind in ("Pod", "Service")} == {
+        "Pod",
+        "Service",
+    }
+    for kind in ("Secret", "ServiceAccount", "Role", "RoleBinding"):
+        assert (kind, OWN) in world.objects
     for made in world.objects.values():
         assert made["metadata"]["labels"][names.JOB_LABEL] == "digits"
         assert made["metadata"]["ownerReferences"][0]["uid"] == "uid-1"
@@ -52,7 +58,7 @@ def test_a_new_job_gets_a_master_with_all_that_it_needs() -> None:
 def test_the_master_is_reached_by_its_service_and_reads_its_token_from_the_secret() -> None:
     world = World()
     world.settle()
-    service, secret = world.objects["Service", MASTER], world.objects["Secret", MASTER]
+    service, secret = world.objects["Service", MASTER], world.objects["Secret", OWN]
     assert world.master is not None
     labels = world.master["metadata"]["labels"]
     assert service["spec"]["selector"].items() <= labels.items()
@@ -61,7 +67,7 @@ def test_the_master_is_reached_by_its_service_and_reads_its_token_from_the_secre
     env = {entry["name"]: entry for entry in container["env"]}
     assert env["DLROVER_KUBERNETES_JOB"]["value"] == "default/digits"
     reference = env["DLROVER_TOKEN"]["valueFrom"]["secretKeyRef"]
-    assert reference == {"name": MASTER, "key": "token"}
+    assert reference == {"name": OWN, "key": "token"}
     assert secret["stringData"]["token"]
     assert world.master["spec"]["restartPolicy"] == "Never"
     assert container["image"] == "dlrover:1"
@@ -449,7 +455,7 @@ def test_a_claim_keeps_the_jobs_directory() -> None:
     (home,) = [v for v in pod["spec"]["volumes"] if v["name"] == "dlrover-home"]
     assert home["persistentVolumeClaim"] == {"claimName": "journals"}
     env = {entry["name"]: entry.get("value") for entry in pod["spec"]["containers"][0]["env"]}
-    assert str(env["DLROVER_JOB_DIR"]).startswith(objects.HOME + "/digits-uid-1")
+    assert str(env["DLROVER_JOB_DIR"]).startswith(f"{objects.HOME}/{OWN}")
 
 
 def test_a_status_that_is_none_is_written_anew() -> None:

@@ -17,7 +17,9 @@ from dlrover.errors import ConfigurationError
 
 Manifest = dict[str, Any]
 LATER = "(set in the cluster)"
-"""Stands for what is known in the cluster only: the job's uid and its token."""
+"""Stands for the job's token."""
+UID = "UID"
+"""Stands for the job's uid, of which names have the part before the first hyphen."""
 
 
 def submit(
@@ -92,7 +94,7 @@ def preview(manifest: Manifest, image: str) -> list[Manifest]:
     """The job, and what the operator creates for it, in its order."""
     from dlrover.kubernetes.reconcile import Observed, Options, reconcile  # noqa: PLC0415
 
-    metadata: Mapping[str, Any] = {"namespace": "default", "uid": LATER, "generation": 1}
+    metadata: Mapping[str, Any] = {"namespace": "default", "uid": UID, "generation": 1}
     known = {**manifest, "metadata": {**metadata, **manifest["metadata"]}}
     decision = reconcile(Observed(known), 0.0, Options(image), LATER)
     started = () if decision.start is None else (decision.start,)

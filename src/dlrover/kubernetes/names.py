@@ -22,8 +22,16 @@ LONGEST_NAME = 63 - len("elasticjob--dlrover-master")
 
 
 def master_name(job: str) -> str:
-    """The name of the master's pod and Service, and of all else that belongs to the master."""
+    """The name of the master's pod and Service."""
     return f"elasticjob-{job}-dlrover-master"
+
+
+def own_name(job: str, uid: str) -> str:
+    """The name of the Secret and the account of one job, which no earlier job of its name had.
+
+    What an earlier job has left may still be there, and go any time.
+    """
+    return f"{master_name(job)}-{uid.partition('-')[0]}"
 
 
 def labels(job: str, role: str = "") -> dict[str, str]:

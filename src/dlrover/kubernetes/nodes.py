@@ -152,7 +152,10 @@ def _own_variables(job: ElasticJob, launch: Launch, slot: Slot, master: str) -> 
         "POD_IP": "status.podIP",
         "NODE_IP": "status.hostIP",
     }
-    token = {"name": names.master_name(job.name), "key": names.TOKEN_KEY}
+    token = {
+        "name": names.own_name(job.name, str(job.metadata.get("uid", ""))),
+        "key": names.TOKEN_KEY,
+    }
     return [
         *({"name": name, "value": value} for name, value in plain.items()),
         *(

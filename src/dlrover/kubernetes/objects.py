@@ -39,15 +39,16 @@ def service(job: ElasticJob) -> Manifest:
 
 def secret(job: ElasticJob, token: str) -> Manifest:
     """The token that each connection to the master shows."""
-    return _object("v1", "Secret", job, type="Opaque", stringData={names.TOKEN_KEY: token})
+    made = _object("v1", "Secret", job, type="Opaque", stringData={names.TOKEN_KEY: token})
+    return _own(made, job)
 
 
 def account(job: ElasticJob) -> list[Manifest]:
     """The master's service account, its role and the binding of the two."""
     rbac = "rbac.authorization.k8s.io"
-    name = names.master_name(job.name)
+    name = _own_name(job)
     subject = {"kind": "ServiceAccount", "name": name, "namespace": job.namespace}
-    return [
+    made = [
         _object("v1", "ServiceAccount", job),
         _object(f"{rbac}/v1", "Role", job, rules=role_rules(job.name)),
         _object(
@@ -58,6 +59,7 @@ def account(job: ElasticJob) -> list[Manifest]:
             subjects=[subject],
         ),
     ]
+    return [_own(one, job) for one in made]
 
 
 def role_rules(job: str) -> list[Manifest]:
@@ -109,7 +111,7 @@ def master_pod(job: ElasticJob, image: str) -> Manifest:
     _complete(containers[0], job, image)
     spec["containers"] = containers
     spec["restartPolicy"] = "Never"
-    spec.setdefault("serviceAccountName", names.master_name(job.name))
+    spec.setdefault("serviceAccountName", _own_name(job))
     spec.setdefault(
         "securityContext",
         {
@@ -171,20 +173,30 @@ def _complete(container: Manifest, job: ElasticJob, image: str) -> None:
 
 
 def _environment(job: ElasticJob) -> list[Manifest]:
-    # The uid keeps a job apart from an earlier one of its name on the same volume.
-    folder = f"{HOME}/{job.name}-{job.metadata.get('uid', '')}"
+    # The name keeps a job apart from an earlier one of its name on the same volume.
+    folder = f"{HOME}/{_own_name(job)}"
     plain = {
         "DLROVER_KUBERNETES_JOB": f"{job.namespace}/{job.name}",
         "DLROVER_JOB_DIR": folder,
         "DLROVER_STATE_DIR": f"{HOME}/state",
         "HOME": HOME,
     }
-    reference = {"name": names.master_name(job.name), "key": names.TOKEN_KEY}
+    reference = {"name": _own_name(job), "key": names.TOKEN_KEY}
     return [
         *({"name": name, "value": value} for name, value in plain.items()),
         {"name": "DLROVER_TOKEN", "valueFrom": {"secretKeyRef": reference}},
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
     ]
+
+
+def _own_name(job: ElasticJob) -> str:
+    return names.own_name(job.name, str(job.metadata.get("uid", "")))
+
+
+def _own(made: Manifest, job: ElasticJob) -> Manifest:
+    """An object by a name that no other job's has."""
+    made["metadata"]["name"] = _own_name(job)
+    return made
 
 
 def _object(api_version: str, kind: str, job: ElasticJob, **content: Any) -> Manifest:

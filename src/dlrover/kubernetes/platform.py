@@ -3,12 +3,13 @@
 The operator starts the master with ``dlrover master --platform kubernetes`` and tells it the job in
 DLROVER_KUBERNETES_JOB (``namespace/name``). The master reads the ElasticJob itself, and makes one pod for
 each node. A node's pod finds the master by the Service and the Secret that are called as
-`names.master_name` says.
+`names` says.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Coroutine
@@ -40,7 +41,7 @@ FORCE_AFTER = 60.0
 SWEEP_INTERVAL = 5.0
 """Seconds between two looks for pods that vanished unseen, or that do not go."""
 CLOSE_TIMEOUT = 10.0
-"""Seconds that deletions get to be carried out when the master leaves."""
+"""Seconds that calls to the server get to be carried out when the master leaves."""
 
 
 @dataclass
@@ -77,6 +78,7 @@ class KubernetesPlatform:
         self._uid = str(job.metadata.get("uid", ""))
         self._watched: dict[str, _Watched] = {}
         self._slots = asyncio.Semaphore(PARALLEL)
+        self._closing = asyncio.Event()
         self._creations: set[asyncio.Task[None]] = set()
         self._deletions: set[asyncio.Task[None]] = set()
         self._background: set[asyncio.Task[None]] = set()
@@ -133,10 +135,10 @@ class KubernetesPlatform:
 
         What was not made yet is not made: the next master asks for it.
         """
-        for task in self._creations:
-            task.cancel()
-        if self._deletions:
-            await asyncio.wait(self._deletions, timeout=CLOSE_TIMEOUT)
+        self._closing.set()
+        under_way = {*self._creations, *self._deletions}
+        if under_way:
+            await asyncio.wait(under_way, timeout=CLOSE_TIMEOUT)
         tasks = [*self._creations, *self._deletions, *self._background]
         for task in tasks:
             task.cancel()
@@ -190,6 +192,8 @@ class KubernetesPlatform:
         while not watched.unwanted:
             try:
                 async with self._slots:
+                    if self._closing.is_set():
+                        return
                     await self._client.create(PODS, manifest)
                 break
             except ApiError as error:
@@ -202,13 +206,18 @@ class KubernetesPlatform:
                 self._tell(watched, f"its pod cannot be made: {error.message.rstrip('.')}")
             except InfrastructureError as error:
                 self._tell(watched, f"its pod cannot be made: {str(error).rstrip('.')}")
-            await asyncio.sleep(jitter(wait))
+            await self._pause(jitter(wait))
             wait = min(LONGEST_WAIT, wait * 2)
         watched.created = time.monotonic()
         self._changed(self._key(name))  # the informer may have seen it before this task did
         if watched.unwanted:
             await self._delete(name)
             self._report(watched, "it was no longer wanted")
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait, unless the master leaves."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._closing.wait(), seconds)
 
     async def _is_there(self, name: str) -> bool:
         """Whether the pod of that name is this node's: made by an attempt whose answer was lost.
