@@ -18,9 +18,9 @@ import yaml
 
 from dlrover.kubernetes import names
 from dlrover.kubernetes.client import Client
+from dlrover.kubernetes.decisions import Options
 from dlrover.kubernetes.leader import Leader
 from dlrover.kubernetes.operator import serve
-from dlrover.kubernetes.reconcile import Options
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.manifests import job
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings, strategies as st
 
 from dlrover.kubernetes import names, objects, pods, validation
 from dlrover.kubernetes.apply import status_patch
-from dlrover.kubernetes.reconcile import QUICK, QUICK_ENDS, Observed, Options, reconcile, status_of
+from dlrover.kubernetes.decisions import Observed, Options, status_of
+from dlrover.kubernetes.reconcile import QUICK, QUICK_ENDS, reconcile
 from dlrover.kubernetes.types import ElasticJobStatus, ReplicaStatus
 from tests.kubernetes.manifests import ORIGINAL, job
 from tests.kubernetes.world import START, World

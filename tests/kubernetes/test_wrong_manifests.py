@@ -12,7 +12,8 @@ from hypothesis import given, settings, strategies as st
 
 from dlrover.errors import ConfigurationError
 from dlrover.kubernetes import nodes, validation
-from dlrover.kubernetes.reconcile import Observed, Options, reconcile
+from dlrover.kubernetes.decisions import Observed, Options
+from dlrover.kubernetes.reconcile import reconcile
 from tests.kubernetes.manifests import CONTAINER, EARLY_SEED, ORIGINAL, SEED, job
 
 WORKER = "spec.replicaSpecs.worker"

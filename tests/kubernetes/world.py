@@ -7,7 +7,8 @@ from typing import Any
 
 from dlrover.kubernetes import names, times
 from dlrover.kubernetes.apply import status_patch
-from dlrover.kubernetes.reconcile import Decision, Observed, Options, reconcile
+from dlrover.kubernetes.decisions import Decision, Observed, Options
+from dlrover.kubernetes.reconcile import reconcile
 from tests.kubernetes.manifests import Manifest, job
 
 START = 1_800_000_000.0

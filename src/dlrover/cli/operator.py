@@ -39,9 +39,9 @@ def operator(
     """
     with extra():
         from dlrover.kubernetes.client import Client  # noqa: PLC0415 - needs the extra
+        from dlrover.kubernetes.decisions import Options  # noqa: PLC0415
         from dlrover.kubernetes.leader import Leader  # noqa: PLC0415
         from dlrover.kubernetes.operator import serve  # noqa: PLC0415
-        from dlrover.kubernetes.reconcile import Options  # noqa: PLC0415
 
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"

@@ -92,7 +92,8 @@ def read(file: str) -> Manifest:
 
 def preview(manifest: Manifest, image: str) -> list[Manifest]:
     """The job, and what the operator creates for it, in its order."""
-    from dlrover.kubernetes.reconcile import Observed, Options, reconcile  # noqa: PLC0415
+    from dlrover.kubernetes.decisions import Observed, Options  # noqa: PLC0415
+    from dlrover.kubernetes.reconcile import reconcile  # noqa: PLC0415
 
     metadata: Mapping[str, Any] = {"namespace": "default", "uid": UID, "generation": 1}
     known = {**manifest, "metadata": {**metadata, **manifest["metadata"]}}

@@ -13,7 +13,7 @@ import msgspec
 
 from dlrover.kubernetes import client as api, names, times
 from dlrover.kubernetes.client import ApiError, Client, Resource
-from dlrover.kubernetes.reconcile import Decision, Deletion, Event, condition, merged, status_of
+from dlrover.kubernetes.decisions import Decision, Deletion, Event, condition, merged, status_of
 from dlrover.kubernetes.types import ElasticJobStatus
 
 logger = logging.getLogger(__name__)

@@ -13,10 +13,11 @@ from typing import Any
 from dlrover.errors import InfrastructureError
 from dlrover.kubernetes import apply, names
 from dlrover.kubernetes.client import PODS, SERVICES, Client, Resource
+from dlrover.kubernetes.decisions import Observed, Options
 from dlrover.kubernetes.informer import Informer
 from dlrover.kubernetes.job import ELASTIC_JOBS
 from dlrover.kubernetes.leader import Leader
-from dlrover.kubernetes.reconcile import Observed, Options, reconcile
+from dlrover.kubernetes.reconcile import reconcile
 from dlrover.kubernetes.scaleplans import ScalePlans
 from dlrover.kubernetes.workqueue import WorkQueue
 

@@ -7,19 +7,23 @@ it may be called at any time, as often as one likes, and after any failure. Time
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from dlrover.errors import ConfigurationError
 from dlrover.kubernetes import compatibility, names, objects, pods, times, validation
-from dlrover.kubernetes.types import (
-    Condition,
-    ElasticJob,
-    ElasticJobStatus,
-    MasterStatus,
+from dlrover.kubernetes.decisions import (
+    Decision,
+    Deletion,
+    Event,
+    Observed,
+    Options,
+    condition,
+    merged,
+    status_of,
 )
+from dlrover.kubernetes.types import Condition, ElasticJob, ElasticJobStatus, MasterStatus
 
 Manifest = dict[str, Any]
 
@@ -38,58 +42,6 @@ CREATION_SLACK = 5.0
 """Seconds that may lie between the decision to start a master and its pod's creation."""
 FOREIGN_CHECK = 5.0
 """Seconds until it is looked again whether another owner's pod has gone."""
-
-
-@dataclass(frozen=True)
-class Observed:
-    """What there is of a job. Pods and Service are those that carry the job's label."""
-
-    job: Manifest
-    pods: Sequence[Manifest] = ()
-    service: Manifest | None = None
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the operator's own options say about jobs."""
-
-    master_image: str = "dlrover:latest"
-
-
-@dataclass(frozen=True)
-class Event:
-    """What is told to users, with the job."""
-
-    reason: str
-    message: str
-    warning: bool = False
-
-
-@dataclass(frozen=True)
-class Deletion:
-    """An object to delete; only that of this uid."""
-
-    kind: str
-    name: str
-    uid: str
-    grace: int | None = None
-    """Seconds to end; None: its own."""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What to do, in this order. Nothing of it is done again if it has been done."""
-
-    ensure: tuple[Manifest, ...] = ()
-    """Objects to create where they are missing."""
-    start: Manifest | None = None
-    """The master's pod to create; if there is one already, the rest is for another time."""
-    delete: tuple[Deletion, ...] = ()
-    status: ElasticJobStatus | None = None
-    """The job's status, but for ``training``; None: not ours to write."""
-    events: tuple[Event, ...] = ()
-    again: float | None = None
-    """Seconds after which to decide again, though nothing changes."""
 
 
 def reconcile(seen: Observed, now: float, options: Options, token: str) -> Decision:
@@ -118,14 +70,6 @@ def reconcile(seen: Observed, now: float, options: Options, token: str) -> Decis
     return _Step(job, seen, old, now, options, token).decide()
 
 
-def status_of(manifest: Manifest) -> ElasticJobStatus:
-    """The status in a manifest; an empty one if somebody wrote what is none."""
-    try:
-        return msgspec.convert(manifest.get("status") or {}, ElasticJobStatus)
-    except msgspec.ValidationError:
-        return ElasticJobStatus()
-
-
 def delay(quick_ends: int) -> float:
     """Seconds to wait before a master is started after so many that ended quickly."""
     return 0.0 if quick_ends < 2 else min(LONGEST_DELAY, 2.0**quick_ends)
@@ -145,30 +89,6 @@ def _rejected(manifest: Manifest, old: ElasticJobStatus, why: str, now: float) -
     )
     events = () if told else (Event("Rejected", why, warning=True),)
     return Decision(status=status, events=events)
-
-
-def condition(
-    kind: str, status: bool, reason: str, message: str = "", generation: int = 0
-) -> Condition:
-    """A condition, without the time of its last change."""
-    return Condition(
-        type=kind,
-        status="True" if status else "False",
-        reason=reason,
-        message=message or f"{reason}.",
-        observed_generation=generation,
-    )
-
-
-def merged(old: Sequence[Condition], changed: Sequence[Condition], now: float) -> list[Condition]:
-    """``old`` with ``changed`` in it; the time of a change is that of the status, not of its reason."""
-    result = {c.type: c for c in old}
-    for new in changed:
-        before = result.get(new.type)
-        same = before is not None and before.status == new.status
-        since = before.last_transition_time if before and same else times.written(now)
-        result[new.type] = msgspec.structs.replace(new, last_transition_time=since)
-    return list(result.values())
 
 
 class _Step:
