@@ -65,21 +65,16 @@ def test_a_job_may_be_deleted_and_made_again_at_once(
                 path = cluster.path("elasticjobs", "digits")
                 cluster.plane.call("DELETE", path, {"propagationPolicy": "Background"})
             cluster.submit(SLEEP)
-            await cluster.until(lambda: cluster.status.get("phase") == "Pending")
+            await cluster.until(lambda: cluster.status.get("master", {}).get("starts") == 1)
             uid = cluster.get("elasticjobs", "digits")["metadata"]["uid"]
 
-            def settled() -> bool:
-                """All that the last job needs is there, and nothing of the others."""
-                made = [cluster.list(plural) for plural in ("pods", "services")]
-                owners = [one["metadata"]["ownerReferences"][0]["uid"] for [one] in made]
-                return owners == [uid, uid]
+            def owners() -> set[str]:
+                made = cluster.list("pods") + cluster.list("services")
+                return {one["metadata"]["ownerReferences"][0]["uid"] for one in made}
 
-            await cluster.until(
-                lambda: (
-                    all(len(cluster.list(plural)) == 1 for plural in ("pods", "services"))
-                    and settled()
-                )
-            )
+            # The garbage collector takes its time with a resource that was defined just now.
+            await cluster.until(lambda: owners() == {uid}, timeout=90)
+            await cluster.until(lambda: len(cluster.list("services")) == 1)
             own = names.own_name("digits", uid)
             assert cluster.get("secrets", own)["data"]["token"]
             assert cluster.get("serviceaccounts", own)

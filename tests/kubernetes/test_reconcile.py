@@ -276,18 +276,35 @@ def test_a_missing_service_is_made_again() -> None:
     assert ("Service", MASTER) in world.objects
 
 
-def test_the_pod_of_an_earlier_job_of_the_name_has_to_go_first() -> None:
+def foreign_pod(world: World, **owner: str) -> dict[str, Any]:
+    """A pod with the name of the master's, which runs."""
+    manifest = objects.master_pod(validation.parse(job()), "old")
+    manifest["metadata"]["ownerReferences"] = [owner]
+    pod = world.create_pod(manifest)
+    world.run(pod)
+    return pod
+
+
+def test_the_master_of_an_earlier_job_of_the_name_is_removed() -> None:
     world = World()
-    foreign = objects.master_pod(validation.parse(job()), "old")
-    foreign["metadata"]["ownerReferences"][0]["uid"] = "uid-0"
-    old = world.create_pod(foreign)
+    old = foreign_pod(world, kind="ElasticJob", name="digits", uid="uid-0")
     world.settle()
-    assert world.master is old, "it is not ours to delete"
-    assert world.decision.again == 5.0
+    assert "deletionTimestamp" in old["metadata"]
+    assert world.master is old
     world.gone(old)
     world.settle()
     assert world.master is not None
     assert world.master["metadata"]["ownerReferences"][0]["uid"] == "uid-1"
+
+
+def test_a_pod_of_somebody_else_with_the_masters_name_has_to_go_first() -> None:
+    world = World()
+    old = foreign_pod(world, kind="ReplicaSet", name="digits", uid="uid-0")
+    world.settle()
+    assert world.master is old
+    assert "deletionTimestamp" not in old["metadata"], "it is not ours to delete"
+    assert world.decision.again == 5.0
+    assert "is not this job's: it has to go first." in world.status["message"]
 
 
 def test_a_start_that_was_not_written_down_is_remembered() -> None:

@@ -202,8 +202,7 @@ class _Step:
 
     def _start(self) -> Decision:
         if self.foreign is not None:
-            other = f"The pod {pods.name(self.foreign)} is not this job's: it has to go first."
-            return self._decision("Pending", other, again=FOREIGN_CHECK)
+            return self._make_room(self.foreign)
         before = self.old.master
         pause = delay(before.quick_ends)
         quick_ends = before.quick_ends + 1 if before.starts and self._lived() < QUICK + pause else 0
@@ -235,6 +234,17 @@ class _Step:
                 self._condition("MasterReady", False, "Starting"),
             ],
         )
+
+    def _make_room(self, foreign: Manifest) -> Decision:
+        """Another's pod has the master's name. One of an earlier job of this name is nobody's now."""
+        references = foreign["metadata"].get("ownerReferences") or ()
+        earlier = any(
+            one.get("kind") == "ElasticJob" and one.get("name") == self.job.name
+            for one in references
+        )
+        delete = (_deletion(foreign),) if earlier and not pods.leaving(foreign) else ()
+        message = f"The pod {pods.name(foreign)} is not this job's: it has to go first."
+        return self._decision("Pending", message, delete=delete, again=FOREIGN_CHECK)
 
     def _runs(self, master: Manifest) -> Decision:
         is_ready = pods.ready(master)
