@@ -15,6 +15,7 @@ from dlrover.kubernetes import names, nodes, platform as platforms, validation
 from dlrover.kubernetes.client import PODS, Client
 from dlrover.kubernetes.platform import KubernetesPlatform
 from tests.kubernetes.controlplane import ControlPlane
+from tests.kubernetes.installed import define
 from tests.kubernetes.kubelet import Kubelet
 
 StartKubelet = Callable[..., Kubelet]
@@ -29,9 +30,18 @@ def elastic_job(namespace: str, command: list[str], **spec: Any) -> dict[str, An
     return {
         "apiVersion": names.API_VERSION,
         "kind": "ElasticJob",
-        "metadata": {"name": "job", "namespace": namespace, "uid": f"uid-{namespace}"},
+        "metadata": {"name": "job", "namespace": namespace},
         "spec": {"replicaSpecs": {"worker": worker}},
     }
+
+
+def submitted(plane: ControlPlane, manifest: dict[str, Any]) -> dict[str, Any]:
+    """The job in the cluster: the garbage collector removes pods whose owner is not there."""
+    define(plane)
+    namespace = manifest["metadata"]["namespace"]
+    path = f"/apis/{names.API_VERSION}/namespaces/{namespace}/elasticjobs"
+    made: dict[str, Any] = plane.call("POST", path, manifest)
+    return made
 
 
 class Nodes:
@@ -79,10 +89,11 @@ def make(
     control_plane: ControlPlane, namespace: str, kubelet: StartKubelet
 ) -> Callable[..., Nodes]:
     def make(command: list[str] = SLEEP, **spec: Any) -> Nodes:
-        # The garbage collector would remove pods whose owner does not exist.
-        secret = {"metadata": {"name": names.own_name("job", "uid")}, "stringData": {"token": "t"}}
+        manifest = submitted(control_plane, elastic_job(namespace, command, **spec))
+        name = names.own_name("job", manifest["metadata"]["uid"])
+        secret = {"metadata": {"name": name}, "stringData": {"token": "t"}}
         control_plane.call("POST", f"/api/v1/namespaces/{namespace}/secrets", secret)
-        return Nodes(control_plane, namespace, elastic_job(namespace, command, **spec))
+        return Nodes(control_plane, namespace, manifest)
 
     return make
 
@@ -380,24 +391,24 @@ def test_the_watch_survives_a_restart_of_the_server(
     asyncio.run(story())
 
 
-def test_pods_are_listed_with_their_owner(
+def test_the_pods_of_another_job_are_not_found(
     make: Callable[..., Nodes], control_plane: ControlPlane, namespace: str
 ) -> None:
+    """An earlier job of the same name, say: its pods have the same labels."""
     here = make()
+    other = elastic_job(namespace, SLEEP)
+    other["metadata"]["name"] = "other"
+    uid = submitted(control_plane, other)["metadata"]["uid"]
+    earlier = here.manifest | {"metadata": here.manifest["metadata"] | {"uid": uid}}
+    pod = nodes.pod(validation.parse(earlier), nodes.Launch(5, 5), "master:1")
+    pod["metadata"]["ownerReferences"][0]["name"] = "other"
 
     async def story() -> None:
         client = Client.from_config(str(control_plane.kubeconfig))
-        foreign = nodes.pod(
-            validation.parse(
-                elastic_job(namespace, SLEEP)
-                | {"metadata": {"name": "job", "namespace": namespace, "uid": "another"}}
-            ),
-            nodes.Launch(5, 5),
-            "master:1",
-        )
-        await client.create(PODS, foreign)
+        await client.create(PODS, pod)
+        await client.close()
         async with here.platform() as platform:
             assert platform.find() == []
-        await client.close()
+        assert set(here.pods()) == {"job-edljob-worker-5"}
 
     asyncio.run(story())
