@@ -50,6 +50,9 @@ SAMPLES: tuple[events.EventBody, ...] = (
     events.MasterRecovered(42),
     events.MasterAdopted(5, 4),
     events.NodeLaunched(4, replaces=1),
+    events.NodeWaits(
+        4, "Pod train-edljob-worker-4 waits: 0/9 nodes are available: 9 Insufficient nvidia.com/gpu"
+    ),
     events.NodeConnected(4, "host1"),
     events.NodeLost(1, _GONE),
     events.RoundOpened(2, "node 1 was lost", 3),

@@ -25,7 +25,10 @@ TORCH_RDZV_KEYS = frozenset(
 """Keys of torchrun's ``--rdzv-conf`` that are accepted and mean nothing to our rendezvous."""
 ALIASES = {"lastcall_timeout": "last_call_timeout"}
 """Other spellings of settings: the original DLRover's."""
-OTHER_VARIABLES = frozenset({"MASTER_ADDR", "JOB_DIR", "CONFIG", "TOKEN", "STATE_DIR"})
+OTHER_VARIABLES = frozenset(
+    {"MASTER_ADDR", "JOB_DIR", "CONFIG", "TOKEN", "STATE_DIR", "KUBERNETES_JOB", "NODE_ID", "NODE_NAME",
+     "NODE_RANK"}
+)  # fmt: skip
 """``DLROVER_...`` variables that are not settings of the file."""
 
 
@@ -96,6 +99,21 @@ def settings(
         return msgspec.convert(values, Settings, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"A setting has a wrong value: {error}.") from error
+
+
+def node_place(env: Mapping[str, str]) -> tuple[int, int]:
+    """The node id and rank with which a platform started this machine's part of a job; -1 for none.
+
+    Raises:
+        ConfigurationError: a variable is not a whole number.
+    """
+    place = []
+    for name in ("DLROVER_NODE_ID", "DLROVER_NODE_RANK"):
+        value = env.get(name, "-1")
+        if not value.removeprefix("-").isdecimal():
+            raise ConfigurationError(f"{name}={value}: must be a whole number.")
+        place.append(int(value))
+    return place[0], place[1]
 
 
 def setting_names() -> frozenset[str]:

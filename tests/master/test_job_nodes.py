@@ -19,6 +19,7 @@ from dlrover.master.machine.inputs import (
     NodePlaced,
     NodeSilent,
     NodeSucceeded,
+    NodeWaits,
     Progressed,
     StopRequested,
     Submitted,
@@ -39,6 +40,29 @@ TYPO = {"kind": FailureKind.EXCEPTION, "exception": "SyntaxError", "message": "i
 
 def calls(*nodes: int, round_: int = 2, reason: str) -> list[Command]:
     return [CallToRound(node, round_, reason) for node in nodes]
+
+
+# ---- nodes that do not start
+
+
+def test_what_keeps_a_node_from_starting_is_told_once_and_shown_while_it_lasts():
+    job = JobDriver(2, 2, managed_nodes=2)
+    assert "node 1 (is being started)" in waiting_for(job.machine, job.now)
+    job.give(NodeWaits(1, "pod b waits: no GPU"), NodeWaits(1, "pod b waits: no GPU"))
+    assert job.emitted(events.NodeWaits) == [events.NodeWaits(1, "pod b waits: no GPU")]
+    assert "node 1 (pod b waits: no GPU)" in waiting_for(job.machine, job.now)
+    job.give(NodeWaits(1, ""))
+    assert "node 1 (is being started)" in waiting_for(job.machine, job.now)
+    job.connect(1, claims=1)
+    job.give(NodeWaits(1, "late"))
+    assert len(job.emitted(events.NodeWaits)) == 1
+
+
+def test_a_node_whose_container_ran_out_of_memory_comes_back_with_more():
+    for grows, factor in ((True, 2.0), (False, 1.0)):
+        job = JobDriver.launched(grows_memory=grows)
+        launched = [c for c in job.give(NodeExited(1, "OOMKilled")) if isinstance(c, LaunchNode)]
+        assert launched == [LaunchNode(3, 1, (), factor)]
 
 
 # ---- nodes go

@@ -66,7 +66,7 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
         raise ConfigurationError(f"{job_dir.path} is not a job directory: {error}.") from error
     launch = settings.launch
     base = Path(launch.log_dir) if launch.log_dir not in ("", "/dev/null") else job_dir.logs
-    hostname = socket.gethostname()
+    hostname = env.get("DLROVER_NODE_NAME") or socket.gethostname()
 
     def on_exit(local_rank: int, failure: Failure | None) -> None:
         agent.worker_ended(local_rank, failure)

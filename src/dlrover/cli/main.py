@@ -13,10 +13,10 @@ from rich.console import Console
 
 from dlrover import __version__, config
 from dlrover._util import files
-from dlrover.cli import chaos, ckpt, jobs
+from dlrover.cli import chaos, ckpt, jobs, operator, submit
 from dlrover.cli.launchspec import parse_nnodes, parse_rdzv_conf
 from dlrover.cli.output import Form, Output, print_json
-from dlrover.errors import DLRoverError, ExitCode
+from dlrover.errors import ConfigurationError, DLRoverError, ExitCode
 from dlrover.master.diagnosis_rules import load_own
 from dlrover.spec.events import Event
 from dlrover.spec.job import JobSpec
@@ -31,6 +31,8 @@ app = typer.Typer(
 )
 app.add_typer(ckpt.app)
 app.command(context_settings={"allow_interspersed_args": False})(chaos.chaos)
+app.command()(operator.operator)
+app.command()(submit.submit)
 
 
 Job = Annotated[
@@ -219,6 +221,9 @@ def master(  # noqa: PLR0913 - each is an option of the command
     exclude_straggler: Annotated[
         bool, typer.Option("--exclude-straggler", help="As of dlrover-run.")
     ] = False,
+    platform: Annotated[
+        str, typer.Option(help="What launches the nodes: kubernetes; nothing if left out.")
+    ] = "",
     rdzv_conf: Annotated[str, typer.Option(help="Settings: key=value,key=value.")] = "",
     config_file: Annotated[str, typer.Option("--config", help="Settings file (TOML).")] = "",
     job_dir: Dir = "",
@@ -226,13 +231,17 @@ def master(  # noqa: PLR0913 - each is an option of the command
 ) -> None:
     """Run one job's master here, for nodes that are started with DLROVER_MASTER_ADDR.
 
-    Its token is DLROVER_TOKEN, or a fresh one that is printed.
+    Its token is DLROVER_TOKEN, or a fresh one that is printed. With --platform kubernetes the job is the
+    ElasticJob that DLROVER_KUBERNETES_JOB names, and the master makes its pods.
     """
-    from dlrover.master.app import main as run_master  # noqa: PLC0415 - loads grpc
+    from dlrover.master.app import main as run_master, read_outcome  # noqa: PLC0415 - loads grpc
 
     env = config.environ()
     settings = config.settings(env, config_file, parse_rdzv_conf(rdzv_conf))
     min_nodes, max_nodes = parse_nnodes(nnodes)
+    if platform not in ("", "kubernetes"):
+        raise ConfigurationError(f"--platform {platform}: must be kubernetes, or left out.")
+    rules = load_own(settings.diagnosis_rules, settings.limits.cause_budgets)
     job = JobSpec(
         name=name,
         min_nodes=min_nodes,
@@ -242,15 +251,26 @@ def master(  # noqa: PLR0913 - each is an option of the command
         node_check=network_check or exclude_straggler,
         exclude_stragglers=exclude_straggler,
         limits=settings.limits,
-        diagnosis_rules=load_own(settings.diagnosis_rules, settings.limits.cause_budgets),
+        diagnosis_rules=rules,
     )
+    if platform:
+        from dlrover.kubernetes import job as elastic_job  # noqa: PLC0415 - an extra
+
+        job = elastic_job.job_spec(asyncio.run(elastic_job.fetch(env)), settings.limits, rules)
+        name, host = job.name, env.get("POD_IP") or host
     tls = TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_ca)
     directory = jobs.create(env, name, job_dir or env.get("DLROVER_JOB_DIR", ""))
     with jobs.locked(directory, resume=True):
         shown = settings.metrics_port if metrics_port is None else metrics_port
         metrics = MetricsAddress(settings.metrics_host, shown)
         content = MasterConfig(
-            job=job, host=host, port=port, tls=tls, metrics=metrics, journal=settings.journal
+            job=job,
+            host=host,
+            port=port,
+            platform=platform,
+            tls=tls,
+            metrics=metrics,
+            journal=settings.journal,
         )
         files.write_atomically(directory.job, msgspec.json.encode(content), mode=0o600)
         token = env.get("DLROVER_TOKEN") or jobs.kept_token(directory) or secrets.token_hex(16)
@@ -261,6 +281,9 @@ def master(  # noqa: PLR0913 - each is an option of the command
             print(f"The token is in {directory.token}; give it to the nodes as DLROVER_TOKEN.")
         sys.stdout.flush()
         code = run_master(["--job-dir", str(directory.path)])
+    outcome = read_outcome(directory.outcome) if platform else None
+    if outcome is not None:
+        print(outcome.reason, file=sys.stderr)  # the pod's last words
     raise typer.Exit(code)
 
 

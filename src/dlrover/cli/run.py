@@ -163,7 +163,9 @@ class _Plan:
         if self._has_master:
             supervisor.add_master()
         if self._has_agent:
-            supervisor.add_agent(self._options.node_rank if self._options.node_rank_given else -1)
+            node_id, node_rank = config.node_place(env)
+            given = self._options.node_rank_given
+            supervisor.add_agent(self._options.node_rank if given else node_rank, node_id)
         launch = self._options.launch
         signals = [signal.Signals[name] for name in launch.signals_to_handle.split(",")]
         outcome = asyncio.run(supervisor.run(signals, launch.shutdown_timeout))

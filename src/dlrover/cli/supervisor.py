@@ -129,10 +129,17 @@ class Supervisor:
         """Run the job's master here."""
         self.master = self._child("master", "dlrover.master", self._job_dir.outcome, [])
 
-    def add_agent(self, node_rank: int) -> None:
-        """Run one node here, of a job whose master is here or elsewhere."""
-        arguments = ["--node-rank", str(node_rank), "--outcome", str(self._job_dir.left)]
+    def add_agent(self, node_rank: int, node_id: int = -1) -> None:
+        """Run one node here, of a job whose master is here or elsewhere.
+
+        A node that a platform started (``node_id``) ends with its agent: the master replaces it as a whole.
+        """
+        arguments = ["--node-rank", str(node_rank), "--node-id", str(node_id)]
+        arguments += ["--outcome", str(self._job_dir.left)]
         self.agent = self._child("agent", "dlrover.agent", self._job_dir.left, arguments)
+        if node_id >= 0:
+            reason = f"The agent of node {node_id} died."
+            self.agent.last_resort = Outcome(exit_code=ExitCode.INFRASTRUCTURE, reason=reason)
 
     def _child(self, name: str, module: str, outcome: Path, arguments: Sequence[str]) -> Child:
         command = [sys.executable, "-m", module, "--job-dir", str(self._job_dir.path), *arguments]

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from dlrover.master.history import History
 from dlrover.master.journal import open_journal
 from dlrover.master.observers import Observers
 from dlrover.master.service import Master
-from dlrover.platform.base import Platform, platform_class
+from dlrover.platform.base import Platform, Setup, platform_class
 from dlrover.rpc import wire
 from dlrover.rpc.server import Server
 from dlrover.spec.jobdir import JobDir, MasterAddress, MasterConfig
@@ -46,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         level=logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it tells of each request
     try:
         return asyncio.run(serve(job_dir, env, args.lifeline_fd))
     except DLRoverError as error:
@@ -86,7 +86,16 @@ async def _serve(
     master.register(server)
     port = await _listen(server, settings, job_dir)
     _publish(job_dir, settings.host, port)
-    platform = _platform(settings, job_dir, env, lifeline_fd, master)
+    setup = Setup(
+        job_dir.path,
+        port,
+        env,
+        lifeline_fd,
+        master.on_node_exit,
+        master.on_node_wait,
+        master.progress,
+    )
+    platform = await _platform(settings, setup)
     takeover.begin(master, settings.job, str(job_dir.path), history, platform)
     watches = [
         asyncio.create_task(master.watch_silence()),
@@ -99,6 +108,8 @@ async def _serve(
             watch.cancel()
         master.close()
         await server.stop(STOP_GRACE)
+        if platform is not None:
+            await platform.close()
 
 
 def load_config(job_dir: JobDir) -> MasterConfig:
@@ -151,23 +162,10 @@ def _publish(job_dir: JobDir, host: str, port: int) -> None:
     files.write_atomically(job_dir.master, msgspec.json.encode(address))
 
 
-def _platform(
-    settings: MasterConfig,
-    job_dir: JobDir,
-    env: Mapping[str, str],
-    lifeline_fd: int,
-    master: Master,
-) -> Platform | None:
+async def _platform(settings: MasterConfig, setup: Setup) -> Platform | None:
     if not settings.platform:
         return None
-    command = [sys.executable, "-m", "dlrover.agent", "--job-dir", str(job_dir.path)]
-    pass_fds = []
-    if lifeline_fd >= 0:
-        command += ["--lifeline-fd", str(lifeline_fd)]
-        pass_fds.append(lifeline_fd)
-    platform: Platform = platform_class(settings.platform)(
-        command, env, pass_fds, master.on_node_exit
-    )
+    platform: Platform = await platform_class(settings.platform).create(setup)
     return platform
 
 

@@ -24,7 +24,7 @@ from dlrover.master.machine.state import Node
 from dlrover.master.machine.store import KeyValueStore
 from dlrover.master.machine.waiting import waiting_for
 from dlrover.master.shards import ShardsService
-from dlrover.platform.base import Platform
+from dlrover.platform.base import Platform, Progress
 from dlrover.rpc import messages
 from dlrover.rpc.server import Server
 from dlrover.spec.check import CheckReport
@@ -201,6 +201,10 @@ class Master:
     def on_node_exit(self, node_id: int, reason: str) -> None:
         """The platform's report of a node's end."""
         self._insist(inputs.NodeExited(node_id, reason))
+
+    def on_node_wait(self, node_id: int, reason: str) -> None:
+        """The platform's report of what keeps a node from starting; empty: nothing any more."""
+        self._insist(inputs.NodeWaits(node_id, reason))
 
     def _insist(self, event: inputs.Input) -> None:
         """Submit what nobody would report again, once more as long as the journal cannot be written."""
@@ -450,6 +454,13 @@ class Master:
         """Where the job stands."""
         status = status_of(self.machine, self.clock(), self._steps, self.hangs.doing())
         return msgspec.structs.replace(status, slow=self.hangs.slow())
+
+    def progress(self) -> Progress:
+        """How far the training is."""
+        now = self.clock()
+        status = status_of(self.machine, now, self._steps)
+        goodput = self.ledger.goodput(now).goodput_ratio
+        return Progress(status.total_steps, status.restarts, goodput)
 
     async def watch(self, request: messages.WatchRequest) -> AsyncIterator[messages.Notice]:
         """Events after ``request.since``, and for a follower also those to come."""

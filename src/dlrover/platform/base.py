@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 from dlrover.errors import ConfigurationError
 
 OnExit = Callable[[int, str], None]
 """Called with a node's id and, in words, how its agent ended."""
 
-PLATFORMS = {"local": "dlrover.platform.local:LocalPlatform"}
+OnWait = Callable[[int, str], None]
+"""Called with a node's id and, in words, what keeps it from starting; empty: nothing any more."""
+
+PLATFORMS = {
+    "kubernetes": "dlrover.kubernetes.platform:KubernetesPlatform",
+    "local": "dlrover.platform.local:LocalPlatform",
+}
 """Platforms by name, as ``module:class``, so that none is imported before it is asked for."""
 
 
@@ -21,6 +28,30 @@ class Found(NamedTuple):
     node_id: int
     node_rank: int
     handle: str
+
+
+class Progress(NamedTuple):
+    """How far a job's training is."""
+
+    steps: int
+    """Optimizer steps of all rounds, repeated ones included."""
+    restarts: int
+    goodput: float
+    """Productive seconds of all seconds, 0 to 1."""
+
+
+class Setup(NamedTuple):
+    """What a master gives its platform. Each class has an async ``create(setup)`` that makes it."""
+
+    job_dir: Path
+    port: int
+    """Where the master listens."""
+    env: Mapping[str, str]
+    lifeline_fd: int
+    """Closes when the process dies that the master belongs to; -1 for none."""
+    on_exit: OnExit
+    on_wait: OnWait
+    progress: Callable[[], Progress]
 
 
 class Platform(Protocol):
@@ -50,8 +81,11 @@ class Platform(Protocol):
     def kill(self, handle: str) -> None:
         """End a node. Does nothing if it is gone."""
 
+    async def close(self) -> None:
+        """The master leaves: finish what is under way. Nodes go on."""
 
-def platform_class(name: str) -> type:
+
+def platform_class(name: str) -> Any:
     """The platform class called ``name``.
 
     Raises:
@@ -62,5 +96,4 @@ def platform_class(name: str) -> type:
             f"Platform {name} is unknown; known platforms are {', '.join(sorted(PLATFORMS))}."
         )
     module, _, attribute = PLATFORMS[name].partition(":")
-    found: type = getattr(importlib.import_module(module), attribute)
-    return found
+    return getattr(importlib.import_module(module), attribute)

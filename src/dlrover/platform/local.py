@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 
 from dlrover._util import procs
 from dlrover.errors import InfrastructureError
-from dlrover.platform.base import Found, OnExit
+from dlrover.platform.base import Found, OnExit, Setup
 
 
 class LocalPlatform:
@@ -31,6 +32,19 @@ class LocalPlatform:
         self._pass_fds = tuple(pass_fds)
         self._on_exit = on_exit
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    @classmethod
+    async def create(cls, setup: Setup) -> LocalPlatform:
+        """The platform whose nodes are started from the master's job directory."""
+        command = [sys.executable, "-m", "dlrover.agent", "--job-dir", str(setup.job_dir)]
+        pass_fds = []
+        if setup.lifeline_fd >= 0:
+            command += ["--lifeline-fd", str(setup.lifeline_fd)]
+            pass_fds.append(setup.lifeline_fd)
+        return cls(command, setup.env, pass_fds, setup.on_exit)
+
+    async def close(self) -> None:
+        """Nothing is under way."""
 
     def launch(
         self, node_id: int, node_rank: int, avoid: tuple[str, ...] = (), memory_factor: float = 1.0

@@ -67,6 +67,17 @@ class NodeLaunched(msgspec.Struct, frozen=True, tag="node_launched"):
         return f"Node {self.node} is being started{replaced}."
 
 
+class NodeWaits(msgspec.Struct, frozen=True, tag="node_waits"):
+    """A node cannot be started yet."""
+
+    node: int
+    reason: str
+
+    def sentence(self) -> str:
+        """The event in words."""
+        return f"Node {self.node} is not started yet: {self.reason}."
+
+
 class NodeConnected(msgspec.Struct, frozen=True, tag="node_connected"):
     """An agent connected for the first time."""
 
@@ -303,6 +314,7 @@ EventBody: TypeAlias = (
     | MasterRecovered
     | MasterAdopted
     | NodeLaunched
+    | NodeWaits
     | NodeConnected
     | NodeLost
     | RoundOpened

@@ -50,6 +50,13 @@ class NodePlaced(msgspec.Struct, frozen=True, tag="node_placed"):
     handle: str
 
 
+class NodeWaits(msgspec.Struct, frozen=True, tag="node_waits"):
+    """The platform tells what keeps a node from starting; empty: nothing any more."""
+
+    node_id: int
+    reason: str
+
+
 class NodeExited(msgspec.Struct, frozen=True, tag="node_exited"):
     """The platform reports that a node's agent ended."""
 
@@ -153,6 +160,7 @@ Input: TypeAlias = (
     Submitted
     | MasterStarted
     | NodePlaced
+    | NodeWaits
     | NodeExited
     | NodeConnected
     | NodeDisconnected

@@ -96,6 +96,13 @@ class JobMachine(JobNodes):
         if node.status.final or (self.outcome is not None and not node.connected):
             self._send(inputs.KillNode(node.id))
 
+    def _node_waits(self, event: inputs.NodeWaits, _now: float) -> None:
+        node = self.nodes[event.node_id]
+        if node.status is NodeStatus.PENDING and node.waits != event.reason:
+            node.waits = event.reason
+            if event.reason:
+                self._emit(events.NodeWaits(node.id, event.reason))
+
     def _node_exited(self, event: inputs.NodeExited, now: float) -> None:
         self._lose(event.node_id, event.reason, now)
 
@@ -515,6 +522,7 @@ _HANDLERS: dict[type, Callable[[JobMachine, Any, float], None]] = {
     inputs.Submitted: JobMachine._submitted,  # noqa: SLF001
     inputs.MasterStarted: JobMachine._master_started,  # noqa: SLF001
     inputs.NodePlaced: JobMachine._node_placed,  # noqa: SLF001
+    inputs.NodeWaits: JobMachine._node_waits,  # noqa: SLF001
     inputs.NodeExited: JobMachine._node_exited,  # noqa: SLF001
     inputs.NodeConnected: JobMachine._node_connected,  # noqa: SLF001
     inputs.NodeDisconnected: JobMachine._node_disconnected,  # noqa: SLF001

@@ -46,6 +46,8 @@ class Node:
     gone: bool = False
     #: the node check named it
     excluded: bool = False
+    #: what keeps it from starting, as its platform says
+    waits: str = ""
     #: why it is lost
     reason: str = ""
     #: how many times the memory that the job asked for it was launched with

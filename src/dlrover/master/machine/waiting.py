@@ -56,7 +56,7 @@ def _checking(run: CheckRun, machine: JobMachine, now: float) -> str:
 
 def _state_of(node: Node) -> str:
     if node.status is NodeStatus.PENDING:
-        return "is being started"
+        return node.waits or "is being started"
     if not node.connected:
         return "has no connection"
     return "is joining" if node.status is NodeStatus.READY else "is stopping its workers"

@@ -1,0 +1,41 @@
+"""What the verbs for Kubernetes share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from dlrover import __version__
+from dlrover.errors import ConfigurationError
+
+IMAGE = f"dlrover:{__version__}"
+"""The image of this release."""
+
+Kubeconfig = Annotated[
+    str,
+    typer.Option(
+        metavar="FILE",
+        help="Access to the cluster; the pod's own, KUBECONFIG or ~/.kube/config if left out.",
+    ),
+]
+MasterImage = Annotated[
+    str, typer.Option(help="Image of the masters of jobs that name none; it has dlrover in it.")
+]
+
+
+@contextlib.contextmanager
+def extra() -> Iterator[None]:
+    """Around the imports of what needs the extra ``kubernetes``.
+
+    Raises:
+        ConfigurationError: it is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"The module {error.name} is missing: Kubernetes needs pip install 'dlrover[kubernetes]'."
+        ) from error

@@ -1,0 +1,73 @@
+"""``dlrover operator``: the controller of ElasticJobs, in the cluster or outside of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Coroutine
+from typing import Annotated, Any
+
+import typer
+
+from dlrover.cli.kube import IMAGE, Kubeconfig, MasterImage, extra
+
+LEASE = "dlrover-operator"
+"""The name of the Lease by which one of several operators leads."""
+
+
+def operator(
+    namespace: Annotated[
+        str, typer.Option(help="Only jobs of this namespace; of the whole cluster if left out.")
+    ] = "",
+    kubeconfig: Kubeconfig = "",
+    master_image: MasterImage = IMAGE,
+    lease_namespace: Annotated[
+        str, typer.Option(help="Where its Lease is; --namespace or its own if left out.")
+    ] = "",
+    leader_election: Annotated[
+        bool, typer.Option(help="Wait while another operator leads.")
+    ] = True,
+) -> None:
+    """Run the operator: it makes the masters of ElasticJobs and keeps them alive.
+
+    Ends with exit code 3 if another operator takes the lead.
+    """
+    with extra():
+        from dlrover.kubernetes.client import Client  # noqa: PLC0415 - needs the extra
+        from dlrover.kubernetes.decisions import Options  # noqa: PLC0415
+        from dlrover.kubernetes.leader import Leader  # noqa: PLC0415
+        from dlrover.kubernetes.operator import serve  # noqa: PLC0415
+
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("httpx2").setLevel(logging.WARNING)
+
+    async def run() -> None:
+        client = Client.from_config(kubeconfig or None)
+        leader = None
+        if leader_election:
+            where = lease_namespace or namespace or client.namespace
+            identity = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+            leader = Leader(client, where, LEASE, identity)
+        try:
+            await _until_stopped(serve(client, namespace or None, Options(master_image), leader))
+        finally:
+            await client.close()
+
+    asyncio.run(run())
+
+
+async def _until_stopped(serving: Coroutine[Any, Any, None]) -> None:
+    """Run it to its end, or until SIGTERM or SIGINT."""
+    task = asyncio.create_task(serving)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

@@ -1,0 +1,1 @@
+"""Jobs on Kubernetes: the operator, and the platform that makes a job's nodes pods."""

@@ -1,0 +1,193 @@
+"""Carrying out a decision: what the API server is asked to do, in an order that any failure may end."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from dlrover.kubernetes import client as api, names, times
+from dlrover.kubernetes.client import ApiError, Client, Resource
+from dlrover.kubernetes.decisions import Decision, Deletion, Event, condition, merged, status_of
+from dlrover.kubernetes.types import ElasticJobStatus
+
+logger = logging.getLogger(__name__)
+
+Manifest = dict[str, Any]
+_MADE = (
+    api.PODS,
+    api.SERVICES,
+    api.SECRETS,
+    api.SERVICE_ACCOUNTS,
+    api.ROLES,
+    api.ROLE_BINDINGS,
+    api.EVENTS,
+)
+_RESOURCES = {resource.kind: resource for resource in _MADE}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a decision."""
+
+    job: Manifest | None = None
+    """The job as the server has it now, if its status was written."""
+    stale: bool = False
+    """The server knows more than the decision did: decide again soon."""
+
+
+async def carry_out(client: Client, jobs: Resource, job: Manifest, decision: Decision) -> Result:
+    """Do what was decided.
+
+    Raises:
+        InfrastructureError: the server does not do it now. What it refuses for good is told in the
+            job's status and raised, too.
+    """
+    namespace = job["metadata"]["namespace"]
+    try:
+        for made in decision.ensure:
+            await _ensure(client, made)
+        if decision.start is not None and not await _create(client, decision.start):
+            return Result(stale=True)
+    except ApiError as error:
+        if not error.passing and error.status != 404:  # 404: the namespace is going
+            await _tell_refusal(client, jobs, job, error)
+        raise
+    for gone in decision.delete:
+        await _delete(client, jobs, namespace, gone)
+    written = None
+    if decision.status is not None:
+        written = await _write_status(client, jobs, job, decision.status)
+    for event in decision.events:
+        await tell(client, job, event)
+    return Result(job=written)
+
+
+def status_patch(old: Mapping[str, Any] | None, status: ElasticJobStatus) -> dict[str, Any] | None:
+    """The merge patch that makes a status of ``old``; None if it is that. ``training`` is not touched."""
+    wanted = _set(msgspec.to_builtins(status))
+    wanted.pop("training", None)
+    known = {key: value for key, value in (old or {}).items() if key != "training"}
+    return _difference(known, wanted) or None
+
+
+def _set(value: Any) -> Any:
+    """A value without the fields that are empty: what is not set is not written."""
+    if isinstance(value, dict):
+        inner = {key: _set(child) for key, child in value.items()}
+        return {key: child for key, child in inner.items() if child not in ("", [], {})}
+    return [_set(child) for child in value] if isinstance(value, list) else value
+
+
+def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    patch: dict[str, Any] = {key: None for key in old if key not in new}
+    for key, value in new.items():
+        before = old.get(key)
+        if isinstance(value, dict) and isinstance(before, dict):
+            inner = _difference(before, value)
+            patch.update({key: inner} if inner else {})
+        elif value != before:
+            patch[key] = value
+    return patch
+
+
+async def tell(client: Client, job: Manifest, event: Event) -> None:
+    """Write an Event about a job; the same one again is counted. It fails silently but for the log."""
+    metadata = job["metadata"]
+    logger.info("Job %s/%s: %s", metadata["namespace"], metadata["name"], event.message)
+    about = f"{metadata.get('uid')} {event.reason} {event.message}"
+    digest = hashlib.sha256(about.encode()).hexdigest()[:16]
+    now = times.written(time.time())
+    reference = {
+        "apiVersion": names.API_VERSION,
+        "kind": "ElasticJob",
+        "namespace": metadata["namespace"],
+        "name": metadata["name"],
+        "uid": metadata.get("uid", ""),
+        "resourceVersion": metadata.get("resourceVersion", ""),
+    }
+    name = f"{metadata['name']}.{digest}"
+    made = {
+        "kind": "Event",
+        "metadata": {"name": name, "namespace": metadata["namespace"]},
+        "involvedObject": reference,
+        "reason": event.reason,
+        "message": event.message,
+        "type": "Warning" if event.warning else "Normal",
+        "source": {"component": "dlrover-operator"},
+        "firstTimestamp": now,
+        "lastTimestamp": now,
+        "count": 1,
+    }
+    try:
+        if not await _create(client, made):
+            before = await client.get(api.EVENTS, metadata["namespace"], name)
+            patch = {"count": int(before.get("count") or 1) + 1, "lastTimestamp": now}
+            await client.patch(api.EVENTS, metadata["namespace"], name, patch)
+    except ApiError as error:
+        logger.warning("An event of job %s is not written: %s", metadata["name"], error)
+
+
+async def _create(client: Client, made: Manifest) -> bool:
+    """Create an object; False if there is one of its name."""
+    try:
+        await client.create(_RESOURCES[made["kind"]], made)
+    except ApiError as error:
+        if error.status == 409 and error.reason == "AlreadyExists":
+            return False
+        raise
+    return True
+
+
+async def _ensure(client: Client, made: Manifest) -> None:
+    """Create an object where it is missing. An earlier release may have given a role other rules."""
+    if not await _create(client, made) and made["kind"] == "Role":
+        metadata = made["metadata"]
+        patch = {"rules": made["rules"]}
+        await client.patch(api.ROLES, metadata["namespace"], metadata["name"], patch)
+
+
+async def _delete(client: Client, jobs: Resource, namespace: str, gone: Deletion) -> None:
+    resource = jobs if gone.kind == "ElasticJob" else _RESOURCES[gone.kind]
+    await client.delete(resource, namespace, gone.name, uid=gone.uid, grace=gone.grace)
+
+
+async def _write_status(
+    client: Client, jobs: Resource, job: Manifest, status: ElasticJobStatus
+) -> Manifest | None:
+    patch = status_patch(job.get("status"), status)
+    if patch is None:
+        return None
+    metadata = job["metadata"]
+    try:
+        return await client.patch(
+            jobs, metadata["namespace"], metadata["name"], {"status": patch}, subresource="status"
+        )
+    except ApiError as error:
+        if error.status == 404:
+            return None
+        raise
+
+
+async def _tell_refusal(client: Client, jobs: Resource, job: Manifest, error: ApiError) -> None:
+    """The API server refuses an object: users see why, with the job."""
+    old = status_of(job)
+    message = f"The API server refuses what the job needs: {error.message}"
+    refused = condition(
+        "MasterReady", False, "Refused", message, job["metadata"].get("generation", 0)
+    )
+    told = any(c.type == "MasterReady" and c.message == message for c in old.conditions)
+    status = msgspec.structs.replace(
+        old,
+        phase=old.phase or "Pending",
+        message=message,
+        conditions=merged(old.conditions, [refused], time.time()),
+    )
+    await _write_status(client, jobs, job, status)
+    if not told:
+        await tell(client, job, Event("Refused", message, warning=True))

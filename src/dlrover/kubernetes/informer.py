@@ -1,0 +1,119 @@
+"""A copy of the server's objects that follows them: list, watch, and list again where that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from dlrover.errors import InfrastructureError
+from dlrover.kubernetes.client import WATCH_TIMEOUT, ApiError, Client, Object, Resource, jitter
+
+logger = logging.getLogger(__name__)
+
+RESYNC = 600.0
+"""Seconds after which everything is listed again and reported, changed or not."""
+FIRST_WAIT = 0.2
+"""Seconds before the first attempt after a failure; each wait is about twice the last one."""
+LONGEST_WAIT = 30.0
+"""Seconds between two attempts, at most."""
+
+
+class Informer:
+    """Follows the objects of one kind that a label selector takes.
+
+    ``on_change`` is called with the key of each object that came, changed or went; it looks the object up
+    in `cache`, where it is missing if it went. Several changes may come as one: nothing is said about the
+    states between. No change is missed for good: after whatever failure the objects are listed again.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        resource: Resource,
+        namespace: str | None,
+        labels: str,
+        on_change: Callable[[str], None],
+        *,
+        resync: float = RESYNC,
+        watch_timeout: float = WATCH_TIMEOUT,
+    ) -> None:
+        self.cache: dict[str, Object] = {}
+        """Objects by key (``namespace/name``). Read only."""
+        self.synced = asyncio.Event()
+        """Set once the objects have been listed."""
+        self._client = client
+        self._resource = resource
+        self._namespace = namespace
+        self._labels = labels
+        self._on_change = on_change
+        self._resync = resync
+        self._watch_timeout = watch_timeout
+        self._version = ""
+        self._listed = 0.0
+        self._healthy = False
+
+    async def run(self) -> None:
+        """Follow the objects until cancelled."""
+        wait = FIRST_WAIT
+        while True:
+            self._healthy = False
+            try:
+                if not self._version or time.monotonic() - self._listed > self._resync:
+                    await self._list()
+                await self._watch()
+            except InfrastructureError as error:
+                asked = error.retry_after if isinstance(error, ApiError) else None
+                if isinstance(error, ApiError) and not error.passing:
+                    self._version = ""  # 410: the server forgot; others: see what a list says
+                wait = FIRST_WAIT if self._healthy else wait
+                pause = min(LONGEST_WAIT, jitter(wait) if asked is None else asked)
+                wait = min(LONGEST_WAIT, wait * 2)
+                logger.info("Following %s goes on in %.1f s: %s", self.what, pause, error)
+                await asyncio.sleep(pause)
+            else:
+                wait = FIRST_WAIT
+
+    @property
+    def what(self) -> str:
+        """What is followed, in words."""
+        selected = f" with {self._labels}" if self._labels else ""
+        return f"{self._resource.plural} in {self._namespace or 'all namespaces'}{selected}"
+
+    async def _list(self) -> None:
+        items, version = await self._client.list(self._resource, self._namespace, self._labels)
+        old, self.cache = self.cache, {key_of(item): item for item in items}
+        self._version = version
+        self._listed = time.monotonic()
+        self._healthy = True
+        for key in [*self.cache, *(key for key in old if key not in self.cache)]:
+            self._on_change(key)
+        self.synced.set()
+
+    async def _watch(self) -> None:
+        left = self._resync - (time.monotonic() - self._listed)
+        events = self._client.watch(
+            self._resource,
+            self._namespace,
+            self._version,
+            self._labels,
+            timeout=max(1.0, min(self._watch_timeout, left)),
+        )
+        async for kind, obj in events:
+            self._healthy = True
+            if kind != "BOOKMARK":
+                key = key_of(obj)
+                if kind == "DELETED":
+                    self.cache.pop(key, None)
+                else:
+                    self.cache[key] = obj
+                self._on_change(key)
+            self._version = obj["metadata"]["resourceVersion"]
+
+
+def key_of(obj: Object) -> str:
+    """``namespace/name`` of an object; its name alone if it is in no namespace."""
+    metadata = obj["metadata"]
+    namespace = metadata.get("namespace")
+    return f"{namespace}/{metadata['name']}" if namespace else str(metadata["name"])

@@ -1,0 +1,268 @@
+"""The pods that are a job's nodes: their manifests, and what they say of themselves. Nothing here does I/O."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from typing import Any, NamedTuple
+
+import msgspec
+
+from dlrover.kubernetes import names, objects, pods
+from dlrover.kubernetes.types import ElasticJob, ReplicaSpec
+
+Manifest = dict[str, Any]
+
+ROLES = ("chief", "worker", "ps", "evaluator")
+"""The roles whose pods are nodes, in the order of their ranks."""
+NODE_LABEL = f"{names.GROUP}/node-id"
+"""The id of the node that a pod is; no two pods of a job have the same."""
+RANK_LABEL = f"{names.GROUP}/node-rank"
+"""The rank that the node is to wish for; a pod and its replacement have the same."""
+HOST_LABEL = "kubernetes.io/hostname"
+_UNITS: dict[str, int | Decimal] = {
+    "": 1, "m": Decimal("0.001"),
+    "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18,
+    "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei": 2**60,
+}  # fmt: skip
+
+
+class Slot(NamedTuple):
+    """A node's place among those of its role."""
+
+    role: str
+    number: int
+
+
+class Launch(NamedTuple):
+    """What a node is to be started with."""
+
+    node_id: int
+    node_rank: int
+    avoid: tuple[str, ...] = ()
+    memory_factor: float = 1.0
+
+
+def slots(job: ElasticJob) -> list[Slot]:
+    """The place of each node, by rank."""
+    specs = job.spec.replica_specs
+    return [
+        Slot(role, index)
+        for role in ROLES
+        if role in specs
+        for index in range(specs[role].replicas)
+    ]
+
+
+def pod_name(job: ElasticJob, launch: Launch) -> str:
+    """The name of a node's pod."""
+    return f"{job.name}-edljob-{_slot(job, launch).role}-{launch.node_id}"
+
+
+def pod(job: ElasticJob, launch: Launch, master: str) -> Manifest:
+    """The pod of a node; ``master`` is the address at which it finds the job's master.
+
+    The role's template is kept as it is given. The pod gets what a node needs beyond it: labels, an
+    owner, variables for ``dlrover-run``. It never restarts its containers, whatever the template says:
+    the master makes another pod, which may be elsewhere.
+    """
+    slot = _slot(job, launch)
+    replica = job.spec.replica_specs[slot.role]
+    template = copy.deepcopy(replica.template)
+    spec: Manifest = template.get("spec") or {}
+    metadata: Mapping[str, Any] = template.get("metadata") or {}
+    spec["restartPolicy"] = "Never"
+    container = _main(spec)
+    _give_variables(spec, container, job, launch, slot, master)
+    _grow(container, launch.memory_factor)
+    _avoid(spec, launch.avoid)
+    priority = _priority(replica, slot.number)
+    if priority:
+        spec.setdefault("priorityClassName", priority)
+    labels = {
+        **(metadata.get("labels") or {}),
+        **names.labels(job.name, slot.role),
+        NODE_LABEL: str(launch.node_id),
+        RANK_LABEL: str(launch.node_rank),
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": pod_name(job, launch),
+            "namespace": job.namespace,
+            "labels": labels,
+            "annotations": dict(metadata.get("annotations") or {}),
+            "ownerReferences": [objects.owner(job)],
+        },
+        "spec": spec,
+    }
+
+
+def _slot(job: ElasticJob, launch: Launch) -> Slot:
+    return slots(job)[launch.node_rank]
+
+
+def _main(spec: Manifest) -> Manifest:
+    """The container that runs ``dlrover-run``: the one called ``main``, else the first."""
+    containers: list[Manifest] = spec.get("containers") or [{}]
+    spec["containers"] = containers
+    for container in containers:
+        container.setdefault("name", "main")
+    return next((one for one in containers if one["name"] == "main"), containers[0])
+
+
+def _give_variables(
+    spec: Manifest, main: Manifest, job: ElasticJob, launch: Launch, slot: Slot, master: str
+) -> None:
+    """Add the variables of the job to all containers, and those of the node to the main one."""
+    shared = [msgspec.to_builtins(variable) for variable in job.spec.envs.values()]
+    for variable in shared:
+        if variable["valueFrom"] is None:
+            del variable["valueFrom"]
+        else:
+            del variable["value"]
+    for container in spec["containers"]:
+        given = {variable["name"] for variable in container.get("env") or ()}
+        added = [variable for variable in shared if variable["name"] not in given]
+        container["env"] = [*(container.get("env") or []), *added]
+    own = _own_variables(job, launch, slot, master)
+    names_of_own = {variable["name"] for variable in own}
+    theirs = [variable for variable in main["env"] if variable["name"] not in names_of_own]
+    main["env"] = [*own, *theirs]  # first: a variable may refer to those before it
+
+
+def _own_variables(job: ElasticJob, launch: Launch, slot: Slot, master: str) -> list[Manifest]:
+    plain = {
+        "DLROVER_MASTER_ADDR": master,
+        "DLROVER_NODE_ID": str(launch.node_id),
+        "DLROVER_NODE_RANK": str(launch.node_rank),
+        "ELASTIC_JOB_NAME": job.name,
+        "NODE_TYPE": slot.role,
+        "NODE_ID": str(launch.node_id),
+        "NODE_NUM": str(len(slots(job))),
+        "NODE_RANK": str(launch.node_rank),
+    }
+    fields = {
+        "DLROVER_NODE_NAME": "spec.nodeName",
+        "POD_NAME": "metadata.name",
+        "POD_IP": "status.podIP",
+        "NODE_IP": "status.hostIP",
+    }
+    token = {
+        "name": names.own_name(job.name, str(job.metadata.get("uid", ""))),
+        "key": names.TOKEN_KEY,
+    }
+    return [
+        *({"name": name, "value": value} for name, value in plain.items()),
+        *(
+            {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+            for name, path in fields.items()
+        ),
+        {"name": "DLROVER_TOKEN", "valueFrom": {"secretKeyRef": token}},
+    ]
+
+
+def _grow(container: Manifest, factor: float) -> None:
+    """Multiply the memory that a container asks for and may use, where it says so."""
+    resources = container.get("resources") or {}
+    for kind in ("requests", "limits"):
+        asked = resources.get(kind) or {}
+        if factor != 1.0 and "memory" in asked:
+            wanted = quantity(asked["memory"]) * Decimal(str(factor))
+            asked["memory"] = f"{math.ceil(wanted / 2**20)}Mi"
+
+
+def quantity(text: str | int) -> Decimal:
+    """A Kubernetes quantity as a number: ``1Gi``, ``500m``, ``1e3``."""
+    found = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)([kKMGTPEm]i?)?", str(text).strip())
+    if found is None:
+        raise ValueError(f"{text!r} is not a quantity")
+    return Decimal(found[1]) * _UNITS[found[2] or ""]
+
+
+def _avoid(spec: Manifest, hosts: Sequence[str]) -> None:
+    """Keep a pod off hosts, beside whatever its template asks of them."""
+    if not hosts:
+        return
+    wanted = {"key": HOST_LABEL, "operator": "NotIn", "values": sorted(hosts)}
+    affinity = spec.setdefault("affinity", {})
+    node = affinity.setdefault("nodeAffinity", {})
+    required = node.setdefault("requiredDuringSchedulingIgnoredDuringExecution", {})
+    terms = required.setdefault("nodeSelectorTerms", [{}])  # one of them has to hold
+    for term in terms:
+        term["matchExpressions"] = [*(term.get("matchExpressions") or []), wanted]
+
+
+def _priority(replica: ReplicaSpec, index: int) -> str:
+    """The priority class of a role's pod: a fraction is the part of the pods that get ``high``."""
+    if replica.priority in ("", "high", "low"):
+        return replica.priority
+    return "high" if index < math.ceil(float(replica.priority) * replica.replicas) else "low"
+
+
+# ---- what a pod says
+
+
+def node_id(obj: Mapping[str, Any]) -> int:
+    """The id of the node that a pod is; -1 if it is none."""
+    value = (obj["metadata"].get("labels") or {}).get(NODE_LABEL, "")
+    return int(value) if value.isdecimal() else -1
+
+
+def node_rank(obj: Mapping[str, Any]) -> int:
+    """The rank that a pod's node is to wish for."""
+    return int(obj["metadata"]["labels"][RANK_LABEL])
+
+
+def ending(obj: Mapping[str, Any]) -> str:
+    """How a pod ended or why it is about to, in words; empty while it lives."""
+    status = obj.get("status") or {}
+    if status.get("phase") in ("Succeeded", "Failed"):
+        return _end(status)
+    if _main_ended(obj):
+        return _end(status)  # the others, which serve it, may run for ever
+    if obj["metadata"].get("deletionTimestamp"):
+        for condition in status.get("conditions") or ():
+            if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
+                return _words("its pod was deleted", condition)
+        return "its pod was deleted"
+    return ""
+
+
+def _main_ended(obj: Mapping[str, Any]) -> bool:
+    given = {"containers": list((obj.get("spec") or {}).get("containers") or ())}
+    main = _main(given)["name"] if given["containers"] else ""
+    statuses = (obj.get("status") or {}).get("containerStatuses") or ()
+    return any(
+        one["name"] == main and (one.get("state") or {}).get("terminated") for one in statuses
+    )
+
+
+def _end(status: Mapping[str, Any]) -> str:
+    kinds = ("initContainerStatuses", "containerStatuses")
+    for container in [one for kind in kinds for one in status.get(kind) or ()]:
+        end = (container.get("state") or {}).get("terminated") or {}
+        code = end.get("exitCode", 0)
+        if end.get("reason") == "OOMKilled":
+            return f"its container {container['name']} was killed for want of memory (OOMKilled)"
+        if code and not status.get("reason"):
+            reason = end.get("reason")
+            also = f" ({reason})" if reason not in (None, "", "Error") else ""
+            return f"its container {container['name']} ended with exit code {code}{also}"
+    if status.get("reason"):
+        return _words("its pod failed", status)
+    return "its pod failed" if status["phase"] == "Failed" else "its pod ended"
+
+
+def _words(what: str, said: Mapping[str, Any]) -> str:
+    detail = str(said.get("message") or "").strip().rstrip(".")
+    return ": ".join(part for part in (what, said.get("reason"), detail) if part)
+
+
+def waiting(obj: Mapping[str, Any]) -> str:
+    """Why a pod does not run yet; empty if it does, or if nothing says why."""
+    return pods.obstacle([obj]).rstrip(".")

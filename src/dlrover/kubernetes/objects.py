@@ -1,0 +1,209 @@
+"""The objects of a job's master: its pod, Service, token, account, and what that account may do."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from dlrover.kubernetes import names
+from dlrover.kubernetes.types import ElasticJob
+
+Manifest = dict[str, Any]
+HOME = "/var/lib/dlrover"
+"""Where the master keeps the job's directory: empty in each pod, or the volume of ``journalClaim``."""
+USER = 65532
+"""The user and group of the master, as in distroless images."""
+
+
+def owner(job: ElasticJob) -> Manifest:
+    """The reference by which the garbage collector removes what belongs to a job."""
+    return {
+        "apiVersion": names.API_VERSION,
+        "kind": "ElasticJob",
+        "name": job.name,
+        "uid": job.metadata.get("uid", ""),
+        "controller": True,
+        "blockOwnerDeletion": False,
+    }
+
+
+def service(job: ElasticJob) -> Manifest:
+    """The Service by which nodes reach the master, whichever pod it is."""
+    labels = names.labels(job.name, names.MASTER_ROLE)
+    chosen = {key: labels[key] for key in (names.JOB_LABEL, names.ROLE_LABEL)}
+    port = {"name": "grpc", "port": names.MASTER_PORT, "targetPort": names.MASTER_PORT}
+    spec = {"selector": chosen, "ports": [port], "publishNotReadyAddresses": True}
+    return _object("v1", "Service", job, spec=spec)
+
+
+def secret(job: ElasticJob, token: str) -> Manifest:
+    """The token that each connection to the master shows."""
+    made = _object("v1", "Secret", job, type="Opaque", stringData={names.TOKEN_KEY: token})
+    return _own(made, job)
+
+
+def account(job: ElasticJob) -> list[Manifest]:
+    """The master's service account, its role and the binding of the two."""
+    rbac = "rbac.authorization.k8s.io"
+    name = _own_name(job)
+    subject = {"kind": "ServiceAccount", "name": name, "namespace": job.namespace}
+    made = [
+        _object("v1", "ServiceAccount", job),
+        _object(f"{rbac}/v1", "Role", job, rules=role_rules(job.name)),
+        _object(
+            f"{rbac}/v1",
+            "RoleBinding",
+            job,
+            roleRef={"apiGroup": rbac, "kind": "Role", "name": name},
+            subjects=[subject],
+        ),
+    ]
+    return [_own(one, job) for one in made]
+
+
+def role_rules(job: str) -> list[Manifest]:
+    """What a master may do in its namespace: its own job and pods, nothing else."""
+    return [
+        _rule("", ["pods"], ["get", "list", "watch", "create", "delete"]),
+        _rule(names.GROUP, ["elasticjobs"], ["get"], job),
+        _rule(names.GROUP, ["elasticjobs/status"], ["patch"], job),
+    ]
+
+
+def operator_rules() -> list[Manifest]:
+    """What the operator may do where it works. It has all that it gives to masters, as it has to."""
+    rbac = "rbac.authorization.k8s.io"
+    return [
+        _rule(names.GROUP, ["elasticjobs"], ["get", "list", "watch", "delete"]),
+        _rule(names.GROUP, ["elasticjobs/status"], ["patch"]),
+        _rule(names.GROUP, ["scaleplans"], ["list", "watch"]),
+        _rule(names.GROUP, ["scaleplans/status"], ["patch"]),
+        _rule("", ["pods"], ["get", "list", "watch", "create", "delete"]),
+        _rule("", ["services"], ["list", "watch", "create"]),
+        _rule("", ["serviceaccounts", "secrets"], ["create"]),
+        _rule(rbac, ["roles"], ["create", "patch"]),
+        _rule(rbac, ["rolebindings"], ["create"]),
+        _rule("", ["events"], ["get", "create", "patch"]),
+    ]
+
+
+def lease_rules() -> list[Manifest]:
+    """What it may do beside in its own namespace: lead."""
+    return [_rule("coordination.k8s.io", ["leases"], ["get", "create", "update"])]
+
+
+def _rule(group: str, resources: list[str], verbs: list[str], only: str = "") -> Manifest:
+    named = {"resourceNames": [only]} if only else {}
+    return {"apiGroups": [group], "resources": resources, "verbs": verbs, **named}
+
+
+def master_pod(job: ElasticJob, image: str) -> Manifest:
+    """The master's pod, by the role ``dlrover-master`` of the job if it has one.
+
+    The pod never restarts its container: its end is the operator's to judge.
+    """
+    given = job.spec.replica_specs.get(names.MASTER_ROLE)
+    template = copy.deepcopy(given.template) if given else {}
+    spec: Manifest = template.get("spec") or {}
+    metadata: Mapping[str, Any] = template.get("metadata") or {}
+    containers = spec.get("containers") or [{}]
+    _complete(containers[0], job, image)
+    spec["containers"] = containers
+    spec["restartPolicy"] = "Never"
+    spec.setdefault("serviceAccountName", _own_name(job))
+    spec.setdefault(
+        "securityContext",
+        {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+    )
+    claim = job.spec.master.journal_claim
+    home = {"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}}
+    spec["volumes"] = [
+        *(spec.get("volumes") or []),
+        {"name": "dlrover-home", **home},
+        {"name": "dlrover-tmp", "emptyDir": {}},
+    ]
+    pod = _object("v1", "Pod", job, spec=spec)
+    pod["metadata"]["labels"] = {
+        **(metadata.get("labels") or {}),
+        **names.labels(job.name, names.MASTER_ROLE),
+    }
+    pod["metadata"]["annotations"] = dict(metadata.get("annotations") or {})
+    return pod
+
+
+def _complete(container: Manifest, job: ElasticJob, image: str) -> None:
+    """Give the master's container what its template leaves out."""
+    container.setdefault("name", "main")
+    container["image"] = job.spec.master.image or container.get("image") or image
+    command = ["dlrover", "master", "--platform", "kubernetes", "--port", str(names.MASTER_PORT)]
+    container.setdefault("command", command)
+    container["env"] = [*(container.get("env") or []), *_environment(job)]
+    container["ports"] = [
+        *(container.get("ports") or []),
+        {"name": "grpc", "containerPort": names.MASTER_PORT},
+    ]
+    container["volumeMounts"] = [
+        *(container.get("volumeMounts") or []),
+        {"name": "dlrover-home", "mountPath": HOME},
+        {"name": "dlrover-tmp", "mountPath": "/tmp"},  # noqa: S108 - in the pod
+    ]
+    container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
+    container.setdefault(
+        "readinessProbe", {"tcpSocket": {"port": names.MASTER_PORT}, "periodSeconds": 5}
+    )
+    container.setdefault(
+        "resources",
+        {"requests": {"cpu": "250m", "memory": "256Mi"}, "limits": {"memory": "2Gi"}},
+    )
+    container.setdefault(
+        "securityContext",
+        {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+    )
+
+
+def _environment(job: ElasticJob) -> list[Manifest]:
+    # The name keeps a job apart from an earlier one of its name on the same volume.
+    folder = f"{HOME}/{_own_name(job)}"
+    plain = {
+        "DLROVER_KUBERNETES_JOB": f"{job.namespace}/{job.name}",
+        "DLROVER_JOB_DIR": folder,
+        "DLROVER_STATE_DIR": f"{HOME}/state",
+        "HOME": HOME,
+    }
+    reference = {"name": _own_name(job), "key": names.TOKEN_KEY}
+    return [
+        *({"name": name, "value": value} for name, value in plain.items()),
+        {"name": "DLROVER_TOKEN", "valueFrom": {"secretKeyRef": reference}},
+        {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+    ]
+
+
+def _own_name(job: ElasticJob) -> str:
+    return names.own_name(job.name, str(job.metadata.get("uid", "")))
+
+
+def _own(made: Manifest, job: ElasticJob) -> Manifest:
+    """An object by a name that no other job's has."""
+    made["metadata"]["name"] = _own_name(job)
+    return made
+
+
+def _object(api_version: str, kind: str, job: ElasticJob, **content: Any) -> Manifest:
+    metadata = {
+        "name": names.master_name(job.name),
+        "namespace": job.namespace,
+        "labels": names.labels(job.name, names.MASTER_ROLE),
+        "ownerReferences": [owner(job)],
+    }
+    return {"apiVersion": api_version, "kind": kind, "metadata": metadata, **content}

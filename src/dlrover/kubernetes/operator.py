@@ -1,0 +1,181 @@
+"""The operator: it follows ElasticJobs and what belongs to them, and carries out `reconcile`'s decisions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dlrover.errors import InfrastructureError
+from dlrover.kubernetes import apply, names
+from dlrover.kubernetes.client import PODS, SERVICES, Client, Resource
+from dlrover.kubernetes.decisions import Observed, Options
+from dlrover.kubernetes.informer import Informer
+from dlrover.kubernetes.job import ELASTIC_JOBS
+from dlrover.kubernetes.leader import Leader
+from dlrover.kubernetes.reconcile import reconcile
+from dlrover.kubernetes.scaleplans import ScalePlans
+from dlrover.kubernetes.workqueue import WorkQueue
+
+logger = logging.getLogger(__name__)
+
+WORKERS = 16
+"""Jobs that are worked on at once."""
+FIRST_RETRY = 0.5
+"""Seconds until a job is tried again whose decision could not be carried out; each wait is twice the last."""
+LONGEST_RETRY = 60.0
+"""Seconds between two such attempts, at most."""
+FOUND_AGAIN = 1.0
+"""Seconds to wait where the API server knows more than has been seen so far."""
+
+
+class ByJob:
+    """An informer for objects that carry a job's name as a label, found by the job's key."""
+
+    def __init__(
+        self,
+        client: Client,
+        resource: Resource,
+        namespace: str | None,
+        on_change: Callable[[str], None],
+    ) -> None:
+        self.informer = Informer(client, resource, namespace, names.JOB_LABEL, self._changed)
+        self._tell = on_change
+        self._job_of: dict[str, str] = {}
+        self._of_job: dict[str, set[str]] = {}
+
+    def of(self, job: str) -> list[dict[str, Any]]:
+        """The objects of a job."""
+        cache = self.informer.cache
+        return [cache[key] for key in sorted(self._of_job.get(job, ())) if key in cache]
+
+    def _changed(self, key: str) -> None:
+        obj = self.informer.cache.get(key)
+        if obj is None:
+            job = self._job_of.pop(key, "")
+            of_job = self._of_job.get(job, set())
+            of_job.discard(key)
+            if not of_job:
+                self._of_job.pop(job, None)
+        else:
+            metadata = obj["metadata"]
+            job = f"{metadata['namespace']}/{metadata['labels'][names.JOB_LABEL]}"
+            self._job_of[key] = job
+            self._of_job.setdefault(job, set()).add(key)
+        if job:
+            self._tell(job)
+
+
+class Operator:
+    """Reconciles all ElasticJobs of one namespace, or of the cluster if it is None."""
+
+    def __init__(self, client: Client, namespace: str | None, options: Options) -> None:
+        self._client = client
+        self._options = options
+        self._queue = WorkQueue()
+        self._jobs = Informer(client, ELASTIC_JOBS, namespace, "", self._queue.add)
+        self._pods = ByJob(client, PODS, namespace, self._queue.add)
+        self._services = ByJob(client, SERVICES, namespace, self._queue.add)
+        self._scale_plans = ScalePlans(client, namespace)
+        self._failures: dict[str, int] = {}
+        self._written: dict[str, int] = {}
+        self.synced = asyncio.Event()
+        """Set once everything there is has been seen."""
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        informers = [self._jobs, self._pods.informer, self._services.informer]
+        tasks = [asyncio.create_task(informer.run()) for informer in informers]
+        try:
+            for informer in informers:
+                await informer.synced.wait()
+            self.synced.set()
+            tasks.append(asyncio.create_task(self._scale_plans.run()))
+            tasks += [asyncio.create_task(self._work()) for _ in range(WORKERS)]
+            await asyncio.gather(*tasks)
+        finally:
+            self._queue.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _work(self) -> None:
+        while True:
+            key = await self._queue.get()
+            # A task of its own: a defect that one job meets must not stop the others.
+            task = asyncio.create_task(self._reconcile(key))
+            try:
+                await asyncio.wait([task])
+            finally:
+                task.cancel()
+                self._queue.done(key)
+            error = task.exception()
+            if error is None:
+                self._failures.pop(key, None)
+                again = task.result()
+            else:
+                again = self._retry(key, error)
+            if again is not None:
+                self._queue.add_after(key, again)
+
+    def _retry(self, key: str, error: BaseException) -> float:
+        """Seconds until a job is tried again."""
+        failures = self._failures[key] = self._failures.get(key, 0) + 1
+        again = min(LONGEST_RETRY, FIRST_RETRY * 2.0 ** min(failures, 10))
+        defect = None if isinstance(error, InfrastructureError) else error
+        logger.warning("Job %s is tried again in %.0f s: %s", key, again, error, exc_info=defect)
+        return again
+
+    async def _reconcile(self, key: str) -> float | None:
+        """Decide about a job and carry it out; seconds until it wants to be looked at again."""
+        job = self._jobs.cache.get(key)
+        if job is None:
+            self._written.pop(key, None)
+            return None
+        if _version(job) < self._written.get(key, 0):
+            return FOUND_AGAIN  # what is in the cache is older than what was written from here
+        services = self._services.of(key)
+        seen = Observed(job, self._pods.of(key), services[0] if services else None)
+        decision = reconcile(seen, time.time(), self._options, secrets.token_hex(16))
+        result = await apply.carry_out(self._client, ELASTIC_JOBS, job, decision)
+        if result.job is not None:
+            self._written[key] = _version(result.job)
+        return FOUND_AGAIN if result.stale else decision.again
+
+
+async def serve(
+    client: Client, namespace: str | None, options: Options, leader: Leader | None
+) -> None:
+    """Run an operator while it leads.
+
+    Raises:
+        InfrastructureError: another leads now.
+    """
+    if leader is not None:
+        await leader.acquire()
+    running = asyncio.create_task(Operator(client, namespace, options).run())
+    holding = asyncio.create_task(leader.hold()) if leader is not None else None
+    try:
+        tasks = [running, *([holding] if holding is not None else [])]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            await running
+        raise InfrastructureError("Another operator leads now: this one ends.")
+    finally:
+        for task in (running, holding):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, InfrastructureError):
+                    await task
+        if leader is not None:
+            await leader.release()
+
+
+def _version(obj: Mapping[str, Any]) -> int:
+    """The resource version, as a number that grows."""
+    text = str(obj["metadata"].get("resourceVersion") or "")
+    return int(text) if text.isdecimal() else 0

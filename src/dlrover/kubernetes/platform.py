@@ -1,0 +1,345 @@
+"""Nodes as pods: the platform of a master that runs in a Kubernetes cluster.
+
+The operator starts the master with ``dlrover master --platform kubernetes`` and tells it the job in
+DLROVER_KUBERNETES_JOB (``namespace/name``). The master reads the ElasticJob itself, and makes one pod for
+each node. A node's pod finds the master by the Service and the Secret that are called as
+`names` says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from dlrover.errors import InfrastructureError
+from dlrover.kubernetes import job as jobs, names, nodes, pods
+from dlrover.kubernetes.client import PODS, ApiError, Client, jitter
+from dlrover.kubernetes.informer import Informer
+from dlrover.kubernetes.reporting import Reporter
+from dlrover.kubernetes.types import ElasticJob
+from dlrover.platform.base import Found, OnExit, OnWait, Setup
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT = 60.0
+"""Seconds that the API server gets to tell which pods there are."""
+PARALLEL = 16
+"""Pods that are made or deleted at once."""
+FIRST_WAIT = 0.5
+"""Seconds until a pod is asked for again that could not be made; each wait is twice the last one."""
+LONGEST_WAIT = 15.0
+"""Seconds between two such attempts, at most."""
+KILL_GRACE = 5.0
+"""Seconds that a pod gets between SIGTERM and SIGKILL when its node is ended."""
+FORCE_AFTER = 60.0
+"""Seconds beyond its time after which a pod that is being deleted is removed: its node does not answer."""
+SWEEP_INTERVAL = 5.0
+"""Seconds between two looks for pods that vanished unseen, or that do not go."""
+CLOSE_TIMEOUT = 10.0
+"""Seconds that calls to the server get to be carried out when the master leaves."""
+
+
+@dataclass
+class _Watched:
+    """A node's pod, from the wish for it to its end."""
+
+    node_id: int
+    #: when the server took it; None while it has not
+    created: float | None = None
+    #: it was in the informer's cache
+    seen: bool = False
+    #: its end was reported
+    reported: bool = False
+    #: it must not run any more
+    unwanted: bool = False
+    #: what it was last said to wait for
+    waits: str = ""
+    #: when it should long be gone; None while it is not being deleted
+    leaving_until: float | None = None
+
+
+class KubernetesPlatform:
+    """Makes a pod for each node, and tells what became of it. Use it on one event loop."""
+
+    def __init__(
+        self, client: Client, job: ElasticJob, master: str, on_exit: OnExit, on_wait: OnWait
+    ) -> None:
+        self._client = client
+        self._job = job
+        self._master = master
+        self._on_exit = on_exit
+        self._on_wait = on_wait
+        self._namespace = job.namespace
+        self._uid = str(job.metadata.get("uid", ""))
+        self._watched: dict[str, _Watched] = {}
+        self._slots = asyncio.Semaphore(PARALLEL)
+        self._closing = asyncio.Event()
+        self._creations: set[asyncio.Task[None]] = set()
+        self._deletions: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
+        self._reporter: Reporter | None = None
+        labels = f"{names.JOB_LABEL}={job.name},{nodes.NODE_LABEL}"
+        self._informer = Informer(client, PODS, self._namespace, labels, self._changed)
+
+    @classmethod
+    async def create(cls, setup: Setup) -> KubernetesPlatform:
+        """The platform of the job that the environment names.
+
+        Raises:
+            ConfigurationError: there is no such job, or it is wrong.
+            InfrastructureError: the API server does not answer.
+        """
+        client = Client.from_config()
+        try:
+            job = await jobs.read(client, setup.env)
+        except BaseException:
+            await client.close()
+            raise
+        service = f"{names.master_name(job.name)}.{job.namespace}.svc:{setup.port}"
+        platform = cls(client, job, service, setup.on_exit, setup.on_wait)
+        try:
+            await platform.start()
+        except BaseException:
+            await platform.close()
+            raise
+        platform.report(Reporter(client, job, setup.progress))
+        return platform
+
+    async def start(self) -> None:
+        """Get to know the job's pods.
+
+        Raises:
+            InfrastructureError: the API server does not tell them in time.
+        """
+        self._go_on(self._informer.run())
+        try:
+            await asyncio.wait_for(self._informer.synced.wait(), START_TIMEOUT)
+        except asyncio.TimeoutError:
+            raise InfrastructureError(
+                f"The Kubernetes API server did not list the job's pods within {START_TIMEOUT:g} s."
+            ) from None
+        self._go_on(self._sweep_often())
+
+    def report(self, reporter: Reporter) -> None:
+        """Have the training's progress written into the job's status."""
+        self._reporter = reporter
+        self._go_on(reporter.run())
+
+    async def close(self) -> None:
+        """Carry out the deletions that are under way, and let go of the pods.
+
+        What was not made yet is not made: the next master asks for it.
+        """
+        self._closing.set()
+        under_way = {*self._creations, *self._deletions}
+        if under_way:
+            await asyncio.wait(under_way, timeout=CLOSE_TIMEOUT)
+        tasks = [*self._creations, *self._deletions, *self._background]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._reporter is not None:
+            await self._reporter.close()
+        await self._client.close()
+
+    def launch(
+        self, node_id: int, node_rank: int, avoid: tuple[str, ...] = (), memory_factor: float = 1.0
+    ) -> str:
+        """Ask for a node's pod; the handle is the pod's name. It is made in the background."""
+        launch = nodes.Launch(node_id, node_rank, avoid, memory_factor)
+        name = nodes.pod_name(self._job, launch)
+        watched = self._watched[name] = _Watched(node_id)
+        self._do(self._create(name, launch, watched), self._creations)
+        return name
+
+    def adopt(self, node_id: int, handle: str) -> None:
+        """Watch a pod that an earlier master asked for. Reports its end if it is gone."""
+        watched = self._watched[handle] = _Watched(node_id, created=time.monotonic())
+        loop = asyncio.get_running_loop()
+        if self._key(handle) in self._informer.cache:
+            loop.call_soon(self._changed, self._key(handle))
+        else:
+            reason = "its pod was deleted while the master was away"
+            loop.call_soon(self._report, watched, reason)
+
+    def find(self) -> list[Found]:
+        """The job's pods that live."""
+        found = [
+            Found(nodes.node_id(pod), nodes.node_rank(pod), pods.name(pod))
+            for pod in self._informer.cache.values()
+            if self._ours(pod) and not nodes.ending(pod)
+        ]
+        return sorted(found)
+
+    def kill(self, handle: str) -> None:
+        """End a pod. One that has ended is kept: its log tells why."""
+        watched = self._watched.get(handle)
+        if watched is not None:
+            watched.unwanted = True
+        if watched is None or watched.created is not None:  # else `_create` sees to it
+            self._do(self._delete(handle), self._deletions)
+
+    # ---- making and deleting
+
+    async def _create(self, name: str, launch: nodes.Launch, watched: _Watched) -> None:
+        manifest = nodes.pod(self._job, launch, self._master)
+        wait = FIRST_WAIT
+        while not watched.unwanted:
+            try:
+                async with self._slots:
+                    if self._closing.is_set():
+                        return
+                    await self._client.create(PODS, manifest)
+                break
+            except ApiError as error:
+                if error.reason == "AlreadyExists":
+                    if await self._is_there(name):
+                        break
+                elif not _may_pass(error):
+                    self._report(watched, f"its pod was refused: {error.message.rstrip('.')}")
+                    return
+                self._tell(watched, f"its pod cannot be made: {error.message.rstrip('.')}")
+            except InfrastructureError as error:
+                self._tell(watched, f"its pod cannot be made: {str(error).rstrip('.')}")
+            await self._pause(jitter(wait))
+            wait = min(LONGEST_WAIT, wait * 2)
+        watched.created = time.monotonic()
+        self._changed(self._key(name))  # the informer may have seen it before this task did
+        if watched.unwanted:
+            await self._delete(name)
+            self._report(watched, "it was no longer wanted")
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait, unless the master leaves."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._closing.wait(), seconds)
+
+    async def _is_there(self, name: str) -> bool:
+        """Whether the pod of that name is this node's: made by an attempt whose answer was lost.
+
+        One that an earlier run of the job has left is removed.
+        """
+        try:
+            pod = await self._client.get(PODS, self._namespace, name)
+            if self._ours(pod) and not nodes.ending(pod):
+                return True
+            if pods.ended(pod) and self._ours(pod):
+                uid = pod["metadata"]["uid"]
+                await self._client.delete(PODS, self._namespace, name, uid=uid)
+        except InfrastructureError as error:
+            logger.info("Pod %s: %s", name, error)
+        return False
+
+    async def _delete(self, name: str, grace: float = KILL_GRACE) -> None:
+        """Delete a pod that runs. A deletion that is under way keeps its time."""
+        wait = FIRST_WAIT
+        while True:
+            pod = self._informer.cache.get(self._key(name))
+            if pod is not None and (pods.ended(pod) or (pods.leaving(pod) and grace)):
+                return
+            uid = pod["metadata"]["uid"] if pod is not None else ""
+            try:
+                async with self._slots:
+                    await self._client.delete(PODS, self._namespace, name, uid, grace)
+            except InfrastructureError as error:
+                if isinstance(error, ApiError) and not _may_pass(error):
+                    logger.error("Pod %s cannot be deleted: %s", name, error)  # noqa: TRY400
+                    return
+                logger.info("Pod %s is to be deleted: %s", name, error)
+            else:
+                return
+            await asyncio.sleep(jitter(wait))
+            wait = min(LONGEST_WAIT, wait * 2)
+
+    def _go_on(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something until `close`."""
+        self._do(work, self._background)
+
+    def _do(self, work: Coroutine[Any, Any, None], among: set[asyncio.Task[None]]) -> None:
+        task = asyncio.create_task(work)
+        among.add(task)
+
+        def done(task: asyncio.Task[None]) -> None:
+            among.discard(task)
+            if not task.cancelled() and task.exception() is not None:
+                logger.error("A defect in dealing with pods", exc_info=task.exception())
+
+        task.add_done_callback(done)
+
+    # ---- watching
+
+    def _changed(self, key: str) -> None:
+        """The informer's report that a pod came, changed or went."""
+        name = key.partition("/")[2]
+        watched = self._watched.get(name)
+        if watched is None:
+            return
+        pod = self._informer.cache.get(key)
+        if pod is None:
+            if watched.seen:
+                self._report(watched, "its pod was deleted")
+            return
+        if watched.created is None:
+            return  # the one of that name that is still to go; else `_create` looks again
+        watched.seen = True
+        if pods.leaving(pod):
+            grace = pod["metadata"].get("deletionGracePeriodSeconds") or 0
+            until = time.monotonic() + grace + FORCE_AFTER
+            watched.leaving_until = min(until, watched.leaving_until or until)
+        reason = nodes.ending(pod)
+        if reason:
+            self._report(watched, reason)
+        else:
+            self._tell(watched, nodes.waiting(pod))
+
+    def _report(self, watched: _Watched, reason: str) -> None:
+        if not watched.reported:
+            watched.reported = True
+            self._on_exit(watched.node_id, reason)
+
+    def _tell(self, watched: _Watched, reason: str) -> None:
+        if reason != watched.waits and not watched.reported:
+            watched.waits = reason
+            self._on_wait(watched.node_id, reason)
+
+    async def _sweep_often(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_INTERVAL)
+            await self._sweep()
+
+    async def _sweep(self) -> None:
+        """See to pods that the informer never showed, and to those whose deletion does not end."""
+        now = time.monotonic()
+        for name, watched in list(self._watched.items()):
+            there = self._key(name) in self._informer.cache
+            if watched.reported and not there:
+                del self._watched[name]
+            elif watched.created is None or now - watched.created < SWEEP_INTERVAL:
+                continue
+            elif not watched.seen and not there:
+                await self._look_for(name, watched)
+            elif there and watched.leaving_until is not None and now > watched.leaving_until:
+                self._do(self._delete(name, grace=0), self._deletions)
+
+    async def _look_for(self, name: str, watched: _Watched) -> None:
+        try:
+            await self._client.get(PODS, self._namespace, name)
+        except InfrastructureError as error:
+            if isinstance(error, ApiError) and error.status == 404:
+                self._report(watched, "its pod was deleted")
+
+    def _ours(self, pod: dict[str, Any]) -> bool:
+        return pods.owned(pod, self._uid) and nodes.node_id(pod) >= 0
+
+    def _key(self, name: str) -> str:
+        return f"{self._namespace}/{name}"
+
+
+def _may_pass(error: ApiError) -> bool:
+    """Whether what the server refused may be possible later."""
+    return error.passing or (error.status == 403 and "exceeded quota" in error.message)

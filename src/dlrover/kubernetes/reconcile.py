@@ -1,0 +1,376 @@
+"""What is to be done for one ElasticJob: a pure function from what is there to what should be.
+
+It is told everything that there is and looks at nothing that was before, but for the job's own status. So
+it may be called at any time, as often as one likes, and after any failure. Times are seconds since 1970.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from dlrover.errors import ConfigurationError
+from dlrover.kubernetes import compatibility, names, objects, pods, times, validation
+from dlrover.kubernetes.decisions import (
+    Decision,
+    Deletion,
+    Event,
+    Observed,
+    Options,
+    condition,
+    merged,
+    status_of,
+)
+from dlrover.kubernetes.types import Condition, ElasticJob, ElasticJobStatus, MasterStatus
+
+Manifest = dict[str, Any]
+
+FORCE_AFTER = 30.0
+"""Seconds beyond its own grace after which a master's pod that does not go is deleted by force.
+
+Its machine is lost. Its service account's token ends with the pod, so it can do nothing more.
+"""
+QUICK = 60.0
+"""A master that lived for less is started again later each time."""
+LONGEST_DELAY = 60.0
+"""Seconds before a master is started again, at most."""
+QUICK_ENDS = 5
+"""So often in a row a master may fail for an infrastructure within `QUICK` before the job fails."""
+CREATION_SLACK = 5.0
+"""Seconds that may lie between the decision to start a master and its pod's creation."""
+FOREIGN_CHECK = 5.0
+"""Seconds until it is looked again whether another owner's pod has gone."""
+
+
+def reconcile(seen: Observed, now: float, options: Options, token: str) -> Decision:
+    """What to do for a job.
+
+    Args:
+        seen: What there is.
+        now: The time.
+        options: The operator's.
+        token: A fresh secret, for a job that has none yet.
+    """
+    manifest = seen.job
+    spec = manifest.get("spec")
+    managed_by = spec.get("managedBy") if isinstance(spec, Mapping) else None
+    if manifest["metadata"].get("deletionTimestamp") or managed_by not in (
+        None,
+        "",
+        names.MANAGER,
+    ):
+        return Decision()
+    old = status_of(manifest)
+    try:
+        job = validation.parse(manifest)
+    except ConfigurationError as error:
+        return _rejected(manifest, old, str(error), now)
+    return _Step(job, seen, old, now, options, token).decide()
+
+
+def delay(quick_ends: int) -> float:
+    """Seconds to wait before a master is started after so many that ended quickly."""
+    return 0.0 if quick_ends < 2 else min(LONGEST_DELAY, 2.0**quick_ends)
+
+
+def _rejected(manifest: Manifest, old: ElasticJobStatus, why: str, now: float) -> Decision:
+    """Start nothing. What runs by an earlier manifest runs on."""
+    generation = manifest["metadata"].get("generation", 0)
+    accepted = condition("Accepted", False, "Invalid", why, generation)
+    told = any(c.type == "Accepted" and c.message == why for c in old.conditions)
+    status = msgspec.structs.replace(
+        old,
+        phase=old.phase if old.phase not in ("", "Created") else "Rejected",
+        message=why,
+        observed_generation=generation,
+        conditions=merged(old.conditions, [accepted], now),
+    )
+    events = () if told else (Event("Rejected", why, warning=True),)
+    return Decision(status=status, events=events)
+
+
+class _Step:
+    """One decision about a valid job."""
+
+    def __init__(
+        self,
+        job: ElasticJob,
+        seen: Observed,
+        old: ElasticJobStatus,
+        now: float,
+        options: Options,
+        token: str,
+    ) -> None:
+        self.job, self.seen, self.old, self.now = job, seen, old, now
+        self.options, self.token = options, token
+        uid = job.metadata.get("uid", "")
+        master = names.master_name(job.name)
+        named = [pod for pod in seen.pods if pods.name(pod) == master]
+        self.master = next((pod for pod in named if pods.owned(pod, uid)), None)
+        self.foreign = named[0] if named and self.master is None else None
+        self.others = [
+            pod for pod in seen.pods if pods.owned(pod, uid) and pods.name(pod) != master
+        ]
+        self.events: list[Event] = []
+        self.generation: int = job.metadata.get("generation", 0)
+
+    def decide(self) -> Decision:
+        self._accept()
+        if self.old.completion_time:
+            return self._finished()
+        if self.job.spec.suspend:
+            return self._suspended()
+        if self.master is not None and pods.ended(self.master):
+            return self._master_ended(self.master)
+        if self.master is not None and pods.leaving(self.master):
+            return self._master_leaves(self.master)
+        if self.master is None:
+            return self._start()
+        return self._runs(self.master)
+
+    # ---- the cases
+
+    def _accept(self) -> None:
+        before = next((c for c in self.old.conditions if c.type == "Accepted"), None)
+        if before is None or before.status != "True":
+            self.events.append(Event("Accepted", "The manifest is valid."))
+        if before is None or before.observed_generation != self.generation:
+            notes = compatibility.notes(self.seen.job["spec"])
+            self.events += [Event("NoEffect", note) for note in notes]
+
+    def _finished(self) -> Decision:
+        ended_at = times.read(self.old.completion_time) or self.now
+        after = self.job.spec.ttl_seconds_after_finished
+        if after is not None and self.now >= ended_at + after:
+            metadata = self.job.metadata
+            gone = Deletion("ElasticJob", self.job.name, metadata.get("uid", ""))
+            event = Event("Deleted", f"The job ended {after} s ago (ttlSecondsAfterFinished).")
+            return Decision(delete=(gone,), events=(event,))
+        return self._decision(
+            self.old.phase,
+            self.old.message,
+            delete=self._clean(),
+            again=None if after is None else ended_at + after - self.now,
+        )
+
+    def _clean(self) -> tuple[Deletion, ...]:
+        policy = self.job.spec.clean_pod_policy
+        if policy == "None":
+            return ()
+        everyone = [*self.others, *([self.master] if self.master is not None else [])]
+        wanted = everyone if policy == "All" else [p for p in self.others if not pods.ended(p)]
+        return tuple(_deletion(pod) for pod in wanted if not pods.leaving(pod))
+
+    def _suspended(self) -> Decision:
+        """The master goes first: it would replace its workers."""
+        going = [self.master] if self.master is not None else self.others
+        delete = tuple(_deletion(pod) for pod in going if not pods.leaving(pod))
+        left = len(self.others) + (self.master is not None)
+        message = f"{left} pods are ending." if left else "The job is suspended: it has no pods."
+        if not self._is("Suspended"):
+            self.events.append(
+                Event("Suspended", "spec.suspend is true: the job's pods are removed.")
+            )
+        again = self._force_after(self.master) if self.master is not None else None
+        forced, delete = self._forced(self.master, delete)
+        return self._decision(
+            "Suspended",
+            message,
+            delete=delete,
+            again=None if forced else again,
+            changed=[
+                self._condition("Suspended", True, "Suspended", message),
+                self._condition("MasterReady", False, "Suspended"),
+            ],
+        )
+
+    def _master_ended(self, master: Manifest) -> Decision:
+        end = pods.end_of_master(master)
+        quick = end.lived < QUICK and self.old.master.quick_ends < QUICK_ENDS
+        if end.final and not (end.reason == "Infrastructure" and quick):
+            return self._complete(end)
+        self.events.append(Event("MasterLost", f"{end.message} It is started again.", warning=True))
+        delete = () if pods.leaving(master) else (_deletion(master),)
+        return self._restarting(end.message, delete=delete)
+
+    def _master_leaves(self, master: Manifest) -> Decision:
+        forced, delete = self._forced(master, ())
+        again = None if forced else self._force_after(master)
+        return self._restarting("The master's pod is being deleted.", delete=delete, again=again)
+
+    def _start(self) -> Decision:
+        if self.foreign is not None:
+            return self._make_room(self.foreign)
+        before = self.old.master
+        pause = delay(before.quick_ends)
+        quick_ends = before.quick_ends + 1 if before.starts and self._lived() < QUICK + pause else 0
+        wait = pause - self._lived()
+        if before.starts and wait > 0:
+            return self._restarting("The master is started again soon.", again=wait)
+        if self._is("Suspended"):
+            self.events.append(Event("Resumed", "spec.suspend is false: the job goes on."))
+            quick_ends = 0
+        number = before.starts + 1
+        self.events.append(Event("MasterStarted", f"Master {number} of the job is started."))
+        started = MasterStatus(
+            starts=number, last_start_time=times.written(self.now), quick_ends=quick_ends
+        )
+        job = self.job
+        return self._decision(
+            "Restarting" if before.starts else "Created",
+            f"Master {number} of the job is started.",
+            ensure=(
+                *objects.account(job),
+                objects.secret(job, self.token),
+                objects.service(job),
+            ),
+            start=objects.master_pod(job, self.options.master_image),
+            master=started,
+            start_time=self.old.start_time or times.written(self.now),
+            changed=[
+                self._condition("Suspended", False, "Resumed"),
+                self._condition("MasterReady", False, "Starting"),
+            ],
+        )
+
+    def _make_room(self, foreign: Manifest) -> Decision:
+        """Another's pod has the master's name. One of an earlier job of this name is nobody's now."""
+        references = foreign["metadata"].get("ownerReferences") or ()
+        earlier = any(
+            one.get("kind") == "ElasticJob" and one.get("name") == self.job.name
+            for one in references
+        )
+        delete = (_deletion(foreign),) if earlier and not pods.leaving(foreign) else ()
+        message = f"The pod {pods.name(foreign)} is not this job's: it has to go first."
+        return self._decision("Pending", message, delete=delete, again=FOREIGN_CHECK)
+
+    def _runs(self, master: Manifest) -> Decision:
+        is_ready = pods.ready(master)
+        active = self._active()
+        why = pods.obstacle([master, *self.others])
+        wanted = self._wanted()
+        if is_ready and active:
+            phase, message = "Running", why or f"{active} of {wanted} workers run."
+        elif self.old.master.starts > 1 and self.old.phase == "Restarting" and not is_ready:
+            phase, message = "Restarting", why or "The master starts."
+        else:
+            phase = "Pending"
+            message = why or ("The workers start." if is_ready else "The master starts.")
+        if is_ready and not self._is("MasterReady"):
+            self.events.append(Event("MasterReady", "The master takes connections."))
+        missing = () if self.seen.service is not None else (objects.service(self.job),)
+        reason = "Ready" if is_ready else "Starting"
+        changed = [
+            self._condition("Suspended", False, "Resumed"),
+            self._condition("MasterReady", is_ready, reason),
+        ]
+        remembered = self._remembered(master)
+        return self._decision(phase, message, ensure=missing, changed=changed, **remembered)
+
+    # ---- their parts
+
+    def _complete(self, end: pods.End) -> Decision:
+        phase = "Succeeded" if end.succeeded else "Failed"
+        self.events.append(Event(phase, end.message, warning=not end.succeeded))
+        after = self.job.spec.ttl_seconds_after_finished
+        return self._decision(
+            phase,
+            end.message,
+            delete=self._clean(),
+            again=None if after is None else float(after),
+            completion_time=times.written(self.now),
+            changed=[
+                self._condition(phase, True, end.reason, end.message),
+                self._condition("MasterReady", False, "Ended"),
+            ],
+        )
+
+    def _restarting(
+        self, why: str, delete: tuple[Deletion, ...] = (), again: float | None = None
+    ) -> Decision:
+        changed = [self._condition("MasterReady", False, "Lost", why)]
+        return self._decision("Restarting", why, delete=delete, again=again, changed=changed)
+
+    def _forced(
+        self, master: Manifest | None, delete: tuple[Deletion, ...]
+    ) -> tuple[bool, tuple[Deletion, ...]]:
+        """Add the deletion by force of a master's pod that should have gone."""
+        if master is None or not pods.leaving(master) or self._force_after(master) > 0:
+            return False, delete
+        message = (
+            "The master's pod did not go in time, as on a lost machine: it is deleted by force."
+        )
+        self.events.append(Event("MasterForced", message, warning=True))
+        return True, (*delete, _deletion(master, grace=0))
+
+    def _force_after(self, master: Manifest) -> float:
+        """Seconds until a leaving pod is deleted by force."""
+        due = times.read(master["metadata"].get("deletionTimestamp") or "")
+        return (self.now if due is None else due) + FORCE_AFTER - self.now
+
+    def _remembered(self, master: Manifest) -> Manifest:
+        """What the status has to say of a master that was started without its being written."""
+        text = str(master["metadata"].get("creationTimestamp") or "")
+        created = times.read(text)
+        before = self.old.master
+        last = times.read(before.last_start_time)
+        if created is None or (last is not None and created <= last + CREATION_SLACK):
+            return {}
+        started = msgspec.structs.replace(
+            before, starts=before.starts + 1, last_start_time=times.written(created)
+        )
+        return {"master": started, "start_time": self.old.start_time or started.last_start_time}
+
+    def _lived(self) -> float:
+        """Seconds since the last master was started."""
+        started = times.read(self.old.master.last_start_time)
+        return QUICK if started is None else self.now - started
+
+    def _is(self, kind: str) -> bool:
+        return any(c.type == kind and c.status == "True" for c in self.old.conditions)
+
+    def _condition(self, kind: str, status: bool, reason: str, message: str = "") -> Condition:
+        return condition(kind, status, reason, message, self.generation)
+
+    def _wanted(self) -> int:
+        worker = self.job.spec.replica_specs.get("worker")
+        return worker.replicas if worker else 0
+
+    def _active(self) -> int:
+        counted = pods.count(self.others).get("worker")
+        return counted.active if counted else 0
+
+    def _decision(
+        self,
+        phase: str,
+        message: str,
+        *,
+        ensure: tuple[Manifest, ...] = (),
+        start: Manifest | None = None,
+        delete: tuple[Deletion, ...] = (),
+        again: float | None = None,
+        changed: Sequence[Condition] = (),
+        **fields: Any,
+    ) -> Decision:
+        accepted = self._condition("Accepted", True, "Valid")
+        counted = pods.count(self.others)
+        workers = counted.get("worker")
+        status = msgspec.structs.replace(
+            self.old,
+            phase=phase,
+            message=message,
+            observed_generation=self.generation,
+            conditions=merged(self.old.conditions, [accepted, *changed], self.now),
+            workers=f"{self._active()}/{self._wanted()}",
+            replicas=workers.pending + workers.active if workers else 0,
+            selector=f"{names.JOB_LABEL}={self.job.name},{names.ROLE_LABEL}=worker",
+            replica_statuses=counted,
+            **fields,
+        )
+        return Decision(ensure, start, delete, status, tuple(self.events), again)
+
+
+def _deletion(pod: Manifest, grace: int | None = None) -> Deletion:
+    return Deletion("Pod", pods.name(pod), pod["metadata"].get("uid", ""), grace)

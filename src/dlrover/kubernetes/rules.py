@@ -1,0 +1,149 @@
+"""What a schema cannot say about an ElasticJob: each rule once, for the API server and for Python.
+
+The API server gets a rule as CEL where it can check it; servers before 1.25 drop CEL. Python checks all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from dlrover.kubernetes import names
+from dlrover.kubernetes.types import Role
+
+Spec = Mapping[str, Any]
+ROLES = tuple(get_args(Role))
+_RECOGNIZED = "[" + ", ".join(f"'{role}'" for role in ROLES) + "]"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule about an object at ``path`` below the spec; ``*`` stands for every key."""
+
+    path: tuple[str, ...]
+    cel: str
+    """In CEL, about ``self``; empty where CEL cannot say it."""
+    says: str
+    """What is accepted."""
+    holds: Callable[[Any], bool]
+    at: str = ""
+    """The field below ``path`` that a sentence names; the object itself if empty."""
+
+
+def canonical(role: str) -> str:
+    """``PS`` and ``Worker`` as the original's first manifests spell them, ``ps`` and ``worker``."""
+    return role.lower()
+
+
+def _unique_roles(specs: Spec) -> bool:
+    return len({canonical(role) for role in specs}) == len(specs)
+
+
+def _trains(specs: Spec) -> bool:
+    return any(canonical(role) != names.MASTER_ROLE for role in specs)
+
+
+def _containers(replica: Spec) -> list[Any]:
+    spec = (replica.get("template") or {}).get("spec") or {}
+    return list(spec.get("containers") or ())
+
+
+def _images(replica: Spec) -> bool:
+    return all(container.get("image") for container in _containers(replica))
+
+
+def _named(replica: Spec) -> bool:
+    found = [container.get("name") for container in _containers(replica)]
+    return len(set(found)) == len(found)
+
+
+def _bounds(spec: Spec) -> bool:
+    least = spec.get("minReplicas")
+    return least is None or int(least) <= int(spec.get("replicas", 1))
+
+
+def _needs_ps(spec: Spec) -> bool:
+    roles = {canonical(role) for role in spec.get("replicaSpecs", {})}
+    return spec.get("distributionStrategy") != "ParameterServerStrategy" or "ps" in roles
+
+
+def _one_source(env: Spec) -> bool:
+    return not (env.get("value") and env.get("valueFrom"))
+
+
+RULES = (
+    Rule(
+        ("replicaSpecs",),
+        f"self.all(role, role.lowerAscii() in {_RECOGNIZED})",
+        f"a map with the roles {', '.join(ROLES)}",
+        lambda specs: all(canonical(role) in ROLES for role in specs),
+    ),
+    Rule(("replicaSpecs",), "", "each role once, in whatever case", _unique_roles),
+    Rule(
+        ("replicaSpecs",),
+        "self.exists(role, role.lowerAscii() != 'dlrover-master')",
+        "at least one role that trains, as worker",
+        _trains,
+    ),
+    Rule(
+        ("replicaSpecs", "*"),
+        "!has(self.minReplicas) || self.minReplicas <= self.replicas",
+        "a number of at most replicas",
+        _bounds,
+        at="minReplicas",
+    ),
+    Rule(
+        (),
+        "self.distributionStrategy != 'ParameterServerStrategy' || "
+        "self.replicaSpecs.exists(role, role.lowerAscii() == 'ps')",
+        "a role ps with distributionStrategy ParameterServerStrategy",
+        _needs_ps,
+        at="replicaSpecs",
+    ),
+    Rule(
+        ("envs", "*"),
+        "!has(self.valueFrom) || !has(self.value) || size(self.value) == 0",
+        "value or valueFrom, not both",
+        _one_source,
+    ),
+)
+"""Rules about the fields of the spec."""
+
+TEMPLATE_RULES = (
+    Rule(
+        ("replicaSpecs", "*"),
+        "",
+        "a pod template with at least one container in spec.containers",
+        lambda replica: bool(_containers(replica)),
+        at="template.spec.containers",
+    ),
+    Rule(
+        ("replicaSpecs", "*"),
+        "",
+        "containers with an image each",
+        _images,
+        at="template.spec.containers",
+    ),
+    Rule(
+        ("replicaSpecs", "*"),
+        "",
+        "containers with names of their own",
+        _named,
+        at="template.spec.containers",
+    ),
+)
+"""Rules about pod templates, which no schema describes. The master's own may leave out anything."""
+
+
+def objects(spec: Any, path: tuple[str, ...], walked: str = "spec") -> Iterator[tuple[str, Any]]:
+    """The objects at a path, each with the path that a user knows it by."""
+    if not isinstance(spec, Mapping):
+        return
+    if not path:
+        yield walked, spec
+        return
+    keys = list(spec) if path[0] == "*" else [path[0]]
+    for key in keys:
+        if key in spec:
+            yield from objects(spec[key], path[1:], f"{walked}.{key}")

@@ -1,0 +1,101 @@
+"""Structural schemas of Kubernetes from the types: no references, no alternatives, defaults in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from dlrover.kubernetes import names
+from dlrover.kubernetes.rules import RULES, Rule
+from dlrover.kubernetes.types import ElasticJob, ScalePlan
+
+Schema = dict[str, Any]
+_DROPPED = ("title", "anyOf", "$ref")
+_INT_OR_STRING = "x-kubernetes-int-or-string"
+
+
+@cache
+def elastic_job() -> Schema:
+    """The schema of an ElasticJob, with its rules in CEL."""
+    schema = _of(ElasticJob)
+    schema["x-kubernetes-validations"] = [
+        {
+            "rule": f"size(self.metadata.name) <= {names.LONGEST_NAME}",
+            "message": f"metadata.name: accepted are {names.LONGEST_NAME} characters at most",
+        }
+    ]
+    for rule in RULES:
+        if rule.cel:
+            _at(schema["properties"]["spec"], rule.path).setdefault(
+                "x-kubernetes-validations", []
+            ).append(_validation(rule))
+    return schema
+
+
+@cache
+def scale_plan() -> Schema:
+    """The schema of a ScalePlan."""
+    return _of(ScalePlan)
+
+
+def _of(kind: type[msgspec.Struct]) -> Schema:
+    found = msgspec.json.schema(kind)
+    schema = _structural(found["$defs"][kind.__name__], found["$defs"])
+    properties = schema["properties"]
+    properties["metadata"] = {"type": "object"}
+    properties["apiVersion"] = {"type": "string"}
+    properties["kind"] = {"type": "string"}
+    _without_defaults(properties["status"])
+    properties["status"].pop("default", None)
+    schema["required"] = ["spec"]
+    return schema
+
+
+def _structural(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> Schema:
+    """A node with its references resolved. ``null`` is left out: what is not set is absent."""
+    if "$ref" in node:
+        target = definitions[node["$ref"].rpartition("/")[2]]
+        node = {**target, **node}
+    alternatives = [n for n in node.get("anyOf", ()) if n.get("type") != "null"]
+    if _INT_OR_STRING not in node and alternatives:
+        node = {**_structural(alternatives[0], definitions), **node}
+    result = {key: value for key, value in node.items() if key not in _DROPPED}
+    if result.get("default") in (None, [], "") or isinstance(result["default"], dict):
+        result.pop("default", None)
+    if not result.get("required", True):
+        del result["required"]
+    if "properties" in result:
+        result["properties"] = {
+            key: _structural(value, definitions) for key, value in node["properties"].items()
+        }
+    for key in ("additionalProperties", "items"):
+        if isinstance(node.get(key), dict):
+            child = _structural(node[key], definitions)
+            # A map of anything is an object whose fields are kept.
+            result.pop(key) if not child else result.update({key: child})
+    if "enum" in result:
+        result.setdefault("type", "string")
+    return result
+
+
+def _without_defaults(node: Schema) -> None:
+    node.pop("default", None)
+    for child in node.get("properties", {}).values():
+        _without_defaults(child)
+    for key in ("additionalProperties", "items"):
+        if isinstance(node.get(key), dict):
+            _without_defaults(node[key])
+
+
+def _at(schema: Schema, path: tuple[str, ...]) -> Schema:
+    for key in path:
+        schema = schema["additionalProperties"] if key == "*" else schema["properties"][key]
+    return schema
+
+
+def _validation(rule: Rule) -> dict[str, str]:
+    subject = rule.at or ".".join(p for p in rule.path if p != "*") or "spec"
+    return {"rule": rule.cel, "message": f"{subject}: accepted is {rule.says}"}

@@ -1,0 +1,303 @@
+"""The resources ``ElasticJob`` and ``ScalePlan`` (``elastic.iml.github.io/v1alpha1``).
+
+The one source of their fields: the schemas of `dlrover.kubernetes.crd`, the checks of
+`dlrover.kubernetes.validation` and the pages follow from it. Times are seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+Role = Literal["worker", "ps", "chief", "evaluator", "dlrover-master"]
+Strategy = Literal["AllreduceStrategy", "ParameterServerStrategy", "CustomStrategy", "Local"]
+OptimizeMode = Literal["manual", "single-job", "cluster", "manunal", "mannual"]
+"""The last two are how the original spells ``manual`` in places."""
+CleanPodPolicy = Literal["None", "Running", "All"]
+RestartPolicy = Literal["", "Always", "OnFailure", "Never", "ExitCode"]
+Phase = Literal[
+    "Created", "Pending", "Running", "Restarting", "Suspended", "Succeeded", "Failed", "Rejected"
+]
+
+_QUANTITY = {"x-kubernetes-int-or-string": True}
+Quantity: TypeAlias = Annotated[
+    int | str,
+    Meta(extra_json_schema=_QUANTITY),
+]
+
+
+def _kept(**properties: Any) -> dict[str, Any]:
+    """The schema of an object of which only some fields are looked at; all are kept."""
+    kept = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    return kept | ({"properties": properties} if properties else {})
+
+
+def _list(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": items}
+
+
+_STRING = {"type": "string"}
+_STRINGS = {"type": "object", "additionalProperties": _STRING}
+_CONTAINER = _kept(
+    name=_STRING,
+    image=_STRING,
+    command=_list(_STRING),
+    args=_list(_STRING),
+    env=_list(_kept(name=_STRING)),
+    ports=_list(_kept()),
+    volumeMounts=_list(_kept()),
+    resources=_kept(requests=_kept(memory=_QUANTITY), limits=_kept(memory=_QUANTITY)),
+)
+_AFFINITY = _kept(
+    nodeAffinity=_kept(
+        requiredDuringSchedulingIgnoredDuringExecution=_kept(
+            nodeSelectorTerms=_list(_kept(matchExpressions=_list(_kept())))
+        )
+    )
+)
+PodTemplate: TypeAlias = Annotated[
+    dict[str, Any],
+    Meta(
+        description="Pod template; kept as given, what it leaves out gets a default.",
+        extra_json_schema=_kept(
+            metadata=_kept(labels=_STRINGS, annotations=_STRINGS),
+            spec=_kept(containers=_list(_CONTAINER), volumes=_list(_kept()), affinity=_AFFINITY),
+        ),
+    ),
+]
+
+
+class _Base(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """Fields are written in camel case; what is not set is not written."""
+
+
+class EnvVar(_Base, frozen=True):
+    """An environment variable of every pod of the job, as in a container."""
+
+    name: Annotated[str, Meta(min_length=1, description="Name of the variable.")]
+    value: Annotated[str, Meta(description="Its value.")] = ""
+    value_from: Annotated[
+        dict[str, Any] | None,
+        Meta(
+            description="Source of its value, as in a container.",
+            extra_json_schema={"x-kubernetes-preserve-unknown-fields": True},
+        ),
+    ] = None
+
+
+class ReplicaSpec(_Base, frozen=True):
+    """The pods of one role."""
+
+    replicas: Annotated[
+        int, Meta(ge=0, le=100_000, description="Pods of this role; for workers, nodes of the job.")
+    ] = 1
+    min_replicas: (
+        Annotated[
+            int,
+            Meta(ge=1, le=100_000, description="The job runs with so many; all if left out."),
+        ]
+        | None
+    ) = None
+    template: PodTemplate = {}
+    restart_count: Annotated[
+        int, Meta(ge=0, le=10_000, description="Restarts after failures of the program.")
+    ] = 3
+    priority: Annotated[
+        str,
+        Meta(
+            pattern=r"^(|high|low|0?\.[0-9]+|1(\.0+)?)$",
+            description="high, low, or the fraction of the pods with high priority, as 0.5.",
+        ),
+    ] = ""
+    restart_policy: Annotated[
+        RestartPolicy, Meta(description="Accepted for compatibility; the master restarts pods.")
+    ] = ""
+    auto_scale: Annotated[
+        bool, Meta(description="Accepted for compatibility; replicas change by the manifest.")
+    ] = False
+    restart_timeout: Annotated[
+        int, Meta(ge=0, description="Accepted for compatibility; see the setting join_timeout.")
+    ] = 0
+    batch_scheduler: Annotated[
+        str, Meta(description="Accepted for compatibility; set schedulerName in the template.")
+    ] = msgspec.field(default="", name="BatchScheduler")
+
+
+class MasterSpec(_Base, frozen=True):
+    """The job's master."""
+
+    image: Annotated[
+        str, Meta(description="Its image; that of the operator's --master-image if left out.")
+    ] = ""
+    journal_claim: Annotated[
+        str,
+        Meta(description="PersistentVolumeClaim that keeps the job's directory over its restarts."),
+    ] = ""
+
+
+class ElasticJobSpec(_Base, frozen=True):
+    """What the job asks for."""
+
+    replica_specs: Annotated[
+        dict[str, ReplicaSpec],
+        Meta(min_length=1, max_length=5, description="Pods by role: worker, ps, chief, evaluator."),
+    ]
+    distribution_strategy: Annotated[
+        Strategy, Meta(description="How the workers train together.")
+    ] = "AllreduceStrategy"
+    optimize_mode: Annotated[
+        OptimizeMode, Meta(description="Accepted for compatibility; resources are as given.")
+    ] = "single-job"
+    suspend: Annotated[
+        bool, Meta(description="Removes the job's pods until it is false; Kueue sets it.")
+    ] = False
+    ttl_seconds_after_finished: (
+        Annotated[int, Meta(ge=0, description="The job is deleted so long after its end.")] | None
+    ) = None
+    clean_pod_policy: Annotated[
+        CleanPodPolicy, Meta(description="Which pods are removed when the job has ended.")
+    ] = "Running"
+    managed_by: Annotated[
+        str, Meta(max_length=63, description="Another controller's name: this one does nothing.")
+    ] = ""
+    master: Annotated[MasterSpec, Meta(description="The job's master.")] = MasterSpec()
+    envs: Annotated[
+        dict[str, EnvVar],
+        Meta(max_length=256, description="Variables of every pod, under any keys."),
+    ] = {}
+    resource_limits: Annotated[
+        dict[str, Quantity], Meta(description="Accepted for compatibility; use a ResourceQuota.")
+    ] = {}
+    brain_service: Annotated[str, Meta(description="Accepted for compatibility.")] = ""
+    enable_elastic_scheduling: Annotated[
+        bool, Meta(description="Accepted for compatibility; jobs are always elastic.")
+    ] = False
+    enable_dynamic_sharding: Annotated[
+        bool, Meta(description="Accepted for compatibility; the program decides.")
+    ] = False
+    relaunch_strategy: Annotated[str, Meta(description="Accepted for compatibility.")] = ""
+    critical_nodes: Annotated[str, Meta(description="Accepted for compatibility.")] = ""
+
+
+class Condition(_Base, frozen=True):
+    """One fact about an object, with when and why it became so (``metav1.Condition``)."""
+
+    type: Annotated[str, Meta(description="What the fact is about.")]
+    status: Annotated[Literal["True", "False", "Unknown"], Meta(description="Whether it holds.")]
+    reason: Annotated[str, Meta(description="Why, in one word.")]
+    message: Annotated[str, Meta(description="Why, in a sentence.")] = ""
+    last_transition_time: Annotated[
+        str, Meta(description="When the status changed.", extra_json_schema={"format": "date-time"})
+    ] = ""
+    observed_generation: Annotated[
+        int, Meta(description="The generation of the object that it is about.")
+    ] = 0
+
+
+class ReplicaStatus(_Base, frozen=True):
+    """Pods of one role, counted by phase."""
+
+    pending: int = 0
+    active: int = 0
+    succeeded: int = 0
+    failed: int = 0
+
+
+class MasterStatus(_Base, frozen=True):
+    """What the operator remembers of the job's master."""
+
+    starts: Annotated[int, Meta(description="Master pods that were started.")] = 0
+    last_start_time: Annotated[str, Meta(description="When the last one was.")] = ""
+    quick_ends: Annotated[
+        int, Meta(description="Masters in a row that did not live for a minute.")
+    ] = 0
+
+
+class TrainingStatus(_Base, frozen=True):
+    """How far the training is; the job's master writes it."""
+
+    steps: Annotated[int, Meta(description="Optimizer steps, repeated ones included.")] = 0
+    restarts: Annotated[int, Meta(description="Restarts of the workers.")] = 0
+    goodput: Annotated[str, Meta(description="Share of the time in new steps, as 97.5%.")] = ""
+
+
+class ElasticJobStatus(_Base, frozen=True):
+    """Where the job stands. Everything but ``training`` is the operator's."""
+
+    phase: Annotated[str, Meta(description="The job's state in one word.")] = ""
+    message: Annotated[str, Meta(description="The same in a sentence.")] = ""
+    observed_generation: Annotated[int, Meta(description="The generation it is about.")] = 0
+    conditions: Annotated[
+        list[Condition],
+        Meta(
+            description="Accepted, Suspended, MasterReady, Succeeded, Failed.",
+            extra_json_schema={
+                "x-kubernetes-list-type": "map",
+                "x-kubernetes-list-map-keys": ["type"],
+            },
+        ),
+    ] = []
+    workers: Annotated[str, Meta(description="Workers that run / that are wanted.")] = ""
+    replicas: Annotated[int, Meta(description="Worker pods, for the scale subresource.")] = 0
+    selector: Annotated[str, Meta(description="Label selector of the worker pods.")] = ""
+    replica_statuses: Annotated[
+        dict[str, ReplicaStatus], Meta(description="Pods by role and phase.")
+    ] = {}
+    start_time: Annotated[str, Meta(description="When the first master was started.")] = ""
+    completion_time: Annotated[str, Meta(description="When the job ended.")] = ""
+    master: Annotated[MasterStatus, Meta(description="The master's restarts.")] = MasterStatus()
+    training: Annotated[TrainingStatus, Meta(description="How far the training is.")] = (
+        TrainingStatus()
+    )
+
+
+class ScaleReplica(_Base, frozen=True):
+    """Wanted pods of a role."""
+
+    replicas: Annotated[int, Meta(ge=0, le=100_000, description="Wanted pods.")] = 0
+    resource: Annotated[dict[str, Quantity], Meta(description="Wanted resources of a pod.")] = {}
+
+
+class ScalePlanSpec(_Base, frozen=True):
+    """A change of a running job's pods; accepted for compatibility."""
+
+    owner_job: Annotated[str, Meta(min_length=1, description="Name of the ElasticJob.")]
+    replica_resource_specs: Annotated[
+        dict[str, ScaleReplica], Meta(description="Wanted pods by role.")
+    ] = {}
+    manual_scaling: Annotated[bool, Meta(description="Whether a person wrote it.")] = False
+
+
+class ScalePlanStatus(_Base, frozen=True):
+    """What became of the plan."""
+
+    phase: Annotated[str, Meta(description="NoEffect.")] = ""
+    message: Annotated[str, Meta(description="What to do instead.")] = ""
+
+
+class ElasticJob(_Base, frozen=True):
+    """An elastic, fault-tolerant training job."""
+
+    metadata: dict[str, Any]
+    spec: ElasticJobSpec
+    status: ElasticJobStatus = ElasticJobStatus()
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return str(self.metadata["name"])
+
+    @property
+    def namespace(self) -> str:
+        """Its namespace."""
+        return str(self.metadata.get("namespace", "default"))
+
+
+class ScalePlan(_Base, frozen=True):
+    """A change of the pods of a running ElasticJob."""
+
+    metadata: dict[str, Any]
+    spec: ScalePlanSpec
+    status: ScalePlanStatus = ScalePlanStatus()

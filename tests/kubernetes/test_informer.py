@@ -1,0 +1,171 @@
+"""No event is lost: forgotten versions, cut and stalled watches, a server that restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlrover.kubernetes import client as api
+from dlrover.kubernetes.client import CONFIG_MAPS, Client
+from dlrover.kubernetes.informer import Informer
+from tests.kubernetes.controlplane import ControlPlane
+from tests.kubernetes.proxy import Proxy
+
+
+class Followed:
+    """An informer behind a proxy, beside a client that has its own way to the server."""
+
+    def __init__(self, informer: Informer, writer: Client, proxy: Proxy, keys: list[str]) -> None:
+        self.informer = informer
+        self.writer = writer
+        self.proxy = proxy
+        self.keys = keys
+
+    async def until(self, condition: Callable[[], bool], timeout: float = 40.0) -> None:
+        late = time.monotonic() + timeout
+        while not condition():
+            assert time.monotonic() < late, self.data()
+            await asyncio.sleep(0.05)
+
+    def data(self) -> dict[str, Any]:
+        cache = self.informer.cache
+        return {key.partition("/")[2]: obj["data"]["v"] for key, obj in cache.items()}
+
+
+@contextlib.asynccontextmanager
+async def followed(plane: ControlPlane, namespace: str, tmp_path: Path) -> AsyncIterator[Followed]:
+    proxy = Proxy(plane.port)
+    through = Client.from_config(str(plane.write_kubeconfig(tmp_path / "proxied", proxy.port)))
+    writer = Client.from_config(str(plane.kubeconfig))
+    keys: list[str] = []
+    informer = Informer(through, CONFIG_MAPS, namespace, "a=b", keys.append, watch_timeout=5)
+    running = asyncio.create_task(informer.run())
+    try:
+        await asyncio.wait_for(informer.synced.wait(), 20)
+        yield Followed(informer, writer, proxy, keys)
+        assert not running.done()
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        await through.close()
+        await writer.close()
+        proxy.close()
+
+
+async def write(client: Client, namespace: str, name: str, value: str) -> None:
+    labels = {"a": "b"}
+    obj = {
+        "metadata": {"name": name, "namespace": namespace, "labels": labels},
+        "data": {"v": value},
+    }
+    await client.create(CONFIG_MAPS, obj)
+
+
+async def change_everything(client: Client, namespace: str) -> None:
+    """What a follower must not miss: one object comes, one changes, one goes, one comes and goes."""
+    await write(client, namespace, "new", "1")
+    await client.patch(CONFIG_MAPS, namespace, "changing", {"data": {"v": "2"}})
+    await client.delete(CONFIG_MAPS, namespace, "leaving")
+
+
+async def prepare(one: Followed, namespace: str) -> None:
+    await write(one.writer, namespace, "changing", "1")
+    await write(one.writer, namespace, "leaving", "1")
+    await one.until(lambda: one.data() == {"changing": "1", "leaving": "1"})
+    one.keys.clear()
+
+
+AFTER = {"new": "1", "changing": "2"}
+
+
+def test_changes_reach_the_cache(
+    control_plane: ControlPlane, namespace: str, tmp_path: Path
+) -> None:
+    async def story() -> None:
+        async with followed(control_plane, namespace, tmp_path) as one:
+            await prepare(one, namespace)
+            await change_everything(one.writer, namespace)
+            await one.until(lambda: one.data() == AFTER)
+            assert one.keys == [f"{namespace}/{name}" for name in ("new", "changing", "leaving")]
+
+    asyncio.run(story())
+
+
+def test_a_label_that_no_longer_fits_is_an_object_that_went(
+    control_plane: ControlPlane, namespace: str, tmp_path: Path
+) -> None:
+    async def story() -> None:
+        async with followed(control_plane, namespace, tmp_path) as one:
+            await prepare(one, namespace)
+            patch = {"metadata": {"labels": {"a": "c"}}}
+            await one.writer.patch(CONFIG_MAPS, namespace, "leaving", patch)
+            await one.until(lambda: one.data() == {"changing": "1"})
+
+    asyncio.run(story())
+
+
+def test_nothing_is_lost_when_the_watch_is_cut(
+    control_plane: ControlPlane, namespace: str, tmp_path: Path
+) -> None:
+    async def story() -> None:
+        async with followed(control_plane, namespace, tmp_path) as one:
+            await prepare(one, namespace)
+            one.proxy.cut()
+            await change_everything(one.writer, namespace)
+            await one.until(lambda: one.data() == AFTER)
+            assert set(one.keys) == {f"{namespace}/{n}" for n in ("new", "changing", "leaving")}
+
+    asyncio.run(story())
+
+
+def test_nothing_is_lost_when_the_watch_stalls(
+    control_plane: ControlPlane, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "STALL_GRACE", 1.0)
+
+    async def story() -> None:
+        async with followed(control_plane, namespace, tmp_path) as one:
+            await prepare(one, namespace)
+            one.proxy.stall()
+            await change_everything(one.writer, namespace)
+            await asyncio.sleep(0.5)
+            assert one.data() != AFTER, "the proxy holds it back"
+            await one.until(lambda: one.data() == AFTER)
+
+    asyncio.run(story())
+
+
+def test_nothing_is_lost_when_the_server_forgets_and_restarts(
+    control_plane: ControlPlane, namespace: str, tmp_path: Path
+) -> None:
+    async def story() -> None:
+        async with followed(control_plane, namespace, tmp_path) as one:
+            await prepare(one, namespace)
+            one.proxy.stall()  # the informer does not hear of the changes before the restart
+            await change_everything(one.writer, namespace)
+            control_plane.compact()
+            await asyncio.to_thread(control_plane.restart_api_server)
+            one.proxy.cut()
+            await one.until(lambda: one.data() == AFTER)
+            assert f"{namespace}/leaving" in one.keys
+
+    asyncio.run(story())
+
+
+def test_everything_is_reported_again_now_and_then(
+    control_plane: ControlPlane, namespace: str, tmp_path: Path
+) -> None:
+    async def story() -> None:
+        async with followed(control_plane, namespace, tmp_path) as one:
+            await prepare(one, namespace)
+            one.informer._resync = 1.0
+            await one.until(lambda: one.keys.count(f"{namespace}/changing") >= 2)
+
+    asyncio.run(story())

@@ -1,0 +1,247 @@
+"""Whole jobs on a real control plane: the operator, the master and dlrover-run are real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dlrover.kubernetes import names
+from tests.kubernetes.controlplane import ControlPlane
+from tests.kubernetes.installed import Cluster
+from tests.kubernetes.kubelet import Kubelet
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
+
+STEPS = 60
+SCRIPT = f"""
+import json, os, pathlib, sys, time
+rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
+folder = pathlib.Path(sys.argv[1])
+own = folder / f"rank-{{rank}}"
+done = int(own.read_text()) if own.exists() else 0
+with open(folder / "starts", "a") as starts:
+    starts.write(json.dumps({{"rank": rank, "world": world, "step": done, "pod": os.environ["POD_NAME"]}}) + "\\n")
+for step in range(done, {STEPS}):
+    time.sleep(0.1)
+    temporary = own.with_suffix(".new")
+    temporary.write_text(str(step + 1))
+    temporary.replace(own)
+"""
+
+
+class Job:
+    """A job of a script that counts its steps, and resumes where its rank's file says."""
+
+    def __init__(self, cluster: Cluster, kubelet: Kubelet, folder: Path) -> None:
+        self.cluster = cluster
+        self.kubelet = kubelet
+        self.folder = folder / "steps"
+        self.folder.mkdir()
+        self.script = folder / "train.py"
+        self.script.write_text(SCRIPT)
+
+    def submit(self, replicas: int, **container: Any) -> None:
+        command = ["dlrover-run", f"--nnodes={replicas}", str(self.script), str(self.folder)]
+        main = {"name": "main", "image": "training:1", "command": command, **container}
+        worker = {"replicas": replicas, "template": {"spec": {"containers": [main]}}}
+        manifest = {
+            "apiVersion": names.API_VERSION,
+            "kind": "ElasticJob",
+            "metadata": {"name": "digits"},
+            "spec": {"replicaSpecs": {"worker": worker}},
+        }
+        self.cluster.create(manifest)
+
+    def starts(self) -> list[dict[str, Any]]:
+        path = self.folder / "starts"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def steps(self) -> int:
+        """Steps that the slowest rank has done."""
+        done = [int(path.read_text()) for path in self.folder.glob("rank-?")]
+        return min(done, default=0)
+
+    def workers(self) -> list[str]:
+        """The workers' pods that run."""
+        return sorted(
+            pod["metadata"]["name"]
+            for pod in self.cluster.list("pods")
+            if "-edljob-" in pod["metadata"]["name"]
+            and pod["status"]["phase"] == "Running"
+            and not pod["metadata"].get("deletionTimestamp")
+        )
+
+    def delete(self, pod: str) -> None:
+        self.cluster.plane.kubectl(
+            "delete", "pod", pod, "--wait=false", namespace=self.cluster.namespace
+        )
+
+    def log(self) -> str:
+        """What everybody wrote."""
+        said = [f"==> {name}\n{self.kubelet.log(name)}" for name in sorted(self.kubelet.pods)]
+        logs = sorted(self.kubelet.folder.rglob("master.log"))
+        said += [f"==> {path}\n{path.read_text()[-6000:]}" for path in logs]
+        return "\n".join([*said, json.dumps(self.cluster.status, indent=1)])
+
+    async def until(self, condition: Callable[[], bool], timeout: float = 90.0) -> None:
+        late = time.monotonic() + timeout
+        while not await asyncio.to_thread(condition):
+            ended = self.cluster.status.get("phase") in ("Failed", "Rejected")
+            if ended or time.monotonic() > late:
+                pytest.fail(self.log())
+            await asyncio.sleep(0.1)
+
+    async def succeeds(self) -> dict[str, Any]:
+        """Wait for the job's success; how far its training is."""
+        await self.until(lambda: self.cluster.status.get("phase") == "Succeeded")
+        assert self.steps() == STEPS
+        training: dict[str, Any] = self.cluster.status["training"]
+        assert training["goodput"].endswith("%")
+        return training
+
+
+@pytest.fixture
+def job(
+    control_plane: ControlPlane, namespace: str, tmp_path: Path, kubelet: Callable[..., Kubelet]
+) -> Job:
+    cluster = Cluster(control_plane, namespace, tmp_path)
+    return Job(cluster, kubelet(nodes=2), tmp_path)
+
+
+def test_a_job_outlives_the_loss_of_a_worker(job: Job) -> None:
+    async def story() -> None:
+        async with job.cluster.operator():
+            job.submit(2)
+            await job.until(lambda: job.steps() > 5)
+            victim = job.workers()[0]
+            job.delete(victim)
+            training = await job.succeeds()
+            assert training["restarts"] == 1
+        assert victim not in job.workers()
+        pods = {start["pod"] for start in job.starts()}
+        assert len(pods) == 3, "one worker was replaced"
+        assert {start["world"] for start in job.starts()} == {"2"}
+
+    asyncio.run(story())
+
+
+def test_a_job_outlives_the_loss_of_its_master(job: Job) -> None:
+    async def story() -> None:
+        async with job.cluster.operator():
+            job.submit(2)
+            await job.until(lambda: job.steps() > 5)
+            before = job.workers()
+            job.delete(names.master_name("digits"))
+            await job.succeeds()
+        assert {start["pod"] for start in job.starts()} == set(before), "no worker noticed"
+        assert len(job.starts()) == 2
+
+    asyncio.run(story())
+
+
+def test_a_worker_that_ran_out_of_memory_comes_back_with_more(job: Job) -> None:
+    async def story() -> None:
+        async with job.cluster.operator():
+            job.submit(2, resources={"requests": {"memory": "1Gi"}, "limits": {"memory": "1Gi"}})
+            await job.until(lambda: job.steps() > 5)
+            job.kubelet.kill("digits-edljob-worker-0", "OOMKilled")
+            await job.until(lambda: "digits-edljob-worker-2" in job.workers())
+            new = job.cluster.get("pods", "digits-edljob-worker-2")
+            assert new["spec"]["containers"][0]["resources"]["limits"]["memory"] == "2Gi"
+            other = job.cluster.get("pods", "digits-edljob-worker-1")
+            assert other["spec"]["containers"][0]["resources"]["limits"]["memory"] == "1Gi"
+            await job.succeeds()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_job_outlives_whatever_is_deleted(job: Job, seed: int) -> None:
+    """A worker, two workers, the master, the operator: in random order, at random moments."""
+    chance = random.Random(seed)
+
+    async def strike(victim: str, operator: contextlib.AsyncExitStack) -> None:
+        if victim == "operator":
+            await operator.aclose()
+            await asyncio.sleep(chance.uniform(0.0, 2.0))
+            await operator.enter_async_context(job.cluster.operator())
+        elif victim == "master":
+            job.delete(names.master_name("digits"))
+        else:
+            for pod in job.workers()[: 1 if victim == "worker" else 2]:
+                job.delete(pod)
+
+    async def story() -> None:
+        async with contextlib.AsyncExitStack() as operator:
+            await operator.enter_async_context(job.cluster.operator())
+            job.submit(2)
+            await job.until(lambda: job.steps() > 3)
+            for victim in chance.sample(["worker", "workers", "master", "operator"], 4):
+                await strike(victim, operator)
+                await asyncio.sleep(chance.uniform(0.0, 3.0))
+            await job.succeeds()
+        assert {start["world"] for start in job.starts()} == {"2"}
+
+    asyncio.run(story())
+
+
+DIGITS = """
+apiVersion: elastic.iml.github.io/v1alpha1
+kind: ElasticJob
+metadata:
+  name: digits
+  labels: {some-label: some-value}
+spec:
+  distributionStrategy: AllreduceStrategy
+  optimizeMode: cluster
+  replicaSpecs:
+    worker:
+      replicas: 5
+      template:
+        spec:
+          restartPolicy: Always
+          containers:
+            - name: main
+              image: dlrover:pytorch-example
+              imagePullPolicy: Always
+              command:
+                - /bin/bash
+                - -c
+                - "dlrover-run --network-check --nnodes=1:10 --nproc_per_node=1 --max_restarts=10
+                  PROGRAM --out OUT --step-time 0.05"
+              resources:
+                limits: {cpu: 2, memory: 3Gi}
+                requests: {cpu: 2, memory: 3Gi}
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.timeout(480)
+def test_the_digits_example_trains_on_five_pods_one_of_which_is_deleted(job: Job) -> None:
+    """A manifest of the original's, but for the program."""
+    out = job.folder / "out"
+    program = Path(__file__).parents[2] / "examples" / "01_digits_ddp" / "train.py"
+    text = DIGITS.replace("PROGRAM", str(program)).replace("OUT", str(out))
+
+    def steps() -> int:
+        path = out / "losses.jsonl"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    async def story() -> None:
+        async with job.cluster.operator():
+            job.cluster.create(yaml.safe_load(text))
+            await job.until(lambda: steps() >= 30, timeout=200)
+            job.delete(job.workers()[2])
+            await job.until(lambda: job.cluster.status.get("phase") == "Succeeded", timeout=240)
+        assert job.cluster.status["training"]["restarts"] >= 1
+
+    asyncio.run(story())

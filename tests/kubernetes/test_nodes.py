@@ -1,0 +1,277 @@
+"""The manifests of a job's nodes, what pods say, and the job as its master reads it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from dlrover.errors import ConfigurationError
+from dlrover.kubernetes import job as jobs, names, nodes, validation
+from dlrover.kubernetes.nodes import Launch
+from dlrover.kubernetes.types import ElasticJob
+from dlrover.spec.job import Limits
+
+COMMAND = ["dlrover-run", "train.py"]
+
+
+def elastic_job(worker: dict[str, Any] | None = None, **spec: Any) -> ElasticJob:
+    container = {"name": "main", "image": "training:1", "command": COMMAND}
+    given = {"replicas": 4, "template": {"spec": {"containers": [container]}}} | (worker or {})
+    roles = {"worker": given} | spec.pop("roles", {})
+    return validation.parse(
+        {
+            "apiVersion": names.API_VERSION,
+            "kind": "ElasticJob",
+            "metadata": {"name": "train", "namespace": "team", "uid": "u1"},
+            "spec": {"replicaSpecs": roles} | spec,
+        }
+    )
+
+
+def templated(containers: list[dict[str, Any]], **spec: Any) -> dict[str, Any]:
+    return {"template": {"spec": {"containers": containers} | spec}}
+
+
+def variables(pod: dict[str, Any], container: int = 0) -> dict[str, Any]:
+    env = pod["spec"]["containers"][container]["env"]
+    assert len({variable["name"] for variable in env}) == len(env), "no variable twice"
+    return {one["name"]: one.get("value", one.get("valueFrom")) for one in env}
+
+
+def test_a_template_without_labels_policy_or_resources_is_enough() -> None:
+    pod = nodes.pod(elastic_job(), Launch(5, 2), "master.team.svc:50001")
+    assert pod["metadata"]["name"] == "train-edljob-worker-5"
+    assert pod["metadata"]["namespace"] == "team"
+    assert pod["metadata"]["ownerReferences"][0]["uid"] == "u1"
+    assert pod["metadata"]["labels"][names.JOB_LABEL] == "train"
+    assert pod["metadata"]["labels"][names.ROLE_LABEL] == "worker"
+    assert (nodes.node_id(pod), nodes.node_rank(pod)) == (5, 2)
+    assert pod["spec"]["restartPolicy"] == "Never"
+    env = variables(pod)
+    assert env["DLROVER_MASTER_ADDR"] == "master.team.svc:50001"
+    assert (env["DLROVER_NODE_ID"], env["DLROVER_NODE_RANK"], env["NODE_NUM"]) == ("5", "2", "4")
+    token = {"name": "elasticjob-train-dlrover-master-u1", "key": "token"}
+    assert env["DLROVER_TOKEN"] == {"secretKeyRef": token}
+
+
+def test_a_template_is_kept_as_it_is_given() -> None:
+    main = {
+        "name": "main",
+        "image": "training:1",
+        "command": COMMAND,
+        "env": [{"name": "MINE", "value": "1"}, {"name": "NODE_RANK", "value": "mine"}],
+        "resources": {"limits": {"nvidia.com/gpu": 8}},
+    }
+    side = {"name": "logs", "image": "logs:1", "env": [{"name": "SHARED", "value": "own"}]}
+    worker = templated([side, main], tolerations=[{"operator": "Exists"}], restartPolicy="Always")
+    worker["template"]["metadata"] = {"labels": {"team": "a"}, "annotations": {"x": "y"}}
+    envs = {"any": {"name": "SHARED", "value": "all"}}
+    job = elastic_job(worker, envs=envs)
+    pod = nodes.pod(job, Launch(0, 0), "m:1")
+    assert pod["metadata"]["labels"]["team"] == "a"
+    assert pod["metadata"]["annotations"] == {"x": "y"}
+    assert pod["spec"]["tolerations"] == [{"operator": "Exists"}]
+    assert pod["spec"]["restartPolicy"] == "Never"
+    assert pod["spec"]["containers"][1]["resources"] == main["resources"]
+    assert variables(pod, 0) == {"SHARED": "own"}, "a container's own variable counts"
+    env = variables(pod, 1)
+    assert (env["MINE"], env["SHARED"], env["NODE_RANK"]) == ("1", "all", "0")
+    assert job.spec.replica_specs["worker"].template == worker["template"], "it is not changed"
+
+
+def test_roles_have_ranks_in_their_order() -> None:
+    template = elastic_job().spec.replica_specs["worker"].template
+    roles = {
+        "evaluator": {"replicas": 1, "template": template},
+        "chief": {"replicas": 1, "template": template},
+    }
+    job = elastic_job({"replicas": 2}, roles=roles)
+    assert nodes.slots(job) == [("chief", 0), ("worker", 0), ("worker", 1), ("evaluator", 0)]
+    assert nodes.pod_name(job, Launch(9, 0)) == "train-edljob-chief-9"
+    assert variables(nodes.pod(job, Launch(9, 3), "m:1"))["NODE_TYPE"] == "evaluator"
+
+
+@pytest.mark.parametrize(
+    ("asked", "factor", "wanted"),
+    [
+        ("1Gi", 2.0, "2048Mi"),
+        ("1500M", 2.0, "2862Mi"),
+        (1048576, 4.0, "4Mi"),
+        ("1.5Gi", 1.0, "1.5Gi"),
+    ],
+)
+def test_memory_grows_where_it_is_asked_for(asked: str | int, factor: float, wanted: str) -> None:
+    resources = {"requests": {"memory": asked, "cpu": 1}, "limits": {"cpu": 2}}
+    main = {"name": "main", "image": "i", "command": COMMAND, "resources": resources}
+    pod = nodes.pod(elastic_job(templated([main])), Launch(0, 0, (), factor), "m:1")
+    grown = pod["spec"]["containers"][0]["resources"]
+    assert grown == {"requests": {"memory": wanted, "cpu": 1}, "limits": {"cpu": 2}}
+
+
+def test_hosts_are_avoided_beside_what_the_template_asks() -> None:
+    zone = {"key": "zone", "operator": "In", "values": ["a"]}
+    terms = [{"matchExpressions": [zone]}, {"matchFields": []}]
+    required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+    worker = templated(
+        [{"name": "main", "image": "i", "command": COMMAND}], affinity={"nodeAffinity": required}
+    )
+    pod = nodes.pod(elastic_job(worker), Launch(0, 0, ("b", "a")), "m:1")
+    away = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["a", "b"]}
+    given = pod["spec"]["affinity"]["nodeAffinity"]
+    assert given["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"] == [
+        {"matchExpressions": [zone, away]},
+        {"matchFields": [], "matchExpressions": [away]},
+    ]
+    assert "affinity" not in nodes.pod(elastic_job(), Launch(0, 0), "m:1")["spec"]
+
+
+@pytest.mark.parametrize(
+    ("priority", "classes"),
+    [
+        ("", [None] * 4),
+        ("high", ["high"] * 4),
+        ("low", ["low"] * 4),
+        ("0.5", ["high", "high", "low", "low"]),
+        ("0.3", ["high", "high", "low", "low"]),
+    ],
+)
+def test_priorities(priority: str, classes: list[str | None]) -> None:
+    job = elastic_job({"priority": priority})
+    pods = [nodes.pod(job, Launch(rank, rank), "m:1") for rank in range(4)]
+    assert [pod["spec"].get("priorityClassName") for pod in pods] == classes
+
+
+def pod_with(status: dict[str, Any], **metadata: Any) -> dict[str, Any]:
+    return {"metadata": {"name": "p"} | metadata, "status": status}
+
+
+def terminated(code: int, reason: str = "Error") -> dict[str, Any]:
+    end = {"terminated": {"exitCode": code, "reason": reason}}
+    return {"phase": "Failed", "containerStatuses": [{"name": "main", "state": end}]}
+
+
+@pytest.mark.parametrize(
+    ("pod", "said"),
+    [
+        (pod_with({"phase": "Running"}), ""),
+        (pod_with({}), ""),
+        (pod_with({"phase": "Succeeded"}), "its pod ended"),
+        (pod_with(terminated(3)), "its container main ended with exit code 3"),
+        (
+            pod_with(terminated(128, "StartError")),
+            "its container main ended with exit code 128 (StartError)",
+        ),
+        (
+            pod_with(terminated(137, "OOMKilled")),
+            "its container main was killed for want of memory (OOMKilled)",
+        ),
+        (
+            pod_with(
+                {"phase": "Failed", "reason": "DeadlineExceeded", "message": "It was active."}
+            ),
+            "its pod failed: DeadlineExceeded: It was active",
+        ),
+        (pod_with({"phase": "Failed"}), "its pod failed"),
+        (
+            {
+                **pod_with(terminated(4) | {"phase": "Running"}),
+                "spec": {"containers": [{"name": "main"}]},
+            },
+            "its container main ended with exit code 4",
+        ),
+        (
+            {
+                **pod_with(terminated(4) | {"phase": "Running"}),
+                "spec": {"containers": [{"name": "x"}]},
+            },
+            "",
+        ),
+        (
+            pod_with(
+                {"initContainerStatuses": terminated(5)["containerStatuses"], "phase": "Failed"}
+            ),
+            "its container main ended with exit code 5",
+        ),
+        (pod_with({"phase": "Running"}, deletionTimestamp="now"), "its pod was deleted"),
+        (
+            pod_with(
+                {
+                    "conditions": [
+                        {
+                            "type": "DisruptionTarget",
+                            "status": "True",
+                            "reason": "PreemptionByScheduler",
+                            "message": "For another pod.",
+                        }
+                    ]
+                },
+                deletionTimestamp="now",
+            ),
+            "its pod was deleted: PreemptionByScheduler: For another pod",
+        ),
+    ],
+)
+def test_how_a_pod_ended_is_told(pod: dict[str, Any], said: str) -> None:
+    assert nodes.ending(pod) == said
+
+
+# ---- the job's master
+
+
+def test_the_job_is_as_large_as_its_replicas() -> None:
+    spec = jobs.job_spec(elastic_job({"restartCount": 7}), Limits())
+    assert (spec.name, spec.min_nodes, spec.max_nodes, spec.managed_nodes) == ("train", 4, 4, 4)
+    assert (spec.max_restarts, spec.grows_memory, spec.node_check) == (7, True, False)
+    assert jobs.job_spec(elastic_job({"minReplicas": 2}), Limits()).min_nodes == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "worker", "fewest", "restarts"),
+    [
+        ("--nnodes=1:10 --max_restarts=10", {}, 1, 10),
+        ("--nnodes 2:4 --max-restarts 0", {}, 2, 0),
+        ("--nnodes=2:4", {"minReplicas": 3}, 3, 3),
+        ("--nnodes=8:10", {}, 4, 3),
+        ("--nnodes=0:4", {}, 1, 3),
+        ("--nnodes=2", {"restartCount": 5}, 4, 5),
+        ("--nnodes=$NODE_NUM --max_restarts=$RESTARTS", {}, 4, 3),
+    ],
+)
+def test_numbers_in_the_command_count(
+    options: str, worker: dict[str, Any], fewest: int, restarts: int
+) -> None:
+    command = ["bash", "-c", f"dlrover-run {options} train.py"]
+    main = {"name": "main", "image": "i", "command": command}
+    spec = jobs.job_spec(elastic_job(templated([main]) | worker), Limits())
+    assert (spec.min_nodes, spec.max_nodes, spec.max_restarts) == (fewest, 4, restarts)
+
+
+@pytest.mark.parametrize(
+    ("command", "check", "stragglers", "unit"),
+    [
+        (["dlrover-run", "--network-check", "--node_unit=2", "train.py"], True, False, 2),
+        (["dlrover-run", "--node-unit", "4", "--exclude-straggler", "train.py"], True, True, 4),
+        (["bash", "-c", "pip list && dlrover-run --network_check train.py"], True, False, 1),
+        (["bash", "-c", "echo 'it is' open\"; dlrover-run train.py"], False, False, 1),
+        (["dlrover-run", "--node_unit=$UNIT", "train.py"], False, False, 1),
+    ],
+)
+def test_flags_that_are_the_masters_are_found_in_the_command(
+    command: list[str], check: bool, stragglers: bool, unit: int
+) -> None:
+    main = {"name": "main", "image": "i", "command": command}
+    spec = jobs.job_spec(elastic_job(templated([main])), Limits())
+    assert (spec.node_check, spec.exclude_stragglers, spec.node_unit) == (check, stragglers, unit)
+
+
+def test_a_quantity_that_is_none_is_an_error() -> None:
+    with pytest.raises(ValueError, match="'lots' is not a quantity"):
+        nodes.quantity("lots")
+
+
+@pytest.mark.parametrize("value", ["", "train", "/train", "team/"])
+def test_a_master_that_is_told_no_job_says_so(value: str) -> None:
+    with pytest.raises(ConfigurationError, match="must be the ElasticJob of this master"):
+        asyncio.run(jobs.read(None, {jobs.VARIABLE: value}))  # type: ignore[arg-type]

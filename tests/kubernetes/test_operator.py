@@ -1,0 +1,375 @@
+"""The operator against a real API server, with masters that are real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlrover.errors import InfrastructureError
+from dlrover.kubernetes import names, times, validation
+from dlrover.kubernetes.client import LEASES, Client
+from dlrover.kubernetes.leader import Leader, Terms
+from dlrover.kubernetes.reporting import Reporter
+from dlrover.platform.base import Progress
+from tests.kubernetes.controlplane import ControlPlane
+from tests.kubernetes.installed import Cluster
+from tests.kubernetes.kubelet import Kubelet
+from tests.kubernetes.manifests import job
+
+SLEEP = ["sleep", "1000"]
+
+
+@pytest.fixture
+def cluster(control_plane: ControlPlane, namespace: str, tmp_path: Path) -> Cluster:
+    return Cluster(control_plane, namespace, tmp_path)
+
+
+def test_the_smallest_manifest_gets_a_master(cluster: Cluster) -> None:
+    async def scenario() -> None:
+        async with cluster.operator():
+            manifest = job()
+            manifest["metadata"] = {"name": "digits"}
+            cluster.create(manifest)
+            await cluster.phase("Pending")
+        master = names.master_name("digits")
+        pod = cluster.get("pods", master)
+        own = names.own_name("digits", cluster.get("elasticjobs", "digits")["metadata"]["uid"])
+        assert pod["spec"]["serviceAccountName"] == own
+        assert pod["metadata"]["ownerReferences"][0]["kind"] == "ElasticJob"
+        assert cluster.get("services", master)["spec"]["ports"][0]["port"] == 50001
+        assert cluster.get("secrets", own)["data"]["token"]
+        assert "no nodes available" in cluster.status["message"], "the scheduler's own reason"
+        assert cluster.told == {"Accepted": 1, "MasterStarted": 1}
+
+    asyncio.run(scenario())
+
+
+def test_a_job_may_be_deleted_and_made_again_at_once(
+    cluster: Cluster, kubelet: Callable[..., Kubelet]
+) -> None:
+    kubelet()
+
+    async def scenario() -> None:
+        async with cluster.operator():
+            for _ in range(3):
+                cluster.submit(SLEEP)
+                await cluster.until(lambda: cluster.status.get("master", {}).get("starts") == 1)
+                path = cluster.path("elasticjobs", "digits")
+                cluster.plane.call("DELETE", path, {"propagationPolicy": "Background"})
+            cluster.submit(SLEEP)
+            await cluster.until(lambda: cluster.status.get("master", {}).get("starts") == 1)
+            uid = cluster.get("elasticjobs", "digits")["metadata"]["uid"]
+
+            def owners() -> set[str]:
+                made = cluster.list("pods") + cluster.list("services")
+                return {one["metadata"]["ownerReferences"][0]["uid"] for one in made}
+
+            # The garbage collector takes its time with a resource that was defined just now.
+            await cluster.until(lambda: owners() == {uid}, timeout=90)
+            await cluster.until(lambda: len(cluster.list("services")) == 1)
+            own = names.own_name("digits", uid)
+            assert cluster.get("secrets", own)["data"]["token"]
+            assert cluster.get("serviceaccounts", own)
+
+    asyncio.run(scenario())
+
+
+def test_a_wrong_manifest_that_a_server_lets_through_gets_a_sentence(cluster: Cluster) -> None:
+    async def scenario() -> None:
+        manifest = job()
+        manifest["metadata"] = {"name": "digits"}
+        manifest["spec"]["replicaSpecs"]["wroker"] = manifest["spec"]["replicaSpecs"].pop("worker")
+        cluster.create(manifest)
+        async with cluster.operator():
+            await cluster.phase("Rejected")
+            assert "spec.replicaSpecs is wroker: accepted" in cluster.status["message"]
+            await cluster.until(lambda: cluster.told == {"Rejected": 1})
+            assert cluster.list("pods") == []
+            right = job()["spec"]["replicaSpecs"]
+            cluster.change(replicaSpecs={**right, "wroker": None})
+            await cluster.phase("Pending")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("how", ["delete", "kill", "oom", "evict"])
+def test_a_master_comes_back(cluster: Cluster, kubelet: Callable[..., Kubelet], how: str) -> None:
+    node = kubelet()
+
+    async def scenario() -> None:
+        async with cluster.operator():
+            master = cluster.submit(SLEEP)
+            await cluster.until(lambda: cluster.told.get("MasterReady") == 1)
+            first = cluster.get("pods", master)["metadata"]["uid"]
+            containers = node.pods[master].containers
+            if how == "delete":
+                cluster.plane.kubectl("delete", "pod", master, namespace=cluster.namespace)
+            elif how == "evict":
+                node.evict(master)
+            else:
+                node.kill(master, reason="OOMKilled" if how == "oom" else "")
+            await cluster.until(lambda: cluster.told.get("MasterReady") == 2)
+            assert cluster.get("pods", master)["metadata"]["uid"] != first
+            assert cluster.status["master"]["starts"] == 2
+            for container in containers:
+                assert container.process is not None
+                container.process.wait(timeout=10)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("code", "phase", "reason"), [(0, "Succeeded", "Succeeded"), (4, "Failed", "NoProgress")]
+)
+def test_the_masters_exit_code_is_the_jobs(
+    cluster: Cluster, kubelet: Callable[..., Kubelet], code: int, phase: str, reason: str
+) -> None:
+    kubelet()
+
+    async def scenario() -> None:
+        async with cluster.operator():
+            cluster.submit(["sh", "-c", f"echo no step for 3 restarts; exit {code}"])
+            await cluster.phase(phase)
+            (ended,) = [c for c in cluster.status["conditions"] if c["type"] == phase]
+            assert ended["reason"] == reason
+            if code:
+                assert cluster.status["message"].endswith("no step for 3 restarts")
+            await cluster.until(lambda: cluster.told.get(phase) == 1)
+
+    asyncio.run(scenario())
+
+
+def test_suspend_resume_and_the_time_after_the_end(
+    cluster: Cluster, kubelet: Callable[..., Kubelet]
+) -> None:
+    kubelet()
+
+    async def scenario() -> None:
+        async with cluster.operator():
+            cluster.submit(SLEEP, ttlSecondsAfterFinished=2)
+            await cluster.until(lambda: cluster.told.get("MasterReady") == 1)
+            cluster.change(suspend=True)
+            await cluster.until(lambda: cluster.list("pods") == [])
+            await cluster.phase("Suspended")
+            container = {"name": "main", "command": ["true"]}
+            replicas = {"dlrover-master": {"template": {"spec": {"containers": [container]}}}}
+            cluster.change(suspend=False, replicaSpecs=replicas)
+            await cluster.phase("Succeeded")
+            await cluster.until(lambda: cluster.list("elasticjobs") == [])
+            await cluster.until(lambda: cluster.list("services") == [])  # by the garbage collector
+            await cluster.until(lambda: cluster.list("pods") == [])
+
+    asyncio.run(scenario())
+
+
+def test_an_operator_that_was_away_finds_what_it_has_to_do(
+    cluster: Cluster, kubelet: Callable[..., Kubelet]
+) -> None:
+    node = kubelet()
+
+    async def scenario() -> None:
+        async with cluster.operator():
+            master = cluster.submit(SLEEP)
+            await cluster.until(lambda: cluster.told.get("MasterReady") == 1)
+        node.kill(master)
+        await cluster.until(lambda: cluster.get("pods", master)["status"]["phase"] == "Failed")
+        async with cluster.operator():
+            await cluster.until(lambda: cluster.told.get("MasterReady") == 2)
+            assert cluster.status["master"]["starts"] == 2
+
+    asyncio.run(scenario())
+
+
+def test_an_api_server_that_restarts_loses_nothing(
+    cluster: Cluster, kubelet: Callable[..., Kubelet]
+) -> None:
+    node = kubelet()
+
+    async def scenario() -> None:
+        async with cluster.operator():
+            master = cluster.submit(SLEEP)
+            await cluster.until(lambda: cluster.told.get("MasterReady") == 1)
+            await asyncio.to_thread(cluster.plane.kill, "kube-apiserver")
+            node.kill(master)
+            await asyncio.to_thread(cluster.plane.start_api_server)
+            await cluster.until(lambda: cluster.told.get("MasterReady") == 2, timeout=60)
+            assert cluster.status["master"]["starts"] == 2
+
+    asyncio.run(scenario())
+
+
+def test_what_the_server_refuses_for_good_is_told(cluster: Cluster) -> None:
+    async def scenario() -> None:
+        async with cluster.operator():
+            manifest = job()
+            manifest["metadata"] = {"name": "digits"}
+            broken = {"containers": [{"name": "main", "ports": [{"containerPort": 99999}]}]}
+            manifest["spec"]["replicaSpecs"]["dlrover-master"] = {"template": {"spec": broken}}
+            cluster.create(manifest)
+            await cluster.until(lambda: cluster.told == {"Refused": 1})
+            message = cluster.status["message"]
+            assert "spec.containers[0].ports[0].containerPort" in message
+            await asyncio.sleep(3.0)
+            assert cluster.told == {"Refused": 1}, "it is tried again, and told once"
+
+    asyncio.run(scenario())
+
+
+def test_one_of_two_operators_works_and_the_other_takes_over(
+    cluster: Cluster, kubelet: Callable[..., Kubelet]
+) -> None:
+    kubelet()
+
+    async def scenario() -> None:
+        async with cluster.operator(leader=True) as first:
+            master = cluster.submit(SLEEP)
+            await cluster.until(lambda: cluster.told.get("MasterReady") == 1)
+            async with cluster.operator(leader=True):
+                await asyncio.sleep(3.0)
+                first.cancel()  # as by SIGTERM: it gives the Lease back
+                await asyncio.wait([first])
+                began = time.monotonic()
+                cluster.plane.kubectl("delete", "pod", master, namespace=cluster.namespace)
+                await cluster.until(lambda: cluster.told.get("MasterReady") == 2)
+                assert time.monotonic() - began < 15.0, "nobody waits for the Lease to run out"
+                assert cluster.status["master"]["starts"] == 2
+
+    asyncio.run(scenario())
+
+
+def test_the_masters_part_of_the_status_and_the_operators_do_not_meet(
+    cluster: Cluster, kubelet: Callable[..., Kubelet]
+) -> None:
+    kubelet()
+    made = [Progress(steps=120, restarts=1, goodput=0.975)]
+
+    async def scenario() -> None:
+        client = Client.from_config(str(cluster.plane.kubeconfig))
+        try:
+            async with cluster.operator():
+                master = cluster.submit(SLEEP)
+                await cluster.until(lambda: cluster.told.get("MasterReady") == 1)
+                found = validation.parse(cluster.get("elasticjobs", "digits"))
+                reporter = Reporter(client, found, lambda: made[0], period=0.1)
+                reporting = asyncio.create_task(reporter.run())
+                expected = {"steps": 120, "restarts": 1, "goodput": "97.5%"}
+                await cluster.until(lambda: cluster.status.get("training") == expected)
+                cluster.plane.kubectl("delete", "pod", master, namespace=cluster.namespace)
+                await cluster.until(lambda: cluster.told.get("MasterReady") == 2)
+                assert cluster.status["training"] == expected
+                reporting.cancel()
+                made[0] = Progress(steps=121, restarts=2, goodput=1.0)
+                await reporter.close()
+                assert cluster.status["training"]["steps"] == 121
+        finally:
+            await client.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_scale_plan_is_told_what_to_do_instead(cluster: Cluster) -> None:
+    plan = {
+        "apiVersion": names.API_VERSION,
+        "kind": "ScalePlan",
+        "metadata": {"name": "plan", "labels": {"scale-type": "manual"}},
+        "spec": {"ownerJob": "digits", "replicaResourceSpecs": {"ps": {"replicas": 2}}},
+    }
+
+    def message() -> str:
+        path = cluster.path("elasticjobs").replace("elasticjobs", "scaleplans")
+        found = cluster.plane.call("GET", f"{path}/plan")
+        return str(found.get("status", {}).get("message", ""))
+
+    async def scenario() -> None:
+        async with cluster.operator():
+            cluster.create(plan)
+            await cluster.until(lambda: "kubectl scale elasticjob/digits" in message())
+
+    asyncio.run(scenario())
+
+
+# ---- the Lease
+
+
+def test_a_lease_is_taken_when_it_ran_out_by_the_clock_of_who_waits(cluster: Cluster) -> None:
+    terms = Terms(duration=2.0, deadline=1.5, renew=0.2)
+
+    async def scenario() -> None:
+        client = Client.from_config(cluster.kubeconfig)
+        try:
+            gone = Leader(client, cluster.namespace, "lease", "gone", terms)
+            await gone.acquire()
+            lease = await client.get(LEASES, cluster.namespace, "lease")
+            lease["spec"]["renewTime"] = times.written_micro(time.time() + 86_400)  # a wrong clock
+            await client.replace(LEASES, lease)
+            began = time.monotonic()
+            heir = Leader(client, cluster.namespace, "lease", "heir", terms)
+            await asyncio.wait_for(heir.acquire(), 20)
+            assert 2.0 <= time.monotonic() - began < 8.0
+            lease = await client.get(LEASES, cluster.namespace, "lease")
+            assert lease["spec"]["holderIdentity"] == "heir"
+            assert lease["spec"]["leaseTransitions"] == 1
+            await asyncio.wait_for(gone.hold(), 10)  # it notices that it leads no more
+        finally:
+            await client.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_leader_that_cannot_renew_its_lease_stops(cluster: Cluster) -> None:
+    terms = Terms(duration=4.0, deadline=2.0, renew=0.2)
+
+    async def scenario() -> None:
+        client = Client.from_config(cluster.kubeconfig)
+        try:
+            leader = Leader(client, cluster.namespace, "lease", "one", terms)
+            await leader.acquire()
+            holding = asyncio.create_task(leader.hold())
+            await asyncio.sleep(3.0)
+            assert not holding.done()
+            cluster.plane.kubectl(
+                "delete", "rolebinding", "dlrover-operator-lease", namespace=cluster.namespace
+            )
+            await asyncio.wait_for(holding, 20)
+        finally:
+            with contextlib.suppress(InfrastructureError):
+                await client.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_time_with_no_microseconds_has_six_digits_all_the_same() -> None:
+    assert times.written_micro(1_800_000_000.0) == "2027-01-15T08:00:00.000000Z"
+    assert times.read("2027-01-15T08:00:00Z") == 1_800_000_000.0
+    assert times.read("soon") is None
+
+
+def test_the_command_runs_and_ends_by_a_signal(
+    cluster: Cluster, kubelet: Callable[..., Kubelet]
+) -> None:
+    kubelet()
+    command = ["dlrover", "operator", "--namespace", cluster.namespace]
+    process = subprocess.Popen(
+        [*command, "--kubeconfig", cluster.kubeconfig], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        cluster.submit(["true"])
+        asyncio.run(cluster.phase("Succeeded"))
+        process.terminate()
+        _, log = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0
+    assert "All workers ended well." in log
+    path = f"/apis/coordination.k8s.io/v1/namespaces/{cluster.namespace}/leases/dlrover-operator"
+    lease: dict[str, Any] = cluster.plane.call("GET", path)
+    assert not lease["spec"].get("holderIdentity"), json.dumps(lease)

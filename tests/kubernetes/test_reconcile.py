@@ -1,0 +1,580 @@
+"""The operator's decisions, carried out in a cluster in memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings, strategies as st
+
+from dlrover.kubernetes import names, objects, pods, validation
+from dlrover.kubernetes.apply import status_patch
+from dlrover.kubernetes.decisions import Observed, Options, status_of
+from dlrover.kubernetes.reconcile import QUICK, QUICK_ENDS, reconcile
+from dlrover.kubernetes.types import ElasticJobStatus, ReplicaStatus
+from tests.kubernetes.manifests import ORIGINAL, job
+from tests.kubernetes.world import START, World
+
+MASTER = names.master_name("digits")
+OWN = names.own_name("digits", "uid-1")
+
+
+def running(**spec: Any) -> World:
+    """A job whose master and two workers run."""
+    world = World(job(**spec))
+    world.settle()
+    assert world.master is not None
+    world.run(world.master)
+    for index in range(2):
+        world.run(world.create_worker(index))
+    world.settle()
+    assert world.status["phase"] == "Running"
+    world.now += 1000.0
+    return world
+
+
+# ---- a job's way
+
+
+def test_a_new_job_gets_a_master_with_all_that_it_needs() -> None:
+    world = World()
+    world.settle()
+    kinds = {kind for kind, _ in world.objects}
+    assert kinds == {"Pod", "Service", "Secret", "ServiceAccount", "Role", "RoleBinding"}
+    assert {world.objects[kind, MASTER]["kind"] for kind in ("Pod", "Service")} == {
+        "Pod",
+        "Service",
+    }
+    for kind in ("Secret", "ServiceAccount", "Role", "RoleBinding"):
+        assert (kind, OWN) in world.objects
+    for made in world.objects.values():
+        assert made["metadata"]["labels"][names.JOB_LABEL] == "digits"
+        assert made["metadata"]["ownerReferences"][0]["uid"] == "uid-1"
+    assert world.events == ["Accepted", "MasterStarted"]
+    assert world.condition("Accepted") == "True"
+
+
+def test_the_master_is_reached_by_its_service_and_reads_its_token_from_the_secret() -> None:
+    world = World()
+    world.settle()
+    service, secret = world.objects["Service", MASTER], world.objects["Secret", OWN]
+    assert world.master is not None
+    labels = world.master["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= labels.items()
+    (container,) = world.master["spec"]["containers"]
+    assert container["ports"][0]["containerPort"] == service["spec"]["ports"][0]["port"] == 50001
+    env = {entry["name"]: entry for entry in container["env"]}
+    assert env["DLROVER_KUBERNETES_JOB"]["value"] == "default/digits"
+    reference = env["DLROVER_TOKEN"]["valueFrom"]["secretKeyRef"]
+    assert reference == {"name": OWN, "key": "token"}
+    assert secret["stringData"]["token"]
+    assert world.master["spec"]["restartPolicy"] == "Never"
+    assert container["image"] == "dlrover:1"
+
+
+def test_the_state_follows_the_pods() -> None:
+    world = World()
+    world.step()
+    assert world.status["phase"] == "Created"
+    world.settle()
+    assert world.status["phase"] == "Pending"
+    assert world.master is not None
+    world.run(world.master)
+    world.settle()
+    assert world.status["phase"] == "Pending"
+    assert world.condition("MasterReady") == "True"
+    world.run(world.create_worker(0))
+    world.create_worker(1)
+    world.settle()
+    assert world.status["phase"] == "Running"
+    assert world.status["workers"] == "1/2"
+    assert world.status["message"] == "1 of 2 workers run."
+    assert world.status["replicaStatuses"]["worker"]["pending"] == 1
+
+
+def test_a_pod_that_cannot_be_placed_is_explained() -> None:
+    world = running()
+    waiting = world.create_worker(2)
+    message = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+    unplaced = {"type": "PodScheduled", "status": "False", "message": message}
+    waiting["status"]["conditions"] = [unplaced]
+    world.settle()
+    assert world.status["message"] == f"Pod digits-edljob-worker-2 waits: {message}"
+    stuck = {"waiting": {"reason": "ImagePullBackOff", "message": "Back-off pulling image"}}
+    waiting["status"] = {"phase": "Pending", "containerStatuses": [{"state": stuck}]}
+    world.settle()
+    expected = "Pod digits-edljob-worker-2 waits: ImagePullBackOff: Back-off pulling image."
+    assert world.status["message"] == expected
+
+
+def test_a_condition_keeps_the_time_of_its_last_change() -> None:
+    world = running()
+    world.create_worker(2)
+    world.settle()
+    since = {c["type"]: c["lastTransitionTime"] for c in world.status["conditions"]}
+    assert set(since.values()) == {"2027-01-15T08:00:00Z"}
+    assert world.master is not None
+    world.end(world.master, 137)
+    world.settle()
+    since = {c["type"]: c["lastTransitionTime"] for c in world.status["conditions"]}
+    assert since["Accepted"] == "2027-01-15T08:00:00Z"
+    assert since["MasterReady"] == "2027-01-15T08:16:40Z"
+
+
+def test_a_pod_that_is_being_deleted_is_not_ready_and_counts_no_more() -> None:
+    world = running()
+    (first, second) = world.workers
+    world.delete(first)
+    assert not pods.ready(first)
+    assert pods.ready(second)
+    world.settle()
+    assert world.status["workers"] == "1/2"
+
+
+# ---- the master's ends
+
+
+ENDS: list[tuple[int, str, str]] = [
+    (0, "Succeeded", "Succeeded"),
+    (1, "Failed", "UserCode"),
+    (2, "Failed", "Usage"),
+    (3, "Failed", "Infrastructure"),
+    (4, "Failed", "NoProgress"),
+    (5, "Failed", "Stopped"),
+    (127, "Failed", "NoCommand"),
+]
+
+
+@pytest.mark.parametrize(("code", "phase", "reason"), ENDS)
+def test_the_masters_exit_code_ends_the_job(code: int, phase: str, reason: str) -> None:
+    world = running()
+    assert world.master is not None
+    world.end(world.master, code)
+    world.settle()
+    assert world.status["phase"] == phase
+    (ended,) = [c for c in world.status["conditions"] if c["type"] == phase]
+    assert ended["status"] == "True"
+    assert ended["reason"] == reason
+    assert world.status["completionTime"] == "2027-01-15T08:16:40Z"
+    assert world.events[-1] == phase
+    assert world.workers == [] or all("deletionTimestamp" in w["metadata"] for w in world.workers)
+
+
+LOSSES: list[tuple[int | None, str]] = [
+    (137, "OOMKilled"),
+    (1, "OOMKilled"),
+    (137, "Error"),
+    (143, "Error"),
+    (139, "Error"),
+    (None, "Evicted"),
+    (None, "NodeLost"),
+    (None, ""),
+]
+
+
+@pytest.mark.parametrize(("code", "reason"), LOSSES)
+def test_a_lost_master_comes_back_and_its_workers_stay(code: int | None, reason: str) -> None:
+    world = running()
+    assert world.master is not None
+    lost = world.master["metadata"]["uid"]
+    workers = copy.deepcopy(world.workers)
+    world.end(world.master, code, reason)
+    world.settle()
+    assert world.master is not None
+    assert world.master["metadata"]["uid"] != lost
+    assert world.workers == workers
+    assert world.status["master"]["starts"] == 2
+    assert world.status["phase"] == "Restarting"
+    world.run(world.master)
+    world.settle()
+    assert world.status["phase"] == "Running"
+    assert "completionTime" not in world.status
+
+
+def test_a_deleted_master_comes_back_once_it_is_gone() -> None:
+    world = running()
+    first = world.master
+    assert first is not None
+    world.delete(first)
+    world.settle()
+    assert world.master is first, "its name is taken while it ends"
+    assert world.status["phase"] == "Restarting"
+    world.gone(first)
+    world.settle()
+    assert world.master is not None
+    assert world.master is not first
+
+
+def test_a_master_that_ended_its_job_while_it_was_deleted_has_ended_it() -> None:
+    world = running()
+    assert world.master is not None
+    world.delete(world.master)
+    world.end(world.master, 0)
+    world.settle()
+    assert world.status["phase"] == "Succeeded"
+
+
+def test_a_master_on_a_lost_machine_is_deleted_by_force_after_its_time() -> None:
+    world = running()
+    assert world.master is not None
+    world.delete(world.master)
+    world.step()
+    assert world.decision.again == 60.0
+    world.now += 59.0
+    world.settle()
+    assert "MasterForced" not in world.events
+    world.now += 1.0
+    world.settle()
+    assert world.events.count("MasterForced") == 1
+    assert world.master is not None
+    assert "deletionTimestamp" not in world.master["metadata"]
+
+
+def test_a_master_that_ends_quickly_again_and_again_is_started_later_each_time() -> None:
+    world = World()
+    waits = []
+    for _ in range(8):
+        world.settle()
+        while world.master is None:
+            waits.append(world.decision.again)
+            assert world.decision.again is not None
+            world.now += world.decision.again
+            world.settle()
+        world.now += 1.0
+        world.end(world.master, 137)
+    assert waits == [3.0, 7.0, 15.0, 31.0, 59.0]
+    world.settle()
+    world.now += 1000.0
+    world.settle()
+    assert world.status["master"]["quickEnds"] == 0
+
+
+def test_a_master_that_cannot_work_yet_is_tried_some_times_before_the_job_fails() -> None:
+    world = World()
+    tries = 0
+    while "completionTime" not in world.status:
+        world.settle()
+        if world.master is None:
+            assert world.decision.again is not None
+            world.now += world.decision.again
+            continue
+        if world.status.get("completionTime"):
+            break
+        tries += 1
+        world.end(world.master, 3, ran=QUICK - 1)
+        world.step()
+    assert tries == QUICK_ENDS + 1
+    assert world.status["phase"] == "Failed"
+
+
+def test_a_missing_service_is_made_again() -> None:
+    world = running()
+    del world.objects["Service", MASTER]
+    world.settle()
+    assert ("Service", MASTER) in world.objects
+
+
+def foreign_pod(world: World, **owner: str) -> dict[str, Any]:
+    """A pod with the name of the master's, which runs."""
+    manifest = objects.master_pod(validation.parse(job()), "old")
+    manifest["metadata"]["ownerReferences"] = [owner]
+    pod = world.create_pod(manifest)
+    world.run(pod)
+    return pod
+
+
+def test_the_master_of_an_earlier_job_of_the_name_is_removed() -> None:
+    world = World()
+    old = foreign_pod(world, kind="ElasticJob", name="digits", uid="uid-0")
+    world.settle()
+    assert "deletionTimestamp" in old["metadata"]
+    assert world.master is old
+    world.gone(old)
+    world.settle()
+    assert world.master is not None
+    assert world.master["metadata"]["ownerReferences"][0]["uid"] == "uid-1"
+
+
+def test_a_pod_of_somebody_else_with_the_masters_name_has_to_go_first() -> None:
+    world = World()
+    old = foreign_pod(world, kind="ReplicaSet", name="digits", uid="uid-0")
+    world.settle()
+    assert world.master is old
+    assert "deletionTimestamp" not in old["metadata"], "it is not ours to delete"
+    assert world.decision.again == 5.0
+    assert "is not this job's: it has to go first." in world.status["message"]
+
+
+def test_a_start_that_was_not_written_down_is_remembered() -> None:
+    world = World()
+    world.settle()
+    assert world.job is not None
+    del world.job["status"]
+    world.now += 30.0
+    world.settle()
+    assert world.status["master"]["starts"] == 1
+    assert world.status["startTime"] == world.status["master"]["lastStartTime"]
+
+
+# ---- suspend, the end, and who is in charge
+
+
+def test_suspend_removes_the_master_first_and_resume_brings_it_back() -> None:
+    world = running()
+    assert world.job is not None
+    world.job["spec"]["suspend"] = True
+    master = world.master
+    assert master is not None
+    world.settle()
+    assert "deletionTimestamp" in master["metadata"]
+    assert not any("deletionTimestamp" in w["metadata"] for w in world.workers)
+    world.gone(master)
+    world.settle()
+    for worker in world.workers:
+        assert "deletionTimestamp" in worker["metadata"]
+        world.gone(worker)
+    world.settle()
+    assert world.status["phase"] == "Suspended"
+    assert world.condition("Suspended") == "True"
+    assert world.pods == []
+    world.job["spec"]["suspend"] = False
+    world.settle()
+    assert world.master is not None
+    assert world.condition("Suspended") == "False"
+    assert world.events.count("Suspended") == world.events.count("Resumed") == 1
+
+
+def test_a_job_that_is_suspended_from_the_start_makes_no_pod() -> None:
+    world = World(job(suspend=True))
+    world.settle()
+    assert world.objects == {}
+    assert world.status["phase"] == "Suspended"
+
+
+@pytest.mark.parametrize(
+    ("policy", "left"), [("Running", {MASTER, "done"}), ("All", set()), ("None", None)]
+)
+def test_the_policy_says_which_pods_are_removed_at_the_end(
+    policy: str, left: set[str] | None
+) -> None:
+    world = running(cleanPodPolicy=policy)
+    done = world.create_worker(7)
+    world.objects["Pod", "done"] = world.objects.pop(("Pod", done["metadata"]["name"]))
+    done["metadata"]["name"] = "done"
+    world.end(done, 0)
+    before = {pod["metadata"]["name"] for pod in world.pods}
+    assert world.master is not None
+    world.end(world.master, 0)
+    world.settle()
+    for pod in world.workers:
+        if "deletionTimestamp" in pod["metadata"]:
+            world.gone(pod)
+    world.settle()
+    assert {pod["metadata"]["name"] for pod in world.pods} == (before if left is None else left)
+    assert world.status["phase"] == "Succeeded", "the end outlives the pods"
+
+
+def test_a_job_is_deleted_its_time_after_its_end() -> None:
+    world = running(ttlSecondsAfterFinished=60)
+    assert world.master is not None
+    world.end(world.master, 1)
+    world.step()
+    assert world.decision.again == 60.0
+    world.now += 59.0
+    world.settle()
+    assert world.job is not None
+    world.now += 1.0
+    world.settle()
+    assert world.job is None
+
+
+@pytest.mark.parametrize("mine", ["", "elastic.iml.github.io/operator"])
+def test_a_job_that_another_manages_is_left_alone(mine: str) -> None:
+    other = World(job(managedBy="kueue.x-k8s.io/multikueue"))
+    other.settle()
+    assert (other.objects, other.status) == ({}, {})
+    ours = World(job(managedBy=mine))
+    ours.settle()
+    assert ours.master is not None
+
+
+def test_a_job_that_is_being_deleted_is_left_to_the_garbage_collector() -> None:
+    world = running()
+    assert world.job is not None
+    world.job["metadata"]["deletionTimestamp"] = "2027-01-15T08:00:00Z"
+    before = copy.deepcopy(world.objects)
+    assert world.master is not None
+    world.gone(world.master)
+    world.settle()
+    assert before.keys() - world.objects.keys() == {("Pod", MASTER)}
+
+
+# ---- what the manifest says
+
+
+def test_a_wrong_manifest_is_told_once_and_runs_when_it_is_right() -> None:
+    wrong = job()
+    wrong["spec"]["replicaSpecs"]["wroker"] = wrong["spec"]["replicaSpecs"].pop("worker")
+    world = World(wrong)
+    world.settle()
+    world.step()
+    assert world.objects == {}
+    assert world.events == ["Rejected"]
+    assert world.condition("Accepted") == "False"
+    assert world.status["phase"] == "Rejected"
+    assert "spec.replicaSpecs is wroker" in world.status["message"]
+    assert world.job is not None
+    world.job["spec"] = job()["spec"]
+    world.job["metadata"]["generation"] = 2
+    world.settle()
+    assert world.condition("Accepted") == "True"
+    assert world.status["observedGeneration"] == 2
+    assert world.master is not None
+
+
+def test_what_has_no_effect_is_told_once_a_generation() -> None:
+    manifest = yaml.safe_load(ORIGINAL)
+    manifest["metadata"].update(uid="uid-1", generation=1, name="digits")
+    world = World(manifest)
+    world.settle()
+    # distributionStrategy, resourceLimits, enableElasticScheduling, enableDynamicSharding; restartTimeout of ps
+    assert world.events.count("NoEffect") == 5
+    assert world.job is not None
+    world.job["metadata"]["generation"] = 2
+    world.settle()
+    assert world.events.count("NoEffect") == 10
+
+
+def test_the_masters_template_is_kept_and_completed() -> None:
+    manifest = job()
+    template = {
+        "metadata": {"annotations": {"a": "b"}},
+        "spec": {
+            "nodeSelector": {"disk": "ssd"},
+            "containers": [{"imagePullPolicy": "Always", "env": [{"name": "A", "value": "1"}]}],
+        },
+    }
+    manifest["spec"]["replicaSpecs"]["dlrover-master"] = {"template": template}
+    before = copy.deepcopy(manifest)
+    pod = objects.master_pod(validation.parse(manifest), "dlrover:2")
+    assert pod["metadata"]["annotations"] == {"a": "b"}
+    assert pod["spec"]["nodeSelector"] == {"disk": "ssd"}
+    (container,) = pod["spec"]["containers"]
+    assert container["imagePullPolicy"] == "Always"
+    assert container["image"] == "dlrover:2"
+    assert container["env"][0] == {"name": "A", "value": "1"}
+    assert manifest == before
+
+
+def test_a_claim_keeps_the_jobs_directory() -> None:
+    pod = objects.master_pod(validation.parse(job(master={"journalClaim": "journals"})), "i")
+    (home,) = [v for v in pod["spec"]["volumes"] if v["name"] == "dlrover-home"]
+    assert home["persistentVolumeClaim"] == {"claimName": "journals"}
+    env = {entry["name"]: entry.get("value") for entry in pod["spec"]["containers"][0]["env"]}
+    assert str(env["DLROVER_JOB_DIR"]).startswith(f"{objects.HOME}/{OWN}")
+
+
+def test_a_status_that_is_none_is_written_anew() -> None:
+    assert status_of({"status": {"conditions": "none"}}) == ElasticJobStatus()
+
+
+def test_a_patch_of_the_status_removes_what_is_gone_and_spares_the_masters_part() -> None:
+    old = {
+        "phase": "Running",
+        "message": "old",
+        "training": {"steps": 7},
+        "replicaStatuses": {"worker": {"pending": 0, "active": 2, "succeeded": 0, "failed": 0}},
+    }
+    new = ElasticJobStatus(phase="Running", replica_statuses={"ps": ReplicaStatus(active=1)})
+    patch = status_patch(old, new)
+    assert patch is not None
+    assert patch["message"] is None
+    assert patch["replicaStatuses"]["worker"] is None
+    assert "phase" not in patch
+    assert "training" not in patch
+    assert status_patch({}, ElasticJobStatus()) != {}
+
+
+# ---- whatever happens
+
+FAULTS = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["run", "delete", "gone", "killed", "oom", "evicted", "step", "wait", "worker",
+             "suspend", "resume", "service", "forget"]
+        ),
+        st.integers(0, 3),
+    ),
+    max_size=30,
+)  # fmt: skip
+
+
+def strike(world: World, what: str, which: int) -> None:
+    """Something happens to one of the pods, or to the job."""
+    assert world.job is not None
+    pods = world.pods
+    pod = pods[which % len(pods)] if pods else None
+    if what == "step":
+        world.step()
+    elif what == "wait":
+        world.now += 10.0**which
+    elif what in ("suspend", "resume"):
+        world.job["spec"]["suspend"] = what == "suspend"
+    elif what == "service":
+        world.objects.pop(("Service", MASTER), None)
+    elif what == "forget":
+        world.job.pop("status", None)
+    elif (
+        what == "worker"
+        and world.master
+        and ("Pod", f"digits-edljob-worker-{which}") not in (world.objects)
+    ):
+        world.create_worker(which)
+    elif pod is not None:
+        strike_pod(world, pod, what)
+
+
+def strike_pod(world: World, pod: dict[str, Any], what: str) -> None:
+    if what == "delete":
+        world.delete(pod)
+    elif what == "gone" and "deletionTimestamp" in pod["metadata"]:
+        world.gone(pod)
+    elif pod["status"]["phase"] in ("Succeeded", "Failed"):
+        return
+    elif what == "run":
+        world.run(pod)
+    elif what in ("killed", "oom"):
+        world.end(pod, 137, "OOMKilled" if what == "oom" else "Error")
+    elif what == "evicted":
+        world.end(pod, None, "Evicted")
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
+@given(FAULTS)
+def test_whatever_happens_to_the_pods_the_job_comes_back_to_one_running_master(
+    faults: list[tuple[str, int]],
+) -> None:
+    world = World()
+    for what, which in faults:
+        strike(world, what, which)  # a second pod of one name raises in the world
+        masters = [p for p in world.pods if p["metadata"]["name"] == MASTER]
+        assert len(masters) <= 1
+    assert world.job is not None
+    world.job["spec"]["suspend"] = False
+    for _ in range(12):
+        world.settle()
+        if world.master is not None and "deletionTimestamp" not in world.master["metadata"]:
+            world.run(world.master)
+        world.now += world.decision.again or 0.0
+    assert world.master is not None
+    assert world.condition("MasterReady") == "True"
+    assert "completionTime" not in world.status
+
+
+def test_a_decision_depends_on_nothing_but_what_it_is_told() -> None:
+    seen = Observed(job())
+    first = reconcile(seen, START, Options(), "t")
+    assert reconcile(seen, START, Options(), "t") == first
