@@ -4,7 +4,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-import torch
+
+torch = pytest.importorskip("torch")
+
 from torch.utils.data import DataLoader
 
 from dlrover.elastic.dataset import ElasticDataset
