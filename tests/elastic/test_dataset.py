@@ -7,10 +7,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader  # noqa: E402
 
-from dlrover.elastic.dataset import ElasticDataset
-from dlrover.errors import ConfigurationError
+from dlrover.elastic.dataset import ElasticDataset  # noqa: E402
+from dlrover.errors import ConfigurationError  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
