@@ -6,6 +6,7 @@ import resource
 import sqlite3
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -178,6 +179,21 @@ def test_of_masters_that_start_together_one_is_the_last(store):
     assert epochs == sorted(epochs)
     assert len(epochs) == sum(done.values())
     assert done[10] == 20
+
+
+@pytest.mark.slow
+def test_masters_that_open_a_new_file_at_once_wait_for_each_other(tmp_path):
+    barrier = threading.Barrier(4)
+
+    def open_with_the_others(path: Path) -> int:
+        barrier.wait()
+        with contextlib.closing(FileJournal(path)) as journal:
+            return journal.epoch
+
+    with ThreadPoolExecutor(4) as pool:
+        for number in range(50):
+            paths = [tmp_path / f"{number}.sqlite"] * 4
+            assert sorted(pool.map(open_with_the_others, paths)) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("url", ["", "file", "sqlite:", "k8s://name", "memory:x"])

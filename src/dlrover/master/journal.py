@@ -53,7 +53,7 @@ class Journal(Protocol):
     def epoch(self) -> int:
         """The epoch of the master that opened it, 1 for the first; 0 if it was opened for reading."""
 
-    def append(self, entry: Entry, time: float) -> None:
+    def append(self, entry: Entry, now: float) -> None:
         """Add an entry; it outlives this process, if the store does, when this returns.
 
         Raises:

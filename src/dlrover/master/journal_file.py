@@ -7,6 +7,7 @@ the last moments). Two masters may have it open: which one may write is decided 
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,11 @@ from dlrover.master.journal import Entry, decoded, encoded, fenced
 
 FORMAT = 1
 """Changes when old journals can no longer be replayed."""
+
+LOCK_TIMEOUT = 5.0
+"""Seconds that another master may hold the file while it opens it or appends."""
+LOCK_PAUSE = 0.01
+"""Seconds between two attempts at what SQLite does not wait for."""
 
 _TABLES = (
     "CREATE TABLE IF NOT EXISTS entries "
@@ -46,7 +52,7 @@ class FileJournal:
         """As in `Journal`."""
         uri = f"{path.absolute().as_uri()}{'?mode=ro' if read_only else ''}"
         try:
-            self._db = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=5.0)
+            self._db = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=LOCK_TIMEOUT)
         except sqlite3.Error as error:
             raise self._problem("cannot be opened", error) from error
         try:
@@ -66,7 +72,7 @@ class FileJournal:
     def _prepare(self, read_only: bool) -> int:
         """Make the tables of a new journal; the journal's format."""
         if not read_only:
-            self._db.execute("PRAGMA journal_mode=WAL")
+            self._write_ahead()
             self._db.execute("PRAGMA synchronous=NORMAL")
             for statement in _TABLES:
                 self._db.execute(statement)
@@ -74,14 +80,29 @@ class FileJournal:
                 self._db.execute(f"PRAGMA user_version={FORMAT}")
         return self._version()
 
-    def append(self, entry: Entry, time: float) -> None:
+    def _write_ahead(self) -> None:
+        """Set the mode. SQLite does not wait for another process that does the same; this does."""
+        until = time.monotonic() + LOCK_TIMEOUT
+        while not self._has_set_mode(last=time.monotonic() > until):
+            time.sleep(LOCK_PAUSE)  # noqa: TID251  # as SQLite does for every other statement
+
+    def _has_set_mode(self, *, last: bool) -> bool:
+        try:
+            self._db.execute("PRAGMA journal_mode=WAL")
+        except sqlite3.OperationalError as error:
+            if last or "locked" not in str(error):
+                raise
+            return False
+        return True
+
+    def append(self, entry: Entry, now: float) -> None:
         """Add an entry; it is on its way to the disk when this returns."""
         self._check_file()
         try:
             added = self._db.execute(
                 "INSERT INTO entries (time, kind, body) SELECT ?, ?, ? "
                 "WHERE (SELECT epoch FROM master) = ?",
-                (time, *encoded(entry), self.epoch),
+                (now, *encoded(entry), self.epoch),
             )
         except sqlite3.Error as error:
             raise self._problem("cannot be written", error) from error
@@ -92,8 +113,8 @@ class FileJournal:
         """All entries with their times, oldest first."""
         try:
             rows: Any = self._db.execute("SELECT time, kind, body FROM entries ORDER BY seq")
-            for time, kind, body in rows:
-                yield time, decoded(kind, body)
+            for at, kind, body in rows:
+                yield at, decoded(kind, body)
         except (sqlite3.Error, msgspec.DecodeError) as error:
             raise self._problem("cannot be read", error) from error
 

@@ -33,7 +33,7 @@ class MemoryJournal:
         self.epoch = 1
         """As in `Journal`."""
 
-    def append(self, entry: Entry, time: float) -> None:
+    def append(self, entry: Entry, now: float) -> None:
         """Nothing to do."""
 
     def entries(self) -> Iterator[tuple[float, Entry]]:
