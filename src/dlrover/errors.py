@@ -7,7 +7,6 @@
     ├── ConfigurationError    a flag, file or variable is wrong    exit code 2
     ├── InfrastructureError   a machine, network or limit failed   exit code 3
     │   └── FencedError       another master has taken over        exit code 3
-    ├── NoProgressError       restarts no longer help              exit code 4
     └── ProtocolError         a peer sent what it must not send    exit code 3
 
 Every message is one sentence that names the field, the value, and what is accepted.
@@ -64,12 +63,6 @@ class InfrastructureError(DLRoverError):
 
 class FencedError(InfrastructureError):
     """Another master has taken over the job: this one must leave and touch nothing any more."""
-
-
-class NoProgressError(DLRoverError):
-    """Restarts no longer lead to new steps."""
-
-    exit_code = ExitCode.NO_PROGRESS
 
 
 class ProtocolError(DLRoverError):

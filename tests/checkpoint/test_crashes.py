@@ -1,5 +1,6 @@
 """Processes that die and bits that flip: what is loaded is the newest whole step, or an error."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -327,12 +328,11 @@ def test_states_that_grow_and_shrink_and_nothing_is_left(directory):
     assert threading.active_count() <= 2
 
 
-def fds() -> set[str]:
-    found = set()
-    for entry in Path("/proc/self/fd").iterdir():
-        if os.path.lexists(entry):
-            found.add(os.readlink(entry))
-    return {name for name in found if "memfd" in name or "socket" in name}
+def fds() -> list[str]:
+    """Each descriptor counts: other tests may have left one of the same name."""
+    gc.collect()  # what those have left may go at any moment
+    names = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    return sorted(name for name in names if "memfd" in name or "socket" in name)
 
 
 def test_bad_arguments_are_refused(directory):

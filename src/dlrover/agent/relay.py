@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dlrover._util.sockets import peer
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
 from dlrover.rpc import wire
 from dlrover.rpc.client import MasterClient
-from dlrover.sharding.dealers import LENGTH, MAX_FRAME, peer_user
+from dlrover.sharding.dealers import LENGTH, MAX_FRAME
 from dlrover.spec.shards import ShardReply, ShardRequest
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Relay:
         self._open.add(writer)
         try:
             sock: socket.socket = writer.get_extra_info("socket")
-            if peer_user(sock) != os.getuid():
+            if peer(sock).uid != os.getuid():
                 logger.warning("A process of another user was turned away from the workers' socket")
                 return
             with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):

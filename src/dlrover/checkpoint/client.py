@@ -185,7 +185,7 @@ class SaverClient:
         self._sock.close()
         for fd in self._fds:
             os.close(fd)
-        self._fds = []
+        self._fds, self._generations = [], []
 
     def _ask(self, request: protocol.Message, kind: type[_Reply]) -> _Reply:
         return self._request(request, kind)[0]

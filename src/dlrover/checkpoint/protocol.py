@@ -10,7 +10,6 @@ from __future__ import annotations
 import array
 import os
 import socket
-import struct
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from dlrover._util.sockets import peer
 from dlrover.checkpoint.stores import is_url
 from dlrover.errors import InfrastructureError, ProtocolError
 
@@ -25,7 +25,6 @@ MAX_PACKET = 1 << 16
 GENERATIONS = 3
 """Of each rank, where there is memory for them. Two are written in turn, so that ranks that are a step apart
 have one in common; the third takes part while one is being stored."""
-_CREDENTIALS = struct.Struct("3i")
 
 
 class SaverGoneError(InfrastructureError):
@@ -266,13 +265,12 @@ def check_peer(sock: socket.socket) -> int:
     Raises:
         ProtocolError: it does.
     """
-    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(data)
+    pid, uid = peer(sock)
     if uid != os.getuid():
         raise ProtocolError(
             f"The peer of a checkpoint socket runs as user {uid}, not as {os.getuid()}."
         )
-    return int(pid)
+    return pid
 
 
 def send(sock: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:

@@ -206,7 +206,9 @@ class _RemoteStore:
 
     def _abandon(self, opened: Any) -> None:
         """Close a file without finishing it, where the implementation can do that."""
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(
+            Exception
+        ):  # any implementation's; what is told is why it was given up
             if hasattr(opened, "discard"):
                 opened.discard()
                 opened.closed = True

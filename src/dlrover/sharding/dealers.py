@@ -18,6 +18,7 @@ from typing import Protocol
 import msgspec
 
 from dlrover import config
+from dlrover._util.sockets import peer
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
 from dlrover.sharding import defaults
 from dlrover.sharding.machine import Shards
@@ -29,7 +30,6 @@ MAX_FRAME = 4 * 1024 * 1024
 """Bytes of a message between worker and agent."""
 CALL_TIMEOUT = 30.0
 """Seconds that the agent may take to answer; it says by itself when the master is away."""
-_CREDENTIALS = struct.Struct("3i")
 _reply = msgspec.msgpack.Decoder(ShardReply)
 
 
@@ -130,16 +130,10 @@ def _connected(address: str) -> socket.socket:
     except BaseException:
         sock.close()
         raise
-    if peer_user(sock) != os.getuid():
+    if peer(sock).uid != os.getuid():
         sock.close()
         raise InfrastructureError("another user has the socket of the agent")
     return sock
-
-
-def peer_user(sock: socket.socket) -> int:
-    """The user that the other end of a Unix socket runs as."""
-    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(data)[1])
 
 
 def _received(sock: socket.socket, count: int) -> bytes:

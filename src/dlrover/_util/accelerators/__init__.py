@@ -42,7 +42,7 @@ def vendors() -> tuple[Vendor, ...]:
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
         try:
             vendor = entry.load()
-        except Exception:
+        except Exception:  # another package's code: what is wrong with it must not end a job
             logger.warning("The accelerator %s cannot be loaded", entry.value, exc_info=True)
             continue
         if isinstance(vendor, Vendor):

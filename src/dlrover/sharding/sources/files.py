@@ -7,6 +7,7 @@ one read. The index is the same in all processes, and so is the number of a reco
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ Record = TypeVar("Record")
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
-class FileRecords(Generic[Record]):
+class FileRecords(ABC, Generic[Record]):
     """The records of one or several files, which must not change.
 
     Raises:
@@ -58,13 +59,13 @@ class FileRecords(Generic[Record]):
             )
         return self._record(data, number)
 
+    @abstractmethod
     def _index(self, path: str) -> Iterator[int]:
         """Where the records of a file begin, and where the last one ends."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _record(self, data: bytes, number: int) -> Record:
         """The record in the bytes of file ``number``."""
-        raise NotImplementedError
 
     def _file(self, number: int) -> int:
         """The descriptor of a file, this process's own."""

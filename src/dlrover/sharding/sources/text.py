@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,8 +29,9 @@ class _Text(FileRecords[Record]):
     def _record(self, data: bytes, number: int) -> Record:
         return self._decoded(data.decode().rstrip("\r\n"), number)
 
+    @abstractmethod
     def _decoded(self, text: str, number: int) -> Record:
-        raise NotImplementedError
+        """The record in a text of file ``number``."""
 
 
 class Lines(_Text[str]):
