@@ -11,6 +11,7 @@ from dlrover.master.machine.checking import Checks
 from dlrover.master.machine.faults import Faults
 from dlrover.master.machine.rendezvous import Rendezvous
 from dlrover.master.machine.restarts import RestartPolicy
+from dlrover.master.machine.scaling import Scaling
 from dlrover.master.machine.state import Incident, Node, Phase, phase_after
 from dlrover.spec import events
 from dlrover.spec.failure import Failure
@@ -38,6 +39,7 @@ class JobState:
     #: a node, and the round that its workers begin from processes that have loaded nothing
     fresh: tuple[int, int] | None = None
     checks: Checks = field(init=False)
+    scaling: Scaling = field(init=False)
     #: set once, when the job ends
     outcome: Outcome | None = None
     incident: Incident | None = None
@@ -67,6 +69,7 @@ class JobState:
         self.restarts = RestartPolicy(self.job)
         self.faults = Faults(self.job)
         self.checks = Checks(self.job)
+        self.scaling = Scaling(self.job)
 
     # ---- queries
 
@@ -110,6 +113,7 @@ class JobState:
             return None
         checked = self.checks.deadline()  # a round does not go on while its nodes are checked
         times = [checked or self.rendezvous.deadline(), self.grow_at, *self.lost_at.values()]
+        times += self.scaling.leaving.values()
         if self.adoption.pending:
             times.append(self.adoption.deadline)
         return min((t for t in times if t is not None), default=None)
@@ -118,13 +122,18 @@ class JobState:
         return self.outcome is not None
 
     def _enough_nodes(self) -> bool:
-        living = sum(not node.status.final for node in self.nodes.values())
+        living = sum(
+            not (node.status.final or node.id in self.scaling.leaving)
+            for node in self.nodes.values()
+        )
         return self.rendezvous.usable(living) > 0
 
     def _can_spare(self, node: Node) -> bool:
         """Whether the other nodes are enough for a world."""
         others = [
-            n for n in self.nodes.values() if n is not node and not (n.status.final or n.gone)
+            n
+            for n in self.nodes.values()
+            if n is not node and not (n.status.final or n.gone or n.id in self.scaling.leaving)
         ]
         return self.rendezvous.usable(len(others)) > 0
 
