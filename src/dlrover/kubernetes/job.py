@@ -69,6 +69,7 @@ def job_spec(job: ElasticJob, limits: Limits, rules: tuple[Rule, ...] = ()) -> J
         min_nodes=_fewest([specs[role] for role in roles], flags.get("nnodes", ""), total),
         max_nodes=total,
         managed_nodes=total,
+        other_nodes=total - (specs["worker"].replicas if "worker" in specs else 0),
         node_unit=_number(flags.get("node-unit", ""), 1),
         max_restarts=_number(flags.get("max-restarts", ""), worker.restart_count),
         node_check=stragglers or "network-check" in flags,
