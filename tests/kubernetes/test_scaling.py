@@ -99,6 +99,8 @@ def test_a_job_follows_its_replicas_and_its_plans(job: Scaled) -> None:
             await job.until(lambda: job.worlds() == ["2", "3"])
             (told,) = job.events("Scaled")
             assert told.startswith("The job is to have 3 nodes instead of 2: 1 is being started")
+            job.delete(names.master_name("digits"))
+            await job.until(lambda: job.cluster.told.get("MasterReady") == 2)
             job.scale(1)
             await job.until(lambda: job.worlds() == ["2", "3", "1"])
             assert job.workers() == ["digits-edljob-worker-0"]
