@@ -81,6 +81,8 @@ class Rendezvous:
         """Go on with a completed round of an earlier master; ``members`` are in order of rank."""
         self.round = round_
         self.members = members
+        for node_id in members:  # one that had joined is at work after all
+            self.offers.pop(node_id, None)
 
     def expect(self, node_id: int) -> None:
         """Await one more node, if a round is collecting."""
