@@ -60,6 +60,7 @@ class JobMachine(JobScale):
             self._emit(events.JobSubmitted(self.job.name, self.job.min_nodes, self.job.max_nodes))
         found = {node.node_rank for node in event.found}
         self.scaling.keep(max(found, default=-1))
+        self.scaling.due = len(found) < len(event.found)
         self.rendezvous.most = self.scaling.most
         for node in event.found:
             self._add_found(node, now)
