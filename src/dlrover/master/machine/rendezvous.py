@@ -132,7 +132,10 @@ class Rendezvous:
         quiet = self.job.limits.last_call_timeout
         # Survivors may take their whole shutdown time-out to stop their workers.
         stopping = self.job.shutdown_timeout if self.fixed else 0.0
-        return max(self.last_join_at, self.resumed_at) + quiet + stopping
+        until = max(self.last_join_at, self.resumed_at) + quiet + stopping
+        if self.leaving & self.missing:  # what they store may be what the next workers load
+            until = max(until, self.opened_at + stopping + self.job.limits.release_grace)
+        return until
 
     def expires_at(self) -> float:
         """When a round that lacks its minimum fails."""
