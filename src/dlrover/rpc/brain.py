@@ -104,6 +104,8 @@ class BrainLink:
         self._register()
 
     def _register(self) -> None:
+        if self._reports and isinstance(self._reports[0], brain.RegisterJob):
+            return
         self._reports.appendleft(
             brain.RegisterJob(request=request_id(), job=self._job, description=self._description)
         )
@@ -126,6 +128,8 @@ class BrainLink:
             advice = await self._client.plan(self._job, current)
         except DLRoverError as error:
             self._note(str(error))
+            if isinstance(error, ConfigurationError):
+                self._register()  # it has lost its database
             return None
         self._note("")
         return advice
@@ -156,7 +160,7 @@ class BrainLink:
             await self._client.report(report)
         except (InfrastructureError, ConfigurationError) as error:
             self._note(str(error))
-            if isinstance(error, ConfigurationError) and not isinstance(report, brain.RegisterJob):
+            if isinstance(error, ConfigurationError):
                 self._register()  # it has lost its database
             return False
         except DLRoverError as error:
@@ -180,3 +184,4 @@ class BrainLink:
         elif self.away and not away:
             logger.info("The Brain answers again")
         self.away = away
+        self._settle()

@@ -73,6 +73,8 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     features: Annotated[dict[str, str | float], Meta(max_length=100)] = {}
     """By which similar past jobs are found: user, model, parameters, batch, data set."""
     space: Space = Space()
+    groups: dict[str, Group] = {}
+    """What each node gets, by kind, as the user has set it; 0 where that is open. Counts are in ``space``."""
     queue: Text = ""
     """The queue whose quota it counts to; empty: none."""
     priority: Positive = 1.0
