@@ -41,6 +41,8 @@ class _Case:
     job: Job
     demand: Demand
     shapes: Mapping[str, brain.Shape]
+    kept: Mapping[str, float]
+    """What it keeps in any case: no job that runs is left without nodes. Its sizes count from there."""
 
 
 class ClusterOptimizer:
@@ -59,10 +61,11 @@ class ClusterOptimizer:
             reason = "nobody has told the Brain what the cluster has"
             return {job.id: brain.Advice(reason=reason) for job in jobs}
         cases = {job.id: self._case(job, past, cluster) for job in jobs}
+        kept = added(case.kept for case in cases.values())
         shares = allocate(
             [case.demand for case in cases.values()],
-            _capacity(jobs, cluster),
-            quotas=_quotas(cluster),
+            _less(_capacity(jobs, cluster), kept),
+            quotas=_less(_quotas(cluster), kept),
         )
         return {name: self._advice(case, shares[name]) for name, case in cases.items()}
 
@@ -73,17 +76,19 @@ class ClusterOptimizer:
             Size(name, _use(job, shape, cluster), _speed(job, model, shape))
             for name, shape in shapes.items()
         ]
-        sizes.sort(key=lambda size: sum(size.use.values()))
+        sizes.sort(key=lambda size: size.speed)
         current = None if job.current is None else _name(job.current)
+        kept = _smallest(sizes) if current else {}
+        sizes = [Size(size.name, _less(size.use, kept), size.speed) for size in sizes]
         demand = Demand(
             job.id,
             sizes,
             _remaining(job, past, sizes),
-            current=current if current in shapes else None,
+            current=current,
             priority=job.description.priority,
             restart=job.description.restart,
         )
-        return _Case(job, demand, shapes)
+        return _Case(job, demand, shapes, kept)
 
     def _advice(self, case: _Case, share: Share) -> brain.Advice:
         job = case.job
@@ -182,6 +187,12 @@ def _use(job: Job, shape: brain.Shape, cluster: brain.Cluster) -> dict[str, floa
     for name in cluster.quotas.get(queue, {}):
         use[_in_queue(queue, name)] = taken.get(name, 0.0)
     return use
+
+
+def _smallest(sizes: Sequence[Size]) -> dict[str, float]:
+    """The least of each resource that any size takes."""
+    names = {name for size in sizes for name in size.use}
+    return {name: min(size.use.get(name, 0.0) for size in sizes) for name in names}
 
 
 def _capacity(jobs: Sequence[Job], cluster: brain.Cluster) -> dict[str, float]:

@@ -217,7 +217,8 @@ def _rows(connection: Connection, rows: Sequence[Any]) -> tuple[brain.JobRow, ..
 
 def _counts(connection: Connection, table: sa.Table, names: Sequence[str]) -> dict[str, int]:
     query = sa.select(table.c.job, sa.func.count()).where(table.c.job.in_(names))
-    return dict(connection.execute(query.group_by(table.c.job)).tuples().all())
+    rows = connection.execute(query.group_by(table.c.job)).all()
+    return {job: int(count) for job, count in rows}
 
 
 def story(connection: Connection, job: str) -> brain.Story:

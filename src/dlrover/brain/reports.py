@@ -108,7 +108,7 @@ def _samples(connection: Connection, report: brain.ReportSamples, now: float) ->
         tables.samples.insert(),
         [{"job": report.job, "at": s.at, "sample": as_json(s)} for s in samples],
     )
-    latest = max(samples, key=lambda sample: sample.at)
+    latest = max(reversed(samples), key=lambda sample: sample.at)  # of equal ones the last
     jobs = tables.jobs
     connection.execute(
         jobs.update()

@@ -38,6 +38,28 @@ PRUNE_PAUSE = 0.2
 T = TypeVar("T")
 
 
+@dataclasses.dataclass(frozen=True)
+class _Division:
+    """What all jobs of an optimiser were given at a time."""
+
+    made: float
+    advice: dict[str, brain.Advice]
+    had: dict[str, brain.Shape | None]
+    """What each job had at that time."""
+
+    def part(self, job: known.Job) -> brain.Advice | None:
+        """What a job was given; None if it was not there, or has changed in another way since."""
+        if job.id not in self.advice:
+            return None
+        found = self.advice[job.id]
+        if self.had[job.id] == job.current:
+            return found
+        given = found.plan.groups if found.plan is not None else None
+        if job.current is not None and job.current.groups == given:
+            return brain.Advice(reason=f"has what it was given: {found.reason}")
+        return None
+
+
 class Brain:
     """The Brain over one database. All methods run on one event loop; nothing here blocks it.
 
@@ -52,7 +74,7 @@ class Brain:
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="brain-planner")
         self._optimizers = Optimizers()
         self._models = Models()
-        self._divisions: dict[str, tuple[float, dict[str, brain.Advice]]] = {}
+        self._divisions: dict[str, _Division] = {}
         self._dividing = asyncio.Lock()
 
     def register(self, server: Server) -> None:
@@ -125,7 +147,8 @@ class Brain:
         started = time.monotonic()
         described = brain.Description(name="", mode="cluster")
         name, optimizer = self._optimizers.of(described)
-        advice = await self._division(name, optimizer)
+        async with self._dividing:
+            advice = (await self._division(name, optimizer)).advice
         return brain.Division(advice=advice, seconds=time.monotonic() - started)
 
     # ---- plans
@@ -136,22 +159,26 @@ class Brain:
     async def _from_division(self, name: str, optimizer: Optimizer, job: known.Job) -> brain.Advice:
         """A job's part of the latest division, which is made anew if it is old or lacks the job."""
         async with self._dividing:
-            made, advice = self._divisions.get(name, (float("-inf"), {}))
-            if job.id not in advice or self._clock() - made > DIVISION_LIFE:
-                advice = await self._division(name, optimizer, job)
-        return advice[job.id]
+            division = self._divisions.get(name)
+            if division is None or self._clock() - division.made > DIVISION_LIFE:
+                division = await self._division(name, optimizer, job)
+            found = division.part(job)
+            if found is None:
+                found = (await self._division(name, optimizer, job)).advice[job.id]
+        return found
 
     async def _division(
         self, name: str, optimizer: Optimizer, asking: known.Job | None = None
-    ) -> dict[str, brain.Advice]:
+    ) -> _Division:
         jobs = await self._read(lambda c: known.jobs_of_mode(c, "cluster"))
         jobs = [job for job in jobs if self._optimizers.of(job.description)[0] == name]
         if asking is not None:
             jobs = [asking, *(job for job in jobs if job.id != asking.id)]
         past, cluster = await self._surroundings()
         advice = await self._advise(optimizer, jobs, past, cluster)
-        self._divisions[name] = (self._clock(), advice)
-        return advice
+        division = _Division(self._clock(), advice, {job.id: job.current for job in jobs})
+        self._divisions[name] = division
+        return division
 
     async def _advise(
         self,

@@ -26,7 +26,7 @@ def jobs(rows: tuple[brain.JobRow, ...], console: Console) -> None:
             row.description.name,
             row.description.mode,
             row.state,
-            size(row.shape.groups) if row.shape else "-",
+            _counts(row.shape.groups) if row.shape else "-",
             f"{row.throughput:,.4g}" if row.throughput else "-",
             str(row.samples),
             str(row.plans),
@@ -39,12 +39,15 @@ def story(story: brain.Story, console: Console) -> None:
     row = story.job
     ended = f": {row.reason}" if row.reason else ""
     console.print(
-        f"[bold]{row.job}[/] ({row.description.name}): {row.state}{ended}", highlight=False
+        f"[bold]{row.job}[/] ({row.description.name}): {row.state}{ended}",
+        highlight=False,
+        soft_wrap=True,
     )
     console.print(
         f"{row.description.strategy}, optimizeMode {row.description.mode}, {row.samples} samples"
         + (f", {size(row.shape.groups)}, {row.throughput:,.4g} samples/s" if row.shape else ""),
         highlight=False,
+        soft_wrap=True,
     )
     if not story.plans:
         console.print("It has had no plan.")
@@ -59,16 +62,21 @@ def story(story: brain.Story, console: Console) -> None:
             f"\nPredictions: {len(errors)} measured, mean error {sum(errors) / len(errors):.1%}, "
             f"{inside} in their interval.",
             highlight=False,
+            soft_wrap=True,
         )
 
 
 def _plan(record: brain.PlanRecord, console: Console) -> None:
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.at))
-    console.print(f"{at}  {size(record.plan.groups)}  by {record.optimizer}", highlight=False)
-    console.print(f"  why        {record.plan.reason}", highlight=False)
+    console.print(
+        f"{at}  {size(record.plan.groups)}  by {record.optimizer}", highlight=False, soft_wrap=True
+    )
+    console.print(f"  why        {record.plan.reason}", highlight=False, soft_wrap=True)
     if record.plan.effect is not None:
-        console.print(f"  predicted  {_effect(record.plan.effect)}", highlight=False)
-    console.print(f"  outcome    {_outcome(record)}", highlight=False)
+        console.print(
+            f"  predicted  {_effect(record.plan.effect)}", highlight=False, soft_wrap=True
+        )
+    console.print(f"  outcome    {_outcome(record)}", highlight=False, soft_wrap=True)
 
 
 def _outcome(record: brain.PlanRecord) -> str:
@@ -88,12 +96,15 @@ def expected(job: str, found: brain.Expected, console: Console) -> None:
     effect = found.plan.effect
     assert effect is not None
     console.print(
-        f"{job}: {size(found.before.groups)} -> {size(found.shape.groups)}", highlight=False
+        f"{job}: {size(found.before.groups)} -> {size(found.shape.groups)}",
+        highlight=False,
+        soft_wrap=True,
     )
-    console.print(f"  predicted  {_effect(effect)}", highlight=False)
+    console.print(f"  predicted  {_effect(effect)}", highlight=False, soft_wrap=True)
     console.print(
         f"  now        {effect.before:,.4g} samples/s by the model: {found.plan.reason}",
         highlight=False,
+        soft_wrap=True,
     )
     if not found.inside:
         console.print("  This is farther from what was measured than a plan would go.")
@@ -107,19 +118,25 @@ def cluster(found: brain.Cluster, console: Console) -> None:
         seen = max(0.0, time.time() - found.seen)
         ready = sum(1 for node in found.nodes if node.ready)
         console.print(
-            f"{ready} of {len(found.nodes)} machines ready, seen {seen:.0f} s ago", highlight=False
+            f"{ready} of {len(found.nodes)} machines ready, seen {seen:.0f} s ago",
+            highlight=False,
+            soft_wrap=True,
         )
         table = Table("resource", "capacity", "free", box=None)
         for name, amount in sorted(found.capacity.items()):
             table.add_row(name, _amount(name, amount), _amount(name, found.free.get(name, 0.0)))
         console.print(table)
     for queue, limits in sorted(found.quotas.items()):
-        console.print(f"queue {queue}: {_use(limits)}", highlight=False)
+        console.print(f"queue {queue}: {_use(limits)}", highlight=False, soft_wrap=True)
 
 
 def size(groups: Mapping[str, Group]) -> str:
     """The nodes of a plan or a shape in words."""
     return ", ".join(_group(kind, group) for kind, group in groups.items())
+
+
+def _counts(groups: Mapping[str, Group]) -> str:
+    return ", ".join(f"{group.count} {kind}" for kind, group in groups.items())
 
 
 def _group(kind: str, group: Group) -> str:
