@@ -46,14 +46,17 @@ async def write(client: BrainClient, numbers: list[int], acknowledged: list[int]
         numbers.append(number)
         sample = brain.Sample(shape=jobs.shape(1), throughput=1.0, at=SINCE + number)
         report = brain.ReportSamples(request=rpc.request_id(), job="one", samples=(sample,))
-        while True:
-            try:
-                await client.report(report)
-            except InfrastructureError:
-                await asyncio.sleep(0.02)
-            else:
-                break
+        while not await is_acknowledged(client, report):
+            await asyncio.sleep(0.02)
         acknowledged.append(number)
+
+
+async def is_acknowledged(client: BrainClient, report: brain.Report) -> bool:
+    try:
+        await client.report(report)
+    except InfrastructureError:
+        return False
+    return True
 
 
 async def test_a_killed_brain_loses_nothing_that_it_acknowledged(database: str) -> None:
@@ -127,7 +130,7 @@ async def test_a_job_goes_on_without_the_brain(
         link.report(jobs.samples("one", jobs.shape(1)))
         assert await link.plan(jobs.shape(1)) is None
         assert "cannot be reached" in link.away
-        with processes.brain(url, port) as running:
+        with processes.brain(url, port):
             await until(lambda: not link.away)
             assert await link.flush(5)
             advice = await link.plan(jobs.shape(1))
