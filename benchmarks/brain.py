@@ -217,7 +217,7 @@ def commits(url: str, seconds: float) -> float:
 def databases(folder: Path) -> Iterator[dict[str, str]]:
     """URLs of new databases by kind, on the same disk; those whose servers are installed."""
     sys.path.insert(0, str(Path(__file__).parent.parent))
-    from tests.brain import databases as servers
+    from tests.brain import databases as servers  # noqa: PLC0415
 
     servers.FAST = folder
     found = {"SQLite": f"sqlite:///{folder}/brain.db"}
