@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from dlrover.cli import main
 from dlrover.cli.brain import _limits
 from dlrover.errors import ConfigurationError
 from dlrover.rpc.brain import BrainClient
@@ -38,30 +38,41 @@ async def tell(address: str) -> None:
         await client.report(jobs.machines(2))
 
 
-def dlrover(*words: str, address: str, code: int = 0) -> str:
-    command = [sys.executable, "-m", "dlrover.cli.main", "brain", *words]
-    done = subprocess.run(
-        command,
-        env=processes.environment(DLROVER_BRAIN=address),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == code, done.stderr
-    return done.stderr if code else done.stdout
+Dlrover = Callable[..., str]
 
 
-def test_jobs_are_listed(address: str) -> None:
-    text = dlrover("jobs", address=address)
+@pytest.fixture
+def dlrover(
+    address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Dlrover:
+    """Runs ``dlrover brain`` in this process: what it prints, or its error where ``code`` is one."""
+
+    def run(*words: str, code: int = 0, where: str = address) -> str:
+        monkeypatch.setenv("DLROVER_BRAIN", where)
+        monkeypatch.setenv("DLROVER_BRAIN_TOKEN", processes.TOKEN)
+        monkeypatch.setattr(sys, "argv", ["dlrover", "brain", *words])
+        try:
+            status = main.main()
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+        printed = capsys.readouterr()
+        assert status == code, printed.err
+        return printed.err if code else printed.out
+
+    return run
+
+
+def test_jobs_are_listed(dlrover: Dlrover) -> None:
+    text = dlrover("jobs")
     assert "bert-1" in text
     assert "single-job" in text
-    (job,) = json.loads(dlrover("jobs", "--running", "-o", "json", address=address))
+    (job,) = json.loads(dlrover("jobs", "--running", "-o", "json"))
     assert (job["job"], job["samples"], job["plans"]) == ("bert-1", 2, 2)
 
 
-def test_a_job_is_explained_with_the_error_of_its_prediction(address: str) -> None:
-    text = dlrover("explain", "bert-1", address=address)
-    story = json.loads(dlrover("explain", "bert-1", "-o", "json", address=address))
+def test_a_job_is_explained_with_the_error_of_its_prediction(dlrover: Dlrover) -> None:
+    text = dlrover("explain", "bert-1")
+    story = json.loads(dlrover("explain", "bert-1", "-o", "json"))
     first, second = story["plans"]
     assert first["error"] == pytest.approx(1900 / first["plan"]["effect"]["throughput"] - 1)
     assert f"error {first['error']:+.1%}" in text
@@ -72,34 +83,32 @@ def test_a_job_is_explained_with_the_error_of_its_prediction(address: str) -> No
     assert "Predictions: 1 measured" in text
 
 
-def test_what_if_predicts(address: str) -> None:
-    text = dlrover("what-if", "bert-1", "--workers", "4", address=address)
+def test_what_if_predicts(dlrover: Dlrover) -> None:
+    text = dlrover("what-if", "bert-1", "--workers", "4")
     assert "2 workers (1 GPU, 4 CPU) -> 4 workers (1 GPU, 4 CPU)" in text
     assert "farther" not in text
-    assert "farther" in dlrover("what-if", "bert-1", "--workers", "32", address=address)
-    found = json.loads(
-        dlrover("what-if", "bert-1", "--workers", "4", "-o", "json", address=address)
-    )
+    assert "farther" in dlrover("what-if", "bert-1", "--workers", "32")
+    found = json.loads(dlrover("what-if", "bert-1", "--workers", "4", "-o", "json"))
     assert found["inside"] is True
 
 
-def test_the_cluster_and_its_quotas_are_shown(address: str) -> None:
-    dlrover("quota", "research", "accelerator=4,cpu=32", address=address)
-    text = dlrover("cluster", address=address)
+def test_the_cluster_and_its_quotas_are_shown(dlrover: Dlrover) -> None:
+    dlrover("quota", "research", "accelerator=4,cpu=32")
+    text = dlrover("cluster")
     assert "2 of 2 machines ready" in text
     assert "queue research: accelerator 4, cpu 32" in text
-    dlrover("quota", "research", "-", address=address)
-    assert "research" not in dlrover("cluster", address=address)
+    dlrover("quota", "research", "-")
+    assert "research" not in dlrover("cluster")
 
 
-def test_errors_are_one_sentence(address: str, tmp_path: Path) -> None:
-    said = dlrover("explain", "none", address=address, code=2)
+def test_errors_are_one_sentence(dlrover: Dlrover, tmp_path: Path) -> None:
+    said = dlrover("explain", "none", code=2)
     assert said == "dlrover: The Brain knows no job none; dlrover brain jobs lists them.\n"
-    said = dlrover("jobs", address="127.0.0.1:1", code=3)
+    said = dlrover("jobs", where="127.0.0.1:1", code=3)
     assert said.startswith("dlrover: The Brain at 127.0.0.1:1 cannot be reached")
     wrong = tmp_path / "token"
     wrong.write_text("wrong")
-    said = dlrover("jobs", "--token-file", str(wrong), address=address, code=2)
+    said = dlrover("jobs", "--token-file", str(wrong), code=2)
     assert "refused the connection" in said
 
 
