@@ -52,7 +52,7 @@ def test_what_is_installed_sees_the_cluster_and_no_more(
         cluster = asyncio.run(seen(control_plane, namespace))
     finally:
         for kind in ("clusterrolebinding", "clusterrole", "persistentvolume"):
-            control_plane.kubectl("delete", kind, f"dlrover-brain-{namespace}")
+            control_plane.kubectl("delete", kind, f"dlrover-brain-{namespace}", "--wait=false")
     (found,) = [one for one in cluster.nodes if one.name == node.nodes[0]]
     assert found.capacity["accelerator"] == 2
     assert found.used["cpu"] == pytest.approx(0.5)  # the Brain's own
