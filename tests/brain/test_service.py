@@ -283,9 +283,8 @@ async def test_a_wrong_token_is_refused(tmp_path: object, serve: Serve) -> None:
             await other.jobs()
 
 
+@pytest.mark.parametrize("database", ["mariadb", "postgresql"], indirect=True)
 async def test_a_lost_connection_to_the_database_is_made_again(database: str, serve: Serve) -> None:
-    if database.startswith("sqlite"):
-        pytest.skip("a file has no connections")
     kill = (
         "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() "
         "AND pid <> pg_backend_pid()"
