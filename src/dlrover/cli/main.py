@@ -105,6 +105,18 @@ def goodput(
 
 
 @app.command()
+def plan(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
+    """Show what auto-scaling did to a job: each plan, its reason, what it promised and what it brought."""
+    from dlrover.cli import plans  # noqa: PLC0415
+
+    found = plans.plans(jobs.find(config.environ(), job, job_dir))
+    if output is Form.JSON:
+        print_json(found)
+    else:
+        plans.render(found, Console())
+
+
+@app.command()
 def stacks(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
     """Show where every rank is now: the ranks by place, with the stacks of one of each group."""
     from dlrover.cli import queries  # noqa: PLC0415

@@ -20,6 +20,7 @@ from dlrover.cli import arguments, jobs, report
 from dlrover.cli.launchspec import Endpoint, RunOptions, parse_endpoint
 from dlrover.errors import ConfigurationError, DLRoverError
 from dlrover.master.diagnosis_rules import load_own
+from dlrover.planning import extra
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import AgentConfig, JobDir, MasterConfig, MetricsAddress, TlsFiles
 from dlrover.spec.launch import LaunchSpec
@@ -65,6 +66,8 @@ def run(options: RunOptions, env: Mapping[str, str]) -> Outcome:
     """
     settings = config.settings(env, options.config_file, options.rdzv_conf)
     _check_machine(options.launch)
+    if options.auto_scale:
+        extra.require("--auto-scale")
     for notice in options.notices:
         print(f"dlrover-run: {notice}", file=sys.stderr)
     name = jobs.job_name(
@@ -195,6 +198,7 @@ class _Plan:
             max_nodes=options.max_nodes,
             node_unit=options.node_unit,
             managed_nodes=managed_nodes,
+            auto_scale=options.auto_scale and managed_nodes > 0,
             max_restarts=options.launch.max_restarts,
             shutdown_timeout=options.launch.shutdown_timeout,
             node_check=options.node_check,

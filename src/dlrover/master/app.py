@@ -20,6 +20,7 @@ from dlrover.master.history import History
 from dlrover.master.journal import open_journal
 from dlrover.master.observers import Observers
 from dlrover.master.service import Master
+from dlrover.planning import extra
 from dlrover.platform.base import Platform, Setup, platform_class
 from dlrover.rpc import wire
 from dlrover.rpc.server import Server
@@ -59,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def serve(job_dir: JobDir, env: Mapping[str, str], lifeline_fd: int) -> int:
     """Serve one job until it has ended and its nodes have left; ``env`` is for nodes launched here."""
     settings = load_config(job_dir)
+    if settings.job.auto_scale:
+        extra.require("Auto-scaling")
     journal = open_journal(settings.journal, job_dir.journal)
     history = History(job_dir.events)
     with contextlib.closing(journal), contextlib.closing(history):
@@ -100,6 +103,7 @@ async def _serve(
     watches = [
         asyncio.create_task(master.watch_silence()),
         asyncio.create_task(master.hangs.run(master.clock)),
+        asyncio.create_task(master.scaler.run(master.clock)),
     ]
     try:
         return await _until_ended(master, job_dir, orphaned)

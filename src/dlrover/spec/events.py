@@ -10,6 +10,8 @@ from typing import TypeAlias
 import msgspec
 
 from dlrover.spec.failure import Action, Failure, Verdict
+from dlrover.spec.plan import Effect
+from dlrover.spec.speed import ScaleKind
 
 
 class JobSubmitted(msgspec.Struct, frozen=True, tag="job_submitted"):
@@ -309,6 +311,89 @@ class JobEnded(msgspec.Struct, frozen=True, tag="job_ended"):
         return f"The job ended with exit code {self.exit_code}: {self.reason}"
 
 
+class PlanMade(msgspec.Struct, frozen=True, tag="plan_made"):
+    """The auto-scaler changes the number of nodes."""
+
+    number: int
+    """1 for a job's first plan."""
+    kind: ScaleKind
+    nodes: int
+    """What the job shall have."""
+    before: int
+    """What it has."""
+    reason: str
+    effect: Effect | None = None
+
+    def sentence(self) -> str:
+        """The event in words."""
+        expected = ""
+        if self.effect is not None:
+            expected = f"; {self.effect.throughput:.3g} samples/s are expected"
+        return f"Plan {self.number}, {self.kind.value}: {self.reason}{expected}."
+
+
+class PlanMeasured(msgspec.Struct, frozen=True, tag="plan_measured"):
+    """A plan was carried out, and what it brought was measured."""
+
+    number: int
+    nodes: int
+    throughput: float
+    """Samples per second."""
+    error: float
+    """By how much it differs from the predicted one, relative to that."""
+    within: bool
+    """Whether it lies in the predicted interval."""
+    short: bool
+    """Whether it is less than its nodes are worth: they are given back."""
+
+    def sentence(self) -> str:
+        """The event in words."""
+        where = "within" if self.within else "outside of"
+        short = "; that does not pay" if self.short else ""
+        return (
+            f"Plan {self.number} brought {self.throughput:.3g} samples/s on {self.nodes} nodes, "
+            f"{self.error:+.0%} from what was predicted and {where} its interval{short}."
+        )
+
+
+class PlanDropped(msgspec.Struct, frozen=True, tag="plan_dropped"):
+    """A plan was given up before its effect could be measured."""
+
+    number: int
+    reason: str
+
+    def sentence(self) -> str:
+        """The event in words."""
+        return f"Plan {self.number} is given up: {self.reason}."
+
+
+class SizeSettled(msgspec.Struct, frozen=True, tag="size_settled"):
+    """No other number of nodes is worth a change."""
+
+    nodes: int
+    throughput: float
+    """Samples per second."""
+    tried: int
+    """Numbers of nodes that were measured."""
+
+    def sentence(self) -> str:
+        """The event in words."""
+        return (
+            f"The job stays at {self.nodes} nodes with {self.throughput:.3g} samples/s: of {self.tried} "
+            "measured sizes none is worth a change, and no other is expected to be."
+        )
+
+
+class AutoScalingEnded(msgspec.Struct, frozen=True, tag="auto_scaling_ended"):
+    """Somebody set the number of nodes: that wins."""
+
+    reason: str
+
+    def sentence(self) -> str:
+        """The event in words."""
+        return f"Auto-scaling ends: {self.reason}."
+
+
 EventBody: TypeAlias = (
     JobSubmitted
     | MasterRecovered
@@ -330,6 +415,11 @@ EventBody: TypeAlias = (
     | SlowRankRecovered
     | Recovered
     | NodeSucceeded
+    | PlanMade
+    | PlanMeasured
+    | PlanDropped
+    | SizeSettled
+    | AutoScalingEnded
     | JobEnded
 )
 

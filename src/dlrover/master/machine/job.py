@@ -29,6 +29,7 @@ from dlrover.master.machine.state import (
 from dlrover.spec import events
 from dlrover.spec.failure import Action, Origin, Verdict
 from dlrover.spec.node import NodeStatus
+from dlrover.spec.speed import ScaleDecision
 from dlrover.spec.world import Holding
 
 MEMORY_GROWTH = 2.0
@@ -239,6 +240,26 @@ class JobMachine(JobNodes):
         if event.round == self.rendezvous.round:
             self._emit(event.found)
 
+    def _speed_measured(self, event: inputs.SpeedMeasured, now: float) -> None:
+        if event.round == self.rendezvous.round and not self.rendezvous.collecting:
+            self._rescale(
+                *self.autoscaling.measured(event.round, event.sample, event.profile, now), now
+            )
+
+    def _scale_planned(self, event: inputs.ScalePlanned, now: float) -> None:
+        if self.may_scale(now) and event.round == self.rendezvous.round:
+            self._rescale(self.autoscaling.planned(event.decision, now), event.decision, now)
+
+    def _rescale(
+        self, told: list[events.EventBody], decision: ScaleDecision | None, now: float
+    ) -> None:
+        """Tell of the auto-scaler's decision, and do as it says."""
+        for body in told:
+            self._emit(body)
+        if decision is not None:
+            asked = inputs.ScaleAsked(decision.nodes, decision.plan.reason, "plan")
+            self._scale_asked(asked, now)
+
     def _stop_requested(self, event: inputs.StopRequested, now: float) -> None:
         self._end(event.exit_code, event.reason, now)
 
@@ -246,6 +267,7 @@ class JobMachine(JobNodes):
         for node_id in [i for i, at in self.lost_at.items() if at <= now]:
             self._lose(node_id, "its connection did not come back", now)
         self._out += self.checks.time_out(now)
+        self._rescale(*self.autoscaling.expired(now), now)
         if self.grow_at is not None and self.grow_at <= now:
             self.grow_at = None
             if self._can_grow():
@@ -383,6 +405,7 @@ class JobMachine(JobNodes):
                 self._move(self.nodes[node_id], NodeStatus.READY)
         ranks = {i: self.nodes[i].node_rank for i in rdzv.offers}
         self.worlds = rdzv.complete(ranks, self.restarts.count)
+        self.autoscaling.world_formed()
         self.adoption.over = True
         self.earlier_steps += self.steps
         self.steps = 0
@@ -534,6 +557,8 @@ _HANDLERS: dict[type, Callable[[JobMachine, Any, float], None]] = {
     inputs.Progressed: JobMachine._progressed,  # noqa: SLF001
     inputs.Hung: JobMachine._hung,  # noqa: SLF001
     inputs.RankSpeed: JobMachine._rank_speed,  # noqa: SLF001
+    inputs.SpeedMeasured: JobMachine._speed_measured,  # noqa: SLF001
+    inputs.ScalePlanned: JobMachine._scale_planned,  # noqa: SLF001
     inputs.StopRequested: JobMachine._stop_requested,  # noqa: SLF001
     inputs.DeadlinePassed: JobMachine._deadline_passed,  # noqa: SLF001
 }

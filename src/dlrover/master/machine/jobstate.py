@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from dlrover.master import diagnosis
 from dlrover.master.machine import inputs, reports
 from dlrover.master.machine.adoption import Adoption
+from dlrover.master.machine.autoscale import AutoScaling
 from dlrover.master.machine.checking import Checks
 from dlrover.master.machine.faults import Faults
 from dlrover.master.machine.rendezvous import Rendezvous
@@ -38,6 +39,7 @@ class JobState:
     #: a node, and the round that its workers begin from processes that have loaded nothing
     fresh: tuple[int, int] | None = None
     checks: Checks = field(init=False)
+    autoscaling: AutoScaling = field(init=False)
     #: set once, when the job ends
     outcome: Outcome | None = None
     incident: Incident | None = None
@@ -67,6 +69,7 @@ class JobState:
         self.restarts = RestartPolicy(self.job)
         self.faults = Faults(self.job)
         self.checks = Checks(self.job)
+        self.autoscaling = AutoScaling(self.job)
 
     # ---- queries
 
@@ -110,9 +113,16 @@ class JobState:
             return None
         checked = self.checks.deadline()  # a round does not go on while its nodes are checked
         times = [checked or self.rendezvous.deadline(), self.grow_at, *self.lost_at.values()]
+        times.append(self.autoscaling.deadline())
         if self.adoption.pending:
             times.append(self.adoption.deadline)
         return min((t for t in times if t is not None), default=None)
+
+    def may_scale(self, now: float) -> bool:
+        """Whether the auto-scaler may change the number of nodes."""
+        rdzv = self.rendezvous
+        quiet = self.incident is None and not (rdzv.collecting or self.adoption.pending)
+        return quiet and self.outcome is None and self.autoscaling.due(now)
 
     def _has_ended(self) -> bool:
         return self.outcome is not None
