@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import Callable
 
 from dlrover.master.machine import inputs
-from dlrover.master.machine.autoscale import MAX_TRIES
+from dlrover.master.machine.autoscale import Question
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.meter import Meter
 from dlrover.rpc import messages
-from dlrover.spec.speed import ScaleDecision, ScaleStage, SpeedSample
 
 TICK = 0.5
 """Seconds between two looks at the clock."""
@@ -53,39 +52,26 @@ class AutoScaler:
         """Measure and plan until cancelled."""
         while True:
             await asyncio.sleep(TICK)
-            if self._machine.autoscaling.active and self._machine.outcome is None:
-                self._measure(clock())
-                if self._machine.may_scale(clock()):
-                    await self._plan()
+            self.measure(clock())
+            asked = self.question(clock())
+            if asked is not None:
+                round_ = self._round
+                from dlrover.master.planner import decide  # noqa: PLC0415 - an extra
 
-    def _measure(self, now: float) -> None:
+                decision = await asyncio.to_thread(decide, asked)
+                # Of a world that is no more by then it changes nothing.
+                self._submit(inputs.ScalePlanned(round_, decision))
+
+    def measure(self, now: float) -> None:
+        """Submit the sample of a window that has passed."""
         machine, rdzv = self._machine, self._machine.rendezvous
-        if rdzv.collecting or rdzv.round != self._round:
+        running = machine.outcome is None and not rdzv.collecting and rdzv.round == self._round
+        if not (running and machine.autoscaling.active):
             return
         sample = self._meter.take(len(rdzv.members), machine.world_size, now)
         if sample is not None:
             self._submit(inputs.SpeedMeasured(self._round, sample, self._meter.profile))
 
-    async def _plan(self) -> None:
-        """Ask the planner. What it says of a world that is no more by then changes nothing."""
-        round_ = self._machine.rendezvous.round
-        state = self._machine.autoscaling
-        assert state.latest is not None
-        from dlrover.master.planner import Question, decide  # noqa: PLC0415 - an extra
-
-        asked = Question(
-            current=state.latest,
-            samples=_all(state.samples),
-            sizes=state.sizes(),
-            region=state.region,
-            cost=self._machine.job.limits.autoscale_cost,
-            explore=state.stage is not ScaleStage.RUNNING,
-        )
-        decision: ScaleDecision | None = None
-        if state.tries < MAX_TRIES:
-            decision = await asyncio.to_thread(decide, asked)
-        self._submit(inputs.ScalePlanned(round_, decision))
-
-
-def _all(samples: dict[int, list[SpeedSample]]) -> tuple[SpeedSample, ...]:
-    return tuple(sample for known in samples.values() for sample in known)
+    def question(self, now: float) -> Question | None:
+        """What the planner is to be asked; None while the job may not be changed."""
+        return self._machine.autoscaling.question() if self._machine.may_scale(now) else None

@@ -7,35 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from dlrover.master.machine.autoscale import GROUP, Question
 from dlrover.planning.allreduce import RingModel, RingSample, RingShape, fit_ring
 from dlrover.planning.plans import RingSpace, Terms, plan_ring, sample_ring
 from dlrover.planning.search import Choice, Prices, worth
-from dlrover.planning.throughput import TrustRegion
 from dlrover.spec.plan import Effect, Group, Plan
 from dlrover.spec.speed import ScaleDecision, ScaleKind, SpeedSample
 
 PRICES = Prices(cpu=0.0, memory=0.0, accelerator=1.0)
 """All nodes of a job are alike: its cost is the number of its workers."""
-GROUP = "worker"
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is known of a job when its size is looked at."""
-
-    current: SpeedSample
-    """The running world."""
-    samples: Sequence[SpeedSample]
-    """Of all sizes that were measured, this one included."""
-    sizes: Sequence[int]
-    """Numbers of nodes that the job may have."""
-    region: TrustRegion
-    cost: float
-    """How much nodes cost, 0 to 1."""
-    explore: bool
-    """Whether a size may be tried only to learn of it."""
 
 
 def decide(asked: Question, prior: RingModel | None = None) -> ScaleDecision | None:

@@ -11,6 +11,7 @@ state on any machine.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dlrover.planning.throughput import TrustRegion
@@ -28,8 +29,26 @@ DRIFT = 0.25
 DRIFT_WINDOWS = 3
 """Windows in a row that show it."""
 MAX_TRIES = 12
-"""Changes in the initial adjustment."""
+"""Changes in the initial adjustment after which no size is tried only to learn of it."""
 GROUP = "worker"
+"""The kind of node that plans are about."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is known of a job when its size is looked at."""
+
+    current: SpeedSample
+    """The running world."""
+    samples: Sequence[SpeedSample]
+    """Of all sizes that were measured, this one included."""
+    sizes: Sequence[int]
+    """Numbers of nodes that the job may have."""
+    region: TrustRegion
+    cost: float
+    """How much nodes cost, 0 to 1."""
+    explore: bool
+    """Whether a size may be tried only to learn of it."""
 
 
 @dataclass
@@ -91,6 +110,18 @@ class AutoScaling:
         """The numbers of nodes that the job may have."""
         unit = self.job.node_unit
         return [n for n in range(self.job.min_nodes, self.most + 1) if n % unit == 0]
+
+    def question(self) -> Question:
+        """What the planner is asked, once it is `due`."""
+        assert self.latest is not None, "nothing was measured yet"
+        return Question(
+            current=self.latest,
+            samples=tuple(sample for known in self.samples.values() for sample in known),
+            sizes=self.sizes(),
+            region=self.region,
+            cost=self.job.limits.autoscale_cost,
+            explore=self.stage is not ScaleStage.RUNNING and self.tries < MAX_TRIES,
+        )
 
     def deadline(self) -> float | None:
         """When a change is given up; None without one."""
