@@ -55,6 +55,8 @@ SAMPLES: tuple[events.EventBody, ...] = (
     ),
     events.NodeConnected(4, "host1"),
     events.NodeLost(1, _GONE),
+    events.JobScaled(2, 4, "user", "dlrover scale"),
+    events.NodeReleased(3, "its agent ended: exit code 0"),
     events.RoundOpened(2, "node 1 was lost", 3),
     events.NodeCheckStarted(4, "the job starts"),
     events.NodeCheckFinding("fault", (3,), "disk", "Input/output error", (3,)),

@@ -200,6 +200,7 @@ def troubled(seed: int) -> Cluster:
             lambda _: cluster.kill_master(chance.choice(away)),
             lambda _: cluster.kill_master(chance.choice(away), after_commands=chance.randrange(6)),
             lambda _: cluster.add_node() if chance.random() < 0.3 else None,
+            lambda _: cluster.scale(chance.randint(0, 7), chance.choice(["user", "plan"])),
         ],
         every=chance.choice([0.5, 2.0, 5.0, 20.0]),
         until=120.0,
@@ -389,7 +390,7 @@ class HostilePeers:
         rare = {
             6: inputs.StopRequested("stopped", [5, 143, 0, 77][self.machine.steps % 4])
             if a == b == 7
-            else None,
+            else inputs.ScaleAsked(a, "a test", "plan" if b % 2 else "user"),
             7: inputs.MasterStarted(7) if a >= 6 else None,
             9: inputs.Progressed(rdzv.round, machine.steps + 1 + a, SECONDS[b], a - 1),
         }
@@ -445,6 +446,7 @@ REPEATABLE = (
     | inputs.NodeSucceeded
     | inputs.Progressed
     | inputs.StopRequested
+    | inputs.ScaleAsked
     | inputs.DeadlinePassed
 )
 

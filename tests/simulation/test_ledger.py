@@ -48,6 +48,7 @@ def troubled(seed: int) -> Cluster:
             lambda n: cluster.silence(n, chance.choice([0.5, 30.0, 70.0])),
             lambda _: cluster.kill_master(chance.choice([0.1, 5.0, 30.0])),
             lambda _: cluster.add_node() if chance.random() < 0.3 else None,
+            lambda _: cluster.scale(chance.randint(0, 6), chance.choice(["user", "plan"])),
         ],
         every=chance.choice([2.0, 5.0, 20.0]),
         until=120.0,
@@ -69,6 +70,8 @@ def coarse(machine: JobMachine, node_id: int) -> set[str]:
     """What a node's time may go into while the machine is in this state."""
     status, collecting = machine.nodes[node_id].status, machine.rendezvous.collecting
     if machine.outcome is not None:
+        return {"shutdown"}
+    if node_id in machine.scaling.leaving:
         return {"shutdown"}
     if status is NodeStatus.PENDING:
         return {"waiting_for_resources"}

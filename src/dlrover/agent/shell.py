@@ -99,6 +99,13 @@ class Agent:
                 task.cancel()
             self._checker.stop()
             await self._workers.stop(signal.SIGTERM, 0.0)
+            await self._close()
+
+    async def _close(self) -> None:
+        """End what runs beside the workers. What a node has in memory that leaves a job is needed elsewhere."""
+        if self._left.done() and self._left.result().released:
+            await self._workers.close(self._limits.release_grace)
+        else:
             await self._workers.close()
 
     def abandon(self, exit_code: int, reason: str) -> None:

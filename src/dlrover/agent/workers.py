@@ -353,13 +353,16 @@ class WorkerGroup:
             self._logs = None
         self._workers = {}
 
-    async def close(self) -> None:
-        """End the zygotes too, and the checkpoint saver, which gets a moment to store what it was asked for."""
+    async def close(self, saver_wait: float = SAVER_WAIT) -> None:
+        """End the zygotes too, and the checkpoint saver.
+
+        That gets ``saver_wait`` seconds to store what it was asked for.
+        """
         self._facts.close()
         self.discard_zygotes()
         for zygote in self._retired:
             await zygote.wait()
-        await procs.end(procs.running(SAVER), SAVER_WAIT)
+        await procs.end(procs.running(SAVER), saver_wait)
 
     def reap(self) -> None:
         """Reap orphans of the workers and zygotes that have ended."""

@@ -102,6 +102,36 @@ class NodeLost(msgspec.Struct, frozen=True, tag="node_lost"):
         return f"Node {self.node} is lost: {self.reason}."
 
 
+class JobScaled(msgspec.Struct, frozen=True, tag="job_scaled"):
+    """The job is to have another number of nodes."""
+
+    before: int
+    nodes: int
+    source: str
+    """``user`` or ``plan``."""
+    reason: str
+    role: str = ""
+    """The role whose nodes these are; empty if all of the job's are."""
+
+    def sentence(self) -> str:
+        """The event in words."""
+        role = f"{self.role} " if self.role else ""
+        count = f"{self.nodes} {role}node{'s' if self.nodes > 1 else ''}"
+        return f"The job is to have {count} instead of {self.before}: {self.reason}."
+
+
+class NodeReleased(msgspec.Struct, frozen=True, tag="node_released"):
+    """A node has left that the job no longer needs."""
+
+    node: int
+    reason: str
+    """How it ended."""
+
+    def sentence(self) -> str:
+        """The event in words."""
+        return f"Node {self.node} is released: {self.reason}."
+
+
 class RoundOpened(msgspec.Struct, frozen=True, tag="round_opened"):
     """Nodes were called to a new rendezvous round."""
 
@@ -402,6 +432,8 @@ EventBody: TypeAlias = (
     | NodeWaits
     | NodeConnected
     | NodeLost
+    | JobScaled
+    | NodeReleased
     | RoundOpened
     | NodeCheckStarted
     | NodeCheckFinding

@@ -59,6 +59,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Restarts in a row without a new step, or with the same failure at the same step, that end a job."""
     node_start_attempts: int = 3
     """How often a node's agent may end before it ever joined, until the job fails."""
+    release_grace: float = 120.0
+    """How long a node that the job no longer needs may take to store what its workers have in memory, beyond
+    their shutdown time-out."""
     end_grace: float = 15.0
     """How long an ended job's master waits for its nodes to leave, beyond their shutdown time-out."""
     hang_detection: bool = True
@@ -125,7 +128,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One job, as its master knows it. Set when the job is submitted and never changed."""
+    """One job, as it was submitted. Never changed; how many nodes it is to have meanwhile is its master's."""
 
     name: str
     min_nodes: int = 1
@@ -134,6 +137,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """A world has a multiple of this many nodes."""
     managed_nodes: int = 0
     """Nodes that the master launches through its platform; 0: they come by themselves."""
+    other_nodes: int = 0
+    """How many of them are of other roles than worker: those of the lowest ranks. Their number is fixed."""
     max_restarts: int = 0
     """Restarts allowed after failures of the user's program."""
     shutdown_timeout: float = 30.0

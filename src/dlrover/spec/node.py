@@ -19,7 +19,7 @@ class NodeStatus(str, enum.Enum):
     LOST = "lost"
     """Its agent ended, or was silent for too long. Final: what returns is a new node."""
     RELEASED = "released"
-    """It left because the job ended. Final."""
+    """It left because the job ended, or goes on with fewer nodes. Final."""
 
     @property
     def final(self) -> bool:

@@ -16,7 +16,7 @@ master that comes back must find in its journal exactly the state that the last 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from dlrover.errors import ExitCode
 from dlrover.master.autoscale import AutoScaler
@@ -241,6 +241,10 @@ class Cluster:
     def stop(self, exit_code: int = ExitCode.STOPPED) -> None:
         """Somebody stops the job."""
         self._submit(inputs.StopRequested("stopped", exit_code))
+
+    def scale(self, nodes: int, source: Literal["user", "plan"] = "user") -> None:
+        """Somebody asks for another number of managed nodes."""
+        self._submit(inputs.ScaleAsked(nodes, "a test", source))
 
     def inject(
         self, faults: Sequence[Callable[[SimulatedNode], None]], *, every: float, until: float

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -168,6 +168,23 @@ class StopRequested(msgspec.Struct, frozen=True, tag="stop_requested"):
     exit_code: int
 
 
+class ScaleAsked(msgspec.Struct, frozen=True, tag="scale_asked"):
+    """Somebody wants another number of managed nodes.
+
+    What `Scaling.refusal` has a sentence for changes nothing, and neither does the number that is wanted
+    already.
+    """
+
+    nodes: int
+    """Nodes of ``role``."""
+    reason: str
+    """Why, as part of a sentence."""
+    source: Literal["user", "plan"]
+    """Who: a ``user``'s number may be any and counts for good, that of a ``plan`` stays within the bounds
+    that the job was submitted with and gives way to a user's."""
+    role: str = "worker"
+
+
 class DeadlinePassed(msgspec.Struct, frozen=True, tag="deadline_passed"):
     """The time that the machine named in ``deadline()`` has come."""
 
@@ -191,6 +208,7 @@ Input: TypeAlias = (
     | SpeedMeasured
     | ScalePlanned
     | StopRequested
+    | ScaleAsked
     | DeadlinePassed
 )
 

@@ -18,6 +18,7 @@ def check(machine: JobMachine) -> None:
     machine.faults.validate()
     machine.checks.validate()
     machine.autoscaling.validate()
+    _check_scaling(machine)
     assert machine.checks.run is None or machine.rendezvous.collecting, "a check beside a world"
     rdzv = machine.rendezvous
     adopting = machine.adoption.pending
@@ -53,3 +54,22 @@ def check(machine: JobMachine) -> None:
         assert machine.incident.decided or rdzv.collecting or machine.outcome is not None
     assert machine.steps >= 0
     assert machine.earlier_steps >= 0
+
+
+def _check_scaling(machine: JobMachine) -> None:
+    scaling, rdzv = machine.scaling, machine.rendezvous
+    scaling.validate()
+    assert (rdzv.least, rdzv.most) == (scaling.least, scaling.most), "a world of another size"
+    for node_id in scaling.leaving:
+        node = machine.nodes[node_id]
+        assert node.launched, "a node is called off that came by itself"
+        assert node.status not in (NodeStatus.PENDING, NodeStatus.LOST), "nothing is to leave"
+        assert node_id not in rdzv.offers, "a node that leaves is to be part of the next world"
+    ranks = [
+        node.node_rank
+        for node in machine.nodes.values()
+        if node.launched and not node.status.final and node.id not in scaling.leaving
+    ]
+    assert len(ranks) == len(set(ranks)), "two nodes are to have the same rank"
+    settled = machine.outcome is None and not scaling.due
+    assert not settled or max(ranks, default=-1) < max(1, scaling.wanted), "a node too many"

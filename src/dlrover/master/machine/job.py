@@ -17,7 +17,7 @@ from dlrover.master import diagnosis
 from dlrover.master.machine import inputs, invariants, reports
 from dlrover.master.machine.checking import told
 from dlrover.master.machine.evidence import Finding
-from dlrover.master.machine.jobnodes import JobNodes
+from dlrover.master.machine.jobscale import JobScale
 from dlrover.master.machine.restarts import Stop, cause_of, hang_cause
 from dlrover.master.machine.state import (
     Incident,
@@ -25,6 +25,7 @@ from dlrover.master.machine.state import (
     excluded,
     given_up,
     loss_of,
+    released,
 )
 from dlrover.spec import events
 from dlrover.spec.failure import Action, Origin, Verdict
@@ -36,7 +37,7 @@ MEMORY_GROWTH = 2.0
 """How many times the memory a node gets that was killed for want of it, where the platform can do that."""
 
 
-class JobMachine(JobNodes):
+class JobMachine(JobScale):
     """What a job does about each input. `handle` is the only way to change it."""
 
     # ---- inputs
@@ -59,9 +60,11 @@ class JobMachine(JobNodes):
         if not event.earlier_events:
             self._emit(events.JobSubmitted(self.job.name, self.job.min_nodes, self.job.max_nodes))
         found = {node.node_rank for node in event.found}
+        self.scaling.keep(max(found, default=-1))
+        self.rendezvous.most = self.scaling.most
         for node in event.found:
             self._add_found(node, now)
-        for node_rank in range(self.job.managed_nodes):
+        for node_rank in range(self.scaling.wanted):
             if node_rank not in found:
                 self._launch(node_rank, now)
         if event.found or (event.earlier_events and not self.job.managed_nodes):
@@ -84,7 +87,8 @@ class JobMachine(JobNodes):
                     self._order(node, now)
                 continue
             self.rendezvous.withdraw(node.id)
-            self.lost_at[node.id] = now + self.job.limits.recovery_grace
+            grace = now + self.job.limits.recovery_grace
+            self.lost_at[node.id] = self.scaling.leaving.get(node.id, grace)
         if self.outcome is None:
             self.rendezvous.resume(now)
             if self.adoption.pending:
@@ -111,7 +115,8 @@ class JobMachine(JobNodes):
         node = self._node_of(event)
         self._send(inputs.Welcome(event.uid, node.id, self.rendezvous.next_round))
         if node.status.final:
-            self._send(inputs.Dismiss(node.id, self.outcome or given_up(node)))
+            left = released if node.status is NodeStatus.RELEASED else given_up
+            self._send(inputs.Dismiss(node.id, self.outcome or left(node)))
             return
         node.hostname = event.hostname
         if self._refuse(node, now):
@@ -124,6 +129,9 @@ class JobMachine(JobNodes):
             self._move(node, NodeStatus.READY)
         if self.outcome is not None:
             self._send(inputs.Dismiss(node.id, self.outcome))
+            return
+        if node.id in self.scaling.leaving:
+            self._send(inputs.Dismiss(node.id, released(node)))
             return
         if arrived:
             self._emit(events.NodeConnected(node.id, event.hostname))
@@ -164,7 +172,8 @@ class JobMachine(JobNodes):
         node.connected = False
         if not (node.status.final or node.gone):
             self.rendezvous.withdraw(node.id)
-            self.lost_at[node.id] = now + self.job.limits.reconnect_grace
+            grace = now + self.job.limits.reconnect_grace
+            self.lost_at[node.id] = self.scaling.leaving.get(node.id, grace)
 
     def _node_silent(self, event: inputs.NodeSilent, now: float) -> None:
         self._lose(event.node_id, f"it sent no heartbeat for {event.seconds:.0f} s", now)
@@ -172,6 +181,8 @@ class JobMachine(JobNodes):
     def _node_joined(self, event: inputs.NodeJoined, now: float) -> None:
         node = self.nodes[event.node_id]
         rdzv = self.rendezvous
+        if node.id in self.scaling.leaving:
+            return
         if not node.connected or (not rdzv.collecting and node.id in self.worlds):
             return
         if event.round != rdzv.next_round:
@@ -266,6 +277,8 @@ class JobMachine(JobNodes):
     def _deadline_passed(self, event: inputs.DeadlinePassed, now: float) -> None:
         for node_id in [i for i, at in self.lost_at.items() if at <= now]:
             self._lose(node_id, "its connection did not come back", now)
+        for node_id in [i for i, at in self.scaling.leaving.items() if at <= now]:
+            self._lose(node_id, "it did not leave in time", now)
         self._out += self.checks.time_out(now)
         self._rescale(*self.autoscaling.expired(now), now)
         if self.grow_at is not None and self.grow_at <= now:
@@ -277,18 +290,20 @@ class JobMachine(JobNodes):
 
     def _advance(self, now: float) -> None:
         """Do what the state now allows: complete a round, end the job."""
-        largest = self.rendezvous.usable(self.job.max_nodes)
+        largest = self.rendezvous.usable(self.rendezvous.most)
         if self.outcome is None and self.adoption.pending and self.adoption.due(now, largest):
             self._settle(now)
         if self.outcome is not None or self.adoption.pending:
             return
         rdzv = self.rendezvous
+        if self.scaling.due:
+            self._scale(now)
         if self._checking(now) or self._has_ended():
             return
         if rdzv.expired(now):
             self._end(
                 ExitCode.INFRASTRUCTURE,
-                f"only {len(rdzv.offers)} of at least {self.job.min_nodes} nodes joined round "
+                f"only {len(rdzv.offers)} of at least {rdzv.least} nodes joined round "
                 f"{rdzv.round} within {self.job.limits.join_timeout:g} s (join_timeout).",
                 now,
             )
@@ -394,7 +409,7 @@ class JobMachine(JobNodes):
             self._end(
                 ExitCode.INFRASTRUCTURE,
                 f"node {node.id} is left out ({reason}), and only {living} of at least "
-                f"{self.job.min_nodes} nodes remain.",
+                f"{self.rendezvous.least} nodes remain.",
                 now,
             )
 
@@ -442,7 +457,11 @@ class JobMachine(JobNodes):
         node.connected = False
         node.reason = reason
         if self.outcome is not None:
+            self.scaling.leaving.pop(node_id, None)
             self._move(node, NodeStatus.RELEASED)
+            return
+        if node_id in self.scaling.leaving:
+            self._release(node, reason)
             return
         if succeeded and not self.rendezvous.collecting:
             node.gone = True
@@ -560,5 +579,6 @@ _HANDLERS: dict[type, Callable[[JobMachine, Any, float], None]] = {
     inputs.SpeedMeasured: JobMachine._speed_measured,  # noqa: SLF001
     inputs.ScalePlanned: JobMachine._scale_planned,  # noqa: SLF001
     inputs.StopRequested: JobMachine._stop_requested,  # noqa: SLF001
+    inputs.ScaleAsked: JobMachine._scale_asked,  # noqa: SLF001
     inputs.DeadlinePassed: JobMachine._deadline_passed,  # noqa: SLF001
 }

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
-from dlrover.master.machine.jobstate import JobState
+from dlrover.master.machine.jobleaving import JobLeaving
 from dlrover.master.machine.rendezvous import UNRANKED
 from dlrover.master.machine.state import Node, given_up
 from dlrover.spec import events
 from dlrover.spec.node import NodeStatus
 
 
-class JobNodes(JobState):
+class JobNodes(JobLeaving):
     """What a job does with its nodes, whatever the reason."""
 
     def _add_node(self, node_rank: int, node_id: int | None = None) -> Node:
@@ -59,7 +59,7 @@ class JobNodes(JobState):
 
     def _replace(self, node: Node, now: float) -> None:
         """Launch another node in place of a lost one that the platform had launched."""
-        if not node.launched:
+        if not node.launched or node.node_rank >= self.scaling.wanted:
             return
         if not node.has_run:
             attempts = self.failed_starts.get(node.node_rank, 0) + 1
@@ -84,7 +84,7 @@ class JobNodes(JobState):
     def _give_up(self, node: Node, reason: str, now: float) -> None:
         """Go on without a node that is still there; the platform replaces one that it had launched."""
         self.faults.forget(node.id)
-        if node.status.final:
+        if node.status.final or node.id in self.scaling.leaving:
             return
         node.reason = reason
         self.lost_at.pop(node.id, None)
@@ -115,6 +115,8 @@ class JobNodes(JobState):
     def _open_round(self, reason: str, now: float) -> None:
         """Call every living node to a new round."""
         self.grow_at = None
+        for node in self._surplus():
+            self._call_off(node, now)
         for node in [n for n in self.nodes.values() if n.gone and not n.status.final]:
             self._bury(node)
             self._replace(node, now)
@@ -123,5 +125,6 @@ class JobNodes(JobState):
         self.rendezvous.open(awaited, fixed=True, now=now)
         self._emit_round_opened(reason)
         for node in living:
-            if node.status in (NodeStatus.RUNNING, NodeStatus.SUCCEEDED):
+            busy = node.status in (NodeStatus.RUNNING, NodeStatus.SUCCEEDED)
+            if busy and node.id not in self.scaling.leaving:
                 self._call(node, reason)

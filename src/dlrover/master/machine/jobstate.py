@@ -12,6 +12,7 @@ from dlrover.master.machine.checking import Checks
 from dlrover.master.machine.faults import Faults
 from dlrover.master.machine.rendezvous import Rendezvous
 from dlrover.master.machine.restarts import RestartPolicy
+from dlrover.master.machine.scaling import Scaling
 from dlrover.master.machine.state import Incident, Node, Phase, phase_after
 from dlrover.spec import events
 from dlrover.spec.failure import Failure
@@ -40,6 +41,7 @@ class JobState:
     fresh: tuple[int, int] | None = None
     checks: Checks = field(init=False)
     autoscaling: AutoScaling = field(init=False)
+    scaling: Scaling = field(init=False)
     #: set once, when the job ends
     outcome: Outcome | None = None
     incident: Incident | None = None
@@ -70,6 +72,7 @@ class JobState:
         self.faults = Faults(self.job)
         self.checks = Checks(self.job)
         self.autoscaling = AutoScaling(self.job)
+        self.scaling = Scaling(self.job)
 
     # ---- queries
 
@@ -114,6 +117,7 @@ class JobState:
         checked = self.checks.deadline()  # a round does not go on while its nodes are checked
         times = [checked or self.rendezvous.deadline(), self.grow_at, *self.lost_at.values()]
         times.append(self.autoscaling.deadline())
+        times += self.scaling.leaving.values()
         if self.adoption.pending:
             times.append(self.adoption.deadline)
         return min((t for t in times if t is not None), default=None)
@@ -128,13 +132,18 @@ class JobState:
         return self.outcome is not None
 
     def _enough_nodes(self) -> bool:
-        living = sum(not node.status.final for node in self.nodes.values())
+        living = sum(
+            not (node.status.final or node.id in self.scaling.leaving)
+            for node in self.nodes.values()
+        )
         return self.rendezvous.usable(living) > 0
 
     def _can_spare(self, node: Node) -> bool:
         """Whether the other nodes are enough for a world."""
         others = [
-            n for n in self.nodes.values() if n is not node and not (n.status.final or n.gone)
+            n
+            for n in self.nodes.values()
+            if n is not node and not (n.status.final or n.gone or n.id in self.scaling.leaving)
         ]
         return self.rendezvous.usable(len(others)) > 0
 

@@ -193,7 +193,7 @@ class Ledger:
         """The nodes that the input may have changed, unless it changed the round for all."""
         touched = list(machine.nodes)[self.nodes :] if len(machine.nodes) > self.nodes else []
         self.nodes = len(machine.nodes)
-        if isinstance(event, inputs.MasterStarted):
+        if isinstance(event, inputs.MasterStarted | inputs.ScaleAsked):
             return [*machine.nodes]
         if isinstance(event, inputs.DeadlinePassed):
             return [*touched, *self._away]
@@ -270,7 +270,8 @@ class Ledger:
         here = len(self.accounts) - self._pending
         short = rdzv.collecting and not rdzv.usable(here)
         checking = machine.checks.count if machine.checks.run is not None else 0
-        key = (rdzv.round, rdzv.collecting, short, over, checking, machine.adoption.pending)
+        adopting, leaving = machine.adoption.pending, len(machine.scaling.leaving)
+        key = (rdzv.round, rdzv.collecting, short, over, checking, adopting, leaving)
         changed, self._key = key != self._key, key
         for node_id in list(self.accounts) if changed else touched:
             account, node = self.accounts.get(node_id), machine.nodes[node_id]
@@ -282,6 +283,8 @@ class Ledger:
     def _cause(self, node: Node, machine: JobMachine, short: bool) -> int:
         """What a node's time goes into from now on."""
         if machine.outcome is not None:
+            return SHUTDOWN
+        if node.id in machine.scaling.leaving:
             return SHUTDOWN
         if node.status is NodeStatus.PENDING:
             return _WAITING

@@ -43,6 +43,13 @@ class Rendezvous:
     last_join_at: float = 0.0
     #: when a master last took over: its absence counts against no time limit
     resumed_at: float = 0.0
+    #: the fewest nodes of a world
+    least: int = field(init=False)
+    #: the most nodes of a world
+    most: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.least, self.most = self.job.min_nodes, self.job.max_nodes
 
     @property
     def last_round(self) -> int:
@@ -106,8 +113,8 @@ class Rendezvous:
 
         0 if that is fewer than the minimum.
         """
-        fitting = min(count, self.job.max_nodes) // self.job.node_unit * self.job.node_unit
-        return fitting if fitting >= self.job.min_nodes else 0
+        fitting = min(count, self.most) // self.job.node_unit * self.job.node_unit
+        return fitting if fitting >= self.least else 0
 
     def quiet_until(self) -> float:
         """When a round that has its minimum completes even though awaited nodes are missing."""
@@ -130,7 +137,7 @@ class Rendezvous:
         """Whether the collecting round can be completed now."""
         if not self.collecting or not self.usable(len(self.offers)):
             return False
-        if len(self.offers) >= self.job.max_nodes:
+        if len(self.offers) >= self.most:
             return True
         return (self.fixed and not self.missing) or now >= self.quiet_until()
 
@@ -182,8 +189,8 @@ class Rendezvous:
         assert not (self.missing & self.offers.keys()), "a node is both missing and joined"
         assert self.collecting or not self.missing, "nodes are missing though nothing is collected"
         assert len(set(self.members)) == len(self.members), "a node is twice in the world"
-        if self.members:
-            assert self.usable(len(self.members)) == len(self.members), "the world has a wrong size"
+        size = len(self.members)
+        assert size % self.job.node_unit == 0, "the world has a wrong size"
 
 
 def _wanted(node_ranks: dict[int, int], node_id: int) -> int:

@@ -91,6 +91,15 @@ def given_up(node: Node) -> Outcome:
     return Outcome(exit_code=ExitCode.INFRASTRUCTURE, reason=reason)
 
 
+def released(node: Node) -> Outcome:
+    """What a node is told that the job no longer needs."""
+    return Outcome(
+        exit_code=ExitCode.SUCCESS,
+        reason=f"node {node.id} was released: the job goes on with fewer nodes.",
+        released=True,
+    )
+
+
 def loss_of(node: Node, round_: int, now: float) -> Failure:
     """The record of a lost node, for the diagnosis."""
     return Failure(

@@ -33,13 +33,17 @@ def waiting_for(machine: JobMachine, now: float) -> str:
     joined = len(rdzv.offers)
     if rdzv.missing:
         missing = [machine.nodes[i] for i in sorted(rdzv.missing)]
-        named = ", ".join(f"node {node.id} ({_state_of(node)})" for node in missing[:NODES_NAMED])
+        leaving = machine.scaling.leaving
+        named = ", ".join(
+            f"node {node.id} ({'is leaving' if node.id in leaving else _state_of(node)})"
+            for node in missing[:NODES_NAMED]
+        )
         rest = len(missing) - NODES_NAMED
         more = f" and {rest} more" if rest > 0 else ""
         return f"waiting for {named}{more}: {waited}; {joined} joined"
     if not rdzv.usable(joined):
-        return f"waiting for {machine.job.min_nodes} nodes, {joined} joined: {waited}"
-    return f"{joined} of at most {machine.job.max_nodes} nodes joined; waiting for more: {waited}"
+        return f"waiting for {rdzv.least} nodes, {joined} joined: {waited}"
+    return f"{joined} of at most {rdzv.most} nodes joined; waiting for more: {waited}"
 
 
 def _checking(run: CheckRun, machine: JobMachine, now: float) -> str:

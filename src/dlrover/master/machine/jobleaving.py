@@ -1,0 +1,61 @@
+"""Nodes that leave a job that goes on: it is to have fewer.
+
+A node that is called off stops its workers and stores what they have in memory, if the job saves at
+breakpoint. It takes part in the end of the running world as all others do: the next round waits for its
+leaving, so that the workers of that round find the step. It is not lost: no fault, no restart, no
+replacement.
+"""
+
+from __future__ import annotations
+
+from dlrover.master.machine import inputs
+from dlrover.master.machine.jobstate import JobState
+from dlrover.master.machine.state import Node, released
+from dlrover.spec import events
+from dlrover.spec.node import NodeStatus
+
+
+class JobLeaving(JobState):
+    """What a job does with nodes that it no longer needs."""
+
+    def _surplus(self) -> list[Node]:
+        """The nodes beyond the wanted number that were not called off yet."""
+        wanted, leaving = self.scaling.wanted, self.scaling.leaving
+        return [
+            node
+            for node in self.nodes.values()
+            if node.launched
+            and not node.status.final
+            and node.node_rank >= wanted
+            and node.id not in leaving
+        ]
+
+    def _call_off(self, node: Node, now: float) -> None:
+        """Ask a node to leave; one whose agent never came, or has ended, is released at once."""
+        if node.status is NodeStatus.PENDING or node.gone:
+            self._release(node, "it had not started" if not node.gone else "its workers had ended")
+            return
+        limits = self.job.limits
+        until = now + self.job.shutdown_timeout + limits.release_grace
+        self.scaling.leaving[node.id] = until
+        self.rendezvous.drop(node.id)
+        self.rendezvous.expect(node.id)
+        if node.connected:
+            self._send(inputs.Dismiss(node.id, released(node)))
+        else:
+            self.lost_at[node.id] = until
+        self._out += self.checks.lose(node.id, now)
+
+    def _release(self, node: Node, how: str) -> None:
+        """A node has left that the job does not need."""
+        self.scaling.leaving.pop(node.id, None)
+        self.lost_at.pop(node.id, None)
+        self.rendezvous.drop(node.id)
+        self.failed_starts.pop(node.node_rank, None)
+        self.faults.forget(node.id)
+        node.connected = False
+        node.reason = how
+        self._move(node, NodeStatus.RELEASED)
+        self._emit(events.NodeReleased(node.id, how))
+        if node.handle:
+            self._send(inputs.KillNode(node.id))
