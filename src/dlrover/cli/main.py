@@ -113,7 +113,7 @@ def plan(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
     if output is Form.JSON:
         print_json(found)
     else:
-        plans.render(found, Console())
+        print(plans.render(found))
 
 
 @app.command()

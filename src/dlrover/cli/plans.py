@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from dlrover.errors import ConfigurationError
 from dlrover.master import history
@@ -15,7 +13,7 @@ from dlrover.spec.speed import ScaleKind
 
 
 class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One plan and what came of it. Throughputs are samples per second."""
+    """One plan and what came of it."""
 
     number: int
     time: float
@@ -33,6 +31,8 @@ class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
     """By how much it differs from the prediction, relative to that."""
     within: bool | None = None
     """Whether it lies in the predicted interval."""
+    unit: str
+    """Of the throughputs: ``samples/s`` or ``worker steps/s``."""
     outcome: str = "under way"
     """``under way``, ``kept``, ``does not pay``, or why it was given up."""
 
@@ -89,27 +89,19 @@ def plans(job_dir: JobDir) -> Plans:
     )
 
 
-def render(report: Plans, console: Console) -> None:
-    """Print a job's plans for people."""
-    console.print(_headline(report), highlight=False)
-    if not report.plans:
-        return
-    table = Table(box=None, pad_edge=False)
-    for name in ("plan", "nodes", "predicted", "measured", "error", "outcome", "reason"):
-        table.add_column(name, overflow="fold")
-    for plan in report.plans:
-        expected = plan.predicted
-        table.add_row(
-            f"{plan.number} {plan.kind.value}",
-            f"{plan.before} -> {plan.nodes}",
-            "" if expected is None else _interval(expected),
-            "" if plan.measured is None else f"{plan.measured:.3g}",
-            "" if plan.error is None else f"{plan.error:+.0%}",
-            plan.outcome,
-            plan.reason,
-        )
-    console.print(table, highlight=False)
-    console.print("Predicted and measured are samples per second.", highlight=False)
+def render(report: Plans) -> str:
+    """A job's plans for people."""
+    return "\n".join([_headline(report), *(line for plan in report.plans for line in _lines(plan))])
+
+
+def _lines(plan: PlanRecord) -> list[str]:
+    lines = ["", f"plan {plan.number}, {plan.kind.value}: {plan.reason}"]
+    known = []
+    if plan.predicted is not None:
+        known.append(f"predicted {_interval(plan.predicted)} {plan.unit}")
+    if plan.measured is not None and plan.error is not None:
+        known.append(f"measured {plan.measured:.3g} ({plan.error:+.0%})")
+    return [*lines, "  " + ", ".join([*known, plan.outcome])]
 
 
 def _headline(report: Plans) -> str:
@@ -122,8 +114,8 @@ def _headline(report: Plans) -> str:
         return f"Auto-scaling {span}: the best size is being looked for."
     settled = report.settled
     return (
-        f"Auto-scaling {span}: {settled.nodes} nodes pay best, with {settled.throughput:.3g} samples/s; "
-        f"{settled.tried} sizes were measured."
+        f"Auto-scaling {span}: the best size is {events.count(settled.nodes)}, with "
+        f"{settled.throughput:.3g} {settled.unit}; {settled.tried} sizes were measured."
     )
 
 
@@ -140,6 +132,7 @@ def _made(body: events.PlanMade, time: float) -> PlanRecord:
         nodes=body.nodes,
         reason=body.reason,
         predicted=body.effect,
+        unit=body.unit,
     )
 
 

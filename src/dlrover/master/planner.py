@@ -46,14 +46,14 @@ def decide(asked: Question, prior: RingModel | None = None) -> ScaleDecision | N
     if plan is not None:
         nodes = plan.groups[GROUP].count
         kind = ScaleKind.GROW if nodes > current.nodes else ScaleKind.SHRINK
-        return ScaleDecision(kind=kind, nodes=nodes, plan=_counted(plan))
+        return ScaleDecision(kind=kind, nodes=nodes, plan=_told(plan, current))
     if not asked.explore:
         return None
     trial = sample_ring(model, space, here, terms)
     if trial is None or not _may_pay(trial, current, choice):
         return _between(known, open_sizes, model, current, choice)
     return ScaleDecision(
-        kind=ScaleKind.MEASURE, nodes=trial.groups[GROUP].count, plan=_counted(trial)
+        kind=ScaleKind.MEASURE, nodes=trial.groups[GROUP].count, plan=_told(trial, current)
     )
 
 
@@ -143,7 +143,9 @@ def _ring(sample: SpeedSample) -> RingSample:
     return RingSample(shape, sample.step_seconds, sample.compute_seconds)
 
 
-def _counted(plan: Plan) -> Plan:
-    """The plan without the number of accelerators, which a node has or has not."""
-    groups = {kind: Group(count=group.count) for kind, group in plan.groups.items()}
-    return Plan(groups=groups, reason=plan.reason, effect=plan.effect)
+def _told(plan: Plan, current: SpeedSample) -> Plan:
+    """The plan in terms of nodes alone: how many workers each has stays as it is."""
+    count = plan.groups[GROUP].count
+    _, _, why = plan.reason.partition(": ")
+    reason = f"{current.nodes} -> {count} nodes: {why}"
+    return Plan(groups={GROUP: Group(count=count)}, reason=reason, effect=plan.effect)

@@ -341,6 +341,11 @@ class JobEnded(msgspec.Struct, frozen=True, tag="job_ended"):
         return f"The job ended with exit code {self.exit_code}: {self.reason}"
 
 
+def count(nodes: int) -> str:
+    """``1 node``, ``2 nodes``."""
+    return f"{nodes} node{'' if nodes == 1 else 's'}"
+
+
 class PlanMade(msgspec.Struct, frozen=True, tag="plan_made"):
     """The auto-scaler changes the number of nodes."""
 
@@ -353,12 +358,14 @@ class PlanMade(msgspec.Struct, frozen=True, tag="plan_made"):
     """What it has."""
     reason: str
     effect: Effect | None = None
+    unit: str = "samples/s"
+    """Of the throughputs."""
 
     def sentence(self) -> str:
         """The event in words."""
         expected = ""
         if self.effect is not None:
-            expected = f"; {self.effect.throughput:.3g} samples/s are expected"
+            expected = f"; {self.effect.throughput:.3g} {self.unit} are expected"
         return f"Plan {self.number}, {self.kind.value}: {self.reason}{expected}."
 
 
@@ -368,20 +375,22 @@ class PlanMeasured(msgspec.Struct, frozen=True, tag="plan_measured"):
     number: int
     nodes: int
     throughput: float
-    """Samples per second."""
+    """Measured."""
     error: float
     """By how much it differs from the predicted one, relative to that."""
     within: bool
     """Whether it lies in the predicted interval."""
     short: bool
-    """Whether it is less than its nodes are worth: they are given back."""
+    """Whether it is less than its nodes are worth: the change is taken back."""
+    unit: str = "samples/s"
+    """Of the throughput."""
 
     def sentence(self) -> str:
         """The event in words."""
         where = "within" if self.within else "outside of"
         short = "; that does not pay" if self.short else ""
         return (
-            f"Plan {self.number} brought {self.throughput:.3g} samples/s on {self.nodes} nodes, "
+            f"Plan {self.number} brought {self.throughput:.3g} {self.unit} on {count(self.nodes)}, "
             f"{self.error:+.0%} from what was predicted and {where} its interval{short}."
         )
 
@@ -402,14 +411,15 @@ class SizeSettled(msgspec.Struct, frozen=True, tag="size_settled"):
 
     nodes: int
     throughput: float
-    """Samples per second."""
     tried: int
     """Numbers of nodes that were measured."""
+    unit: str = "samples/s"
+    """Of the throughput."""
 
     def sentence(self) -> str:
         """The event in words."""
         return (
-            f"The job stays at {self.nodes} nodes with {self.throughput:.3g} samples/s: of {self.tried} "
+            f"The job stays at {count(self.nodes)} with {self.throughput:.3g} {self.unit}: of {self.tried} "
             "measured sizes none is worth a change, and no other is expected to be."
         )
 

@@ -26,8 +26,13 @@ class SpeedSample(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def throughput(self) -> float:
-        """Samples per second; with ``total_batch`` 0 a worker's batch counts as one sample."""
+        """In `unit`."""
         return (self.total_batch or self.replicas) / self.step_seconds
+
+    @property
+    def unit(self) -> str:
+        """Samples per second where their number is known; else steps per second, summed over the workers."""
+        return "samples/s" if self.total_batch else "worker steps/s"
 
 
 class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):

@@ -92,6 +92,8 @@ class AutoScaling:
     next_at: float = 0.0
     #: more nodes than this could not be had
     most: int = 0
+    #: of what was measured
+    unit: str = ""
     profile: ModelProfile = field(default_factory=ModelProfile)
 
     def __post_init__(self) -> None:
@@ -148,7 +150,7 @@ class AutoScaling:
             return [], None
         self.round, self.profile = round_, profile
         self._note(sample)
-        self.latest, self.size = sample, sample.nodes
+        self.latest, self.size, self.unit = sample, sample.nodes, sample.unit
         change = self.change
         if change is None or sample.nodes != change.nodes:
             return [], None
@@ -224,7 +226,13 @@ class AutoScaling:
                 self.region = self.region.after(within=outcome.within)
             told.append(
                 events.PlanMeasured(
-                    change.number, change.nodes, after, outcome.error, outcome.within, short
+                    change.number,
+                    change.nodes,
+                    after,
+                    outcome.error,
+                    outcome.within,
+                    short,
+                    sample.unit,
                 )
             )
         if not short:
@@ -264,7 +272,7 @@ class AutoScaling:
             since=now,
         )
         return events.PlanMade(
-            self.made, decision.kind, decision.nodes, origin, plan.reason, plan.effect
+            self.made, decision.kind, decision.nodes, origin, plan.reason, plan.effect, self.unit
         )
 
     def _settle(self, now: float) -> list[events.EventBody]:
@@ -273,7 +281,7 @@ class AutoScaling:
             return []
         self.stage, self.tries = ScaleStage.RUNNING, 0
         nodes = self.latest.nodes
-        return [events.SizeSettled(nodes, self.speed(nodes), len(self.samples))]
+        return [events.SizeSettled(nodes, self.speed(nodes), len(self.samples), self.unit)]
 
     def validate(self) -> None:
         """Check the invariants; raise AssertionError on the first that is broken."""
