@@ -7,7 +7,7 @@ from typing import Any
 
 _OF_JOB = {
     "distributionStrategy": "The roles of replicaSpecs say which pods run.",
-    "optimizeMode": "Resources are as the manifest gives them.",
+    "optimizeMode": "autoScale of the worker role lets the job find its number of pods.",
     "resourceLimits": "A ResourceQuota limits a namespace.",
     "brainService": "No Brain is asked.",
     "enableElasticScheduling": "A job is always elastic, between minReplicas and replicas.",
@@ -17,11 +17,15 @@ _OF_JOB = {
 }
 _OF_ROLE = {
     "restartPolicy": "The master replaces pods that ended.",
-    "autoScale": "The number of pods is the manifest's.",
+    "autoScale": "Only the number of workers is found by itself.",
     "restartTimeout": "The setting join_timeout bounds the wait for nodes.",
     "BatchScheduler": "spec.schedulerName of the template names a scheduler.",
 }
-_DEFAULTS = {"optimizeMode": "single-job", "distributionStrategy": "AllreduceStrategy"}
+_MEANT = {
+    "optimizeMode": ("single-job", "manual", "manunal", "mannual"),
+    "distributionStrategy": ("AllreduceStrategy",),
+}
+"""Values that say what is done anyway, or that have an effect."""
 
 
 def notes(spec: Mapping[str, Any]) -> list[str]:
@@ -31,10 +35,10 @@ def notes(spec: Mapping[str, Any]) -> list[str]:
 
 def _notes(spec: Mapping[str, Any]) -> Iterator[str]:
     for field, instead in _OF_JOB.items():
-        if spec.get(field) and spec[field] != _DEFAULTS.get(field):
+        if spec.get(field) and spec[field] not in _MEANT.get(field, ()):
             yield f"spec.{field} is accepted for compatibility and has no effect. {instead}"
     for role, replica in spec.get("replicaSpecs", {}).items():
         for field, instead in _OF_ROLE.items():
-            if replica.get(field):
+            if replica.get(field) and (role, field) != ("worker", "autoScale"):
                 path = f"spec.replicaSpecs.{role}.{field}"
                 yield f"{path} is accepted for compatibility and has no effect. {instead}"

@@ -52,7 +52,7 @@ def job_spec(job: ElasticJob, limits: Limits, rules: tuple[Rule, ...] = ()) -> J
 
     The options of ``dlrover-run`` that are the master's to follow are found in the workers' command:
     ``--nnodes`` (its minimum, where no role has ``minReplicas``), ``--max-restarts`` (before
-    ``restartCount``), ``--node-unit``, ``--network-check`` and ``--exclude-straggler``.
+    ``restartCount``), ``--node-unit``, ``--auto-scale``, ``--network-check`` and ``--exclude-straggler``.
     """
     specs = job.spec.replica_specs
     roles = [role for role in nodes.ROLES if role in specs]
@@ -69,6 +69,7 @@ def job_spec(job: ElasticJob, limits: Limits, rules: tuple[Rule, ...] = ()) -> J
         min_nodes=_fewest([specs[role] for role in roles], flags.get("nnodes", ""), total),
         max_nodes=total,
         managed_nodes=total,
+        auto_scale=_auto_scale(job, flags),
         node_unit=_number(flags.get("node-unit", ""), 1),
         max_restarts=_number(flags.get("max-restarts", ""), worker.restart_count),
         node_check=stragglers or "network-check" in flags,
@@ -77,6 +78,14 @@ def job_spec(job: ElasticJob, limits: Limits, rules: tuple[Rule, ...] = ()) -> J
         diagnosis_rules=rules,
         grows_memory=True,
     )
+
+
+def _auto_scale(job: ElasticJob, flags: Mapping[str, str]) -> bool:
+    """Whether the number of workers is to be found; other roles would have to follow it."""
+    specs = job.spec.replica_specs
+    alone = not any(specs[role].replicas for role in specs if role in nodes.ROLES and role != "worker")
+    asked = "auto-scale" in flags or ("worker" in specs and specs["worker"].auto_scale)
+    return asked and alone and job.spec.optimize_mode in ("single-job", "cluster")
 
 
 def _flags(template: Mapping[str, Any]) -> dict[str, str]:
