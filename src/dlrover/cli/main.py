@@ -129,6 +129,32 @@ def stacks(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None
 
 
 @app.command()
+def scale(
+    nodes: Annotated[int, typer.Option(help="Nodes that the job is to have.")],
+    job: Job = "",
+    job_dir: Dir = "",
+    reason: Annotated[
+        str, typer.Option(help="Why; it is kept with the job's events.")
+    ] = "dlrover scale",
+    output: Output = Form.TEXT,
+) -> None:
+    """Give a running job more or fewer nodes."""
+    from dlrover.cli import queries  # noqa: PLC0415
+    from dlrover.master.app import read_outcome  # noqa: PLC0415
+
+    found = jobs.find(config.environ(), job, job_dir)
+    outcome = read_outcome(found.outcome)
+    if outcome is not None:
+        raise ConfigurationError(f"The job in {found.path} has ended: {outcome.reason}")
+    sentence = queries.scale(found, nodes, reason)
+    if output is Form.JSON:
+        told = {"job_dir": str(found.path), "nodes": nodes, "message": sentence}
+        print(msgspec.json.encode(told).decode())
+    else:
+        print(sentence)
+
+
+@app.command()
 def stop(
     job: Job = "",
     job_dir: Dir = "",

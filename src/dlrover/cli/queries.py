@@ -1,4 +1,4 @@
-"""What ``dlrover status``, ``events`` and ``stop`` do: ask the master, or read what it left behind."""
+"""What ``dlrover status``, ``events``, ``scale`` and ``stop`` do: ask the master, or read what it left behind."""
 
 from __future__ import annotations
 
@@ -147,6 +147,24 @@ async def follow(job_dir: JobDir, show: Callable[[Event], None]) -> None:
 def line(event: Event) -> str:
     """An event as one line of text."""
     return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(event.time))}  {event.sentence()}"
+
+
+def scale(job_dir: JobDir, nodes: int, reason: str) -> str:
+    """Ask a job's master for another number of nodes; what follows, as one sentence.
+
+    Raises:
+        ConfigurationError: the job cannot have that many.
+        InfrastructureError: the master cannot be reached.
+    """
+
+    async def ask() -> messages.ScaleReply:
+        async with connect(job_dir) as client:
+            return await client.scale(nodes, reason)
+
+    reply = asyncio.run(ask())
+    if reply.refused:
+        raise ConfigurationError(reply.sentence)
+    return reply.sentence
 
 
 def stop(job_dir: JobDir, reason: str) -> None:

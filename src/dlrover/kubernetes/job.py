@@ -83,7 +83,9 @@ def job_spec(job: ElasticJob, limits: Limits, rules: tuple[Rule, ...] = ()) -> J
 def _auto_scale(job: ElasticJob, flags: Mapping[str, str]) -> bool:
     """Whether the number of workers is to be found; other roles would have to follow it."""
     specs = job.spec.replica_specs
-    alone = not any(specs[role].replicas for role in specs if role in nodes.ROLES and role != "worker")
+    alone = not any(
+        specs[role].replicas for role in specs if role in nodes.ROLES and role != "worker"
+    )
     asked = "auto-scale" in flags or ("worker" in specs and specs["worker"].auto_scale)
     return asked and alone and job.spec.optimize_mode in ("single-job", "cluster")
 

@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from dlrover.errors import FencedError, InfrastructureError, ProtocolError
+from dlrover.master import scale
 from dlrover.master.autoscale import AutoScaler
 from dlrover.master.hangwatch import HangWatch
 from dlrover.master.history import History
@@ -46,6 +47,8 @@ WATCH_REFRESH = 1.0
 """Seconds after which a watcher gets a notice even though no event happened."""
 
 
+REASON_LIMIT = 500
+"""Characters of the reason that somebody gives for another number of nodes."""
 JOURNAL_RETRY = 1.0
 """Seconds between attempts to journal what nobody would report again: the disk may be full."""
 SILENCE_CHECKS = 4
@@ -131,6 +134,7 @@ class Master:
         server.unary("Status", messages.StatusRequest, self.status)
         server.server_stream("Watch", messages.WatchRequest, self.watch)
         server.unary("Stop", messages.StopRequest, self.stop)
+        server.unary("Scale", messages.ScaleRequest, self.scale)
         server.unary("Stacks", messages.StacksRequest, self.hangs.stacks)
         server.unary("Store", messages.StoreRequest, self.use_store)
         server.unary("Shards", ShardRequest, self.use_shards)
@@ -485,6 +489,23 @@ class Master:
         self._flush_progress()
         self.submit(inputs.StopRequested(request.reason, request.exit_code))
         return messages.Done()
+
+    async def scale(self, request: messages.ScaleRequest) -> messages.ScaleReply:
+        """Have another number of nodes, as a user asks for."""
+        reason = request.reason[:REASON_LIMIT]
+        return self.ask_scale(inputs.ScaleAsked(request.nodes, reason, "user"))
+
+    def ask_scale(self, asked: inputs.ScaleAsked) -> messages.ScaleReply:
+        """Have another number of nodes if that is possible; what follows."""
+        refused = scale.refusal(self.machine, asked)
+        if refused:
+            return messages.ScaleReply(refused, refused=True)
+        before = self.machine.scaling.workers
+        if scale.changes(self.machine, asked):
+            self._flush_progress()
+            self.submit(asked)
+        role = asked.role if self.machine.job.other_nodes else ""
+        return scale.told(before, self.machine.scaling.workers, role)
 
     async def use_shards(self, request: ShardRequest) -> ShardReply:
         """Deal samples of a data set, or note what was done with them."""

@@ -81,6 +81,12 @@ class MasterClient:
         """Ask the master to end the job with ``exit_code``."""
         await self._call("Stop", messages.StopRequest(reason, exit_code), messages.Done)
 
+    async def scale(self, nodes: int, reason: str) -> messages.ScaleReply:
+        """Ask the master for another number of nodes."""
+        request = messages.ScaleRequest(nodes, reason)
+        reply: messages.ScaleReply = await self._call("Scale", request, messages.ScaleReply)
+        return reply
+
     async def stacks(self) -> messages.Stacks:
         """Where every rank is; the nodes look now."""
         return await self._call("Stacks", messages.StacksRequest(), messages.Stacks, STACKS_WAIT)

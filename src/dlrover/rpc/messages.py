@@ -193,6 +193,21 @@ class StopRequest(msgspec.Struct, frozen=True):
     exit_code: int
 
 
+class ScaleRequest(msgspec.Struct, frozen=True):
+    """Ask for another number of nodes."""
+
+    nodes: int
+    reason: str
+    """Why, as part of a sentence."""
+
+
+class ScaleReply(msgspec.Struct, frozen=True):
+    """What follows, or why nothing does."""
+
+    sentence: str
+    refused: bool = False
+
+
 class Done(msgspec.Struct, frozen=True):
     """The request was carried out."""
 

@@ -268,8 +268,8 @@ class JobMachine(JobScale):
         for body in told:
             self._emit(body)
         if decision is not None:
-            asked = inputs.ScaleAsked(decision.nodes, decision.plan.reason, "plan")
-            self._scale_asked(asked, now)
+            number = f"plan {self.autoscaling.made}"
+            self._scale_asked(inputs.ScaleAsked(decision.nodes, number, "plan"), now)
 
     def _stop_requested(self, event: inputs.StopRequested, now: float) -> None:
         self._end(event.exit_code, event.reason, now)

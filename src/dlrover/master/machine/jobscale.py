@@ -34,7 +34,7 @@ class JobScale(JobNodes):
             return
         scaling.due = False
         if any(node.status is NodeStatus.RUNNING for node in surplus) and not rdzv.collecting:
-            self._open_round(f"the job is to have {scaling.wanted} nodes", now)
+            self._open_round(f"the job is to have {_count(scaling.wanted)}", now)
         else:
             for node in surplus:
                 self._call_off(node, now)
@@ -46,3 +46,7 @@ class JobScale(JobNodes):
         for node_rank in range(scaling.wanted):
             if node_rank not in there and not self._has_ended():
                 self._launch(node_rank, now)
+
+
+def _count(nodes: int) -> str:
+    return "1 node" if nodes == 1 else f"{nodes} nodes"
