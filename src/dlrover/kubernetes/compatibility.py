@@ -7,7 +7,7 @@ from typing import Any
 
 _OF_JOB = {
     "distributionStrategy": "The roles of replicaSpecs say which pods run.",
-    "optimizeMode": "autoScale of the worker role lets the job find its number of pods.",
+    "optimizeMode": "Each job finds its own number of workers; no Brain is asked.",
     "resourceLimits": "A ResourceQuota limits a namespace.",
     "brainService": "No Brain is asked.",
     "enableElasticScheduling": "A job is always elastic, between minReplicas and replicas.",

@@ -196,16 +196,16 @@ class AutoScaling:
     # ---- steps
 
     def _note(self, sample: SpeedSample) -> None:
-        """Keep a sample; if the job has become another one, nothing but it."""
-        known = self.samples.setdefault(sample.nodes, [])
+        """Keep a sample, unless it is an outlier; if they go on, the job has become another one."""
         usual = self.speed(sample.nodes)
-        away = bool(usual) and abs(sample.throughput / usual - 1) > DRIFT
-        self.drifted = self.drifted + 1 if away else 0
-        if self.drifted >= DRIFT_WINDOWS and self.change is None:
-            self.drifted = 0
-            self.samples = {sample.nodes: [sample]}
+        if usual and abs(sample.throughput / usual - 1) > DRIFT:
+            self.drifted += 1
+            if self.drifted < DRIFT_WINDOWS or self.change is not None:
+                return
+            self.samples.clear()
             self.stage, self.tries, self.next_at = ScaleStage.ADJUST, 0, 0.0
-            return
+        self.drifted = 0
+        known = self.samples.setdefault(sample.nodes, [])
         known.append(sample)
         del known[:-KEPT_SAMPLES]
 
