@@ -7,6 +7,7 @@ import pytest
 from dlrover.errors import ExitCode
 from dlrover.spec import events
 from dlrover.spec.job import Limits
+from dlrover.spec.speed import ScaleKind
 
 pytest.importorskip("scipy")
 
@@ -53,5 +54,28 @@ def test_a_job_reaches_the_best_size_from_one_worker(run, law) -> None:
     for plan in report["plans"]:
         assert plan["measured"] is not None, plan
         assert plan["outcome"] in ("kept", "does not pay")
+    run.dlrover("stop", "--job-dir", launch.job_dir)
+    launch.end_with(ExitCode.STOPPED)
+
+
+def test_a_slow_worker_gets_another_node(run) -> None:
+    """Its rank takes twice as long for a step, and all others wait for it."""
+    out = run.directory / "out"
+    out.mkdir()
+    conf = "autoscale_window=2,slow_rank_window=2,slow_rank_windows=2,heartbeat_interval=0.5"
+    launch = run(
+        *("--nnodes=1:2", "--local-nodes=2", "--auto-scale", f"--rdzv-conf={conf}"),
+        *(run.scripts / "law.py", out, "0.1,0.1"),
+    )
+    launch.until(lambda: of_kind(launch, events.SizeSettled), 60, "a size that is settled")
+    victim = next(p for p in launch.of_kind("agent") if p.cmdline()[-1] == "1")
+    (out / "slow").write_text(str(victim.pid))
+    launch.until(lambda: of_kind(launch, events.PlanMeasured), 60, "a faster job")
+    (plan,) = of_kind(launch, events.PlanMade)
+    assert plan.kind is ScaleKind.REPLACE
+    (measured,) = of_kind(launch, events.PlanMeasured)
+    assert measured.throughput > 1.5 * plan.effect.before
+    assert not victim.is_running()
+    assert len(launch.pids("agent")) == 2
     run.dlrover("stop", "--job-dir", launch.job_dir)
     launch.end_with(ExitCode.STOPPED)

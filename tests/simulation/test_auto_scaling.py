@@ -2,9 +2,10 @@
 
 import pytest
 
+from dlrover.master.machine import inputs
 from dlrover.spec import events
 from dlrover.spec.job import JobSpec, Limits
-from dlrover.spec.speed import ScaleStage
+from dlrover.spec.speed import ScaleKind, ScaleStage
 from dlrover.testing.cluster import Cluster
 
 pytest.importorskip("scipy")
@@ -170,4 +171,44 @@ def test_a_world_has_a_multiple_of_the_unit():
     sizes = {body.nodes for body in told(cluster, events.PlanMade)}
     assert sizes
     assert all(nodes % 2 == 0 for nodes in sizes)
+    assert size(cluster) == MOST
+
+
+def test_a_slow_node_is_replaced_and_the_job_is_faster():
+    law = LAWS["scales"]
+    cluster = cluster_of(law, seed=7, start=2)
+    cluster.run_until(lambda: settled(cluster), 3600)
+    node = cluster.machine.rendezvous.members[-1]
+    victim = cluster.machine.nodes[node].handle
+    cluster.program.law = lambda n: (law(n) + (0.08 if victim in cluster.alive else 0), COMPUTE)
+    cluster.run(25.0)
+    before = cluster.machine.rendezvous.round
+    rank = MOST - 1
+    cluster._submit(inputs.RankSpeed(before, events.SlowRank(rank, node, 1.8, "compute")))
+    cluster.run_until(
+        lambda: told(cluster, events.PlanMeasured)[-1].nodes == MOST and settled(cluster), 900
+    )
+    assert victim not in cluster.alive
+    assert size(cluster) == MOST
+    made = [plan for plan in told(cluster, events.PlanMade) if plan.kind is ScaleKind.REPLACE]
+    assert [(plan.before, plan.nodes) for plan in made] == [(MOST, MOST)]
+    measured = {plan.number: plan for plan in told(cluster, events.PlanMeasured)}[made[0].number]
+    assert measured.throughput > 1.4 * made[0].effect.before
+    assert (cluster.machine.restarts.count, cluster.machine.incident) == (0, None)
+
+
+def test_a_node_whose_replacement_does_not_help_is_the_last_one():
+    """It is the data that make a rank slow, not its node."""
+    law = LAWS["scales"]
+    cluster = cluster_of(law, seed=8, start=2)
+    cluster.run_until(lambda: settled(cluster), 3600)
+    for _ in range(3):
+        machine = cluster.machine
+        node = machine.rendezvous.members[-1]
+        slow = events.SlowRank(MOST - 1, node, 1.8, "compute")
+        cluster._submit(inputs.RankSpeed(machine.rendezvous.round, slow))
+        cluster.run(120.0)
+    made = [plan for plan in told(cluster, events.PlanMade) if plan.kind is ScaleKind.REPLACE]
+    assert len(made) == 1
+    assert told(cluster, events.PlanMeasured)[-1].short
     assert size(cluster) == MOST

@@ -54,6 +54,8 @@ class ScaleKind(str, enum.Enum):
     """The model expects that they do not."""
     MEASURE = "measure"
     """Nobody knows; it is tried."""
+    REPLACE = "another node"
+    """A slow one holds up the others."""
     RETURN = "roll back"
     """What was tried fell short."""
 

@@ -1,7 +1,8 @@
 """Training whose step takes as long as a law says: ``law.py OUT LAW``; it waits instead of computing.
 
 ``LAW`` is the seconds of a step for 1, 2, ... workers, as ``0.1,0.11,0.12``; the first is the computation.
-It trains until somebody stops it, and resumes from its last step.
+It trains until somebody stops it, and resumes from its last step. On nodes whose agent's pid stands in
+``OUT/slow`` the computation takes twice as long.
 """
 
 import os
@@ -18,13 +19,14 @@ def main(out: Path, law: list[float]) -> None:
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     compute, network = law[0], law[world_size - 1] - law[0]
+    slow = out / "slow"
     weight = torch.nn.Parameter(torch.zeros(4))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     path = out / "step"
     step = int(path.read_text()) if path.exists() else 0
     due = time.monotonic()
     while True:
-        due += compute
+        due += compute * (2 if slow.exists() and is_ours(slow.read_text()) else 1)
         wait_until(due)
         optimizer.zero_grad()
         (weight - step).square().sum().backward()
@@ -38,6 +40,12 @@ def main(out: Path, law: list[float]) -> None:
             partial = out / f"step.{os.getpid()}"
             partial.write_text(str(step))
             partial.replace(path)
+
+
+def is_ours(pid: str) -> bool:
+    """Whether an agent is that of this worker: its parent's parent."""
+    stat = Path(f"/proc/{os.getppid()}/stat").read_text()
+    return stat.rpartition(")")[2].split()[1] == pid
 
 
 def wait_until(due: float) -> None:

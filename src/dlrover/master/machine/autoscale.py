@@ -30,6 +30,10 @@ DRIFT_WINDOWS = 3
 """Windows in a row that show it."""
 MAX_TRIES = 12
 """Changes in the initial adjustment after which no size is tried only to learn of it."""
+MAX_REPLACED = 3
+"""Slow nodes of a job that are replaced."""
+REPLACE_GAIN = 0.05
+"""Share of its speed that a job must win by it."""
 GROUP = "worker"
 """The kind of node that plans are about."""
 
@@ -62,6 +66,8 @@ class Change:
     """The number of nodes before it."""
     effect: Effect | None
     since: float
+    round: int
+    """The round that it began in."""
 
 
 @dataclass
@@ -92,6 +98,8 @@ class AutoScaling:
     next_at: float = 0.0
     #: more nodes than this could not be had
     most: int = 0
+    #: slow nodes that were replaced
+    replaced: int = 0
     #: of what was measured
     unit: str = ""
     profile: ModelProfile = field(default_factory=ModelProfile)
@@ -154,6 +162,8 @@ class AutoScaling:
         change = self.change
         if change is None or sample.nodes != change.nodes:
             return [], None
+        if change.kind is ScaleKind.REPLACE:
+            return ([], None) if round_ == change.round else self._replacement(change, sample)
         return self._conclude(change, sample, now)
 
     def planned(self, decision: ScaleDecision | None, now: float) -> list[events.EventBody]:
@@ -165,6 +175,34 @@ class AutoScaling:
         self.tries += 1
         return [self._begin(decision, self.size, now)]
 
+    def slow(self, found: events.SlowRank, now: float) -> events.PlanMade | None:
+        """A rank holds up the others; the plan to replace its node, if that is worth it."""
+        latest = self.latest
+        free = self.active and self.change is None and latest is not None
+        if not free or latest is None or found.cause != "compute" or self.replaced >= MAX_REPLACED:
+            return None
+        usual = latest.compute_seconds or latest.step_seconds / found.factor
+        waited = (found.factor - 1) * usual
+        gain = latest.step_seconds / max(latest.step_seconds - waited, usual) - 1
+        if gain < REPLACE_GAIN:
+            return None
+        before = latest.throughput
+        effect = Effect(
+            throughput=before * (1 + gain),
+            low=before * (1 + gain / 2),
+            high=before * (1 + gain * 1.5),
+            before=before,
+            cost=float(latest.replicas),
+        )
+        reason = (
+            f"rank {found.rank} on node {found.node} takes {found.factor:.2f} times as long as the median rank, "
+            f"without it the job is {gain:.0%} faster"
+        )
+        plan = Plan(groups={GROUP: Group(count=latest.nodes)}, reason=reason, effect=effect)
+        self.replaced += 1
+        decision = ScaleDecision(kind=ScaleKind.REPLACE, nodes=latest.nodes, plan=plan)
+        return self._begin(decision, latest.nodes, now)
+
     def expired(self, now: float) -> tuple[list[events.EventBody], ScaleDecision | None]:
         """A change has taken too long: the size to go back to."""
         change, deadline = self.change, self.deadline()
@@ -174,7 +212,7 @@ class AutoScaling:
         reason = f"its effect could not be measured within {waited:g} s (autoscale_patience)"
         told: list[events.EventBody] = [events.PlanDropped(change.number, reason)]
         self.change = None
-        if change.kind is ScaleKind.RETURN:
+        if change.kind in (ScaleKind.RETURN, ScaleKind.REPLACE):
             return told, None
         if change.nodes > change.origin:
             self.most = max(change.origin, change.nodes - self.job.node_unit)
@@ -212,29 +250,15 @@ class AutoScaling:
     def _conclude(
         self, change: Change, sample: SpeedSample, now: float
     ) -> tuple[list[events.EventBody], ScaleDecision | None]:
-        """The effect of a change is known."""
+        """The effect of a change of the size is known."""
         self.change = None
-        told: list[events.EventBody] = []
         before, after = self.speed(change.origin), sample.throughput
+        returned = change.kind is ScaleKind.RETURN
         worth = self.worth(after, change.nodes)
-        short = worth < (1 - SLACK) * self.worth(before, change.origin)
-        short = short and change.kind is not ScaleKind.RETURN
-        if change.effect is not None:
-            outcome = PlanOutcome(effect=change.effect, throughput=after)
-            self.outcomes.append(outcome)
-            if change.kind is not ScaleKind.RETURN:
-                self.region = self.region.after(within=outcome.within)
-            told.append(
-                events.PlanMeasured(
-                    change.number,
-                    change.nodes,
-                    after,
-                    outcome.error,
-                    outcome.within,
-                    short,
-                    sample.unit,
-                )
-            )
+        short = not returned and worth < (1 - SLACK) * self.worth(before, change.origin)
+        told, within = self._outcome(change, sample, short)
+        if not returned and change.effect is not None:
+            self.region = self.region.after(within=within)
         if not short:
             return told, None
         gain = after / before - 1
@@ -243,8 +267,40 @@ class AutoScaling:
             f"{change.origin} -> {change.nodes} nodes brought {gain:+.0%} throughput "
             f"for {change.nodes / change.origin - 1:+.0%} nodes",
         )
-        told.append(self._begin(back, change.nodes, now))
-        return told, back
+        return [*told, self._begin(back, change.nodes, now)], back
+
+    def _replacement(
+        self, change: Change, sample: SpeedSample
+    ) -> tuple[list[events.EventBody], ScaleDecision | None]:
+        """A slow node was replaced; what was measured with it is out of date if that has helped."""
+        self.change = None
+        assert change.effect is not None, "a slow node was replaced for nothing"
+        short = sample.throughput < (1 + SLACK) * change.effect.before
+        if short:
+            self.replaced = MAX_REPLACED  # it is not the nodes
+        else:
+            self.samples = {sample.nodes: [sample]}
+            self.stage, self.tries, self.next_at = ScaleStage.ADJUST, 0, 0.0
+        return self._outcome(change, sample, short)[0], None
+
+    def _outcome(
+        self, change: Change, sample: SpeedSample, short: bool
+    ) -> tuple[list[events.EventBody], bool]:
+        """Keep what a plan has brought beside what it promised; whether that was within its interval."""
+        if change.effect is None:
+            return [], False
+        outcome = PlanOutcome(effect=change.effect, throughput=sample.throughput)
+        self.outcomes.append(outcome)
+        told = events.PlanMeasured(
+            change.number,
+            change.nodes,
+            sample.throughput,
+            outcome.error,
+            outcome.within,
+            short,
+            sample.unit,
+        )
+        return [told], outcome.within
 
     def _back_to(self, nodes: int, reason: str) -> ScaleDecision:
         known = self.speed(nodes)
@@ -270,6 +326,7 @@ class AutoScaling:
             origin=origin,
             effect=plan.effect,
             since=now,
+            round=self.round,
         )
         return events.PlanMade(
             self.made, decision.kind, decision.nodes, origin, plan.reason, plan.effect, self.unit

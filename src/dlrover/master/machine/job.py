@@ -17,7 +17,7 @@ from dlrover.master import diagnosis
 from dlrover.master.machine import inputs, invariants, reports
 from dlrover.master.machine.checking import told
 from dlrover.master.machine.evidence import Finding
-from dlrover.master.machine.jobscale import JobScale
+from dlrover.master.machine.jobauto import JobAuto
 from dlrover.master.machine.restarts import Stop, cause_of, hang_cause
 from dlrover.master.machine.state import (
     Incident,
@@ -30,14 +30,13 @@ from dlrover.master.machine.state import (
 from dlrover.spec import events
 from dlrover.spec.failure import Action, Origin, Verdict
 from dlrover.spec.node import NodeStatus
-from dlrover.spec.speed import ScaleDecision
 from dlrover.spec.world import Holding
 
 MEMORY_GROWTH = 2.0
 """How many times the memory a node gets that was killed for want of it, where the platform can do that."""
 
 
-class JobMachine(JobScale):
+class JobMachine(JobAuto):
     """What a job does about each input. `handle` is the only way to change it."""
 
     # ---- inputs
@@ -246,30 +245,6 @@ class JobMachine(JobScale):
             incident.hang = event.found.place or event.found.groups
             if incident.decided or self._decide(incident, now):
                 self._open_round("the training hung", now)
-
-    def _rank_speed(self, event: inputs.RankSpeed, _now: float) -> None:
-        if event.round == self.rendezvous.round:
-            self._emit(event.found)
-
-    def _speed_measured(self, event: inputs.SpeedMeasured, now: float) -> None:
-        if event.round == self.rendezvous.round and not self.rendezvous.collecting:
-            self._rescale(
-                *self.autoscaling.measured(event.round, event.sample, event.profile, now), now
-            )
-
-    def _scale_planned(self, event: inputs.ScalePlanned, now: float) -> None:
-        if self.may_scale(now) and event.round == self.rendezvous.round:
-            self._rescale(self.autoscaling.planned(event.decision, now), event.decision, now)
-
-    def _rescale(
-        self, told: list[events.EventBody], decision: ScaleDecision | None, now: float
-    ) -> None:
-        """Tell of the auto-scaler's decision, and do as it says."""
-        for body in told:
-            self._emit(body)
-        if decision is not None:
-            number = f"plan {self.autoscaling.made}"
-            self._scale_asked(inputs.ScaleAsked(decision.nodes, number, "plan"), now)
 
     def _stop_requested(self, event: inputs.StopRequested, now: float) -> None:
         self._end(event.exit_code, event.reason, now)

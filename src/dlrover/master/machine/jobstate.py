@@ -124,9 +124,13 @@ class JobState:
 
     def may_scale(self, now: float) -> bool:
         """Whether the auto-scaler may change the number of nodes."""
+        return self.is_quiet() and self.autoscaling.due(now)
+
+    def is_quiet(self) -> bool:
+        """Whether a world trains, and nothing is the matter with it."""
         rdzv = self.rendezvous
-        quiet = self.incident is None and not (rdzv.collecting or self.adoption.pending)
-        return quiet and self.outcome is None and self.autoscaling.due(now)
+        away = rdzv.collecting or self.adoption.pending or not rdzv.members
+        return self.incident is None and self.outcome is None and not away
 
     def _has_ended(self) -> bool:
         return self.outcome is not None

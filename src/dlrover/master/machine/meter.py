@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median, median_low
 
 from dlrover.spec.activities import Activity
 from dlrover.spec.activity import WorkerActivity
@@ -57,7 +57,7 @@ class Meter:
         step = median([_per_step(old, new, _training) for old, new in known] or [0.0])
         if step <= 0:
             return None
-        compute = median(_per_step(old, new, _computing) for old, new in known)
+        compute = median_low(_per_step(old, new, _computing) for old, new in known)
         found = SpeedSample(
             nodes=nodes,
             replicas=replicas,
