@@ -27,7 +27,7 @@ ALIASES = {"lastcall_timeout": "last_call_timeout"}
 """Other spellings of settings: the original DLRover's."""
 OTHER_VARIABLES = frozenset(
     {"MASTER_ADDR", "JOB_DIR", "CONFIG", "TOKEN", "STATE_DIR", "KUBERNETES_JOB", "NODE_ID", "NODE_NAME",
-     "NODE_RANK"}
+     "NODE_RANK", "BRAIN_TOKEN", "BRAIN_DATABASE"}
 )  # fmt: skip
 """``DLROVER_...`` variables that are not settings of the file."""
 
@@ -51,6 +51,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Port on which the master serves Prometheus metrics; 0: it serves none."""
     metrics_host: str = "127.0.0.1"
     """Address on which it serves them; 0.0.0.0 for all of the machine."""
+    brain: str = ""
+    """Address (``host:port``) of the Brain; empty: there is none."""
+    brain_token_file: str = ""
+    """File with the Brain's token, if ``DLROVER_BRAIN_TOKEN`` does not have it."""
 
 
 _GRPC = "GRPC_"

@@ -111,6 +111,7 @@ def allocate(
     demands: Sequence[Demand],
     capacity: Mapping[str, float],
     *,
+    quotas: Mapping[str, float] | None = None,
     steady: float = STEADY,
     worth: Worth | None = None,
 ) -> dict[str, Share]:
@@ -119,6 +120,8 @@ def allocate(
     Args:
         demands: The jobs.
         capacity: How much there is of each resource.
+        quotas: More limits that sizes may use up, by names that no resource has. They bound the jobs
+            that use them together; what a size costs is judged by ``capacity`` alone.
         steady: Seconds that a size is expected to last.
         worth: What the sizes are worth, for another objective than the mean completion time.
 
@@ -131,8 +134,9 @@ def allocate(
     if len({demand.job for demand in demands}) < len(demands):
         raise ConfigurationError("demands has two jobs of one name: each job may be there once")
     rated = worth or _completion(demands, steady)
-    states = [_state(demand, capacity, rated) for demand in demands]
-    pool = _Pool(capacity)
+    limits = quotas or {}
+    states = [_state(demand, capacity, limits, rated) for demand in demands]
+    pool = _Pool({**capacity, **limits})
     _by_marginal_gain(states, pool)
     _fill(states, pool)
     return {state.demand.job: _share(state) for state in states}
@@ -172,19 +176,25 @@ def _reference(demand: Demand) -> float:
     return next((size.speed for size in demand.sizes if size.speed > 0), 1.0)
 
 
-def _state(demand: Demand, capacity: Mapping[str, float], worth: Worth) -> _State:
-    offers = [_Offer(size, _dominant(size, capacity), worth(demand, size)) for size in demand.sizes]
+def _state(
+    demand: Demand, capacity: Mapping[str, float], quotas: Mapping[str, float], worth: Worth
+) -> _State:
+    offers = [
+        _Offer(size, _dominant(size, capacity, quotas), worth(demand, size))
+        for size in demand.sizes
+        if all(size.use.get(name, 0.0) <= limit + ROOM for name, limit in quotas.items())
+    ]
     possible = [offer for offer in offers if offer.value > 0 and offer.share <= 1 + ROOM]
     possible.sort(key=lambda offer: (offer.share, -offer.value))
     return _State(demand, possible, _hull(possible))
 
 
-def _dominant(size: Size, capacity: Mapping[str, float]) -> float:
+def _dominant(size: Size, capacity: Mapping[str, float], quotas: Mapping[str, float]) -> float:
     return max(
         (
             amount / capacity[name] if capacity.get(name, 0.0) > 0 else float("inf")
             for name, amount in size.use.items()
-            if amount > 0
+            if amount > 0 and name not in quotas
         ),
         default=0.0,
     )

@@ -5,66 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 import grpc.aio
-import msgspec
 
-from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
 from dlrover.rpc import messages, wire
+from dlrover.rpc.connection import Connection
 from dlrover.spec.shards import ShardReply, ShardRequest
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-REQUEST_TIMEOUT = 10.0
-"""Seconds that a request may take unless its client says otherwise."""
 
 STACKS_WAIT = 30.0
 """Seconds that nodes may take to look at their workers."""
 
 
-class MasterClient:
-    """A connection to the master at ``address`` (``host:port``). Use it as an async context manager.
-
-    A request may take ``timeout`` seconds, on top of a wait that it asks for itself.
-
-    Every method raises
-
-    - `InfrastructureError` when the master cannot be reached within the time limit,
-    - `ConfigurationError` when it refuses the token,
-    - `ProtocolError` when it does not understand the message.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        token: str,
-        tls: wire.Tls | None = None,
-        timeout: float = REQUEST_TIMEOUT,
-    ) -> None:
-        self.address = address
-        self._timeout = timeout
-        self._metadata = ((wire.TOKEN_KEY, wire.checked_token(token)),)
-        self._credentials = tls.channel_credentials() if tls else None
-        self._channel = self._open(address)
-
-    def _open(self, address: str) -> grpc.aio.Channel:
-        options = list(wire.CHANNEL_OPTIONS)
-        if self._credentials is not None:
-            return grpc.aio.secure_channel(address, self._credentials, options=options)
-        return grpc.aio.insecure_channel(address, options=options)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Close the connection."""
-        await self._channel.close()
+class MasterClient(Connection):
+    """A connection to the master of a job."""
 
     async def move(self, address: str) -> None:
         """Go on with a master that listens elsewhere; open calls to the last one end."""
@@ -134,39 +88,6 @@ class MasterClient:
         finally:
             sending.cancel()
             call.cancel()
-
-    async def _call(
-        self, method: str, request: msgspec.Struct, reply: Any, wait: float = 0.0
-    ) -> Any:
-        call = self._channel.unary_unary(f"/{wire.SERVICE}/{method}")
-        try:
-            data = await call(
-                wire.encode(request), metadata=self._metadata, timeout=self._timeout + wait
-            )
-        except grpc.aio.AioRpcError as error:
-            self._fail(error)
-        return wire.decode(data, reply)
-
-    def _fail(self, error: grpc.aio.AioRpcError) -> NoReturn:
-        """Raise what a failed call means to the caller."""
-        code, details = error.code(), error.details() or ""
-        if code is grpc.StatusCode.UNAUTHENTICATED:
-            raise ConfigurationError(
-                f"The master at {self.address} refused the connection: {details}"
-            ) from error
-        if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED):
-            raise ProtocolError(
-                f"The master at {self.address} did not understand a message: {details}"
-            ) from error
-        if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-            raise ProtocolError(
-                f"The master at {self.address} refused a message: {details}"
-            ) from error
-        failed = code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
-        raise InfrastructureError(
-            f"The master at {self.address} {'failed' if failed else 'cannot be reached'}: "
-            f"{(details or code.name).rstrip('.')}."
-        ) from error
 
 
 async def _send(

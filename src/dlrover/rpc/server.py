@@ -9,7 +9,12 @@ import grpc
 import grpc.aio
 import msgspec
 
-from dlrover.errors import DLRoverError, InfrastructureError, ProtocolError
+from dlrover.errors import (
+    ConfigurationError,
+    DLRoverError,
+    InfrastructureError,
+    ProtocolError,
+)
 from dlrover.rpc import wire
 
 Unary = Callable[[Any], Awaitable[msgspec.Struct]]
@@ -23,7 +28,14 @@ class Server:
     A caller whose message cannot be read, or for whom a method raises a `DLRoverError`, is told why.
     """
 
-    def __init__(self, token: str, tls: wire.Tls | None = None) -> None:
+    def __init__(
+        self,
+        token: str,
+        tls: wire.Tls | None = None,
+        service: str = wire.SERVICE,
+        program: str = "master",
+    ) -> None:
+        self._service, self._program = service, program
         self._token = wire.checked_token(token)
         self._credentials = tls.server_credentials() if tls else None
         self._methods: dict[str, grpc.RpcMethodHandler] = {}
@@ -84,7 +96,7 @@ class Server:
             InfrastructureError: the port is taken or the address is not this machine's.
         """
         server = grpc.aio.server(options=list(wire.CHANNEL_OPTIONS))
-        handler = grpc.method_handlers_generic_handler(wire.SERVICE, self._methods)
+        handler = grpc.method_handlers_generic_handler(self._service, self._methods)
         server.add_generic_rpc_handlers((handler,))
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
@@ -94,7 +106,7 @@ class Server:
                 bound = server.add_insecure_port(address)
         except RuntimeError as error:
             raise InfrastructureError(
-                f"The master cannot listen on {address}: the port is taken by another program or the "
+                f"The {self._program} cannot listen on {address}: the port is taken by another program or the "
                 f"address is not this machine's; choose another port."
             ) from error
         await server.start()
@@ -119,6 +131,9 @@ async def _turn_away(context: grpc.aio.ServicerContext) -> None:
 
 
 async def _refuse(context: grpc.aio.ServicerContext, error: DLRoverError) -> Any:
-    wrong_message = isinstance(error, ProtocolError)
-    code = grpc.StatusCode.INVALID_ARGUMENT if wrong_message else grpc.StatusCode.INTERNAL
+    code = grpc.StatusCode.INTERNAL
+    if isinstance(error, ProtocolError):
+        code = grpc.StatusCode.INVALID_ARGUMENT
+    elif isinstance(error, ConfigurationError):
+        code = grpc.StatusCode.FAILED_PRECONDITION
     return await context.abort(code, str(error))  # it raises

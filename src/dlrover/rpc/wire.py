@@ -14,6 +14,7 @@ import msgspec
 from dlrover.errors import ConfigurationError, ProtocolError
 
 SERVICE = "dlrover.Master"
+BRAIN_SERVICE = "dlrover.Brain"
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 """No message of this protocol comes near it; a larger one is refused before it is read."""
 MAX_PENDING_CALLS = 100_000
@@ -55,7 +56,7 @@ def checked_token(token: str) -> str:
     fits = token.isascii() and token.isprintable() and token.strip() == token
     if not (fits and 1 <= len(token) <= MAX_TOKEN):
         raise ConfigurationError(
-            f"The job's token has {len(token)} characters or holds others than printable ASCII; "
+            f"The token has {len(token)} characters or holds others than printable ASCII; "
             f"1 to {MAX_TOKEN} of them are accepted, with no space at either end."
         )
     return token

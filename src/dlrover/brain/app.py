@@ -1,0 +1,74 @@
+"""The Brain's process: the service over one database, until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+from typing import NamedTuple
+
+from dlrover.brain import monitor
+from dlrover.brain.database import open_database
+from dlrover.brain.service import Brain
+from dlrover.rpc import wire
+from dlrover.rpc.server import Server
+
+logger = logging.getLogger(__name__)
+
+STOP_GRACE = 5.0
+"""Seconds that open calls get when the Brain leaves."""
+
+
+class Options(NamedTuple):
+    """How a Brain serves."""
+
+    database: str
+    """URL, as `open_database` takes it."""
+    token: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0: any free one."""
+    tls: wire.Tls = wire.Tls()
+    retention_days: float = 90.0
+    """Ended jobs, samples and usages are forgotten after so many days."""
+    monitor: str = ""
+    """What kind of cluster it looks at itself; empty: it is told, or nobody looks."""
+    monitor_source: str = ""
+
+
+async def serve(options: Options, ready: Callable[[int], None]) -> None:
+    """Serve until SIGTERM or SIGINT; ``ready`` is called with the port.
+
+    Raises:
+        ConfigurationError: an option is wrong.
+        InfrastructureError: the database or the port cannot be used.
+    """
+    server = Server(options.token, options.tls, wire.BRAIN_SERVICE, "Brain")
+    inventory = None
+    if options.monitor:
+        inventory = monitor.open_inventory(options.monitor, options.monitor_source)
+    brain = Brain(await asyncio.to_thread(open_database, options.database))
+    tasks = [asyncio.create_task(brain.keep_pruned(options.retention_days))]
+    if inventory is not None:
+        tasks.append(asyncio.create_task(monitor.watch(inventory, brain.report)))
+    try:
+        brain.register(server)
+        ready(await server.start(options.host, options.port))
+        await _told_to_stop()
+        await server.stop(STOP_GRACE)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if inventory is not None:
+            await inventory.close()
+        await asyncio.to_thread(brain.close)
+
+
+async def _told_to_stop() -> None:
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    await stopped.wait()

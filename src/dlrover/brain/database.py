@@ -1,0 +1,157 @@
+"""The Brain's database: SQLite in a file, MariaDB or MySQL, PostgreSQL."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from alembic import command
+from alembic.config import Config
+from alembic.util import CommandError
+from sqlalchemy.engine import URL, Connection, Engine, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
+
+from dlrover.errors import ConfigurationError, InfrastructureError
+
+LOCK_TIMEOUT = 60
+"""Seconds that another server may hold the database, while it migrates it or writes."""
+MIGRATIONS = Path(__file__).parent / "migrations"
+DRIVERS = {
+    "sqlite": "sqlite+pysqlite",
+    "mysql": "mysql+pymysql",
+    "mariadb": "mysql+pymysql",
+    "postgresql": "postgresql+psycopg",
+    "postgres": "postgresql+psycopg",
+}
+"""What is meant by the first word of a URL."""
+LOCK_NAME = "dlrover-brain-migrations"
+LOCK_NUMBER = 0x646C72627261
+"""The same for PostgreSQL."""
+
+
+def open_database(url: str) -> Engine:
+    """A database whose tables are those of this version.
+
+    Args:
+        url: As SQLAlchemy takes it: ``sqlite:////var/lib/brain.db``,
+            ``mysql://user:password@host/name``, ``postgresql://user:password@host/name``.
+
+    Raises:
+        ConfigurationError: the URL is wrong, or its driver is not installed.
+        InfrastructureError: the database cannot be reached or migrated.
+    """
+    parsed = _parsed(url)
+    shown = parsed.render_as_string(hide_password=True)
+    try:
+        engine = sa.create_engine(parsed, **_options(parsed))
+    except ImportError as error:
+        raise ConfigurationError(
+            f"--database {shown} needs {error.name}: pip install "
+            f"'dlrover[brain-{parsed.get_backend_name()}]'."
+        ) from error
+    if parsed.get_backend_name() == "sqlite":
+        _prepare_sqlite(engine)
+    try:
+        with _alone(engine), engine.begin() as connection:
+            _migrate(connection)
+    except CommandError as error:
+        engine.dispose()
+        raise InfrastructureError(
+            f"The database {shown} was made by another version: {error}."
+        ) from error
+    except (DBAPIError, OSError) as error:
+        engine.dispose()
+        raise InfrastructureError(
+            f"The database {shown} cannot be opened: {reason(error)}."
+        ) from error
+    return engine
+
+
+def reason(error: Exception) -> str:
+    """What a database said, in one line."""
+    said = str(getattr(error, "orig", None) or error)
+    return said.strip().splitlines()[0].rstrip(".") if said.strip() else type(error).__name__
+
+
+def _parsed(url: str) -> URL:
+    accepted = "sqlite:///FILE, mysql://USER:PASSWORD@HOST/NAME and postgresql://…"
+    try:
+        parsed = make_url(url)
+        driver = DRIVERS.get(parsed.drivername, parsed.drivername)
+        parsed = parsed.set(drivername=driver)
+        parsed.get_dialect()
+    except (ArgumentError, NoSuchModuleError) as error:
+        raise ConfigurationError(
+            f"--database is not the URL of a database that is known; accepted are {accepted}."
+        ) from error
+    if parsed.get_backend_name() not in ("sqlite", "mysql", "postgresql"):
+        raise ConfigurationError(f"--database {parsed.drivername}://…: accepted are {accepted}.")
+    if parsed.get_backend_name() == "sqlite" and parsed.database in (None, "", ":memory:"):
+        raise ConfigurationError("--database sqlite:// names no file; write sqlite:///FILE.")
+    return parsed
+
+
+def _options(url: URL) -> dict[str, Any]:
+    if url.get_backend_name() == "sqlite":
+        return {"connect_args": {"timeout": LOCK_TIMEOUT}}
+    options: dict[str, Any] = {"pool_pre_ping": True, "connect_args": {"connect_timeout": 10}}
+    if url.get_backend_name() == "mysql":
+        # A reply that never comes must not hold the only writer for ever.
+        options["connect_args"] |= {"charset": "utf8mb4", "read_timeout": LOCK_TIMEOUT}
+        options["isolation_level"] = "READ COMMITTED"
+    return options
+
+
+def _prepare_sqlite(engine: Engine) -> None:
+    """Readers do not wait for the writer, and what is committed outlives a power failure."""
+
+    @sa.event.listens_for(engine, "connect")
+    def connect(connection: Any, _record: Any) -> None:
+        connection.isolation_level = None  # transactions begin below, not by the driver's guess
+        cursor = connection.cursor()
+        cursor.execute(f"PRAGMA busy_timeout={LOCK_TIMEOUT * 1000}")
+        cursor.execute("PRAGMA journal_mode=WAL")
+        cursor.execute("PRAGMA synchronous=FULL")
+        cursor.execute("PRAGMA foreign_keys=ON")
+        cursor.close()
+
+    @sa.event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        writes = connection.get_execution_options().get("writes", True)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+@contextlib.contextmanager
+def _alone(engine: Engine) -> Iterator[None]:
+    """Only one server migrates at a time; the others wait."""
+    backend = engine.url.get_backend_name()
+    if backend == "sqlite":
+        path = Path(f"{engine.url.database}.lock")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+        return
+    with engine.connect() as connection:
+        if backend == "mysql":
+            asked = sa.text("SELECT GET_LOCK(:name, :seconds)")
+            got = connection.scalar(asked, {"name": LOCK_NAME, "seconds": LOCK_TIMEOUT - 5})
+            if got != 1:
+                raise InfrastructureError("Another server is still migrating the database.")
+        else:
+            connection.execute(sa.text("SELECT pg_advisory_lock(:number)"), {"number": LOCK_NUMBER})
+        try:
+            yield
+        finally:
+            connection.invalidate()  # the lock goes with the connection
+
+
+def _migrate(connection: Connection) -> None:
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")

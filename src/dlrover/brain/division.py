@@ -1,0 +1,221 @@
+"""The built-in optimiser of the cluster: what there is goes where it brings most."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dlrover.brain.known import Job, Past, added
+from dlrover.brain.shapes import (
+    Models,
+    allowed,
+    predict,
+    resized,
+    ring_shape,
+    server_shape,
+    terms_of,
+    use_of,
+)
+from dlrover.brain.single import first_plan
+from dlrover.planning.allreduce import RingModel
+from dlrover.planning.cluster import Demand, Share, Size, allocate
+from dlrover.planning.parameter_server import ServerModel
+from dlrover.planning.search import pareto
+from dlrover.planning.warmstart import LEAST_SIMILARITY, expected_remaining, similarity
+from dlrover.spec import brain
+from dlrover.spec.plan import Plan
+
+SIZES = 24
+"""Sizes of a job that are compared, at most."""
+FIRST_LENGTH = 3600.0
+"""Seconds that a job is expected to need, if nothing is known of any like it."""
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A job, and the sizes it may have, by name."""
+
+    job: Job
+    demand: Demand
+    shapes: Mapping[str, brain.Shape]
+    kept: Mapping[str, float]
+    """What it keeps in any case: no job that runs is left without nodes. Its sizes count from there."""
+
+
+class ClusterOptimizer:
+    """Divides the cluster among its jobs by marginal gain, within the quotas of their queues."""
+
+    whole = True
+
+    def __init__(self) -> None:
+        self._models = Models()
+
+    def advise(
+        self, jobs: Sequence[Job], past: Past, cluster: brain.Cluster
+    ) -> dict[str, brain.Advice]:
+        """What each job should have."""
+        if not cluster.nodes:
+            reason = "nobody has told the Brain what the cluster has"
+            return {job.id: brain.Advice(reason=reason) for job in jobs}
+        cases = {job.id: self._case(job, past, cluster) for job in jobs}
+        kept = added(case.kept for case in cases.values())
+        shares = allocate(
+            [case.demand for case in cases.values()],
+            _less(_capacity(jobs, cluster), kept),
+            quotas=_less(_quotas(cluster), kept),
+        )
+        return {name: self._advice(case, shares[name]) for name, case in cases.items()}
+
+    def _case(self, job: Job, past: Past, cluster: brain.Cluster) -> _Case:
+        model = self._models.of(job)
+        shapes = _shapes(job, model, past)
+        sizes = [
+            Size(name, _use(job, shape, cluster), _speed(job, model, shape))
+            for name, shape in shapes.items()
+        ]
+        sizes.sort(key=lambda size: size.speed)
+        current = None if job.current is None else _name(job.current)
+        kept = _smallest(sizes) if current else {}
+        sizes = [Size(size.name, _less(size.use, kept), size.speed) for size in sizes]
+        demand = Demand(
+            job.id,
+            sizes,
+            _remaining(job, past, sizes),
+            current=current,
+            priority=job.description.priority,
+            restart=job.description.restart,
+        )
+        return _Case(job, demand, shapes, kept)
+
+    def _advice(self, case: _Case, share: Share) -> brain.Advice:
+        job = case.job
+        if share.size is None or share.size.name == case.demand.current:
+            return brain.Advice(reason=share.reason)
+        shape, model = case.shapes[share.size.name], self._models.of(job)
+        effect = None
+        if model is not None and job.current is not None:
+            before = predict(model, job.current).throughput
+            effect = predict(model, shape).effect(before=before)
+        plan = Plan(groups=shape.groups, reason=share.reason, effect=effect)
+        return brain.Advice(plan=plan, reason=share.reason)
+
+
+def _shapes(job: Job, model: RingModel | ServerModel | None, past: Past) -> dict[str, brain.Shape]:
+    """The sizes that a job may have next, by name: those near what was measured."""
+    if job.current is None:
+        first = brain.Shape(groups=first_plan(job.description, past).groups)
+        return {_name(first): first}
+    if model is None:
+        return {_name(job.current): job.current}
+    shapes = (
+        _ring(job, job.current, model)
+        if isinstance(model, RingModel)
+        else _servers(job, job.current, model)
+    )
+    return {_name(shape): shape for shape in [*shapes, job.current]}
+
+
+def _ring(job: Job, current: brain.Shape, model: RingModel) -> list[brain.Shape]:
+    region, measured = terms_of(job).region, [sample.shape for sample in model.samples]
+    shapes = [resized(current, count) for count in allowed(job.description.space.workers)]
+    near = [shape for shape in shapes if region.contains(ring_shape(shape), measured)]
+    return _spread(near)
+
+
+def _servers(job: Job, current: brain.Shape, model: ServerModel) -> list[brain.Shape]:
+    """Of the many sizes that are near, those that no other one beats."""
+    region, space = terms_of(job).region, job.description.space
+    measured = {sample.shape for sample in model.samples}
+    shapes = [
+        shape
+        for workers in allowed(space.workers)
+        for servers in allowed(space.servers)
+        if region.contains(server_shape(shape := resized(current, workers, servers)), measured)
+    ]
+    if not shapes:
+        return []
+    sizes = [server_shape(shape) for shape in shapes]
+    w, p, cw, cp = np.array([size.axes() for size in sizes]).T
+    throughput = model.throughput_of(w, p, cw, cp, sizes[0].batch)
+    cost = w * cw + p * cp
+    return _spread([shapes[index] for index in pareto(throughput, cost)])
+
+
+def _spread(shapes: list[brain.Shape]) -> list[brain.Shape]:
+    """At most `SIZES` of them, from the first to the last."""
+    if len(shapes) <= SIZES:
+        return shapes
+    step = (len(shapes) - 1) / (SIZES - 1)
+    return [shapes[round(number * step)] for number in range(SIZES)]
+
+
+def _name(shape: brain.Shape) -> str:
+    worker, server = shape.groups["worker"], shape.groups.get("ps")
+    unit = "node" if worker.count == 1 else "nodes"
+    return f"{worker.count} {unit}" + (f" and {server.count} ps" if server else "")
+
+
+def _remaining(job: Job, past: Past, sizes: Sequence[Size]) -> float:
+    """Samples until the job's end, as far as one knows."""
+    described = job.description
+    if described.total > 0:
+        return max(described.total - job.done, 1.0)
+    similar = [
+        total
+        for one, total in zip(past.jobs, past.done, strict=True)
+        if total > 0 and similarity(described.features, one.features) >= LEAST_SIMILARITY
+    ]
+    speed = max((size.speed for size in sizes), default=1.0)
+    return expected_remaining(job.done, similar, FIRST_LENGTH * speed)
+
+
+def _speed(job: Job, model: RingModel | ServerModel | None, shape: brain.Shape) -> float:
+    """Samples per second, the fewer the less sure they are; 1 where nothing was measured yet."""
+    if model is None:
+        return 1.0
+    expected = predict(model, shape)
+    return expected.throughput * math.exp(-terms_of(job).choice.caution * expected.spread)
+
+
+def _use(job: Job, shape: brain.Shape, cluster: brain.Cluster) -> dict[str, float]:
+    """What a size takes of the resources that are divided, and of the quota of the job's queue."""
+    taken, queue = use_of(shape.groups), job.description.queue
+    use = {name: amount for name, amount in taken.items() if name in cluster.capacity}
+    for name in cluster.quotas.get(queue, {}):
+        use[_in_queue(queue, name)] = taken.get(name, 0.0)
+    return use
+
+
+def _smallest(sizes: Sequence[Size]) -> dict[str, float]:
+    """The least of each resource that any size takes."""
+    names = {name for size in sizes for name in size.use}
+    return {name: min(size.use.get(name, 0.0) for size in sizes) for name in names}
+
+
+def _capacity(jobs: Sequence[Job], cluster: brain.Cluster) -> dict[str, float]:
+    """What these jobs may have together: what nobody else takes."""
+    ready = [node for node in cluster.nodes if node.ready]
+    used, by_jobs = added(node.used for node in ready), added(node.by_jobs for node in ready)
+    own = added(use_of(job.current.groups) for job in jobs if job.current is not None)
+    ours = {name: min(amount, by_jobs.get(name, 0.0)) for name, amount in own.items()}
+    return _less(cluster.capacity, _less(used, ours))
+
+
+def _less(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    return {name: max(0.0, amount - other.get(name, 0.0)) for name, amount in one.items()}
+
+
+def _quotas(cluster: brain.Cluster) -> dict[str, float]:
+    """The limits of each queue, as resources of their own."""
+    return {
+        _in_queue(queue, resource): amount
+        for queue, limits in cluster.quotas.items()
+        for resource, amount in limits.items()
+    }
+
+
+def _in_queue(queue: str, resource: str) -> str:
+    return f"{queue}/{resource}"

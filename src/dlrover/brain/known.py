@@ -1,0 +1,292 @@
+"""What an optimiser is given: the jobs, those before them, and the cluster. Read from the database."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from dlrover.brain import tables
+from dlrover.errors import ConfigurationError
+from dlrover.planning.warmstart import PastJob
+from dlrover.spec import brain
+from dlrover.spec.plan import Group, Plan, PlanOutcome
+
+SAMPLES = 60
+"""Samples of a job that plans are made from: the latest."""
+OUTCOMES = 20
+"""The same of the outcomes of its plans."""
+PAST = 500
+"""Ended jobs among which similar ones are looked for: the latest."""
+TALE_PLANS, TALE_SAMPLES = 100, 200
+"""How much of a job is shown."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that runs, as far as the Brain knows it."""
+
+    id: str
+    description: brain.Description
+    current: brain.Shape | None
+    """What it has; None where nothing runs yet."""
+    samples: tuple[brain.Sample, ...]
+    """The latest, the oldest first."""
+    outcomes: tuple[PlanOutcome, ...]
+    """Of its plans that were measured, the oldest first."""
+    done: float
+    """Samples that it has processed so far; 0 if that is not known."""
+    version: int
+    """Grows with each sample."""
+
+
+@dataclass(frozen=True)
+class Past:
+    """Jobs that have ended well."""
+
+    jobs: tuple[PastJob, ...]
+    """With the most memory that any of their nodes had used."""
+    done: tuple[float, ...]
+    """Samples that each of them has processed; 0 if that is not known."""
+
+
+def one_job(connection: Connection, job: str) -> Job:
+    """A job by its id, whether it runs or not.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    found = _jobs(connection, tables.jobs.c.id == job)
+    if not found:
+        raise ConfigurationError(f"The Brain knows no job {job}; dlrover brain jobs lists them.")
+    return found[0]
+
+
+def jobs_of_mode(connection: Connection, mode: brain.Mode) -> list[Job]:
+    """The jobs of a mode that run."""
+    jobs = tables.jobs
+    return _jobs(connection, (jobs.c.state == "running") & (jobs.c.mode == mode))
+
+
+def _jobs(connection: Connection, where: Any) -> list[Job]:
+    jobs = tables.jobs
+    rows = connection.execute(sa.select(jobs).where(where).order_by(jobs.c.id)).all()
+    chosen = sa.select(jobs.c.id).where(where)
+    samples = _samples(connection, chosen)
+    outcomes = _outcomes(connection, chosen)
+    return [
+        Job(
+            id=row.id,
+            description=msgspec.json.decode(row.description, type=brain.Description),
+            current=_shape(row.shape),
+            samples=tuple(sample for _, sample in samples.get(row.id, ())),
+            outcomes=tuple(outcomes.get(row.id, ())),
+            done=row.done,
+            version=max((number for number, _ in samples.get(row.id, ())), default=0),
+        )
+        for row in rows
+    ]
+
+
+def _samples(connection: Connection, chosen: Any) -> dict[str, list[tuple[int, brain.Sample]]]:
+    rows = _latest(connection, tables.samples, tables.samples.c.id, chosen, SAMPLES)
+    found: dict[str, list[tuple[int, brain.Sample]]] = {}
+    for row in rows:
+        sample = msgspec.json.decode(row.sample, type=brain.Sample)
+        found.setdefault(row.job, []).append((row.id, sample))
+    return found
+
+
+def _latest(connection: Connection, table: sa.Table, by: Any, chosen: Any, most: int) -> Any:
+    """The last rows of each chosen job, the oldest first."""
+    number = sa.func.row_number().over(partition_by=table.c.job, order_by=by.desc())
+    numbered = sa.select(table, number.label("age")).where(table.c.job.in_(chosen)).subquery()
+    query = sa.select(numbered).where(numbered.c.age <= most).order_by(numbered.c.age.desc())
+    return connection.execute(query).all()
+
+
+def _outcomes(connection: Connection, chosen: Any) -> dict[str, list[PlanOutcome]]:
+    plans, outcomes = tables.plans, tables.outcomes
+    query = (
+        sa.select(plans.c.job, plans.c.plan, outcomes.c.throughput)
+        .join_from(outcomes, plans)
+        .where(plans.c.job.in_(chosen), outcomes.c.throughput > 0)
+        .order_by(outcomes.c.at)
+    )
+    found: dict[str, list[PlanOutcome]] = {}
+    for row in connection.execute(query):
+        effect = msgspec.json.decode(row.plan, type=Plan).effect
+        if effect is not None:
+            found.setdefault(row.job, []).append(
+                PlanOutcome(effect=effect, throughput=row.throughput)
+            )
+    return {job: of_job[-OUTCOMES:] for job, of_job in found.items()}
+
+
+def past_jobs(connection: Connection) -> Past:
+    """The latest jobs that ended well."""
+    jobs, nodes = tables.jobs, tables.nodes
+    query = (
+        sa.select(jobs)
+        .where(jobs.c.state == "succeeded", jobs.c.shape.is_not(None))
+        .order_by(jobs.c.ended.desc())
+        .limit(PAST)
+    )
+    rows = connection.execute(query).all()
+    if not rows:
+        return Past((), ())
+    memory = (
+        sa.select(nodes.c.job, nodes.c.kind, sa.func.max(nodes.c.most_memory).label("memory"))
+        .where(nodes.c.job.in_([row.id for row in rows]))
+        .group_by(nodes.c.job, nodes.c.kind)
+    )
+    most = {(row.job, row.kind): int(row.memory) for row in connection.execute(memory)}
+    return Past(tuple(_past(row, most) for row in rows), tuple(row.done for row in rows))
+
+
+def _past(row: Any, most: dict[tuple[str, str], int]) -> PastJob:
+    description = msgspec.json.decode(row.description, type=brain.Description)
+    shape = msgspec.json.decode(row.shape, type=brain.Shape)
+    groups: dict[str, Group] = {
+        kind: msgspec.structs.replace(group, memory=most.get((row.id, kind), group.memory))
+        for kind, group in shape.groups.items()
+    }
+    return PastJob(description.name, description.features, groups)
+
+
+def the_cluster(connection: Connection) -> brain.Cluster:
+    """What the cluster has, as it was told last."""
+    rows = connection.execute(sa.select(tables.cluster).order_by(tables.cluster.c.name)).all()
+    nodes = tuple(msgspec.json.decode(row.node, type=brain.ClusterNode) for row in rows)
+    ready = [node for node in nodes if node.ready]
+    capacity = added(node.capacity for node in ready)
+    used = added(node.used for node in ready)
+    free = {name: max(0.0, amount - used.get(name, 0.0)) for name, amount in capacity.items()}
+    limits = {
+        row.queue: msgspec.json.decode(row.limits, type=brain.Use)
+        for row in connection.execute(sa.select(tables.quotas))
+    }
+    seen = max((row.at for row in rows), default=0.0)
+    return brain.Cluster(nodes=nodes, seen=seen, capacity=capacity, free=free, quotas=limits)
+
+
+def added(uses: Any) -> dict[str, float]:
+    """The sum of several uses of resources."""
+    total: dict[str, float] = {}
+    for use in uses:
+        for name, amount in use.items():
+            total[name] = total.get(name, 0.0) + amount
+    return total
+
+
+# ---- what is shown
+
+
+def job_rows(connection: Connection, asked: brain.AskJobs) -> tuple[brain.JobRow, ...]:
+    """Jobs, the latest first."""
+    jobs = tables.jobs
+    query = sa.select(jobs).order_by(jobs.c.registered.desc(), jobs.c.id).limit(asked.limit)
+    if asked.running:
+        query = query.where(jobs.c.state == "running")
+    return _rows(connection, connection.execute(query).all())
+
+
+def _rows(connection: Connection, rows: Sequence[Any]) -> tuple[brain.JobRow, ...]:
+    names = [row.id for row in rows]
+    counts = [_counts(connection, table, names) for table in (tables.samples, tables.plans)]
+    return tuple(
+        brain.JobRow(
+            job=row.id,
+            description=msgspec.json.decode(row.description, type=brain.Description),
+            state=row.state,
+            registered=row.registered,
+            ended=row.ended,
+            reason=row.reason,
+            samples=counts[0].get(row.id, 0),
+            plans=counts[1].get(row.id, 0),
+            shape=_shape(row.shape),
+            throughput=row.throughput,
+        )
+        for row in rows
+    )
+
+
+def _counts(connection: Connection, table: sa.Table, names: Sequence[str]) -> dict[str, int]:
+    query = sa.select(table.c.job, sa.func.count()).where(table.c.job.in_(names))
+    rows = connection.execute(query.group_by(table.c.job)).all()
+    return {job: int(count) for job, count in rows}
+
+
+def story(connection: Connection, job: str) -> brain.Story:
+    """All that is known of a job.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    jobs, nodes = tables.jobs, tables.nodes
+    row = connection.execute(sa.select(jobs).where(jobs.c.id == job)).one_or_none()
+    if row is None:
+        raise ConfigurationError(f"The Brain knows no job {job}; dlrover brain jobs lists them.")
+    used = sa.select(nodes).where(nodes.c.job == job).order_by(nodes.c.node)
+    samples = _latest(connection, tables.samples, tables.samples.c.id, [job], TALE_SAMPLES)
+    return brain.Story(
+        job=_rows(connection, [row])[0],
+        plans=tuple(_record(found) for found in _plans(connection, job)),
+        nodes=tuple(_node(found) for found in connection.execute(used)),
+        samples=tuple(msgspec.json.decode(found.sample, type=brain.Sample) for found in samples),
+    )
+
+
+def _plans(connection: Connection, job: str) -> list[Any]:
+    plans, outcomes = tables.plans, tables.outcomes
+    query = (
+        sa.select(plans, outcomes.c.state, outcomes.c.throughput, outcomes.c.reason)
+        .join_from(plans, outcomes, isouter=True)
+        .where(plans.c.job == job)
+        .order_by(plans.c.at.desc())
+        .limit(TALE_PLANS)
+    )
+    return list(reversed(connection.execute(query).all()))
+
+
+def plan_by_id(connection: Connection, plan_id: str) -> brain.PlanRecord | None:
+    """A plan, if it was made."""
+    plans = tables.plans
+    query = sa.select(
+        plans, sa.null().label("state"), sa.null().label("throughput"), sa.null().label("reason")
+    ).where(plans.c.id == plan_id)
+    row = connection.execute(query).one_or_none()
+    return None if row is None else _record(row)
+
+
+def _record(row: Any) -> brain.PlanRecord:
+    plan = msgspec.json.decode(row.plan, type=Plan)
+    outcome = None
+    if row.throughput and plan.effect is not None:
+        outcome = PlanOutcome(effect=plan.effect, throughput=row.throughput)
+    return brain.PlanRecord(
+        plan_id=row.id,
+        at=row.at,
+        optimizer=row.optimizer,
+        plan=plan,
+        before=_shape(row.shape),
+        state=row.state,
+        measured=row.throughput or 0.0,
+        error=outcome.error if outcome else None,
+        within=outcome.within if outcome else None,
+        reason=row.reason or "",
+    )
+
+
+def _node(row: Any) -> brain.NodeRecord:
+    return brain.NodeRecord(
+        **{name: getattr(row, name) for name in brain.NodeRecord.__struct_fields__}
+    )
+
+
+def _shape(text: str | None) -> brain.Shape | None:
+    return None if text is None else msgspec.json.decode(text, type=brain.Shape)

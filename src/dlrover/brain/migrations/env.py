@@ -1,0 +1,11 @@
+"""Alembic runs this: it brings the database of the given connection up to date."""
+
+from __future__ import annotations
+
+from alembic import context
+
+from dlrover.brain.tables import metadata
+
+context.configure(connection=context.config.attributes["connection"], target_metadata=metadata)
+with context.begin_transaction():
+    context.run_migrations()

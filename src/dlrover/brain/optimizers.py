@@ -1,0 +1,87 @@
+"""Optimisers: what plans jobs. Others can be installed beside the built-in ones.
+
+A package that names a class under the entry point group ``dlrover.brain.optimizers`` adds an optimiser, and a job that
+names it in ``Description.optimizer`` is planned by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
+from typing import Protocol
+
+from dlrover.brain.division import ClusterOptimizer
+from dlrover.brain.known import Job, Past
+from dlrover.brain.single import SingleJobOptimizer
+from dlrover.errors import ConfigurationError
+from dlrover.spec import brain
+
+GROUP = "dlrover.brain.optimizers"
+BUILT_IN: Mapping[str, type[Optimizer]]
+
+
+class Optimizer(Protocol):
+    """Plans jobs. Each call has all that is known; it may be made on any thread, one at a time."""
+
+    whole: bool
+    """Whether it plans all jobs of its mode at once; else it gets one job in each call."""
+
+    def advise(
+        self, jobs: Sequence[Job], past: Past, cluster: brain.Cluster
+    ) -> dict[str, brain.Advice]:
+        """What each job should have next, by its id."""
+        ...
+
+
+class ManualOptimizer:
+    """Leaves every job as its user has sized it."""
+
+    whole = False
+
+    def advise(
+        self, jobs: Sequence[Job], past: Past, cluster: brain.Cluster
+    ) -> dict[str, brain.Advice]:
+        """Nothing, for each job."""
+        del past, cluster
+        reason = "optimizeMode is manual: the job keeps the size that its user gave it"
+        return {job.id: brain.Advice(reason=reason) for job in jobs}
+
+
+BUILT_IN = {
+    "manual": ManualOptimizer,
+    "single-job": SingleJobOptimizer,
+    "cluster": ClusterOptimizer,
+}
+
+
+class Optimizers:
+    """The optimisers of one service, made when a job first asks for them."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Optimizer] = {}
+        self._installed = {entry.name: entry for entry in entry_points(group=GROUP)}
+
+    def of(self, description: brain.Description) -> tuple[str, Optimizer]:
+        """The name and the optimiser that plans a job.
+
+        Raises:
+            ConfigurationError: the job names one that is not installed, or that cannot be loaded.
+        """
+        name = description.optimizer or description.mode
+        if description.mode == "manual":
+            name = "manual"
+        if name not in self._made:
+            self._made[name] = self._make(name)
+        return name, self._made[name]
+
+    def _make(self, name: str) -> Optimizer:
+        if name in BUILT_IN:
+            return BUILT_IN[name]()
+        if name not in self._installed:
+            known = ", ".join(sorted({*BUILT_IN, *self._installed}))
+            raise ConfigurationError(f"There is no optimizer {name}; installed are {known}.")
+        try:
+            made: Optimizer = self._installed[name].load()()
+        except Exception as error:
+            raise ConfigurationError(f"The optimizer {name} cannot be loaded: {error}.") from error
+        return made

@@ -1,0 +1,235 @@
+"""What each report writes into the database. A report counts once, however often it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from dlrover.brain import tables
+from dlrover.errors import ConfigurationError, ProtocolError
+from dlrover.spec import brain
+from dlrover.spec.plan import Plan
+
+MASTER = "master"
+"""The optimiser of plans that a job's master has made itself."""
+
+
+def write(connection: Connection, report: brain.Report, now: float) -> brain.Committed:
+    """Write a report, unless it was written before.
+
+    Raises:
+        ConfigurationError: nobody has registered the job.
+        ProtocolError: the report contradicts itself or what is known.
+    """
+    requests = tables.requests
+    known = sa.select(requests.c.id).where(requests.c.id == report.request)
+    if connection.scalar(known) is None:
+        _WRITE[type(report)](connection, report, now)
+        connection.execute(requests.insert().values(id=report.request, at=now))
+    return brain.Committed()
+
+
+def as_json(record: Any) -> str:
+    """A record as the database keeps it."""
+    return msgspec.json.encode(record).decode()
+
+
+def checked(shape: brain.Shape) -> brain.Shape:
+    """A shape that can be planned with.
+
+    Raises:
+        ProtocolError: it has no workers.
+    """
+    groups = shape.groups.values()
+    if "worker" not in shape.groups or any(group.count < 1 for group in groups):
+        raise ProtocolError(
+            "A shape's groups must have worker, and a count of at least 1 each; it has "
+            f"{', '.join(f'{kind}: {group.count}' for kind, group in shape.groups.items()) or 'none'}."
+        )
+    return shape
+
+
+def require_job(connection: Connection, job: str) -> None:
+    """Refuse what is about a job that nobody has registered."""
+    jobs = tables.jobs
+    if connection.scalar(sa.select(jobs.c.id).where(jobs.c.id == job)) is None:
+        raise ConfigurationError(f"The Brain knows no job {job}; dlrover brain jobs lists them.")
+
+
+def insert_plan(
+    connection: Connection, job: str, plan_id: str, plan: Plan, now: float, **more: Any
+) -> None:
+    """Write a plan; ``more`` is its optimiser, and the shape before if that is known."""
+    shape = more.get("shape")
+    connection.execute(
+        tables.plans.insert().values(
+            id=plan_id,
+            job=job,
+            at=now,
+            optimizer=more["optimizer"],
+            plan=as_json(plan),
+            shape=as_json(shape) if shape is not None else None,
+        )
+    )
+
+
+def _register(connection: Connection, report: brain.RegisterJob, now: float) -> None:
+    """Put a job into the list, or renew what it says of itself; an ended one runs again."""
+    description = report.description
+    space = description.space
+    for name, bounds in (("workers", space.workers), ("servers", space.servers)):
+        if bounds.least > bounds.most:
+            raise ProtocolError(f"space.{name} is {bounds.least} to {bounds.most}: least > most.")
+    jobs = tables.jobs
+    said = {
+        "mode": description.mode,
+        "state": "running",
+        "ended": None,
+        "reason": "",
+        "description": as_json(description),
+    }
+    renewed = connection.execute(jobs.update().where(jobs.c.id == report.job).values(said))
+    if not renewed.rowcount:
+        first = {"id": report.job, "registered": now, "throughput": 0.0, "done": 0.0}
+        connection.execute(jobs.insert().values(said | first))
+
+
+def _samples(connection: Connection, report: brain.ReportSamples, now: float) -> None:
+    require_job(connection, report.job)
+    samples = [
+        msgspec.structs.replace(sample, at=sample.at or now, shape=checked(sample.shape))
+        for sample in report.samples
+    ]
+    connection.execute(
+        tables.samples.insert(),
+        [{"job": report.job, "at": s.at, "sample": as_json(s)} for s in samples],
+    )
+    latest = max(reversed(samples), key=lambda sample: sample.at)  # of equal ones the last
+    jobs = tables.jobs
+    connection.execute(
+        jobs.update()
+        .where(jobs.c.id == report.job)
+        .values(
+            shape=as_json(latest.shape),
+            throughput=latest.throughput,
+            done=sa.case((jobs.c.done > latest.done, jobs.c.done), else_=latest.done),
+        )
+    )
+
+
+def _usage(connection: Connection, report: brain.ReportUsage, now: float) -> None:
+    require_job(connection, report.job)
+    rows = [
+        {
+            "job": report.job,
+            "node": one.node,
+            "at": one.at or now,
+            "cpu": one.cpu,
+            "memory": one.memory,
+            "accelerator": one.accelerator,
+            "progress": one.progress,
+        }
+        for one in report.nodes
+    ]
+    connection.execute(tables.usages.insert(), rows)
+    for one in report.nodes:
+        _note_node(connection, report.job, one, one.at or now)
+
+
+def _note_node(connection: Connection, job: str, one: brain.Usage, at: float) -> None:
+    nodes = tables.nodes
+    latest = {
+        "kind": one.kind,
+        "heard": at,
+        "cpu": one.cpu,
+        "memory": one.memory,
+        "accelerator": one.accelerator,
+    }
+    most = {
+        "most_cpu": sa.case((nodes.c.most_cpu > one.cpu, nodes.c.most_cpu), else_=one.cpu),
+        "most_memory": sa.case(
+            (nodes.c.most_memory > one.memory, nodes.c.most_memory), else_=one.memory
+        ),
+    }
+    where = (nodes.c.job == job) & (nodes.c.node == one.node)
+    renewed = connection.execute(nodes.update().where(where).values(latest | most))
+    if not renewed.rowcount:
+        first = {"job": job, "node": one.node, "most_cpu": one.cpu, "most_memory": one.memory}
+        connection.execute(nodes.insert().values(latest | first))
+
+
+def _plan(connection: Connection, report: brain.ReportPlan, now: float) -> None:
+    require_job(connection, report.job)
+    plans = tables.plans
+    if connection.scalar(sa.select(plans.c.id).where(plans.c.id == report.plan_id)) is not None:
+        raise ProtocolError(f"There is a plan {report.plan_id} already.")
+    insert_plan(
+        connection,
+        report.job,
+        report.plan_id,
+        report.plan,
+        now,
+        optimizer=MASTER,
+        shape=report.before,
+    )
+
+
+def _outcome(connection: Connection, report: brain.ReportOutcome, now: float) -> None:
+    require_job(connection, report.job)
+    plans, outcomes = tables.plans, tables.outcomes
+    owner = sa.select(plans.c.job).where(plans.c.id == report.plan_id)
+    if connection.scalar(owner) != report.job:
+        raise ProtocolError(f"Job {report.job} has no plan {report.plan_id}.")
+    said = {
+        "at": now,
+        "state": report.state,
+        "throughput": report.throughput,
+        "reason": report.reason,
+    }
+    where = outcomes.c.plan == report.plan_id
+    if not connection.execute(outcomes.update().where(where).values(said)).rowcount:
+        connection.execute(outcomes.insert().values(said | {"plan": report.plan_id}))
+
+
+def _end(connection: Connection, report: brain.EndJob, now: float) -> None:
+    require_job(connection, report.job)
+    jobs = tables.jobs
+    said: dict[str, Any] = {"state": report.state, "ended": now, "reason": report.reason}
+    if report.shape is not None:
+        said["shape"] = as_json(checked(report.shape))
+    connection.execute(jobs.update().where(jobs.c.id == report.job).values(said))
+
+
+def _cluster(connection: Connection, report: brain.ReportCluster, now: float) -> None:
+    names = [node.name for node in report.nodes]
+    if len(set(names)) < len(names):
+        raise ProtocolError("A report of the cluster names a machine twice.")
+    connection.execute(tables.cluster.delete())
+    if report.nodes:
+        rows = [{"name": one.name, "at": now, "node": as_json(one)} for one in report.nodes]
+        connection.execute(tables.cluster.insert(), rows)
+
+
+def _quota(connection: Connection, report: brain.SetQuota, _now: float) -> None:
+    quotas = tables.quotas
+    connection.execute(quotas.delete().where(quotas.c.queue == report.queue))
+    if report.limits:
+        connection.execute(
+            quotas.insert().values(queue=report.queue, limits=as_json(report.limits))
+        )
+
+
+_WRITE: dict[type, Callable[[Connection, Any, float], None]] = {
+    brain.RegisterJob: _register,
+    brain.ReportSamples: _samples,
+    brain.ReportUsage: _usage,
+    brain.ReportPlan: _plan,
+    brain.ReportOutcome: _outcome,
+    brain.EndJob: _end,
+    brain.ReportCluster: _cluster,
+    brain.SetQuota: _quota,
+}

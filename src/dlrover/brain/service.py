@@ -1,0 +1,292 @@
+"""The Brain's shell: takes messages in, writes what they report, and asks the optimisers."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.exc import DBAPIError
+
+from dlrover.brain import known, reports, retention
+from dlrover.brain.database import reason
+from dlrover.brain.optimizers import Optimizer, Optimizers
+from dlrover.brain.shapes import Models, predict, resized, ring_shape, server_shape, terms_of
+from dlrover.brain.writer import Writer
+from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
+from dlrover.rpc.server import Server
+from dlrover.spec import brain
+from dlrover.spec.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+READERS = 4
+"""Threads that read the database."""
+DIVISION_LIFE = 30.0
+"""Seconds for which a division of the cluster is used for all jobs that ask."""
+PRUNE_INTERVAL = 3600.0
+"""Seconds between two looks for what is old."""
+PRUNE_PAUSE = 0.2
+"""Seconds between two batches of them."""
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Division:
+    """What all jobs of an optimiser were given at a time."""
+
+    made: float
+    advice: dict[str, brain.Advice]
+    had: dict[str, brain.Shape | None]
+    """What each job had at that time."""
+
+    def part(self, job: known.Job) -> brain.Advice | None:
+        """What a job was given; None if it was not there, or has changed in another way since."""
+        if job.id not in self.advice:
+            return None
+        found = self.advice[job.id]
+        if self.had[job.id] == job.current:
+            return found
+        given = found.plan.groups if found.plan is not None else None
+        if job.current is not None and job.current.groups == given:
+            return brain.Advice(reason=f"has what it was given: {found.reason}")
+        return None
+
+
+class Brain:
+    """The Brain over one database. All methods run on one event loop; nothing here blocks it.
+
+    ``clock`` gives the seconds since the epoch.
+    """
+
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.time) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._writer = Writer(engine)
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="brain-reader")
+        self._planner = ThreadPoolExecutor(1, thread_name_prefix="brain-planner")
+        self._optimizers = Optimizers()
+        self._models = Models()
+        self._divisions: dict[str, _Division] = {}
+        self._dividing = asyncio.Lock()
+
+    def register(self, server: Server) -> None:
+        """Serve the Brain's methods."""
+        server.unary("Report", brain.Report, self.report)
+        server.unary("Plan", brain.AskPlan, self.plan)
+        server.unary("Effect", brain.AskEffect, self.effect)
+        server.unary("Jobs", brain.AskJobs, self.jobs)
+        server.unary("Explain", brain.Explain, self.explain)
+        server.unary("Cluster", brain.AskCluster, self.cluster)
+        server.unary("Divide", brain.AskDivision, self.divide)
+
+    def close(self) -> None:
+        """Write what waits, and leave the database."""
+        self._writer.close()
+        self._readers.shutdown()
+        self._planner.shutdown()
+        self._engine.dispose()
+
+    # ---- methods on the wire
+
+    async def report(self, report: brain.Report) -> brain.Committed:
+        """Write a report; the answer says that it is committed."""
+        now = self._clock()
+        committed: brain.Committed = await self._write(
+            lambda connection: reports.write(connection, report, now)
+        )
+        return committed
+
+    async def plan(self, asked: brain.AskPlan) -> brain.Advice:
+        """What a job should have next."""
+        if asked.current is not None:
+            reports.checked(asked.current)
+        earlier = await self._read(lambda c: known.plan_by_id(c, asked.request))
+        if earlier is not None:
+            return _advice_again(earlier)
+        job = await self._read(lambda c: known.one_job(c, asked.job))
+        job = dataclasses.replace(job, current=asked.current)
+        name, optimizer = self._optimizers.of(job.description)
+        if optimizer.whole:
+            advice = await self._from_division(name, optimizer, job)
+        else:
+            past, cluster = await self._surroundings()
+            advice = (await self._advise(optimizer, [job], past, cluster))[job.id]
+        return await self._keep(asked, advice, name)
+
+    async def effect(self, asked: brain.AskEffect) -> brain.Expected:
+        """What a job would do with other numbers of nodes."""
+        job = await self._read(lambda c: known.one_job(c, asked.job))
+        if job.current is None or not job.samples:
+            raise ConfigurationError(
+                f"No throughput of job {asked.job} has been reported yet: nothing can be predicted."
+            )
+        return await self._plan_thread(functools.partial(_expected, self._models, job, asked))
+
+    async def jobs(self, asked: brain.AskJobs) -> brain.Jobs:
+        """The jobs, the latest first."""
+        return brain.Jobs(await self._read(lambda c: known.job_rows(c, asked)))
+
+    async def explain(self, asked: brain.Explain) -> brain.Story:
+        """All that is known of a job."""
+        return await self._read(lambda c: known.story(c, asked.job))
+
+    async def cluster(self, _asked: brain.AskCluster) -> brain.Cluster:
+        """What the cluster has."""
+        return await self._read(known.the_cluster)
+
+    async def divide(self, _asked: brain.AskDivision) -> brain.Division:
+        """Divide the cluster now."""
+        started = time.monotonic()
+        described = brain.Description(name="", mode="cluster")
+        name, optimizer = self._optimizers.of(described)
+        async with self._dividing:
+            advice = (await self._division(name, optimizer)).advice
+        return brain.Division(advice=advice, seconds=time.monotonic() - started)
+
+    # ---- plans
+
+    async def _surroundings(self) -> tuple[known.Past, brain.Cluster]:
+        return await self._read(lambda c: (known.past_jobs(c), known.the_cluster(c)))
+
+    async def _from_division(self, name: str, optimizer: Optimizer, job: known.Job) -> brain.Advice:
+        """A job's part of the latest division, which is made anew if it is old or lacks the job."""
+        async with self._dividing:
+            division = self._divisions.get(name)
+            if division is None or self._clock() - division.made > DIVISION_LIFE:
+                division = await self._division(name, optimizer, job)
+            found = division.part(job)
+            if found is None:
+                found = (await self._division(name, optimizer, job)).advice[job.id]
+        return found
+
+    async def _division(
+        self, name: str, optimizer: Optimizer, asking: known.Job | None = None
+    ) -> _Division:
+        jobs = await self._read(lambda c: known.jobs_of_mode(c, "cluster"))
+        jobs = [job for job in jobs if self._optimizers.of(job.description)[0] == name]
+        if asking is not None:
+            jobs = [asking, *(job for job in jobs if job.id != asking.id)]
+        past, cluster = await self._surroundings()
+        advice = await self._advise(optimizer, jobs, past, cluster)
+        division = _Division(self._clock(), advice, {job.id: job.current for job in jobs})
+        self._divisions[name] = division
+        return division
+
+    async def _advise(
+        self,
+        optimizer: Optimizer,
+        jobs: list[known.Job],
+        past: known.Past,
+        cluster: brain.Cluster,
+    ) -> dict[str, brain.Advice]:
+        return await self._plan_thread(lambda: optimizer.advise(jobs, past, cluster))
+
+    async def _keep(self, asked: brain.AskPlan, advice: brain.Advice, name: str) -> brain.Advice:
+        """Write a plan that was made; it is known by its request."""
+        if advice.plan is None:
+            return brain.Advice(reason=advice.reason, optimizer=name)
+        plan, now = advice.plan, self._clock()
+
+        def write(connection: Connection) -> brain.PlanRecord | None:
+            earlier = known.plan_by_id(connection, asked.request)
+            if earlier is None:
+                reports.insert_plan(
+                    connection,
+                    asked.job,
+                    asked.request,
+                    plan,
+                    now,
+                    optimizer=name,
+                    shape=asked.current,
+                )
+            return earlier
+
+        earlier = await self._write(write)
+        if earlier is not None:
+            return _advice_again(earlier)
+        return brain.Advice(reason=plan.reason, plan=plan, plan_id=asked.request, optimizer=name)
+
+    # ---- retention
+
+    async def keep_pruned(self, days: float) -> None:
+        """Forget what is older than ``days``, now and then; runs until cancelled."""
+        while True:
+            try:
+                deleted = await self._write(functools.partial(_prune, self._clock(), days))
+            except InfrastructureError as error:
+                logger.warning("Old records stay for now: %s", error)
+                deleted = 0
+            await asyncio.sleep(PRUNE_PAUSE if deleted else PRUNE_INTERVAL)
+
+    # ---- threads
+
+    async def _write(self, write: Callable[[Connection], Any]) -> Any:
+        return await asyncio.wrap_future(self._writer.submit(write))
+
+    async def _read(self, read: Callable[[Connection], T]) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._readers, self._read_now, read)
+
+    def _read_now(self, read: Callable[[Connection], T]) -> T:
+        try:
+            with self._engine.connect().execution_options(writes=False) as connection:
+                return read(connection)
+        except DBAPIError as error:
+            raise InfrastructureError(f"The database failed: {reason(error)}.") from error
+
+    async def _plan_thread(self, plan: Callable[[], T]) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._planner, _planned, plan)
+
+
+def _planned(plan: Callable[[], T]) -> T:
+    """What an optimiser says; an optimiser may be anybody's, and may fail in any way."""
+    try:
+        return plan()
+    except DLRoverError:
+        raise
+    except Exception as error:
+        logger.exception("An optimizer failed")
+        raise InfrastructureError(f"The optimizer failed: {error}.") from error
+
+
+def _prune(now: float, days: float, connection: Connection) -> int:
+    return retention.prune(connection, now, days)
+
+
+def _advice_again(record: brain.PlanRecord) -> brain.Advice:
+    return brain.Advice(
+        reason=record.plan.reason,
+        plan=record.plan,
+        plan_id=record.plan_id,
+        optimizer=record.optimizer,
+    )
+
+
+def _expected(models: Models, job: known.Job, asked: brain.AskEffect) -> brain.Expected:
+    model, current = models.of(job), job.current
+    assert model is not None
+    assert current is not None
+    shape = resized(current, asked.workers, asked.servers)
+    axes = server_shape if job.description.strategy == "ps" else ring_shape
+    region = terms_of(job).region
+    measured = [sample.shape for sample in model.samples]
+    before, after = predict(model, current).throughput, predict(model, shape)
+    return brain.Expected(
+        shape=shape,
+        before=current,
+        plan=Plan(
+            groups=shape.groups,
+            reason=f"{after.throughput / before - 1:+.0%} throughput",
+            effect=after.effect(before=before),
+        ),
+        inside=region.contains(axes(shape), measured),
+    )

@@ -1,0 +1,119 @@
+"""Between what masters say of their sizes and what the models of `dlrover.planning` take."""
+
+from __future__ import annotations
+
+import msgspec
+
+from dlrover.brain.known import Job
+from dlrover.planning.allreduce import RingModel, RingSample, RingShape, fit_ring
+from dlrover.planning.parameter_server import ServerModel, ServerSample, ServerShape, fit_servers
+from dlrover.planning.plans import Terms
+from dlrover.planning.throughput import Prediction
+from dlrover.spec import brain
+from dlrover.spec.plan import Group
+
+EACH = 3
+"""Samples of one size that a model is fitted to: the latest, because throughputs drift."""
+KEPT = 20_000
+"""Models that are kept until their jobs have new samples."""
+
+
+def ring_shape(shape: brain.Shape) -> RingShape:
+    """The size of an all-reduce job."""
+    nodes = shape.groups["worker"].count
+    return RingShape(nodes, nodes * shape.per_node, shape.batch, shape.passes)
+
+
+def server_shape(shape: brain.Shape) -> ServerShape:
+    """The size of a parameter-server job; where cores are not known they count as one."""
+    worker, server = shape.groups["worker"], shape.groups.get("ps", Group(count=1))
+    return ServerShape(
+        worker.count, server.count, worker.cpu or 1.0, server.cpu or 1.0, shape.batch * shape.passes
+    )
+
+
+class Models:
+    """Fitted models of jobs, kept until a job has a new sample."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[int, RingModel | ServerModel]] = {}
+
+    def of(self, job: Job) -> RingModel | ServerModel | None:
+        """The model of a job; None if it has no samples."""
+        version, model = self._kept.get(job.id, (0, None))
+        if model is not None and version == job.version:
+            return model
+        samples = _latest_of_each(job.samples)
+        if not samples:
+            return None
+        if job.description.strategy == "ps":
+            model = fit_servers(
+                [ServerSample(server_shape(s.shape), s.throughput) for s in samples]
+            )
+        else:
+            model = fit_ring([_ring_sample(sample) for sample in samples])
+        if len(self._kept) >= KEPT:
+            self._kept.clear()
+        self._kept[job.id] = (job.version, model)
+        return model
+
+
+def predict(model: RingModel | ServerModel, shape: brain.Shape) -> Prediction:
+    """The throughput of a shape."""
+    if isinstance(model, RingModel):
+        return model.predict(ring_shape(shape))
+    return model.predict(server_shape(shape))
+
+
+def terms_of(job: Job) -> Terms:
+    """How far a plan may go: wider after predictions that were right, narrower after wrong ones."""
+    terms = Terms()
+    region = terms.region
+    for outcome in job.outcomes:
+        region = region.after(within=outcome.within)
+    return Terms(terms.prices, terms.choice, region)
+
+
+def allowed(bounds: brain.Range) -> list[int]:
+    """The numbers that a range has."""
+    first = -(-bounds.least // bounds.unit) * bounds.unit
+    return list(range(first, bounds.most + 1, bounds.unit))
+
+
+def resized(shape: brain.Shape, workers: int, servers: int | None = None) -> brain.Shape:
+    """A shape with other numbers of the same nodes."""
+    groups = dict(shape.groups)
+    groups["worker"] = msgspec.structs.replace(groups["worker"], count=workers)
+    if servers is not None and "ps" in groups:
+        groups["ps"] = msgspec.structs.replace(groups["ps"], count=servers)
+    return msgspec.structs.replace(shape, groups=groups)
+
+
+def use_of(groups: dict[str, Group]) -> dict[str, float]:
+    """The resources that nodes take together, of those that are known."""
+    use = {
+        "accelerator": float(sum(g.count * g.accelerators for g in groups.values())),
+        "cpu": sum(g.count * g.cpu for g in groups.values()),
+        "memory": float(sum(g.count * g.memory for g in groups.values())),
+    }
+    return {name: amount for name, amount in use.items() if amount > 0}
+
+
+def _latest_of_each(samples: tuple[brain.Sample, ...]) -> list[brain.Sample]:
+    by_shape: dict[bytes, list[brain.Sample]] = {}
+    for sample in samples:
+        by_shape.setdefault(msgspec.msgpack.encode(sample.shape), []).append(sample)
+    return [sample for of_shape in by_shape.values() for sample in of_shape[-EACH:]]
+
+
+def _ring_sample(sample: brain.Sample) -> RingSample:
+    """The step of one pass, which is what the model is fitted to."""
+    shape = ring_shape(sample.shape)
+    step = shape.replicas * shape.batch * shape.passes / sample.throughput
+    compute = sample.compute_seconds
+    if shape.passes == 1:
+        return RingSample(shape, step, compute)
+    if compute is not None and step > (shape.passes - 1) * compute:
+        return RingSample(shape, step - (shape.passes - 1) * compute, compute)
+    # Nobody measured a pass: as one pass with all the samples, which computes about as long.
+    return RingSample(RingShape(shape.nodes, shape.replicas, shape.batch * shape.passes), step)

@@ -1,0 +1,126 @@
+"""The one thread that writes: it commits together what has come together.
+
+A commit waits for the disk, and everybody who writes at that time waits for the same one. What is to be
+written is a function of a connection; its result is known once it is committed.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.exc import DBAPIError
+
+from dlrover.brain.database import reason
+from dlrover.errors import DLRoverError, InfrastructureError
+
+logger = logging.getLogger(__name__)
+
+BATCH = 500
+"""Writes in one commit, at most."""
+WAITING = 20_000
+"""Writes that may wait; more are refused."""
+ATTEMPTS = 3
+"""How often a write is tried alone: another server may write the same, or a connection may be lost."""
+
+Write = Callable[[Connection], Any]
+
+
+class _Item(NamedTuple):
+    write: Write
+    done: Future[Any]
+
+
+class Writer:
+    """Writes to one database, in the order in which it is asked to."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._queue: queue.Queue[_Item | None] = queue.Queue(WAITING)
+        self._thread = threading.Thread(target=self._run, name="brain-writer", daemon=True)
+        self._thread.start()
+        self.commits = 0
+
+    def submit(self, write: Write) -> Future[Any]:
+        """Have something written; the result is there when it is committed.
+
+        It may be called again in a new transaction if the first one fails: another server has
+        written the same, or the connection was lost. What it raises undoes nothing that others write, so it
+        must raise before it writes.
+
+        Raises:
+            InfrastructureError: too many writes wait. The result raises it if the database fails.
+        """
+        done: Future[Any] = Future()
+        try:
+            self._queue.put_nowait(_Item(write, done))
+        except queue.Full as error:
+            raise InfrastructureError(
+                f"The database is too slow: {WAITING} reports wait for it."
+            ) from error
+        return done
+
+    def close(self) -> None:
+        """Write what waits, then end."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            batch, last = [item], False
+            while len(batch) < BATCH and not self._queue.empty():
+                following = self._queue.get_nowait()
+                if following is None:
+                    last = True
+                    break
+                batch.append(following)
+            self._write(batch)
+            if last:
+                return
+
+    def _write(self, batch: list[_Item]) -> None:
+        try:
+            self._commit(batch)
+        except DBAPIError as error:
+            # Which one it was is found by writing each alone. What was committed nevertheless is known
+            # by its request.
+            logger.warning("A commit of %d writes failed: %s", len(batch), reason(error))
+            for item in batch:
+                self._write_alone(item)
+
+    def _write_alone(self, item: _Item) -> None:
+        attempts = 1
+        while (failure := self._try(item)) is not None and attempts < ATTEMPTS:
+            attempts += 1
+        if failure is not None:
+            item.done.set_exception(InfrastructureError(f"The database failed: {reason(failure)}."))
+
+    def _try(self, item: _Item) -> DBAPIError | None:
+        try:
+            self._commit([item])
+        except DBAPIError as error:
+            return error
+        return None
+
+    def _commit(self, batch: list[_Item]) -> None:
+        with self._engine.begin() as connection:
+            results = [_outcome(item, connection) for item in batch]
+        self.commits += 1
+        for item, result in zip(batch, results, strict=True):
+            if isinstance(result, DLRoverError):
+                item.done.set_exception(result)
+            else:
+                item.done.set_result(result)
+
+
+def _outcome(item: _Item, connection: Connection) -> Any:
+    """What a write returns, or the error by which it refuses to write."""
+    try:
+        return item.write(connection)
+    except DLRoverError as error:
+        return error

@@ -1,0 +1,187 @@
+"""The Brain's clients: one that asks and reports, and one that a master can forget about."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections import deque
+from typing import ClassVar
+
+from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
+from dlrover.rpc import wire
+from dlrover.rpc.connection import REQUEST_TIMEOUT, Connection
+from dlrover.spec import brain
+
+logger = logging.getLogger(__name__)
+
+PLAN_TIMEOUT = 60.0
+"""Seconds more that a plan may take than another request."""
+KEPT_REPORTS = 1000
+"""Reports that are kept while the Brain is away; the oldest are dropped beyond them."""
+RETRY = 5.0
+"""Seconds between two attempts to reach a Brain that is away."""
+
+
+def request_id() -> str:
+    """A name for a request that no other request has."""
+    return secrets.token_hex(16)
+
+
+class BrainClient(Connection):
+    """A connection to a Brain.
+
+    Every call also raises `ConfigurationError` where the Brain does not know the job.
+    """
+
+    service: ClassVar[str] = wire.BRAIN_SERVICE
+    peer: ClassVar[str] = "Brain"
+
+    async def report(self, report: brain.Report) -> None:
+        """Tell the Brain something; when this returns, it is committed. May be repeated."""
+        await self._call("Report", report, brain.Committed)
+
+    async def plan(self, job: str, current: brain.Shape | None, request: str = "") -> brain.Advice:
+        """What a job should have next.
+
+        Args:
+            job: Its id.
+            current: What it has; None where nothing runs yet.
+            request: A `request_id` that an earlier attempt has used; a new one by default.
+        """
+        asked = brain.AskPlan(request=request or request_id(), job=job, current=current)
+        advice: brain.Advice = await self._call("Plan", asked, brain.Advice, PLAN_TIMEOUT)
+        return advice
+
+    async def effect(self, job: str, workers: int, servers: int | None = None) -> brain.Expected:
+        """What a job would do with other numbers of nodes."""
+        asked = brain.AskEffect(job=job, workers=workers, servers=servers)
+        expected: brain.Expected = await self._call("Effect", asked, brain.Expected)
+        return expected
+
+    async def jobs(self, limit: int = 100, *, running: bool = False) -> tuple[brain.JobRow, ...]:
+        """The jobs that the Brain knows, the latest first."""
+        asked = brain.AskJobs(limit=limit, running=running)
+        found: brain.Jobs = await self._call("Jobs", asked, brain.Jobs)
+        return found.jobs
+
+    async def explain(self, job: str) -> brain.Story:
+        """All that the Brain knows of a job."""
+        story: brain.Story = await self._call("Explain", brain.Explain(job), brain.Story)
+        return story
+
+    async def cluster(self) -> brain.Cluster:
+        """What the cluster has, and what is free."""
+        found: brain.Cluster = await self._call("Cluster", brain.AskCluster(), brain.Cluster)
+        return found
+
+    async def divide(self) -> brain.Division:
+        """How the cluster would be divided among its jobs now."""
+        asked = brain.AskDivision()
+        found: brain.Division = await self._call("Divide", asked, brain.Division, PLAN_TIMEOUT)
+        return found
+
+
+class BrainLink:
+    """A job's side of the Brain: reports go when they can, and no call waits for a Brain that is away.
+
+    Nothing here raises because of the Brain. Run `run` as a task of the loop on which the other methods
+    are called.
+    """
+
+    def __init__(self, client: BrainClient, job: str, description: brain.Description) -> None:
+        self._client = client
+        self._job = job
+        self._description = description
+        self._reports: deque[brain.Report] = deque()
+        self._filled = asyncio.Event()
+        self._settled = asyncio.Event()  # all reports are committed, or the Brain is away
+        self.away = ""
+        """Why the Brain cannot be asked, in words; empty: it answers."""
+        self.dropped = 0
+        """Reports that were dropped: the Brain was away for too long, or refused them."""
+        self._register()
+
+    def _register(self) -> None:
+        if self._reports and isinstance(self._reports[0], brain.RegisterJob):
+            return
+        self._reports.appendleft(
+            brain.RegisterJob(request=request_id(), job=self._job, description=self._description)
+        )
+        self._filled.set()
+
+    def report(self, report: brain.Report) -> None:
+        """Send a report after those before it."""
+        if len(self._reports) >= KEPT_REPORTS:
+            self.dropped += 1
+            oldest_but_one = self._reports[1]
+            self._reports.remove(oldest_but_one)  # the first one may be on its way
+        self._reports.append(report)
+        self._filled.set()
+        self._settle()
+
+    async def plan(self, current: brain.Shape | None) -> brain.Advice | None:
+        """What the job should have next, by all that was reported; None while the Brain is away."""
+        await self.flush(REQUEST_TIMEOUT)
+        try:
+            advice = await self._client.plan(self._job, current)
+        except DLRoverError as error:
+            self._note(str(error))
+            if isinstance(error, ConfigurationError):
+                self._register()  # it has lost its database
+            return None
+        self._note("")
+        return advice
+
+    async def run(self) -> None:
+        """Send the reports, until cancelled."""
+        while True:
+            await self._filled.wait()
+            if not await self._send_first():
+                await asyncio.sleep(RETRY)
+            if not self._reports:
+                self._filled.clear()
+            self._settle()
+
+    async def flush(self, timeout: float) -> bool:
+        """Wait up to ``timeout`` seconds until all reports are committed; whether they are.
+
+        Does not wait for a Brain that is away.
+        """
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._settled.wait(), timeout)
+        return not self._reports
+
+    async def _send_first(self) -> bool:
+        """Send the oldest report; False: the Brain is away, and it stays the oldest."""
+        report = self._reports[0]
+        try:
+            await self._client.report(report)
+        except (InfrastructureError, ConfigurationError) as error:
+            self._note(str(error))
+            if isinstance(error, ConfigurationError):
+                self._register()  # it has lost its database
+            return False
+        except DLRoverError as error:
+            logger.warning("A report to the Brain is dropped: %s", error)
+            self.dropped += 1
+        else:
+            self._note("")
+        with contextlib.suppress(ValueError):
+            self._reports.remove(report)
+        return True
+
+    def _settle(self) -> None:
+        if self._reports and not self.away:
+            self._settled.clear()
+        else:
+            self._settled.set()
+
+    def _note(self, away: str) -> None:
+        if away and not self.away:
+            logger.warning("%s The job goes on without it.", away)
+        elif self.away and not away:
+            logger.info("The Brain answers again")
+        self.away = away
+        self._settle()

@@ -1,0 +1,94 @@
+"""A client's connection to one server: single calls with a deadline, and what their failures mean."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+import grpc
+import grpc.aio
+import msgspec
+
+from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
+from dlrover.rpc import wire
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+REQUEST_TIMEOUT = 10.0
+"""Seconds that a request may take unless its client says otherwise."""
+
+
+class Connection:
+    """A connection to the server at ``address`` (``host:port``). Use it as an async context manager.
+
+    A request may take ``timeout`` seconds, on top of a wait that it asks for itself.
+
+    Every call raises
+
+    - `InfrastructureError` when the server cannot be reached within the time limit,
+    - `ConfigurationError` when it refuses the token,
+    - `ProtocolError` when it does not understand the message.
+    """
+
+    service: ClassVar[str] = wire.SERVICE
+    peer: ClassVar[str] = "master"
+    """What the server is, in errors."""
+
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        tls: wire.Tls | None = None,
+        timeout: float = REQUEST_TIMEOUT,
+    ) -> None:
+        self.address = address
+        self._timeout = timeout
+        self._metadata = ((wire.TOKEN_KEY, wire.checked_token(token)),)
+        self._credentials = tls.channel_credentials() if tls else None
+        self._channel = self._open(address)
+
+    def _open(self, address: str) -> grpc.aio.Channel:
+        options = list(wire.CHANNEL_OPTIONS)
+        if self._credentials is not None:
+            return grpc.aio.secure_channel(address, self._credentials, options=options)
+        return grpc.aio.insecure_channel(address, options=options)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._channel.close()
+
+    async def _call(
+        self, method: str, request: msgspec.Struct, reply: Any, wait: float = 0.0
+    ) -> Any:
+        call = self._channel.unary_unary(f"/{self.service}/{method}")
+        try:
+            data = await call(
+                wire.encode(request), metadata=self._metadata, timeout=self._timeout + wait
+            )
+        except grpc.aio.AioRpcError as error:
+            self._fail(error)
+        return wire.decode(data, reply)
+
+    def _fail(self, error: grpc.aio.AioRpcError) -> NoReturn:
+        """Raise what a failed call means to the caller."""
+        code, details = error.code(), error.details() or ""
+        server = f"The {self.peer} at {self.address}"
+        if code is grpc.StatusCode.UNAUTHENTICATED:
+            raise ConfigurationError(f"{server} refused the connection: {details}") from error
+        if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED):
+            raise ProtocolError(f"{server} did not understand a message: {details}") from error
+        if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            raise ProtocolError(f"{server} refused a message: {details}") from error
+        if code is grpc.StatusCode.FAILED_PRECONDITION:
+            raise ConfigurationError(details) from error
+        failed = code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+        raise InfrastructureError(
+            f"{server} {'failed' if failed else 'cannot be reached'}: "
+            f"{(details or code.name).rstrip('.')}."
+        ) from error
