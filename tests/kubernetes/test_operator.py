@@ -275,27 +275,6 @@ def test_the_masters_part_of_the_status_and_the_operators_do_not_meet(
     asyncio.run(scenario())
 
 
-def test_a_scale_plan_is_told_what_to_do_instead(cluster: Cluster) -> None:
-    plan = {
-        "apiVersion": names.API_VERSION,
-        "kind": "ScalePlan",
-        "metadata": {"name": "plan", "labels": {"scale-type": "manual"}},
-        "spec": {"ownerJob": "digits", "replicaResourceSpecs": {"ps": {"replicas": 2}}},
-    }
-
-    def message() -> str:
-        path = cluster.path("elasticjobs").replace("elasticjobs", "scaleplans")
-        found = cluster.plane.call("GET", f"{path}/plan")
-        return str(found.get("status", {}).get("message", ""))
-
-    async def scenario() -> None:
-        async with cluster.operator():
-            cluster.create(plan)
-            await cluster.until(lambda: "kubectl scale elasticjob/digits" in message())
-
-    asyncio.run(scenario())
-
-
 # ---- the Lease
 
 

@@ -96,7 +96,9 @@ def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any
     return patch
 
 
-async def tell(client: Client, job: Manifest, event: Event) -> None:
+async def tell(
+    client: Client, job: Manifest, event: Event, component: str = "dlrover-operator"
+) -> None:
     """Write an Event about a job; the same one again is counted. It fails silently but for the log."""
     metadata = job["metadata"]
     logger.info("Job %s/%s: %s", metadata["namespace"], metadata["name"], event.message)
@@ -119,7 +121,7 @@ async def tell(client: Client, job: Manifest, event: Event) -> None:
         "reason": event.reason,
         "message": event.message,
         "type": "Warning" if event.warning else "Normal",
-        "source": {"component": "dlrover-operator"},
+        "source": {"component": component},
         "firstTimestamp": now,
         "lastTimestamp": now,
         "count": 1,

@@ -137,10 +137,11 @@ class Client:
         return await self._call("GET", resource.path(namespace, name))
 
     async def list(
-        self, resource: Resource, namespace: str | None = None, labels: str = ""
+        self, resource: Resource, namespace: str | None = None, labels: str = "", fields: str = ""
     ) -> tuple[list[Object], str]:
-        """The objects that a label selector takes, and the resource version of that state."""
-        path, query = resource.path(namespace), _query(labelSelector=labels)
+        """The objects that the selectors take, and the resource version of that state."""
+        path = resource.path(namespace)
+        query = _query(labelSelector=labels, fieldSelector=fields)
         items: list[Object] = []
         page = await self._call("GET", path, query | {"limit": str(PAGE)})
         items += page.get("items") or ()
@@ -166,6 +167,7 @@ class Client:
         namespace: str | None,
         resource_version: str,
         labels: str = "",
+        fields: str = "",
         timeout: float = WATCH_TIMEOUT,
     ) -> AsyncIterator[tuple[str, Object]]:
         """What happens after ``resource_version``: ``ADDED``, ``MODIFIED``, ``DELETED``, ``BOOKMARK``.
@@ -182,6 +184,7 @@ class Client:
             resourceVersion=resource_version,
             timeoutSeconds=str(max(1, round(timeout))),
             labelSelector=labels,
+            fieldSelector=fields,
         )
         wait = httpx2.Timeout(timeout + STALL_GRACE, connect=CONNECT_TIMEOUT, pool=CONNECT_TIMEOUT)
         headers = await self._headers()

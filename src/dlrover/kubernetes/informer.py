@@ -21,14 +21,14 @@ LONGEST_WAIT = 30.0
 
 
 class Informer:
-    """Follows the objects of one kind that a label selector takes.
+    """Follows the objects of one kind that a selector of labels takes, and one of fields.
 
     ``on_change`` is called with the key of each object that came, changed or went; it looks the object up
     in `cache`, where it is missing if it went. Several changes may come as one: nothing is said about the
     states between. No change is missed for good: after whatever failure the objects are listed again.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what to follow, and how
         self,
         client: Client,
         resource: Resource,
@@ -36,6 +36,7 @@ class Informer:
         labels: str,
         on_change: Callable[[str], None],
         *,
+        fields: str = "",
         resync: float = RESYNC,
         watch_timeout: float = WATCH_TIMEOUT,
     ) -> None:
@@ -47,6 +48,7 @@ class Informer:
         self._resource = resource
         self._namespace = namespace
         self._labels = labels
+        self._fields = fields
         self._on_change = on_change
         self._resync = resync
         self._watch_timeout = watch_timeout
@@ -78,11 +80,14 @@ class Informer:
     @property
     def what(self) -> str:
         """What is followed, in words."""
-        selected = f" with {self._labels}" if self._labels else ""
+        selectors = ",".join(filter(None, (self._labels, self._fields)))
+        selected = f" with {selectors}" if selectors else ""
         return f"{self._resource.plural} in {self._namespace or 'all namespaces'}{selected}"
 
     async def _list(self) -> None:
-        items, version = await self._client.list(self._resource, self._namespace, self._labels)
+        items, version = await self._client.list(
+            self._resource, self._namespace, self._labels, self._fields
+        )
         old, self.cache = self.cache, {key_of(item): item for item in items}
         self._version = version
         self._listed = time.monotonic()
@@ -98,6 +103,7 @@ class Informer:
             self._namespace,
             self._version,
             self._labels,
+            self._fields,
             timeout=max(1.0, min(self._watch_timeout, left)),
         )
         async for kind, obj in events:

@@ -70,6 +70,7 @@ def job_spec(job: ElasticJob, limits: Limits, rules: tuple[Rule, ...] = ()) -> J
         max_nodes=total,
         managed_nodes=total,
         auto_scale=_auto_scale(job, flags),
+        other_nodes=total - (specs["worker"].replicas if "worker" in specs else 0),
         node_unit=_number(flags.get("node-unit", ""), 1),
         max_restarts=_number(flags.get("max-restarts", ""), worker.restart_count),
         node_check=stragglers or "network-check" in flags,

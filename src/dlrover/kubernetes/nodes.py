@@ -16,8 +16,9 @@ from dlrover.kubernetes.types import ElasticJob, ReplicaSpec
 
 Manifest = dict[str, Any]
 
-ROLES = ("chief", "worker", "ps", "evaluator")
-"""The roles whose pods are nodes, in the order of their ranks."""
+WORKER = "worker"
+ROLES = ("chief", "ps", "evaluator", WORKER)
+"""The roles whose pods are nodes, in the order of their ranks; last the one whose number may change."""
 NODE_LABEL = f"{names.GROUP}/node-id"
 """The id of the node that a pod is; no two pods of a job have the same."""
 RANK_LABEL = f"{names.GROUP}/node-rank"
@@ -55,6 +56,15 @@ def slots(job: ElasticJob) -> list[Slot]:
         if role in specs
         for index in range(specs[role].replicas)
     ]
+
+
+def resized(job: ElasticJob, workers: int) -> ElasticJob:
+    """The job with another number of workers' pods."""
+    specs = dict(job.spec.replica_specs)
+    if WORKER in specs:
+        specs[WORKER] = msgspec.structs.replace(specs[WORKER], replicas=workers)
+    spec = msgspec.structs.replace(job.spec, replica_specs=specs)
+    return msgspec.structs.replace(job, spec=spec)
 
 
 def pod_name(job: ElasticJob, launch: Launch) -> str:
@@ -103,7 +113,9 @@ def pod(job: ElasticJob, launch: Launch, master: str) -> Manifest:
 
 
 def _slot(job: ElasticJob, launch: Launch) -> Slot:
-    return slots(job)[launch.node_rank]
+    others = [slot for slot in slots(job) if slot.role != WORKER]
+    number = launch.node_rank - len(others)
+    return others[launch.node_rank] if number < 0 else Slot(WORKER, number)
 
 
 def _main(spec: Manifest) -> Manifest:

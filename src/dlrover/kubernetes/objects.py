@@ -63,11 +63,14 @@ def account(job: ElasticJob) -> list[Manifest]:
 
 
 def role_rules(job: str) -> list[Manifest]:
-    """What a master may do in its namespace: its own job and pods, nothing else."""
+    """What a master may do in its namespace: its own job, pods, plans for jobs and events."""
     return [
         _rule("", ["pods"], ["get", "list", "watch", "create", "delete"]),
-        _rule(names.GROUP, ["elasticjobs"], ["get"], job),
-        _rule(names.GROUP, ["elasticjobs/status"], ["patch"], job),
+        _rule(names.GROUP, ["elasticjobs"], ["get", "list", "watch"], job),
+        _rule(names.GROUP, ["elasticjobs/status", "elasticjobs/scale"], ["patch"], job),
+        _rule(names.GROUP, ["scaleplans"], ["list", "watch", "create"]),
+        _rule(names.GROUP, ["scaleplans/status"], ["patch"]),
+        _rule("", ["events"], ["get", "create", "patch"]),
     ]
 
 
@@ -76,8 +79,8 @@ def operator_rules() -> list[Manifest]:
     rbac = "rbac.authorization.k8s.io"
     return [
         _rule(names.GROUP, ["elasticjobs"], ["get", "list", "watch", "delete"]),
-        _rule(names.GROUP, ["elasticjobs/status"], ["patch"]),
-        _rule(names.GROUP, ["scaleplans"], ["list", "watch"]),
+        _rule(names.GROUP, ["elasticjobs/status", "elasticjobs/scale"], ["patch"]),
+        _rule(names.GROUP, ["scaleplans"], ["list", "watch", "create"]),
         _rule(names.GROUP, ["scaleplans/status"], ["patch"]),
         _rule("", ["pods"], ["get", "list", "watch", "create", "delete"]),
         _rule("", ["services"], ["list", "watch", "create"]),

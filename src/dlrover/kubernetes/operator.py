@@ -77,10 +77,10 @@ class Operator:
         self._client = client
         self._options = options
         self._queue = WorkQueue()
-        self._jobs = Informer(client, ELASTIC_JOBS, namespace, "", self._queue.add)
+        self._jobs = Informer(client, ELASTIC_JOBS, namespace, "", self._job_changed)
         self._pods = ByJob(client, PODS, namespace, self._queue.add)
         self._services = ByJob(client, SERVICES, namespace, self._queue.add)
-        self._scale_plans = ScalePlans(client, namespace)
+        self._scale_plans = ScalePlans(client, namespace, self._manifest)
         self._failures: dict[str, int] = {}
         self._written: dict[str, int] = {}
         self.synced = asyncio.Event()
@@ -102,6 +102,13 @@ class Operator:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _manifest(self, key: str) -> dict[str, Any] | None:
+        return self._jobs.cache.get(key)
+
+    def _job_changed(self, key: str) -> None:
+        self._queue.add(key)
+        self._scale_plans.job_changed(key)
 
     async def _work(self) -> None:
         while True:

@@ -21,6 +21,7 @@ from dlrover.kubernetes import job as jobs, names, nodes, pods
 from dlrover.kubernetes.client import PODS, ApiError, Client, jitter
 from dlrover.kubernetes.informer import Informer
 from dlrover.kubernetes.reporting import Reporter
+from dlrover.kubernetes.scaling import Scaler
 from dlrover.kubernetes.types import ElasticJob
 from dlrover.platform.base import Found, OnExit, OnWait, Setup
 
@@ -108,6 +109,7 @@ class KubernetesPlatform:
             await platform.close()
             raise
         platform.report(Reporter(client, job, setup.progress))
+        platform.follow(Scaler(client, job, setup.size, setup.scale, platform.resize))
         return platform
 
     async def start(self) -> None:
@@ -129,6 +131,19 @@ class KubernetesPlatform:
         """Have the training's progress written into the job's status."""
         self._reporter = reporter
         self._go_on(reporter.run())
+
+    def follow(self, scaler: Scaler) -> None:
+        """Have the job scaled as its manifest and its plans say."""
+        self._go_on(scaler.run())
+
+    def resize(self, workers: int) -> None:
+        """Pods that are made from now on belong to a job of so many workers."""
+        self._job = nodes.resized(self._job, workers)
+
+    @property
+    def scaled_by(self) -> str:
+        """The command that scales the job: its manifest has the number."""
+        return f"kubectl scale elasticjob/{self._job.name} --replicas=N"
 
     async def close(self) -> None:
         """Carry out the deletions that are under way, and let go of the pods.

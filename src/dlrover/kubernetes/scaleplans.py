@@ -1,31 +1,135 @@
-"""ScalePlans: accepted for compatibility. Each is told in its status what to do instead."""
+"""ScalePlans: what each asks for, and what the operator says of those that no master takes up."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from dlrover.errors import InfrastructureError
+from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.kubernetes import names
-from dlrover.kubernetes.client import Client, Resource
+from dlrover.kubernetes.client import ApiError, Client, Resource
+from dlrover.kubernetes.decisions import status_of
 from dlrover.kubernetes.informer import Informer
+from dlrover.kubernetes.nodes import WORKER
+from dlrover.kubernetes.types import ElasticJob, ScalePlanSpec
 from dlrover.kubernetes.workqueue import WorkQueue
 
 logger = logging.getLogger(__name__)
 
+Manifest = dict[str, Any]
 SCALE_PLANS = Resource(names.GROUP, names.VERSION, "scaleplans", "ScalePlan")
-PHASE = "NoEffect"
+TYPE_LABEL = "scale-type"
+"""``auto``: the plan is not a user's, and stays within the bounds of its job."""
+PENDING, SCALING, SUCCEEDED, FAILED = "Pending", "Scaling", "Succeeded", "Failed"
+FINAL = (SUCCEEDED, FAILED, "NoEffect")
+"""Phases of plans that are over. The last one is an earlier release's."""
+REASON_LIMIT = 400
+"""Characters of a plan's reason."""
 RETRY = 30.0
 """Seconds until a plan is told again that could not be told."""
 
 
-class ScalePlans:
-    """Tells each ScalePlan of a namespace, or of all of them, that it has no effect."""
+# ---- what a plan asks for
 
-    def __init__(self, client: Client, namespace: str | None) -> None:
+
+def wanted(spec: ScalePlanSpec, job: ElasticJob, now: int) -> int:
+    """The number of workers' pods that a plan asks for, where there are to be ``now``.
+
+    Raises:
+        ConfigurationError: it asks for what is not possible.
+    """
+    found = now
+    for role, replica in spec.replica_resource_specs.items():
+        field = f"spec.replicaResourceSpecs.{role}.replicas"
+        given = job.spec.replica_specs.get(role.lower())
+        if given is None:
+            has = ", ".join(job.spec.replica_specs)
+            raise ConfigurationError(f"{field}: the job has no role {role}; it has {has}.")
+        if replica.replicas is None:
+            continue
+        if role.lower() == WORKER:
+            found = replica.replicas
+        elif replica.replicas != given.replicas:
+            raise ConfigurationError(
+                f"{field} is {replica.replicas}: accepted is {given.replicas}, the number that the job "
+                f"has; only {WORKER} changes while a job runs."
+            )
+    for field, pods in (("createPods", spec.create_pods), ("removePods", spec.remove_pods)):
+        other = next((pod.type for pod in pods if pod.type.lower() not in ("", WORKER)), "")
+        if other:
+            raise ConfigurationError(
+                f"spec.{field} has a pod of type {other}: accepted is {WORKER}, the only role that changes "
+                "while a job runs."
+            )
+    return _bounded(found + len(spec.create_pods) - len(spec.remove_pods), job)
+
+
+def _bounded(number: int, job: ElasticJob) -> int:
+    """The number, if the job's manifest takes it."""
+    worker = job.spec.replica_specs.get(WORKER)
+    if worker is None:
+        raise ConfigurationError(f"The job has no role {WORKER}, the only one that can be scaled.")
+    least = worker.min_replicas or 1
+    if number < least:
+        raise ConfigurationError(
+            f"The plan asks for {number} workers: accepted are at least {least} "
+            f"({'minReplicas' if worker.min_replicas else 'spec.suspend stops a job'})."
+        )
+    return number
+
+
+def notes(spec: Mapping[str, Any]) -> list[str]:
+    """A sentence for each field of a plan that is set and has no effect."""
+    return list(_notes(spec))
+
+
+def _notes(spec: Mapping[str, Any]) -> Iterator[str]:
+    for role, replica in (spec.get("replicaResourceSpecs") or {}).items():
+        if replica.get("resource"):
+            yield _no_effect(
+                f"replicaResourceSpecs.{role}.resource", "Resources are those of the template."
+            )
+    for field in ("createPods", "removePods"):
+        if any(pod.get("name") for pod in spec.get(field) or ()):
+            yield (
+                f"spec.{field}: only the number of its pods counts. The master names pods, and those with "
+                "the highest ranks leave."
+            )
+        if any(pod.get("resource") for pod in spec.get(field) or ()):
+            yield _no_effect(f"{field}.resource", "Resources are those of the template.")
+    if spec.get("migratePods"):
+        yield _no_effect("migratePods", "A pod that is deleted is replaced.")
+    if spec.get("psHosts"):
+        yield _no_effect("psHosts", "Only the number of workers changes while a job runs.")
+
+
+def _no_effect(field: str, instead: str) -> str:
+    return f"spec.{field} is accepted for compatibility and has no effect. {instead}"
+
+
+# ---- the operator's part
+
+
+class ScalePlans:
+    """Says of the plans of a namespace, or of all, what their jobs' masters cannot say."""
+
+    def __init__(
+        self, client: Client, namespace: str | None, jobs: Callable[[str], Manifest | None]
+    ) -> None:
+        """``jobs`` finds a job by its key."""
         self._client = client
+        self._jobs = jobs
         self._queue = WorkQueue()
         self._plans = Informer(client, SCALE_PLANS, namespace, "", self._queue.add)
+
+    def job_changed(self, key: str) -> None:
+        """A job came, changed or went: its plans may be anybody's now."""
+        namespace, _, name = key.partition("/")
+        for plan, content in self._plans.cache.items():
+            if plan.startswith(f"{namespace}/") and content["spec"].get("ownerJob") == name:
+                self._queue.add(plan)
 
     async def run(self) -> None:
         """Work until cancelled."""
@@ -46,13 +150,38 @@ class ScalePlans:
 
     async def _tell(self, key: str) -> None:
         plan = self._plans.cache.get(key)
-        if plan is None or (plan.get("status") or {}).get("phase") == PHASE:
+        if plan is None:
             return
-        job = (plan.get("spec") or {}).get("ownerJob") or "NAME"
-        message = (
-            "A ScalePlan is accepted for compatibility and has no effect. Change the job's replicas: "
-            f"kubectl scale elasticjob/{job} --replicas=N."
-        )
         namespace, _, name = key.partition("/")
-        patch = {"status": {"phase": PHASE, "message": message}}
-        await self._client.patch(SCALE_PLANS, namespace, name, patch, "status")
+        owner = (plan.get("spec") or {}).get("ownerJob") or ""
+        before = plan.get("status") or {}
+        status = standing(before, owner, self._jobs(f"{namespace}/{owner}"))
+        if status is None or status.items() <= before.items():
+            return
+        # Only if nobody, as the job's master, wrote it meanwhile: then it comes again.
+        version = plan["metadata"]["resourceVersion"]
+        patch = {"metadata": {"resourceVersion": version}, "status": status}
+        try:
+            await self._client.patch(SCALE_PLANS, namespace, name, patch, "status")
+        except ApiError as error:
+            if error.status not in (404, 409):
+                raise
+
+
+def standing(before: Mapping[str, Any], owner: str, job: Manifest | None) -> dict[str, str] | None:
+    """What the operator says of a plan for the job ``owner``; None: it is not its to say."""
+    phase = before.get("phase") or ""
+    spec = (job or {}).get("spec") or {}
+    if phase in FINAL or spec.get("managedBy") not in (None, "", names.MANAGER):
+        return None
+    gone = f"There is no ElasticJob {owner} in this namespace."
+    if job is not None and status_of(job).completion_time:
+        return {"phase": FAILED, "message": f"The ElasticJob {owner} has ended."}
+    if phase == SCALING:  # its master is at it
+        return {"phase": FAILED, "message": gone} if job is None else None
+    message = f"The master of {owner} takes it up."
+    if job is None:
+        message = gone
+    elif spec.get("suspend"):
+        message = f"The ElasticJob {owner} is suspended."
+    return {"phase": PENDING, "message": message}

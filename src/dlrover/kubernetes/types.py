@@ -259,25 +259,65 @@ class ElasticJobStatus(_Base, frozen=True):
 class ScaleReplica(_Base, frozen=True):
     """Wanted pods of a role."""
 
-    replicas: Annotated[int, Meta(ge=0, le=100_000, description="Wanted pods.")] = 0
-    resource: Annotated[dict[str, Quantity], Meta(description="Wanted resources of a pod.")] = {}
+    replicas: (
+        Annotated[int, Meta(ge=0, le=100_000, description="Wanted pods; as they are if left out.")]
+        | None
+    ) = None
+    resource: Annotated[
+        dict[str, Quantity],
+        Meta(description="Accepted for compatibility; resources are those of the template."),
+    ] = {}
+
+
+class PlannedPod(_Base, frozen=True):
+    """A pod that a plan names."""
+
+    name: Annotated[str, Meta(description="Its name.")] = ""
+    id: Annotated[int, Meta(ge=0, description="Accepted for compatibility.")] = 0
+    type: Annotated[str, Meta(description="Its role; worker if left out.")] = ""
+    rank_index: Annotated[int, Meta(ge=0, description="Accepted for compatibility.")] = 0
+    service: Annotated[str, Meta(description="Accepted for compatibility.")] = ""
+    resource: Annotated[
+        dict[str, Quantity],
+        Meta(description="Accepted for compatibility; resources are those of the template."),
+    ] = {}
 
 
 class ScalePlanSpec(_Base, frozen=True):
-    """A change of a running job's pods; accepted for compatibility."""
+    """A change of the number of a running job's workers."""
 
     owner_job: Annotated[str, Meta(min_length=1, description="Name of the ElasticJob.")]
     replica_resource_specs: Annotated[
         dict[str, ScaleReplica], Meta(description="Wanted pods by role.")
     ] = {}
-    manual_scaling: Annotated[bool, Meta(description="Whether a person wrote it.")] = False
+    create_pods: Annotated[
+        list[PlannedPod], Meta(description="So many workers' pods more; the master names them.")
+    ] = []
+    remove_pods: Annotated[
+        list[PlannedPod],
+        Meta(description="So many workers' pods less; those of the highest ranks leave."),
+    ] = []
+    migrate_pods: Annotated[
+        list[PlannedPod],
+        Meta(description="Accepted for compatibility; delete a pod to have it replaced."),
+    ] = []
+    ps_hosts: Annotated[list[str], Meta(description="Accepted for compatibility.")] = []
+    manual_scaling: Annotated[
+        bool, Meta(description="Accepted for compatibility; see the label scale-type.")
+    ] = False
+    reason: Annotated[str, Meta(max_length=400, description="Why; it is told with the job.")] = ""
 
 
 class ScalePlanStatus(_Base, frozen=True):
     """What became of the plan."""
 
-    phase: Annotated[str, Meta(description="NoEffect.")] = ""
-    message: Annotated[str, Meta(description="What to do instead.")] = ""
+    phase: Annotated[str, Meta(description="Pending, Scaling, Succeeded or Failed.")] = ""
+    message: Annotated[str, Meta(description="The same in a sentence.")] = ""
+    replicas: Annotated[int, Meta(description="Workers that the job is to have by it.")] | None = (
+        None
+    )
+    create_time: Annotated[str, Meta(description="When the job's master took it up.")] = ""
+    finish_time: Annotated[str, Meta(description="When it had succeeded or failed.")] = ""
 
 
 class ElasticJob(_Base, frozen=True):

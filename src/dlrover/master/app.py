@@ -97,6 +97,8 @@ async def _serve(
         master.on_node_exit,
         master.on_node_wait,
         master.progress,
+        master.size,
+        master.ask_scale,
     )
     platform = await _platform(settings, setup)
     takeover.begin(master, settings.job, str(job_dir.path), history, platform)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dlrover.master.machine import inputs
 from dlrover.master.machine.job import JobMachine
+from dlrover.master.machine.waiting import waiting_for
+from dlrover.platform.base import JobSize
 from dlrover.rpc import messages
+from dlrover.spec.node import NodeStatus
 
 
 def refusal(machine: JobMachine, asked: inputs.ScaleAsked) -> str:
@@ -19,6 +22,25 @@ def changes(machine: JobMachine, asked: inputs.ScaleAsked) -> bool:
     scaling = machine.scaling
     pins = asked.source == "user" and not scaling.by_user
     return asked.nodes != scaling.workers or pins
+
+
+def size(machine: JobMachine, now: float) -> JobSize:
+    """How many nodes a job is to have at time ``now``, and whether it has them."""
+    scaling, rdzv = machine.scaling, machine.rendezvous
+    running = sum(machine.nodes[i].status is NodeStatus.RUNNING for i in rdzv.members)
+    whole = running == rdzv.usable(scaling.wanted) and not (rdzv.collecting or scaling.leaving)
+    starting = [node for node in machine.nodes.values() if node.status is NodeStatus.PENDING]
+    waits = next((f"node {node.id}: {node.waits}" for node in starting if node.waits), "")
+    return JobSize(
+        asked=scaling.asked,
+        wanted=scaling.workers,
+        complete=whole and running > 0 and machine.outcome is None,
+        waits_for=waits
+        or waiting_for(machine, now)
+        or ("nodes are being started" * bool(starting)),
+        plans=scaling.plans,
+        reason=scaling.reason,
+    )
 
 
 def told(before: int, after: int, role: str = "") -> messages.ScaleReply:

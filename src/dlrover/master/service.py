@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -26,7 +26,7 @@ from dlrover.master.machine.state import Node
 from dlrover.master.machine.store import KeyValueStore
 from dlrover.master.machine.waiting import waiting_for
 from dlrover.master.shards import ShardsService
-from dlrover.platform.base import Platform, Progress
+from dlrover.platform.base import JobSize, Platform, Progress, scaled_by
 from dlrover.rpc import messages
 from dlrover.rpc.server import Server
 from dlrover.spec.check import CheckReport
@@ -469,6 +469,10 @@ class Master:
         goodput = self.ledger.goodput(now).goodput_ratio
         return Progress(status.total_steps, status.restarts, goodput)
 
+    def size(self) -> JobSize:
+        """How many nodes the job is to have, and whether it has them."""
+        return scale.size(self.machine, self.clock())
+
     async def watch(self, request: messages.WatchRequest) -> AsyncIterator[messages.Notice]:
         """Events after ``request.since``, and for a follower also those to come."""
         since = max(0, request.since)
@@ -492,11 +496,16 @@ class Master:
 
     async def scale(self, request: messages.ScaleRequest) -> messages.ScaleReply:
         """Have another number of nodes, as a user asks for."""
-        reason = request.reason[:REASON_LIMIT]
-        return self.ask_scale(inputs.ScaleAsked(request.nodes, reason, "user"))
+        command = scaled_by(self._platform)
+        if command:
+            return messages.ScaleReply(f"The job's nodes are scaled by: {command}.", refused=True)
+        return self.ask_scale(request.nodes, request.reason, "user")
 
-    def ask_scale(self, asked: inputs.ScaleAsked) -> messages.ScaleReply:
+    def ask_scale(
+        self, nodes: int, reason: str, source: Literal["user", "plan"]
+    ) -> messages.ScaleReply:
         """Have another number of nodes if that is possible; what follows."""
+        asked = inputs.ScaleAsked(nodes, reason[:REASON_LIMIT], source)
         refused = scale.refusal(self.machine, asked)
         if refused:
             return messages.ScaleReply(refused, refused=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from dlrover.errors import ConfigurationError
+from dlrover.rpc.messages import ScaleReply
 
 OnExit = Callable[[int, str], None]
 """Called with a node's id and, in words, how its agent ended."""
@@ -40,6 +41,27 @@ class Progress(NamedTuple):
     """Productive seconds of all seconds, 0 to 1."""
 
 
+class JobSize(NamedTuple):
+    """How many nodes of role worker a job is to have, and whether it has them."""
+
+    asked: int
+    """What a user last asked for; what the job was submitted with if none has."""
+    wanted: int
+    """The same, or what a plan has made of it."""
+    complete: bool
+    """Whether the running world has just these nodes, and none is still leaving."""
+    waits_for: str
+    """What the job waits for; empty if for nothing."""
+    plans: int
+    """How often a plan has changed the number."""
+    reason: str
+    """Why the number was last changed."""
+
+
+AskScale = Callable[[int, str, Literal["user", "plan"]], ScaleReply]
+"""Called with a wanted number of nodes, with why, and with who says so; what follows."""
+
+
 class Setup(NamedTuple):
     """What a master gives its platform. Each class has an async ``create(setup)`` that makes it."""
 
@@ -52,6 +74,8 @@ class Setup(NamedTuple):
     on_exit: OnExit
     on_wait: OnWait
     progress: Callable[[], Progress]
+    size: Callable[[], JobSize]
+    scale: AskScale
 
 
 class Platform(Protocol):
@@ -83,6 +107,11 @@ class Platform(Protocol):
 
     async def close(self) -> None:
         """The master leaves: finish what is under way. Nodes go on."""
+
+
+def scaled_by(platform: Platform | None) -> str:
+    """The command that changes the number of nodes, where ``dlrover scale`` must not; else empty."""
+    return str(getattr(platform, "scaled_by", ""))
 
 
 def platform_class(name: str) -> Any:

@@ -45,7 +45,7 @@ def main(out: Path, steps: int, step_time: float) -> None:
     total = part.sum()
     dist.all_reduce(total)
     if rank == 0:
-        print(f"sum {total.item():.0f} after step {steps}", flush=True)
+        sys.stdout.write(f"sum {total.item():.0f} after step {steps}\n")
     checkpointer.close()
     dist.destroy_process_group()
 

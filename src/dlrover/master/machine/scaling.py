@@ -26,6 +26,12 @@ class Scaling:
     wanted: int = field(init=False)
     #: a user has set that number
     by_user: bool = False
+    #: nodes of role worker that a user last asked for, or that the job was submitted with
+    asked: int = field(init=False)
+    #: why the number was last changed
+    reason: str = ""
+    #: how often a plan has changed it
+    plans: int = 0
     #: the nodes may not be as wanted yet
     due: bool = False
     #: nodes that were called off: when each is given up if it has not left by then
@@ -33,6 +39,7 @@ class Scaling:
 
     def __post_init__(self) -> None:
         self.wanted = self.job.managed_nodes
+        self.asked = self.workers
 
     @property
     def workers(self) -> int:
@@ -80,9 +87,10 @@ class Scaling:
         if asked.source == "plan":
             wanted = max(self.job.min_nodes, min(wanted, self.job.max_nodes))
         else:
-            self.by_user = True
-        self.due = self.due or wanted != self.wanted
-        self.wanted = wanted
+            self.by_user, self.asked = True, asked.nodes
+        if wanted != self.wanted:
+            self.due, self.wanted, self.reason = True, wanted, asked.reason
+            self.plans += asked.source == "plan"
         return before
 
     def keep(self, found: int) -> None:

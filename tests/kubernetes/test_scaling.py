@@ -1,0 +1,229 @@
+"""A running job on a real control plane gets more pods and fewer: by its replicas, and by ScalePlans."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlrover.errors import ConfigurationError
+from dlrover.kubernetes import names, nodes, scaleplans, validation
+from dlrover.kubernetes.types import PlannedPod, ScalePlanSpec, ScaleReplica
+from tests.kubernetes import manifests
+from tests.kubernetes.controlplane import ControlPlane
+from tests.kubernetes.installed import Cluster
+from tests.kubernetes.kubelet import Kubelet
+from tests.kubernetes.test_job import Job
+
+SCRIPT = """
+import os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+with open(folder / "worlds", "a") as worlds:
+    worlds.write(os.environ["WORLD_SIZE"] + os.environ["RANK"] + "\\n")
+while not (folder / "go").exists():
+    time.sleep(0.05)
+"""
+
+
+class Scaled(Job):
+    """A job whose workers wait, and note the world that they are in."""
+
+    def __init__(self, cluster: Cluster, kubelet: Kubelet, folder: Path) -> None:
+        super().__init__(cluster, kubelet, folder)
+        self.script.write_text(SCRIPT)
+
+    def worlds(self) -> list[str]:
+        """The size of each world whose first rank has begun."""
+        path = self.folder / "worlds"
+        lines = path.read_text().split() if path.exists() else []
+        return [line[:-1] for line in lines if line.endswith("0")]
+
+    def scale(self, replicas: int) -> None:
+        """What ``kubectl scale`` does."""
+        patch = {"spec": {"replicas": replicas}}
+        self.cluster.plane.call("PATCH", self.cluster.path("elasticjobs", "digits/scale"), patch)
+
+    def plan(self, name: str, labels: dict[str, str] | None = None, **spec: Any) -> None:
+        metadata = {"name": name, "labels": labels or {"scale-type": "manual"}}
+        self.cluster.create(
+            {
+                "apiVersion": names.API_VERSION,
+                "kind": "ScalePlan",
+                "metadata": metadata,
+                "spec": {"ownerJob": "digits", **spec},
+            }
+        )
+
+    def told_of(self, name: str) -> tuple[str, str]:
+        """A plan's phase and message."""
+        path = self.cluster.path("elasticjobs").replace("elasticjobs", "scaleplans")
+        status = self.cluster.plane.call("GET", f"{path}/{name}").get("status", {})
+        return status.get("phase", ""), status.get("message", "")
+
+    def events(self, reason: str) -> list[str]:
+        """What the master told with a reason."""
+        return [
+            event["message"]
+            for event in self.cluster.list("events")
+            if event["source"].get("component") == "dlrover-master" and event["reason"] == reason
+        ]
+
+    async def ends(self, name: str) -> tuple[str, str]:
+        await self.until(lambda: self.told_of(name)[0] in ("Succeeded", "Failed"))
+        return self.told_of(name)
+
+
+@pytest.fixture
+def job(
+    control_plane: ControlPlane, namespace: str, tmp_path: Path, kubelet: Callable[..., Kubelet]
+) -> Scaled:
+    cluster = Cluster(control_plane, namespace, tmp_path)
+    return Scaled(cluster, kubelet(nodes=2), tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_a_job_follows_its_replicas_and_its_plans(job: Scaled) -> None:
+    def replicas() -> int:
+        spec = job.cluster.get("elasticjobs", "digits")["spec"]
+        return int(spec["replicaSpecs"]["worker"]["replicas"])
+
+    async def story() -> None:
+        async with job.cluster.operator():
+            job.submit(2)
+            await job.until(lambda: job.worlds() == ["2"])
+            job.scale(3)
+            await job.until(lambda: job.worlds() == ["2", "3"])
+            (told,) = job.events("Scaled")
+            assert told.startswith("The job is to have 3 nodes instead of 2: 1 is being started")
+            job.scale(1)
+            await job.until(lambda: job.worlds() == ["2", "3", "1"])
+            assert job.workers() == ["digits-edljob-worker-0"]
+
+            two = {"replicaResourceSpecs": {"worker": {"replicas": 2, "resource": {"cpu": "1"}}}}
+            job.plan("grow", migratePods=[{"name": "digits-edljob-worker-0"}], **two)
+            assert await job.ends("grow") == ("Succeeded", "The job has 2 workers.")
+            assert job.worlds()[3:] == ["2"]
+            assert replicas() == 2, "a master without a journal reads it there"
+            said = " ".join(job.events("NoEffect"))
+            assert "spec.migratePods is accepted for compatibility and has no effect" in said
+            assert "spec.replicaResourceSpecs.worker.resource is accepted for" in said
+
+            job.plan("servers", replicaResourceSpecs={"ps": {"replicas": 2}})
+            assert await job.ends("servers") == (
+                "Failed",
+                "spec.replicaResourceSpecs.ps.replicas: the job has no role ps; it has worker.",
+            )
+            job.plan("nothing", removePods=[{"name": "a"}, {"name": "b"}])
+            phase, message = await job.ends("nothing")
+            assert phase == "Failed"
+            assert message.startswith("The plan asks for 0 workers: accepted are at least 1 ")
+            job.plan("auto", {"scale-type": "auto"}, createPods=[{}], reason="The queue is long.")
+            phase, message = await job.ends("auto")
+            assert phase == "Failed"
+            assert message.startswith("A user has set the number of nodes to 2")
+            job.plan("other", ownerJob="letters")
+            await job.until(lambda: job.told_of("other")[0] == "Pending")
+            assert job.told_of("other")[1] == "There is no ElasticJob letters in this namespace."
+
+            (job.folder / "go").touch()
+            await job.until(lambda: job.cluster.status.get("phase") == "Succeeded")
+            job.plan("late", **two)
+            assert await job.ends("late") == ("Failed", "The ElasticJob digits has ended.")
+            assert job.cluster.status["training"]["restarts"] == 0
+
+    asyncio.run(story())
+
+
+# ---- what a plan asks for
+
+BOTH = {
+    "worker": {
+        **manifests.job()["spec"]["replicaSpecs"]["worker"],
+        "replicas": 4,
+        "minReplicas": 2,
+    },
+    "ps": {**manifests.job()["spec"]["replicaSpecs"]["worker"], "replicas": 3},
+}
+JOB = validation.parse(manifests.job(replicaSpecs=BOTH))
+
+
+def replicas(**numbers: int | None) -> dict[str, ScaleReplica]:
+    return {role: ScaleReplica(replicas=number) for role, number in numbers.items()}
+
+
+@pytest.mark.parametrize(
+    ("spec", "number"),
+    [
+        ({"replica_resource_specs": replicas(worker=7)}, 7),
+        ({"replica_resource_specs": replicas(worker=7, ps=3)}, 7),
+        ({"replica_resource_specs": replicas(worker=None)}, 4),
+        ({"create_pods": [PlannedPod(), PlannedPod(type="worker")]}, 6),
+        ({"remove_pods": [PlannedPod(name="digits-edljob-worker-3")]}, 3),
+        ({"create_pods": [PlannedPod()], "remove_pods": [PlannedPod()]}, 4),
+        ({}, 4),
+    ],
+)
+def test_how_many_workers_a_plan_asks_for(spec: dict[str, Any], number: int) -> None:
+    plan = ScalePlanSpec(owner_job="digits", **spec)
+    assert scaleplans.wanted(plan, JOB, 4) == number
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        (
+            {"replica_resource_specs": replicas(chief=1)},
+            "the job has no role chief; it has worker, ps",
+        ),
+        (
+            {"replica_resource_specs": replicas(ps=2)},
+            "replicas is 2: accepted is 3, the number that",
+        ),
+        ({"replica_resource_specs": replicas(worker=1)}, "at least 2 (minReplicas)"),
+        ({"create_pods": [PlannedPod(type="ps")]}, "a pod of type ps: accepted is worker"),
+        ({"remove_pods": [PlannedPod()] * 4}, "asks for 0 workers"),
+    ],
+)
+def test_a_wrong_plan_gets_a_sentence(spec: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        scaleplans.wanted(ScalePlanSpec(owner_job="digits", **spec), JOB, 4)
+    assert why in str(caught.value)
+    assert str(caught.value).endswith(".")
+
+
+def test_the_ranks_of_other_roles_stay_where_they_are_when_workers_come_and_go() -> None:
+    def pods(job: Any) -> list[str]:
+        total = len(nodes.slots(job))
+        return [nodes.pod_name(job, nodes.Launch(rank, rank)) for rank in range(total)]
+
+    assert pods(nodes.resized(JOB, 5))[:5] == pods(JOB)[:5]
+    assert pods(JOB)[:4] == [f"digits-edljob-ps-{i}" for i in range(3)] + ["digits-edljob-worker-3"]
+    beyond = nodes.Launch(9, 9)
+    assert nodes.pod_name(JOB, beyond) == "digits-edljob-worker-9"
+
+
+# ---- what the operator says of plans
+
+
+@pytest.mark.parametrize(
+    ("before", "job", "phase"),
+    [
+        ({}, manifests.job(), "Pending"),
+        ({"phase": "Pending"}, manifests.job(suspend=True), "Pending"),
+        ({"phase": "Scaling"}, manifests.job(), None),
+        ({"phase": "Scaling"}, None, "Failed"),
+        ({"phase": "Failed"}, None, None),
+        ({}, None, "Pending"),
+        ({}, manifests.job(managedBy="another"), None),
+        ({"phase": "Scaling"}, {**manifests.job(), "status": {"completionTime": "2026-01-01"}}, "Failed"),
+    ],
+)  # fmt: skip
+def test_what_the_operator_says_of_a_plan(
+    before: dict[str, str], job: dict[str, Any] | None, phase: str | None
+) -> None:
+    status = scaleplans.standing(before, "digits", job)
+    assert (status["phase"] if status else None) == phase
