@@ -22,7 +22,14 @@ from dlrover.errors import ConfigurationError, DLRoverError
 from dlrover.master.diagnosis_rules import load_own
 from dlrover.planning import extra
 from dlrover.spec.job import JobSpec
-from dlrover.spec.jobdir import AgentConfig, JobDir, MasterConfig, MetricsAddress, TlsFiles
+from dlrover.spec.jobdir import (
+    AgentConfig,
+    BrainSide,
+    JobDir,
+    MasterConfig,
+    MetricsAddress,
+    TlsFiles,
+)
 from dlrover.spec.launch import LaunchSpec
 from dlrover.spec.outcome import Outcome
 
@@ -214,6 +221,12 @@ class _Plan:
             tls=self._tls,
             journal=self._settings.journal,
             metrics=MetricsAddress(self._settings.metrics_host, self._settings.metrics_port),
+            brain=BrainSide(
+                address=self._settings.brain,
+                token_file=self._settings.brain_token_file,
+                cluster=self._settings.optimize_mode == "cluster",
+                program=Path(options.launch.target).name,
+            ),
         )
         self._write(self._job_dir.job, content)
         self._has_master = True

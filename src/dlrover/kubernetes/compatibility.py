@@ -1,4 +1,4 @@
-"""What an ElasticJob may say for compatibility with the original, and what it means here: nothing."""
+"""What an ElasticJob may say for compatibility with the original, and means nothing here."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import Any
 
 _OF_JOB = {
     "distributionStrategy": "The roles of replicaSpecs say which pods run.",
-    "optimizeMode": "Each job finds its own number of workers; no Brain is asked.",
     "resourceLimits": "A ResourceQuota limits a namespace.",
-    "brainService": "No Brain is asked.",
     "enableElasticScheduling": "A job is always elastic, between minReplicas and replicas.",
     "enableDynamicSharding": "The program decides whether its data are sharded.",
     "relaunchStrategy": "A lost node is always replaced within the job's budgets of restarts.",
@@ -22,7 +20,6 @@ _OF_ROLE = {
     "BatchScheduler": "spec.schedulerName of the template names a scheduler.",
 }
 _MEANT = {
-    "optimizeMode": ("single-job", "manual", "manunal", "mannual"),
     "distributionStrategy": ("AllreduceStrategy",),
 }
 """Values that say what is done anyway, or that have an effect."""

@@ -6,11 +6,14 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from dlrover.errors import ConfigurationError
 from dlrover.kubernetes import names, nodes, validation
 from dlrover.kubernetes.client import ApiError, Client, Resource
 from dlrover.kubernetes.types import ElasticJob, ReplicaSpec
 from dlrover.spec.job import JobSpec, Limits
+from dlrover.spec.jobdir import BrainSide
 from dlrover.spec.rules import Rule
 
 VARIABLE = "DLROVER_KUBERNETES_JOB"
@@ -78,6 +81,15 @@ def job_spec(job: ElasticJob, limits: Limits, rules: tuple[Rule, ...] = ()) -> J
         limits=limits,
         diagnosis_rules=rules,
         grows_memory=True,
+    )
+
+
+def brain_side(job: ElasticJob, given: BrainSide) -> BrainSide:
+    """Where the master finds the Brain: the manifest's ``brainService`` and ``optimizeMode`` before its settings."""
+    return msgspec.structs.replace(
+        given,
+        address=job.spec.brain_service or given.address,
+        cluster=given.cluster or job.spec.optimize_mode == "cluster",
     )
 
 

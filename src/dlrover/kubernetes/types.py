@@ -173,7 +173,7 @@ class ElasticJobSpec(_Base, frozen=True):
     resource_limits: Annotated[
         dict[str, Quantity], Meta(description="Accepted for compatibility; use a ResourceQuota.")
     ] = {}
-    brain_service: Annotated[str, Meta(description="Accepted for compatibility.")] = ""
+    brain_service: Annotated[str, Meta(description="Address of the Brain, HOST:PORT.")] = ""
     enable_elastic_scheduling: Annotated[
         bool, Meta(description="Accepted for compatibility; jobs are always elastic.")
     ] = False

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from dlrover.master.brainside import JobBrain
 from dlrover.master.machine import inputs
 from dlrover.master.machine.autoscale import Question
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.meter import Meter
 from dlrover.rpc import messages
+from dlrover.spec.speed import ScaleDecision
 
 TICK = 0.5
 """Seconds between two looks at the clock."""
@@ -27,6 +29,8 @@ class AutoScaler:
         self._machine = machine
         self._submit = submit
         self._meter = Meter()
+        self.brain: JobBrain | None = None
+        """Is told what is measured, and asked for the size where it chooses that of all jobs."""
         self._round = 0
 
     def heard(self, node_id: int, message: messages.Heartbeat, now: float) -> None:
@@ -56,11 +60,19 @@ class AutoScaler:
             asked = self.question(clock())
             if asked is not None:
                 round_ = self._round
-                from dlrover.master.planner import decide  # noqa: PLC0415 - an extra
-
-                decision = await asyncio.to_thread(decide, asked)
+                decision = await self._decide(asked)
                 # Of a world that is no more by then it changes nothing.
                 self._submit(inputs.ScalePlanned(round_, decision))
+
+    async def _decide(self, asked: Question) -> ScaleDecision | None:
+        """The Brain's decision, where it is to be asked and answers; else the job's own."""
+        if self.brain is not None and self.brain.cluster:
+            answered, decision = await self.brain.size(asked)
+            if answered:
+                return decision
+        from dlrover.master.planner import decide  # noqa: PLC0415 - an extra
+
+        return await asyncio.to_thread(decide, asked)
 
     def measure(self, now: float) -> None:
         """Submit the sample of a window that has passed."""
@@ -71,6 +83,8 @@ class AutoScaler:
         sample = self._meter.take(len(rdzv.members), machine.world_size, now)
         if sample is not None:
             self._submit(inputs.SpeedMeasured(self._round, sample, self._meter.profile))
+            if self.brain is not None:
+                self.brain.measured(sample, self._meter.profile)
 
     def question(self, now: float) -> Question | None:
         """What the planner is to be asked; None while the job may not be changed."""

@@ -360,13 +360,27 @@ class PlanMade(msgspec.Struct, frozen=True, tag="plan_made"):
     effect: Effect | None = None
     unit: str = "samples/s"
     """Of the throughputs."""
+    plan_id: str = ""
+    """The Brain's name for the plan; empty: the job's master has made it."""
 
     def sentence(self) -> str:
         """The event in words."""
         expected = ""
         if self.effect is not None:
             expected = f"; {self.effect.throughput:.3g} {self.unit} are expected"
-        return f"Plan {self.number}, {self.kind.value}: {self.reason}{expected}."
+        whose = " of the Brain" if self.plan_id else ""
+        return f"Plan {self.number}{whose}, {self.kind.value}: {self.reason}{expected}."
+
+
+class FirstSize(msgspec.Struct, frozen=True, tag="first_size"):
+    """The Brain has said with how many nodes a job starts."""
+
+    nodes: int
+    reason: str
+
+    def sentence(self) -> str:
+        """The event in words."""
+        return f"The job starts with {count(self.nodes)}, as the Brain says: {self.reason}."
 
 
 class PlanMeasured(msgspec.Struct, frozen=True, tag="plan_measured"):
@@ -384,6 +398,8 @@ class PlanMeasured(msgspec.Struct, frozen=True, tag="plan_measured"):
     """Whether it is less than its nodes are worth: the change is taken back."""
     unit: str = "samples/s"
     """Of the throughput."""
+    plan_id: str = ""
+    """As of the plan."""
 
     def sentence(self) -> str:
         """The event in words."""
@@ -400,6 +416,8 @@ class PlanDropped(msgspec.Struct, frozen=True, tag="plan_dropped"):
 
     number: int
     reason: str
+    plan_id: str = ""
+    """As of the plan."""
 
     def sentence(self) -> str:
         """The event in words."""
@@ -457,6 +475,7 @@ EventBody: TypeAlias = (
     | SlowRankRecovered
     | Recovered
     | NodeSucceeded
+    | FirstSize
     | PlanMade
     | PlanMeasured
     | PlanDropped

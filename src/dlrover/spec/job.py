@@ -152,5 +152,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The user's own rows of the table of causes: their content, so that a job keeps what it began with."""
     auto_scale: bool = False
     """Find the best number of nodes between ``min_nodes`` and ``max_nodes`` while training."""
+    first_size: str = ""
+    """Why it starts with ``managed_nodes``, if the Brain has said so."""
     grows_memory: bool = False
     """The platform can launch a node with more memory than the job asked for."""

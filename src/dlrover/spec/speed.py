@@ -77,3 +77,6 @@ class ScaleDecision(msgspec.Struct, frozen=True, kw_only=True):
     kind: ScaleKind
     nodes: int
     plan: Plan
+    plan_id: str = ""
+    """The Brain's name for it, if it has made the plan. It weighs jobs against each other, so a job does not take
+    back what it has ordered."""

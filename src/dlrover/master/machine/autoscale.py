@@ -68,6 +68,8 @@ class Change:
     since: float
     round: int
     """The round that it began in."""
+    plan_id: str = ""
+    """The Brain's name for it, if it is the Brain's."""
 
 
 @dataclass
@@ -210,7 +212,7 @@ class AutoScaling:
             return [], None
         waited = self.job.limits.autoscale_patience
         reason = f"its effect could not be measured within {waited:g} s (autoscale_patience)"
-        told: list[events.EventBody] = [events.PlanDropped(change.number, reason)]
+        told: list[events.EventBody] = [events.PlanDropped(change.number, reason, change.plan_id)]
         self.change = None
         if change.kind in (ScaleKind.RETURN, ScaleKind.REPLACE):
             return told, None
@@ -253,7 +255,7 @@ class AutoScaling:
         """The effect of a change of the size is known."""
         self.change = None
         before, after = self.speed(change.origin), sample.throughput
-        returned = change.kind is ScaleKind.RETURN
+        returned = change.kind is ScaleKind.RETURN or bool(change.plan_id)
         worth = self.worth(after, change.nodes)
         short = not returned and worth < (1 - SLACK) * self.worth(before, change.origin)
         told, within = self._outcome(change, sample, short)
@@ -299,6 +301,7 @@ class AutoScaling:
             outcome.within,
             short,
             sample.unit,
+            change.plan_id,
         )
         return [told], outcome.within
 
@@ -327,9 +330,17 @@ class AutoScaling:
             effect=plan.effect,
             since=now,
             round=self.round,
+            plan_id=decision.plan_id,
         )
         return events.PlanMade(
-            self.made, decision.kind, decision.nodes, origin, plan.reason, plan.effect, self.unit
+            self.made,
+            decision.kind,
+            decision.nodes,
+            origin,
+            plan.reason,
+            plan.effect,
+            self.unit,
+            decision.plan_id,
         )
 
     def _settle(self, now: float) -> list[events.EventBody]:

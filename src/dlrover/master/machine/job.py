@@ -58,6 +58,8 @@ class JobMachine(JobAuto):
         self._compose()
         if not event.earlier_events:
             self._emit(events.JobSubmitted(self.job.name, self.job.min_nodes, self.job.max_nodes))
+        if self.job.first_size and not event.earlier_events:
+            self._emit(events.FirstSize(self.job.managed_nodes, self.job.first_size))
         found = {node.node_rank for node in event.found}
         self.scaling.keep(max(found, default=-1))
         self.rendezvous.most = self.scaling.most
