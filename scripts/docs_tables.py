@@ -82,6 +82,10 @@ SAMPLES: tuple[events.EventBody, ...] = (
     events.SlowRankRecovered(17, 2),
     events.Recovered(2, 5.31),
     events.NodeSucceeded(0),
+    events.FirstSize(
+        4, "started from 2 similar past jobs, the nearest is my-job (similarity 1.00)"
+    ),
+    events.MemoryGrows(3, 28 << 30, 16 << 30, 720.0, ordered=True),
     events.PlanMade(
         2, ScaleKind.GROW, 4, 2, "2 -> 4 nodes: +86% throughput for +100% cost", _EFFECT
     ),

@@ -59,10 +59,16 @@ def test_a_job_starts_like_a_past_one_tells_its_brain_and_goes_on_without_it(run
         (ours,) = (
             job for job in ask(server.address, lambda client: client.jobs()) if job.job != "past"
         )
-        story = ask(server.address, lambda client: client.explain(ours.job))
+
+        def known():
+            story = ask(server.address, lambda client: client.explain(ours.job))
+            return story if len(story.plans) == 2 else None
+
+        story = run.until(known, 20, "both plans")
         assert story.samples[0].shape.groups["worker"].count == 2
         assert story.job.description.features["parameters"] == 4
-        assert len(story.plans) == 1
+        assert (story.plans[0].optimizer, story.plans[0].state) == ("single-job", "applied")
+        assert story.plans[1].optimizer == "master"
         server.process.kill()
     launch.until(lambda: launch.events_of(events.PlanMeasured), 60, "the plan's outcome")
     agents = launch.of_kind("agent")

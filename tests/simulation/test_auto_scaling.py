@@ -197,6 +197,24 @@ def test_a_slow_node_is_replaced_and_the_job_is_faster():
     assert (cluster.machine.restarts.count, cluster.machine.incident) == (0, None)
 
 
+@pytest.mark.parametrize("grows", [True, False])
+def test_a_node_gets_more_memory_before_it_runs_out_where_the_platform_can_do_that(grows):
+    cluster = cluster_of(LAWS["one pays"], seed=9, start=2, grows_memory=grows)
+    cluster.run_until(lambda: settled(cluster) and size(cluster) == 1, 3600)
+    machine = cluster.machine
+    node = machine.rendezvous.members[0]
+    forecast = inputs.MemoryForecast(machine.rendezvous.round, node, 24 << 30, 16 << 30, 1800.0)
+    cluster._submit(forecast)
+    cluster.run(120.0)
+    assert cluster.training
+    (said,) = told(cluster, events.MemoryGrows)
+    assert said.ordered == grows
+    (now_there,) = cluster.machine.rendezvous.members
+    assert (now_there != node) == grows
+    assert cluster.machine.nodes[now_there].memory_factor == (1.5 if grows else 1.0)
+    assert (cluster.machine.restarts.count, cluster.machine.incident) == (0, None)
+
+
 def test_a_node_whose_replacement_does_not_help_is_the_last_one():
     """It is the data that make a rank slow, not its node."""
     law = LAWS["scales"]

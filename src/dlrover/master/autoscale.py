@@ -9,9 +9,11 @@ from dlrover.master.brainside import JobBrain
 from dlrover.master.machine import inputs
 from dlrover.master.machine.autoscale import Question
 from dlrover.master.machine.job import JobMachine
-from dlrover.master.machine.meter import Meter
+from dlrover.master.machine.memorywatch import HORIZON, MemoryWatch
+from dlrover.master.machine.meter import WARM_UP_STEPS, Meter
 from dlrover.rpc import messages
 from dlrover.spec.speed import ScaleDecision
+from dlrover.spec.usage import NodeUsage
 
 TICK = 0.5
 """Seconds between two looks at the clock."""
@@ -29,18 +31,23 @@ class AutoScaler:
         self._machine = machine
         self._submit = submit
         self._meter = Meter()
+        self._memory = MemoryWatch()
+        self.usage: dict[int, NodeUsage] = {}
+        """What each node of the running world uses, as it said last."""
         self.brain: JobBrain | None = None
         """Is told what is measured, and asked for the size where it chooses that of all jobs."""
         self._round = 0
 
     def heard(self, node_id: int, message: messages.Heartbeat, now: float) -> None:
-        """A node reports what its workers do."""
+        """A node reports what its workers do, and now and then what it uses."""
         machine = self._machine
-        if not machine.autoscaling.active:
-            return
         self._follow_round()
         world = machine.worlds.get(node_id)
         if world is None or message.round != self._round:
+            return
+        if message.usage is not None and message.steps >= WARM_UP_STEPS:
+            self._watch_memory(node_id, message.usage, now)
+        if not machine.autoscaling.active:
             return
         workers = {world.first_rank + i: worker for i, worker in enumerate(message.workers)}
         self._meter.note(workers, now)
@@ -51,6 +58,16 @@ class AutoScaler:
             self._round = rdzv.round
             self._meter.limits = machine.job.limits
             self._meter.begin()
+            self._memory.begin()
+            self.usage.clear()
+
+    def _watch_memory(self, node_id: int, usage: NodeUsage, now: float) -> None:
+        self.usage[node_id] = usage
+        advice = self._memory.note(node_id, usage, now)
+        if advice is not None:
+            self._submit(
+                inputs.MemoryForecast(self._round, node_id, advice.memory, usage.limit, HORIZON)
+            )
 
     async def run(self, clock: Callable[[], float]) -> None:
         """Measure and plan until cancelled."""

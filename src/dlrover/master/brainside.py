@@ -58,6 +58,7 @@ class JobBrain:
         self._side = side
         self._job = job
         self._profile = ModelProfile()
+        self._first = ""  # the name of the first plan, until its effect was measured
         self._client = BrainClient(side.address, token, wire.Tls(ca=tls.ca))
         self._link = BrainLink(self._client, self.id, self._description())
         self._task = asyncio.create_task(self._link.run())
@@ -92,6 +93,9 @@ class JobBrain:
             compute_seconds=sample.compute_seconds,
         )
         self._report(brain.ReportSamples(request=request_id(), job=self.id, samples=(found,)))
+        if self._first:
+            self._outcome(self._first, "applied", sample.throughput)
+            self._first = ""
 
     def happened(self, event: Event) -> None:
         """An event of the job, if the Brain is to know of it."""
@@ -152,6 +156,7 @@ class JobBrain:
         nodes = advice.plan.groups[KIND].count
         if not job.min_nodes <= nodes <= job.max_nodes or nodes % job.node_unit:
             return job
+        self._first = advice.plan_id
         return msgspec.structs.replace(job, managed_nodes=nodes, first_size=advice.reason)
 
     async def size(self, asked: Question) -> tuple[bool, ScaleDecision | None]:

@@ -341,6 +341,9 @@ class JobEnded(msgspec.Struct, frozen=True, tag="job_ended"):
         return f"The job ended with exit code {self.exit_code}: {self.reason}"
 
 
+GIB = 1 << 30
+
+
 def count(nodes: int) -> str:
     """``1 node``, ``2 nodes``."""
     return f"{nodes} node{'' if nodes == 1 else 's'}"
@@ -442,6 +445,28 @@ class SizeSettled(msgspec.Struct, frozen=True, tag="size_settled"):
         )
 
 
+class MemoryGrows(msgspec.Struct, frozen=True, tag="memory_grows"):
+    """A node's memory grows, and will not be enough."""
+
+    node: int
+    needed: int
+    """Bytes that it is expected to need."""
+    limit: int
+    """Bytes that it has."""
+    seconds: float
+    """How far ahead that is, at most."""
+    ordered: bool
+    """Whether another node with more memory takes its place before that."""
+
+    def sentence(self) -> str:
+        """The event in words."""
+        then = "; a node with more takes its place" if self.ordered else ""
+        return (
+            f"Node {self.node} is expected to need {self.needed / GIB:.1f} GiB of its {self.limit / GIB:.1f} GiB "
+            f"of memory within {self.seconds / 60:.0f} min{then}."
+        )
+
+
 class AutoScalingEnded(msgspec.Struct, frozen=True, tag="auto_scaling_ended"):
     """Somebody set the number of nodes: that wins."""
 
@@ -476,6 +501,7 @@ EventBody: TypeAlias = (
     | Recovered
     | NodeSucceeded
     | FirstSize
+    | MemoryGrows
     | PlanMade
     | PlanMeasured
     | PlanDropped

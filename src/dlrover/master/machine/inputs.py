@@ -154,6 +154,18 @@ class SpeedMeasured(msgspec.Struct, frozen=True, tag="speed_measured"):
     profile: ModelProfile = ModelProfile()
 
 
+class MemoryForecast(msgspec.Struct, frozen=True, tag="memory_forecast"):
+    """A node of ``round`` will not have enough memory."""
+
+    round: int
+    node_id: int
+    needed: int
+    """Bytes."""
+    limit: int
+    seconds: float
+    """How far ahead the forecast reaches."""
+
+
 class ScalePlanned(msgspec.Struct, frozen=True, tag="scale_planned"):
     """The planner has looked at what was measured; None: no other size is worth a change."""
 
@@ -206,6 +218,7 @@ Input: TypeAlias = (
     | Hung
     | RankSpeed
     | SpeedMeasured
+    | MemoryForecast
     | ScalePlanned
     | StopRequested
     | ScaleAsked

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dlrover.master.machine import inputs
 from dlrover.master.machine.jobscale import JobScale
+from dlrover.master.machine.state import Node
 from dlrover.spec import events
 from dlrover.spec.node import NodeStatus
 from dlrover.spec.speed import ScaleDecision
@@ -29,9 +30,25 @@ class JobAuto(JobScale):
             return
         self._emit(made)
         self._exclude(node, f"rank {found.rank} is slow there", now)
+        self._exchange(node, "which is slow", now)
+
+    def _memory_forecast(self, event: inputs.MemoryForecast, now: float) -> None:
+        """Order more memory before a node runs out of it, where the platform can and the job lets it."""
+        node = self.nodes[event.node_id]
+        if event.round != self.rendezvous.round or node.status is not NodeStatus.RUNNING:
+            return
+        free = self.job.auto_scale and self.job.grows_memory and self.autoscaling.change is None
+        ordered = free and node.launched and self.is_quiet()
+        self._emit(events.MemoryGrows(node.id, event.needed, event.limit, event.seconds, ordered))
+        if ordered:
+            node.memory_factor *= event.needed / event.limit
+            self._exchange(node, "which needs more memory", now)
+
+    def _exchange(self, node: Node, why: str, now: float) -> None:
+        """Call off a node of the world, and launch another one with its rank."""
         self._call_off(node, now)
         self._launch(node.node_rank, now, replaces=node)
-        self._open_round(f"node {node.id} is replaced, which is slow", now)
+        self._open_round(f"node {node.id} is replaced, {why}", now)
 
     def _speed_measured(self, event: inputs.SpeedMeasured, now: float) -> None:
         if event.round == self.rendezvous.round and not self.rendezvous.collecting:
