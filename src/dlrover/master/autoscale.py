@@ -101,7 +101,7 @@ class AutoScaler:
         if sample is not None:
             self._submit(inputs.SpeedMeasured(self._round, sample, self._meter.profile))
             if self.brain is not None:
-                self.brain.measured(sample, self._meter.profile)
+                self.brain.measured(sample, self._meter.profile, self.usage)
 
     def question(self, now: float) -> Question | None:
         """What the planner is to be asked; None while the job may not be changed."""

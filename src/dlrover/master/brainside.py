@@ -23,6 +23,7 @@ from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import BrainSide
 from dlrover.spec.plan import Group, Plan
 from dlrover.spec.speed import ModelProfile, ScaleDecision, ScaleKind, SpeedSample
+from dlrover.spec.usage import NodeUsage
 
 if TYPE_CHECKING:
     from dlrover.master.machine.autoscale import Question
@@ -78,8 +79,10 @@ class JobBrain:
 
     # ---- what it is told
 
-    def measured(self, sample: SpeedSample, profile: ModelProfile) -> None:
-        """A window of the running world was measured."""
+    def measured(
+        self, sample: SpeedSample, profile: ModelProfile, usage: Mapping[int, NodeUsage]
+    ) -> None:
+        """A window of the running world was measured; ``usage`` is what its nodes use, by id."""
         if profile.parameters != self._profile.parameters:
             self._profile = profile
             self._report(
@@ -93,6 +96,12 @@ class JobBrain:
             compute_seconds=sample.compute_seconds,
         )
         self._report(brain.ReportSamples(request=request_id(), job=self.id, samples=(found,)))
+        used = tuple(
+            brain.Usage(node=f"{KIND}-{node}", kind=KIND, cpu=one.cpu, memory=float(one.memory))
+            for node, one in usage.items()
+        )
+        if used:
+            self._report(brain.ReportUsage(request=request_id(), job=self.id, nodes=used))
         if self._first:
             self._outcome(self._first, "applied", sample.throughput)
             self._first = ""
