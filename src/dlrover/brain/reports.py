@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from dlrover.brain import tables
+from dlrover.brain.batch import Batch
 from dlrover.errors import ConfigurationError, ProtocolError
 from dlrover.spec import brain
 from dlrover.spec.plan import Plan
@@ -18,18 +19,19 @@ MASTER = "master"
 """The optimiser of plans that a job's master has made itself."""
 
 
-def write(connection: Connection, report: brain.Report, now: float) -> brain.Committed:
+def write(batch: Batch, report: brain.Report, now: float) -> brain.Committed:
     """Write a report, unless it was written before.
 
     Raises:
         ConfigurationError: nobody has registered the job.
         ProtocolError: the report contradicts itself or what is known.
     """
-    requests = tables.requests
-    known = sa.select(requests.c.id).where(requests.c.id == report.request)
-    if connection.scalar(known) is None:
-        _WRITE[type(report)](connection, report, now)
-        connection.execute(requests.insert().values(id=report.request, at=now))
+    job = getattr(report, "job", "")
+    if job and not isinstance(report, brain.RegisterJob) and not batch.has_job(job):
+        raise ConfigurationError(f"The Brain knows no job {job}; dlrover brain jobs lists them.")
+    if not batch.has_done(report.request):
+        _WRITE[type(report)](batch, report, now)
+        batch.note(report.request, now)
     return brain.Committed()
 
 
@@ -53,19 +55,10 @@ def checked(shape: brain.Shape) -> brain.Shape:
     return shape
 
 
-def require_job(connection: Connection, job: str) -> None:
-    """Refuse what is about a job that nobody has registered."""
-    jobs = tables.jobs
-    if connection.scalar(sa.select(jobs.c.id).where(jobs.c.id == job)) is None:
-        raise ConfigurationError(f"The Brain knows no job {job}; dlrover brain jobs lists them.")
-
-
-def insert_plan(
-    connection: Connection, job: str, plan_id: str, plan: Plan, now: float, **more: Any
-) -> None:
+def insert_plan(batch: Batch, job: str, plan_id: str, plan: Plan, now: float, **more: Any) -> None:
     """Write a plan; ``more`` is its optimiser, and the shape before if that is known."""
     shape = more.get("shape")
-    connection.execute(
+    batch.connection.execute(
         tables.plans.insert().values(
             id=plan_id,
             job=job,
@@ -77,14 +70,13 @@ def insert_plan(
     )
 
 
-def _register(connection: Connection, report: brain.RegisterJob, now: float) -> None:
+def _register(batch: Batch, report: brain.RegisterJob, now: float) -> None:
     """Put a job into the list, or renew what it says of itself; an ended one runs again."""
     description = report.description
     space = description.space
     for name, bounds in (("workers", space.workers), ("servers", space.servers)):
         if bounds.least > bounds.most:
             raise ProtocolError(f"space.{name} is {bounds.least} to {bounds.most}: least > most.")
-    jobs = tables.jobs
     said = {
         "mode": description.mode,
         "state": "running",
@@ -92,37 +84,29 @@ def _register(connection: Connection, report: brain.RegisterJob, now: float) -> 
         "reason": "",
         "description": as_json(description),
     }
-    renewed = connection.execute(jobs.update().where(jobs.c.id == report.job).values(said))
-    if not renewed.rowcount:
-        first = {"id": report.job, "registered": now, "throughput": 0.0, "done": 0.0}
-        connection.execute(jobs.insert().values(said | first))
+    if batch.has_job(report.job):
+        batch.change_job(report.job, **said)
+    else:
+        batch.add_job(report.job, said | {"registered": now, "throughput": 0.0, "done": 0.0})
 
 
-def _samples(connection: Connection, report: brain.ReportSamples, now: float) -> None:
-    require_job(connection, report.job)
+def _samples(batch: Batch, report: brain.ReportSamples, now: float) -> None:
     samples = [
         msgspec.structs.replace(sample, at=sample.at or now, shape=checked(sample.shape))
         for sample in report.samples
     ]
-    connection.execute(
-        tables.samples.insert(),
-        [{"job": report.job, "at": s.at, "sample": as_json(s)} for s in samples],
-    )
+    rows = ({"job": report.job, "at": s.at, "sample": as_json(s)} for s in samples)
+    batch.insert(tables.samples, *rows)
     latest = max(reversed(samples), key=lambda sample: sample.at)  # of equal ones the last
-    jobs = tables.jobs
-    connection.execute(
-        jobs.update()
-        .where(jobs.c.id == report.job)
-        .values(
-            shape=as_json(latest.shape),
-            throughput=latest.throughput,
-            done=sa.case((jobs.c.done > latest.done, jobs.c.done), else_=latest.done),
-        )
+    batch.change_job(
+        report.job,
+        shape=as_json(latest.shape),
+        throughput=latest.throughput,
+        done=max(sample.done for sample in samples),
     )
 
 
-def _usage(connection: Connection, report: brain.ReportUsage, now: float) -> None:
-    require_job(connection, report.job)
+def _usage(batch: Batch, report: brain.ReportUsage, now: float) -> None:
     rows = [
         {
             "job": report.job,
@@ -135,9 +119,9 @@ def _usage(connection: Connection, report: brain.ReportUsage, now: float) -> Non
         }
         for one in report.nodes
     ]
-    connection.execute(tables.usages.insert(), rows)
+    batch.insert(tables.usages, *rows)
     for one in report.nodes:
-        _note_node(connection, report.job, one, one.at or now)
+        _note_node(batch.connection, report.job, one, one.at or now)
 
 
 def _note_node(connection: Connection, job: str, one: brain.Usage, at: float) -> None:
@@ -162,13 +146,15 @@ def _note_node(connection: Connection, job: str, one: brain.Usage, at: float) ->
         connection.execute(nodes.insert().values(latest | first))
 
 
-def _plan(connection: Connection, report: brain.ReportPlan, now: float) -> None:
-    require_job(connection, report.job)
+def _plan(batch: Batch, report: brain.ReportPlan, now: float) -> None:
     plans = tables.plans
-    if connection.scalar(sa.select(plans.c.id).where(plans.c.id == report.plan_id)) is not None:
+    if (
+        batch.connection.scalar(sa.select(plans.c.id).where(plans.c.id == report.plan_id))
+        is not None
+    ):
         raise ProtocolError(f"There is a plan {report.plan_id} already.")
     insert_plan(
-        connection,
+        batch,
         report.job,
         report.plan_id,
         report.plan,
@@ -178,11 +164,10 @@ def _plan(connection: Connection, report: brain.ReportPlan, now: float) -> None:
     )
 
 
-def _outcome(connection: Connection, report: brain.ReportOutcome, now: float) -> None:
-    require_job(connection, report.job)
+def _outcome(batch: Batch, report: brain.ReportOutcome, now: float) -> None:
     plans, outcomes = tables.plans, tables.outcomes
     owner = sa.select(plans.c.job).where(plans.c.id == report.plan_id)
-    if connection.scalar(owner) != report.job:
+    if batch.connection.scalar(owner) != report.job:
         raise ProtocolError(f"Job {report.job} has no plan {report.plan_id}.")
     said = {
         "at": now,
@@ -191,39 +176,37 @@ def _outcome(connection: Connection, report: brain.ReportOutcome, now: float) ->
         "reason": report.reason,
     }
     where = outcomes.c.plan == report.plan_id
-    if not connection.execute(outcomes.update().where(where).values(said)).rowcount:
-        connection.execute(outcomes.insert().values(said | {"plan": report.plan_id}))
+    if not batch.connection.execute(outcomes.update().where(where).values(said)).rowcount:
+        batch.connection.execute(outcomes.insert().values(said | {"plan": report.plan_id}))
 
 
-def _end(connection: Connection, report: brain.EndJob, now: float) -> None:
-    require_job(connection, report.job)
-    jobs = tables.jobs
+def _end(batch: Batch, report: brain.EndJob, now: float) -> None:
     said: dict[str, Any] = {"state": report.state, "ended": now, "reason": report.reason}
     if report.shape is not None:
         said["shape"] = as_json(checked(report.shape))
-    connection.execute(jobs.update().where(jobs.c.id == report.job).values(said))
+    batch.change_job(report.job, **said)
 
 
-def _cluster(connection: Connection, report: brain.ReportCluster, now: float) -> None:
+def _cluster(batch: Batch, report: brain.ReportCluster, now: float) -> None:
     names = [node.name for node in report.nodes]
     if len(set(names)) < len(names):
         raise ProtocolError("A report of the cluster names a machine twice.")
-    connection.execute(tables.cluster.delete())
+    batch.connection.execute(tables.cluster.delete())
     if report.nodes:
         rows = [{"name": one.name, "at": now, "node": as_json(one)} for one in report.nodes]
-        connection.execute(tables.cluster.insert(), rows)
+        batch.connection.execute(tables.cluster.insert(), rows)
 
 
-def _quota(connection: Connection, report: brain.SetQuota, _now: float) -> None:
+def _quota(batch: Batch, report: brain.SetQuota, _now: float) -> None:
     quotas = tables.quotas
-    connection.execute(quotas.delete().where(quotas.c.queue == report.queue))
+    batch.connection.execute(quotas.delete().where(quotas.c.queue == report.queue))
     if report.limits:
-        connection.execute(
+        batch.connection.execute(
             quotas.insert().values(queue=report.queue, limits=as_json(report.limits))
         )
 
 
-_WRITE: dict[type, Callable[[Connection, Any, float], None]] = {
+_WRITE: dict[type, Callable[[Batch, Any, float], None]] = {
     brain.RegisterJob: _register,
     brain.ReportSamples: _samples,
     brain.ReportUsage: _usage,

@@ -15,6 +15,7 @@ from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
 from dlrover.brain import known, reports, retention
+from dlrover.brain.batch import Batch
 from dlrover.brain.database import reason
 from dlrover.brain.optimizers import Optimizer, Optimizers
 from dlrover.brain.shapes import Models, predict, resized, ring_shape, server_shape, terms_of
@@ -100,7 +101,9 @@ class Brain:
         """Write a report; the answer says that it is committed."""
         now = self._clock()
         committed: brain.Committed = await self._write(
-            lambda connection: reports.write(connection, report, now)
+            lambda batch: reports.write(batch, report, now),
+            report.request,
+            getattr(report, "job", ""),
         )
         return committed
 
@@ -195,11 +198,11 @@ class Brain:
             return brain.Advice(reason=advice.reason, optimizer=name)
         plan, now = advice.plan, self._clock()
 
-        def write(connection: Connection) -> brain.PlanRecord | None:
-            earlier = known.plan_by_id(connection, asked.request)
+        def write(batch: Batch) -> brain.PlanRecord | None:
+            earlier = known.plan_by_id(batch.connection, asked.request)
             if earlier is None:
                 reports.insert_plan(
-                    connection,
+                    batch,
                     asked.job,
                     asked.request,
                     plan,
@@ -228,8 +231,8 @@ class Brain:
 
     # ---- threads
 
-    async def _write(self, write: Callable[[Connection], Any]) -> Any:
-        return await asyncio.wrap_future(self._writer.submit(write))
+    async def _write(self, write: Callable[[Batch], Any], request: str = "", job: str = "") -> Any:
+        return await asyncio.wrap_future(self._writer.submit(write, request, job))
 
     async def _read(self, read: Callable[[Connection], T]) -> T:
         loop = asyncio.get_running_loop()
@@ -258,8 +261,9 @@ def _planned(plan: Callable[[], T]) -> T:
         raise InfrastructureError(f"The optimizer failed: {error}.") from error
 
 
-def _prune(now: float, days: float, connection: Connection) -> int:
-    return retention.prune(connection, now, days)
+def _prune(now: float, days: float, batch: Batch) -> int:
+    batch.flush()
+    return retention.prune(batch.connection, now, days)
 
 
 def _advice_again(record: brain.PlanRecord) -> brain.Advice:

@@ -1,7 +1,7 @@
 """The one thread that writes: it commits together what has come together.
 
 A commit waits for the disk, and everybody who writes at that time waits for the same one. What is to be
-written is a function of a connection; its result is known once it is committed.
+written is a function of a `Batch`; its result is known once it is committed.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.engine import Engine
 from sqlalchemy.exc import DBAPIError
 
+from dlrover.brain.batch import Batch
 from dlrover.brain.database import reason
 from dlrover.errors import DLRoverError, InfrastructureError
 
@@ -28,11 +29,13 @@ WAITING = 20_000
 ATTEMPTS = 3
 """How often a write is tried alone: another server may write the same, or a connection may be lost."""
 
-Write = Callable[[Connection], Any]
+Write = Callable[[Batch], Any]
 
 
 class _Item(NamedTuple):
     write: Write
+    request: str
+    job: str
     done: Future[Any]
 
 
@@ -46,19 +49,19 @@ class Writer:
         self._thread.start()
         self.commits = 0
 
-    def submit(self, write: Write) -> Future[Any]:
+    def submit(self, write: Write, request: str = "", job: str = "") -> Future[Any]:
         """Have something written; the result is there when it is committed.
 
         It may be called again in a new transaction if the first one fails: another server has
         written the same, or the connection was lost. What it raises undoes nothing that others write, so it
-        must raise before it writes.
+        must raise before it writes. ``request`` and ``job`` are the ids that it asks the batch for.
 
         Raises:
             InfrastructureError: too many writes wait. The result raises it if the database fails.
         """
         done: Future[Any] = Future()
         try:
-            self._queue.put_nowait(_Item(write, done))
+            self._queue.put_nowait(_Item(write, request, job, done))
         except queue.Full as error:
             raise InfrastructureError(
                 f"The database is too slow: {WAITING} reports wait for it."
@@ -109,7 +112,11 @@ class Writer:
 
     def _commit(self, batch: list[_Item]) -> None:
         with self._engine.begin() as connection:
-            results = [_outcome(item, connection) for item in batch]
+            together = Batch(
+                connection, (item.request for item in batch), (item.job for item in batch)
+            )
+            results = [_outcome(item, together) for item in batch]
+            together.flush()
         self.commits += 1
         for item, result in zip(batch, results, strict=True):
             if isinstance(result, DLRoverError):
@@ -118,9 +125,9 @@ class Writer:
                 item.done.set_result(result)
 
 
-def _outcome(item: _Item, connection: Connection) -> Any:
+def _outcome(item: _Item, batch: Batch) -> Any:
     """What a write returns, or the error by which it refuses to write."""
     try:
-        return item.write(connection)
+        return item.write(batch)
     except DLRoverError as error:
         return error
