@@ -90,7 +90,7 @@ def test_roles_have_ranks_in_their_order() -> None:
     job = elastic_job({"replicas": 2}, roles=roles)
     assert nodes.slots(job) == [("chief", 0), ("evaluator", 0), ("worker", 0), ("worker", 1)]
     assert nodes.pod_name(job, Launch(9, 0)) == "train-edljob-chief-9"
-    assert variables(nodes.pod(job, Launch(9, 3), "m:1"))["NODE_TYPE"] == "evaluator"
+    assert variables(nodes.pod(job, Launch(9, 1), "m:1"))["NODE_TYPE"] == "evaluator"
 
 
 @pytest.mark.parametrize(

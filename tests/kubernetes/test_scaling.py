@@ -84,58 +84,71 @@ def job(
     return Scaled(cluster, kubelet(nodes=2), tmp_path)
 
 
+TWO = {"replicaResourceSpecs": {"worker": {"replicas": 2, "resource": {"cpu": "1"}}}}
+
+
 @pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_job_follows_its_replicas_and_its_plans(job: Scaled) -> None:
-    def replicas() -> int:
-        spec = job.cluster.get("elasticjobs", "digits")["spec"]
-        return int(spec["replicaSpecs"]["worker"]["replicas"])
-
     async def story() -> None:
         async with job.cluster.operator():
             job.submit(2)
             await job.until(lambda: job.worlds() == ["2"])
-            job.scale(3)
-            await job.until(lambda: job.worlds() == ["2", "3"])
-            (told,) = job.events("Scaled")
-            assert told.startswith("The job is to have 3 nodes instead of 2: 1 is being started")
-            job.scale(1)
-            await job.until(lambda: job.worlds() == ["2", "3", "1"])
-            assert job.workers() == ["digits-edljob-worker-0"]
-
-            two = {"replicaResourceSpecs": {"worker": {"replicas": 2, "resource": {"cpu": "1"}}}}
-            job.plan("grow", migratePods=[{"name": "digits-edljob-worker-0"}], **two)
-            assert await job.ends("grow") == ("Succeeded", "The job has 2 workers.")
-            assert job.worlds()[3:] == ["2"]
-            assert replicas() == 2, "a master without a journal reads it there"
-            said = " ".join(job.events("NoEffect"))
-            assert "spec.migratePods is accepted for compatibility and has no effect" in said
-            assert "spec.replicaResourceSpecs.worker.resource is accepted for" in said
-
-            job.plan("servers", replicaResourceSpecs={"ps": {"replicas": 2}})
-            assert await job.ends("servers") == (
-                "Failed",
-                "spec.replicaResourceSpecs.ps.replicas: the job has no role ps; it has worker.",
-            )
-            job.plan("nothing", removePods=[{"name": "a"}, {"name": "b"}])
-            phase, message = await job.ends("nothing")
-            assert phase == "Failed"
-            assert message.startswith("The plan asks for 0 workers: accepted are at least 1 ")
-            job.plan("auto", {"scale-type": "auto"}, createPods=[{}], reason="The queue is long.")
-            phase, message = await job.ends("auto")
-            assert phase == "Failed"
-            assert message.startswith("A user has set the number of nodes to 2")
-            job.plan("other", ownerJob="letters")
-            await job.until(lambda: job.told_of("other")[0] == "Pending")
-            assert job.told_of("other")[1] == "There is no ElasticJob letters in this namespace."
-
+            await follow_replicas(job)
+            await carry_out_a_plan(job)
+            await refuse_wrong_plans(job)
             (job.folder / "go").touch()
             await job.until(lambda: job.cluster.status.get("phase") == "Succeeded")
-            job.plan("late", **two)
+            job.plan("late", **TWO)
             assert await job.ends("late") == ("Failed", "The ElasticJob digits has ended.")
             assert job.cluster.status["training"]["restarts"] == 0
 
     asyncio.run(story())
+
+
+async def follow_replicas(job: Scaled) -> None:
+    """Up, and down while its master is replaced, which learns from the nodes what runs."""
+    job.scale(3)
+    await job.until(lambda: job.worlds() == ["2", "3"])
+    (told,) = job.events("Scaled")
+    assert told.startswith("The job is to have 3 nodes instead of 2: 1 is being started")
+    job.delete(names.master_name("digits"))
+    await job.until(lambda: job.cluster.told.get("MasterReady") == 2)
+    job.scale(1)
+    await job.until(lambda: job.worlds() == ["2", "3", "1"])
+    assert job.workers() == ["digits-edljob-worker-0"]
+
+
+async def carry_out_a_plan(job: Scaled) -> None:
+    job.plan("grow", migratePods=[{"name": "digits-edljob-worker-0"}], **TWO)
+    assert await job.ends("grow") == ("Succeeded", "The job has 2 workers.")
+    assert job.worlds()[3:] == ["2"]
+    spec = job.cluster.get("elasticjobs", "digits")["spec"]
+    assert spec["replicaSpecs"]["worker"]["replicas"] == 2, "a next master reads it there"
+    said = " ".join(job.events("NoEffect"))
+    assert "spec.migratePods is accepted for compatibility and has no effect" in said
+    assert "spec.replicaResourceSpecs.worker.resource is accepted for" in said
+
+
+async def refuse_wrong_plans(job: Scaled) -> None:
+    """Each with a sentence; what another job's is, is left alone."""
+    job.plan("servers", replicaResourceSpecs={"ps": {"replicas": 2}})
+    assert await job.ends("servers") == (
+        "Failed",
+        "spec.replicaResourceSpecs.ps.replicas: the job has no role ps; it has worker.",
+    )
+    job.plan("nothing", removePods=[{"name": "a"}, {"name": "b"}])
+    phase, message = await job.ends("nothing")
+    assert phase == "Failed"
+    assert message.startswith("The plan asks for 0 workers: accepted are at least 1 ")
+    job.plan("auto", {"scale-type": "auto"}, createPods=[{}], reason="The queue is long.")
+    phase, message = await job.ends("auto")
+    assert phase == "Failed"
+    assert message.startswith("A user has set the number of nodes to 2")
+    job.plan("other", ownerJob="letters")
+    await job.until(lambda: job.told_of("other")[0] == "Pending")
+    assert job.told_of("other")[1] == "There is no ElasticJob letters in this namespace."
+    assert job.events("ScaleFailed"), "it is told with the job, too"
 
 
 # ---- what a plan asks for

@@ -56,13 +56,19 @@ def test_a_job_grows_and_shrinks_as_its_user_asks_and_nothing_counts_as_a_fault(
     assert (outcome.exit_code, outcome.restarts) == (ExitCode.SUCCESS, 0)
 
 
+@pytest.mark.parametrize("submitted", [1, 3])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_round_waits_until_the_nodes_that_leave_are_gone(seed):
-    cluster = started(1, 3, seed=seed, delays=Delays(stop=(5.0, 6.0)))
+def test_a_round_waits_until_the_nodes_that_leave_are_gone(seed, submitted):
+    cluster = started(1, submitted, seed=seed, delays=Delays(stop=(5.0, 6.0)))
+    if submitted < 3:
+        cluster.scale(3)
+        cluster.run_until(lambda: cluster.training and cluster.machine.world_size == 6)
+    last = cluster.machine.rendezvous.round
     cluster.scale(1)
-    cluster.run_until(lambda: cluster.training and cluster.machine.rendezvous.round == 2)
+    cluster.run_until(lambda: cluster.training and cluster.machine.rendezvous.round > last)
     assert len(cluster.alive) == 1
-    assert cluster.program.runs[2].first_step == cluster.program.runs[1].steps
+    runs = cluster.program.runs
+    assert runs[last + 1].first_step == runs[last].first_step + runs[last].steps
     spent = cluster.ledger.goodput(cluster.time.now).seconds
     assert spent["hang_detection"] == 0
     assert 2 * 5.0 < spent["shutdown"] < 2 * 7.0
@@ -112,3 +118,18 @@ def test_a_job_that_has_lost_its_journal_keeps_the_nodes_that_it_was_scaled_to(s
     settle(cluster)
     assert cluster.machine.world_size == 8
     assert cluster.machine.scaling.wanted == 4
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_master_without_its_journal_that_is_to_have_fewer_nodes_adopts_the_round_first(seed):
+    cluster = started(1, 1, seed=seed)
+    cluster.scale(3)
+    cluster.run_until(lambda: cluster.training and cluster.machine.world_size == 6)
+    cluster.lose_disk()
+    cluster.run_until(lambda: not cluster.master_away and cluster.machine.adoption.pending)
+    cluster.scale(1)
+    settle(cluster)
+    assert cluster.machine.world_size == 2
+    assert [event for event in cluster.events if isinstance(event.body, events.MasterAdopted)]
+    assert cluster.machine.incident is None
+    assert cluster.finish().restarts == 0

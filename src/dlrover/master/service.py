@@ -75,6 +75,7 @@ class Master:
         self.store = KeyValueStore()
         self.shards = ShardsService(self._append)
         self.ended = asyncio.Event()
+        self._begun = asyncio.Event()
         self.fenced = asyncio.Event()
         """Set once another master has taken over: this one must leave."""
         self._journal = journal
@@ -229,6 +230,8 @@ class Master:
         """Journal an input, handle it, and carry out what the machine orders."""
         now = self.clock()
         self._append(event, now)
+        if isinstance(event, inputs.Submitted | inputs.MasterStarted):
+            self._begun.set()
         commands = self.machine.handle(event, now)
         self.ledger.handle(event, now, self.machine)
         self.shards.note(event, now)
@@ -363,6 +366,7 @@ class Master:
         hello = await anext(aiter(incoming), None)
         if not isinstance(hello, messages.Hello):
             raise ProtocolError("An agent's stream must begin with a Hello; this one does not.")
+        await self._begun.wait()  # the platform may take its time to tell which nodes there are
         self._meet(hello)
         queue: asyncio.Queue[messages.MasterMessage | None] = asyncio.Queue()
         self._greeted[hello.uid] = queue
@@ -496,6 +500,7 @@ class Master:
 
     async def scale(self, request: messages.ScaleRequest) -> messages.ScaleReply:
         """Have another number of nodes, as a user asks for."""
+        await self._begun.wait()
         command = scaled_by(self._platform)
         if command:
             return messages.ScaleReply(f"The job's nodes are scaled by: {command}.", refused=True)

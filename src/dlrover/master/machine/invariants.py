@@ -60,11 +60,11 @@ def _check_scaling(machine: JobMachine) -> None:
     scaling, rdzv = machine.scaling, machine.rendezvous
     scaling.validate()
     assert (rdzv.least, rdzv.most) == (scaling.least, scaling.most), "a world of another size"
+    assert rdzv.leaving == scaling.leaving.keys(), "a node leaves that the rounds do not know of"
     for node_id in scaling.leaving:
         node = machine.nodes[node_id]
         assert node.launched, "a node is called off that came by itself"
         assert node.status not in (NodeStatus.PENDING, NodeStatus.LOST), "nothing is to leave"
-        assert node_id not in rdzv.offers, "a node that leaves is to be part of the next world"
     ranks = [
         node.node_rank
         for node in machine.nodes.values()

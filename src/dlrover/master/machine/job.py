@@ -295,7 +295,9 @@ class JobMachine(JobAuto):
         adoption.over = True
         held_back, adoption.reports = adoption.reports, {}
         members = adoption.members()
-        if members and rdzv.usable(len(members)) == len(members):
+        # A world that is too large now is taken over, and its surplus nodes leave it in order.
+        surplus = self.scaling.due and len(members) > rdzv.most
+        if members and (surplus or rdzv.usable(len(members)) == len(members)):
             self._adopt(members, now)
             for report in held_back.values():
                 if self.outcome is None:

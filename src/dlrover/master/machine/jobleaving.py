@@ -38,8 +38,7 @@ class JobLeaving(JobState):
         limits = self.job.limits
         until = now + self.job.shutdown_timeout + limits.release_grace
         self.scaling.leaving[node.id] = until
-        self.rendezvous.drop(node.id)
-        self.rendezvous.expect(node.id)
+        self.rendezvous.let_go(node.id)
         if node.connected:
             self._send(inputs.Dismiss(node.id, released(node)))
         else:

@@ -2,7 +2,7 @@
 
 A round is *collecting* from the moment it opens until its world is formed. It completes
 
-- at once when the maximum of nodes has joined;
+- at once when the maximum of nodes has joined, unless some are still leaving the job;
 - at once when every awaited node has joined, if the set is *fixed*: it is known who can come, because
   the platform launches the nodes or because they are the survivors of the last world;
 - otherwise after a quiet time without a further join, once the minimum is there.
@@ -35,6 +35,8 @@ class Rendezvous:
     offers: dict[int, Offer] = field(default_factory=dict)
     #: awaited nodes that have not joined; empty unless collecting; disjoint from ``offers``
     missing: set[int] = field(default_factory=set)
+    #: nodes that leave the job: while one of them is missing, no round is full
+    leaving: set[int] = field(default_factory=set)
     #: nodes of the last completed round, in order of rank
     members: tuple[int, ...] = ()
     #: no unknown node can come: the round need not wait for more than the awaited ones
@@ -107,6 +109,13 @@ class Rendezvous:
         """Forget a node that is gone."""
         self.offers.pop(node_id, None)
         self.missing.discard(node_id)
+        self.leaving.discard(node_id)
+
+    def let_go(self, node_id: int) -> None:
+        """Await the end of a node that leaves the job, instead of its joining."""
+        self.offers.pop(node_id, None)
+        self.leaving.add(node_id)
+        self.expect(node_id)
 
     def usable(self, count: int) -> int:
         """How many of ``count`` nodes a world can take: at most the maximum, a multiple of the unit.
@@ -137,7 +146,7 @@ class Rendezvous:
         """Whether the collecting round can be completed now."""
         if not self.collecting or not self.usable(len(self.offers)):
             return False
-        if len(self.offers) >= self.most:
+        if len(self.offers) >= self.most and not (self.leaving & self.missing):
             return True
         return (self.fixed and not self.missing) or now >= self.quiet_until()
 
@@ -187,6 +196,7 @@ class Rendezvous:
     def validate(self) -> None:
         """Check the invariants; raise AssertionError on the first that is broken."""
         assert not (self.missing & self.offers.keys()), "a node is both missing and joined"
+        assert not (self.leaving & self.offers.keys()), "a node that leaves has joined"
         assert self.collecting or not self.missing, "nodes are missing though nothing is collected"
         assert len(set(self.members)) == len(self.members), "a node is twice in the world"
         size = len(self.members)
