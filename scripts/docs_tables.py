@@ -261,6 +261,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "journal": _settings("journal"),
     "tls": _settings("tls_"),
     "metrics-settings": _settings("metrics_"),
+    "optimize-mode": _settings("optimize_mode"),
     "causes": _causes,
     "goodput": _record(Goodput),
     "incident": _record(IncidentCost),
