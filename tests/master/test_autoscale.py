@@ -182,6 +182,21 @@ def test_one_slow_window_is_no_change():
     assert {s.throughput for s in story.machine.samples[1]} == {10.0}
 
 
+def test_what_the_brain_has_ordered_is_measured_and_not_taken_back():
+    """It may have given the nodes to a job that needs them more."""
+    story = Story()
+    story.measure(4, 40.0)
+    plan = Plan(
+        groups={}, reason="others gain more", effect=Effect(throughput=20.0, low=15.0, high=25.0)
+    )
+    decision = ScaleDecision(kind=ScaleKind.SHRINK, nodes=2, plan=plan, plan_id="the-brains")
+    story.told += story.machine.planned(decision, story.now)
+    assert story.measure(2, 18.0, round_=2) is None
+    made, measured = story.told
+    assert made.sentence().startswith("Plan 1 of the Brain, fewer nodes: others gain more")
+    assert (made.plan_id, measured.plan_id, measured.short) == ("the-brains", "the-brains", False)
+
+
 def test_a_user_ends_it():
     story = Story()
     story.measure(1, 10.0)

@@ -11,9 +11,11 @@ import msgspec
 from dlrover.errors import ConfigurationError
 from dlrover.kubernetes import names, nodes, validation
 from dlrover.kubernetes.client import ApiError, Client, Resource
+from dlrover.kubernetes.inventory import requests_of
 from dlrover.kubernetes.types import ElasticJob, ReplicaSpec
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.jobdir import BrainSide
+from dlrover.spec.plan import Group
 from dlrover.spec.rules import Rule
 
 VARIABLE = "DLROVER_KUBERNETES_JOB"
@@ -86,8 +88,16 @@ def job_spec(job: ElasticJob, limits: Limits, rules: tuple[Rule, ...] = ()) -> J
 
 def brain_side(job: ElasticJob, given: BrainSide) -> BrainSide:
     """Where the master finds the Brain: the manifest's ``brainService`` and ``optimizeMode`` before its settings."""
+    worker = job.spec.replica_specs.get("worker")
+    asked = requests_of(worker.template) if worker is not None else {}
     return msgspec.structs.replace(
         given,
+        node=Group(
+            count=1,
+            cpu=asked.get("cpu", 0.0),
+            memory=int(asked.get("memory", 0)),
+            accelerators=int(asked.get("accelerator", 0)),
+        ),
         address=job.spec.brain_service or given.address,
         cluster=given.cluster or job.spec.optimize_mode == "cluster",
     )

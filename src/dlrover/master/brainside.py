@@ -91,7 +91,7 @@ class JobBrain:
                 )
             )
         found = brain.Sample(
-            shape=shape_of(sample),
+            shape=shape_of(sample, self._side.node),
             throughput=sample.throughput,
             compute_seconds=sample.compute_seconds,
         )
@@ -170,7 +170,7 @@ class JobBrain:
 
     async def size(self, asked: Question) -> tuple[bool, ScaleDecision | None]:
         """Whether the Brain has answered, and the size that it wants; None: the present one."""
-        advice = await self._link.plan(shape_of(asked.current))
+        advice = await self._link.plan(shape_of(asked.current, self._side.node))
         if advice is None:
             return False, None
         plan, current = advice.plan, asked.current.nodes
@@ -213,11 +213,11 @@ def connect(
     return JobBrain(side, job, secret, token, tls)
 
 
-def shape_of(sample: SpeedSample) -> brain.Shape:
-    """A measured size in the Brain's terms."""
+def shape_of(sample: SpeedSample, node: Group) -> brain.Shape:
+    """A measured size in the Brain's terms; each node takes what ``node`` says."""
     batch = max(1, round(sample.total_batch / sample.replicas)) if sample.total_batch else 1
     return brain.Shape(
-        groups={KIND: Group(count=sample.nodes)},
+        groups={KIND: msgspec.structs.replace(node, count=sample.nodes)},
         batch=batch,
         per_node=sample.replicas // sample.nodes,
     )

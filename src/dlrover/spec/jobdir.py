@@ -8,6 +8,7 @@ import msgspec
 
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.launch import LaunchSpec
+from dlrover.spec.plan import Group
 
 
 class JobDir:
@@ -114,6 +115,8 @@ class BrainSide(msgspec.Struct, frozen=True, kw_only=True):
     """The Brain chooses the job's size beside that of all others; else the job does so itself."""
     program: str = ""
     """What the job runs, by which similar past jobs are found."""
+    node: Group = Group(count=1)
+    """What each node takes of the cluster, where that is known."""
 
 
 class MasterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
