@@ -19,8 +19,9 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import psutil
 import sqlalchemy as sa
 
 from dlrover.rpc.brain import BrainClient, request_id
@@ -55,9 +56,21 @@ def server_throughput(at: brain.Shape) -> float:
     return 512 * w / (0.01 + 0.5e-3 * 512 / 4 + 0.05 * w / (p * 8) + 0.004 * w / p)
 
 
+class Served(NamedTuple):
+    """A Brain that runs."""
+
+    address: str
+    process: psutil.Process
+
+    def cpu(self) -> float:
+        """Seconds of CPU that it has used."""
+        times = self.process.cpu_times()
+        return times.user + times.system
+
+
 @contextlib.contextmanager
-def serving(database: str, cpu: int | None) -> Iterator[str]:
-    """A Brain over a database, on one core; its address."""
+def serving(database: str, cpu: int | None) -> Iterator[Served]:
+    """A Brain over a database, on one core if ``cpu`` names one."""
     command = [
         sys.executable,
         "-m",
@@ -80,7 +93,8 @@ def serving(database: str, cpu: int | None) -> Iterator[str]:
         os.sched_setaffinity(process.pid, {cpu})
     try:
         assert process.stdout is not None
-        yield f"127.0.0.1:{json.loads(process.stdout.readline())['port']}"
+        port = json.loads(process.stdout.readline())["port"]
+        yield Served(f"127.0.0.1:{port}", psutil.Process(process.pid))
     finally:
         process.terminate()
         process.wait()
@@ -117,11 +131,11 @@ def quantiles(seconds: list[float]) -> dict[str, float]:
     }
 
 
-async def plans(client: BrainClient, times: int) -> dict[str, Any]:
+async def plans(client: BrainClient, served: Served, times: int) -> dict[str, Any]:
     """Plans for one job, each after a new sample: the model is fitted anew."""
     found = {}
     for strategy in ("all-reduce", "ps"):
-        job, seconds = f"one-{strategy}", []
+        job, seconds, cpu = f"one-{strategy}", [], 0.0
         await client.report(register(job, "single-job", strategy))  # type: ignore[arg-type]
         for number in range(times):
             workers = (1, 2, 4, 8)[number % 4]
@@ -132,25 +146,27 @@ async def plans(client: BrainClient, times: int) -> dict[str, Any]:
             )
             value = throughput(workers, 1) if strategy == "all-reduce" else server_throughput(at)
             await client.report(report(job, (at, value * (1 + 0.01 * (number % 5)))))
-            started = time.perf_counter()
+            before, started = served.cpu(), time.perf_counter()
             await client.plan(job, at)
             seconds.append(time.perf_counter() - started)
-        found[strategy] = quantiles(seconds[4:])
+            cpu += served.cpu() - before
+        found[strategy] = quantiles(seconds[4:]) | {"cpu_ms": 1000 * cpu / times}
     return found
 
 
-async def divide(client: BrainClient, count: int) -> dict[str, Any]:
+async def divide(client: BrainClient, served: Served, count: int) -> dict[str, Any]:
     """Divide a cluster: first with no model fitted yet, then with all of them."""
     capacity = {"accelerator": 8.0, "cpu": 128.0}
     nodes = tuple(brain.ClusterNode(name=f"m{n}", capacity=capacity) for n in range(count))
     await client.report(brain.ReportCluster(request=request_id(), nodes=nodes))
     for start in range(0, count, 100):
         await asyncio.gather(*(prepare(client, number) for number in range(start, start + 100)))
-    seconds = []
+    seconds, cpu = [], []
     for _ in range(2):
-        started = time.perf_counter()
+        before, started = served.cpu(), time.perf_counter()
         division = await client.divide()
         seconds.append(time.perf_counter() - started)
+        cpu.append(served.cpu() - before)
         assert len(division.advice) == count
     started = time.perf_counter()
     for number in range(100):
@@ -158,7 +174,9 @@ async def divide(client: BrainClient, count: int) -> dict[str, Any]:
     return {
         "jobs": count,
         "first_s": seconds[0],
+        "first_cpu_s": cpu[0],
         "again_s": seconds[1],
+        "again_cpu_s": cpu[1],
         "plan_from_division_ms": 10 * (time.perf_counter() - started),
     }
 
@@ -241,26 +259,26 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         folder.chmod(0o755)
-        with serving(f"sqlite:///{folder}/plans.db", 0) as address:
-            asyncio.run(_plans(address, args, found))
+        with serving(f"sqlite:///{folder}/plans.db", 0) as served:
+            asyncio.run(_plans(served, args, found))
         print(f"plan for one job: {found['plan']}\ncluster: {found['cluster']}")
         with databases(folder) as urls:
             for kind, url in urls.items():
                 bare = commits(url.replace("brain.db", "bare.db"), args.seconds)
                 row: dict[str, Any] = {"bare_commits": bare}
-                with serving(url, None) as address:
+                with serving(url, None) as served:
                     for clients in args.clients:
-                        rate = asyncio.run(records(address, args.seconds, clients))
+                        rate = asyncio.run(records(served.address, args.seconds, clients))
                         row[f"{clients}_clients"] = rate
                 found.setdefault("records", {})[kind] = row
                 print(f"{kind}: {row}")
     args.output.write_text(json.dumps(found, indent=1) + "\n")
 
 
-async def _plans(address: str, args: argparse.Namespace, found: dict[str, Any]) -> None:
-    async with BrainClient(address, TOKEN, timeout=60.0) as client:
-        found["plan"] = await plans(client, args.times)
-        found["cluster"] = await divide(client, args.jobs)
+async def _plans(served: Served, args: argparse.Namespace, found: dict[str, Any]) -> None:
+    async with BrainClient(served.address, TOKEN, timeout=60.0) as client:
+        found["plan"] = await plans(client, served, args.times)
+        found["cluster"] = await divide(client, served, args.jobs)
 
 
 if __name__ == "__main__":

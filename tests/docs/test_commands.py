@@ -230,7 +230,8 @@ class Session:
         self.env["PATH"] = ":".join([str(tools), *elsewhere])
         self.env["DLROVER_STATE_DIR"] = str(directory / ".state")
         self.env["COLUMNS"] = "200"
-        self._port = free_port()
+        self._port, self.brain_port = free_port(), free_port()
+        self.env["DLROVER_BRAIN"] = f"127.0.0.1:{self.brain_port}"
         self._running: list[Running] = []
 
     def start(self, command: Command) -> Running:
@@ -238,6 +239,8 @@ class Session:
         text = command.text.replace("host0", "localhost").replace("29400", str(self._port))
         if text.startswith("dlrover master"):
             text += f" --port {self._port}"
+        if text.startswith("dlrover brain serve"):
+            text += f" --port {self.brain_port}"
         self._running.append(Running(shortened(text), self.directory, self.env))
         return self._running[-1]
 
@@ -273,12 +276,16 @@ def follow(session: Session, page: Path) -> None:
     """Do all that a page says."""
     text = page.read_text()
     for name, program in files_of(text).items():
-        (session.directory / name).write_text(shortened(program))
+        own = program.replace("29500", str(session.brain_port))
+        (session.directory / name).write_text(shortened(own))
     commands = [command for command in commands_of(text) if not not_run(command)]
     served: list[tuple[Running, Command]] = []
     for command, next_one in zip(commands, [*commands[1:], None], strict=True):
         if command.text.startswith("dlrover master"):
             served.append((session.start(command), command))
+        elif command.text.startswith("dlrover brain serve"):  # until the page is done
+            running = session.start(command)
+            running.until(lambda: "listens" in running.output, "its port")  # noqa: B023 - at once
         elif not command.text.startswith("kill "):
             strikes = next_one is not None and next_one.text.startswith("kill ")
             session.run(command, next_one if strikes else None)

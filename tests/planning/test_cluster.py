@@ -99,6 +99,19 @@ def test_a_size_is_kept_when_another_one_does_not_pay_for_the_restart():
     assert free.size.name == "2"
 
 
+def test_quotas_bound_jobs_together_and_cost_nothing():
+    def of_queue(job, speed):
+        offered = [Size(str(n), {"gpu": float(n), "queue": float(n)}, speed * n) for n in COUNTS]
+        return Demand(job, offered, 1e5)
+
+    jobs = [of_queue("a", 10.0), of_queue("b", 10.0), demand("c")]
+    shares = given_to(allocate(jobs, {"gpu": 32}, quotas={"queue": 4}))
+    assert shares["a"] + shares["b"] == 4
+    assert shares["c"] == 16
+    free = given_to(allocate(jobs, {"gpu": 32}, quotas={"queue": 1000}))
+    assert free == given_to(allocate(jobs, {"gpu": 32, "queue": 32}))
+
+
 def test_what_is_left_over_is_used():
     first = Demand("first", [Size("2", {"gpu": 2.0}, 100.0)], 1e4, priority=100.0)
     second = [Size("5", {"gpu": 5.0}, 50.0), Size("8", {"gpu": 8.0}, 1000.0)]

@@ -17,7 +17,6 @@ from dlrover.errors import ConfigurationError
 from dlrover.spec import brain
 
 GROUP = "dlrover.brain.optimizers"
-BUILT_IN: Mapping[str, type[Optimizer]]
 
 
 class Optimizer(Protocol):
@@ -47,7 +46,7 @@ class ManualOptimizer:
         return {job.id: brain.Advice(reason=reason) for job in jobs}
 
 
-BUILT_IN = {
+BUILT_IN: Mapping[str, type[Optimizer]] = {
     "manual": ManualOptimizer,
     "single-job": SingleJobOptimizer,
     "cluster": ClusterOptimizer,

@@ -75,8 +75,11 @@ def _register(batch: Batch, report: brain.RegisterJob, now: float) -> None:
     description = report.description
     space = description.space
     for name, bounds in (("workers", space.workers), ("servers", space.servers)):
-        if bounds.least > bounds.most:
-            raise ProtocolError(f"space.{name} is {bounds.least} to {bounds.most}: least > most.")
+        if -(-bounds.least // bounds.unit) * bounds.unit > bounds.most:
+            raise ProtocolError(
+                f"space.{name} is {bounds.least} to {bounds.most} in units of {bounds.unit}: it must "
+                "have a number."
+            )
     said = {
         "mode": description.mode,
         "state": "running",

@@ -36,7 +36,7 @@ class BrainClient(Connection):
     """
 
     service: ClassVar[str] = wire.BRAIN_SERVICE
-    peer: ClassVar[str] = "Brain"
+    peer: ClassVar[str] = "The Brain at"
 
     async def report(self, report: brain.Report) -> None:
         """Tell the Brain something; when this returns, it is committed. May be repeated."""

@@ -31,8 +31,8 @@ class Connection:
     """
 
     service: ClassVar[str] = wire.SERVICE
-    peer: ClassVar[str] = "master"
-    """What the server is, in errors."""
+    peer: ClassVar[str] = "The master at"
+    """How errors begin; the address follows."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Connection:
     def _fail(self, error: grpc.aio.AioRpcError) -> NoReturn:
         """Raise what a failed call means to the caller."""
         code, details = error.code(), error.details() or ""
-        server = f"The {self.peer} at {self.address}"
+        server = f"{self.peer} {self.address}"
         if code is grpc.StatusCode.UNAUTHENTICATED:
             raise ConfigurationError(f"{server} refused the connection: {details}") from error
         if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED):

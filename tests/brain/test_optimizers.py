@@ -1,0 +1,173 @@
+"""What the built-in optimisers do with what they are given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from dlrover.brain.division import ClusterOptimizer
+from dlrover.brain.known import Job, Past
+from dlrover.brain.shapes import Models, _ring_sample, allowed
+from dlrover.brain.single import SingleJobOptimizer, first_plan
+from dlrover.planning.warmstart import PastJob
+from dlrover.spec import brain
+from dlrover.spec.plan import Effect, Group, PlanOutcome
+from tests.brain import jobs
+
+NOTHING = brain.Cluster()
+NO_PAST = Past((), ())
+
+
+def job(name: str, measured: tuple[int, ...], current: int, **more: Any) -> Job:
+    description = jobs.register(name, **more).description
+    samples = jobs.samples(name, *map(jobs.shape, measured)).samples if measured else ()
+    return Job(name, description, jobs.shape(current), samples, (), 0.0, len(measured))
+
+
+def cluster(accelerators: float, **more: Any) -> brain.Cluster:
+    capacity = {"accelerator": accelerators, "cpu": 1e6}
+    free = {"accelerator": more.pop("free", accelerators), "cpu": 1e6}
+    used = {"accelerator": accelerators - free["accelerator"]}
+    node = brain.ClusterNode(
+        name="m", capacity=capacity, used=used, by_jobs=more.pop("by_jobs", {})
+    )
+    return brain.Cluster(nodes=(node,), capacity=capacity, free=free, **more)
+
+
+def workers(advice: brain.Advice) -> int:
+    assert advice.plan is not None, advice.reason
+    return advice.plan.groups["worker"].count
+
+
+def single(of: Job, where: brain.Cluster = NOTHING) -> brain.Advice:
+    return SingleJobOptimizer().advise([of], NO_PAST, where)[of.id]
+
+
+def test_a_job_grows_into_what_is_free_only() -> None:
+    measured = job("one", (1, 2, 4), 4)
+    assert workers(single(measured)) == 8
+    assert workers(single(measured, cluster(16, free=3))) in (6, 7)
+    full = single(measured, cluster(16, free=0))
+    assert full.plan is None or workers(full) < 4
+
+
+def test_a_plan_keeps_within_what_the_user_has_set() -> None:
+    space = brain.Space(workers=brain.Range(2, 6, 2))
+    assert workers(single(job("one", (2, 4), 4, space=space))) == 6
+    fixed = brain.Space(workers=brain.Range(4, 4))
+    assert single(job("one", (4,), 4, space=fixed)).plan is None
+
+
+def test_wrong_predictions_shorten_the_steps() -> None:
+    right = PlanOutcome(effect=Effect(throughput=10, low=9, high=11), throughput=10)
+    wrong = PlanOutcome(effect=Effect(throughput=10, low=9, high=11), throughput=5)
+    of = job("one", (1, 2, 4), 4)
+    wide, narrow = (
+        single(Job(of.id, of.description, of.current, of.samples, (outcome,), 0.0, 1))
+        for outcome in (right, wrong)
+    )
+    assert workers(wide) == 16
+    assert workers(narrow) == 5
+
+
+def test_without_samples_nothing_is_planned() -> None:
+    assert "no throughput" in single(job("one", (), 2)).reason
+
+
+def test_a_first_plan_is_clamped_to_the_space_and_to_what_is_set() -> None:
+    features = {"model": "bert"}
+    past = Past((PastJob("old", features, {"worker": Group(count=12, cpu=6, memory=5)}),), (0.0,))
+    description = brain.Description(
+        name="new",
+        features=features,
+        space=brain.Space(workers=brain.Range(1, 10, 4)),
+        groups={"worker": Group(count=1, cpu=2)},
+    )
+    assert first_plan(description, past).groups["worker"] == Group(count=8, cpu=2, memory=5)
+    servers = msgspec.structs.replace(description, strategy="ps")
+    assert set(first_plan(servers, past).groups) == {"worker", "ps"}
+
+
+def test_parameter_servers_are_planned_too() -> None:
+    def shape(w: int, p: int) -> brain.Shape:
+        return jobs.shape(w, p, batch=256)
+
+    def throughput(w: int, p: int) -> float:
+        return 256 * w / (0.01 + 0.5e-3 * 256 / 4 + 0.05 * w / (p * 4) + 0.004 * w / p)
+
+    sizes = ((1, 1), (2, 1), (2, 2), (4, 2))
+    samples = tuple(brain.Sample(shape=shape(*at), throughput=throughput(*at)) for at in sizes)
+    space = brain.Space(workers=brain.Range(1, 32), servers=brain.Range(1, 8))
+    of = jobs.register("one", strategy="ps", space=space).description
+    advice = single(Job("one", of, shape(4, 2), samples, (), 0.0, 4))
+    assert advice.plan is not None
+    groups = advice.plan.groups
+    assert 1 <= groups["worker"].count <= 8
+    assert 1 <= groups["ps"].count <= 4
+    divided = ClusterOptimizer().advise(
+        [Job("one", of, shape(4, 2), samples, (), 0.0, 4)], NO_PAST, cluster(0)
+    )["one"]
+    assert divided.plan is None or divided.plan.groups["worker"].count <= 8
+
+
+def test_the_cluster_goes_where_it_brings_most() -> None:
+    fast = job("fast", (1, 2, 4), 4, total=1e6)
+    slow_samples = tuple(
+        msgspec.structs.replace(sample, throughput=600.0 + index)
+        for index, sample in enumerate(fast.samples)
+    )
+    slow = Job("slow", fast.description, jobs.shape(4), slow_samples, (), 0.0, 3)
+    advice = ClusterOptimizer().advise([fast, slow], NO_PAST, cluster(9))
+    assert workers(advice["fast"]) == 8
+    assert workers(advice["slow"]) == 1
+
+
+def test_a_job_that_runs_is_never_left_without_nodes() -> None:
+    crowd = [job(f"j{n}", (1, 2), 2, total=1e6) for n in range(4)]
+    advice = ClusterOptimizer().advise(crowd, NO_PAST, cluster(2))
+    assert [workers(one) for one in advice.values()] == [1] * 4
+
+
+def test_what_others_take_is_not_divided() -> None:
+    one = job("one", (1, 2, 4), 4, total=1e6)
+    where = cluster(8, free=2, by_jobs={"accelerator": 4.0})
+    advice = ClusterOptimizer().advise([one], NO_PAST, where)["one"]
+    assert 4 < workers(advice) <= 6
+
+
+def test_priorities_count() -> None:
+    low, high = (
+        job(name, (1, 2, 4), 4, total=1e6, priority=p) for name, p in (("l", 0.1), ("h", 10))
+    )
+    advice = ClusterOptimizer().advise([low, high], NO_PAST, cluster(9))
+    assert workers(advice["h"]) == 8
+    assert workers(advice["l"]) == 1
+
+
+def test_without_a_view_of_the_cluster_nothing_is_divided() -> None:
+    advice = ClusterOptimizer().advise([job("one", (1,), 1)], NO_PAST, NOTHING)["one"]
+    assert advice.plan is None
+    assert "nobody has told" in advice.reason
+
+
+def test_a_model_is_fitted_anew_after_each_sample() -> None:
+    models = Models()
+    first = job("one", (1,), 1)
+    model = models.of(first)
+    assert models.of(first) is model
+    assert models.of(job("one", (1, 2), 1)) is not model
+
+
+def test_several_passes_count_as_one_step() -> None:
+    shape = jobs.shape(2, passes=3)
+    known = _ring_sample(brain.Sample(shape=shape, throughput=384.0, compute_seconds=0.3))
+    assert known.step_seconds == pytest.approx(1.0 - 2 * 0.3)
+    assert known.shape.batch == 64
+    unknown = _ring_sample(brain.Sample(shape=shape, throughput=384.0))
+    assert (unknown.step_seconds, unknown.shape.batch) == (1.0, 192)
+
+
+def test_a_range_has_multiples_of_its_unit() -> None:
+    assert allowed(brain.Range(3, 9, 2)) == [4, 6, 8]
