@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from dlrover.errors import ConfigurationError
 from dlrover.kubernetes import names, nodes, scaleplans, validation
+from dlrover.kubernetes.client import Client
+from dlrover.kubernetes.scaling import Scaler
 from dlrover.kubernetes.types import PlannedPod, ScalePlanSpec, ScaleReplica
+from dlrover.master import scale
+from dlrover.master.machine import inputs
+from dlrover.rpc.messages import ScaleReply
+from dlrover.testing.drivers import JobDriver
 from tests.kubernetes import manifests
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.installed import Cluster
@@ -145,10 +152,67 @@ async def refuse_wrong_plans(job: Scaled) -> None:
     phase, message = await job.ends("auto")
     assert phase == "Failed"
     assert message.startswith("A user has set the number of nodes to 2")
+    job.scale(0)
+    await job.until(lambda: job.events("ScaleRefused") != [])
+    (told,) = job.events("ScaleRefused")
+    assert told.startswith("spec.replicaSpecs.worker.replicas is 0, and the job goes on as it is.")
+    job.scale(2)
     job.plan("other", ownerJob="letters")
     await job.until(lambda: job.told_of("other")[0] == "Pending")
     assert job.told_of("other")[1] == "There is no ElasticJob letters in this namespace."
     assert job.events("ScaleFailed"), "it is told with the job, too"
+
+
+# ---- plans that the master makes
+
+
+def test_a_plan_of_the_masters_own_is_recorded_with_its_reason(
+    control_plane: ControlPlane, namespace: str, tmp_path: Path
+) -> None:
+    cluster = Cluster(control_plane, namespace, tmp_path)
+    worker = {**manifests.job()["spec"]["replicaSpecs"]["worker"], "replicas": 4, "minReplicas": 2}
+    cluster.create(
+        {**manifests.job(replicaSpecs={"worker": worker}), "metadata": {"name": "digits"}}
+    )
+    driver = JobDriver.launched(2, 4)
+    sizes: list[int] = []
+
+    def ask(number: int, reason: str, source: Literal["user", "plan"]) -> ScaleReply:
+        before = driver.machine.scaling.workers
+        driver.give(inputs.ScaleAsked(number, reason, source))
+        return scale.told(before, driver.machine.scaling.workers)
+
+    def plan() -> dict[str, Any]:
+        path = cluster.path("elasticjobs").replace("elasticjobs", "scaleplans")
+        plans = cluster.plane.call("GET", path)["items"]
+        return dict(plans[0]) if plans else {}
+
+    async def story() -> None:
+        client = Client.from_config(str(control_plane.kubeconfig))
+        found = validation.parse(cluster.get("elasticjobs", "digits"))
+        size = functools.partial(scale.size, driver.machine, 0.0)
+        scaling = asyncio.create_task(Scaler(client, found, size, ask, sizes.append).run())
+        try:
+            await cluster.until(lambda: sizes == [4])
+            driver.give(inputs.ScaleAsked(3, "The fourth adds nothing.", "plan"))
+            await cluster.until(lambda: plan().get("status", {}).get("phase") == "Scaling")
+            driver.give(inputs.NodeExited(3, "its agent ended"))
+            driver.join(0, 1, 2)
+            await cluster.until(lambda: plan()["status"]["phase"] == "Succeeded")
+        finally:
+            scaling.cancel()
+            await asyncio.wait([scaling])
+            await client.close()
+
+    asyncio.run(story())
+    made = plan()
+    assert made["metadata"]["labels"]["scale-type"] == "auto"
+    assert made["spec"]["replicaResourceSpecs"] == {"worker": {"replicas": 3}}
+    assert made["status"]["message"] == "The fourth adds nothing. The job has 3 workers."
+    assert made["status"]["finishTime"] >= made["status"]["createTime"]
+    assert set(sizes) == {4, 3}
+    spec = cluster.get("elasticjobs", "digits")["spec"]
+    assert spec["replicaSpecs"]["worker"]["replicas"] == 4, "the user's number stays"
 
 
 # ---- what a plan asks for

@@ -142,6 +142,25 @@ def test_nodes_that_are_too_many_leave_at_the_next_fault_of_a_job_that_was_about
     assert driver.machine.scaling.leaving.keys() == {1, 2}
 
 
+def test_a_lost_node_that_is_one_too_many_is_not_replaced() -> None:
+    driver = JobDriver.launched(1, 3)
+    driver.give(inputs.NodeSucceeded(0, 1))
+    driver.give(asked(1))
+    assert ranks(driver.give(inputs.NodeExited(2, "it was killed"))) == []
+    assert driver.status(2) is NodeStatus.LOST
+
+
+def test_a_check_does_not_wait_for_a_node_that_leaves() -> None:
+    driver = JobDriver(1, 2, managed_nodes=2, node_check=True)
+    for node in (0, 1):
+        driver.give(inputs.NodePlaced(node, f"process {node}"))
+        driver.connect(node, claims=node)
+    driver.join(0, 1)
+    assert driver.machine.checks.run is not None
+    driver.give(asked(1))
+    assert driver.machine.checks.run.missing == {0}
+
+
 def test_only_nodes_of_role_worker_leave() -> None:
     driver = JobDriver.launched(1, 5, other_nodes=2)
     driver.give(asked(1))

@@ -69,6 +69,8 @@ def test_nodes_that_leave_are_gone_and_the_job_ends_well(run, tmp_path) -> None:
     assert json.loads(shown.stdout)["nodes"] == 1
     run.until(lambda: rounds(launch) == [3, 1], 20, "a world of one")
     assert len(launch.of_kind("agent")) == 1
+    told = "dlrover: The job is to have 1 node instead of 3: night."
+    run.until(lambda: told in launch.stderr, 5, "a line on the job's own terminal")
     assert [e.body.reason for e in launch.events_of(events.JobScaled)] == ["night"]
     assert scale(run, launch, 1) == "The job is to have 1 node already; nothing changes."
     (tmp_path / "go").touch()

@@ -25,6 +25,7 @@ WAIT_NOTICE = 10.0
 
 NOTABLE = (
     events.NodeLost,
+    events.JobScaled,
     events.WorkerFailed,
     events.HangFound,
     events.SlowRank,

@@ -62,6 +62,7 @@ class JobMachine(JobAuto):
             self._emit(events.FirstSize(self.job.managed_nodes, self.job.first_size))
         found = {node.node_rank for node in event.found}
         self.scaling.keep(max(found, default=-1))
+        self.scaling.due = len(found) < len(event.found)
         self.rendezvous.most = self.scaling.most
         for node in event.found:
             self._add_found(node, now)

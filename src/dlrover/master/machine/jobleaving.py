@@ -19,15 +19,21 @@ class JobLeaving(JobState):
     """What a job does with nodes that it no longer needs."""
 
     def _surplus(self) -> list[Node]:
-        """The nodes beyond the wanted number that were not called off yet."""
+        """The nodes beyond the wanted number that were not called off yet.
+
+        A master without a journal may find two of the same rank: the older one was leaving.
+        """
         wanted, leaving = self.scaling.wanted, self.scaling.leaving
-        return [
+        staying = [
             node
             for node in self.nodes.values()
-            if node.launched
-            and not node.status.final
-            and node.node_rank >= wanted
-            and node.id not in leaving
+            if node.launched and not node.status.final and node.id not in leaving
+        ]
+        latest = {node.node_rank: node for node in sorted(staying, key=lambda node: node.id)}
+        return [
+            node
+            for node in staying
+            if node.node_rank >= wanted or latest[node.node_rank] is not node
         ]
 
     def _call_off(self, node: Node, now: float) -> None:

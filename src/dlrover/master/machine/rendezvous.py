@@ -81,6 +81,8 @@ class Rendezvous:
         """Go on with a completed round of an earlier master; ``members`` are in order of rank."""
         self.round = round_
         self.members = members
+        for node_id in members:  # one that had joined is at work after all
+            self.offers.pop(node_id, None)
 
     def expect(self, node_id: int) -> None:
         """Await one more node, if a round is collecting."""
@@ -130,7 +132,10 @@ class Rendezvous:
         quiet = self.job.limits.last_call_timeout
         # Survivors may take their whole shutdown time-out to stop their workers.
         stopping = self.job.shutdown_timeout if self.fixed else 0.0
-        return max(self.last_join_at, self.resumed_at) + quiet + stopping
+        until = max(self.last_join_at, self.resumed_at) + quiet + stopping
+        if self.leaving & self.missing:  # what they store may be what the next workers load
+            until = max(until, self.opened_at + stopping + self.job.limits.release_grace)
+        return until
 
     def expires_at(self) -> float:
         """When a round that lacks its minimum fails."""
