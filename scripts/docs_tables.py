@@ -31,7 +31,9 @@ from dlrover.spec.goodput import Cause, Goodput, IncidentCost
 from dlrover.spec.job import Limits
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.outcome import Outcome
+from dlrover.spec.plan import Effect
 from dlrover.spec.rules import Rule
+from dlrover.spec.speed import ScaleKind
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -43,6 +45,7 @@ _FAILURE = Failure(
 _VERDICT = Verdict(
     title="rank 8 was killed by SIGKILL (signal 9) on node 1 (host1)", origin=Origin.INFRASTRUCTURE
 )
+_EFFECT = Effect(throughput=3320.0, low=2090.0, high=4510.0, before=1790.0, cost=4.0)
 _GONE = "it sent no heartbeat for 60 s"
 
 SAMPLES: tuple[events.EventBody, ...] = (
@@ -79,6 +82,17 @@ SAMPLES: tuple[events.EventBody, ...] = (
     events.SlowRankRecovered(17, 2),
     events.Recovered(2, 5.31),
     events.NodeSucceeded(0),
+    events.FirstSize(
+        4, "started from 2 similar past jobs, the nearest is my-job (similarity 1.00)"
+    ),
+    events.MemoryGrows(3, 28 << 30, 16 << 30, 720.0, ordered=True),
+    events.PlanMade(
+        2, ScaleKind.GROW, 4, 2, "2 -> 4 nodes: +86% throughput for +100% cost", _EFFECT
+    ),
+    events.PlanMeasured(2, 4, 3180.0, -0.04, within=True, short=False),
+    events.PlanDropped(2, "its effect could not be measured within 900 s (autoscale_patience)"),
+    events.SizeSettled(4, 3180.0, 3),
+    events.AutoScalingEnded("a user asked for 3 nodes"),
     events.JobEnded(0, "All workers succeeded."),
 )
 """One event of each type, for the example sentences."""
@@ -247,6 +261,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "journal": _settings("journal"),
     "tls": _settings("tls_"),
     "metrics-settings": _settings("metrics_"),
+    "optimize-mode": _settings("optimize_mode"),
     "causes": _causes,
     "goodput": _record(Goodput),
     "incident": _record(IncidentCost),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -53,6 +53,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Address on which it serves them; 0.0.0.0 for all of the machine."""
     brain: str = ""
     """Address (``host:port``) of the Brain; empty: there is none."""
+    optimize_mode: Literal["single-job", "cluster"] = "single-job"
+    """Who chooses the size of a job with ``--auto-scale``: the job itself, or the Brain for all jobs."""
     brain_token_file: str = ""
     """File with the Brain's token, if ``DLROVER_BRAIN_TOKEN`` does not have it."""
 

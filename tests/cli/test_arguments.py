@@ -75,6 +75,7 @@ OWN_DESTS = [
     "precheck",
     "job_dir",
     "local_nodes",
+    "auto_scale",
     "config",
     "output",
 ]
@@ -215,6 +216,7 @@ def test_defaults_of_own_options():
         "precheck": 0,
         "job_dir": "",
         "local_nodes": 0,
+        "auto_scale": False,
         "config": "",
         "output": "text",
     }

@@ -8,6 +8,8 @@ from pathlib import Path
 PROC_CGROUP = Path("/proc/self/cgroup")
 ROOT = Path("/sys/fs/cgroup")
 
+NO_LIMIT = 1 << 60
+"""Bytes; version 1 of the interface has a number beyond where there is no limit."""
 _OOM_KILL = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
@@ -21,6 +23,34 @@ def oom_kills(proc: Path = PROC_CGROUP, root: Path = ROOT) -> int:
         if found:
             return int(found[1])
     return 0
+
+
+def memory(proc: Path = PROC_CGROUP, root: Path = ROOT) -> tuple[int, int] | None:
+    """Bytes that this process's memory cgroup uses, less what the kernel can drop, and its limit.
+
+    None where there is no limit, or nothing to be known.
+    """
+    for directory in _memory_directories(proc, root):
+        for used, limit, dropped in (
+            ("memory.current", "memory.max", "inactive_file"),
+            ("memory.usage_in_bytes", "memory.limit_in_bytes", "total_inactive_file"),
+        ):
+            try:
+                most = (directory / limit).read_text().strip()
+                if not most.isdecimal() or int(most) > NO_LIMIT:
+                    continue
+                now = int((directory / used).read_text())
+                counts = dict(
+                    line.split() for line in (directory / "memory.stat").read_text().splitlines()
+                )
+            except (OSError, ValueError):
+                continue
+            return max(0, now - int(counts.get(dropped, 0))), int(most)
+    return None
+
+
+def _memory_directories(proc: Path, root: Path) -> list[Path]:
+    return list(dict.fromkeys(path.parent for path in _event_files(proc, root)))
 
 
 def _event_files(proc: Path, root: Path) -> list[Path]:

@@ -11,9 +11,12 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import msgspec
+
 from dlrover.agent import machine as agent_machine
 from dlrover.agent.checking import Checker
 from dlrover.agent.ports import PortReservation
+from dlrover.agent.usage import UsageMeter
 from dlrover.agent.workers import WorkerGroup
 from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
 from dlrover.rpc import messages
@@ -73,6 +76,7 @@ class Agent:
         self._last_contact = time.monotonic()
         self._left: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._stopping: asyncio.Task[None] | None = None
+        self._usage = UsageMeter()
         self._looks: set[asyncio.Task[None]] = set()
 
     # ---- life
@@ -221,7 +225,9 @@ class Agent:
             due = now - reported_at >= (PROGRESS_REPORT if often else self._heartbeat_interval)
             if first or due:
                 reported_steps, reported_at = steps, now
-                self._say(self._heartbeat(round_, steps))
+                usage = self._usage.look(self._workers.pids())
+                beat = self._heartbeat(round_, steps)
+                self._say(msgspec.structs.replace(beat, usage=usage))
 
     # ---- commands
 

@@ -306,6 +306,10 @@ class WorkerGroup:
             found.append(activity)
         return tuple(found)
 
+    def pids(self) -> list[int]:
+        """Of the workers that run."""
+        return [w.pid for w in self._workers.values() if w.pid and w.status is None]
+
     async def evidence(self) -> tuple[WorkerEvidence, ...]:
         """What can be seen of the workers from outside: their processes and their stacks."""
         running = [w for _, w in sorted(self._workers.items()) if w.pid and w.status is None]

@@ -291,6 +291,11 @@ def _add_job(group: OptionGroup) -> None:
         metavar="N",
         help="Train with a multiple of N nodes only (default: %(default)s).",
     )
+    group.add_switch(
+        "--auto-scale",
+        help="Find the best number of nodes between the two of --nnodes while training; starts with "
+        "--local-nodes.",
+    )
     group.add(
         "--job-dir",
         default=group.environ.get("DLROVER_JOB_DIR", ""),

@@ -48,6 +48,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A world has a multiple of this many nodes."""
     local_nodes: int
     """Nodes to run on this machine as child processes; 0: not given, this process is one node."""
+    auto_scale: bool
+    """Find the best number of nodes while training."""
     job_dir: str
     """Empty: not given."""
     standalone: bool
@@ -90,6 +92,8 @@ def run_options(
     min_nodes, max_nodes = _node_bounds(args)
     standalone = _is_standalone(args, min_nodes, max_nodes)
     _check_node_rank(args, standalone, max_nodes)
+    if args.auto_scale:
+        _check_auto_scale(args, environ, min_nodes, max_nodes)
     _check_master_port(args.master_port)
     endpoint = None if standalone else _endpoint(args)
     rdzv_conf = parse_rdzv_conf(args.rdzv_conf)
@@ -101,6 +105,7 @@ def run_options(
         max_nodes=max_nodes,
         node_unit=args.node_unit,
         local_nodes=args.local_nodes,
+        auto_scale=args.auto_scale,
         job_dir=args.job_dir,
         standalone=standalone,
         rdzv_backend="c10d" if standalone else args.rdzv_backend,
@@ -204,6 +209,22 @@ def _node_bounds(args: argparse.Namespace) -> tuple[int, int]:
             f"of {unit}."
         )
     return least, most
+
+
+def _check_auto_scale(
+    args: argparse.Namespace, environ: Mapping[str, str], min_nodes: int, max_nodes: int
+) -> None:
+    """Refuse to choose where there is no choice, or where nobody can start nodes."""
+    if min_nodes == max_nodes:
+        raise ConfigurationError(
+            f"--auto-scale: {min_nodes} nodes are asked for, which leaves no choice; give a range, as "
+            f"--nnodes 1:{max(max_nodes, 2)}."
+        )
+    if not args.local_nodes and "DLROVER_MASTER_ADDR" not in environ:
+        raise ConfigurationError(
+            "--auto-scale: DLRover must be able to start nodes; give --local-nodes N, the number to start "
+            "with on this machine, or run the job on Kubernetes."
+        )
 
 
 def _range(least: int, most: int) -> str:

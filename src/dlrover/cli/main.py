@@ -20,7 +20,7 @@ from dlrover.errors import ConfigurationError, DLRoverError, ExitCode
 from dlrover.master.diagnosis_rules import load_own
 from dlrover.spec.events import Event
 from dlrover.spec.job import JobSpec
-from dlrover.spec.jobdir import MasterConfig, MetricsAddress, TlsFiles
+from dlrover.spec.jobdir import BrainSide, MasterConfig, MetricsAddress, TlsFiles
 
 app = typer.Typer(
     name="dlrover",
@@ -103,6 +103,18 @@ def goodput(
         print_json(found.content())
     else:
         ledger.render(found, Console())
+
+
+@app.command()
+def plan(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
+    """Show what auto-scaling did to a job: each plan, its reason, what it promised and what it brought."""
+    from dlrover.cli import plans  # noqa: PLC0415
+
+    found = plans.plans(jobs.find(config.environ(), job, job_dir))
+    if output is Form.JSON:
+        print_json(found)
+    else:
+        print(plans.render(found))
 
 
 @app.command()
@@ -280,10 +292,17 @@ def master(  # noqa: PLR0913 - each is an option of the command
         limits=settings.limits,
         diagnosis_rules=rules,
     )
+    brain_side = BrainSide(
+        address=settings.brain,
+        token_file=settings.brain_token_file,
+        cluster=settings.optimize_mode == "cluster",
+    )
     if platform:
         from dlrover.kubernetes import job as elastic_job  # noqa: PLC0415 - an extra
 
-        job = elastic_job.job_spec(asyncio.run(elastic_job.fetch(env)), settings.limits, rules)
+        found = asyncio.run(elastic_job.fetch(env))
+        job = elastic_job.job_spec(found, settings.limits, rules)
+        brain_side = elastic_job.brain_side(found, brain_side)
         name, host = job.name, env.get("POD_IP") or host
     tls = TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_ca)
     directory = jobs.create(env, name, job_dir or env.get("DLROVER_JOB_DIR", ""))
@@ -298,6 +317,7 @@ def master(  # noqa: PLR0913 - each is an option of the command
             tls=tls,
             metrics=metrics,
             journal=settings.journal,
+            brain=brain_side,
         )
         files.write_atomically(directory.job, msgspec.json.encode(content), mode=0o600)
         token = env.get("DLROVER_TOKEN") or jobs.kept_token(directory) or secrets.token_hex(16)

@@ -20,8 +20,16 @@ from dlrover.cli import arguments, jobs, report
 from dlrover.cli.launchspec import Endpoint, RunOptions, parse_endpoint
 from dlrover.errors import ConfigurationError, DLRoverError
 from dlrover.master.diagnosis_rules import load_own
+from dlrover.planning import extra
 from dlrover.spec.job import JobSpec
-from dlrover.spec.jobdir import AgentConfig, JobDir, MasterConfig, MetricsAddress, TlsFiles
+from dlrover.spec.jobdir import (
+    AgentConfig,
+    BrainSide,
+    JobDir,
+    MasterConfig,
+    MetricsAddress,
+    TlsFiles,
+)
 from dlrover.spec.launch import LaunchSpec
 from dlrover.spec.outcome import Outcome
 
@@ -65,6 +73,8 @@ def run(options: RunOptions, env: Mapping[str, str]) -> Outcome:
     """
     settings = config.settings(env, options.config_file, options.rdzv_conf)
     _check_machine(options.launch)
+    if options.auto_scale:
+        extra.require("--auto-scale")
     for notice in options.notices:
         print(f"dlrover-run: {notice}", file=sys.stderr)
     name = jobs.job_name(
@@ -195,6 +205,7 @@ class _Plan:
             max_nodes=options.max_nodes,
             node_unit=options.node_unit,
             managed_nodes=managed_nodes,
+            auto_scale=options.auto_scale and managed_nodes > 0,
             max_restarts=options.launch.max_restarts,
             shutdown_timeout=options.launch.shutdown_timeout,
             node_check=options.node_check,
@@ -210,6 +221,12 @@ class _Plan:
             tls=self._tls,
             journal=self._settings.journal,
             metrics=MetricsAddress(self._settings.metrics_host, self._settings.metrics_port),
+            brain=BrainSide(
+                address=self._settings.brain,
+                token_file=self._settings.brain_token_file,
+                cluster=self._settings.optimize_mode == "cluster",
+                program=Path(options.launch.target).name,
+            ),
         )
         self._write(self._job_dir.job, content)
         self._has_master = True

@@ -2,6 +2,7 @@
 
 ========================== ==========================================================================
 an optimizer's step        PyTorch's own hook for all optimizers
+what it trains and keeps   the optimizer's parameters and state, after its first step
 waiting for the next batch a wrapper of the data loader iterators' ``__next__``
 compiling                  PyTorch's own callbacks of its compiler
 evaluating                 wrappers of ``Module.eval`` and ``Module.train``
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from dlrover.checkpoint import hooks as checkpoint_hooks
+from dlrover.elastic import profile
 from dlrover.elastic.compute import ComputeTime
 from dlrover.elastic.imports import after_import
 from dlrover.elastic.tracker import Tracker, guarded
@@ -63,6 +65,7 @@ class Hooks:
         self._on_first_step = guarded(on_first_step)
         self._compute = ComputeTime(tracker)
         self._time_step = guarded(self._compute.step, self._compute.stop)
+        self._read_profile = guarded(self._profile)
         self._begin = guarded(tracker.begin)
         self._end = guarded(tracker.end)
         self._optimizer: Any = None
@@ -84,7 +87,11 @@ class Hooks:
         if self._tracker.step(now):
             self._time_step(optimizer, now)
             if self._tracker.steps == 1:
+                self._read_profile(optimizer)
                 self._on_first_step()
+
+    def _profile(self, optimizer: Any) -> None:
+        self._tracker.trains(*profile.read(optimizer))
 
     # ---- data
 

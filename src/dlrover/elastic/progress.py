@@ -1,6 +1,6 @@
 """The progress board: memory per node in which each worker keeps what it does and what it has done.
 
-A worker writes its own slot, its agent reads all of them; nobody waits for anybody. A slot is 16 64-bit
+A worker writes its own slot, its agent reads all of them; nobody waits for anybody. A slot is 24 64-bit
 integers, each stored by a single aligned write:
 
 ===== ==========================================================================================
@@ -12,6 +12,8 @@ integers, each stored by a single aligned write:
 6-11  nanoseconds by `Activity`; what it does now is counted when it ends
 12    nanoseconds of its steps that it did not wait for other ranks
 13    the number of the step that it began with, plus 1; 0 while that is not known
+14    samples of a step of all ranks, where the program keeps that fixed; 0 otherwise
+15-17 numbers that its optimizer trains, their bytes, and the bytes that the optimizer keeps beside them
 ===== ==========================================================================================
 
 What a worker does now has lasted as long as its age less all other activities. So the times by activity
@@ -30,7 +32,7 @@ from dlrover.spec.activities import Activity
 if TYPE_CHECKING:  # it loads what a training program may not have
     from dlrover.spec.activity import WorkerActivity
 
-SLOT_WORDS = 16
+SLOT_WORDS = 24
 WORD_BYTES = 8
 MAX_SLOTS = 128
 """Workers that the board has room for."""
@@ -43,6 +45,8 @@ READS = 100
 _STEPS, _FIRST, _LAST, _LISTED, _BORN, _NOW, _TOTALS = range(7)
 _COMPUTE = _TOTALS + len(Activity)
 _FIRST_STEP = _COMPUTE + 1
+_TOTAL_BATCH = _FIRST_STEP + 1
+_PROFILE = _TOTAL_BATCH + 1
 _KINDS = 8
 """Activities that word 5 has room for."""
 
@@ -99,6 +103,10 @@ class Board:
             compute=words[_COMPUTE] / 1e9,
             first_step=words[_FIRST_STEP] - 1,
             ended=ended,
+            total_batch=words[_TOTAL_BATCH],
+            parameters=words[_PROFILE],
+            parameter_bytes=words[_PROFILE + 1],
+            state_bytes=words[_PROFILE + 2],
         )
 
     def _read_unchanged(self, slot: int) -> Sequence[int]:
@@ -147,6 +155,16 @@ class Board:
     def set_first_step(self, slot: int, step: int) -> None:
         """The worker began with this step."""
         self._words[slot * SLOT_WORDS + _FIRST_STEP] = step + 1
+
+    def set_total_batch(self, slot: int, samples: int) -> None:
+        """A step of all ranks has so many samples, whatever their number."""
+        self._words[slot * SLOT_WORDS + _TOTAL_BATCH] = samples
+
+    def set_profile(self, slot: int, parameters: int, parameter_bytes: int, state: int) -> None:
+        """What the worker's optimizer trains, and the bytes that it keeps beside that."""
+        base = slot * SLOT_WORDS + _PROFILE
+        for word, value in enumerate((parameters, parameter_bytes, state)):
+            self._words[base + word] = value
 
     def knows_first_step(self, slot: int) -> bool:
         """Whether the worker knows which step it began with."""

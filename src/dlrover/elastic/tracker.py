@@ -105,6 +105,14 @@ class Tracker:
         if self._thread and not self._board.knows_first_step(self._slot):
             self._board.set_first_step(self._slot, max(0, step - self.steps))
 
+    def trains(self, parameters: int, parameter_bytes: int, state_bytes: int) -> None:
+        """The optimizer trains so many numbers, and keeps so many bytes beside theirs."""
+        self._board.set_profile(self._slot, parameters, parameter_bytes, state_bytes)
+
+    def keeps_batch(self, samples: int) -> None:
+        """A step of all ranks has so many samples, whatever the number of ranks."""
+        self._board.set_total_batch(self._slot, samples)
+
     def computed(self, nanoseconds: int) -> None:
         """The steps took so long, without waiting for other ranks."""
         self._board.set_compute(self._slot, nanoseconds)
@@ -128,6 +136,12 @@ def watch(board: Board, slot: int) -> Tracker:
     """Begin to keep what this process does in a slot of the board."""
     _trackers[:] = [Tracker(board, slot)]
     return _trackers[0]
+
+
+def keeps_batch(samples: int) -> None:
+    """Tell that a step of all ranks has ``samples``, whatever their number. No effect outside of a job."""
+    if _trackers:
+        _trackers[0].keeps_batch(samples)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from dlrover.elastic import batch
+from dlrover.elastic import batch, tracker
 from dlrover.elastic.sampler import ElasticDistributedSampler, MicroBatches
 from dlrover.errors import ConfigurationError
 
@@ -60,6 +60,7 @@ class ElasticTrainer:
         self._replicas = dist.get_world_size(self._group) if joined else 1
         batch.check(global_batch_size, micro_batch_size, self._replicas)
         self._sizes = global_batch_size, micro_batch_size
+        tracker.keeps_batch(global_batch_size)
         self._batches: MicroBatches | None = None
         if sampler is not None:
             self._check_sampler(sampler)

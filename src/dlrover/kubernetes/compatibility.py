@@ -1,4 +1,4 @@
-"""What an ElasticJob may say for compatibility with the original, and what it means here: nothing."""
+"""What an ElasticJob may say for compatibility with the original, and means nothing here."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import Any
 
 _OF_JOB = {
     "distributionStrategy": "The roles of replicaSpecs say which pods run.",
-    "optimizeMode": "Resources are as the manifest gives them.",
     "resourceLimits": "A ResourceQuota limits a namespace.",
-    "brainService": "No Brain is asked.",
     "enableElasticScheduling": "A job is always elastic, between minReplicas and replicas.",
     "enableDynamicSharding": "The program decides whether its data are sharded.",
     "relaunchStrategy": "A lost node is always replaced within the job's budgets of restarts.",
@@ -17,11 +15,14 @@ _OF_JOB = {
 }
 _OF_ROLE = {
     "restartPolicy": "The master replaces pods that ended.",
-    "autoScale": "The number of pods is the manifest's.",
+    "autoScale": "Only the number of workers is found by itself.",
     "restartTimeout": "The setting join_timeout bounds the wait for nodes.",
     "BatchScheduler": "spec.schedulerName of the template names a scheduler.",
 }
-_DEFAULTS = {"optimizeMode": "single-job", "distributionStrategy": "AllreduceStrategy"}
+_MEANT = {
+    "distributionStrategy": ("AllreduceStrategy",),
+}
+"""Values that say what is done anyway, or that have an effect."""
 
 
 def notes(spec: Mapping[str, Any]) -> list[str]:
@@ -31,10 +32,10 @@ def notes(spec: Mapping[str, Any]) -> list[str]:
 
 def _notes(spec: Mapping[str, Any]) -> Iterator[str]:
     for field, instead in _OF_JOB.items():
-        if spec.get(field) and spec[field] != _DEFAULTS.get(field):
+        if spec.get(field) and spec[field] not in _MEANT.get(field, ()):
             yield f"spec.{field} is accepted for compatibility and has no effect. {instead}"
     for role, replica in spec.get("replicaSpecs", {}).items():
         for field, instead in _OF_ROLE.items():
-            if replica.get(field):
+            if replica.get(field) and (role, field) != ("worker", "autoScale"):
                 path = f"spec.replicaSpecs.{role}.{field}"
                 yield f"{path} is accepted for compatibility and has no effect. {instead}"

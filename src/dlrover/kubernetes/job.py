@@ -6,11 +6,16 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from dlrover.errors import ConfigurationError
 from dlrover.kubernetes import names, nodes, validation
 from dlrover.kubernetes.client import ApiError, Client, Resource
+from dlrover.kubernetes.inventory import requests_of
 from dlrover.kubernetes.types import ElasticJob, ReplicaSpec
 from dlrover.spec.job import JobSpec, Limits
+from dlrover.spec.jobdir import BrainSide
+from dlrover.spec.plan import Group
 from dlrover.spec.rules import Rule
 
 VARIABLE = "DLROVER_KUBERNETES_JOB"
@@ -52,7 +57,7 @@ def job_spec(job: ElasticJob, limits: Limits, rules: tuple[Rule, ...] = ()) -> J
 
     The options of ``dlrover-run`` that are the master's to follow are found in the workers' command:
     ``--nnodes`` (its minimum, where no role has ``minReplicas``), ``--max-restarts`` (before
-    ``restartCount``), ``--node-unit``, ``--network-check`` and ``--exclude-straggler``.
+    ``restartCount``), ``--node-unit``, ``--auto-scale``, ``--network-check`` and ``--exclude-straggler``.
     """
     specs = job.spec.replica_specs
     roles = [role for role in nodes.ROLES if role in specs]
@@ -69,6 +74,7 @@ def job_spec(job: ElasticJob, limits: Limits, rules: tuple[Rule, ...] = ()) -> J
         min_nodes=_fewest([specs[role] for role in roles], flags.get("nnodes", ""), total),
         max_nodes=total,
         managed_nodes=total,
+        auto_scale=_auto_scale(job, flags),
         other_nodes=total - (specs["worker"].replicas if "worker" in specs else 0),
         node_unit=_number(flags.get("node-unit", ""), 1),
         max_restarts=_number(flags.get("max-restarts", ""), worker.restart_count),
@@ -78,6 +84,33 @@ def job_spec(job: ElasticJob, limits: Limits, rules: tuple[Rule, ...] = ()) -> J
         diagnosis_rules=rules,
         grows_memory=True,
     )
+
+
+def brain_side(job: ElasticJob, given: BrainSide) -> BrainSide:
+    """Where the master finds the Brain: the manifest's ``brainService`` and ``optimizeMode`` before its settings."""
+    worker = job.spec.replica_specs.get("worker")
+    asked = requests_of(worker.template) if worker is not None else {}
+    return msgspec.structs.replace(
+        given,
+        node=Group(
+            count=1,
+            cpu=asked.get("cpu", 0.0),
+            memory=int(asked.get("memory", 0)),
+            accelerators=int(asked.get("accelerator", 0)),
+        ),
+        address=job.spec.brain_service or given.address,
+        cluster=given.cluster or job.spec.optimize_mode == "cluster",
+    )
+
+
+def _auto_scale(job: ElasticJob, flags: Mapping[str, str]) -> bool:
+    """Whether the number of workers is to be found; other roles would have to follow it."""
+    specs = job.spec.replica_specs
+    alone = not any(
+        specs[role].replicas for role in specs if role in nodes.ROLES and role != "worker"
+    )
+    asked = "auto-scale" in flags or ("worker" in specs and specs["worker"].auto_scale)
+    return asked and alone and job.spec.optimize_mode in ("single-job", "cluster")
 
 
 def _flags(template: Mapping[str, Any]) -> dict[str, str]:

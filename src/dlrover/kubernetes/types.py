@@ -115,7 +115,10 @@ class ReplicaSpec(_Base, frozen=True):
         RestartPolicy, Meta(description="Accepted for compatibility; the master restarts pods.")
     ] = ""
     auto_scale: Annotated[
-        bool, Meta(description="Accepted for compatibility; replicas change by the manifest.")
+        bool,
+        Meta(
+            description="For workers: find their number, from minReplicas to replicas, while training."
+        ),
     ] = False
     restart_timeout: Annotated[
         int, Meta(ge=0, description="Accepted for compatibility; see the setting join_timeout.")
@@ -148,7 +151,7 @@ class ElasticJobSpec(_Base, frozen=True):
         Strategy, Meta(description="How the workers train together.")
     ] = "AllreduceStrategy"
     optimize_mode: Annotated[
-        OptimizeMode, Meta(description="Accepted for compatibility; resources are as given.")
+        OptimizeMode, Meta(description="manual keeps the number of workers despite autoScale.")
     ] = "single-job"
     suspend: Annotated[
         bool, Meta(description="Removes the job's pods until it is false; Kueue sets it.")
@@ -170,7 +173,7 @@ class ElasticJobSpec(_Base, frozen=True):
     resource_limits: Annotated[
         dict[str, Quantity], Meta(description="Accepted for compatibility; use a ResourceQuota.")
     ] = {}
-    brain_service: Annotated[str, Meta(description="Accepted for compatibility.")] = ""
+    brain_service: Annotated[str, Meta(description="Address of the Brain, HOST:PORT.")] = ""
     enable_elastic_scheduling: Annotated[
         bool, Meta(description="Accepted for compatibility; jobs are always elastic.")
     ] = False

@@ -15,11 +15,13 @@ import msgspec
 from dlrover import config
 from dlrover._util import files, procs
 from dlrover.errors import ConfigurationError, DLRoverError, ExitCode, InfrastructureError
-from dlrover.master import takeover
+from dlrover.master import brainside, takeover
+from dlrover.master.brainside import JobBrain
 from dlrover.master.history import History
 from dlrover.master.journal import open_journal
 from dlrover.master.observers import Observers
 from dlrover.master.service import Master
+from dlrover.planning import extra
 from dlrover.platform.base import Platform, Setup, platform_class
 from dlrover.rpc import wire
 from dlrover.rpc.server import Server
@@ -59,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def serve(job_dir: JobDir, env: Mapping[str, str], lifeline_fd: int) -> int:
     """Serve one job until it has ended and its nodes have left; ``env`` is for nodes launched here."""
     settings = load_config(job_dir)
+    if settings.job.auto_scale:
+        extra.require("Auto-scaling")
     journal = open_journal(settings.journal, job_dir.journal)
     history = History(job_dir.events)
     with contextlib.closing(journal), contextlib.closing(history):
@@ -86,10 +90,11 @@ async def _serve(
     master.register(server)
     port = await _listen(server, settings, job_dir)
     _publish(job_dir, settings.host, port)
+    nodes_env = {name: value for name, value in env.items() if name != brainside.TOKEN}
     setup = Setup(
         job_dir.path,
         port,
-        env,
+        nodes_env,
         lifeline_fd,
         master.on_node_exit,
         master.on_node_wait,
@@ -98,10 +103,16 @@ async def _serve(
         master.ask_scale,
     )
     platform = await _platform(settings, setup)
-    takeover.begin(master, settings.job, str(job_dir.path), history, platform)
+    job = settings.job
+    brain = _brain(master, settings, job_dir, tls, env)
+    if brain is not None:
+        history.listeners.append(brain.happened)
+        job = job if master.replayed else await brain.first(job)
+    takeover.begin(master, job, str(job_dir.path), history, platform)
     watches = [
         asyncio.create_task(master.watch_silence()),
         asyncio.create_task(master.hangs.run(master.clock)),
+        asyncio.create_task(master.scaler.run(master.clock)),
     ]
     try:
         return await _until_ended(master, job_dir, orphaned)
@@ -110,8 +121,26 @@ async def _serve(
             watch.cancel()
         master.close()
         await server.stop(STOP_GRACE)
+        if brain is not None:
+            await brain.close()
         if platform is not None:
             await platform.close()
+
+
+def _brain(
+    master: Master, settings: MasterConfig, job_dir: JobDir, tls: wire.Tls, env: Mapping[str, str]
+) -> JobBrain | None:
+    """The Brain, if there is one. A master that takes over goes on without one that it has no token for."""
+    secret = f"{read_token(job_dir)} {job_dir.path}"
+    try:
+        brain = brainside.connect(settings.brain, settings.job, secret, tls, env)
+    except ConfigurationError:
+        if not master.replayed:
+            raise
+        logger.exception("The job goes on without the Brain")
+        return None
+    master.scaler.brain = brain
+    return brain
 
 
 def load_config(job_dir: JobDir) -> MasterConfig:

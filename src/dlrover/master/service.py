@@ -14,6 +14,7 @@ import msgspec
 
 from dlrover.errors import FencedError, InfrastructureError, ProtocolError
 from dlrover.master import scale
+from dlrover.master.autoscale import AutoScaler
 from dlrover.master.hangwatch import HangWatch
 from dlrover.master.history import History
 from dlrover.master.journal import Entry, Journal, fenced
@@ -87,6 +88,7 @@ class Master:
         self._dismissed: set[int] = set()
         self._activities = Activities()
         self.hangs = HangWatch(self.machine, self._say, self._submit_finding)
+        self.scaler = AutoScaler(self.machine, self._submit_finding)
         self._progress_journalled = 0.0
         self._progress_timer: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -419,6 +421,7 @@ class Master:
             return
         self._steps[node_id] = message.steps
         self.hangs.heard(node_id, message, self.clock())
+        self.scaler.heard(node_id, message, self.clock())
         self._activities.note(node_id, message.round, message.steps, message.workers)
         new = message.steps > self.machine.steps
         if new and (self.machine.incident is not None or self.machine.steps == 0):

@@ -157,12 +157,14 @@ class RingSpace:
     """Numbers of replicas; all that fill the nodes by default."""
     cpu: float = 0.0
     """Cores of each node."""
+    total_batch: int = 0
+    """Samples of a step of all replicas, where that is fixed; 0: each replica's batch is."""
 
 
 def plan_ring(
     model: RingModel, space: RingSpace, current: RingShape, terms: Terms | None = None
 ) -> Plan | None:
-    """The next size of an all-reduce job with the same batch of each replica; None if none near pays."""
+    """The next size of an all-reduce job with the batch that the space fixes; None if none near pays."""
     want = terms or Terms()
     shapes = _ring_shapes(model, space, current, want)
     if not shapes:
@@ -230,7 +232,10 @@ def _ring_shapes(
     shapes = []
     for count in counts:
         nodes = -(-count // space.per_node)
-        shape = RingShape(nodes, count, current.batch, current.passes)
+        batch = current.batch
+        if space.total_batch:
+            batch = max(1, round(space.total_batch / (count * current.passes)))
+        shape = RingShape(nodes, count, batch, current.passes)
         if nodes in space.nodes and count % nodes == 0 and terms.region.contains(shape, measured):
             shapes.append(shape)
     return shapes

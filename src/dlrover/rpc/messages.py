@@ -17,6 +17,7 @@ from dlrover.spec.events import Event
 from dlrover.spec.failure import Failure
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.stacks import Group, WorkerEvidence
+from dlrover.spec.usage import NodeUsage
 from dlrover.spec.world import Holding, Offer, World
 
 # ---- agent to master
@@ -49,6 +50,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     steps: int
     workers: tuple[WorkerActivity, ...] = ()
     """What they do, by local rank."""
+    usage: NodeUsage | None = None
+    """What the node uses; now and then."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -24,6 +24,13 @@ class WorkerActivity(msgspec.Struct, frozen=True, array_like=True):
     """The number of the step that it began with, -1 while that is not known."""
     ended: bool = False
     """Its process has ended; the times stand still."""
+    total_batch: int = 0
+    """Samples of a step of all ranks, where the program keeps that fixed; 0 otherwise."""
+    parameters: int = 0
+    """Numbers that its optimizer trains."""
+    parameter_bytes: int = 0
+    state_bytes: int = 0
+    """Bytes that its optimizer keeps beside them, after the first step."""
 
 
 def mean(workers: tuple[WorkerActivity, ...]) -> tuple[float, ...]:

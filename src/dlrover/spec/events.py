@@ -10,6 +10,8 @@ from typing import TypeAlias
 import msgspec
 
 from dlrover.spec.failure import Action, Failure, Verdict
+from dlrover.spec.plan import Effect
+from dlrover.spec.speed import ScaleKind
 
 
 class JobSubmitted(msgspec.Struct, frozen=True, tag="job_submitted"):
@@ -339,6 +341,142 @@ class JobEnded(msgspec.Struct, frozen=True, tag="job_ended"):
         return f"The job ended with exit code {self.exit_code}: {self.reason}"
 
 
+GIB = 1 << 30
+
+
+def count(nodes: int) -> str:
+    """``1 node``, ``2 nodes``."""
+    return f"{nodes} node{'' if nodes == 1 else 's'}"
+
+
+class PlanMade(msgspec.Struct, frozen=True, tag="plan_made"):
+    """The auto-scaler changes the number of nodes."""
+
+    number: int
+    """1 for a job's first plan."""
+    kind: ScaleKind
+    nodes: int
+    """What the job shall have."""
+    before: int
+    """What it has."""
+    reason: str
+    effect: Effect | None = None
+    unit: str = "samples/s"
+    """Of the throughputs."""
+    plan_id: str = ""
+    """The Brain's name for the plan; empty: the job's master has made it."""
+
+    def sentence(self) -> str:
+        """The event in words."""
+        expected = ""
+        if self.effect is not None:
+            expected = f"; {self.effect.throughput:.3g} {self.unit} are expected"
+        whose = " of the Brain" if self.plan_id else ""
+        return f"Plan {self.number}{whose}, {self.kind.value}: {self.reason}{expected}."
+
+
+class FirstSize(msgspec.Struct, frozen=True, tag="first_size"):
+    """The Brain has said with how many nodes a job starts."""
+
+    nodes: int
+    reason: str
+
+    def sentence(self) -> str:
+        """The event in words."""
+        return f"The job starts with {count(self.nodes)}, as the Brain says: {self.reason}."
+
+
+class PlanMeasured(msgspec.Struct, frozen=True, tag="plan_measured"):
+    """A plan was carried out, and what it brought was measured."""
+
+    number: int
+    nodes: int
+    throughput: float
+    """Measured."""
+    error: float
+    """By how much it differs from the predicted one, relative to that."""
+    within: bool
+    """Whether it lies in the predicted interval."""
+    short: bool
+    """Whether it is less than its nodes are worth: the change is taken back."""
+    unit: str = "samples/s"
+    """Of the throughput."""
+    plan_id: str = ""
+    """As of the plan."""
+
+    def sentence(self) -> str:
+        """The event in words."""
+        where = "within" if self.within else "outside of"
+        short = "; that does not pay" if self.short else ""
+        return (
+            f"Plan {self.number} brought {self.throughput:.3g} {self.unit} on {count(self.nodes)}, "
+            f"{self.error:+.0%} from what was predicted and {where} its interval{short}."
+        )
+
+
+class PlanDropped(msgspec.Struct, frozen=True, tag="plan_dropped"):
+    """A plan was given up before its effect could be measured."""
+
+    number: int
+    reason: str
+    plan_id: str = ""
+    """As of the plan."""
+
+    def sentence(self) -> str:
+        """The event in words."""
+        return f"Plan {self.number} is given up: {self.reason}."
+
+
+class SizeSettled(msgspec.Struct, frozen=True, tag="size_settled"):
+    """No other number of nodes is worth a change."""
+
+    nodes: int
+    throughput: float
+    tried: int
+    """Numbers of nodes that were measured."""
+    unit: str = "samples/s"
+    """Of the throughput."""
+
+    def sentence(self) -> str:
+        """The event in words."""
+        return (
+            f"The job stays at {count(self.nodes)} with {self.throughput:.3g} {self.unit}: of {self.tried} "
+            "measured sizes none is worth a change, and no other is expected to be."
+        )
+
+
+class MemoryGrows(msgspec.Struct, frozen=True, tag="memory_grows"):
+    """A node's memory grows, and will not be enough."""
+
+    node: int
+    needed: int
+    """Bytes that it is expected to need."""
+    limit: int
+    """Bytes that it has."""
+    seconds: float
+    """How far ahead that is, at most."""
+    ordered: bool
+    """Whether another node with more memory takes its place before that."""
+
+    def sentence(self) -> str:
+        """The event in words."""
+        then = "; a node with more takes its place" if self.ordered else ""
+        return (
+            f"Node {self.node} is expected to need {self.needed / GIB:.1f} GiB of its {self.limit / GIB:.1f} GiB "
+            f"of memory within {self.seconds / 60:.0f} min{then}."
+        )
+
+
+class AutoScalingEnded(msgspec.Struct, frozen=True, tag="auto_scaling_ended"):
+    """Somebody set the number of nodes: that wins."""
+
+    reason: str
+
+    def sentence(self) -> str:
+        """The event in words."""
+        return f"Auto-scaling ends: {self.reason}."
+
+
 EventBody: TypeAlias = (
     JobSubmitted
     | MasterRecovered
@@ -362,6 +500,13 @@ EventBody: TypeAlias = (
     | SlowRankRecovered
     | Recovered
     | NodeSucceeded
+    | FirstSize
+    | MemoryGrows
+    | PlanMade
+    | PlanMeasured
+    | PlanDropped
+    | SizeSettled
+    | AutoScalingEnded
     | JobEnded
 )
 

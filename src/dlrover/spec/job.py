@@ -105,6 +105,16 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     check_after_fault: bool = True
     """Whether nodes are checked again after a fault of theirs, if the job checks its nodes at all (1 or 0)."""
 
+    autoscale_window: float = 30.0
+    """Time over which the auto-scaler measures a world's speed, once it is steady; ten steps at least."""
+    autoscale_interval: float = 300.0
+    """Time between two looks of the auto-scaler once it has found a size."""
+    autoscale_patience: float = 900.0
+    """How long a change of the auto-scaler may take until its effect is measured; then it is taken back."""
+    autoscale_cost: float = 0.5
+    """How much nodes cost the auto-scaler, 0 to 1: it looks for the largest ``speed / nodes ** cost``.
+    With 0 it is the fastest size, with 1 the one with the cheapest sample."""
+
     def hang_limit(self, activity: int) -> float:
         """Seconds that an activity may last at least."""
         return {
@@ -140,5 +150,9 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     limits: Limits = Limits()
     diagnosis_rules: tuple[Rule, ...] = ()
     """The user's own rows of the table of causes: their content, so that a job keeps what it began with."""
+    auto_scale: bool = False
+    """Find the best number of nodes between ``min_nodes`` and ``max_nodes`` while training."""
+    first_size: str = ""
+    """Why it starts with ``managed_nodes``, if the Brain has said so."""
     grows_memory: bool = False
     """The platform can launch a node with more memory than the job asked for."""

@@ -8,6 +8,7 @@ import msgspec
 
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.launch import LaunchSpec
+from dlrover.spec.plan import Group
 
 
 class JobDir:
@@ -103,6 +104,21 @@ class MetricsAddress(msgspec.Struct, frozen=True):
     port: int = 0
 
 
+class BrainSide(msgspec.Struct, frozen=True, kw_only=True):
+    """How a master finds the Brain, and what it tells it of its job."""
+
+    address: str = ""
+    """``host:port``; empty: there is none."""
+    token_file: str = ""
+    """File with the Brain's token; empty: the environment has it."""
+    cluster: bool = False
+    """The Brain chooses the job's size beside that of all others; else the job does so itself."""
+    program: str = ""
+    """What the job runs, by which similar past jobs are found."""
+    node: Group = Group(count=1)
+    """What each node takes of the cluster, where that is known."""
+
+
 class MasterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a master process is started with."""
 
@@ -117,6 +133,7 @@ class MasterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     journal: str = "file:"
     """Where the job's state is kept; see the setting of this name."""
     metrics: MetricsAddress = MetricsAddress()
+    brain: BrainSide = BrainSide()
 
 
 class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from dlrover.errors import ExitCode
+from dlrover.master.autoscale import AutoScaler
 from dlrover.master.machine import inputs
 from dlrover.master.machine.activities import Activities
 from dlrover.master.machine.job import JobMachine
@@ -93,6 +94,7 @@ class Cluster:
         self.master_away = False
         self.program = Program(self.time, delays or Delays(), steps)
         self._activities = Activities()
+        self._scaler = AutoScaler(self.machine, self._submit)
         self._job = job
         self._nproc = nproc
         self._validate_every = validate_every
@@ -314,6 +316,7 @@ class Cluster:
         assert machine == self.machine, "the journal does not give the state back"
         assert recorded[: len(self.events)] == self.events, "the journal tells another story"
         self.machine, self.ledger, self.events = machine, ledger, recorded
+        self._scaler = AutoScaler(machine, self._submit)
         self.master_away = False
         self._timer = None
         self.epoch += 1
@@ -325,6 +328,7 @@ class Cluster:
         over = self.machine.outcome
         self._disk_lost = False
         self.machine, self.ledger, self.journal = JobMachine(), Ledger(), []
+        self._scaler = AutoScaler(self.machine, self._submit)
         self._recorded = len(self.events)
         self.master_away = False
         self._timer = None
@@ -430,6 +434,8 @@ class Cluster:
                 self._activities.note(link.node_id, message.round, message.steps, message.workers)
                 if self._activities.steps > self.machine.steps:
                     self._submit(self._activities.progress())
+                self._scaler.heard(link.node_id, message, self.time.now)
+                self._auto_scale()
         elif isinstance(message, messages.Join):
             self._submit(inputs.NodeJoined(link.node_id, message.round, message.offer))
         elif isinstance(message, CheckReport):
@@ -438,6 +444,18 @@ class Cluster:
             self._submit(inputs.WorkerFailed(message.failure))
         else:
             self._submit(inputs.NodeSucceeded(link.node_id, message.round))
+
+    def _auto_scale(self) -> None:
+        """Do what the master's auto-scaler does now and then."""
+        if not self.machine.autoscaling.active:
+            return
+        self._scaler.measure(self.time.now)
+        asked = self._scaler.question(self.time.now)
+        if asked is not None and not self.master_away:
+            from dlrover.master.planner import decide  # noqa: PLC0415 - an extra
+
+            round_ = self.machine.rendezvous.round
+            self._submit(inputs.ScalePlanned(round_, decide(asked)))
 
     def _greet(self, link: Link, hello: messages.Hello) -> None:
         self._greeted[hello.uid] = link

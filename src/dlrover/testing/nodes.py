@@ -93,6 +93,8 @@ class Run:
         self.last_step_at = 0.0
         self.broken = False
         """A worker is gone: the others wait for it until they are stopped."""
+        self.compute = None if program.law is None else program.law(node_count)[1]
+        """Seconds of a step that a worker does not wait for others."""
         self._program = program
         self._node_count = node_count
 
@@ -103,7 +105,7 @@ class Run:
             self._continue()
 
     def _continue(self) -> None:
-        self._program.time.after(self._program.delays.step, self._step)
+        self._program.time.after(self._program.step_time(self._node_count), self._step)
 
     def _step(self) -> None:
         if self.broken:
@@ -132,10 +134,21 @@ class Program:
     steps: int
     #: steps between two checkpoints; with 1 none is repeated
     checkpoint_every: int = 1
+    #: seconds of a step of so many nodes, and those of them that are computation; None: ``delays.step``
+    law: Callable[[int], tuple[float, float]] | None = None
+    #: largest relative deviation of a step from its law
+    noise: float = 0.0
     steps_done: int = 0
     runs: dict[int, Run] = field(default_factory=dict)
     #: the nodes that have been given ids; they meet when they are checked
     nodes: dict[int, SimulatedNode] = field(default_factory=dict)
+
+    def step_time(self, nodes: int) -> float | Range:
+        """Seconds of one step of a world."""
+        if self.law is None:
+            return self.delays.step
+        step, _ = self.law(nodes)
+        return step * self.time.random.uniform(1 - self.noise, 1 + self.noise)
 
     def run_of(self, world: World) -> Run:
         """The run of a world's round."""
@@ -425,7 +438,8 @@ class SimulatedNode:
         step = 0.0 if first is None else now - first
         since = start if first is None else now - run.last_step_at
         seconds = (start, step, 0.0, 0.0, 0.0, 0.0)
-        return WorkerActivity(run.steps, doing, since, seconds, step, run.first_step)
+        compute = step if run.compute is None else run.compute * run.steps
+        return WorkerActivity(run.steps, doing, since, seconds, compute, run.first_step)
 
     def succeed(self, run: Run) -> None:
         """The workers reach the end of the program."""

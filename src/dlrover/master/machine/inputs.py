@@ -11,6 +11,7 @@ from dlrover.spec.events import EventBody, HangFound, SlowRank, SlowRankRecovere
 from dlrover.spec.failure import Failure
 from dlrover.spec.job import JobSpec
 from dlrover.spec.outcome import Outcome
+from dlrover.spec.speed import ModelProfile, ScaleDecision, SpeedSample
 from dlrover.spec.world import Holding, Offer, World
 
 # ---- inputs
@@ -145,6 +146,33 @@ class RankSpeed(msgspec.Struct, frozen=True, tag="rank_speed"):
     found: SlowRank | SlowRankRecovered
 
 
+class SpeedMeasured(msgspec.Struct, frozen=True, tag="speed_measured"):
+    """A window of steady training of ``round`` was measured."""
+
+    round: int
+    sample: SpeedSample
+    profile: ModelProfile = ModelProfile()
+
+
+class MemoryForecast(msgspec.Struct, frozen=True, tag="memory_forecast"):
+    """A node of ``round`` will not have enough memory."""
+
+    round: int
+    node_id: int
+    needed: int
+    """Bytes."""
+    limit: int
+    seconds: float
+    """How far ahead the forecast reaches."""
+
+
+class ScalePlanned(msgspec.Struct, frozen=True, tag="scale_planned"):
+    """The planner has looked at what was measured; None: no other size is worth a change."""
+
+    round: int
+    decision: ScaleDecision | None
+
+
 class StopRequested(msgspec.Struct, frozen=True, tag="stop_requested"):
     """Somebody asked to stop the job."""
 
@@ -189,6 +217,9 @@ Input: TypeAlias = (
     | Progressed
     | Hung
     | RankSpeed
+    | SpeedMeasured
+    | MemoryForecast
+    | ScalePlanned
     | StopRequested
     | ScaleAsked
     | DeadlinePassed

@@ -17,6 +17,7 @@ def check(machine: JobMachine) -> None:
     machine.adoption.validate()
     machine.faults.validate()
     machine.checks.validate()
+    machine.autoscaling.validate()
     _check_scaling(machine)
     assert machine.checks.run is None or machine.rendezvous.collecting, "a check beside a world"
     rdzv = machine.rendezvous

@@ -17,7 +17,7 @@ from dlrover.master import diagnosis
 from dlrover.master.machine import inputs, invariants, reports
 from dlrover.master.machine.checking import told
 from dlrover.master.machine.evidence import Finding
-from dlrover.master.machine.jobscale import JobScale
+from dlrover.master.machine.jobauto import JobAuto
 from dlrover.master.machine.restarts import Stop, cause_of, hang_cause
 from dlrover.master.machine.state import (
     Incident,
@@ -36,7 +36,7 @@ MEMORY_GROWTH = 2.0
 """How many times the memory a node gets that was killed for want of it, where the platform can do that."""
 
 
-class JobMachine(JobScale):
+class JobMachine(JobAuto):
     """What a job does about each input. `handle` is the only way to change it."""
 
     # ---- inputs
@@ -58,6 +58,8 @@ class JobMachine(JobScale):
         self._compose()
         if not event.earlier_events:
             self._emit(events.JobSubmitted(self.job.name, self.job.min_nodes, self.job.max_nodes))
+        if self.job.first_size and not event.earlier_events:
+            self._emit(events.FirstSize(self.job.managed_nodes, self.job.first_size))
         found = {node.node_rank for node in event.found}
         self.scaling.keep(max(found, default=-1))
         self.scaling.due = len(found) < len(event.found)
@@ -247,10 +249,6 @@ class JobMachine(JobScale):
             if incident.decided or self._decide(incident, now):
                 self._open_round("the training hung", now)
 
-    def _rank_speed(self, event: inputs.RankSpeed, _now: float) -> None:
-        if event.round == self.rendezvous.round:
-            self._emit(event.found)
-
     def _stop_requested(self, event: inputs.StopRequested, now: float) -> None:
         self._end(event.exit_code, event.reason, now)
 
@@ -260,6 +258,7 @@ class JobMachine(JobScale):
         for node_id in [i for i, at in self.scaling.leaving.items() if at <= now]:
             self._lose(node_id, "it did not leave in time", now)
         self._out += self.checks.time_out(now)
+        self._rescale(*self.autoscaling.expired(now), now)
         if self.grow_at is not None and self.grow_at <= now:
             self.grow_at = None
             if self._can_grow():
@@ -401,6 +400,7 @@ class JobMachine(JobScale):
                 self._move(self.nodes[node_id], NodeStatus.READY)
         ranks = {i: self.nodes[i].node_rank for i in rdzv.offers}
         self.worlds = rdzv.complete(ranks, self.restarts.count)
+        self.autoscaling.world_formed()
         self.adoption.over = True
         self.earlier_steps += self.steps
         self.steps = 0
@@ -556,6 +556,9 @@ _HANDLERS: dict[type, Callable[[JobMachine, Any, float], None]] = {
     inputs.Progressed: JobMachine._progressed,  # noqa: SLF001
     inputs.Hung: JobMachine._hung,  # noqa: SLF001
     inputs.RankSpeed: JobMachine._rank_speed,  # noqa: SLF001
+    inputs.SpeedMeasured: JobMachine._speed_measured,  # noqa: SLF001
+    inputs.MemoryForecast: JobMachine._memory_forecast,  # noqa: SLF001
+    inputs.ScalePlanned: JobMachine._scale_planned,  # noqa: SLF001
     inputs.StopRequested: JobMachine._stop_requested,  # noqa: SLF001
     inputs.ScaleAsked: JobMachine._scale_asked,  # noqa: SLF001
     inputs.DeadlinePassed: JobMachine._deadline_passed,  # noqa: SLF001

@@ -15,6 +15,9 @@ class JobScale(JobNodes):
         scaling = self.scaling
         before = scaling.take(event)
         self.rendezvous.least, self.rendezvous.most = scaling.least, scaling.most
+        if scaling.by_user:
+            for body in self.autoscaling.overruled(f"a user asked for {scaling.workers} nodes"):
+                self._emit(body)
         if scaling.workers != before:
             role = event.role if self.job.other_nodes else ""
             self._emit(events.JobScaled(before, scaling.workers, event.source, event.reason, role))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from dlrover.master import diagnosis
 from dlrover.master.machine import inputs, reports
 from dlrover.master.machine.adoption import Adoption
+from dlrover.master.machine.autoscale import AutoScaling
 from dlrover.master.machine.checking import Checks
 from dlrover.master.machine.faults import Faults
 from dlrover.master.machine.rendezvous import Rendezvous
@@ -39,6 +40,7 @@ class JobState:
     #: a node, and the round that its workers begin from processes that have loaded nothing
     fresh: tuple[int, int] | None = None
     checks: Checks = field(init=False)
+    autoscaling: AutoScaling = field(init=False)
     scaling: Scaling = field(init=False)
     #: set once, when the job ends
     outcome: Outcome | None = None
@@ -69,6 +71,7 @@ class JobState:
         self.restarts = RestartPolicy(self.job)
         self.faults = Faults(self.job)
         self.checks = Checks(self.job)
+        self.autoscaling = AutoScaling(self.job)
         self.scaling = Scaling(self.job)
 
     # ---- queries
@@ -113,10 +116,21 @@ class JobState:
             return None
         checked = self.checks.deadline()  # a round does not go on while its nodes are checked
         times = [checked or self.rendezvous.deadline(), self.grow_at, *self.lost_at.values()]
+        times.append(self.autoscaling.deadline())
         times += self.scaling.leaving.values()
         if self.adoption.pending:
             times.append(self.adoption.deadline)
         return min((t for t in times if t is not None), default=None)
+
+    def may_scale(self, now: float) -> bool:
+        """Whether the auto-scaler may change the number of nodes."""
+        return self.is_quiet() and self.autoscaling.due(now)
+
+    def is_quiet(self) -> bool:
+        """Whether a world trains, and nothing is the matter with it."""
+        rdzv = self.rendezvous
+        away = rdzv.collecting or self.adoption.pending or not rdzv.members
+        return self.incident is None and self.outcome is None and not away
 
     def _has_ended(self) -> bool:
         return self.outcome is not None

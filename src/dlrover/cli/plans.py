@@ -1,0 +1,148 @@
+"""``dlrover plan``: what the auto-scaler of a job has done, with its predictions beside what was measured."""
+
+from __future__ import annotations
+
+import msgspec
+
+from dlrover.errors import ConfigurationError
+from dlrover.master import history
+from dlrover.spec import events
+from dlrover.spec.jobdir import JobDir, MasterConfig
+from dlrover.spec.plan import Effect
+from dlrover.spec.speed import ScaleKind
+
+
+class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One plan and what came of it."""
+
+    number: int
+    time: float
+    """When it was made, seconds since the epoch."""
+    kind: ScaleKind
+    before: int
+    """Nodes that the job had."""
+    nodes: int
+    """Nodes that it was to have."""
+    reason: str
+    predicted: Effect | None
+    measured: float | None = None
+    """None until it is, and for a plan that was given up."""
+    error: float | None = None
+    """By how much it differs from the prediction, relative to that."""
+    within: bool | None = None
+    """Whether it lies in the predicted interval."""
+    unit: str
+    """Of the throughputs: ``samples/s`` or ``worker steps/s``."""
+    outcome: str = "under way"
+    """``under way``, ``kept``, ``does not pay``, or why it was given up."""
+
+
+class Plans(msgspec.Struct, frozen=True, kw_only=True):
+    """All plans of a job."""
+
+    job_dir: str
+    auto_scale: bool
+    """Whether the job was started with auto-scaling."""
+    min_nodes: int
+    max_nodes: int
+    settled: events.SizeSettled | None
+    """What the search has found; None while it goes on."""
+    ended: str
+    """Why auto-scaling has ended; empty if it has not."""
+    plans: tuple[PlanRecord, ...]
+
+
+def plans(job_dir: JobDir) -> Plans:
+    """The plans of the job in ``job_dir``, from its events.
+
+    Raises:
+        ConfigurationError: the job's files cannot be read.
+    """
+    try:
+        told = history.read(job_dir.events)
+        job = msgspec.json.decode(job_dir.job.read_bytes(), type=MasterConfig).job
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigurationError(
+            f"--job-dir {job_dir.path} does not tell of plans: {error}."
+        ) from error
+    found: dict[int, PlanRecord] = {}
+    settled, ended = None, ""
+    for event in told:
+        body = event.body
+        if isinstance(body, events.SizeSettled):
+            settled = body
+        elif isinstance(body, events.AutoScalingEnded):
+            ended = body.reason
+        elif isinstance(body, events.PlanMade):
+            settled = None
+            found[body.number] = _made(body, event.time)
+        elif isinstance(body, events.PlanMeasured | events.PlanDropped) and body.number in found:
+            found[body.number] = _known(found[body.number], body)
+    return Plans(
+        job_dir=str(job_dir.path),
+        auto_scale=job.auto_scale,
+        min_nodes=job.min_nodes,
+        max_nodes=job.max_nodes,
+        settled=settled,
+        ended=ended,
+        plans=tuple(found.values()),
+    )
+
+
+def render(report: Plans) -> str:
+    """A job's plans for people."""
+    return "\n".join([_headline(report), *(line for plan in report.plans for line in _lines(plan))])
+
+
+def _lines(plan: PlanRecord) -> list[str]:
+    lines = ["", f"plan {plan.number}, {plan.kind.value}: {plan.reason}"]
+    known = []
+    if plan.predicted is not None:
+        known.append(f"predicted {_interval(plan.predicted)} {plan.unit}")
+    if plan.measured is not None and plan.error is not None:
+        known.append(f"measured {plan.measured:.3g} ({plan.error:+.0%})")
+    return [*lines, "  " + ", ".join([*known, plan.outcome])]
+
+
+def _headline(report: Plans) -> str:
+    if not report.auto_scale:
+        return "The job has a fixed number of nodes; --auto-scale lets DLRover choose it."
+    span = f"from {report.min_nodes} to {report.max_nodes} nodes"
+    if report.ended:
+        return f"Auto-scaling {span} has ended: {report.ended}."
+    if report.settled is None:
+        return f"Auto-scaling {span}: the best size is being looked for."
+    settled = report.settled
+    return (
+        f"Auto-scaling {span}: the best size is {events.count(settled.nodes)}, with "
+        f"{settled.throughput:.3g} {settled.unit}; {settled.tried} sizes were measured."
+    )
+
+
+def _interval(effect: Effect) -> str:
+    return f"{effect.throughput:.3g} ({effect.low:.3g} to {effect.high:.3g})"
+
+
+def _made(body: events.PlanMade, time: float) -> PlanRecord:
+    return PlanRecord(
+        number=body.number,
+        time=time,
+        kind=body.kind,
+        before=body.before,
+        nodes=body.nodes,
+        reason=body.reason,
+        predicted=body.effect,
+        unit=body.unit,
+    )
+
+
+def _known(plan: PlanRecord, body: events.PlanMeasured | events.PlanDropped) -> PlanRecord:
+    if isinstance(body, events.PlanDropped):
+        return msgspec.structs.replace(plan, outcome=f"given up: {body.reason}")
+    return msgspec.structs.replace(
+        plan,
+        measured=body.throughput,
+        error=body.error,
+        within=body.within,
+        outcome="does not pay" if body.short else "kept",
+    )

@@ -1,0 +1,237 @@
+"""The Brain as a master sees it: told what was measured and planned, and asked for a size. Never waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import getpass
+import hashlib
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dlrover.errors import ConfigurationError, ExitCode
+from dlrover.rpc import wire
+from dlrover.rpc.brain import BrainClient, BrainLink, request_id
+from dlrover.spec import brain, events
+from dlrover.spec.events import Event
+from dlrover.spec.job import JobSpec
+from dlrover.spec.jobdir import BrainSide
+from dlrover.spec.plan import Group, Plan
+from dlrover.spec.speed import ModelProfile, ScaleDecision, ScaleKind, SpeedSample
+from dlrover.spec.usage import NodeUsage
+
+if TYPE_CHECKING:
+    from dlrover.master.machine.autoscale import Question
+
+logger = logging.getLogger(__name__)
+
+TOKEN = "DLROVER_BRAIN_TOKEN"  # noqa: S105 - the variable's name
+FIRST_TIME = 15.0
+"""Seconds that the Brain gets to say with how many nodes a job starts."""
+LAST_TIME = 5.0
+"""Seconds that it gets at the job's end to take the last reports."""
+KIND = "worker"
+NAME_LENGTH = 60
+
+
+class JobBrain:
+    """One job's Brain. All methods are called on the master's event loop.
+
+    Args:
+        side: where the Brain is.
+        job: the job.
+        secret: what no other job has; the job's name at the Brain comes from it.
+        token: the Brain's.
+        tls: for the connection.
+    """
+
+    def __init__(
+        self, side: BrainSide, job: JobSpec, secret: str, token: str, tls: wire.Tls
+    ) -> None:
+        name = re.sub(r"[^!-~]", "_", job.name)[:NAME_LENGTH]
+        self.id = f"{name}-{hashlib.sha256(secret.encode()).hexdigest()[:12]}"
+        self.cluster = side.cluster
+        self._side = side
+        self._job = job
+        self._profile = ModelProfile()
+        self._first = ""  # the name of the first plan, until its effect was measured
+        self._client = BrainClient(side.address, token, wire.Tls(ca=tls.ca))
+        self._link = BrainLink(self._client, self.id, self._description())
+        self._task = asyncio.create_task(self._link.run())
+
+    def _description(self) -> brain.Description:
+        job, features = self._job, dict[str, str | float](name=self._job.name, user=_user())
+        if self._side.program:
+            features["program"] = self._side.program
+        if self._profile.parameters:
+            features["parameters"] = float(self._profile.parameters)
+        return brain.Description(
+            name=job.name,
+            mode="cluster" if self.cluster else "single-job",
+            features=features,
+            space=brain.Space(workers=brain.Range(job.min_nodes, job.max_nodes, job.node_unit)),
+        )
+
+    # ---- what it is told
+
+    def measured(
+        self, sample: SpeedSample, profile: ModelProfile, usage: Mapping[int, NodeUsage]
+    ) -> None:
+        """A window of the running world was measured; ``usage`` is what its nodes use, by id."""
+        if profile.parameters != self._profile.parameters:
+            self._profile = profile
+            self._report(
+                brain.RegisterJob(
+                    request=request_id(), job=self.id, description=self._description()
+                )
+            )
+        found = brain.Sample(
+            shape=shape_of(sample, self._side.node),
+            throughput=sample.throughput,
+            compute_seconds=sample.compute_seconds,
+        )
+        self._report(brain.ReportSamples(request=request_id(), job=self.id, samples=(found,)))
+        used = tuple(
+            brain.Usage(node=f"{KIND}-{node}", kind=KIND, cpu=one.cpu, memory=float(one.memory))
+            for node, one in usage.items()
+        )
+        if used:
+            self._report(brain.ReportUsage(request=request_id(), job=self.id, nodes=used))
+        if self._first:
+            self._outcome(self._first, "applied", sample.throughput)
+            self._first = ""
+
+    def happened(self, event: Event) -> None:
+        """An event of the job, if the Brain is to know of it."""
+        body = event.body
+        if isinstance(body, events.PlanMade) and not body.plan_id:
+            plan = Plan(
+                groups={KIND: Group(count=body.nodes)}, reason=body.reason, effect=body.effect
+            )
+            self._report(
+                brain.ReportPlan(
+                    request=request_id(), job=self.id, plan_id=self._name(body), plan=plan
+                )
+            )
+        elif isinstance(body, events.PlanMeasured):
+            state: brain.PlanState = "rolled-back" if body.short else "applied"
+            self._outcome(self._name(body), state, body.throughput)
+        elif isinstance(body, events.PlanDropped):
+            self._outcome(self._name(body), "refused", 0.0, body.reason)
+        elif isinstance(body, events.JobEnded):
+            self._report(
+                brain.EndJob(
+                    request=request_id(),
+                    job=self.id,
+                    state=_state(body.exit_code),
+                    reason=body.reason[:2000],
+                )
+            )
+
+    def _outcome(
+        self, plan_id: str, state: brain.PlanState, throughput: float, reason: str = ""
+    ) -> None:
+        self._report(
+            brain.ReportOutcome(
+                request=request_id(),
+                job=self.id,
+                plan_id=plan_id,
+                state=state,
+                throughput=throughput,
+                reason=reason,
+            )
+        )
+
+    def _name(self, body: events.PlanMade | events.PlanMeasured | events.PlanDropped) -> str:
+        return body.plan_id or f"{self.id}-{body.number}"
+
+    def _report(self, report: brain.Report) -> None:
+        self._link.report(report)
+
+    # ---- what it is asked
+
+    async def first(self, job: JobSpec) -> JobSpec:
+        """The job with the number of nodes that it is to start with, as similar past jobs had."""
+        advice = None
+        with contextlib.suppress(asyncio.TimeoutError):
+            advice = await asyncio.wait_for(self._link.plan(None), FIRST_TIME)
+        if advice is None or advice.plan is None or KIND not in advice.plan.groups:
+            return job
+        nodes = advice.plan.groups[KIND].count
+        if not job.min_nodes <= nodes <= job.max_nodes or nodes % job.node_unit:
+            return job
+        self._first = advice.plan_id
+        return msgspec.structs.replace(job, managed_nodes=nodes, first_size=advice.reason)
+
+    async def size(self, asked: Question) -> tuple[bool, ScaleDecision | None]:
+        """Whether the Brain has answered, and the size that it wants; None: the present one."""
+        advice = await self._link.plan(shape_of(asked.current, self._side.node))
+        if advice is None:
+            return False, None
+        plan, current = advice.plan, asked.current.nodes
+        nodes = current if plan is None or KIND not in plan.groups else plan.groups[KIND].count
+        if plan is None or nodes == current or nodes not in asked.sizes:
+            return True, None
+        kind = ScaleKind.GROW if nodes > current else ScaleKind.SHRINK
+        own = Plan(groups={KIND: Group(count=nodes)}, reason=plan.reason, effect=plan.effect)
+        return True, ScaleDecision(kind=kind, nodes=nodes, plan=own, plan_id=advice.plan_id)
+
+    async def close(self) -> None:
+        """The master leaves: the last reports go, unless the Brain is away."""
+        await self._link.flush(LAST_TIME)
+        self._task.cancel()
+        await self._client.close()
+
+
+def connect(
+    side: BrainSide, job: JobSpec, secret: str, tls: wire.Tls, env: Mapping[str, str]
+) -> JobBrain | None:
+    """The job's Brain; None if nobody named one, or the job does not ask for auto-scaling.
+
+    Raises:
+        ConfigurationError: there is no token for it.
+    """
+    if not side.address or not job.auto_scale:
+        return None
+    token = env.get(TOKEN, "")
+    if side.token_file:
+        try:
+            token = Path(side.token_file).read_text().strip()
+        except OSError as error:
+            raise ConfigurationError(
+                f"brain_token_file {side.token_file} cannot be read: {error.strerror}."
+            ) from error
+    if not token:
+        raise ConfigurationError(
+            f"The token of the Brain at {side.address} is missing: set brain_token_file or {TOKEN}."
+        )
+    return JobBrain(side, job, secret, token, tls)
+
+
+def shape_of(sample: SpeedSample, node: Group) -> brain.Shape:
+    """A measured size in the Brain's terms; each node takes what ``node`` says."""
+    batch = max(1, round(sample.total_batch / sample.replicas)) if sample.total_batch else 1
+    return brain.Shape(
+        groups={KIND: msgspec.structs.replace(node, count=sample.nodes)},
+        batch=batch,
+        per_node=sample.replicas // sample.nodes,
+    )
+
+
+def _state(exit_code: int) -> brain.JobState:
+    if exit_code == ExitCode.SUCCESS:
+        return "succeeded"
+    stopped = exit_code == ExitCode.STOPPED or exit_code > ExitCode.SIGNAL_BASE
+    return "stopped" if stopped else "failed"
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # a container's user without a name
+        return ""

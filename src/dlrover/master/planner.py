@@ -1,0 +1,151 @@
+"""The next number of nodes of an all-reduce job, from what was measured of it. Pure.
+
+Needs numpy and scipy (extra ``planning``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from dlrover.master.machine.autoscale import GROUP, Question
+from dlrover.planning.allreduce import RingModel, RingSample, RingShape, fit_ring
+from dlrover.planning.plans import RingSpace, Terms, plan_ring, sample_ring
+from dlrover.planning.search import Choice, Prices, worth
+from dlrover.spec.plan import Effect, Group, Plan
+from dlrover.spec.speed import ScaleDecision, ScaleKind, SpeedSample
+
+PRICES = Prices(cpu=0.0, memory=0.0, accelerator=1.0)
+"""All nodes of a job are alike: its cost is the number of its workers."""
+
+
+def decide(asked: Question, prior: RingModel | None = None) -> ScaleDecision | None:
+    """The next size; None if none is worth a change.
+
+    What was measured comes before what is predicted: a measured size that is better is taken, one that is not
+    is not tried again. ``prior`` is the model of a similar job.
+    """
+    choice = Choice(weight=asked.cost)
+    current = asked.current
+    known = _means(asked.samples)
+    better = _best_known(known, current, choice, asked.sizes)
+    if better is not None:
+        return better
+    model = fit_ring([_ring(sample) for sample in asked.samples], prior=prior)
+    open_sizes = [nodes for nodes in asked.sizes if nodes not in known]
+    if not open_sizes:
+        return None
+    space = RingSpace(
+        nodes=open_sizes,
+        per_node=current.replicas // current.nodes,
+        total_batch=current.total_batch,
+    )
+    terms = Terms(prices=PRICES, choice=choice, region=asked.region)
+    here = _ring(current).shape
+    plan = plan_ring(model, space, here, terms)
+    if plan is not None:
+        nodes = plan.groups[GROUP].count
+        kind = ScaleKind.GROW if nodes > current.nodes else ScaleKind.SHRINK
+        return ScaleDecision(kind=kind, nodes=nodes, plan=_told(plan, current))
+    if not asked.explore:
+        return None
+    trial = sample_ring(model, space, here, terms)
+    if trial is None or not _may_pay(trial, current, choice):
+        return _between(known, open_sizes, model, current, choice)
+    return ScaleDecision(
+        kind=ScaleKind.MEASURE, nodes=trial.groups[GROUP].count, plan=_told(trial, current)
+    )
+
+
+def _means(samples: Sequence[SpeedSample]) -> dict[int, float]:
+    """Throughput by number of nodes."""
+    by_size: dict[int, list[float]] = {}
+    for sample in samples:
+        by_size.setdefault(sample.nodes, []).append(sample.throughput)
+    return {nodes: sum(values) / len(values) for nodes, values in by_size.items()}
+
+
+def _best_known(
+    known: dict[int, float], current: SpeedSample, choice: Choice, sizes: Sequence[int]
+) -> ScaleDecision | None:
+    """A measured size that is better than the present one."""
+    allowed = [nodes for nodes in known if nodes in sizes]
+    if not allowed:
+        return None
+    best = max(allowed, key=lambda nodes: worth(known[nodes], nodes, choice))
+    here = known[current.nodes]
+    if worth(known[best], best, choice) <= (1 + choice.gain) * worth(here, current.nodes, choice):
+        return None
+    faster, dearer = known[best] / here - 1, best / current.nodes - 1
+    reason = (
+        f"{current.nodes} -> {best} nodes: {faster:+.0%} throughput for {dearer:+.0%} cost, "
+        "as it was measured before"
+    )
+    effect = Effect(
+        throughput=known[best],
+        low=known[best] * 0.8,
+        high=known[best] * 1.2,
+        before=here,
+        cost=float(best * current.replicas // current.nodes),
+    )
+    plan = Plan(groups={GROUP: Group(count=best)}, reason=reason, effect=effect)
+    kind = ScaleKind.GROW if best > current.nodes else ScaleKind.SHRINK
+    return ScaleDecision(kind=kind, nodes=best, plan=plan)
+
+
+def _may_pay(trial: Plan, current: SpeedSample, choice: Choice) -> bool:
+    """Whether a size can be better than the present one, if its speed is at the top of the interval."""
+    effect = trial.effect
+    assert effect is not None
+    most = worth(effect.high, trial.groups[GROUP].count, choice)
+    return most > (1 + choice.gain) * worth(current.throughput, current.nodes, choice)
+
+
+def _between(
+    known: dict[int, float],
+    open_sizes: Sequence[int],
+    model: RingModel,
+    current: SpeedSample,
+    choice: Choice,
+) -> ScaleDecision | None:
+    """The middle between the present size and a far larger one that is worth less.
+
+    A model of smooth times says nothing of a cliff between them: one more switch, say.
+    """
+    nodes = current.nodes
+    larger = min((n for n in known if n > nodes), default=0)
+    if larger <= 2 * nodes:
+        return None
+    if worth(known[larger], larger, choice) >= worth(known[nodes], nodes, choice):
+        return None
+    between = [n for n in open_sizes if nodes < n < larger]
+    if not between:
+        return None
+    found = min(between, key=lambda n: abs(n - math.sqrt(nodes * larger)))
+    each = current.replicas // nodes
+    batch = max(1, round(current.total_batch / (found * each))) if current.total_batch else 1
+    after = model.predict(RingShape(found, found * each, batch))
+    reason = (
+        f"{nodes} -> {found} nodes: to be measured, because {larger} nodes did not pay, "
+        "and the best size may lie between"
+    )
+    plan = Plan(
+        groups={GROUP: Group(count=found)},
+        reason=reason,
+        effect=after.effect(before=known[nodes], cost=float(found * each)),
+    )
+    return ScaleDecision(kind=ScaleKind.MEASURE, nodes=found, plan=plan)
+
+
+def _ring(sample: SpeedSample) -> RingSample:
+    batch = max(1, round(sample.total_batch / sample.replicas)) if sample.total_batch else 1
+    shape = RingShape(sample.nodes, sample.replicas, batch)
+    return RingSample(shape, sample.step_seconds, sample.compute_seconds)
+
+
+def _told(plan: Plan, current: SpeedSample) -> Plan:
+    """The plan in terms of nodes alone: how many workers each has stays as it is."""
+    count = plan.groups[GROUP].count
+    _, _, why = plan.reason.partition(": ")
+    reason = f"{current.nodes} -> {count} nodes: {why}"
+    return Plan(groups={GROUP: Group(count=count)}, reason=reason, effect=plan.effect)

@@ -1,0 +1,82 @@
+"""How fast a job trains: what is measured of it, and what is done about it."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from dlrover.spec.plan import Plan
+
+
+class SpeedSample(msgspec.Struct, frozen=True, kw_only=True):
+    """One window of steady training. Times are seconds."""
+
+    nodes: int
+    replicas: int
+    """Workers of the world."""
+    step_seconds: float
+    """Of one optimizer step, without evaluation, checkpoints and compiling."""
+    steps: int
+    """In the window."""
+    compute_seconds: float | None = None
+    """What a worker takes without waiting for the others, the median; None where nobody measured it."""
+    total_batch: int = 0
+    """Samples of a step of all workers, where it is fixed; 0: each worker has a batch of its own size."""
+
+    @property
+    def throughput(self) -> float:
+        """In `unit`."""
+        return (self.total_batch or self.replicas) / self.step_seconds
+
+    @property
+    def unit(self) -> str:
+        """Samples per second where their number is known; else steps per second, summed over the workers."""
+        return "samples/s" if self.total_batch else "worker steps/s"
+
+
+class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker's optimizer holds, after its first step."""
+
+    parameters: int = 0
+    """Numbers that are trained."""
+    parameter_bytes: int = 0
+    state_bytes: int = 0
+    """What the optimizer keeps beside them."""
+
+
+class ScaleKind(str, enum.Enum):
+    """Why a job's size is changed. The value is what users see."""
+
+    GROW = "more nodes"
+    """The model expects that more nodes pay."""
+    SHRINK = "fewer nodes"
+    """The model expects that they do not."""
+    MEASURE = "measure"
+    """Nobody knows; it is tried."""
+    REPLACE = "another node"
+    """A slow one holds up the others."""
+    RETURN = "roll back"
+    """What was tried fell short."""
+
+
+class ScaleStage(str, enum.Enum):
+    """How far the search for the best size is. The value is what users see."""
+
+    START = "start"
+    """The first size has not been measured yet."""
+    ADJUST = "initial adjustment"
+    """Sizes are tried, one after the other."""
+    RUNNING = "running"
+    """The best size is known; it is looked at now and then."""
+
+
+class ScaleDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """A wanted number of nodes."""
+
+    kind: ScaleKind
+    nodes: int
+    plan: Plan
+    plan_id: str = ""
+    """The Brain's name for it, if it has made the plan. It weighs jobs against each other, so a job does not take
+    back what it has ordered."""

@@ -1,0 +1,59 @@
+"""When the master of an ElasticJob may choose the number of its workers."""
+
+import pytest
+import yaml
+
+from dlrover.kubernetes import compatibility, validation
+from dlrover.kubernetes.job import job_spec
+from dlrover.spec.job import Limits
+
+JOB = """
+apiVersion: elastic.iml.github.io/v1alpha1
+kind: ElasticJob
+metadata: {name: train}
+spec:
+  optimizeMode: MODE
+  replicaSpecs:
+    worker:
+      replicas: 4
+      minReplicas: 1
+      autoScale: AUTO
+      template: {spec: {containers: [{name: main, image: train, command: [dlrover-run, COMMAND, train.py]}]}}
+"""
+PS = {"replicas": 2, "template": {"spec": {"containers": [{"name": "main", "image": "train"}]}}}
+
+
+def manifest(*, mode: str = "single-job", auto: str = "true", flag: str = "--nnodes=1:4") -> dict:
+    return yaml.safe_load(JOB.replace("MODE", mode).replace("AUTO", auto).replace("COMMAND", flag))
+
+
+def scales(made: dict) -> bool:
+    return job_spec(validation.parse(made), Limits()).auto_scale
+
+
+@pytest.mark.parametrize("mode", ["single-job", "cluster"])
+def test_auto_scale_of_the_workers_turns_it_on(mode):
+    made = manifest(mode=mode)
+    assert scales(made)
+    assert not any("worker.autoScale" in note for note in compatibility.notes(made["spec"]))
+
+
+def test_so_does_the_flag_in_the_workers_command():
+    assert scales(manifest(auto="false", flag="--auto-scale"))
+
+
+@pytest.mark.parametrize("mode", ["manual", "manunal"])
+def test_manual_turns_it_off(mode):
+    made = manifest(mode=mode)
+    assert not scales(made)
+    assert not any("optimizeMode" in note for note in compatibility.notes(made["spec"]))
+
+
+def test_without_being_asked_for_numbers_stay():
+    assert not scales(manifest(auto="false"))
+
+
+def test_jobs_with_other_roles_keep_their_numbers():
+    made = manifest()
+    made["spec"]["replicaSpecs"]["ps"] = PS
+    assert not scales(made)

@@ -1,0 +1,214 @@
+"""The auto-scaler's memory: stages, outcomes, what is taken back."""
+
+import pytest
+
+from dlrover.master.machine.autoscale import DRIFT_WINDOWS, AutoScaling
+from dlrover.spec import events
+from dlrover.spec.job import JobSpec, Limits
+from dlrover.spec.plan import Effect, Group, Plan
+from dlrover.spec.speed import ModelProfile, ScaleDecision, ScaleKind, ScaleStage, SpeedSample
+
+LIMITS = Limits(autoscale_interval=300.0, autoscale_patience=900.0)
+
+
+def scaling(least: int = 1, most: int = 8, *, auto: bool = True, unit: int = 1) -> AutoScaling:
+    job = JobSpec(
+        name="job",
+        min_nodes=least,
+        max_nodes=most,
+        node_unit=unit,
+        auto_scale=auto,
+        limits=LIMITS,
+    )
+    return AutoScaling(job)
+
+
+class Story:
+    """One job, told from outside."""
+
+    def __init__(self, **options) -> None:
+        self.machine = scaling(**options)
+        self.now = 0.0
+        self.told: list[events.EventBody] = []
+
+    def measure(self, nodes: int, throughput: float, round_: int = 1) -> ScaleDecision | None:
+        self.now += 30
+        sample = SpeedSample(nodes=nodes, replicas=nodes, step_seconds=nodes / throughput, steps=9)
+        told, back = self.machine.measured(round_, sample, ModelProfile(), self.now)
+        self.told += told
+        self.machine.validate()
+        return back
+
+    def plan(self, nodes: int | None, throughput: float = 20.0, kind=ScaleKind.GROW) -> None:
+        decision = None
+        if nodes is not None:
+            effect = Effect(throughput=throughput, low=throughput / 1.5, high=throughput * 1.5)
+            plan = Plan(groups={"worker": Group(count=nodes)}, reason="why", effect=effect)
+            decision = ScaleDecision(kind=kind, nodes=nodes, plan=plan)
+        assert self.machine.due(self.now)
+        self.told += self.machine.planned(decision, self.now)
+        self.machine.validate()
+
+
+def test_nothing_is_planned_before_the_first_size_is_measured():
+    story = Story()
+    assert story.machine.stage is ScaleStage.START
+    assert not story.machine.due(0.0)
+    story.measure(1, 10.0)
+    assert story.machine.due(story.now)
+
+
+@pytest.mark.parametrize("options", [{"auto": False}, {"least": 4, "most": 4}])
+def test_a_job_with_nothing_to_choose_is_left_alone(options):
+    story = Story(**options)
+    assert story.measure(4, 10.0) is None
+    assert not story.machine.due(story.now)
+
+
+def test_a_plan_that_pays_is_kept_beside_its_prediction():
+    story = Story()
+    story.measure(1, 10.0)
+    story.plan(2, throughput=20.0)
+    assert story.machine.stage is ScaleStage.ADJUST
+    assert not story.machine.due(story.now)
+    assert story.measure(2, 18.0, round_=2) is None
+    made, measured = story.told
+    assert (made.before, made.nodes, made.kind) == (1, 2, ScaleKind.GROW)
+    assert measured.error == pytest.approx(-0.1)
+    assert measured.within
+    assert not measured.short
+    assert [outcome.throughput for outcome in story.machine.outcomes] == [pytest.approx(18.0)]
+
+
+def test_samples_of_the_old_size_do_not_conclude_a_plan():
+    story = Story()
+    story.measure(1, 10.0)
+    story.plan(2)
+    story.measure(1, 10.0)
+    assert story.machine.change is not None
+
+
+def test_what_falls_short_is_taken_back_at_once():
+    """Twice the nodes must bring 41 % more; they bring 20 %."""
+    story = Story()
+    story.measure(1, 10.0)
+    story.plan(2)
+    back = story.measure(2, 12.0, round_=2)
+    assert (back.kind, back.nodes) == (ScaleKind.RETURN, 1)
+    assert back.plan.reason == "1 -> 2 nodes brought +20% throughput for +100% nodes"
+    assert story.told[-2].short
+    assert isinstance(story.told[-1], events.PlanMade)
+    assert story.measure(1, 10.0, round_=3) is None
+    assert story.machine.change is None
+    assert story.told[-1].error == pytest.approx(0.0)
+
+
+def test_a_way_back_is_not_taken_back_though_the_job_has_become_slower():
+    story = Story()
+    story.measure(1, 10.0)
+    story.plan(2)
+    assert story.measure(2, 12.0, round_=2) is not None
+    assert story.measure(1, 5.0, round_=3) is None
+
+
+def test_a_wrong_prediction_narrows_the_region_and_a_right_one_widens_it():
+    story = Story()
+    story.measure(1, 10.0)
+    before = story.machine.region.factor
+    story.plan(2, throughput=20.0)
+    story.measure(2, 19.0, round_=2)
+    wide = story.machine.region.factor
+    assert wide > before
+    story.plan(4, throughput=100.0)
+    story.measure(4, 30.0, round_=3)
+    assert story.machine.region.factor < wide
+
+
+def test_once_the_size_is_found_it_is_looked_at_now_and_then():
+    story = Story()
+    story.measure(1, 10.0)
+    story.plan(None)
+    assert story.machine.stage is ScaleStage.RUNNING
+    assert isinstance(story.told[-1], events.SizeSettled)
+    assert not story.machine.due(story.now + LIMITS.autoscale_interval - 1)
+    story.now += LIMITS.autoscale_interval
+    story.plan(None)
+    assert len(story.told) == 1
+
+
+def test_a_change_that_takes_too_long_is_taken_back_and_not_tried_again():
+    story = Story()
+    story.measure(1, 10.0)
+    story.plan(4)
+    machine = story.machine
+    assert machine.expired(machine.deadline() - 1) == ([], None)
+    told, back = machine.expired(machine.deadline())
+    assert isinstance(told[0], events.PlanDropped)
+    assert (back.kind, back.nodes) == (ScaleKind.RETURN, 1)
+    assert machine.sizes() == [1, 2, 3]
+    assert story.measure(1, 10.0) is None
+    assert machine.change is None
+
+
+def test_a_way_back_that_takes_too_long_is_forgotten():
+    story = Story()
+    story.measure(1, 10.0)
+    story.plan(4)
+    machine = story.machine
+    machine.expired(machine.deadline())
+    told, back = machine.expired(machine.deadline() + 2 * LIMITS.autoscale_patience)
+    assert [type(body) for body in told] == [events.PlanDropped]
+    assert (back, machine.change) == (None, None)
+
+
+def test_a_job_whose_speed_has_changed_is_measured_anew():
+    story = Story()
+    story.measure(1, 10.0)
+    story.plan(2)
+    story.measure(2, 20.0, round_=2)
+    story.plan(None)
+    for _ in range(DRIFT_WINDOWS - 1):
+        story.measure(2, 13.0, round_=2)
+    assert set(story.machine.samples) == {1, 2}
+    story.measure(2, 8.0, round_=2)
+    assert set(story.machine.samples) == {2}
+    assert story.machine.stage is ScaleStage.ADJUST
+
+
+def test_one_slow_window_is_no_change():
+    story = Story()
+    for throughput in (10.0, 10.0, 5.0, 10.0, 5.0, 10.0):
+        story.measure(1, throughput)
+    assert {s.throughput for s in story.machine.samples[1]} == {10.0}
+
+
+def test_what_the_brain_has_ordered_is_measured_and_not_taken_back():
+    """It may have given the nodes to a job that needs them more."""
+    story = Story()
+    story.measure(4, 40.0)
+    plan = Plan(
+        groups={}, reason="others gain more", effect=Effect(throughput=20.0, low=15.0, high=25.0)
+    )
+    decision = ScaleDecision(kind=ScaleKind.SHRINK, nodes=2, plan=plan, plan_id="the-brains")
+    story.told += story.machine.planned(decision, story.now)
+    assert story.measure(2, 18.0, round_=2) is None
+    made, measured = story.told
+    assert made.sentence().startswith("Plan 1 of the Brain, fewer nodes: others gain more")
+    assert (made.plan_id, measured.plan_id, measured.short) == ("the-brains", "the-brains", False)
+
+
+def test_a_user_ends_it():
+    story = Story()
+    story.measure(1, 10.0)
+    story.plan(2)
+    assert [body.reason for body in story.machine.overruled("a user asked for 3 nodes")] == [
+        "a user asked for 3 nodes"
+    ]
+    story.machine.validate()
+    assert story.machine.overruled("again") == []
+    assert story.measure(2, 11.0, round_=2) is None
+    assert not story.machine.due(story.now)
+
+
+def test_sizes_are_multiples_of_the_unit():
+    assert scaling(least=2, most=9, unit=4).sizes() == [4, 8]

@@ -1,0 +1,138 @@
+"""What a master hears from a Brain: a real one, served in this process."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+pytest.importorskip("scipy")
+pytest.importorskip("sqlalchemy")
+
+from dlrover.brain.database import open_database
+from dlrover.brain.service import Brain
+from dlrover.errors import ConfigurationError
+from dlrover.master import brainside
+from dlrover.master.machine.autoscale import Question
+from dlrover.planning.throughput import TrustRegion
+from dlrover.rpc import wire
+from dlrover.rpc.brain import BrainClient, request_id
+from dlrover.rpc.server import Server
+from dlrover.spec.brain import ClusterNode, ReportCluster
+from dlrover.spec.events import Event, JobEnded, PlanDropped
+from dlrover.spec.job import JobSpec
+from dlrover.spec.jobdir import BrainSide
+from dlrover.spec.plan import Group
+from dlrover.spec.speed import ModelProfile, ScaleKind, SpeedSample
+from dlrover.spec.usage import NodeUsage
+
+pytestmark = pytest.mark.slow
+
+TOKEN = "the-token-of-the-brain"
+MACHINE = ClusterNode(name="big", capacity={"accelerator": 16.0})
+JOB = JobSpec(name="my job", min_nodes=1, max_nodes=8, managed_nodes=1, auto_scale=True)
+
+
+def sample(nodes: int, step: float) -> SpeedSample:
+    return SpeedSample(nodes=nodes, replicas=nodes, step_seconds=step, steps=20)
+
+
+def question(current: SpeedSample, sizes=range(1, 9)) -> Question:
+    return Question(current, (current,), sizes, TrustRegion(), 0.5, True)
+
+
+@contextlib.asynccontextmanager
+async def story(tmp_path, *, serve: bool = True, cluster: bool = True):
+    """A job beside a Brain, and what looks into that."""
+    brain = Brain(open_database(f"sqlite:///{tmp_path}/brain.db"))
+    server = Server(TOKEN, service=wire.BRAIN_SERVICE)
+    brain.register(server)
+    port = await server.start("127.0.0.1", 0)
+    if not serve:
+        await server.stop(0)
+    side = BrainSide(
+        address=f"127.0.0.1:{port}",
+        cluster=cluster,
+        program="train.py",
+        node=Group(count=1, accelerators=1),
+    )
+    job = brainside.connect(side, JOB, "secret", wire.Tls(), {brainside.TOKEN: TOKEN})
+    try:
+        async with BrainClient(side.address, TOKEN) as client:
+            if serve:
+                await client.report(ReportCluster(request=request_id(), nodes=(MACHINE,)))
+            yield job, client
+    finally:
+        await job.close()
+        await server.stop(0)
+        brain.close()
+
+
+def test_it_is_told_of_a_job_and_chooses_its_size(tmp_path):
+    async def run() -> None:
+        async with story(tmp_path) as (job, client):
+            usage = {0: NodeUsage(1.5, 1 << 30, 4 << 30)}
+            for one in (sample(1, 0.1), sample(2, 0.102)):
+                job.measured(one, ModelProfile(parameters=7), usage)
+            answered, decision = await job.size(question(sample(2, 0.102)))
+            assert answered
+            assert (decision.kind, decision.plan_id != "") == (ScaleKind.GROW, True)
+            assert decision.nodes > 2
+            known = await client.explain(job.id)
+            assert [s.throughput for s in known.samples] == pytest.approx([10.0, 19.6], rel=0.01)
+            assert known.job.description.features["parameters"] == 7
+            assert known.nodes[0].cpu == 1.5
+            job.happened(Event(1, 0.0, PlanDropped(1, "no nodes", decision.plan_id)))
+            job.happened(Event(2, 0.0, JobEnded(0, "All workers succeeded.")))
+        async with story(tmp_path) as (_, client):
+            known = await client.explain(job.id)
+            assert known.plans[-1].state == "refused"
+
+    asyncio.run(run())
+
+
+def test_a_size_that_the_job_may_not_have_is_none(tmp_path):
+    async def run() -> None:
+        async with story(tmp_path) as (job, _):
+            for one in (sample(1, 0.1), sample(2, 0.102)):
+                job.measured(one, ModelProfile(), {})
+            found = await job.size(question(sample(2, 0.102), sizes=[1, 2]))
+            assert found == (True, None)
+
+    asyncio.run(run())
+
+
+def test_a_brain_that_is_away_says_nothing_and_the_job_starts_as_it_was_told(tmp_path):
+    async def run() -> None:
+        async with story(tmp_path, serve=False) as (job, _):
+            assert await job.size(question(sample(1, 0.1))) == (False, None)
+            assert await job.first(JOB) == JOB
+
+    asyncio.run(run())
+
+
+def test_without_a_similar_past_job_a_job_starts_small(tmp_path):
+    async def run() -> None:
+        async with story(tmp_path, cluster=False) as (job, _):
+            first = await job.first(JobSpec(name="my job", max_nodes=8, managed_nodes=4))
+            assert first.managed_nodes == 1
+            assert "no similar past job" in first.first_size
+
+    asyncio.run(run())
+
+
+def test_without_a_token_there_is_a_sentence(tmp_path):
+    side = BrainSide(address="brain:1")
+    with pytest.raises(ConfigurationError) as caught:
+        brainside.connect(side, JOB, "secret", wire.Tls(), {})
+    assert str(caught.value) == (
+        "The token of the Brain at brain:1 is missing: set brain_token_file or DLROVER_BRAIN_TOKEN."
+    )
+    with pytest.raises(ConfigurationError, match="brain_token_file /nowhere cannot be read"):
+        brainside.connect(
+            BrainSide(address="brain:1", token_file="/nowhere"), JOB, "secret", wire.Tls(), {}
+        )
+
+
+def test_a_job_that_keeps_its_size_needs_no_brain():
+    fixed = JobSpec(name="fixed")
+    assert brainside.connect(BrainSide(address="brain:1"), fixed, "", wire.Tls(), {}) is None

@@ -1,0 +1,81 @@
+"""Jobs that find their size by themselves, with real processes on this machine."""
+
+import json
+
+import pytest
+
+from dlrover.errors import ExitCode
+from dlrover.spec import events
+from dlrover.spec.job import Limits
+from dlrover.spec.speed import ScaleKind
+
+pytest.importorskip("scipy")
+
+pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.long, pytest.mark.timeout(150)]
+
+SCALES = [0.1, 0.11, 0.115, 0.12]
+"""Seconds of a step by the number of workers."""
+TWO_PAY = [0.1, 0.12, 0.24, 0.36]
+WITHIN = 0.85
+"""Share of the best size's worth that is to be reached."""
+
+
+def best_of(law: list[float]) -> int:
+    """The best size, by looking at all of them."""
+    return max(range(1, len(law) + 1), key=lambda nodes: worth(law, nodes))
+
+
+def worth(law: list[float], nodes: int) -> float:
+    return nodes / law[nodes - 1] / nodes ** Limits().autoscale_cost
+
+
+def of_kind(launch, kind: type) -> list:
+    return [event.body for event in launch.events_of(kind)]
+
+
+@pytest.mark.parametrize("law", [SCALES, TWO_PAY], ids=["four pay", "two pay"])
+def test_a_job_reaches_the_best_size_from_one_worker(run, law) -> None:
+    out = run.directory / "out"
+    out.mkdir()
+    launch = run(
+        *("--nnodes=1:4", "--local-nodes=1", "--auto-scale", "--rdzv-conf=autoscale_window=2"),
+        *(run.scripts / "law.py", out, ",".join(map(str, law))),
+    )
+    launch.until(lambda: of_kind(launch, events.SizeSettled), 120, "a size that is settled")
+    rounds = [body.nodes for body in of_kind(launch, events.RoundCompleted)]
+    assert rounds[0] == 1
+    assert worth(law, rounds[-1]) >= WITHIN * worth(law, best_of(law)), rounds
+    launch.until(
+        lambda: len(launch.pids("agent")) == rounds[-1], 20, "nodes that are not needed leave"
+    )
+    shown = run.dlrover("plan", "--job-dir", launch.job_dir, "--output", "json")
+    report = json.loads(shown.stdout)
+    assert report["settled"]["nodes"] == rounds[-1]
+    for plan in report["plans"]:
+        assert plan["measured"] is not None, plan
+        assert plan["outcome"] in ("kept", "does not pay")
+    run.dlrover("stop", "--job-dir", launch.job_dir)
+    launch.end_with(ExitCode.STOPPED)
+
+
+def test_a_slow_worker_gets_another_node(run) -> None:
+    """Its rank takes twice as long for a step, and all others wait for it."""
+    out = run.directory / "out"
+    out.mkdir()
+    conf = "autoscale_window=2,slow_rank_window=2,slow_rank_windows=2,heartbeat_interval=0.5"
+    launch = run(
+        *("--nnodes=1:2", "--local-nodes=2", "--auto-scale", f"--rdzv-conf={conf}"),
+        *(run.scripts / "law.py", out, "0.1,0.1"),
+    )
+    launch.until(lambda: of_kind(launch, events.SizeSettled), 60, "a size that is settled")
+    victim = next(p for p in launch.of_kind("agent") if p.cmdline()[-1] == "1")
+    (out / "slow").write_text(str(victim.pid))
+    launch.until(lambda: of_kind(launch, events.PlanMeasured), 60, "a faster job")
+    (plan,) = of_kind(launch, events.PlanMade)
+    assert plan.kind is ScaleKind.REPLACE
+    (measured,) = of_kind(launch, events.PlanMeasured)
+    assert measured.throughput > 1.5 * plan.effect.before
+    assert not victim.is_running()
+    assert len(launch.pids("agent")) == 2
+    run.dlrover("stop", "--job-dir", launch.job_dir)
+    launch.end_with(ExitCode.STOPPED)

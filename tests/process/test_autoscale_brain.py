@@ -1,0 +1,78 @@
+"""A job that finds its size beside a Brain, which is a process of its own."""
+
+import asyncio
+import getpass
+
+import pytest
+
+from dlrover.errors import ExitCode
+from dlrover.rpc.brain import BrainClient, request_id
+from dlrover.spec import brain, events
+from dlrover.spec.plan import Group
+from tests.brain import processes
+
+pytest.importorskip("scipy")
+pytest.importorskip("sqlalchemy")
+
+pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.long, pytest.mark.timeout(120)]
+
+SHAPE = brain.Shape(groups={"worker": Group(count=2)})
+
+
+def ask(address: str, question):
+    async def asking():
+        async with BrainClient(address, processes.TOKEN) as client:
+            return await question(client)
+
+    return asyncio.run(asking())
+
+
+async def remember_a_job(client: BrainClient) -> None:
+    """One like that of the test, which has ended well with two nodes."""
+    features = {"name": "law", "program": "law.py", "user": getpass.getuser()}
+    space = brain.Space(workers=brain.Range(1, 3))
+    described = brain.Description(name="law", features=features, space=space)
+    sample = brain.Sample(shape=SHAPE, throughput=16.0)
+    for report in (
+        brain.RegisterJob(request=request_id(), job="past", description=described),
+        brain.ReportSamples(request=request_id(), job="past", samples=(sample,)),
+        brain.EndJob(request=request_id(), job="past", state="succeeded", shape=SHAPE),
+    ):
+        await client.report(report)
+
+
+def test_a_job_starts_like_a_past_one_tells_its_brain_and_goes_on_without_it(run) -> None:
+    out = run.directory / "out"
+    out.mkdir()
+    with processes.brain(f"sqlite:///{run.directory}/brain.db") as server:
+        ask(server.address, remember_a_job)
+        launch = run(
+            *("--nnodes=1:3", "--local-nodes=1", "--auto-scale", "--rdzv-conf=autoscale_window=2"),
+            *(run.scripts / "law.py", out, "0.1,0.12,0.3"),
+            env={"DLROVER_BRAIN": server.address, "DLROVER_BRAIN_TOKEN": processes.TOKEN},
+        )
+        launch.until(lambda: launch.events_of(events.FirstSize), 30, "a first size")
+        first = launch.events_of(events.FirstSize)[0].body
+        assert first.nodes == 2
+        assert "started from 1 similar past job" in first.reason
+        launch.until(lambda: launch.events_of(events.PlanMade), 60, "a plan")
+        (ours,) = (
+            job for job in ask(server.address, lambda client: client.jobs()) if job.job != "past"
+        )
+
+        def known():
+            story = ask(server.address, lambda client: client.explain(ours.job))
+            return story if len(story.plans) == 2 else None
+
+        story = run.until(known, 20, "both plans")
+        assert story.samples[0].shape.groups["worker"].count == 2
+        assert story.job.description.features["parameters"] == 4
+        assert (story.plans[0].optimizer, story.plans[0].state) == ("single-job", "applied")
+        assert story.plans[1].optimizer == "master"
+        server.process.kill()
+    launch.until(lambda: launch.events_of(events.PlanMeasured), 60, "the plan's outcome")
+    agents = launch.of_kind("agent")
+    assert agents
+    assert not any("DLROVER_BRAIN_TOKEN" in agent.environ() for agent in agents)
+    run.dlrover("stop", "--job-dir", launch.job_dir)
+    launch.end_with(ExitCode.STOPPED)

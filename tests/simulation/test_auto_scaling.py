@@ -1,0 +1,232 @@
+"""Jobs that find their size by themselves, among real machines on a virtual clock."""
+
+import pytest
+
+from dlrover.master.machine import inputs
+from dlrover.spec import events
+from dlrover.spec.job import JobSpec, Limits
+from dlrover.spec.speed import ScaleKind, ScaleStage
+from dlrover.testing.cluster import Cluster
+
+pytest.importorskip("scipy")
+
+COMPUTE = 0.1
+LAWS = {
+    "scales": lambda n: 0.1 + (0.02 + 0.002 * (n - 2) if n > 1 else 0),
+    "two pay": lambda n: {1: 0.1, 2: 0.12}.get(n, 0.12 + 0.07 * (n - 2)),
+    "one pays": lambda n: 0.1 if n == 1 else 0.25 + 0.02 * n,
+    "saturates": lambda n: 0.1 + 0.02 * (n - 1),
+    "cliff": lambda n: 0.1 if n <= 4 else 0.3,
+}
+MOST = 8
+WITHIN = 0.85
+"""Share of the best size's worth that is to be reached."""
+
+
+def worth(law, nodes: int) -> float:
+    return nodes / law(nodes) / nodes ** Limits().autoscale_cost
+
+
+def cluster_of(law, *, seed: int, start: int = 1, noise: float = 0.05, **options) -> Cluster:
+    limits = Limits(autoscale_window=10.0, autoscale_interval=120.0, autoscale_patience=120.0)
+    job = JobSpec(
+        name="auto",
+        min_nodes=1,
+        max_nodes=MOST,
+        managed_nodes=start,
+        auto_scale=True,
+        limits=limits,
+        **options,
+    )
+    cluster = Cluster(job, nproc=1, steps=100_000, seed=seed, validate_every=7)
+    cluster.program.law = lambda n: (law(n), COMPUTE)
+    cluster.program.noise = noise
+    return cluster
+
+
+def settled(cluster: Cluster) -> bool:
+    scaling = cluster.machine.autoscaling
+    return scaling.stage is ScaleStage.RUNNING and scaling.change is None
+
+
+def size(cluster: Cluster) -> int:
+    return len(cluster.machine.rendezvous.members)
+
+
+def told(cluster: Cluster, kind: type) -> list:
+    return [event.body for event in cluster.events if isinstance(event.body, kind)]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", LAWS)
+def test_a_job_reaches_the_best_size_from_one_node(name, seed):
+    law = LAWS[name]
+    cluster = cluster_of(law, seed=seed)
+    cluster.run_until(lambda: settled(cluster), 3600)
+    best = max(range(1, MOST + 1), key=lambda n: worth(law, n))
+    assert worth(law, size(cluster)) >= WITHIN * worth(law, best), cluster.describe()
+    assert cluster.machine.restarts.count == 0
+    plans = told(cluster, events.PlanMade)
+    assert all(plan.reason and plan.effect is not None for plan in plans)
+    assert len(told(cluster, events.PlanMeasured)) == len(plans)
+
+
+FAULTS = {
+    "a worker is killed": lambda cluster, node: cluster.kill_worker(node),
+    "an agent is killed": lambda cluster, node: cluster.kill_agent(node),
+    "a connection breaks": lambda cluster, node: cluster.disconnect(node, 1.0),
+    "the master is killed": lambda cluster, _node: cluster.kill_master(2.0),
+    "the master dies half way": lambda cluster, _node: cluster.kill_master(2.0, after_commands=1),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", ["scales", "two pay"])
+def test_a_fault_within_each_change_does_not_keep_it_from_the_best_size(name, fault):
+    """A master that comes back finds the plan in its journal; `Cluster` compares all of its state."""
+    law = LAWS[name]
+    cluster = cluster_of(law, seed=3)
+    struck: set[int] = set()
+
+    def strike_once() -> bool:
+        change = cluster.machine.autoscaling.change
+        if change is not None and change.number not in struck and not cluster.master_away:
+            struck.add(change.number)
+            alive = list(cluster.alive.values())
+            victim = alive[-1]
+            cluster.time.after((0.0, 4.0), FAULTS[fault], cluster, victim)
+        return settled(cluster) and not cluster.master_away
+
+    cluster.run_until(strike_once, 7200)
+    assert struck
+    best = max(range(1, MOST + 1), key=lambda n: worth(law, n))
+    cluster.run(60.0)
+    assert worth(law, size(cluster)) >= WITHIN * worth(law, best), cluster.describe()
+    assert cluster.machine.restarts.user_restarts == 0
+
+
+def test_a_replaced_master_takes_back_what_does_not_pay():
+    """It dies when the nodes of a plan train already, and finds in its journal what was promised."""
+    cluster = cluster_of(LAWS["one pays"], seed=1)
+    cluster.run_until(lambda: size(cluster) == 2 and cluster.training, 600)
+    change = cluster.machine.autoscaling.change
+    assert change is not None
+    cluster.kill_master(5.0)
+    cluster.run_until(lambda: settled(cluster) and not cluster.master_away, 3600)
+    assert size(cluster) == 1
+    outcomes = {plan.number: plan for plan in told(cluster, events.PlanMeasured)}
+    assert outcomes[change.number].short
+
+
+def test_nodes_that_never_come_are_called_off_and_not_asked_for_again():
+    """The platform starts no more than two nodes."""
+    cluster = cluster_of(LAWS["scales"], seed=2)
+    launch = cluster._launch
+
+    def launch_few(command) -> None:
+        if command.node_rank < 2:
+            launch(command)
+
+    cluster._launch = launch_few
+    cluster.run_until(lambda: settled(cluster), 7200)
+    assert size(cluster) == 2
+    assert "autoscale_patience" in told(cluster, events.PlanDropped)[0].reason
+    assert len(cluster.alive) == 2
+    cluster.run(600)
+    assert size(cluster) == 2
+
+
+def test_a_users_number_of_nodes_ends_auto_scaling():
+    cluster = cluster_of(LAWS["scales"], seed=4)
+    cluster.run_until(lambda: cluster.machine.autoscaling.made == 1, 600)
+    cluster.scale(3)
+    cluster.run(1800)
+    assert size(cluster) == 3
+    ended = told(cluster, events.AutoScalingEnded)
+    assert [body.reason for body in ended] == ["a user asked for 3 nodes"]
+    assert len(told(cluster, events.PlanMade)) == 1
+
+
+def test_a_fixed_number_of_nodes_is_never_changed():
+    job = JobSpec(name="fixed", min_nodes=2, max_nodes=2, managed_nodes=2, auto_scale=True)
+    cluster = Cluster(job, nproc=1, steps=100_000, seed=0)
+    cluster.program.law = lambda _: (COMPUTE, COMPUTE)
+    cluster.run(300)
+    assert not told(cluster, events.PlanMade)
+
+
+def test_a_job_that_becomes_faster_with_nodes_later_on_grows_then():
+    """Its computation becomes five times as long: what was measured before says nothing any more."""
+    law = LAWS["one pays"]
+    cluster = cluster_of(law, seed=5)
+    cluster.run_until(lambda: settled(cluster) and size(cluster) == 1, 3600)
+    cluster.program.law = lambda n: (0.5 + law(n) - 0.1, 0.5)
+    cluster.run(900)
+    assert size(cluster) > 2
+
+
+def test_a_world_has_a_multiple_of_the_unit():
+    cluster = cluster_of(LAWS["scales"], seed=6, start=2, node_unit=2)
+    cluster.run_until(lambda: settled(cluster), 3600)
+    sizes = {body.nodes for body in told(cluster, events.PlanMade)}
+    assert sizes
+    assert all(nodes % 2 == 0 for nodes in sizes)
+    assert size(cluster) == MOST
+
+
+def test_a_slow_node_is_replaced_and_the_job_is_faster():
+    law = LAWS["scales"]
+    cluster = cluster_of(law, seed=7, start=2)
+    cluster.run_until(lambda: settled(cluster), 3600)
+    node = cluster.machine.rendezvous.members[-1]
+    victim = cluster.machine.nodes[node].handle
+    cluster.program.law = lambda n: (law(n) + (0.08 if victim in cluster.alive else 0), COMPUTE)
+    cluster.run(25.0)
+    before = cluster.machine.rendezvous.round
+    rank = MOST - 1
+    cluster._submit(inputs.RankSpeed(before, events.SlowRank(rank, node, 1.8, "compute")))
+    cluster.run_until(
+        lambda: told(cluster, events.PlanMeasured)[-1].nodes == MOST and settled(cluster), 900
+    )
+    assert victim not in cluster.alive
+    assert size(cluster) == MOST
+    made = [plan for plan in told(cluster, events.PlanMade) if plan.kind is ScaleKind.REPLACE]
+    assert [(plan.before, plan.nodes) for plan in made] == [(MOST, MOST)]
+    measured = {plan.number: plan for plan in told(cluster, events.PlanMeasured)}[made[0].number]
+    assert measured.throughput > 1.4 * made[0].effect.before
+    assert (cluster.machine.restarts.count, cluster.machine.incident) == (0, None)
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_a_node_gets_more_memory_before_it_runs_out_where_the_platform_can_do_that(grows):
+    cluster = cluster_of(LAWS["one pays"], seed=9, start=2, grows_memory=grows)
+    cluster.run_until(lambda: settled(cluster) and size(cluster) == 1, 3600)
+    machine = cluster.machine
+    node = machine.rendezvous.members[0]
+    forecast = inputs.MemoryForecast(machine.rendezvous.round, node, 24 << 30, 16 << 30, 1800.0)
+    cluster._submit(forecast)
+    cluster.run(120.0)
+    assert cluster.training
+    (said,) = told(cluster, events.MemoryGrows)
+    assert said.ordered == grows
+    (now_there,) = cluster.machine.rendezvous.members
+    assert (now_there != node) == grows
+    assert cluster.machine.nodes[now_there].memory_factor == (1.5 if grows else 1.0)
+    assert (cluster.machine.restarts.count, cluster.machine.incident) == (0, None)
+
+
+def test_a_node_whose_replacement_does_not_help_is_the_last_one():
+    """It is the data that make a rank slow, not its node."""
+    law = LAWS["scales"]
+    cluster = cluster_of(law, seed=8, start=2)
+    cluster.run_until(lambda: settled(cluster), 3600)
+    for _ in range(3):
+        machine = cluster.machine
+        node = machine.rendezvous.members[-1]
+        slow = events.SlowRank(MOST - 1, node, 1.8, "compute")
+        cluster._submit(inputs.RankSpeed(machine.rendezvous.round, slow))
+        cluster.run(120.0)
+    made = [plan for plan in told(cluster, events.PlanMade) if plan.kind is ScaleKind.REPLACE]
+    assert len(made) == 1
+    assert told(cluster, events.PlanMeasured)[-1].short
+    assert size(cluster) == MOST
