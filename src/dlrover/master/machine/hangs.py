@@ -7,8 +7,8 @@
 2. *The processes show it.* All nodes look at their workers, twice. A rank is blocked whose main thread has
    made the same calls both times, or whose processes used no CPU meanwhile and moved no data, unless its
    accelerator computed both times. One that only waits in a collective is busy, too, but leaves its memory
-   alone. The training hangs if the ranks that the others wait for are blocked; if one of them works on, it gets the limit of an
-   evaluation.
+   alone. The training hangs if the ranks that the others wait for are blocked; if one of them works on, it
+   gets the limit of an evaluation.
 
 A rank that gets on in between ends the suspicion. What is learned is kept for the whole job; what a rank
 does is forgotten with its round, and only activities that have ended are learned from.
