@@ -8,6 +8,7 @@ unknown key is an error wherever it stands.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,7 +28,7 @@ ALIASES = {"lastcall_timeout": "last_call_timeout"}
 """Other spellings of settings: the original DLRover's."""
 OTHER_VARIABLES = frozenset(
     {"MASTER_ADDR", "JOB_DIR", "CONFIG", "TOKEN", "STATE_DIR", "KUBERNETES_JOB", "NODE_ID", "NODE_NAME",
-     "NODE_RANK", "BRAIN_TOKEN", "BRAIN_DATABASE"}
+     "NODE_RANK", "NODE_COMMAND", "BRAIN_TOKEN", "BRAIN_DATABASE"}
 )  # fmt: skip
 """``DLROVER_...`` variables that are not settings of the file."""
 
@@ -120,6 +121,11 @@ def node_place(env: Mapping[str, str]) -> tuple[int, int]:
             raise ConfigurationError(f"{name}={value}: must be a whole number.")
         place.append(int(value))
     return place[0], place[1]
+
+
+def node_command(env: Mapping[str, str]) -> list[str]:
+    """The words before the command of each local node, which give it an address of its own; mostly none."""
+    return shlex.split(env.get("DLROVER_NODE_COMMAND", ""))
 
 
 def setting_names() -> frozenset[str]:

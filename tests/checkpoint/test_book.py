@@ -127,6 +127,22 @@ def test_a_step_that_a_rank_cannot_publish_any_more_fails():
     assert book.settled(0) == ()
 
 
+def test_storage_that_fails_is_told_once_and_so_is_its_return():
+    book = Book()
+    workers = [Worker(book, rank, (0, 1), generations=3) for rank in range(2)]
+    told = []
+    for step, problem in enumerate(["", "It is full.", "It is full.", "", ""], 1):
+        for worker in workers:
+            worker.save(step, to_storage=True)
+        book.tasks.finish(book.tasks.next(), problem)
+        told += [(step, rank, news) for rank in range(2) if (news := book.news(rank))]
+    assert told == [
+        (2, 0, "It is full. Training goes on, and later steps are tried."),
+        (4, 0, "Step 4 was stored: the storage takes steps again."),
+    ]
+    assert book.settled(1) == ("It is full.", "It is full.")
+
+
 def test_a_new_world_drops_what_the_old_one_left_half_done():
     book = Book()
     old = [Worker(book, rank, (0, 1)) for rank in range(2)]

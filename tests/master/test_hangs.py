@@ -116,6 +116,41 @@ def test_evidence(second: WorkerEvidence, hangs_: bool):
     assert bool(found) == hangs_
 
 
+@pytest.mark.parametrize(
+    ("busy", "moving", "hangs_"),
+    [
+        ([99, 98], [40, 35], False),  # computes
+        ([100, 100], [0, 1], True),  # waits in a collective
+        ([100, 100], [-1, -1], True),  # computes or waits: the tool does not tell
+        ([0, 0], [0, 0], True),
+        ([99, 0], [40, 0], True),  # has ended what it computed
+    ],
+)
+def test_an_accelerator_that_computes_is_work_and_one_that_waits_is_not(busy, moving, hangs_):
+    """The main thread waits for the device, without any CPU."""
+    job = Job()
+    job.report(*all_doing(181))
+    others = [looks(rank, busy=100, moving=0) for rank in (0, 1, 2)]
+    first, second = (looks(3, READS, at=5 * i, busy=busy[i], moving=moving[i]) for i in range(2))
+    assert bool(job.look(*others, first, second=(*others, second))) == hangs_
+
+
+def test_a_rank_whose_accelerator_idles_is_named_where_the_stacks_are_equal():
+    job = Job()
+    job.report(*all_doing(181))
+    waiting = [looks(rank, busy=100, moving=0) for rank in (0, 1, 2)]
+    (found,) = job.look(*waiting, looks(3, busy=0, moving=0))
+    assert found.hang.ranks == (3,)
+
+
+@pytest.mark.parametrize("busy", [(100, 100, 0, 0), (0, 0, 0, 0), (100, 100, 100, -1), (-1,) * 4])
+def test_idle_accelerators_name_nobody_unless_most_others_are_busy(busy):
+    job = Job()
+    job.report(*all_doing(181))
+    (found,) = job.look(*(looks(rank, busy=part) for rank, part in enumerate(busy)))
+    assert found.hang.ranks == ()
+
+
 def test_a_rank_that_works_in_a_step_for_longer_than_an_evaluation_hangs():
     """It spins from one function to another."""
     job = Job()

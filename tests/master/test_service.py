@@ -536,13 +536,17 @@ def test_what_happens_while_the_disk_is_full_is_not_forgotten(
             agents[1].life.cancel()
             await eventually(lambda: len(job.master._queues) == 1)
             agents[1].life = asyncio.create_task(agents[1].run())
-            assert (await job.client.status()).phase == "running"
+            status = await job.client.status()
+            assert status.phase == "running"
+            assert "cannot be written" in status.waiting_for
+            assert status.waiting_for.endswith("The workers train on; it is tried again.")
         lost = await job.event(events.NodeLost)
         assert lost.node == agents[0].node_id
         worlds = [await agent.running(2) for agent in agents[1:]]
         assert {world.node_count for world in worlds} == {2}
         assert await job.client.store(messages.GetKey("key")) is None
         assert len(job.bodies(events.NodeLost)) == 1
+        assert (await job.client.status()).waiting_for == ""
         agents[1].life.cancel()
 
     run(

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from dlrover.errors import ExitCode
+from dlrover.testing.chaos import network
 from dlrover.testing.chaos.guard import MARK, marked
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(180)]
@@ -122,6 +123,21 @@ def test_a_rank_that_stands_still_is_told_of_and_goes_on_when_the_fault_is_over(
     assert header.startswith("fault  target")
     assert row.startswith("hang")
     assert any(line.startswith("Not met: hang (rank ") for line in rest)
+
+
+def test_a_node_whose_cable_is_pulled_is_given_up_and_replaced(chaos, run) -> None:
+    problem = network.why_not()
+    if problem:
+        pytest.skip(f"no network can be made for each node: {problem}")
+    run.env |= {"DLROVER_HEARTBEAT_INTERVAL": "1", "DLROVER_HEARTBEAT_TIMEOUT": "4"}
+    job = chaos("--nodes", 2, "--faults", "partition", "--stop", "-o", "json")
+    code, printed = job.end()
+    assert code == 0, printed + job.progress()
+    assert "partition pulls its cable" in job.progress()
+    (row,) = json.loads(printed)["faults"]
+    assert f"node {row['node']} was lost: it sent no heartbeat for " in row["verdict"]
+    assert 2 < row["detected"] < row["training_again"] < 100
+    assert psutil.net_if_addrs().keys().isdisjoint({network.BRIDGE, "node0", "node1", "node2"})
 
 
 def test_killed_by_sigkill_it_leaves_nothing_behind_not_even_what_it_had_stopped(chaos) -> None:

@@ -43,6 +43,17 @@ def without_py_spy() -> str:
     return os.pathsep.join(part for part in parts if not (Path(part) / "py-spy").exists())
 
 
+def waiting_accelerators(run) -> Path:
+    """A folder with an ``nvidia-smi`` that tells of busy devices that move nothing."""
+    folder = run.directory / "tools"
+    folder.mkdir()
+    tool = folder / "nvidia-smi"
+    lines = "".join(f"{index}, GPU-{index}, 100, 0\n" for index in range(3))
+    tool.write_text(f"#!/bin/sh\ncat <<'END'\n{lines}END\n")
+    tool.chmod(0o755)
+    return folder
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("by", ["py-spy", "faulthandler"])
 @pytest.mark.parametrize(
@@ -51,7 +62,8 @@ def without_py_spy() -> str:
 def test_a_hang_is_reported_with_rank_and_line_and_restarted(
     run, training, fault: str, shape: list[str], by: str
 ) -> None:
-    launch = training(fault, *shape, env={"PATH": without_py_spy()} if by == "faulthandler" else {})
+    path = without_py_spy() if by == "faulthandler" else os.environ["PATH"]
+    launch = training(fault, *shape, env={"PATH": f"{waiting_accelerators(run)}:{path}"})
     _, shown = launch.end_with(0, 100)
     (found,) = (event.body for event in launch.events_of(events.HangFound))
     last = 1 if fault == "spin" else 2
@@ -66,6 +78,7 @@ def test_a_hang_is_reported_with_rank_and_line_and_restarted(
     text = (launch.job_dir / found.evidence).read_text()
     assert found.groups in text
     assert str(SCRIPT) in text
+    assert "accelerator of rank 0: 100 % busy, memory 0 %: as a collective that waits" in text
     kept = json.loads((launch.job_dir / "evidence/1.json").read_text())
     sources = {worker["source"] for worker in kept["evidence"]}
     assert sources == ({by} if by == "faulthandler" or _may_look() else {"faulthandler"})

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from dlrover._util import accelerators
-from dlrover._util.accelerators import Vendor, ascend, metax, mthreads, nvidia
+from dlrover._util.accelerators import DeviceUse, Vendor, ascend, metax, mthreads, nvidia
 
 NVIDIA = """\
 0, NVIDIA H100 80GB HBM3, 0, [N/A], No, No
@@ -64,6 +64,33 @@ mx-smi  version: 2.2.9
 GPU#0    MXC500      0000:08:00.0   Available (UUID: GPU-e702f06b-bbd6-bc06-5196-90a5554a24ba)
 GPU#7    MXC500      0000:3c:00.0   Not Available(MetaX Sysfs File Unaccessible)
 """
+
+
+NVIDIA_USE = """\
+0, GPU-7c2f, 100, 0
+1, GPU-91aa, 34, 12
+2, GPU-55d0, [N/A], [N/A]
+"""
+
+
+@pytest.mark.parametrize(
+    ("vendor", "text", "expected"),
+    [
+        (nvidia, NVIDIA_USE, [
+            DeviceUse(0, 100, 0, "GPU-7c2f"),
+            DeviceUse(1, 34, 12, "GPU-91aa"),
+            DeviceUse(2, -1, -1, "GPU-55d0"),
+        ]),
+        (nvidia, NVIDIA_LOST, []),
+        (ascend, ASCEND.replace("| 0           0    / 0          3337", "| 87          0    / 0          3337"),
+         [DeviceUse(0, 0), DeviceUse(1, 87)]),
+        (ascend, ASCEND_INFERENCE, [DeviceUse(0, 0)]),
+        (mthreads, MTHREADS.replace("|0% ", "|64%"), [DeviceUse(0, 64), DeviceUse(1, -1)]),
+        (mthreads, "", []),
+    ],
+)  # fmt: skip
+def test_use_is_read_from_what_the_tools_print(vendor, text, expected):
+    assert list(vendor.VENDOR.parse_use(text)) == expected
 
 
 @pytest.mark.parametrize(

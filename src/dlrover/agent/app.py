@@ -15,12 +15,13 @@ import msgspec
 
 from dlrover import config
 from dlrover._util import files, procs
+from dlrover._util.sockets import address_towards
 from dlrover.agent.checking import Checker
 from dlrover.agent.logs import RunLogs
 from dlrover.agent.relay import Relay
 from dlrover.agent.shell import Agent
 from dlrover.agent.workers import WorkerGroup
-from dlrover.errors import ConfigurationError, DLRoverError, ExitCode
+from dlrover.errors import ConfigurationError, DLRoverError, ExitCode, InfrastructureError
 from dlrover.rpc import wire
 from dlrover.rpc.client import MasterClient
 from dlrover.spec.failure import Failure
@@ -76,6 +77,8 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
     workers.others = lambda: checker.pids
     tls = wire.Tls(settings.tls.cert, settings.tls.key, settings.tls.ca)
     address = settings.master_address or _master_address(job_dir)
+    if not settings.address:
+        settings = msgspec.structs.replace(settings, address=_own_address(address))
     locate = (
         None if settings.master_address else functools.partial(_master_address, job_dir, address)
     )
@@ -110,6 +113,16 @@ def _handle_ends(agent: Agent, signals: str, lifeline_fd: int) -> None:
             lifeline_fd,
             lambda: agent.abandon(ExitCode.INFRASTRUCTURE, "The launcher of this node died."),
         )
+
+
+def _own_address(master: str) -> str:
+    host, _, port = master.rpartition(":")
+    try:
+        return address_towards(host.strip("[]"), int(port))
+    except OSError as error:
+        raise InfrastructureError(
+            f"No way leads to the master at {master}: {error.strerror}."
+        ) from error
 
 
 def _master_address(job_dir: JobDir, last: str = "") -> str:

@@ -18,6 +18,7 @@ import msgspec
 
 from dlrover._util import accelerators, cgroup, procs
 from dlrover.agent import environment, evidence, numa, zygotes
+from dlrover.agent.devices import Devices
 from dlrover.agent.facts import NodeFacts
 from dlrover.agent.logs import AttemptLogs, RunLogs
 from dlrover.agent.zygote import Order
@@ -81,6 +82,7 @@ class WorkerGroup:
         """Where the workers' requests for data go; empty: nowhere."""
         self._launch = launch
         self._base_env = base_env
+        self._devices = Devices(base_env)
         self._run_logs = logs
         self._hostname = hostname
         self._on_exit = on_exit
@@ -313,7 +315,10 @@ class WorkerGroup:
     async def evidence(self) -> tuple[WorkerEvidence, ...]:
         """What can be seen of the workers from outside: their processes and their stacks."""
         running = [w for _, w in sorted(self._workers.items()) if w.pid and w.status is None]
-        seen = await evidence.collect([w.pid for w in running])
+        seen, used = await asyncio.gather(
+            evidence.collect([w.pid for w in running]),
+            self._devices.use(len(self._workers)),
+        )
         activities = self.activities()  # not before: heartbeats have been sent meanwhile
         return tuple(
             msgspec.structs.replace(
@@ -322,6 +327,8 @@ class WorkerGroup:
                 local_rank=worker.local_rank,
                 activity=dict(enumerate(activities)).get(worker.local_rank),
                 flight_record=evidence.flight_record(self._base_env, worker.rank),
+                busy=used[worker.local_rank].busy if worker.local_rank in used else -1,
+                moving=used[worker.local_rank].moving if worker.local_rank in used else -1,
             )
             for worker, one in zip(running, seen, strict=True)
         )

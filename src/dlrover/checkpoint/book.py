@@ -223,6 +223,15 @@ class Book:
                 self.tasks.wait_for_memory(rank, mine)
             return mine.slots.index(self._ranks.grant(mine, mine.session, to_worker=True))
 
+    def news(self, rank: int) -> str:
+        """What the rank is to tell the user of the storage; empty if nothing, or if another rank tells it."""
+        with self._changed:
+            world = self._known(rank).world
+            if world is None or rank != min(world.joined.ranks):
+                return ""
+            news, world.news = world.news, ""
+            return news
+
     def publish(
         self,
         rank: int,

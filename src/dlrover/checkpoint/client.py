@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -19,6 +20,8 @@ from dlrover.checkpoint.policies import Policy
 from dlrover.checkpoint.protocol import SaverGoneError
 from dlrover.checkpoint.stores import Store
 from dlrover.errors import InfrastructureError, ProtocolError
+
+logger = logging.getLogger(__name__)
 
 START_ATTEMPTS = 5
 """How often a saver is started: one that is just leaving may hold the address without serving."""
@@ -151,8 +154,11 @@ class SaverClient:
         return reserved.problem
 
     def begin(self, step: int) -> int:
-        """The generation to write."""
-        return self._ask(protocol.Begin(step), protocol.Granted).slot
+        """The generation to write; the user is told what there is to tell of the storage."""
+        granted = self._ask(protocol.Begin(step), protocol.Granted)
+        if granted.news:
+            logger.warning("%s", granted.news)
+        return granted.slot
 
     def publish(self, slot: int, step: int, *, to_storage: bool, metrics: dict[str, float]) -> None:
         """Say that a generation is valid."""

@@ -127,7 +127,7 @@ class _LocalStore:
     # ---- steps
 
     def draft(self, step: int, session: int) -> Draft:
-        draft = Draft(step, f".step-{step}.{session:016x}", "")
+        draft = Draft(step, _unfinished(step, session), "")
         (self._root / draft.top).mkdir(exist_ok=True)
         return draft
 
@@ -149,6 +149,17 @@ class _LocalStore:
             not (self._root / draft.top).exists()
             and (self._root / step_folder(draft.step)).exists()
         )
+
+    def give_up(self, step: int, session: int) -> None:
+        """Take its name away first: nobody can publish it any more."""
+        name = _unfinished(step, session)
+        doomed = self._root / f"{name}.given-up.{secrets.token_hex(4)}"
+        with contextlib.suppress(FileNotFoundError):
+            (self._root / name).rename(doomed)
+            shutil.rmtree(doomed)
+
+    def is_given_up(self, draft: Draft) -> bool:
+        return not (self._root / draft.top).exists()
 
     def set_aside(self, step: int) -> str:
         bad = self._root / f"step-{step}.bad"
@@ -173,6 +184,11 @@ class _LocalStore:
             return max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
         except OSError:
             return math.inf  # somebody is at it
+
+
+def _unfinished(step: int, session: int) -> str:
+    """The folder of a step that is being written."""
+    return f".step-{step}.{session:016x}"
 
 
 class _Eager:

@@ -8,9 +8,10 @@ metadata and the manifest, and makes the step count.
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -82,15 +83,32 @@ def persist(job: Job) -> None:
     if 0 in job.sources:
         storage.remove_given_up(job.store, job.session, before=job.step)
     draft = job.store.draft(job.step, job.session)
-    with ThreadPoolExecutor(WRITERS) as pool:  # in order: a rank waits for lower ones only
-        for written in [pool.submit(_write_rank, job, draft, r) for r in sorted(job.sources)]:
-            written.result()
+    _write_ranks(job, draft)
     job.store.sync(draft.top)
     faults.point("persist.written")
     if 0 in job.sources:
         _finish(job, draft)
     else:
-        _await(job, lambda: job.store.is_published(draft) or None, "the other nodes' parts")
+        _await(job, draft, lambda: job.store.is_published(draft) or None, "the other nodes' parts")
+
+
+def _write_ranks(job: Job, draft: Draft) -> None:
+    """Write the parts of this node's ranks. Where one cannot be written, nobody waits for it."""
+    failed = threading.Event()
+
+    def pause(seconds: float) -> None:
+        if failed.is_set():
+            raise InfrastructureError(f"Another rank's part of step {job.step} cannot be written.")
+        job.pause(seconds)
+
+    waiting = replace(job, pause=pause)
+    with ThreadPoolExecutor(WRITERS) as pool:  # in order: a rank waits for lower ones only
+        parts = [pool.submit(_write_rank, waiting, draft, rank) for rank in sorted(job.sources)]
+        done, _ = wait(parts, return_when=FIRST_EXCEPTION)
+        failed.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+        for part in done:
+            part.result()
 
 
 def _write_rank(job: Job, draft: Draft, rank: int) -> None:
@@ -188,7 +206,7 @@ def _write_metadata(job: Job, draft: Draft, indices: Sequence[RankIndex]) -> dic
 
 
 def _await_index(job: Job, draft: Draft, rank: int) -> RankIndex:
-    return _await(job, lambda: _finished_index(job, draft, rank), f"rank {rank}'s index")
+    return _await(job, draft, lambda: _finished_index(job, draft, rank), f"rank {rank}'s index")
 
 
 def _finished_index(job: Job, draft: Draft, rank: int) -> RankIndex | None:
@@ -200,16 +218,20 @@ def _finished_index(job: Job, draft: Draft, rank: int) -> RankIndex | None:
     return index if index.step == job.step else None
 
 
-def _await(job: Job, condition: Callable[[], _Value | None], what: str) -> _Value:
+def _await(job: Job, draft: Draft, condition: Callable[[], _Value | None], what: str) -> _Value:
     waited = 0.0
-    while (value := condition()) is None:
+    while True:
+        given_up = job.store.is_given_up(draft)  # first: what was published looks like that, too
+        if (value := condition()) is not None:
+            return value
+        if given_up:
+            raise InfrastructureError(f"Step {job.step} was not stored: another node gave it up.")
         if waited >= job.patience:
             raise InfrastructureError(
                 f"Step {job.step} was not stored: {what} did not come within {job.patience:g} s."
             )
         job.pause(job.store.poll)
         waited += job.store.poll
-    return value
 
 
 class _File:

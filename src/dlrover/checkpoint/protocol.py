@@ -182,6 +182,8 @@ class Granted(Message, frozen=True):
     """The generation to write."""
 
     slot: int
+    news: str = ""
+    """What the user is to be told of the storage, once on each node."""
 
 
 class Verified(Message, frozen=True):

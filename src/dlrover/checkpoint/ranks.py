@@ -86,8 +86,24 @@ class World:
     """What was not stored, and why."""
     stored: int = -1
     """The newest step that was stored."""
+    failing: bool = False
+    """Whether the last step that was to be stored was not."""
+    news: str = ""
+    """A sentence about storage that fails, or works again; empty once a worker of the node has told it."""
     voted: int = -2
     """The newest step in memory when it was asked last what of this world is to be stored."""
+
+    def note(self, step: int, problem: str) -> None:
+        """A step was stored, or was not because of a problem."""
+        if problem:
+            self.problems.append(problem)
+        else:
+            self.stored = max(self.stored, step)
+        if problem and not self.failing:
+            self.news = f"{problem} Training goes on, and later steps are tried."
+        elif self.failing and not problem:
+            self.news = f"Step {step} was stored: the storage takes steps again."
+        self.failing = bool(problem)
 
 
 @dataclass

@@ -278,6 +278,12 @@ class _RemoteStore:
     def is_published(self, draft: Draft) -> bool:
         return self._place(join(draft.top, MANIFEST)) == draft.place
 
+    def give_up(self, step: int, session: int) -> None:
+        pass
+
+    def is_given_up(self, draft: Draft) -> bool:
+        return False
+
     def set_aside(self, step: int) -> str:
         top = step_folder(step)
         self.write(join(top, BAD), self.read(join(top, MANIFEST)))

@@ -101,6 +101,7 @@ class Saver:
             problem = self._carry_out(task)
             if problem:
                 logger.error("%s", problem)
+                self._give_up(task)
             self._book.tasks.finish(task, problem)
 
     def _carry_out(self, task: Task) -> str:
@@ -155,6 +156,11 @@ class Saver:
         """Delete what other worlds have not touched for so long that they cannot be at it."""
         if 0 in task.ranks:
             storage.remove_unfinished(self._store, task.session, idle=PEER_PATIENCE)
+
+    def _give_up(self, task: Task) -> None:
+        """Let other nodes see that they wait in vain."""
+        with contextlib.suppress(OSError):
+            self._store.give_up(task.step, task.session)
 
     def _wait_for_peers(self, task: Task, seconds: float, began: float) -> None:
         """Wait; not for long if a rank of this node cannot go on."""
@@ -212,7 +218,7 @@ class Client:
         if isinstance(request, protocol.Look):
             return protocol.Holding(book.look())
         if isinstance(request, protocol.Begin):
-            return protocol.Granted(book.begin(rank, request.step))
+            return protocol.Granted(book.begin(rank, request.step), book.news(rank))
         if isinstance(request, protocol.Verify):
             return protocol.Verified(book.verify(request.rank, request.slot, request.below))
         if isinstance(request, protocol.Wait):

@@ -161,6 +161,12 @@ class Store(Protocol):
     def is_published(self, draft: Draft) -> bool:
         """Whether that is done."""
 
+    def give_up(self, step: int, session: int) -> None:
+        """Delete what there is of a step that is being written, in stores where `is_given_up` tells."""
+
+    def is_given_up(self, draft: Draft) -> bool:
+        """Whether a saver has done that, or has published the step."""
+
     def set_aside(self, step: int) -> str:
         """Make a damaged step not count any more; what it is called now."""
 

@@ -119,10 +119,7 @@ class Tasks:
             return
         for slot in task.slots.values():
             slot.unpin()
-        if problem:
-            task.world.problems.append(problem)
-        else:
-            task.world.stored = max(task.world.stored, task.step)
+        task.world.note(task.step, problem)
         self._changed.notify_all()
 
     def is_starved(self, rank: int) -> bool:

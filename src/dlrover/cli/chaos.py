@@ -52,6 +52,14 @@ def chaos(  # noqa: PLR0913 - each is an option of the command
     slow_share: Annotated[
         float, typer.Option(min=0.01, max=0.99, help="Part of the time that slow leaves a worker.")
     ] = 0.3,
+    networks: Annotated[
+        bool | None,
+        typer.Option(
+            "--networks/--no-networks",
+            help="A network of its own for each node; by default for partition, where allowed.",
+            show_default=False,
+        ),
+    ] = None,
     assert_recovery: Annotated[
         float | None, typer.Option(min=0.0, help="Seconds until each fault is over, at most.")
     ] = None,
@@ -83,7 +91,10 @@ def chaos(  # noqa: PLR0913 - each is an option of the command
         job_dir=directory.path,
         plan=tuple(plan),
         settings=Settings(
-            checkpoint_dir=checkpoint_dir, memory_mb=memory_mb, slow_share=slow_share
+            checkpoint_dir=checkpoint_dir,
+            memory_mb=memory_mb,
+            slow_share=slow_share,
+            own_networks=_enter_network(networks, plan),
         ),
         nodes=nodes,
         nproc_per_node=nproc_per_node,
@@ -93,7 +104,7 @@ def chaos(  # noqa: PLR0913 - each is an option of the command
         steps_file=steps_file,
         stop=stop,
     )
-    run = Run(options, env, lambda line: print(line, file=sys.stderr, flush=True))
+    run = Run(options, env, _say)
     run.check()
     report = _run(run)
     report = msgspec.structs.replace(
@@ -120,6 +131,30 @@ def _plan(faults: str, every: float, duration: float, seed: int) -> list[Planned
     if every:
         return schedule.at_random(names, every, duration, seed)
     return schedule.in_order(names, seed)
+
+
+def _enter_network(wanted: bool | None, plan: list[Planned]) -> bool:
+    """Move into a network of the run's own if that is wanted, or of use and possible; whether it was done."""
+    from dlrover.testing.chaos import network  # noqa: PLC0415
+
+    partition = any(planned.verb == "partition" for planned in plan)
+    if wanted is False or (wanted is None and not partition):
+        return False
+    problem = network.why_not()
+    if problem and wanted:
+        raise ConfigurationError(
+            f"--networks: no network can be made for the nodes ({problem}); it takes root."
+        )
+    if problem:
+        _say(f"No network can be made for each node ({problem}): partition stops its processes.")
+        return False
+    network.enter()
+    _say("Each node has a network of its own, and none to the world: partition pulls its cable.")
+    return True
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _run(run: Run) -> Report:

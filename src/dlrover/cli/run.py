@@ -140,8 +140,10 @@ class _Plan:
     def run_here(self) -> None:
         """A job of this machine alone: a master that launches one or more local nodes."""
         nodes = self._options.local_nodes or 1
-        self._write_master("127.0.0.1", 0, managed_nodes=nodes)
-        self._write_agent("", self._options.local_addr or "127.0.0.1", self._options.master_port)
+        address = self._options.local_addr or "127.0.0.1"
+        apart = bool(config.node_command(self._env))  # each node has an address of its own
+        self._write_master(address if apart else "127.0.0.1", 0, managed_nodes=nodes)
+        self._write_agent("", "" if apart else address, self._options.master_port)
         jobs.write_token(self._job_dir, secrets.token_hex(16))
 
     def join(self, master: Endpoint) -> None:

@@ -12,7 +12,7 @@ Where a journal lies is named like a URL, by the setting ``journal``:
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -59,6 +59,9 @@ class Journal(Protocol):
         Raises:
             FencedError: a later epoch was taken; nothing was added.
         """
+
+    def append_all(self, entries: Sequence[Entry], now: float) -> None:
+        """Add entries at once, all or none; as `append` otherwise."""
 
     def entries(self) -> Iterator[tuple[float, Entry]]:
         """What a master that starts now has to replay, with the times, oldest first.

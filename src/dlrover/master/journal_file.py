@@ -6,9 +6,10 @@ the last moments). Two masters may have it open: which one may write is decided 
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ _TABLES = (
     "(seq INTEGER PRIMARY KEY, time REAL NOT NULL, kind TEXT NOT NULL, body BLOB NOT NULL)",
     "CREATE TABLE IF NOT EXISTS master (id INTEGER PRIMARY KEY CHECK (id = 1), epoch INTEGER NOT NULL)",
     "INSERT OR IGNORE INTO master VALUES (1, 0)",
+)
+_INSERT = (
+    "INSERT INTO entries (time, kind, body) SELECT ?, ?, ? WHERE (SELECT epoch FROM master) = ?"
 )
 
 
@@ -97,17 +101,25 @@ class FileJournal:
 
     def append(self, entry: Entry, now: float) -> None:
         """Add an entry; it is on its way to the disk when this returns."""
+        self.append_all((entry,), now)
+
+    def append_all(self, entries: Sequence[Entry], now: float) -> None:
+        """Add entries, in one transaction."""
         self._check_file()
+        rows = [(now, *encoded(entry), self.epoch) for entry in entries]
         try:
-            added = self._db.execute(
-                "INSERT INTO entries (time, kind, body) SELECT ?, ?, ? "
-                "WHERE (SELECT epoch FROM master) = ?",
-                (now, *encoded(entry), self.epoch),
-            )
+            added = self._insert(rows)
         except sqlite3.Error as error:
             raise self._problem("cannot be written", error) from error
-        if not added.rowcount:
+        if not added:
             self.check()
+
+    def _insert(self, rows: list[tuple[float, str, bytes, int]]) -> int:
+        """Add rows; how many: none if another master's epoch is the latest."""
+        if len(rows) == 1:
+            return self._db.execute(_INSERT, rows[0]).rowcount
+        with self._transaction():
+            return self._db.executemany(_INSERT, rows).rowcount
 
     def entries(self) -> Iterator[tuple[float, Entry]]:
         """All entries with their times, oldest first."""
@@ -148,16 +160,21 @@ class FileJournal:
 
     def _take_epoch(self) -> int:
         """Make this the latest master, in one transaction; its epoch."""
+        with self._transaction():
+            self._db.execute("UPDATE master SET epoch = epoch + 1")
+            return self._latest()
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """All or nothing; no other master writes meanwhile."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
-            self._db.execute("UPDATE master SET epoch = epoch + 1")
-            epoch = self._latest()
+            yield
             self._db.execute("COMMIT")
         except sqlite3.Error:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
-        return epoch
 
     def _latest(self) -> int:
         return int(self._db.execute("SELECT epoch FROM master").fetchone()[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dlrover.errors import ConfigurationError, InfrastructureError
@@ -34,6 +34,9 @@ class MemoryJournal:
         """As in `Journal`."""
 
     def append(self, entry: Entry, now: float) -> None:
+        """Nothing to do."""
+
+    def append_all(self, entries: Sequence[Entry], now: float) -> None:
         """Nothing to do."""
 
     def entries(self) -> Iterator[tuple[float, Entry]]:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
@@ -15,6 +15,7 @@ import msgspec
 from dlrover.errors import FencedError, InfrastructureError, ProtocolError
 from dlrover.master import scale
 from dlrover.master.autoscale import AutoScaler
+from dlrover.master.commits import Commits
 from dlrover.master.hangwatch import HangWatch
 from dlrover.master.history import History
 from dlrover.master.journal import Entry, Journal, fenced
@@ -31,7 +32,7 @@ from dlrover.rpc import messages
 from dlrover.rpc.server import Server
 from dlrover.spec.check import CheckReport
 from dlrover.spec.node import NodeStatus
-from dlrover.spec.shards import ShardReply, ShardRequest
+from dlrover.spec.shards import LookShards, ShardReply, ShardRequest
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class Master:
         self.machine = JobMachine()
         self.ledger = Ledger()
         self.store = KeyValueStore()
-        self.shards = ShardsService(self._append)
+        self.shards = ShardsService()
         self.ended = asyncio.Event()
         self._begun = asyncio.Event()
         self.fenced = asyncio.Event()
@@ -93,10 +94,12 @@ class Master:
         self._progress_timer: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._closing = False
+        self._unwritten = ""  # why the journal could not be written the last time
         self._changed = asyncio.Event()
         # set when there is an answer; kept by those who wait for it
         self._awaited: WeakValueDictionary[tuple[str, int], asyncio.Event] = WeakValueDictionary()
         self.clock = Clock(self._replay())
+        self._commits = Commits(self._append, self.clock)
         self._started = self.clock()
 
     def _replay(self) -> float:
@@ -114,7 +117,7 @@ class Master:
                 self.ledger.handle(entry, last, self.machine)
                 self.shards.note(entry, last)
             elif isinstance(entry, ShardRequest):
-                self.shards.replay(entry, last)
+                self.shards.handle(entry, last)
             else:
                 with contextlib.suppress(ProtocolError):  # it was refused the first time, too
                     self.store.apply(entry)
@@ -229,7 +232,7 @@ class Master:
     def submit(self, event: inputs.Input) -> None:
         """Journal an input, handle it, and carry out what the machine orders."""
         now = self.clock()
-        self._append(event, now)
+        self._append([event], now)
         if isinstance(event, inputs.Submitted | inputs.MasterStarted):
             self._begun.set()
         commands = self.machine.handle(event, now)
@@ -247,9 +250,14 @@ class Master:
 
     # ---- who is the master
 
-    def _append(self, entry: Entry, now: float) -> None:
+    def _append(self, entries: Sequence[Entry], now: float) -> None:
         with self._leave_if_fenced():
-            self._journal.append(entry, now)
+            try:
+                self._journal.append_all(entries, now)
+            except InfrastructureError as error:
+                self._unwritten = str(error)
+                raise
+            self._unwritten = ""
 
     def _check_fence(self) -> None:
         with self._leave_if_fenced():
@@ -464,7 +472,12 @@ class Master:
     async def status(self, _request: messages.StatusRequest) -> messages.Status:
         """Where the job stands."""
         status = status_of(self.machine, self.clock(), self._steps, self.hangs.doing())
-        return msgspec.structs.replace(status, slow=self.hangs.slow())
+        unwritten = (
+            self._unwritten and f"{self._unwritten} The workers train on; it is tried again."
+        )
+        return msgspec.structs.replace(
+            status, slow=self.hangs.slow(), waiting_for=unwritten or status.waiting_for
+        )
 
     def progress(self) -> Progress:
         """How far the training is."""
@@ -523,21 +536,31 @@ class Master:
 
     async def use_shards(self, request: ShardRequest) -> ShardReply:
         """Deal samples of a data set, or note what was done with them."""
-        return self.shards.answer(request, self.clock(), self.machine.outcome is not None)
+        if self.machine.outcome is not None:
+            return ShardReply(refused="The job has ended.")
+        if isinstance(request, LookShards):
+            return self.shards.handle(request, self.clock())
+        return await self._commits.commit(request, lambda now: self.shards.handle(request, now))
 
     async def use_store(self, request: messages.StoreRequest) -> messages.StoreReply:
         """Carry out a request on the key-value store, waiting as long as it asks for."""
-        if not isinstance(request, messages.GetKey):
-            self._append(request, self.clock())
-            self.store.apply(request)
         topic = _topic(request)
         until = self.clock() + getattr(request, "wait", 0.0)
-        while (value := self.store.reply(request)) is None and self.clock() < until:
+        if isinstance(request, messages.GetKey):
+            value = self.store.reply(request)
+        else:
+            value = await self._commits.commit(request, lambda _now: self._apply(request))
+        while value is None and self.clock() < until:
             answered = self._awaited.setdefault(topic, asyncio.Event())
             await _wait(answered, until - self.clock())
+            value = self.store.reply(request)
         if value is not None and topic in self._awaited:
             self._awaited.pop(topic).set()
         return messages.StoreReply(value)
+
+    def _apply(self, request: messages.StoreRequest) -> bytes | None:
+        self.store.apply(request)
+        return self.store.reply(request)
 
 
 _CARRY_OUT: dict[type, Callable[[Master, Any, float], None]] = {

@@ -3,46 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 from dlrover.errors import ProtocolError
 from dlrover.master.machine import inputs
 from dlrover.sharding.machine import Shards
 from dlrover.sharding.queue import Answer, Report
-from dlrover.spec.shards import LookShards, ShardReply, ShardRequest
+from dlrover.spec.shards import ShardReply, ShardRequest
 
 logger = logging.getLogger(__name__)
 
 
 class ShardsService:
-    """Answers the requests of one job's workers. ``append`` adds to the journal, at a time in seconds."""
+    """Answers the requests of one job's workers."""
 
-    def __init__(self, append: Callable[[ShardRequest, float], None]) -> None:
+    def __init__(self) -> None:
         self.shards = Shards()
-        self._append = append
-
-    def replay(self, request: ShardRequest, time: float) -> None:
-        """Handle a request of the journal."""
-        self._handled(request, time)
 
     def note(self, event: inputs.Input, now: float) -> None:
         """Take in what happened to the job: a master's absence is not the workers' silence."""
         if isinstance(event, inputs.MasterStarted):
             self.shards.forgive(now)
 
-    def answer(self, request: ShardRequest, now: float, ended: bool) -> ShardReply:
-        """Answer a worker.
-
-        Raises:
-            InfrastructureError: the journal cannot be written; nothing has changed.
-        """
-        if ended:
-            return ShardReply(refused="The job has ended.")
-        if not isinstance(request, LookShards):
-            self._append(request, now)
-        return self._handled(request, now)
-
-    def _handled(self, request: ShardRequest, now: float) -> ShardReply:
+    def handle(self, request: ShardRequest, now: float) -> ShardReply:
+        """Answer a request that is in the journal, or changes nothing."""
         try:
             commands = self.shards.handle(request, now)
         except ProtocolError as error:

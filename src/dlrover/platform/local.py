@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
+from dlrover import config
 from dlrover._util import procs
 from dlrover.errors import InfrastructureError
 from dlrover.platform.base import Found, OnExit, Setup
@@ -27,6 +28,7 @@ class LocalPlatform:
         pass_fds: Sequence[int],
         on_exit: OnExit,
     ) -> None:
+        self._before = config.node_command(env)
         self._agent_command = list(agent_command)
         self._env = dict(env)
         self._pass_fds = tuple(pass_fds)
@@ -57,7 +59,10 @@ class LocalPlatform:
         command = [*self._agent_command, "--node-id", str(node_id), "--node-rank", str(node_rank)]
         try:
             process = subprocess.Popen(
-                command, env=self._env, pass_fds=self._pass_fds, start_new_session=True
+                [*self._before, *command],
+                env=self._env,
+                pass_fds=self._pass_fds,
+                start_new_session=True,
             )
         except OSError as error:
             raise InfrastructureError(

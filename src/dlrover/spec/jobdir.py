@@ -144,7 +144,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     master_address: str = ""
     """``host:port``; empty: the one in the job directory."""
     address: str = "127.0.0.1"
-    """Where the other nodes reach this one."""
+    """Where the other nodes reach this one; empty: at the address from which it reaches the master."""
     store_port: int = 0
     """The port of the world's store if this node has rank 0; 0: any free one."""
     accelerator: str = ""

@@ -11,6 +11,10 @@ from dlrover.spec.activity import WorkerActivity
 
 STACK_FRAMES = 64
 """Frames that are kept of a worker's main thread, the innermost ones."""
+BUSY = 5
+"""Percent from which an accelerator counts as busy: monitoring alone uses less."""
+MOVING = 5
+"""Percent from which its memory counts as used by what it computes."""
 PLACES_NAMED = 6
 """Groups of ranks that a sentence names; of the rest only their number is told."""
 
@@ -50,6 +54,29 @@ class WorkerEvidence(msgspec.Struct, frozen=True, kw_only=True):
     activity: WorkerActivity | None = None
     flight_record: str = ""
     """A file on its node in which PyTorch has recorded what it communicated."""
+    busy: int = -1
+    """Percent of the last moment in which its accelerator ran something; -1: not known."""
+    moving: int = -1
+    """Percent in which its accelerator's memory was read or written; -1: not known."""
+
+    @property
+    def device_computes(self) -> bool:
+        """Whether its accelerator computes; one that only waits in a collective moves hardly anything."""
+        return self.busy >= BUSY and self.moving >= MOVING
+
+    @property
+    def device(self) -> str:
+        """What its accelerator does, for people; empty if that is not known."""
+        if self.busy < 0:
+            return ""
+        told = f"{self.busy} % busy"
+        if self.moving >= 0:
+            told += f", memory {self.moving} %"
+        if self.busy < BUSY:
+            return f"{told}: it has next to nothing to do"
+        if self.device_computes or self.moving < 0:
+            return told
+        return f"{told}: as a collective that waits for other ranks"
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -175,6 +202,17 @@ def culprits(found: Sequence[Group], missing: Iterable[int] = ()) -> tuple[int, 
     return tuple(sorted(rank for group in odd for rank in group.ranks))
 
 
+def starved(evidence: Iterable[WorkerEvidence]) -> tuple[int, ...]:
+    """The ranks whose accelerators have nothing to do while those of most others are busy.
+
+    The busy ones wait in a collective for what these have not begun. None unless all are known.
+    """
+    known = list(evidence)
+    idle = tuple(sorted(one.rank for one in known if 0 <= one.busy < BUSY))
+    told = all(one.busy >= 0 for one in known)
+    return idle if told and 0 < 2 * len(idle) < len(known) else ()
+
+
 def _beside_most(found: Sequence[Group], odd: Sequence[Group], total: int) -> Sequence[Group]:
     """The groups beside the one that most ranks are in: where most are, they wait, by whatever means."""
     most = found[0]
@@ -222,6 +260,11 @@ def report(evidence: Iterable[WorkerEvidence], missing: Iterable[int] = ()) -> s
             f"the stacks of rank {first.rank} (process {first.pid}, state {first.state or 'unknown'}):\n"
             f"{first.text.strip() or 'none'}\n"
             + "".join(f"flight record of {f}\n" for f in flights)
+            + "".join(
+                f"accelerator of rank {r}: {by_rank[r].device}\n"
+                for r in group.ranks
+                if by_rank[r].device
+            )
         )
     if silent:
         parts.append(f"no answer from ranks {', '.join(map(str, silent))}\n")

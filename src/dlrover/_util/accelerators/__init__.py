@@ -8,13 +8,14 @@ import logging
 from pathlib import Path
 
 from dlrover._util.accelerators import ascend, cpu, metax, mthreads, nvidia
-from dlrover._util.accelerators.base import DeviceHealth, Vendor
+from dlrover._util.accelerators.base import DeviceHealth, DeviceUse, Vendor
 
 __all__ = [
     "CPU",
     "RESOURCES",
     "VENDORS",
     "DeviceHealth",
+    "DeviceUse",
     "Vendor",
     "pci_addresses",
     "present",

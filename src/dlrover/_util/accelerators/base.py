@@ -21,6 +21,29 @@ class DeviceHealth:
     """Why the device cannot be trusted; empty if the tool finds nothing wrong."""
 
 
+@dataclass(frozen=True)
+class DeviceUse:
+    """How much of one device is used, in percent of a moment's time; -1: the tool does not tell."""
+
+    index: int
+    busy: int = -1
+    """While a program ran on it. A collective that waits for other ranks counts, too."""
+    moving: int = -1
+    """While its memory was read or written. A collective that waits hardly does that."""
+    uuid: str = ""
+    """By which environments name it, too; empty if they do not."""
+
+
+def percent(text: str) -> int:
+    """A part in percent, with the sign or without; -1 for what is none, such as ``[N/A]``."""
+    number = text.strip().removesuffix("%").strip()
+    return int(number) if number.isdecimal() else -1
+
+
+def _no_use(_text: str) -> tuple[DeviceUse, ...]:
+    return ()
+
+
 def _no_health(_text: str) -> tuple[DeviceHealth, ...]:
     return ()
 
@@ -49,6 +72,13 @@ class Vendor:
     """A command that tells how its devices are; empty if there is none."""
     parse_health: Callable[[str], tuple[DeviceHealth, ...]] = _no_health
     """Reads that command's output, one entry for each device; raises nothing."""
+
+    use_command: tuple[str, ...] = ()
+    """A command that tells how much of its devices is used; empty if there is none."""
+    parse_use: Callable[[str], tuple[DeviceUse, ...]] = _no_use
+    """Reads that command's output, one entry for each device; raises nothing."""
+    visible: str = "CUDA_VISIBLE_DEVICES"
+    """The variable that says which of its devices a process may use, and in which order."""
 
     def device_files(self, dev: Path = Path("/dev")) -> tuple[str, ...]:
         """Its devices' files on this machine, in order."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from dlrover._util.accelerators.base import DeviceHealth, Vendor
+from dlrover._util.accelerators.base import DeviceHealth, DeviceUse, Vendor, percent
 
 # 0    MTT S4000            |00000000:18:00.0    |0%    0MiB(49152MiB)
 _DEVICE = re.compile(r"(\d+)\s+(\S.*?)\s*\|\s*([0-9a-fA-F:.]+)\s*\|\s*(.*)")
@@ -23,6 +23,15 @@ def _problem(usage: str) -> str:
     return "" if "MiB" in usage else f"mthreads-gmi cannot read its memory ({usage.strip()})"
 
 
+def parse_use(text: str) -> tuple[DeviceUse, ...]:
+    """The devices in the table of ``mthreads-gmi``."""
+    return tuple(
+        DeviceUse(int(match[1]), percent(match[4].split()[0]))
+        for match in map(_DEVICE.match, text.splitlines())
+        if match and match[4].strip()
+    )
+
+
 VENDOR = Vendor(
     "mthreads",
     "mthreads.com/gpu",
@@ -32,4 +41,7 @@ VENDOR = Vendor(
     backend="mccl",
     health_command=("mthreads-gmi",),
     parse_health=parse_health,
+    use_command=("mthreads-gmi",),
+    parse_use=parse_use,
+    visible="MUSA_VISIBLE_DEVICES",
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from dlrover._util.accelerators.base import DeviceHealth, Vendor
+from dlrover._util.accelerators.base import DeviceHealth, DeviceUse, Vendor, percent
 
 _FIELDS = (
     "index",
@@ -14,6 +14,8 @@ _FIELDS = (
     "remapped_rows.pending",
     "remapped_rows.failure",
 )
+
+_USE = ("index", "uuid", "utilization.gpu", "utilization.memory")
 
 
 def parse_health(text: str) -> tuple[DeviceHealth, ...]:
@@ -44,6 +46,16 @@ def _problem(values: list[str]) -> str:
     return ""
 
 
+def parse_use(text: str) -> tuple[DeviceUse, ...]:
+    """The devices in the output of ``nvidia-smi --query-gpu`` with `_USE`, as CSV."""
+    rows = [[value.strip() for value in line.split(",")] for line in text.splitlines()]
+    return tuple(
+        DeviceUse(int(row[0]), percent(row[2]), percent(row[3]), uuid=row[1])
+        for row in rows
+        if len(row) == len(_USE) and row[0].isdecimal()
+    )
+
+
 VENDOR = Vendor(
     "nvidia",
     "nvidia.com/gpu",
@@ -55,4 +67,6 @@ VENDOR = Vendor(
         "--format=csv,noheader,nounits",
     ),
     parse_health=parse_health,
+    use_command=("nvidia-smi", f"--query-gpu={','.join(_USE)}", "--format=csv,noheader,nounits"),
+    parse_use=parse_use,
 )

@@ -5,9 +5,10 @@
    rank is within its limit the others may be waiting for it: an evaluation of rank 0 alone is no hang.
    Once a rank has ended the others have at least the limit of an evaluation to finish.
 2. *The processes show it.* All nodes look at their workers, twice. A rank is blocked whose main thread has
-   made the same calls both times, or whose processes used no CPU meanwhile and moved no data. The training
-   hangs if the ranks that the others wait for are blocked; if one of them works on, it gets the limit of an
-   evaluation.
+   made the same calls both times, or whose processes used no CPU meanwhile and moved no data, unless its
+   accelerator computed both times. One that only waits in a collective is busy, too, but leaves its memory
+   alone. The training hangs if the ranks that the others wait for are blocked; if one of them works on, it
+   gets the limit of an evaluation.
 
 A rank that gets on in between ends the suspicion. What is learned is kept for the whole job; what a rank
 does is forgotten with its round, and only activities that have ended are learned from.
@@ -231,7 +232,7 @@ class HangDetector:
         living = sorted(rank for rank, worker in self.workers.items() if not worker.ended)
         missing = tuple(rank for rank in living if rank not in second)
         found = stacks.groups(second.values())
-        culprits = stacks.culprits(found, missing)
+        culprits = stacks.culprits(found, missing) or stacks.starved(second.values())
         working = [
             rank
             for rank in (tuple(second) if missing else culprits or tuple(second))
@@ -288,8 +289,11 @@ def is_awaited(worker: WorkerActivity) -> bool:
 def works(first: WorkerEvidence, second: WorkerEvidence) -> bool:
     """Whether a process does something between two looks at it.
 
-    It does if it uses CPU and is at another place in its program, or if it moves data.
+    It does if it uses CPU and is at another place in its program, if it moves data, or if its accelerator
+    computes.
     """
+    if first.device_computes and second.device_computes:
+        return True
     seconds = max(second.time - first.time, 1e-3)
     if (second.moved - first.moved) / seconds > MOVED_BYTES:
         return True

@@ -15,6 +15,7 @@ from dlrover.master.app import read_outcome
 from dlrover.spec.job import Limits
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.outcome import Outcome
+from dlrover.testing.chaos import network
 from dlrover.testing.chaos.launch import Launch
 from dlrover.testing.chaos.report import FaultRow, Report, ratio
 from dlrover.testing.chaos.schedule import Planned
@@ -94,6 +95,8 @@ class Run:
         options = self._options
         output = options.job_dir / "chaos" / "output.txt"
         arguments = ["--local-nodes", str(options.nodes)]
+        if options.settings.own_networks:
+            arguments += ["--local-addr", network.MASTER]
         arguments += ["--nproc-per-node", str(options.nproc_per_node), *options.program]
         self._started_at = time.time()
         self._launch = Launch(arguments, options.job_dir, self._environ(), output)
@@ -124,6 +127,8 @@ class Run:
             own |= HANGS
         if len(plan) + SPARE_RESTARTS > Limits().max_infrastructure_restarts:
             own["DLROVER_MAX_INFRASTRUCTURE_RESTARTS"] = str(len(plan) + SPARE_RESTARTS)
+        if self._options.settings.own_networks:
+            own |= network.environ()
         given = {k: v for k, v in self._env.items() if k != "DLROVER_MASTER_ADDR"}
         return {**own, **given}
 

@@ -15,6 +15,7 @@ import msgspec
 import psutil
 
 from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.testing.chaos import network
 from dlrover.testing.chaos.disk import Filling, check_small
 from dlrover.testing.chaos.targets import Targets, Worker, choose, savers_of
 
@@ -36,6 +37,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Part of the time that a slowed worker runs, between 0 and 1."""
     hog_environ: dict[str, str] = {}
     """The environment of the memory hog."""
+    own_networks: bool = False
+    """Whether each node has a network of its own (`dlrover.testing.chaos.network`)."""
 
 
 class Injected(msgspec.Struct, frozen=True):
@@ -173,23 +176,31 @@ class _Slow(_Fault):
 
 
 class _Partition(_Fault):
-    """A node is cut off: all its processes are stopped, so that nothing of it answers any more.
+    """A node is cut off: the cable of its network is pulled. When the job has given it up, it is back.
 
-    Its connections stay open, as those of a machine whose cable was pulled. When the job has given the
-    node up, it wakes up. Its checkpoint saver is spared: the other nodes of this machine use it, too.
+    Where nodes have no networks of their own, all processes of the node are stopped instead: nothing of
+    it answers any more, and its connections stay open. Its checkpoint saver is spared then: the other
+    nodes of this machine use it, too.
     """
 
     lasting = True
     ends_when_seen = True
     _stopped: tuple[psutil.Process, ...] = ()
+    _cut: int = -1
 
     def inject(self, targets: Targets, draw: float) -> Injected:
         node = choose(draw, targets.nodes())
-        self._stopped = tuple(node.stop())
+        if self._settings.own_networks:
+            network.cut(node.id)
+            self._cut = node.id
+        else:
+            self._stopped = tuple(node.stop())
         return Injected(f"node {node.id}, pid {node.agent.pid}", node.id, pid=node.agent.pid)
 
     def heal(self) -> None:
         _each(self._stopped, psutil.Process.resume)
+        if self._cut >= 0:
+            network.join(self._cut)
 
 
 class _CorruptCheckpoint(_Fault):

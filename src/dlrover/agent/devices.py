@@ -1,0 +1,76 @@
+"""How much the accelerators of this node are used now, as their makers' tools tell.
+
+A node without such a tool runs nothing for this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Mapping, Sequence
+
+from dlrover._util import accelerators
+from dlrover._util.accelerators import DeviceUse
+
+logger = logging.getLogger(__name__)
+
+TOOL_TIME = 5.0
+"""Seconds that a tool gets: with a broken device it may never end."""
+END_TIME = 1.0
+"""Seconds that it gets to end once it was killed."""
+
+
+class Devices:
+    """This node's accelerators. ``env`` is what its workers, and the tools, are started with."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._env = dict(env)
+        self._stuck: Process | None = None
+
+    async def use(self, workers: int) -> dict[int, DeviceUse]:
+        """The use of each worker's device, by local rank; without those that are not known.
+
+        The device of a worker is the one of its local rank among those that the environment names.
+        """
+        path = self._env.get("PATH", "")
+        for vendor in accelerators.vendors():
+            program = vendor.use_command and shutil.which(vendor.use_command[0], path=path)
+            if program:
+                found = vendor.parse_use(await self._output(program, vendor.use_command[1:]))
+                return _by_worker(found, self._env.get(vendor.visible, ""), workers)
+        return {}
+
+    async def _output(self, program: str, arguments: Sequence[str]) -> str:
+        """What a tool prints; empty if it cannot be had."""
+        if self._stuck is not None and self._stuck.returncode is None:
+            return ""
+        try:
+            process = await asyncio.create_subprocess_exec(
+                program, *arguments, env=self._env, stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL
+            )
+        except OSError as error:
+            logger.warning("%s cannot be run: %s", program, error.strerror)
+            return ""
+        try:
+            output, _ = await asyncio.wait_for(process.communicate(), TOOL_TIME)
+        except asyncio.TimeoutError:
+            logger.warning("%s does not answer within %g s", program, TOOL_TIME)
+            await self._end(process)
+            return ""
+        return output.decode(errors="replace")
+
+    async def _end(self, process: Process) -> None:
+        process.kill()
+        try:
+            await asyncio.wait_for(process.wait(), END_TIME)
+        except asyncio.TimeoutError:
+            self._stuck = process  # in the kernel; another one would be, too
+
+
+def _by_worker(found: Sequence[DeviceUse], visible: str, workers: int) -> dict[int, DeviceUse]:
+    """The devices in the order in which the workers see them."""
+    names = {name: device for device in found for name in (str(device.index), device.uuid)}
+    order = [names.get(word.strip()) for word in visible.split(",")] if visible else list(found)
+    return {rank: device for rank, device in enumerate(order[:workers]) if device is not None}

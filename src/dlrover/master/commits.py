@@ -1,0 +1,75 @@
+"""Requests that come at about the same time go into the journal in one transaction.
+
+A transaction of its own for each would cost a busy master more than all else that it does for a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from dlrover.errors import DLRoverError
+from dlrover.master.journal import Entry
+
+WINDOW = 0.001
+"""Seconds that the first request waits for others."""
+
+Reply = TypeVar("Reply")
+
+
+class _Waiting(NamedTuple):
+    entry: Entry
+    handle: Callable[[float], Any]
+    reply: asyncio.Future[Any]
+
+
+class Commits:
+    """Journals requests, then has them handled in the same order: a reply is durable when it is given.
+
+    ``append`` adds entries to the journal, all or none, at a time in seconds, which ``clock`` tells.
+    """
+
+    def __init__(
+        self, append: Callable[[Sequence[Entry], float], None], clock: Callable[[], float]
+    ) -> None:
+        self._append = append
+        self._clock = clock
+        self._waiting: list[_Waiting] = []
+
+    async def commit(self, entry: Entry, handle: Callable[[float], Reply]) -> Reply:
+        """Journal a request, and then call ``handle`` with the time of its entry; what that returned.
+
+        A request whose caller leaves before that is dropped.
+
+        Raises:
+            InfrastructureError: the journal cannot be written; nothing was handled.
+        """
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_later(WINDOW, self._commit)
+        reply: asyncio.Future[Reply] = loop.create_future()
+        self._waiting.append(_Waiting(entry, handle, reply))
+        return await reply
+
+    def _commit(self) -> None:
+        waiting = [each for each in self._waiting if not each.reply.cancelled()]
+        self._waiting = []
+        if not waiting:
+            return
+        now = self._clock()
+        try:
+            self._append([each.entry for each in waiting], now)
+        except DLRoverError as error:
+            for each in waiting:
+                each.reply.set_exception(error)
+            return
+        for each in waiting:
+            _reply(each, now)
+
+
+def _reply(to: _Waiting, now: float) -> None:
+    try:
+        to.reply.set_result(to.handle(now))
+    except Exception as error:  # noqa: BLE001 - it is raised in whoever asked
+        to.reply.set_exception(error)
