@@ -20,7 +20,7 @@ from dlrover.kubernetes import names
 from dlrover.kubernetes.client import Client
 from dlrover.kubernetes.decisions import Options
 from dlrover.kubernetes.leader import Leader
-from dlrover.kubernetes.operator import serve
+from dlrover.kubernetes.serving import Serving
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.manifests import job
 
@@ -128,7 +128,8 @@ class Cluster:
         """A running operator; it has to be running, or cancelled, when the block ends."""
         client = Client.from_config(self.kubeconfig)
         elected = Leader(client, self.namespace, "lease", f"{id(client)}") if leader else None
-        task = asyncio.create_task(serve(client, self.namespace, Options("dlrover:1"), elected))
+        serving = Serving(client, self.namespace, Options("dlrover:1"), elected)
+        task = asyncio.create_task(serving.run())
         try:
             yield task
         finally:

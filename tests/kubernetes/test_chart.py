@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import subprocess
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,11 @@ def test_the_chart_makes_an_operator_for_the_cluster() -> None:
     (container,) = pod["containers"]
     image = f"dlrover:{dlrover.__version__}"
     assert container["image"] == image
-    assert container["args"] == [f"--master-image={image}"]
+    http = ["--http-port=8080", "--http-host=$(POD_IP)"]
+    assert container["args"] == [f"--master-image={image}", *http]
+    assert container["ports"] == [{"name": "http", "containerPort": 8080}]
+    for probe, path in (("livenessProbe", "/healthz"), ("readinessProbe", "/readyz")):
+        assert container[probe]["httpGet"] == {"path": path, "port": "http"}
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
 
 
@@ -89,7 +94,7 @@ def test_the_chart_makes_an_operator_for_one_namespace() -> None:
     assert {role["metadata"]["namespace"] for role in found["Role"]} == {"here"}
     (container,) = found["Deployment"][0]["spec"]["template"]["spec"]["containers"]
     assert container["image"] == "dlrover:v7"
-    assert container["args"] == ["--master-image=m:1", "--namespace=here"]
+    assert container["args"][::3] == ["--master-image=m:1", "--namespace=here"]
 
 
 @pytest.mark.slow
@@ -114,10 +119,14 @@ def test_what_kustomize_installs_runs_jobs_with_the_rights_that_it_gets(
     control_plane.kubectl("apply", "-f", "-", namespace=namespace, text=text)
     cluster.submit(["true"])
     asyncio.run(cluster.phase("Succeeded"))
-    operators = [
-        pod for pod in cluster.list("pods") if "app.kubernetes.io/name" in pod["metadata"]["labels"]
-    ]
+    operators = [pod for pod in cluster.list("pods") if "operator" in pod["metadata"]["name"]]
     assert len(operators) >= 2
+    for pod in operators:
+        (container,) = pod["spec"]["containers"]
+        port = container["ports"][0]["containerPort"]
+        path = container["readinessProbe"]["httpGet"]["path"]
+        with urllib.request.urlopen(f"http://{pod['status']['podIP']}:{port}{path}") as answer:
+            assert answer.status == 200
     control_plane.kubectl("delete", "deployment", "dlrover-operator", namespace=namespace)
     asyncio.run(
         cluster.until(
