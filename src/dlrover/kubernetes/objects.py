@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from dlrover.kubernetes import names
+from dlrover.kubernetes import names, resources
 from dlrover.kubernetes.types import ElasticJob
 
 Manifest = dict[str, Any]
@@ -98,9 +98,10 @@ def _rule(group: str, resources: list[str], verbs: list[str], only: str = "") ->
     return {"apiGroups": [group], "resources": resources, "verbs": verbs, **named}
 
 
-def master_pod(job: ElasticJob, image: str) -> Manifest:
+def master_pod(job: ElasticJob, image: str, memory_factor: float = 1.0) -> Manifest:
     """The master's pod, by the role ``dlrover-master`` of the job if it has one.
 
+    It has ``memory_factor`` times the memory that it is to have at first.
     The pod never restarts its container: its end is the operator's to judge.
     """
     given = job.spec.replica_specs.get(names.MASTER_ROLE)
@@ -109,6 +110,7 @@ def master_pod(job: ElasticJob, image: str) -> Manifest:
     metadata: Mapping[str, Any] = template.get("metadata") or {}
     containers = spec.get("containers") or [{}]
     _complete(containers[0], job, image)
+    resources.grow(containers[0], memory_factor)
     spec["containers"] = containers
     spec["restartPolicy"] = "Never"
     spec.setdefault("serviceAccountName", _own_name(job))
@@ -134,7 +136,8 @@ def master_pod(job: ElasticJob, image: str) -> Manifest:
         **(metadata.get("labels") or {}),
         **names.labels(job.name, names.MASTER_ROLE),
     }
-    pod["metadata"]["annotations"] = dict(metadata.get("annotations") or {})
+    grown = {names.MEMORY_FACTOR: str(memory_factor)} if memory_factor != 1.0 else {}
+    pod["metadata"]["annotations"] = {**(metadata.get("annotations") or {}), **grown}
     return pod
 
 

@@ -36,6 +36,10 @@ QUICK = 60.0
 """A master that lived for less is started again later each time."""
 LONGEST_DELAY = 60.0
 """Seconds before a master is started again, at most."""
+MEMORY_GROWTH = 2.0
+"""So many times the memory of the last one a master gets after one that ran out of it."""
+MOST_MEMORY = 8.0
+"""So many times the memory of the first one, at most."""
 QUICK_ENDS = 5
 """So often in a row a master may fail for an infrastructure within `QUICK` before the job fails."""
 CREATION_SLACK = 5.0
@@ -191,9 +195,15 @@ class _Step:
         quick = end.lived < QUICK and self.old.master.quick_ends < QUICK_ENDS
         if end.final and not (end.reason == "Infrastructure" and quick):
             return self._complete(end)
-        self.events.append(Event("MasterLost", f"{end.message} It is started again.", warning=True))
+        factor, more = self.old.master.memory_factor, ""
+        if end.reason == "OOMKilled":  # the pod says what it had: this may be decided again
+            factor = min(MOST_MEMORY, pods.memory_factor(master) * MEMORY_GROWTH)
+            more = f" with {factor:g} times the memory of the first one"
+        lost = f"{end.message} It is started again{more}."
+        self.events.append(Event("MasterLost", lost, warning=True))
         delete = () if pods.leaving(master) else (_deletion(master),)
-        return self._restarting(end.message, delete=delete)
+        remembered = msgspec.structs.replace(self.old.master, memory_factor=factor)
+        return self._restarting(end.message, delete=delete, master=remembered)
 
     def _master_leaves(self, master: Manifest) -> Decision:
         forced, delete = self._forced(master, ())
@@ -215,7 +225,10 @@ class _Step:
         number = before.starts + 1
         self.events.append(Event("MasterStarted", f"Master {number} of the job is started."))
         started = MasterStatus(
-            starts=number, last_start_time=times.written(self.now), quick_ends=quick_ends
+            starts=number,
+            last_start_time=times.written(self.now),
+            quick_ends=quick_ends,
+            memory_factor=before.memory_factor,
         )
         job = self.job
         return self._decision(
@@ -226,7 +239,7 @@ class _Step:
                 objects.secret(job, self.token),
                 objects.service(job),
             ),
-            start=objects.master_pod(job, self.options.master_image),
+            start=objects.master_pod(job, self.options.master_image, before.memory_factor),
             master=started,
             start_time=self.old.start_time or times.written(self.now),
             changed=[
@@ -288,10 +301,16 @@ class _Step:
         )
 
     def _restarting(
-        self, why: str, delete: tuple[Deletion, ...] = (), again: float | None = None
+        self,
+        why: str,
+        delete: tuple[Deletion, ...] = (),
+        again: float | None = None,
+        **fields: Any,
     ) -> Decision:
         changed = [self._condition("MasterReady", False, "Lost", why)]
-        return self._decision("Restarting", why, delete=delete, again=again, changed=changed)
+        return self._decision(
+            "Restarting", why, delete=delete, again=again, changed=changed, **fields
+        )
 
     def _forced(
         self, master: Manifest | None, delete: tuple[Deletion, ...]

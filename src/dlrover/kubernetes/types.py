@@ -213,6 +213,9 @@ class MasterStatus(_Base, frozen=True):
     quick_ends: Annotated[
         int, Meta(description="Masters in a row that did not live for a minute.")
     ] = 0
+    memory_factor: Annotated[
+        float, Meta(description="Times the memory of the first one: masters ran out of memory.")
+    ] = 1.0
 
 
 class TrainingStatus(_Base, frozen=True):
