@@ -73,7 +73,8 @@ class World:
         raise AssertionError(f"It does not converge: {self.status}")
 
     def _apply(self, decision: Decision) -> None:
-        for made in decision.ensure:
+        secret = [decision.certificate.secret] if decision.certificate is not None else []
+        for made in [*decision.ensure, *secret]:
             self.objects.setdefault((made["kind"], made["metadata"]["name"]), copy.deepcopy(made))
         if decision.start is not None:
             self.create_pod(decision.start)

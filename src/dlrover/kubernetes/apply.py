@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import time
@@ -11,9 +12,17 @@ from typing import Any
 
 import msgspec
 
-from dlrover.kubernetes import client as api, names, times
+from dlrover.kubernetes import certificates, client as api, names, times
 from dlrover.kubernetes.client import ApiError, Client, Resource
-from dlrover.kubernetes.decisions import Decision, Deletion, Event, condition, merged, status_of
+from dlrover.kubernetes.decisions import (
+    Certificate,
+    Decision,
+    Deletion,
+    Event,
+    condition,
+    merged,
+    status_of,
+)
 from dlrover.kubernetes.types import ElasticJobStatus
 
 logger = logging.getLogger(__name__)
@@ -52,6 +61,8 @@ async def carry_out(client: Client, jobs: Resource, job: Manifest, decision: Dec
     try:
         for made in decision.ensure:
             await _ensure(client, made)
+        if decision.certificate is not None:
+            await _ensure_certificate(client, decision.certificate)
         if decision.start is not None and not await _create(client, decision.start):
             return Result(stale=True)
     except ApiError as error:
@@ -150,6 +161,12 @@ async def _ensure(client: Client, made: Manifest) -> None:
         metadata = made["metadata"]
         patch = {"rules": made["rules"]}
         await client.patch(api.ROLES, metadata["namespace"], metadata["name"], patch)
+
+
+async def _ensure_certificate(client: Client, wanted: Certificate) -> None:
+    """Create a certificate where there is none. The operator cannot read Secrets: it makes one to try."""
+    content = await asyncio.to_thread(certificates.make, wanted.hosts)
+    await _create(client, {**wanted.secret, "stringData": content})
 
 
 async def _delete(client: Client, jobs: Resource, namespace: str, gone: Deletion) -> None:

@@ -51,11 +51,23 @@ class Deletion:
 
 
 @dataclass(frozen=True)
+class Certificate:
+    """A certificate to make: its key is random, so no decision holds it."""
+
+    secret: Manifest
+    """The Secret that is to hold it."""
+    hosts: Sequence[str]
+    """What it names."""
+
+
+@dataclass(frozen=True)
 class Decision:
     """What to do, in this order. Nothing of it is done again if it has been done."""
 
     ensure: tuple[Manifest, ...] = ()
     """Objects to create where they are missing."""
+    certificate: Certificate | None = None
+    """What to make a certificate for where there is none yet."""
     start: Manifest | None = None
     """The master's pod to create; if there is one already, the rest is for another time."""
     delete: tuple[Deletion, ...] = ()

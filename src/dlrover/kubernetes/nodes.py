@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from dlrover.kubernetes import names, objects, pods, resources
+from dlrover.kubernetes import names, objects, pods, resources, tls
 from dlrover.kubernetes.types import ElasticJob, ReplicaSpec
 
 Manifest = dict[str, Any]
@@ -70,6 +70,7 @@ def pod(job: ElasticJob, launch: Launch, master: str) -> Manifest:
     spec["restartPolicy"] = "Never"
     container = _main(spec)
     _give_variables(spec, container, job, launch, slot, master)
+    tls.give_node(spec, container, job)
     resources.grow(container, launch.memory_factor)
     _avoid(spec, launch.avoid)
     priority = _priority(replica, slot.number)

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from dlrover.kubernetes import names, resources
+from dlrover.kubernetes import names, resources, tls
 from dlrover.kubernetes.types import ElasticJob
 
 Manifest = dict[str, Any]
@@ -41,6 +41,15 @@ def secret(job: ElasticJob, token: str) -> Manifest:
     """The token that each connection to the master shows."""
     made = _object("v1", "Secret", job, type="Opaque", stringData={names.TOKEN_KEY: token})
     return _own(made, job)
+
+
+def certificate(job: ElasticJob) -> Manifest | None:
+    """The Secret of the master's certificate, without its content; None if the job asks for no TLS."""
+    if not job.spec.master.tls:
+        return None
+    made = _object("v1", "Secret", job, type="kubernetes.io/tls")
+    made["metadata"]["name"] = tls.secret_name(job)
+    return made
 
 
 def account(job: ElasticJob) -> list[Manifest]:
@@ -131,6 +140,7 @@ def master_pod(job: ElasticJob, image: str, memory_factor: float = 1.0) -> Manif
         {"name": "dlrover-home", **home},
         {"name": "dlrover-tmp", "emptyDir": {}},
     ]
+    tls.give_master(spec, containers[0], job)
     pod = _object("v1", "Pod", job, spec=spec)
     pod["metadata"]["labels"] = {
         **(metadata.get("labels") or {}),

@@ -7,13 +7,15 @@ it may be called at any time, as often as one likes, and after any failure. Time
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from dlrover.errors import ConfigurationError
-from dlrover.kubernetes import compatibility, names, objects, pods, times, validation
+from dlrover.kubernetes import compatibility, names, objects, pods, times, tls, validation
 from dlrover.kubernetes.decisions import (
+    Certificate,
     Decision,
     Deletion,
     Event,
@@ -231,21 +233,22 @@ class _Step:
             memory_factor=before.memory_factor,
         )
         job = self.job
-        return self._decision(
+        decision = self._decision(
             "Restarting" if before.starts else "Created",
             f"Master {number} of the job is started.",
-            ensure=(
-                *objects.account(job),
-                objects.secret(job, self.token),
-                objects.service(job),
-            ),
-            start=objects.master_pod(job, self.options.master_image, before.memory_factor),
             master=started,
             start_time=self.old.start_time or times.written(self.now),
             changed=[
                 self._condition("Suspended", False, "Resumed"),
                 self._condition("MasterReady", False, "Starting"),
             ],
+        )
+        secret = objects.certificate(job)
+        return replace(
+            decision,
+            ensure=(*objects.account(job), objects.secret(job, self.token), objects.service(job)),
+            certificate=None if secret is None else Certificate(secret, tls.hosts(job)),
+            start=objects.master_pod(job, self.options.master_image, before.memory_factor),
         )
 
     def _make_room(self, foreign: Manifest) -> Decision:
@@ -280,7 +283,8 @@ class _Step:
             self._condition("MasterReady", is_ready, reason),
         ]
         remembered = self._remembered(master)
-        return self._decision(phase, message, ensure=missing, changed=changed, **remembered)
+        decision = self._decision(phase, message, changed=changed, **remembered)
+        return replace(decision, ensure=missing)
 
     # ---- their parts
 
@@ -366,8 +370,6 @@ class _Step:
         phase: str,
         message: str,
         *,
-        ensure: tuple[Manifest, ...] = (),
-        start: Manifest | None = None,
         delete: tuple[Deletion, ...] = (),
         again: float | None = None,
         changed: Sequence[Condition] = (),
@@ -388,7 +390,7 @@ class _Step:
             replica_statuses=counted,
             **fields,
         )
-        return Decision(ensure, start, delete, status, tuple(self.events), again)
+        return Decision(delete=delete, status=status, events=tuple(self.events), again=again)
 
 
 def _deletion(pod: Manifest, grace: int | None = None) -> Deletion:

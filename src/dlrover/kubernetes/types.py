@@ -135,6 +135,9 @@ class MasterSpec(_Base, frozen=True):
         str,
         Meta(description="PersistentVolumeClaim that keeps the job's directory over its restarts."),
     ] = ""
+    tls: Annotated[
+        bool, Meta(description="Nodes and master talk by TLS, with certificates of the job's own.")
+    ] = False
 
 
 class ElasticJobSpec(_Base, frozen=True):
