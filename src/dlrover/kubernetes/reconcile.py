@@ -6,7 +6,7 @@ it may be called at any time, as often as one likes, and after any failure. Time
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,15 +25,11 @@ from dlrover.kubernetes.decisions import (
     merged,
     status_of,
 )
-from dlrover.kubernetes.types import Condition, ElasticJob, ElasticJobStatus, MasterStatus
+from dlrover.kubernetes.step import Step, deletion
+from dlrover.kubernetes.types import ElasticJobStatus, MasterStatus
 
 Manifest = dict[str, Any]
 
-FORCE_AFTER = 30.0
-"""Seconds beyond its own grace after which a master's pod that does not go is deleted by force.
-
-Its machine is lost. Its service account's token ends with the pod, so it can do nothing more.
-"""
 QUICK = 60.0
 """A master that lived for less is started again later each time."""
 LONGEST_DELAY = 60.0
@@ -97,30 +93,8 @@ def _rejected(manifest: Manifest, old: ElasticJobStatus, why: str, now: float) -
     return Decision(status=status, events=events)
 
 
-class _Step:
+class _Step(Step):
     """One decision about a valid job."""
-
-    def __init__(
-        self,
-        job: ElasticJob,
-        seen: Observed,
-        old: ElasticJobStatus,
-        now: float,
-        options: Options,
-        token: str,
-    ) -> None:
-        self.job, self.seen, self.old, self.now = job, seen, old, now
-        self.options, self.token = options, token
-        uid = job.metadata.get("uid", "")
-        master = names.master_name(job.name)
-        named = [pod for pod in seen.pods if pods.name(pod) == master]
-        self.master = next((pod for pod in named if pods.owned(pod, uid)), None)
-        self.foreign = named[0] if named and self.master is None else None
-        self.others = [
-            pod for pod in seen.pods if pods.owned(pod, uid) and pods.name(pod) != master
-        ]
-        self.events: list[Event] = []
-        self.generation: int = job.metadata.get("generation", 0)
 
     def decide(self) -> Decision:
         self._accept()
@@ -167,12 +141,12 @@ class _Step:
             return ()
         everyone = [*self.others, *([self.master] if self.master is not None else [])]
         wanted = everyone if policy == "All" else [p for p in self.others if not pods.ended(p)]
-        return tuple(_deletion(pod) for pod in wanted if not pods.leaving(pod))
+        return tuple(deletion(pod) for pod in wanted if not pods.leaving(pod))
 
     def _suspended(self) -> Decision:
         """The master goes first: it would replace its workers."""
         going = [self.master] if self.master is not None else self.others
-        delete = tuple(_deletion(pod) for pod in going if not pods.leaving(pod))
+        delete = tuple(deletion(pod) for pod in going if not pods.leaving(pod))
         left = len(self.others) + (self.master is not None)
         message = f"{left} pods are ending." if left else "The job is suspended: it has no pods."
         if not self._is("Suspended"):
@@ -203,7 +177,7 @@ class _Step:
             more = f" with {factor:g} times the memory of the first one"
         lost = f"{end.message} It is started again{more}."
         self.events.append(Event("MasterLost", lost, warning=True))
-        delete = () if pods.leaving(master) else (_deletion(master),)
+        delete = () if pods.leaving(master) else (deletion(master),)
         remembered = msgspec.structs.replace(self.old.master, memory_factor=factor)
         return self._restarting(end.message, delete=delete, master=remembered)
 
@@ -258,7 +232,7 @@ class _Step:
             one.get("kind") == "ElasticJob" and one.get("name") == self.job.name
             for one in references
         )
-        delete = (_deletion(foreign),) if earlier and not pods.leaving(foreign) else ()
+        delete = (deletion(foreign),) if earlier and not pods.leaving(foreign) else ()
         message = f"The pod {pods.name(foreign)} is not this job's: it has to go first."
         return self._decision("Pending", message, delete=delete, again=FOREIGN_CHECK)
 
@@ -316,23 +290,6 @@ class _Step:
             "Restarting", why, delete=delete, again=again, changed=changed, **fields
         )
 
-    def _forced(
-        self, master: Manifest | None, delete: tuple[Deletion, ...]
-    ) -> tuple[bool, tuple[Deletion, ...]]:
-        """Add the deletion by force of a master's pod that should have gone."""
-        if master is None or not pods.leaving(master) or self._force_after(master) > 0:
-            return False, delete
-        message = (
-            "The master's pod did not go in time, as on a lost machine: it is deleted by force."
-        )
-        self.events.append(Event("MasterForced", message, warning=True))
-        return True, (*delete, _deletion(master, grace=0))
-
-    def _force_after(self, master: Manifest) -> float:
-        """Seconds until a leaving pod is deleted by force."""
-        due = times.read(master["metadata"].get("deletionTimestamp") or "")
-        return (self.now if due is None else due) + FORCE_AFTER - self.now
-
     def _remembered(self, master: Manifest) -> Manifest:
         """What the status has to say of a master that was started without its being written."""
         text = str(master["metadata"].get("creationTimestamp") or "")
@@ -350,48 +307,3 @@ class _Step:
         """Seconds since the last master was started."""
         started = times.read(self.old.master.last_start_time)
         return QUICK if started is None else self.now - started
-
-    def _is(self, kind: str) -> bool:
-        return any(c.type == kind and c.status == "True" for c in self.old.conditions)
-
-    def _condition(self, kind: str, status: bool, reason: str, message: str = "") -> Condition:
-        return condition(kind, status, reason, message, self.generation)
-
-    def _wanted(self) -> int:
-        worker = self.job.spec.replica_specs.get("worker")
-        return worker.replicas if worker else 0
-
-    def _active(self) -> int:
-        counted = pods.count(self.others).get("worker")
-        return counted.active if counted else 0
-
-    def _decision(
-        self,
-        phase: str,
-        message: str,
-        *,
-        delete: tuple[Deletion, ...] = (),
-        again: float | None = None,
-        changed: Sequence[Condition] = (),
-        **fields: Any,
-    ) -> Decision:
-        accepted = self._condition("Accepted", True, "Valid")
-        counted = pods.count(self.others)
-        workers = counted.get("worker")
-        status = msgspec.structs.replace(
-            self.old,
-            phase=phase,
-            message=message,
-            observed_generation=self.generation,
-            conditions=merged(self.old.conditions, [accepted, *changed], self.now),
-            workers=f"{self._active()}/{self._wanted()}",
-            replicas=workers.pending + workers.active if workers else 0,
-            selector=f"{names.JOB_LABEL}={self.job.name},{names.ROLE_LABEL}=worker",
-            replica_statuses=counted,
-            **fields,
-        )
-        return Decision(delete=delete, status=status, events=tuple(self.events), again=again)
-
-
-def _deletion(pod: Manifest, grace: int | None = None) -> Deletion:
-    return Deletion("Pod", pods.name(pod), pod["metadata"].get("uid", ""), grace)
