@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from dlrover.kubernetes import certificates, client as api, names, times
+from dlrover.kubernetes import certificates, client as api, names, podgroups, times
 from dlrover.kubernetes.client import ApiError, Client, Resource
 from dlrover.kubernetes.decisions import (
     Certificate,
@@ -38,6 +38,10 @@ _MADE = (
     api.EVENTS,
 )
 _RESOURCES = {resource.kind: resource for resource in _MADE}
+_POD_GROUPS = {
+    f"{group}/{version}": Resource(group, version, "podgroups", "PodGroup")
+    for group, version in podgroups.VERSIONS.values()
+}
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,8 @@ async def carry_out(client: Client, jobs: Resource, job: Manifest, decision: Dec
         if decision.start is not None and not await _create(client, decision.start):
             return Result(stale=True)
     except ApiError as error:
-        if not error.passing and error.status != 404:  # 404: the namespace is going
+        going = error.status == 404 and error.message.startswith("namespaces ")
+        if not error.passing and not going:
             await _tell_refusal(client, jobs, job, error)
         raise
     for gone in decision.delete:
@@ -147,7 +152,8 @@ async def tell(client: Client, job: Manifest, event: Event) -> None:
 async def _create(client: Client, made: Manifest) -> bool:
     """Create an object; False if there is one of its name."""
     try:
-        await client.create(_RESOURCES[made["kind"]], made)
+        resource = _POD_GROUPS.get(made.get("apiVersion", "")) or _RESOURCES[made["kind"]]
+        await client.create(resource, made)
     except ApiError as error:
         if error.status == 409 and error.reason == "AlreadyExists":
             return False

@@ -10,6 +10,7 @@ import msgspec
 
 from dlrover.kubernetes import times
 from dlrover.kubernetes.types import Condition, ElasticJobStatus
+from dlrover.kubernetes.yielding import Claim
 
 Manifest = dict[str, Any]
 
@@ -21,6 +22,8 @@ class Observed:
     job: Manifest
     pods: Sequence[Manifest] = ()
     service: Manifest | None = None
+    rivals: Sequence[Claim] = ()
+    """What other jobs claim that give way, as this one may."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class Decision:
     status: ElasticJobStatus | None = None
     """The job's status, but for ``training``; None: not ours to write."""
     events: tuple[Event, ...] = ()
+    claim: Claim | None = None
+    """What other jobs are to know of this one; None: nothing."""
     again: float | None = None
     """Seconds after which to decide again, though nothing changes."""
 

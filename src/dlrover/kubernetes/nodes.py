@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from dlrover.kubernetes import names, objects, pods, resources, tls
+from dlrover.kubernetes import names, objects, podgroups, pods, resources, tls
 from dlrover.kubernetes.types import ElasticJob, ReplicaSpec
 
 Manifest = dict[str, Any]
@@ -82,7 +82,7 @@ def pod(job: ElasticJob, launch: Launch, master: str) -> Manifest:
         NODE_LABEL: str(launch.node_id),
         RANK_LABEL: str(launch.node_rank),
     }
-    return {
+    made = {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
@@ -94,6 +94,8 @@ def pod(job: ElasticJob, launch: Launch, master: str) -> Manifest:
         },
         "spec": spec,
     }
+    podgroups.join(made, job, len(slots(job)))
+    return made
 
 
 def _slot(job: ElasticJob, launch: Launch) -> Slot:

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from dlrover.kubernetes import names, resources, tls
+from dlrover.kubernetes import names, podgroups, resources, tls
 from dlrover.kubernetes.types import ElasticJob
 
 Manifest = dict[str, Any]
@@ -52,6 +52,16 @@ def certificate(job: ElasticJob) -> Manifest | None:
     return made
 
 
+def pod_group(job: ElasticJob) -> Manifest | None:
+    """The PodGroup of the job's nodes, if their scheduler needs one."""
+    group = podgroups.pod_group(job)
+    if group is None:
+        return None
+    made = _object(group["apiVersion"], "PodGroup", job, spec=group["spec"])
+    made["metadata"]["name"] = podgroups.name(job)
+    return made
+
+
 def account(job: ElasticJob) -> list[Manifest]:
     """The master's service account, its role and the binding of the two."""
     rbac = "rbac.authorization.k8s.io"
@@ -94,6 +104,8 @@ def operator_rules() -> list[Manifest]:
         _rule(rbac, ["roles"], ["create", "patch"]),
         _rule(rbac, ["rolebindings"], ["create"]),
         _rule("", ["events"], ["get", "create", "patch"]),
+        _rule(podgroups.VOLCANO, ["podgroups"], ["create"]),
+        _rule(podgroups.COSCHEDULING, ["podgroups"], ["create"]),
     ]
 
 

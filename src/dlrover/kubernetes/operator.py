@@ -19,6 +19,7 @@ from dlrover.kubernetes.reconcile import reconcile
 from dlrover.kubernetes.scaleplans import ScalePlans
 from dlrover.kubernetes.stats import Stats
 from dlrover.kubernetes.workqueue import WorkQueue
+from dlrover.kubernetes.yielding import Claim
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ class Operator:
         self._scale_plans = ScalePlans(client, namespace)
         self._failures: dict[str, int] = {}
         self._written: dict[str, int] = {}
+        self._claims: dict[str, Claim] = {}
         self.synced = asyncio.Event()
         """Set once everything there is has been seen."""
 
@@ -150,12 +152,18 @@ class Operator:
         job = self._jobs.cache.get(key)
         if job is None:
             self._written.pop(key, None)
+            self._claims.pop(key, None)
             return None
         if _version(job) < self._written.get(key, 0):
             return FOUND_AGAIN  # what is in the cache is older than what was written from here
         services = self._services.of(key)
-        seen = Observed(job, self._pods.of(key), services[0] if services else None)
+        rivals = tuple(self._claims.values())
+        seen = Observed(job, self._pods.of(key), services[0] if services else None, rivals)
         decision = reconcile(seen, time.time(), self._options, secrets.token_hex(16))
+        if decision.claim is None:
+            self._claims.pop(key, None)
+        else:
+            self._claims[key] = decision.claim
         result = await apply.carry_out(self._client, ELASTIC_JOBS, job, decision)
         if result.job is not None:
             self._written[key] = _version(result.job)

@@ -6,14 +6,24 @@ it may be called at any time, as often as one likes, and after any failure. Time
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from dlrover.errors import ConfigurationError
-from dlrover.kubernetes import compatibility, names, objects, pods, times, tls, validation
+from dlrover.kubernetes import (
+    commands,
+    compatibility,
+    names,
+    objects,
+    pods,
+    times,
+    tls,
+    validation,
+    yielding,
+)
 from dlrover.kubernetes.decisions import (
     Certificate,
     Decision,
@@ -26,7 +36,7 @@ from dlrover.kubernetes.decisions import (
     status_of,
 )
 from dlrover.kubernetes.step import Step, deletion
-from dlrover.kubernetes.types import ElasticJobStatus, MasterStatus
+from dlrover.kubernetes.types import Condition, ElasticJobStatus, MasterStatus
 
 Manifest = dict[str, Any]
 
@@ -102,13 +112,14 @@ class _Step(Step):
             return self._finished()
         if self.job.spec.suspend:
             return self._suspended()
-        if self.master is not None and pods.ended(self.master):
-            return self._master_ended(self.master)
-        if self.master is not None and pods.leaving(self.master):
-            return self._master_leaves(self.master)
-        if self.master is None:
-            return self._start()
-        return self._runs(self.master)
+        if self._away() > 0:
+            return self._stays_away()
+        return self._start() if self.master is None else self._goes_on(self.master)
+
+    def _goes_on(self, master: Manifest) -> Decision:
+        if pods.ended(master):
+            return self._master_ended(master)
+        return self._master_leaves(master) if pods.leaving(master) else self._runs(master)
 
     # ---- the cases
 
@@ -144,27 +155,59 @@ class _Step(Step):
         return tuple(deletion(pod) for pod in wanted if not pods.leaving(pod))
 
     def _suspended(self) -> Decision:
-        """The master goes first: it would replace its workers."""
-        going = [self.master] if self.master is not None else self.others
-        delete = tuple(deletion(pod) for pod in going if not pods.leaving(pod))
         left = len(self.others) + (self.master is not None)
         message = f"{left} pods are ending." if left else "The job is suspended: it has no pods."
         if not self._is("Suspended"):
             self.events.append(
                 Event("Suspended", "spec.suspend is true: the job's pods are removed.")
             )
-        again = self._force_after(self.master) if self.master is not None else None
+        changed = [
+            self._condition("Suspended", True, "Suspended", message),
+            self._condition("MasterReady", False, "Suspended"),
+        ]
+        return self._without_pods("Suspended", message, changed)
+
+    def _without_pods(
+        self,
+        phase: str,
+        message: str,
+        changed: Sequence[Condition],
+        again: float | None = None,
+        **fields: Any,
+    ) -> Decision:
+        """Remove the job's pods. The master goes first: it would replace its workers."""
+        going = [self.master] if self.master is not None else self.others
+        delete = tuple(deletion(pod) for pod in going if not pods.leaving(pod))
+        if self.master is not None:
+            again = self._force_after(self.master)
         forced, delete = self._forced(self.master, delete)
-        return self._decision(
-            "Suspended",
-            message,
-            delete=delete,
-            again=None if forced else again,
-            changed=[
-                self._condition("Suspended", True, "Suspended", message),
-                self._condition("MasterReady", False, "Suspended"),
-            ],
+        again = None if forced else again
+        return self._decision(phase, message, delete=delete, again=again, changed=changed, **fields)
+
+    def _yield(self, after: int) -> Decision:
+        """Give the pods to a job that waits before this one."""
+        least = commands.fewest_nodes(self.job)
+        message = (
+            f"{yielding.placed(self.others)} of at least {least} nodes were placed while another job "
+            f"waits: the job gives its pods back and asks for them again in {after} s."
         )
+        self.events.append(Event("Yielded", message, warning=True))
+        changed = [self._condition("MasterReady", False, "Yielded")]
+        yields, now = self.old.yields + 1, times.written(self.now)
+        return self._without_pods(
+            "Yielded", message, changed, float(after), yields=yields, last_yield_time=now
+        )
+
+    def _stays_away(self) -> Decision:
+        changed = [self._condition("MasterReady", False, "Yielded")]
+        return self._without_pods("Yielded", self.old.message, changed, self._away())
+
+    def _away(self) -> float:
+        """Seconds for which the job still leaves its place to another one."""
+        last = times.read(self.old.last_yield_time)
+        if self.old.phase != "Yielded" or self._yields is None or last is None:
+            return 0.0
+        return last + self._yields - self.now
 
     def _master_ended(self, master: Manifest) -> Decision:
         end = pods.end_of_master(master)
@@ -197,6 +240,8 @@ class _Step(Step):
             return self._restarting("The master is started again soon.", again=wait)
         if self._is("Suspended"):
             self.events.append(Event("Resumed", "spec.suspend is false: the job goes on."))
+        anew = self._is("Suspended") or self.old.phase == "Yielded" or not before.starts
+        if anew:
             quick_ends = 0
         number = before.starts + 1
         self.events.append(Event("MasterStarted", f"Master {number} of the job is started."))
@@ -215,12 +260,18 @@ class _Step(Step):
             changed=[
                 self._condition("Suspended", False, "Resumed"),
                 self._condition("MasterReady", False, "Starting"),
+                *([self._condition("Placed", False, "Waits")] if anew and self._yields else []),
             ],
         )
-        secret = objects.certificate(job)
+        secret, group = objects.certificate(job), objects.pod_group(job)
         return replace(
             decision,
-            ensure=(*objects.account(job), objects.secret(job, self.token), objects.service(job)),
+            ensure=(
+                *objects.account(job),
+                objects.secret(job, self.token),
+                objects.service(job),
+                *([group] if group is not None else []),
+            ),
             certificate=None if secret is None else Certificate(secret, tls.hosts(job)),
             start=objects.master_pod(job, self.options.master_image, before.memory_factor),
         )
@@ -256,9 +307,29 @@ class _Step(Step):
             self._condition("Suspended", False, "Resumed"),
             self._condition("MasterReady", is_ready, reason),
         ]
+        again: float | None = None
+        if self._yields is not None and not self._is("Placed"):
+            if yielding.is_placed(self.job, self.others):
+                changed.append(self._condition("Placed", True, "Placed"))
+            else:
+                again = self._patience(self._yields)
+                if again == 0.0:
+                    return self._yield(self._yields)
         remembered = self._remembered(master)
-        decision = self._decision(phase, message, changed=changed, **remembered)
+        decision = self._decision(phase, message, changed=changed, again=again, **remembered)
         return replace(decision, ensure=missing)
+
+    @property
+    def _yields(self) -> int | None:
+        """Seconds after which the job gives way; None: never."""
+        return self.job.spec.gang.yield_after_seconds
+
+    def _patience(self, after: int) -> float:
+        """Seconds until the job gives way, or until it is looked again whether it should."""
+        own = yielding.claim(self.job, self.old, self.others)
+        assert own is not None
+        left = yielding.time_left(own, self.seen.rivals, after, self.now)
+        return float(after) if left is None else left
 
     # ---- their parts
 

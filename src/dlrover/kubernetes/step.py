@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from dlrover.kubernetes import names, pods, times
+from dlrover.kubernetes import names, pods, times, yielding
 from dlrover.kubernetes.decisions import (
     Decision,
     Deletion,
@@ -109,7 +109,9 @@ class Step:
             replica_statuses=counted,
             **fields,
         )
-        return Decision(delete=delete, status=status, events=tuple(self.events), again=again)
+        claim = yielding.claim(self.job, status, self.others)
+        events = tuple(self.events)
+        return Decision(delete=delete, status=status, events=events, claim=claim, again=again)
 
 
 def deletion(pod: Manifest, grace: int | None = None) -> Deletion:
