@@ -17,7 +17,7 @@ from dlrover.errors import InfrastructureError
 from dlrover.kubernetes import names, times, validation
 from dlrover.kubernetes.client import LEASES, Client
 from dlrover.kubernetes.leader import Leader, Terms
-from dlrover.kubernetes.reporting import Reporter
+from dlrover.kubernetes.reporting import Reporter, duration
 from dlrover.platform.base import Progress
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.installed import Cluster
@@ -245,11 +245,26 @@ def test_one_of_two_operators_works_and_the_other_takes_over(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (0.0, "0s"),
+        (59.4, "59s"),
+        (59.6, "1m"),
+        (3570.0, "1h00m"),
+        (11_520.0, "3h12m"),
+        (190_800.0, "2d5h"),
+    ],
+)
+def test_a_duration_is_as_long_as_a_column_is_wide(seconds: float, shown: str) -> None:
+    assert duration(seconds) == shown
+
+
 def test_the_masters_part_of_the_status_and_the_operators_do_not_meet(
     cluster: Cluster, kubelet: Callable[..., Kubelet]
 ) -> None:
     kubelet()
-    made = [Progress(steps=120, restarts=1, goodput=0.975)]
+    made = [Progress(steps=120, restarts=1, goodput=0.975, seconds_left=11_520.0)]
 
     async def scenario() -> None:
         client = Client.from_config(str(cluster.plane.kubeconfig))
@@ -260,7 +275,7 @@ def test_the_masters_part_of_the_status_and_the_operators_do_not_meet(
                 found = validation.parse(cluster.get("elasticjobs", "digits"))
                 reporter = Reporter(client, found, lambda: made[0], period=0.1)
                 reporting = asyncio.create_task(reporter.run())
-                expected = {"steps": 120, "restarts": 1, "goodput": "97.5%"}
+                expected = {"steps": 120, "restarts": 1, "goodput": "97.5%", "eta": "3h12m"}
                 await cluster.until(lambda: cluster.status.get("training") == expected)
                 cluster.plane.kubectl("delete", "pod", master, namespace=cluster.namespace)
                 await cluster.until(lambda: cluster.told.get("MasterReady") == 2)
@@ -269,6 +284,7 @@ def test_the_masters_part_of_the_status_and_the_operators_do_not_meet(
                 made[0] = Progress(steps=121, restarts=2, goodput=1.0)
                 await reporter.close()
                 assert cluster.status["training"]["steps"] == 121
+                assert "eta" not in cluster.status["training"], "it is not known any more"
         finally:
             await client.close()
 

@@ -12,6 +12,7 @@ integers, each stored by a single aligned write:
 6-11  nanoseconds by `Activity`; what it does now is counted when it ends
 12    nanoseconds of its steps that it did not wait for other ranks
 13    the number of the step that it began with, plus 1; 0 while that is not known
+14    how many steps it will have completed at the end of the training, plus 1; 0 while that is not known
 ===== ==========================================================================================
 
 What a worker does now has lasted as long as its age less all other activities. So the times by activity
@@ -43,6 +44,7 @@ READS = 100
 _STEPS, _FIRST, _LAST, _LISTED, _BORN, _NOW, _TOTALS = range(7)
 _COMPUTE = _TOTALS + len(Activity)
 _FIRST_STEP = _COMPUTE + 1
+_END = _FIRST_STEP + 1
 _KINDS = 8
 """Activities that word 5 has room for."""
 
@@ -99,6 +101,7 @@ class Board:
             compute=words[_COMPUTE] / 1e9,
             first_step=words[_FIRST_STEP] - 1,
             ended=ended,
+            left=max(0, words[_END] - 1 - words[_STEPS]) if words[_END] else -1,
         )
 
     def _read_unchanged(self, slot: int) -> Sequence[int]:
@@ -151,6 +154,10 @@ class Board:
     def knows_first_step(self, slot: int) -> bool:
         """Whether the worker knows which step it began with."""
         return self._words[slot * SLOT_WORDS + _FIRST_STEP] > 0
+
+    def set_end(self, slot: int, steps: int) -> None:
+        """The training ends when the worker has completed so many steps."""
+        self._words[slot * SLOT_WORDS + _END] = steps + 1
 
     def mark_modules_listed(self, slot: int) -> None:
         """Tell the agent that this worker has written its list of modules."""

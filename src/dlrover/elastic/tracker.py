@@ -105,6 +105,11 @@ class Tracker:
         if self._thread and not self._board.knows_first_step(self._slot):
             self._board.set_first_step(self._slot, max(0, step - self.steps))
 
+    def ends_in(self, steps: int) -> None:
+        """The training has so many steps left."""
+        if self._thread:
+            self._board.set_end(self._slot, self.steps + max(0, steps))
+
     def computed(self, nanoseconds: int) -> None:
         """The steps took so long, without waiting for other ranks."""
         self._board.set_compute(self._slot, nanoseconds)
@@ -128,6 +133,18 @@ def watch(board: Board, slot: int) -> Tracker:
     """Begin to keep what this process does in a slot of the board."""
     _trackers[:] = [Tracker(board, slot)]
     return _trackers[0]
+
+
+def steps_left(steps: int) -> None:
+    """Tell how many optimizer steps the training has left, so that the job can say how long it will take.
+
+    Transformers' Trainer does it itself. No effect outside of a job.
+
+    Args:
+        steps: Steps of the optimizer from now to the training's end.
+    """
+    if _trackers:
+        _trackers[0].ends_in(steps)
 
 
 @contextlib.contextmanager

@@ -258,6 +258,7 @@ class TrainingStatus(_Base, frozen=True):
     steps: Annotated[int, Meta(description="Optimizer steps, repeated ones included.")] = 0
     restarts: Annotated[int, Meta(description="Restarts of the workers.")] = 0
     goodput: Annotated[str, Meta(description="Share of the time in new steps, as 97.5%.")] = ""
+    eta: Annotated[str, Meta(description="How long it will still take, as 3h12m.")] = ""
 
 
 class ElasticJobStatus(_Base, frozen=True):

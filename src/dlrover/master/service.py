@@ -460,7 +460,8 @@ class Master:
         now = self.clock()
         status = status_of(self.machine, now, self._steps)
         goodput = self.ledger.goodput(now).goodput_ratio
-        return Progress(status.total_steps, status.restarts, goodput)
+        left = self._activities.seconds_left()
+        return Progress(status.total_steps, status.restarts, goodput, left)
 
     async def watch(self, request: messages.WatchRequest) -> AsyncIterator[messages.Notice]:
         """Events after ``request.since``, and for a follower also those to come."""

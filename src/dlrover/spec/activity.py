@@ -24,6 +24,8 @@ class WorkerActivity(msgspec.Struct, frozen=True, array_like=True):
     """The number of the step that it began with, -1 while that is not known."""
     ended: bool = False
     """Its process has ended; the times stand still."""
+    left: int = -1
+    """Optimizer steps that are left to the end of the training, -1 while that is not known."""
 
 
 def mean(workers: tuple[WorkerActivity, ...]) -> tuple[float, ...]:
