@@ -52,7 +52,8 @@ class Cluster:
     def __init__(self, plane: ControlPlane, namespace: str, folder: Path) -> None:
         self.plane, self.namespace = plane, namespace
         define(plane)
-        self.kubeconfig = str(plane.write_kubeconfig(folder / "operator", token=self._install()))
+        self.token = self._install()
+        self.kubeconfig = str(plane.write_kubeconfig(folder / "operator", token=self.token))
 
     def _install(self) -> str:
         """Give the operator its account and rights; its token."""

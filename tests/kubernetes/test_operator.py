@@ -20,6 +20,7 @@ from dlrover.kubernetes.leader import Leader, Terms
 from dlrover.kubernetes.reporting import Reporter, duration
 from dlrover.platform.base import Progress
 from tests.kubernetes.controlplane import ControlPlane
+from tests.kubernetes.faults import FaultyServer
 from tests.kubernetes.installed import Cluster
 from tests.kubernetes.kubelet import Kubelet
 from tests.kubernetes.manifests import job
@@ -59,7 +60,7 @@ def test_a_job_may_be_deleted_and_made_again_at_once(
 
     async def scenario() -> None:
         async with cluster.operator():
-            for _ in range(3):
+            for _ in range(2):
                 cluster.submit(SLEEP)
                 await cluster.until(lambda: cluster.status.get("master", {}).get("starts") == 1)
                 path = cluster.path("elasticjobs", "digits")
@@ -204,6 +205,43 @@ def test_an_api_server_that_restarts_loses_nothing(
             assert cluster.status["master"]["starts"] == 2
 
     asyncio.run(scenario())
+
+
+@pytest.mark.long
+@pytest.mark.timeout(180)
+def test_a_server_that_refuses_and_loses_answers_gets_one_master_for_each_that_is_lost(
+    cluster: Cluster, kubelet: Callable[..., Kubelet], tmp_path: Path
+) -> None:
+    node = kubelet()
+    faulty = FaultyServer(cluster.plane.port, seed=7)
+    path = cluster.plane.write_kubeconfig(tmp_path / "faulty", faulty.port, cluster.token)
+    path.write_text(path.read_text().replace("https://", "http://"))
+    cluster.kubeconfig = str(path)
+
+    async def scenario() -> None:
+        async with cluster.operator():
+            master = cluster.submit(SLEEP)
+            for losses in range(3):
+
+                def back(losses: int = losses) -> bool:
+                    return cluster.status.get("master", {}).get("starts") == losses + 1 and any(
+                        condition["type"] == "MasterReady" and condition["status"] == "True"
+                        for condition in cluster.status["conditions"]
+                    )
+
+                await cluster.until(back, timeout=60)
+                node.kill(master)
+                await cluster.until(lambda: not back(), timeout=30)
+            started = [path for path in node.folder.iterdir() if path.name.startswith(master)]
+            assert len(started) <= 3, "a pod for each loss"
+            assert len(cluster.list("pods")) <= 1
+            assert {"Accepted", "MasterStarted", "MasterReady", "MasterLost"} <= set(cluster.told)
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        faulty.close()
+    assert all(faulty.faults[kind] for kind in ("429", "503", "409", "lost")), faulty.faults
 
 
 def test_what_the_server_refuses_for_good_is_told(cluster: Cluster) -> None:

@@ -144,7 +144,7 @@ class Client:
     ) -> tuple[list[Object], str]:
         """The objects that a label selector takes, and the resource version of that state.
 
-        Here and in `watch` they come without their ``managedFields``, which are half of a pod's size.
+        Here and in `watch` they come without their ``managedFields``, which nobody here reads.
         """
         path, query = resource.path(namespace), _query(labelSelector=labels)
         items: list[Object] = []
