@@ -217,6 +217,23 @@ def test_a_job_that_was_placed_once_never_gives_way() -> None:
     assert "Yielded" not in world.events
 
 
+def test_what_a_job_claims_follows_its_pods() -> None:
+    world = half_placed()
+    world.workers[0]["spec"]["priority"] = 7
+    world.settle()
+    own = world.decision.claim
+    assert own is not None
+    assert (own.key, own.waits, own.holds, own.priority) == ("default/digits", True, True, 7)
+    world.workers[1]["spec"] = {"nodeName": "two"}
+    world.settle()
+    own = world.decision.claim
+    assert own is not None
+    assert not own.waits
+    plain = World()
+    plain.settle()
+    assert plain.decision.claim is None
+
+
 def test_a_job_alone_waits_as_long_as_it_takes() -> None:
     world = half_placed()
     world.rivals = []
@@ -245,6 +262,23 @@ def manifest(name: str, program: Path) -> dict[str, Any]:
     anywhere = {"spec": {"tolerations": [{"operator": "Exists"}]}}
     made["spec"]["replicaSpecs"]["dlrover-master"] = {"template": anywhere}
     return made
+
+
+def test_a_cluster_without_the_scheduler_is_told(
+    control_plane: ControlPlane, namespace: str, tmp_path: Path
+) -> None:
+    cluster = Cluster(control_plane, namespace, tmp_path)
+
+    async def scenario() -> None:
+        async with cluster.operator():
+            made = job(gang={"by": "volcano"})
+            made["metadata"] = {"name": "digits"}
+            cluster.create(made)
+            await cluster.until(lambda: cluster.told.get("Refused") == 1)
+            assert "no PodGroup of scheduling.volcano.sh/v1beta1" in cluster.status["message"]
+            assert cluster.list("pods") == []
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.long

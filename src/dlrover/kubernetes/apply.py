@@ -70,7 +70,7 @@ async def carry_out(client: Client, jobs: Resource, job: Manifest, decision: Dec
         if decision.start is not None and not await _create(client, decision.start):
             return Result(stale=True)
     except ApiError as error:
-        going = error.status == 404 and error.message.startswith("namespaces ")
+        going = error.status == 404 and error.reason != "NoPodGroup"  # the namespace
         if not error.passing and not going:
             await _tell_refusal(client, jobs, job, error)
         raise
@@ -157,6 +157,11 @@ async def _create(client: Client, made: Manifest) -> bool:
     except ApiError as error:
         if error.status == 409 and error.reason == "AlreadyExists":
             return False
+        if error.status == 404 and made["kind"] == "PodGroup":
+            message = (
+                f"The cluster has no PodGroup of {made['apiVersion']}, which spec.gang.by needs."
+            )
+            raise ApiError(error.status, "NoPodGroup", message) from error
         raise
     return True
 
