@@ -70,18 +70,24 @@ async def carry_out(client: Client, jobs: Resource, job: Manifest, decision: Dec
         if decision.start is not None and not await _create(client, decision.start):
             return Result(stale=True)
     except ApiError as error:
-        going = error.status == 404 and error.reason != "NoPodGroup"  # the namespace
-        if not error.passing and not going:
+        if _is_for_good(error):
             await _tell_refusal(client, jobs, job, error)
         raise
+    # Before what cannot be decided again once it is done: rather told twice than not at all.
+    for event in decision.events:
+        await tell(client, job, event)
     for gone in decision.delete:
         await _delete(client, jobs, namespace, gone)
     written = None
     if decision.status is not None:
         written = await _write_status(client, jobs, job, decision.status)
-    for event in decision.events:
-        await tell(client, job, event)
     return Result(job=written)
+
+
+def _is_for_good(error: ApiError) -> bool:
+    """Whether the server refuses something, and will again. 409: others changed it; 404: the namespace goes."""
+    gone = error.status == 404 and error.reason != "NoPodGroup"
+    return not error.passing and error.status != 409 and not gone
 
 
 def status_patch(old: Mapping[str, Any] | None, status: ElasticJobStatus) -> dict[str, Any] | None:

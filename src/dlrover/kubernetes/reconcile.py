@@ -244,7 +244,7 @@ class _Step(Step):
         if anew:
             quick_ends = 0
         number = before.starts + 1
-        self.events.append(Event("MasterStarted", f"Master {number} of the job is started."))
+        self.events.append(self._started(number))
         started = MasterStatus(
             starts=number,
             last_start_time=times.written(self.now),
@@ -316,6 +316,8 @@ class _Step(Step):
                 if again == 0.0:
                     return self._yield(self._yields)
         remembered = self._remembered(master)
+        if remembered:  # the server took it, and the answer was lost
+            self.events.insert(0, self._started(remembered["master"].starts))
         decision = self._decision(phase, message, changed=changed, again=again, **remembered)
         return replace(decision, ensure=missing)
 
@@ -360,6 +362,9 @@ class _Step(Step):
         return self._decision(
             "Restarting", why, delete=delete, again=again, changed=changed, **fields
         )
+
+    def _started(self, number: int) -> Event:
+        return Event("MasterStarted", f"Master {number} of the job is started.")
 
     def _remembered(self, master: Manifest) -> Manifest:
         """What the status has to say of a master that was started without its being written."""
