@@ -48,6 +48,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """PEM key that belongs to ``tls_cert``."""
     tls_ca: str = ""
     """PEM certificates that clients trust; they use TLS if it is set."""
+    tls_server_name: str = ""
+    """Name that the master's certificate has, for clients that reach it by another one."""
     metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 0
     """Port on which the master serves Prometheus metrics; 0: it serves none."""
     metrics_host: str = "127.0.0.1"

@@ -203,6 +203,34 @@ def test_a_save_tells_the_first_step_of_a_training_that_loads_by_itself(tmp_path
     assert Worked(tmp_path, TRAINING, source).did.first_step == 100
 
 
+def test_a_program_tells_how_many_steps_are_left(tmp_path: Path) -> None:
+    assert Worked(tmp_path, TRAINING, "step()").did.left == -1
+    source = "step(); import dlrover.elastic; dlrover.elastic.steps_left(10); step(); step()"
+    assert Worked(tmp_path, TRAINING, source).did.left == 8
+    beyond = "import dlrover.elastic; dlrover.elastic.steps_left(1); step(); step()"
+    assert Worked(tmp_path, TRAINING, beyond).did.left == 0
+
+
+def test_transformers_tells_how_many_steps_are_left(tmp_path: Path) -> None:
+    """Its Trainer's event at the begin of a training, with a module of the library's name and classes."""
+    package = tmp_path / "transformers"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "trainer_callback.py").write_text(
+        "class CallbackHandler:\n"
+        "    def on_train_begin(self, args, state, control):\n"
+        "        return control\n"
+    )
+    source = """
+        import types
+        from transformers.trainer_callback import CallbackHandler
+        state = types.SimpleNamespace(max_steps=500, global_step=200)
+        assert CallbackHandler().on_train_begin(None, state, "control") == "control"
+        step(); step()
+        """
+    assert Worked(tmp_path, TRAINING, source).did.left == 298
+
+
 def test_what_other_processes_and_threads_do_does_not_count(tmp_path: Path) -> None:
     worked = Worked(
         tmp_path,

@@ -52,6 +52,8 @@ class ControlPlane:
             f"--root-ca-file={directory}/certificates/apiserver.crt",
             "--use-service-account-credentials=false",
             f"--controllers={CONTROLLERS}",
+            "--kube-api-qps=1000",  # it gives each account its token, before which no pod is admitted
+            "--kube-api-burst=1000",
             "--node-monitor-period=1s",
             "--node-monitor-grace-period=8s",
             *_quiet(),

@@ -20,7 +20,7 @@ from dlrover.kubernetes import names
 from dlrover.kubernetes.client import Client
 from dlrover.kubernetes.decisions import Options
 from dlrover.kubernetes.leader import Leader
-from dlrover.kubernetes.operator import serve
+from dlrover.kubernetes.serving import Serving
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.manifests import job
 
@@ -52,7 +52,8 @@ class Cluster:
     def __init__(self, plane: ControlPlane, namespace: str, folder: Path) -> None:
         self.plane, self.namespace = plane, namespace
         define(plane)
-        self.kubeconfig = str(plane.write_kubeconfig(folder / "operator", token=self._install()))
+        self.token = self._install()
+        self.kubeconfig = str(plane.write_kubeconfig(folder / "operator", token=self.token))
 
     def _install(self) -> str:
         """Give the operator its account and rights; its token."""
@@ -128,7 +129,8 @@ class Cluster:
         """A running operator; it has to be running, or cancelled, when the block ends."""
         client = Client.from_config(self.kubeconfig)
         elected = Leader(client, self.namespace, "lease", f"{id(client)}") if leader else None
-        task = asyncio.create_task(serve(client, self.namespace, Options("dlrover:1"), elected))
+        serving = Serving(client, self.namespace, Options("dlrover:1"), elected)
+        task = asyncio.create_task(serving.run())
         try:
             yield task
         finally:

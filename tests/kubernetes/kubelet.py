@@ -291,8 +291,11 @@ class Kubelet:
             content = self._content("secrets", volume["secret"]["secretName"])
         elif "configMap" in volume:
             content = self._content("configmaps", volume["configMap"]["name"])
+        source = volume.get("secret") or volume.get("configMap") or {}
+        chosen = {item["key"]: item["path"] for item in source.get("items") or ()}
         for name, data in content.items():
-            (folder / name).write_bytes(data)
+            if not chosen or name in chosen:
+                (folder / chosen.get(name, name)).write_bytes(data)
         return folder
 
     def _content(self, plural: str, name: str) -> dict[str, bytes]:

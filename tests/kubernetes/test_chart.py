@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import subprocess
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,7 +78,11 @@ def test_the_chart_makes_an_operator_for_the_cluster() -> None:
     (container,) = pod["containers"]
     image = f"dlrover:{dlrover.__version__}"
     assert container["image"] == image
-    assert container["args"] == [f"--master-image={image}"]
+    http = ["--http-port=8080", "--http-host=$(POD_IP)"]
+    assert container["args"] == [f"--master-image={image}", *http]
+    assert container["ports"] == [{"name": "http", "containerPort": 8080}]
+    for probe, path in (("livenessProbe", "/healthz"), ("readinessProbe", "/readyz")):
+        assert container[probe]["httpGet"] == {"path": path, "port": "http"}
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
 
 
@@ -89,7 +95,7 @@ def test_the_chart_makes_an_operator_for_one_namespace() -> None:
     assert {role["metadata"]["namespace"] for role in found["Role"]} == {"here"}
     (container,) = found["Deployment"][0]["spec"]["template"]["spec"]["containers"]
     assert container["image"] == "dlrover:v7"
-    assert container["args"] == ["--master-image=m:1", "--namespace=here"]
+    assert container["args"][::3] == ["--master-image=m:1", "--namespace=here"]
 
 
 @pytest.mark.slow
@@ -100,6 +106,23 @@ def test_a_value_that_nobody_knows_is_an_error() -> None:
 
 
 # ---- with a real API server
+
+
+def ready(cluster: Cluster) -> int:
+    """Operators whose own probe says that they are ready."""
+    count = 0
+    for pod in cluster.list("pods"):
+        (container,) = pod["spec"]["containers"]
+        address = pod.get("status", {}).get("podIP")
+        if address and "operator" in pod["metadata"]["name"]:
+            port = container["ports"][0]["containerPort"]
+            path = container["readinessProbe"]["httpGet"]["path"]
+            with (
+                contextlib.suppress(OSError),
+                urllib.request.urlopen(f"http://{address}:{port}{path}") as answer,
+            ):
+                count += answer.status == 200
+    return count
 
 
 def test_what_kustomize_installs_runs_jobs_with_the_rights_that_it_gets(
@@ -114,10 +137,7 @@ def test_what_kustomize_installs_runs_jobs_with_the_rights_that_it_gets(
     control_plane.kubectl("apply", "-f", "-", namespace=namespace, text=text)
     cluster.submit(["true"])
     asyncio.run(cluster.phase("Succeeded"))
-    operators = [
-        pod for pod in cluster.list("pods") if "app.kubernetes.io/name" in pod["metadata"]["labels"]
-    ]
-    assert len(operators) >= 2
+    asyncio.run(cluster.until(lambda: ready(cluster) == 2))
     control_plane.kubectl("delete", "deployment", "dlrover-operator", namespace=namespace)
     asyncio.run(
         cluster.until(

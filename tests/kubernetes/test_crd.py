@@ -177,15 +177,16 @@ def test_a_job_scales_by_kubectl_and_shows_its_state(defined: ControlPlane, name
     defined.kubectl("create", "-f", "-", namespace=namespace, text=json.dumps(manifest))
     defined.kubectl("scale", "--replicas=5", "ej/digits", namespace=namespace)
     path = f"/apis/{names.API_VERSION}/namespaces/{namespace}/elasticjobs/digits"
-    training = {"steps": 120, "restarts": 1, "goodput": "97.5%"}
+    training = {"steps": 120, "restarts": 1, "goodput": "97.5%", "eta": "3h12m"}
     defined.call(
         "PATCH",
         f"{path}/status",
         {"status": {"phase": "Running", "workers": "4/5", "training": training}},
     )
     heads, cells = defined.kubectl("get", "ej", namespace=namespace).splitlines()
-    assert heads.split() == ["NAME", "STATE", "WORKERS", "RESTARTS", "STEPS", "GOODPUT", "AGE"]
-    assert cells.split()[:6] == ["digits", "Running", "4/5", "1", "120", "97.5%"]
+    shown = ["NAME", "STATE", "WORKERS", "RESTARTS", "STEPS", "ETA", "GOODPUT", "AGE"]
+    assert heads.split() == shown
+    assert cells.split()[:7] == ["digits", "Running", "4/5", "1", "120", "3h12m", "97.5%"]
     kept = defined.call("GET", path)
     assert kept["spec"]["replicaSpecs"]["worker"]["replicas"] == 5
     assert kept["metadata"]["generation"] == 2, "a status is no new generation"

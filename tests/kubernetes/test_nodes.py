@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dlrover.errors import ConfigurationError
-from dlrover.kubernetes import job as jobs, names, nodes, validation
+from dlrover.kubernetes import job as jobs, names, nodes, resources, validation
 from dlrover.kubernetes.nodes import Launch
 from dlrover.kubernetes.types import ElasticJob
 from dlrover.spec.job import Limits
@@ -268,7 +268,7 @@ def test_flags_that_are_the_masters_are_found_in_the_command(
 
 def test_a_quantity_that_is_none_is_an_error() -> None:
     with pytest.raises(ValueError, match="'lots' is not a quantity"):
-        nodes.quantity("lots")
+        resources.quantity("lots")
 
 
 @pytest.mark.parametrize("value", ["", "train", "/train", "team/"])

@@ -17,9 +17,10 @@ from dlrover.errors import InfrastructureError
 from dlrover.kubernetes import names, times, validation
 from dlrover.kubernetes.client import LEASES, Client
 from dlrover.kubernetes.leader import Leader, Terms
-from dlrover.kubernetes.reporting import Reporter
+from dlrover.kubernetes.reporting import Reporter, duration
 from dlrover.platform.base import Progress
 from tests.kubernetes.controlplane import ControlPlane
+from tests.kubernetes.faults import FaultyServer
 from tests.kubernetes.installed import Cluster
 from tests.kubernetes.kubelet import Kubelet
 from tests.kubernetes.manifests import job
@@ -206,6 +207,39 @@ def test_an_api_server_that_restarts_loses_nothing(
     asyncio.run(scenario())
 
 
+def test_a_server_that_refuses_and_loses_answers_gets_one_master_for_each_that_is_lost(
+    cluster: Cluster, kubelet: Callable[..., Kubelet], tmp_path: Path
+) -> None:
+    node = kubelet()
+    faulty = FaultyServer(cluster.plane.port, seed=7)
+    path = cluster.plane.write_kubeconfig(tmp_path / "faulty", faulty.port, cluster.token)
+    path.write_text(path.read_text().replace("https://", "http://"))
+    cluster.kubeconfig = str(path)
+
+    def ready(starts: int) -> bool:
+        status = cluster.status
+        (condition,) = [c for c in status.get("conditions", ()) if c["type"] == "MasterReady"] or [
+            {}
+        ]
+        return condition.get("status") == "True" and status["master"]["starts"] == starts
+
+    async def scenario() -> None:
+        async with cluster.operator():
+            master = cluster.submit(SLEEP)
+            await cluster.until(lambda: ready(1), timeout=60)
+            node.kill(master)
+            await cluster.until(lambda: ready(2), timeout=60)
+            started = [path for path in node.folder.iterdir() if path.name.startswith(master)]
+            assert len(started) == 2, "one pod, and one in its place"
+            assert {"Accepted", "MasterStarted", "MasterReady", "MasterLost"} <= set(cluster.told)
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        faulty.close()
+    assert all(faulty.faults[kind] for kind in ("429", "503", "409", "lost")), faulty.faults
+
+
 def test_what_the_server_refuses_for_good_is_told(cluster: Cluster) -> None:
     async def scenario() -> None:
         async with cluster.operator():
@@ -245,11 +279,26 @@ def test_one_of_two_operators_works_and_the_other_takes_over(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (0.0, "0s"),
+        (59.4, "59s"),
+        (59.6, "1m"),
+        (3570.0, "1h00m"),
+        (11_520.0, "3h12m"),
+        (190_800.0, "2d5h"),
+    ],
+)
+def test_a_duration_is_as_long_as_a_column_is_wide(seconds: float, shown: str) -> None:
+    assert duration(seconds) == shown
+
+
 def test_the_masters_part_of_the_status_and_the_operators_do_not_meet(
     cluster: Cluster, kubelet: Callable[..., Kubelet]
 ) -> None:
     kubelet()
-    made = [Progress(steps=120, restarts=1, goodput=0.975)]
+    made = [Progress(steps=120, restarts=1, goodput=0.975, seconds_left=11_520.0)]
 
     async def scenario() -> None:
         client = Client.from_config(str(cluster.plane.kubeconfig))
@@ -260,7 +309,7 @@ def test_the_masters_part_of_the_status_and_the_operators_do_not_meet(
                 found = validation.parse(cluster.get("elasticjobs", "digits"))
                 reporter = Reporter(client, found, lambda: made[0], period=0.1)
                 reporting = asyncio.create_task(reporter.run())
-                expected = {"steps": 120, "restarts": 1, "goodput": "97.5%"}
+                expected = {"steps": 120, "restarts": 1, "goodput": "97.5%", "eta": "3h12m"}
                 await cluster.until(lambda: cluster.status.get("training") == expected)
                 cluster.plane.kubectl("delete", "pod", master, namespace=cluster.namespace)
                 await cluster.until(lambda: cluster.told.get("MasterReady") == 2)
@@ -269,6 +318,7 @@ def test_the_masters_part_of_the_status_and_the_operators_do_not_meet(
                 made[0] = Progress(steps=121, restarts=2, goodput=1.0)
                 await reporter.close()
                 assert cluster.status["training"]["steps"] == 121
+                assert "eta" not in cluster.status["training"], "it is not known any more"
         finally:
             await client.close()
 

@@ -193,6 +193,38 @@ def test_a_lost_master_comes_back_and_its_workers_stay(code: int | None, reason:
     assert "completionTime" not in world.status
 
 
+def memory_of(master: dict[str, Any] | None) -> tuple[str, str]:
+    assert master is not None
+    (container,) = master["spec"]["containers"]
+    asked = container["resources"]
+    return asked["requests"]["memory"], asked["limits"]["memory"]
+
+
+def test_a_master_that_ran_out_of_memory_comes_back_with_more_up_to_a_limit() -> None:
+    world = running()
+    had = [memory_of(world.master)]
+    for loss in ("OOMKilled", "Error", "OOMKilled", *["OOMKilled"] * 5):
+        assert world.master is not None
+        world.now += 100.0
+        world.end(world.master, 137, loss)
+        world.settle()
+        had.append(memory_of(world.master))
+    grown = [("256Mi", "2Gi"), ("512Mi", "4096Mi"), ("512Mi", "4096Mi"), ("1024Mi", "8192Mi")]
+    assert had[:4] == grown
+    assert had[-1] == ("2048Mi", "16384Mi")
+
+
+def test_one_death_for_want_of_memory_counts_once_however_often_it_is_seen() -> None:
+    world = running()
+    assert world.master is not None
+    world.end(world.master, 137, "OOMKilled")
+    seen = copy.deepcopy(world.objects)
+    for _ in range(3):
+        world.objects = copy.deepcopy(seen)  # the operator's cache may be behind
+        world.step()
+    assert world.status["master"]["memoryFactor"] == 2.0
+
+
 def test_a_deleted_master_comes_back_once_it_is_gone() -> None:
     world = running()
     first = world.master

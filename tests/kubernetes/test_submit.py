@@ -125,7 +125,8 @@ def test_what_a_dry_run_shows_is_what_the_operator_makes(
     control_plane: ControlPlane, namespace: str, tmp_path: Path
 ) -> None:
     cluster = Cluster(control_plane, namespace, tmp_path)
-    made = {**manifest(), "metadata": {"name": "digits", "namespace": namespace}}
+    made = manifest(master={"tls": True})
+    made["metadata"]["namespace"] = namespace
     path = saved(tmp_path, made)
     shown = list(yaml.safe_load_all(run(path, "--dry-run", "--master-image=dlrover:1").stdout))
 

@@ -9,6 +9,7 @@ from dlrover.kubernetes import names, times
 from dlrover.kubernetes.apply import status_patch
 from dlrover.kubernetes.decisions import Decision, Observed, Options
 from dlrover.kubernetes.reconcile import reconcile
+from dlrover.kubernetes.yielding import Claim
 from tests.kubernetes.manifests import Manifest, job
 
 START = 1_800_000_000.0
@@ -24,6 +25,7 @@ class World:
         self.events: list[str] = []
         self.uids = 0
         self.decision = Decision()
+        self.rivals: list[Claim] = []
 
     @property
     def master(self) -> Manifest | None:
@@ -56,7 +58,7 @@ class World:
         if self.job is None:
             return Decision()
         service = self.objects.get(("Service", names.master_name(self.name)))
-        seen = Observed(copy.deepcopy(self.job), copy.deepcopy(self.pods), service)
+        seen = Observed(copy.deepcopy(self.job), copy.deepcopy(self.pods), service, self.rivals)
         before = copy.deepcopy(self.objects)
         self.decision = reconcile(seen, self.now, Options("dlrover:1"), f"token-{self.uids}")
         assert self.objects == before
@@ -73,7 +75,8 @@ class World:
         raise AssertionError(f"It does not converge: {self.status}")
 
     def _apply(self, decision: Decision) -> None:
-        for made in decision.ensure:
+        secret = [decision.certificate.secret] if decision.certificate is not None else []
+        for made in [*decision.ensure, *secret]:
             self.objects.setdefault((made["kind"], made["metadata"]["name"]), copy.deepcopy(made))
         if decision.start is not None:
             self.create_pod(decision.start)
@@ -112,7 +115,7 @@ class World:
             "labels": names.labels(self.name, "worker"),
             "ownerReferences": [owner],
         }
-        return self.create_pod({"kind": "Pod", "metadata": metadata})
+        return self.create_pod({"kind": "Pod", "metadata": metadata, "spec": {}})
 
     def delete(self, pod: Manifest, *, force: bool = False) -> None:
         """A pod with nothing running goes at once; others are leaving."""

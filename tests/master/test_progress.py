@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from dlrover.master import service
@@ -67,6 +68,18 @@ def run(path: Path, test: Callable[[Job], Awaitable[None]]) -> None:
 
 
 # ---- what nodes told
+
+
+def test_the_time_left_is_that_of_the_slowest_at_its_pace_since_its_first_step() -> None:
+    latest = Activities()
+    latest.note(0, 1, 10, (worker(50.0, 20.0, steps=10),))
+    assert latest.seconds_left() is None
+    told = msgspec.structs.replace(worker(50.0, 20.0, steps=10), left=100)
+    slower = msgspec.structs.replace(worker(50.0, 30.0, steps=10), left=100)
+    latest.note(0, 1, 10, (told, slower))
+    assert latest.seconds_left() == 300.0
+    latest.note(0, 2, 0, (msgspec.structs.replace(told, steps=0),))
+    assert latest.seconds_left() is None, "no pace without a step"
 
 
 def test_the_mean_is_over_all_workers_of_the_round() -> None:

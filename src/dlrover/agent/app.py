@@ -75,7 +75,7 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
     workers = WorkerGroup(launch, env, RunLogs(launch, base), hostname, on_exit)
     checker = Checker(job_dir.path, settings.accelerator, env)
     workers.others = lambda: checker.pids
-    tls = wire.Tls(settings.tls.cert, settings.tls.key, settings.tls.ca)
+    tls = wire.Tls(settings.tls.cert, settings.tls.key, settings.tls.ca, settings.tls.server_name)
     address = settings.master_address or _master_address(job_dir)
     if not settings.address:
         settings = msgspec.structs.replace(settings, address=_own_address(address))

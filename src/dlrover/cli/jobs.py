@@ -165,7 +165,7 @@ def connect(job_dir: JobDir) -> MasterClient:
         raise ConfigurationError(
             f"{job_dir.path} does not say where its job's master is: {error}."
         ) from error
-    return MasterClient(address, token, wire.Tls(tls.cert, tls.key, tls.ca))
+    return MasterClient(address, token, wire.Tls(tls.cert, tls.key, tls.ca, tls.server_name))
 
 
 def _by_name(state: Path, job: str) -> Path:

@@ -304,7 +304,7 @@ def master(  # noqa: PLR0913 - each is an option of the command
         job = elastic_job.job_spec(found, settings.limits, rules)
         brain_side = elastic_job.brain_side(found, brain_side)
         name, host = job.name, env.get("POD_IP") or host
-    tls = TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_ca)
+    tls = TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_ca, settings.tls_server_name)
     directory = jobs.create(env, name, job_dir or env.get("DLROVER_JOB_DIR", ""))
     with jobs.locked(directory, resume=True):
         shown = settings.metrics_port if metrics_port is None else metrics_port

@@ -9,12 +9,16 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Coroutine
-from typing import Annotated, Any
+from collections.abc import Coroutine, Iterator
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dlrover.cli.kube import IMAGE, Kubeconfig, MasterImage, extra
+from dlrover.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from dlrover.kubernetes.serving import Serving
 
 LEASE = "dlrover-operator"
 """The name of the Lease by which one of several operators leads."""
@@ -32,6 +36,10 @@ def operator(
     leader_election: Annotated[
         bool, typer.Option(help="Wait while another operator leads.")
     ] = True,
+    http_port: Annotated[
+        int, typer.Option(help="Port of /healthz, /readyz and /metrics; 0: none.")
+    ] = 0,
+    http_host: Annotated[str, typer.Option(help="Address that it listens on.")] = "127.0.0.1",
 ) -> None:
     """Run the operator: it makes the masters of ElasticJobs and keeps them alive.
 
@@ -41,7 +49,7 @@ def operator(
         from dlrover.kubernetes.client import Client  # noqa: PLC0415 - needs the extra
         from dlrover.kubernetes.decisions import Options  # noqa: PLC0415
         from dlrover.kubernetes.leader import Leader  # noqa: PLC0415
-        from dlrover.kubernetes.operator import serve  # noqa: PLC0415
+        from dlrover.kubernetes.serving import Serving  # noqa: PLC0415
 
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -55,12 +63,39 @@ def operator(
             where = lease_namespace or namespace or client.namespace
             identity = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
             leader = Leader(client, where, LEASE, identity)
+        serving = Serving(client, namespace or None, Options(master_image), leader)
         try:
-            await _until_stopped(serve(client, namespace or None, Options(master_image), leader))
+            with _health(serving, http_host, http_port):
+                await _until_stopped(serving.run())
         finally:
             await client.close()
 
     asyncio.run(run())
+
+
+@contextlib.contextmanager
+def _health(serving: Serving, host: str, port: int) -> Iterator[None]:
+    """Serve the HTTP port, if there is to be one.
+
+    Raises:
+        ConfigurationError: the package for it is missing, or the address cannot be listened on.
+    """
+    if not port:
+        yield
+        return
+    try:
+        from dlrover.kubernetes.health import HealthServer  # noqa: PLC0415 - needs an extra
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"--http-port {port} needs the package prometheus-client: pip install "
+            "'dlrover[metrics]'."
+        ) from error
+    server = HealthServer(serving, host, port)
+    try:
+        yield
+    finally:
+        # Its threads ask this event loop, which does not wait for them meanwhile.
+        server.close()
 
 
 async def _until_stopped(serving: Coroutine[Any, Any, None]) -> None:

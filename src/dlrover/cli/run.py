@@ -132,7 +132,9 @@ class _Plan:
         self._env = env
         self._job_dir = job_dir
         self._name = name
-        self._tls = TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_ca)
+        self._tls = TlsFiles(
+            settings.tls_cert, settings.tls_key, settings.tls_ca, settings.tls_server_name
+        )
         self._rules = load_own(settings.diagnosis_rules, settings.limits.cause_budgets)
         self._has_master = False
         self._has_agent = False

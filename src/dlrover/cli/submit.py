@@ -17,7 +17,7 @@ from dlrover.errors import ConfigurationError
 
 Manifest = dict[str, Any]
 LATER = "(set in the cluster)"
-"""Stands for the job's token."""
+"""Stands for the job's token and its certificate."""
 UID = "UID"
 """Stands for the job's uid, of which names have the part before the first hyphen."""
 
@@ -92,14 +92,17 @@ def read(file: str) -> Manifest:
 
 def preview(manifest: Manifest, image: str) -> list[Manifest]:
     """The job, and what the operator creates for it, in its order."""
+    from dlrover.kubernetes import tls  # noqa: PLC0415
     from dlrover.kubernetes.decisions import Observed, Options  # noqa: PLC0415
     from dlrover.kubernetes.reconcile import reconcile  # noqa: PLC0415
 
     metadata: Mapping[str, Any] = {"namespace": "default", "uid": UID, "generation": 1}
     known = {**manifest, "metadata": {**metadata, **manifest["metadata"]}}
     decision = reconcile(Observed(known), 0.0, Options(image), LATER)
-    started = () if decision.start is None else (decision.start,)
-    return [manifest, *decision.ensure, *started]
+    wanted, started = decision.certificate, () if decision.start is None else (decision.start,)
+    content = dict.fromkeys((tls.AUTHORITY, tls.CERTIFICATE, tls.KEY), LATER)
+    secret = () if wanted is None else ({**wanted.secret, "stringData": content},)
+    return [manifest, *decision.ensure, *secret, *started]
 
 
 def _show(made: list[Manifest], output: Form) -> None:

@@ -6,6 +6,7 @@ what it trains and keeps   the optimizer's parameters and state, after its first
 waiting for the next batch a wrapper of the data loader iterators' ``__next__``
 compiling                  PyTorch's own callbacks of its compiler
 evaluating                 wrappers of ``Module.eval`` and ``Module.train``
+steps left                 a wrapper of the event of Transformers' Trainer at the begin of a training
 checkpoints                wrappers of ``torch.save`` and ``torch.distributed.checkpoint``'s ``save`` and
                            ``load``; our own `Checkpointer` says it itself
 ========================== ==========================================================================
@@ -31,6 +32,7 @@ from dlrover.spec.activities import Activity
 OPTIMIZERS = "torch.optim.optimizer"
 DATA_LOADERS = "torch.utils.data.dataloader"
 MODULES = "torch.nn.modules.module"
+TRAINER = "transformers.trainer_callback"
 COMPILER = "torch._dynamo.callback"
 SAVING = "torch.serialization"
 CHECKPOINTS = (
@@ -47,6 +49,7 @@ def install(tracker: Tracker, on_first_step: Callable[[], None]) -> None:
         DATA_LOADERS: hooks.watch_data,
         MODULES: hooks.watch_evaluation,
         COMPILER: hooks.watch_compiler,
+        TRAINER: hooks.watch_trainer,
         SAVING: hooks.watch_saving,
         **dict.fromkeys(CHECKPOINTS, hooks.watch_checkpoints),
     }
@@ -129,6 +132,20 @@ class Hooks:
             self._owned = {id(parameter) for group in groups for parameter in group["params"]}
         if any(id(parameter) in self._owned for parameter in module.parameters()):
             self._tracker.evaluate()
+
+    # ---- the length of the training
+
+    def watch_trainer(self, module: types.ModuleType) -> None:
+        """Learn from Transformers' Trainer how many steps it is about to make."""
+        cls = module.CallbackHandler
+        begin, tell = cls.on_train_begin, guarded(self._tracker.ends_in)
+
+        @functools.wraps(begin)
+        def on_train_begin(self: Any, args: Any, state: Any, control: Any) -> Any:
+            tell(state.max_steps - state.global_step)
+            return begin(self, args, state, control)
+
+        cls.on_train_begin = on_train_begin
 
     # ---- compiling
 

@@ -14,6 +14,7 @@ integers, each stored by a single aligned write:
 13    the number of the step that it began with, plus 1; 0 while that is not known
 14    samples of a step of all ranks, where the program keeps that fixed; 0 otherwise
 15-17 numbers that its optimizer trains, their bytes, and the bytes that the optimizer keeps beside them
+18    how many steps it will have completed at the end of the training, plus 1; 0 while that is not known
 ===== ==========================================================================================
 
 What a worker does now has lasted as long as its age less all other activities. So the times by activity
@@ -47,6 +48,7 @@ _COMPUTE = _TOTALS + len(Activity)
 _FIRST_STEP = _COMPUTE + 1
 _TOTAL_BATCH = _FIRST_STEP + 1
 _PROFILE = _TOTAL_BATCH + 1
+_END = _PROFILE + 3
 _KINDS = 8
 """Activities that word 5 has room for."""
 
@@ -107,6 +109,7 @@ class Board:
             parameters=words[_PROFILE],
             parameter_bytes=words[_PROFILE + 1],
             state_bytes=words[_PROFILE + 2],
+            left=max(0, words[_END] - 1 - words[_STEPS]) if words[_END] else -1,
         )
 
     def _read_unchanged(self, slot: int) -> Sequence[int]:
@@ -169,6 +172,10 @@ class Board:
     def knows_first_step(self, slot: int) -> bool:
         """Whether the worker knows which step it began with."""
         return self._words[slot * SLOT_WORDS + _FIRST_STEP] > 0
+
+    def set_end(self, slot: int, steps: int) -> None:
+        """The training ends when the worker has completed so many steps."""
+        self._words[slot * SLOT_WORDS + _END] = steps + 1
 
     def mark_modules_listed(self, slot: int) -> None:
         """Tell the agent that this worker has written its list of modules."""

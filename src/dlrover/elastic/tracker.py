@@ -113,6 +113,11 @@ class Tracker:
         """A step of all ranks has so many samples, whatever the number of ranks."""
         self._board.set_total_batch(self._slot, samples)
 
+    def ends_in(self, steps: int) -> None:
+        """The training has so many steps left."""
+        if self._thread:
+            self._board.set_end(self._slot, self.steps + max(0, steps))
+
     def computed(self, nanoseconds: int) -> None:
         """The steps took so long, without waiting for other ranks."""
         self._board.set_compute(self._slot, nanoseconds)
@@ -142,6 +147,18 @@ def keeps_batch(samples: int) -> None:
     """Tell that a step of all ranks has ``samples``, whatever their number. No effect outside of a job."""
     if _trackers:
         _trackers[0].keeps_batch(samples)
+
+
+def steps_left(steps: int) -> None:
+    """Tell how many optimizer steps the training has left, so that the job can say how long it will take.
+
+    Transformers' Trainer does it itself. No effect outside of a job.
+
+    Args:
+        steps: Steps of the optimizer from now to the training's end.
+    """
+    if _trackers:
+        _trackers[0].ends_in(steps)
 
 
 @contextlib.contextmanager

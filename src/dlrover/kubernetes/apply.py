@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import time
@@ -11,9 +12,17 @@ from typing import Any
 
 import msgspec
 
-from dlrover.kubernetes import client as api, names, times
+from dlrover.kubernetes import certificates, client as api, names, podgroups, times
 from dlrover.kubernetes.client import ApiError, Client, Resource
-from dlrover.kubernetes.decisions import Decision, Deletion, Event, condition, merged, status_of
+from dlrover.kubernetes.decisions import (
+    Certificate,
+    Decision,
+    Deletion,
+    Event,
+    condition,
+    merged,
+    status_of,
+)
 from dlrover.kubernetes.types import ElasticJobStatus
 
 logger = logging.getLogger(__name__)
@@ -29,6 +38,10 @@ _MADE = (
     api.EVENTS,
 )
 _RESOURCES = {resource.kind: resource for resource in _MADE}
+_POD_GROUPS = {
+    f"{group}/{version}": Resource(group, version, "podgroups", "PodGroup")
+    for group, version in podgroups.VERSIONS.values()
+}
 
 
 @dataclass(frozen=True)
@@ -52,20 +65,29 @@ async def carry_out(client: Client, jobs: Resource, job: Manifest, decision: Dec
     try:
         for made in decision.ensure:
             await _ensure(client, made)
+        if decision.certificate is not None:
+            await _ensure_certificate(client, decision.certificate)
         if decision.start is not None and not await _create(client, decision.start):
             return Result(stale=True)
     except ApiError as error:
-        if not error.passing and error.status != 404:  # 404: the namespace is going
+        if _is_for_good(error):
             await _tell_refusal(client, jobs, job, error)
         raise
+    # Before what cannot be decided again once it is done: rather told twice than not at all.
+    for event in decision.events:
+        await tell(client, job, event)
     for gone in decision.delete:
         await _delete(client, jobs, namespace, gone)
     written = None
     if decision.status is not None:
         written = await _write_status(client, jobs, job, decision.status)
-    for event in decision.events:
-        await tell(client, job, event)
     return Result(job=written)
+
+
+def _is_for_good(error: ApiError) -> bool:
+    """Whether the server refuses something, and will again. 409: others changed it; 404: the namespace goes."""
+    gone = error.status == 404 and error.reason != "NoPodGroup"
+    return not error.passing and error.status != 409 and not gone
 
 
 def status_patch(old: Mapping[str, Any] | None, status: ElasticJobStatus) -> dict[str, Any] | None:
@@ -138,10 +160,16 @@ async def tell(
 async def _create(client: Client, made: Manifest) -> bool:
     """Create an object; False if there is one of its name."""
     try:
-        await client.create(_RESOURCES[made["kind"]], made)
+        resource = _POD_GROUPS.get(made.get("apiVersion", "")) or _RESOURCES[made["kind"]]
+        await client.create(resource, made)
     except ApiError as error:
         if error.status == 409 and error.reason == "AlreadyExists":
             return False
+        if error.status == 404 and made["kind"] == "PodGroup":
+            message = (
+                f"The cluster has no PodGroup of {made['apiVersion']}, which spec.gang.by needs."
+            )
+            raise ApiError(error.status, "NoPodGroup", message) from error
         raise
     return True
 
@@ -152,6 +180,12 @@ async def _ensure(client: Client, made: Manifest) -> None:
         metadata = made["metadata"]
         patch = {"rules": made["rules"]}
         await client.patch(api.ROLES, metadata["namespace"], metadata["name"], patch)
+
+
+async def _ensure_certificate(client: Client, wanted: Certificate) -> None:
+    """Create a certificate where there is none. The operator cannot read Secrets: it makes one to try."""
+    content = await asyncio.to_thread(certificates.make, wanted.hosts)
+    await _create(client, {**wanted.secret, "stringData": content})
 
 
 async def _delete(client: Client, jobs: Resource, namespace: str, gone: Deletion) -> None:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, NamedTuple
 
 import httpx2
@@ -111,6 +111,9 @@ class Client:
     def __init__(self, access: Access) -> None:
         self.namespace = access.namespace
         """The one that is meant where none is named."""
+        self.on_call: Callable[[str, str], None] = lambda _method, _code: None
+        """Called after each attempt of a call with its method (``WATCH`` is one) and the HTTP status;
+        the latter is empty if no answer came."""
         self._access = access
         self._http = httpx2.AsyncClient(
             base_url=access.server,
@@ -140,7 +143,10 @@ class Client:
     async def list(
         self, resource: Resource, namespace: str | None = None, labels: str = "", fields: str = ""
     ) -> tuple[list[Object], str]:
-        """The objects that the selectors take, and the resource version of that state."""
+        """The objects that the selectors take, and the resource version of that state.
+
+        Here and in `watch` they come without their ``managedFields``, which nobody here reads.
+        """
         path = resource.path(namespace)
         query = _query(labelSelector=labels, fieldSelector=fields)
         items: list[Object] = []
@@ -158,6 +164,7 @@ class Client:
             page = await self._call("GET", path, query)  # the pages' state is gone: all at once
             items = page.get("items") or []
         for item in items:  # the items of a list lack them
+            item["metadata"].pop("managedFields", None)
             item.setdefault("apiVersion", resource.api_version)
             item.setdefault("kind", resource.kind)
         return items, page["metadata"]["resourceVersion"]
@@ -190,10 +197,11 @@ class Client:
         wait = httpx2.Timeout(timeout + STALL_GRACE, connect=CONNECT_TIMEOUT, pool=CONNECT_TIMEOUT)
         headers = await self._headers()
         path = resource.path(namespace)
-        with self._failures(f"watch {resource.plural}"):
+        with self._failures("WATCH", resource.plural):
             async with self._http.stream(
                 "GET", path, params=query, headers=headers, timeout=wait
             ) as answer:
+                self.on_call("WATCH", str(answer.status_code))
                 if answer.status_code >= 400:
                     await answer.aread()
                     raise _error(answer)
@@ -299,10 +307,11 @@ class Client:
             kind = "merge-patch+json" if method == "PATCH" else "json"
             headers["Content-Type"] = f"application/{kind}"
             content = msgspec.json.encode(body)
-        with self._failures(f"{method} {path}"):
+        with self._failures(method, path):
             answer = await self._http.request(
                 method, path, params=query, headers=headers, content=content
             )
+            self.on_call(method, str(answer.status_code))
             if answer.status_code >= 400:
                 raise _error(answer)
             return _decode(answer.content)
@@ -314,12 +323,13 @@ class Client:
         return {"Authorization": f"Bearer {token}"} if token else {}
 
     @contextlib.contextmanager
-    def _failures(self, doing: str) -> Any:
+    def _failures(self, method: str, what: str) -> Any:
         try:
             yield
         except httpx2.HTTPError as error:
+            self.on_call(method, "")
             raise InfrastructureError(
-                f"The Kubernetes API server {self._access.server} does not answer to {doing}: "
+                f"The Kubernetes API server {self._access.server} does not answer to {method} {what}: "
                 f"{type(error).__name__} {error}".rstrip()
                 + "."
             ) from error
@@ -346,6 +356,7 @@ def _decode(content: bytes | str) -> Object:
 def _event(line: str) -> tuple[str, Object]:
     event = _decode(line)
     kind, obj = event["type"], event["object"]
+    obj.get("metadata", {}).pop("managedFields", None)
     if kind == "ERROR":
         raise ApiError(obj.get("code", 500), obj.get("reason", ""), obj.get("message", ""))
     return kind, obj

@@ -29,6 +29,7 @@ def elastic_jobs() -> Manifest:
         _column("Workers", ".status.workers"),
         _column("Restarts", ".status.training.restarts", "integer"),
         _column("Steps", ".status.training.steps", "integer"),
+        _column("ETA", ".status.training.eta"),
         _column("Goodput", ".status.training.goodput"),
         _column("Age", ".metadata.creationTimestamp", "date"),
         _column("Message", ".status.message", priority=1),

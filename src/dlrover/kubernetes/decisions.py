@@ -10,6 +10,7 @@ import msgspec
 
 from dlrover.kubernetes import times
 from dlrover.kubernetes.types import Condition, ElasticJobStatus
+from dlrover.kubernetes.yielding import Claim
 
 Manifest = dict[str, Any]
 
@@ -21,6 +22,8 @@ class Observed:
     job: Manifest
     pods: Sequence[Manifest] = ()
     service: Manifest | None = None
+    rivals: Sequence[Claim] = ()
+    """What other jobs claim that give way, as this one may."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +54,31 @@ class Deletion:
 
 
 @dataclass(frozen=True)
+class Certificate:
+    """A certificate to make: its key is random, so no decision holds it."""
+
+    secret: Manifest
+    """The Secret that is to hold it."""
+    hosts: Sequence[str]
+    """What it names."""
+
+
+@dataclass(frozen=True)
 class Decision:
     """What to do, in this order. Nothing of it is done again if it has been done."""
 
     ensure: tuple[Manifest, ...] = ()
     """Objects to create where they are missing."""
+    certificate: Certificate | None = None
+    """What to make a certificate for where there is none yet."""
     start: Manifest | None = None
     """The master's pod to create; if there is one already, the rest is for another time."""
     delete: tuple[Deletion, ...] = ()
     status: ElasticJobStatus | None = None
     """The job's status, but for ``training``; None: not ours to write."""
     events: tuple[Event, ...] = ()
+    claim: Claim | None = None
+    """What other jobs are to know of this one; None: nothing."""
     again: float | None = None
     """Seconds after which to decide again, though nothing changes."""
 

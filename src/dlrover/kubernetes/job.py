@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import msgspec
 
 from dlrover.errors import ConfigurationError
-from dlrover.kubernetes import names, nodes, validation
+from dlrover.kubernetes import commands, names, nodes, validation
 from dlrover.kubernetes.client import ApiError, Client, Resource
 from dlrover.kubernetes.inventory import requests_of
-from dlrover.kubernetes.types import ElasticJob, ReplicaSpec
+from dlrover.kubernetes.types import ElasticJob
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.jobdir import BrainSide
 from dlrover.spec.plan import Group
@@ -67,17 +65,17 @@ def job_spec(job: ElasticJob, limits: Limits, rules: tuple[Rule, ...] = ()) -> J
         )
     total = len(nodes.slots(job))
     worker = specs.get("worker", specs[roles[0]])
-    flags = _flags(worker.template)
+    flags = commands.options(worker.template)
     stragglers = "exclude-straggler" in flags
     return JobSpec(
         name=job.name,
-        min_nodes=_fewest([specs[role] for role in roles], flags.get("nnodes", ""), total),
+        min_nodes=commands.fewest_nodes(job),
         max_nodes=total,
         managed_nodes=total,
         auto_scale=_auto_scale(job, flags),
         other_nodes=total - (specs["worker"].replicas if "worker" in specs else 0),
-        node_unit=_number(flags.get("node-unit", ""), 1),
-        max_restarts=_number(flags.get("max-restarts", ""), worker.restart_count),
+        node_unit=commands.number(flags.get("node-unit", ""), 1),
+        max_restarts=commands.number(flags.get("max-restarts", ""), worker.restart_count),
         node_check=stragglers or "network-check" in flags,
         exclude_stragglers=stragglers,
         limits=limits,
@@ -111,41 +109,3 @@ def _auto_scale(job: ElasticJob, flags: Mapping[str, str]) -> bool:
     )
     asked = "auto-scale" in flags or ("worker" in specs and specs["worker"].auto_scale)
     return asked and alone and job.spec.optimize_mode in ("single-job", "cluster")
-
-
-def _flags(template: Mapping[str, Any]) -> dict[str, str]:
-    """The options in a template's command, as ``network-check`` and its value, which may be empty."""
-    found: dict[str, str] = {}
-    words = list(_words(template))
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        if word.startswith("--"):
-            name, has_value, value = word[2:].partition("=")
-            found[name.replace("_", "-")] = value if has_value else following
-    return found
-
-
-def _number(text: str, default: int) -> int:
-    """An option's value; one that is wrong or a shell's variable is for ``dlrover-run`` to judge."""
-    return int(text) if text.isdecimal() else default
-
-
-def _fewest(specs: Sequence[ReplicaSpec], nnodes: str, total: int) -> int:
-    """The fewest nodes that the job may run with."""
-    if all(spec.min_replicas is None for spec in specs):
-        fewest, is_range, _ = nnodes.partition(":")
-        return max(1, min(total, _number(fewest if is_range else "", total)))
-    return max(1, sum(min(spec.min_replicas or spec.replicas, spec.replicas) for spec in specs))
-
-
-def _words(template: Mapping[str, Any]) -> Iterator[str]:
-    for container in ((template.get("spec") or {}).get("containers") or ())[:1]:
-        for argument in [*(container.get("command") or ()), *(container.get("args") or ())]:
-            yield from _split(str(argument))
-
-
-def _split(text: str) -> list[str]:
-    """The words of an argument, which may be a shell's whole script."""
-    try:
-        return shlex.split(text, comments=True)
-    except ValueError:
-        return text.split()

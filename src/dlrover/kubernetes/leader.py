@@ -52,6 +52,11 @@ class Leader:
         self._seen_at = 0.0
         self._renewed_at = 0.0
 
+    @property
+    def informed(self) -> bool:
+        """Whether it has read the Lease."""
+        return bool(self._seen)
+
     async def acquire(self) -> None:
         """Wait until the Lease is ours."""
         while True:

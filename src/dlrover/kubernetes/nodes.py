@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from collections.abc import Mapping, Sequence
-from decimal import Decimal
 from typing import Any, NamedTuple
 
 import msgspec
 
-from dlrover.kubernetes import names, objects, pods
+from dlrover.kubernetes import names, objects, podgroups, pods, resources, tls
 from dlrover.kubernetes.types import ElasticJob, ReplicaSpec
 
 Manifest = dict[str, Any]
@@ -24,11 +22,6 @@ NODE_LABEL = f"{names.GROUP}/node-id"
 RANK_LABEL = f"{names.GROUP}/node-rank"
 """The rank that the node is to wish for; a pod and its replacement have the same."""
 HOST_LABEL = "kubernetes.io/hostname"
-_UNITS: dict[str, int | Decimal] = {
-    "": 1, "m": Decimal("0.001"),
-    "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18,
-    "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei": 2**60,
-}  # fmt: skip
 
 
 class Slot(NamedTuple):
@@ -87,7 +80,8 @@ def pod(job: ElasticJob, launch: Launch, master: str) -> Manifest:
     spec["restartPolicy"] = "Never"
     container = _main(spec)
     _give_variables(spec, container, job, launch, slot, master)
-    _grow(container, launch.memory_factor)
+    tls.give_node(spec, container, job)
+    resources.grow(container, launch.memory_factor)
     _avoid(spec, launch.avoid)
     priority = _priority(replica, slot.number)
     if priority:
@@ -98,7 +92,7 @@ def pod(job: ElasticJob, launch: Launch, master: str) -> Manifest:
         NODE_LABEL: str(launch.node_id),
         RANK_LABEL: str(launch.node_rank),
     }
-    return {
+    made = {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
@@ -110,6 +104,8 @@ def pod(job: ElasticJob, launch: Launch, master: str) -> Manifest:
         },
         "spec": spec,
     }
+    podgroups.join(made, job, len(slots(job)))
+    return made
 
 
 def _slot(job: ElasticJob, launch: Launch) -> Slot:
@@ -176,24 +172,6 @@ def _own_variables(job: ElasticJob, launch: Launch, slot: Slot, master: str) -> 
         ),
         {"name": "DLROVER_TOKEN", "valueFrom": {"secretKeyRef": token}},
     ]
-
-
-def _grow(container: Manifest, factor: float) -> None:
-    """Multiply the memory that a container asks for and may use, where it says so."""
-    resources = container.get("resources") or {}
-    for kind in ("requests", "limits"):
-        asked = resources.get(kind) or {}
-        if factor != 1.0 and "memory" in asked:
-            wanted = quantity(asked["memory"]) * Decimal(str(factor))
-            asked["memory"] = f"{math.ceil(wanted / 2**20)}Mi"
-
-
-def quantity(text: str | int) -> Decimal:
-    """A Kubernetes quantity as a number: ``1Gi``, ``500m``, ``1e3``."""
-    found = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)([kKMGTPEm]i?)?", str(text).strip())
-    if found is None:
-        raise ValueError(f"{text!r} is not a quantity")
-    return Decimal(found[1]) * _UNITS[found[2] or ""]
 
 
 def _avoid(spec: Manifest, hosts: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from dlrover.kubernetes import names
+from dlrover.kubernetes import names, podgroups, resources, tls
 from dlrover.kubernetes.types import ElasticJob
 
 Manifest = dict[str, Any]
@@ -41,6 +41,25 @@ def secret(job: ElasticJob, token: str) -> Manifest:
     """The token that each connection to the master shows."""
     made = _object("v1", "Secret", job, type="Opaque", stringData={names.TOKEN_KEY: token})
     return _own(made, job)
+
+
+def certificate(job: ElasticJob) -> Manifest | None:
+    """The Secret of the master's certificate, without its content; None if the job asks for no TLS."""
+    if not job.spec.master.tls:
+        return None
+    made = _object("v1", "Secret", job, type="kubernetes.io/tls")
+    made["metadata"]["name"] = tls.secret_name(job)
+    return made
+
+
+def pod_group(job: ElasticJob) -> Manifest | None:
+    """The PodGroup of the job's nodes, if their scheduler needs one."""
+    group = podgroups.pod_group(job)
+    if group is None:
+        return None
+    made = _object(group["apiVersion"], "PodGroup", job, spec=group["spec"])
+    made["metadata"]["name"] = podgroups.name(job)
+    return made
 
 
 def account(job: ElasticJob) -> list[Manifest]:
@@ -88,6 +107,8 @@ def operator_rules() -> list[Manifest]:
         _rule(rbac, ["roles"], ["create", "patch"]),
         _rule(rbac, ["rolebindings"], ["create"]),
         _rule("", ["events"], ["get", "create", "patch"]),
+        _rule(podgroups.VOLCANO, ["podgroups"], ["create"]),
+        _rule(podgroups.COSCHEDULING, ["podgroups"], ["create"]),
     ]
 
 
@@ -101,9 +122,10 @@ def _rule(group: str, resources: list[str], verbs: list[str], only: str = "") ->
     return {"apiGroups": [group], "resources": resources, "verbs": verbs, **named}
 
 
-def master_pod(job: ElasticJob, image: str) -> Manifest:
+def master_pod(job: ElasticJob, image: str, memory_factor: float = 1.0) -> Manifest:
     """The master's pod, by the role ``dlrover-master`` of the job if it has one.
 
+    It has ``memory_factor`` times the memory that it is to have at first.
     The pod never restarts its container: its end is the operator's to judge.
     """
     given = job.spec.replica_specs.get(names.MASTER_ROLE)
@@ -112,6 +134,7 @@ def master_pod(job: ElasticJob, image: str) -> Manifest:
     metadata: Mapping[str, Any] = template.get("metadata") or {}
     containers = spec.get("containers") or [{}]
     _complete(containers[0], job, image)
+    resources.grow(containers[0], memory_factor)
     spec["containers"] = containers
     spec["restartPolicy"] = "Never"
     spec.setdefault("serviceAccountName", _own_name(job))
@@ -132,12 +155,14 @@ def master_pod(job: ElasticJob, image: str) -> Manifest:
         {"name": "dlrover-home", **home},
         {"name": "dlrover-tmp", "emptyDir": {}},
     ]
+    tls.give_master(spec, containers[0], job)
     pod = _object("v1", "Pod", job, spec=spec)
     pod["metadata"]["labels"] = {
         **(metadata.get("labels") or {}),
         **names.labels(job.name, names.MASTER_ROLE),
     }
-    pod["metadata"]["annotations"] = dict(metadata.get("annotations") or {})
+    grown = {names.MEMORY_FACTOR: str(memory_factor)} if memory_factor != 1.0 else {}
+    pod["metadata"]["annotations"] = {**(metadata.get("annotations") or {}), **grown}
     return pod
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dlrover.errors import InfrastructureError
@@ -16,10 +15,11 @@ from dlrover.kubernetes.client import PODS, SERVICES, Client, Resource
 from dlrover.kubernetes.decisions import Observed, Options
 from dlrover.kubernetes.informer import Informer
 from dlrover.kubernetes.job import ELASTIC_JOBS
-from dlrover.kubernetes.leader import Leader
 from dlrover.kubernetes.reconcile import reconcile
 from dlrover.kubernetes.scaleplans import ScalePlans
+from dlrover.kubernetes.stats import Stats
 from dlrover.kubernetes.workqueue import WorkQueue
+from dlrover.kubernetes.yielding import Claim
 
 logger = logging.getLogger(__name__)
 
@@ -73,18 +73,32 @@ class ByJob:
 class Operator:
     """Reconciles all ElasticJobs of one namespace, or of the cluster if it is None."""
 
-    def __init__(self, client: Client, namespace: str | None, options: Options) -> None:
+    def __init__(
+        self, client: Client, namespace: str | None, options: Options, stats: Stats
+    ) -> None:
         self._client = client
         self._options = options
-        self._queue = WorkQueue()
+        self._stats = stats
+        self._queue = WorkQueue(stats.waits)
         self._jobs = Informer(client, ELASTIC_JOBS, namespace, "", self._job_changed)
         self._pods = ByJob(client, PODS, namespace, self._queue.add)
         self._services = ByJob(client, SERVICES, namespace, self._queue.add)
         self._scale_plans = ScalePlans(client, namespace, self._manifest)
         self._failures: dict[str, int] = {}
         self._written: dict[str, int] = {}
+        self._claims: dict[str, Claim] = {}
         self.synced = asyncio.Event()
         """Set once everything there is has been seen."""
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that wait to be looked at."""
+        return self._queue.depth
+
+    def phases(self) -> Iterator[str]:
+        """The state of each job."""
+        for job in self._jobs.cache.values():
+            yield (job.get("status") or {}).get("phase") or "Created"
 
     async def run(self) -> None:
         """Work until cancelled."""
@@ -115,11 +129,13 @@ class Operator:
             key = await self._queue.get()
             # A task of its own: a defect that one job meets must not stop the others.
             task = asyncio.create_task(self._reconcile(key))
+            began = time.monotonic()
             try:
                 await asyncio.wait([task])
             finally:
                 task.cancel()
                 self._queue.done(key)
+                self._stats.reconciles.add(time.monotonic() - began)
             error = task.exception()
             if error is None:
                 self._failures.pop(key, None)
@@ -131,6 +147,7 @@ class Operator:
 
     def _retry(self, key: str, error: BaseException) -> float:
         """Seconds until a job is tried again."""
+        self._stats.failures += 1
         failures = self._failures[key] = self._failures.get(key, 0) + 1
         again = min(LONGEST_RETRY, FIRST_RETRY * 2.0 ** min(failures, 10))
         defect = None if isinstance(error, InfrastructureError) else error
@@ -142,44 +159,22 @@ class Operator:
         job = self._jobs.cache.get(key)
         if job is None:
             self._written.pop(key, None)
+            self._claims.pop(key, None)
             return None
         if _version(job) < self._written.get(key, 0):
             return FOUND_AGAIN  # what is in the cache is older than what was written from here
         services = self._services.of(key)
-        seen = Observed(job, self._pods.of(key), services[0] if services else None)
+        rivals = tuple(self._claims.values())
+        seen = Observed(job, self._pods.of(key), services[0] if services else None, rivals)
         decision = reconcile(seen, time.time(), self._options, secrets.token_hex(16))
+        if decision.claim is None:
+            self._claims.pop(key, None)
+        else:
+            self._claims[key] = decision.claim
         result = await apply.carry_out(self._client, ELASTIC_JOBS, job, decision)
         if result.job is not None:
             self._written[key] = _version(result.job)
         return FOUND_AGAIN if result.stale else decision.again
-
-
-async def serve(
-    client: Client, namespace: str | None, options: Options, leader: Leader | None
-) -> None:
-    """Run an operator while it leads.
-
-    Raises:
-        InfrastructureError: another leads now.
-    """
-    if leader is not None:
-        await leader.acquire()
-    running = asyncio.create_task(Operator(client, namespace, options).run())
-    holding = asyncio.create_task(leader.hold()) if leader is not None else None
-    try:
-        tasks = [running, *([holding] if holding is not None else [])]
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if running.done():
-            await running
-        raise InfrastructureError("Another operator leads now: this one ends.")
-    finally:
-        for task in (running, holding):
-            if task is not None:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, InfrastructureError):
-                    await task
-        if leader is not None:
-            await leader.release()
 
 
 def _version(obj: Mapping[str, Any]) -> int:

@@ -108,6 +108,15 @@ def _fate(pod: Manifest, code: int | None, why: str) -> str:
     return f"The master's pod failed: {known or f'exit code {code}'}."
 
 
+def memory_factor(pod: Manifest) -> float:
+    """How many times the memory of the job's first master a master's pod was given."""
+    annotations = pod["metadata"].get("annotations") or {}
+    try:
+        return float(annotations.get(names.MEMORY_FACTOR, ""))
+    except ValueError:
+        return 1.0
+
+
 def count(pods: Iterable[Manifest]) -> dict[str, ReplicaStatus]:
     """Pods by role and phase. One that is being deleted is none of them."""
     counted: dict[str, dict[str, int]] = {}

@@ -7,13 +7,25 @@ it may be called at any time, as often as one likes, and after any failure. Time
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from dlrover.errors import ConfigurationError
-from dlrover.kubernetes import compatibility, names, objects, pods, times, validation
+from dlrover.kubernetes import (
+    commands,
+    compatibility,
+    names,
+    objects,
+    pods,
+    times,
+    tls,
+    validation,
+    yielding,
+)
 from dlrover.kubernetes.decisions import (
+    Certificate,
     Decision,
     Deletion,
     Event,
@@ -23,19 +35,19 @@ from dlrover.kubernetes.decisions import (
     merged,
     status_of,
 )
-from dlrover.kubernetes.types import Condition, ElasticJob, ElasticJobStatus, MasterStatus
+from dlrover.kubernetes.step import Step, deletion
+from dlrover.kubernetes.types import Condition, ElasticJobStatus, MasterStatus
 
 Manifest = dict[str, Any]
 
-FORCE_AFTER = 30.0
-"""Seconds beyond its own grace after which a master's pod that does not go is deleted by force.
-
-Its machine is lost. Its service account's token ends with the pod, so it can do nothing more.
-"""
 QUICK = 60.0
 """A master that lived for less is started again later each time."""
 LONGEST_DELAY = 60.0
 """Seconds before a master is started again, at most."""
+MEMORY_GROWTH = 2.0
+"""So many times the memory of the last one a master gets after one that ran out of it."""
+MOST_MEMORY = 8.0
+"""So many times the memory of the first one, at most."""
 QUICK_ENDS = 5
 """So often in a row a master may fail for an infrastructure within `QUICK` before the job fails."""
 CREATION_SLACK = 5.0
@@ -91,30 +103,8 @@ def _rejected(manifest: Manifest, old: ElasticJobStatus, why: str, now: float) -
     return Decision(status=status, events=events)
 
 
-class _Step:
+class _Step(Step):
     """One decision about a valid job."""
-
-    def __init__(
-        self,
-        job: ElasticJob,
-        seen: Observed,
-        old: ElasticJobStatus,
-        now: float,
-        options: Options,
-        token: str,
-    ) -> None:
-        self.job, self.seen, self.old, self.now = job, seen, old, now
-        self.options, self.token = options, token
-        uid = job.metadata.get("uid", "")
-        master = names.master_name(job.name)
-        named = [pod for pod in seen.pods if pods.name(pod) == master]
-        self.master = next((pod for pod in named if pods.owned(pod, uid)), None)
-        self.foreign = named[0] if named and self.master is None else None
-        self.others = [
-            pod for pod in seen.pods if pods.owned(pod, uid) and pods.name(pod) != master
-        ]
-        self.events: list[Event] = []
-        self.generation: int = job.metadata.get("generation", 0)
 
     def decide(self) -> Decision:
         self._accept()
@@ -122,13 +112,14 @@ class _Step:
             return self._finished()
         if self.job.spec.suspend:
             return self._suspended()
-        if self.master is not None and pods.ended(self.master):
-            return self._master_ended(self.master)
-        if self.master is not None and pods.leaving(self.master):
-            return self._master_leaves(self.master)
-        if self.master is None:
-            return self._start()
-        return self._runs(self.master)
+        if self._away() > 0:
+            return self._stays_away()
+        return self._start() if self.master is None else self._goes_on(self.master)
+
+    def _goes_on(self, master: Manifest) -> Decision:
+        if pods.ended(master):
+            return self._master_ended(master)
+        return self._master_leaves(master) if pods.leaving(master) else self._runs(master)
 
     # ---- the cases
 
@@ -161,39 +152,77 @@ class _Step:
             return ()
         everyone = [*self.others, *([self.master] if self.master is not None else [])]
         wanted = everyone if policy == "All" else [p for p in self.others if not pods.ended(p)]
-        return tuple(_deletion(pod) for pod in wanted if not pods.leaving(pod))
+        return tuple(deletion(pod) for pod in wanted if not pods.leaving(pod))
 
     def _suspended(self) -> Decision:
-        """The master goes first: it would replace its workers."""
-        going = [self.master] if self.master is not None else self.others
-        delete = tuple(_deletion(pod) for pod in going if not pods.leaving(pod))
         left = len(self.others) + (self.master is not None)
         message = f"{left} pods are ending." if left else "The job is suspended: it has no pods."
         if not self._is("Suspended"):
             self.events.append(
                 Event("Suspended", "spec.suspend is true: the job's pods are removed.")
             )
-        again = self._force_after(self.master) if self.master is not None else None
+        changed = [
+            self._condition("Suspended", True, "Suspended", message),
+            self._condition("MasterReady", False, "Suspended"),
+        ]
+        return self._without_pods("Suspended", message, changed)
+
+    def _without_pods(
+        self,
+        phase: str,
+        message: str,
+        changed: Sequence[Condition],
+        again: float | None = None,
+        **fields: Any,
+    ) -> Decision:
+        """Remove the job's pods. The master goes first: it would replace its workers."""
+        going = [self.master] if self.master is not None else self.others
+        delete = tuple(deletion(pod) for pod in going if not pods.leaving(pod))
+        if self.master is not None:
+            again = self._force_after(self.master)
         forced, delete = self._forced(self.master, delete)
-        return self._decision(
-            "Suspended",
-            message,
-            delete=delete,
-            again=None if forced else again,
-            changed=[
-                self._condition("Suspended", True, "Suspended", message),
-                self._condition("MasterReady", False, "Suspended"),
-            ],
+        again = None if forced else again
+        return self._decision(phase, message, delete=delete, again=again, changed=changed, **fields)
+
+    def _yield(self, after: int) -> Decision:
+        """Give the pods to a job that waits before this one."""
+        least = commands.fewest_nodes(self.job)
+        message = (
+            f"{yielding.placed(self.others)} of at least {least} nodes were placed while another job "
+            f"waits: the job gives its pods back and asks for them again in {after} s."
         )
+        self.events.append(Event("Yielded", message, warning=True))
+        changed = [self._condition("MasterReady", False, "Yielded")]
+        yields, now = self.old.yields + 1, times.written(self.now)
+        return self._without_pods(
+            "Yielded", message, changed, float(after), yields=yields, last_yield_time=now
+        )
+
+    def _stays_away(self) -> Decision:
+        changed = [self._condition("MasterReady", False, "Yielded")]
+        return self._without_pods("Yielded", self.old.message, changed, self._away())
+
+    def _away(self) -> float:
+        """Seconds for which the job still leaves its place to another one."""
+        last = times.read(self.old.last_yield_time)
+        if self.old.phase != "Yielded" or self._yields is None or last is None:
+            return 0.0
+        return last + self._yields - self.now
 
     def _master_ended(self, master: Manifest) -> Decision:
         end = pods.end_of_master(master)
         quick = end.lived < QUICK and self.old.master.quick_ends < QUICK_ENDS
         if end.final and not (end.reason == "Infrastructure" and quick):
             return self._complete(end)
-        self.events.append(Event("MasterLost", f"{end.message} It is started again.", warning=True))
-        delete = () if pods.leaving(master) else (_deletion(master),)
-        return self._restarting(end.message, delete=delete)
+        factor, more = self.old.master.memory_factor, ""
+        if end.reason == "OOMKilled":  # the pod says what it had: this may be decided again
+            factor = min(MOST_MEMORY, pods.memory_factor(master) * MEMORY_GROWTH)
+            more = f" with {factor:g} times the memory of the first one"
+        lost = f"{end.message} It is started again{more}."
+        self.events.append(Event("MasterLost", lost, warning=True))
+        delete = () if pods.leaving(master) else (deletion(master),)
+        remembered = msgspec.structs.replace(self.old.master, memory_factor=factor)
+        return self._restarting(end.message, delete=delete, master=remembered)
 
     def _master_leaves(self, master: Manifest) -> Decision:
         forced, delete = self._forced(master, ())
@@ -211,28 +240,40 @@ class _Step:
             return self._restarting("The master is started again soon.", again=wait)
         if self._is("Suspended"):
             self.events.append(Event("Resumed", "spec.suspend is false: the job goes on."))
+        anew = self._is("Suspended") or self.old.phase == "Yielded" or not before.starts
+        if anew:
             quick_ends = 0
         number = before.starts + 1
-        self.events.append(Event("MasterStarted", f"Master {number} of the job is started."))
+        self.events.append(self._started(number))
         started = MasterStatus(
-            starts=number, last_start_time=times.written(self.now), quick_ends=quick_ends
+            starts=number,
+            last_start_time=times.written(self.now),
+            quick_ends=quick_ends,
+            memory_factor=before.memory_factor,
         )
         job = self.job
-        return self._decision(
+        decision = self._decision(
             "Restarting" if before.starts else "Created",
             f"Master {number} of the job is started.",
-            ensure=(
-                *objects.account(job),
-                objects.secret(job, self.token),
-                objects.service(job),
-            ),
-            start=objects.master_pod(job, self.options.master_image),
             master=started,
             start_time=self.old.start_time or times.written(self.now),
             changed=[
                 self._condition("Suspended", False, "Resumed"),
                 self._condition("MasterReady", False, "Starting"),
+                *([self._condition("Placed", False, "Waits")] if anew and self._yields else []),
             ],
+        )
+        secret, group = objects.certificate(job), objects.pod_group(job)
+        return replace(
+            decision,
+            ensure=(
+                *objects.account(job),
+                objects.secret(job, self.token),
+                objects.service(job),
+                *([group] if group is not None else []),
+            ),
+            certificate=None if secret is None else Certificate(secret, tls.hosts(job)),
+            start=objects.master_pod(job, self.options.master_image, before.memory_factor),
         )
 
     def _make_room(self, foreign: Manifest) -> Decision:
@@ -242,7 +283,7 @@ class _Step:
             one.get("kind") == "ElasticJob" and one.get("name") == self.job.name
             for one in references
         )
-        delete = (_deletion(foreign),) if earlier and not pods.leaving(foreign) else ()
+        delete = (deletion(foreign),) if earlier and not pods.leaving(foreign) else ()
         message = f"The pod {pods.name(foreign)} is not this job's: it has to go first."
         return self._decision("Pending", message, delete=delete, again=FOREIGN_CHECK)
 
@@ -266,8 +307,31 @@ class _Step:
             self._condition("Suspended", False, "Resumed"),
             self._condition("MasterReady", is_ready, reason),
         ]
+        again: float | None = None
+        if self._yields is not None and not self._is("Placed"):
+            if yielding.is_placed(self.job, self.others):
+                changed.append(self._condition("Placed", True, "Placed"))
+            else:
+                again = self._patience(self._yields)
+                if again == 0.0:
+                    return self._yield(self._yields)
         remembered = self._remembered(master)
-        return self._decision(phase, message, ensure=missing, changed=changed, **remembered)
+        if remembered:  # the server took it, and the answer was lost
+            self.events.insert(0, self._started(remembered["master"].starts))
+        decision = self._decision(phase, message, changed=changed, again=again, **remembered)
+        return replace(decision, ensure=missing)
+
+    @property
+    def _yields(self) -> int | None:
+        """Seconds after which the job gives way; None: never."""
+        return self.job.spec.gang.yield_after_seconds
+
+    def _patience(self, after: int) -> float:
+        """Seconds until the job gives way, or until it is looked again whether it should."""
+        own = yielding.claim(self.job, self.old, self.others)
+        assert own is not None
+        left = yielding.time_left(own, self.seen.rivals, after, self.now)
+        return float(after) if left is None else left
 
     # ---- their parts
 
@@ -288,27 +352,19 @@ class _Step:
         )
 
     def _restarting(
-        self, why: str, delete: tuple[Deletion, ...] = (), again: float | None = None
+        self,
+        why: str,
+        delete: tuple[Deletion, ...] = (),
+        again: float | None = None,
+        **fields: Any,
     ) -> Decision:
         changed = [self._condition("MasterReady", False, "Lost", why)]
-        return self._decision("Restarting", why, delete=delete, again=again, changed=changed)
-
-    def _forced(
-        self, master: Manifest | None, delete: tuple[Deletion, ...]
-    ) -> tuple[bool, tuple[Deletion, ...]]:
-        """Add the deletion by force of a master's pod that should have gone."""
-        if master is None or not pods.leaving(master) or self._force_after(master) > 0:
-            return False, delete
-        message = (
-            "The master's pod did not go in time, as on a lost machine: it is deleted by force."
+        return self._decision(
+            "Restarting", why, delete=delete, again=again, changed=changed, **fields
         )
-        self.events.append(Event("MasterForced", message, warning=True))
-        return True, (*delete, _deletion(master, grace=0))
 
-    def _force_after(self, master: Manifest) -> float:
-        """Seconds until a leaving pod is deleted by force."""
-        due = times.read(master["metadata"].get("deletionTimestamp") or "")
-        return (self.now if due is None else due) + FORCE_AFTER - self.now
+    def _started(self, number: int) -> Event:
+        return Event("MasterStarted", f"Master {number} of the job is started.")
 
     def _remembered(self, master: Manifest) -> Manifest:
         """What the status has to say of a master that was started without its being written."""
@@ -327,50 +383,3 @@ class _Step:
         """Seconds since the last master was started."""
         started = times.read(self.old.master.last_start_time)
         return QUICK if started is None else self.now - started
-
-    def _is(self, kind: str) -> bool:
-        return any(c.type == kind and c.status == "True" for c in self.old.conditions)
-
-    def _condition(self, kind: str, status: bool, reason: str, message: str = "") -> Condition:
-        return condition(kind, status, reason, message, self.generation)
-
-    def _wanted(self) -> int:
-        worker = self.job.spec.replica_specs.get("worker")
-        return worker.replicas if worker else 0
-
-    def _active(self) -> int:
-        counted = pods.count(self.others).get("worker")
-        return counted.active if counted else 0
-
-    def _decision(
-        self,
-        phase: str,
-        message: str,
-        *,
-        ensure: tuple[Manifest, ...] = (),
-        start: Manifest | None = None,
-        delete: tuple[Deletion, ...] = (),
-        again: float | None = None,
-        changed: Sequence[Condition] = (),
-        **fields: Any,
-    ) -> Decision:
-        accepted = self._condition("Accepted", True, "Valid")
-        counted = pods.count(self.others)
-        workers = counted.get("worker")
-        status = msgspec.structs.replace(
-            self.old,
-            phase=phase,
-            message=message,
-            observed_generation=self.generation,
-            conditions=merged(self.old.conditions, [accepted, *changed], self.now),
-            workers=f"{self._active()}/{self._wanted()}",
-            replicas=workers.pending + workers.active if workers else 0,
-            selector=f"{names.JOB_LABEL}={self.job.name},{names.ROLE_LABEL}=worker",
-            replica_statuses=counted,
-            **fields,
-        )
-        return Decision(ensure, start, delete, status, tuple(self.events), again)
-
-
-def _deletion(pod: Manifest, grace: int | None = None) -> Deletion:
-    return Deletion("Pod", pods.name(pod), pod["metadata"].get("uid", ""), grace)

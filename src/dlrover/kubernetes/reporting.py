@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from dlrover.errors import InfrastructureError
 from dlrover.kubernetes.client import Client
@@ -31,7 +32,7 @@ class Reporter:
         period: float = PERIOD,
     ) -> None:
         self._client, self._job, self._progress, self._period = client, job, progress, period
-        self._told: Progress | None = None
+        self._told: dict[str, Any] = {}
 
     async def run(self) -> None:
         """Report until cancelled."""
@@ -48,13 +49,15 @@ class Reporter:
 
     async def _tell(self) -> None:
         progress = self._progress()
-        if progress == self._told:
-            return
+        left = progress.seconds_left
         training = {
             "steps": progress.steps,
             "restarts": progress.restarts,
             "goodput": f"{100 * progress.goodput:.1f}%",
+            "eta": None if left is None else duration(left),
         }
+        if training == self._told:
+            return
         patch = {"status": {"training": training}}
         job = self._job
         try:
@@ -62,4 +65,16 @@ class Reporter:
         except InfrastructureError as error:
             logger.info("The progress is not reported: %s", error)
         else:
-            self._told = progress
+            self._told = training
+
+
+def duration(seconds: float) -> str:
+    """As users read it in a column: ``40s``, ``12m``, ``3h12m``, ``2d5h``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    minutes = round(whole / 60)
+    if minutes < 60:
+        return f"{minutes}m"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m" if hours < 24 else f"{hours // 24}d{hours % 24}h"

@@ -17,8 +17,17 @@ OptimizeMode = Literal["manual", "single-job", "cluster", "manunal", "mannual"]
 """The last two are how the original spells ``manual`` in places."""
 CleanPodPolicy = Literal["None", "Running", "All"]
 RestartPolicy = Literal["", "Always", "OnFailure", "Never", "ExitCode"]
+GangBy = Literal["", "volcano", "coscheduling", "koordinator", "kueue"]
 Phase = Literal[
-    "Created", "Pending", "Running", "Restarting", "Suspended", "Succeeded", "Failed", "Rejected"
+    "Created",
+    "Pending",
+    "Running",
+    "Restarting",
+    "Suspended",
+    "Yielded",
+    "Succeeded",
+    "Failed",
+    "Rejected",
 ]
 
 _QUANTITY = {"x-kubernetes-int-or-string": True}
@@ -138,6 +147,30 @@ class MasterSpec(_Base, frozen=True):
         str,
         Meta(description="PersistentVolumeClaim that keeps the job's directory over its restarts."),
     ] = ""
+    tls: Annotated[
+        bool, Meta(description="Nodes and master talk by TLS, with certificates of the job's own.")
+    ] = False
+
+
+class GangSpec(_Base, frozen=True):
+    """How the job's nodes are placed all together, its minimum at least, or not at all."""
+
+    by: Annotated[
+        GangBy, Meta(description="Who places them so; their pods get the group that it needs.")
+    ] = ""
+    queue: Annotated[
+        str, Meta(max_length=63, description="Queue of Volcano, or LocalQueue of Kueue.")
+    ] = ""
+    yield_after_seconds: (
+        Annotated[
+            int,
+            Meta(
+                ge=10,
+                description="A job that waits so long for its minimum gives its pods to another one.",
+            ),
+        ]
+        | None
+    ) = None
 
 
 class ElasticJobSpec(_Base, frozen=True):
@@ -166,6 +199,7 @@ class ElasticJobSpec(_Base, frozen=True):
         str, Meta(max_length=63, description="Another controller's name: this one does nothing.")
     ] = ""
     master: Annotated[MasterSpec, Meta(description="The job's master.")] = MasterSpec()
+    gang: Annotated[GangSpec, Meta(description="Placing the nodes all together.")] = GangSpec()
     envs: Annotated[
         dict[str, EnvVar],
         Meta(max_length=256, description="Variables of every pod, under any keys."),
@@ -216,6 +250,9 @@ class MasterStatus(_Base, frozen=True):
     quick_ends: Annotated[
         int, Meta(description="Masters in a row that did not live for a minute.")
     ] = 0
+    memory_factor: Annotated[
+        float, Meta(description="Times the memory of the first one: masters ran out of memory.")
+    ] = 1.0
 
 
 class TrainingStatus(_Base, frozen=True):
@@ -224,6 +261,7 @@ class TrainingStatus(_Base, frozen=True):
     steps: Annotated[int, Meta(description="Optimizer steps, repeated ones included.")] = 0
     restarts: Annotated[int, Meta(description="Restarts of the workers.")] = 0
     goodput: Annotated[str, Meta(description="Share of the time in new steps, as 97.5%.")] = ""
+    eta: Annotated[str, Meta(description="How long it will still take, as 3h12m.")] = ""
 
 
 class ElasticJobStatus(_Base, frozen=True):
@@ -235,7 +273,7 @@ class ElasticJobStatus(_Base, frozen=True):
     conditions: Annotated[
         list[Condition],
         Meta(
-            description="Accepted, Suspended, MasterReady, Succeeded, Failed.",
+            description="Accepted, Suspended, Placed, MasterReady, Succeeded, Failed.",
             extra_json_schema={
                 "x-kubernetes-list-type": "map",
                 "x-kubernetes-list-map-keys": ["type"],
@@ -251,6 +289,8 @@ class ElasticJobStatus(_Base, frozen=True):
     start_time: Annotated[str, Meta(description="When the first master was started.")] = ""
     completion_time: Annotated[str, Meta(description="When the job ended.")] = ""
     master: Annotated[MasterStatus, Meta(description="The master's restarts.")] = MasterStatus()
+    yields: Annotated[int, Meta(description="How often it gave its pods to another job.")] = 0
+    last_yield_time: Annotated[str, Meta(description="When it did so last.")] = ""
     training: Annotated[TrainingStatus, Meta(description="How far the training is.")] = (
         TrainingStatus()
     )

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import time
+
+from dlrover.kubernetes.stats import Durations
 
 
 class WorkQueue:
-    """For one event loop. A key that is added while it is worked on comes again afterwards."""
+    """For one event loop. A key that is added while it is worked on comes again afterwards.
 
-    def __init__(self) -> None:
-        self._waiting: dict[str, None] = {}
+    ``waits``, if given, takes the time that each key waits.
+    """
+
+    def __init__(self, waits: Durations | None = None) -> None:
+        self._waits = waits
+        self._waiting: dict[str, float] = {}
         self._active: set[str] = set()
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._filled = asyncio.Event()
@@ -19,7 +26,7 @@ class WorkQueue:
         timer = self._timers.pop(key, None)
         if timer is not None:
             timer.cancel()
-        self._waiting[key] = None
+        self._waiting.setdefault(key, time.monotonic())
         self._filled.set()
 
     def add_after(self, key: str, seconds: float) -> None:
@@ -38,11 +45,18 @@ class WorkQueue:
         while True:
             for key in self._waiting:
                 if key not in self._active:
-                    del self._waiting[key]
+                    since = self._waiting.pop(key)
                     self._active.add(key)
+                    if self._waits is not None:
+                        self._waits.add(time.monotonic() - since)
                     return key
             self._filled.clear()
             await self._filled.wait()
+
+    @property
+    def depth(self) -> int:
+        """Keys that wait."""
+        return len(self._waiting)
 
     def done(self, key: str) -> None:
         """A key has been worked on."""

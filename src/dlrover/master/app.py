@@ -85,7 +85,7 @@ async def _serve(
     orphaned = asyncio.Event()
     if lifeline_fd >= 0:
         procs.Lifeline.watch(lifeline_fd, orphaned.set)
-    tls = wire.Tls(settings.tls.cert, settings.tls.key, settings.tls.ca)
+    tls = wire.Tls(settings.tls.cert, settings.tls.key, settings.tls.ca, settings.tls.server_name)
     server = Server(read_token(job_dir), tls)
     master.register(server)
     port = await _listen(server, settings, job_dir)

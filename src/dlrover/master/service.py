@@ -484,7 +484,8 @@ class Master:
         now = self.clock()
         status = status_of(self.machine, now, self._steps)
         goodput = self.ledger.goodput(now).goodput_ratio
-        return Progress(status.total_steps, status.restarts, goodput)
+        left = self._activities.seconds_left()
+        return Progress(status.total_steps, status.restarts, goodput, left)
 
     def size(self) -> JobSize:
         """How many nodes the job is to have, and whether it has them."""

@@ -39,6 +39,8 @@ class Progress(NamedTuple):
     restarts: int
     goodput: float
     """Productive seconds of all seconds, 0 to 1."""
+    seconds_left: float | None = None
+    """Until the training has made all its steps; None while that is not known."""
 
 
 class JobSize(NamedTuple):

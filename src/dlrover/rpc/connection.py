@@ -45,11 +45,14 @@ class Connection:
         self._timeout = timeout
         self._metadata = ((wire.TOKEN_KEY, wire.checked_token(token)),)
         self._credentials = tls.channel_credentials() if tls else None
+        self._server_name = tls.server_name if tls else ""
         self._channel = self._open(address)
 
     def _open(self, address: str) -> grpc.aio.Channel:
-        options = list(wire.CHANNEL_OPTIONS)
+        options: list[tuple[str, int | str]] = [*wire.CHANNEL_OPTIONS]
         if self._credentials is not None:
+            if self._server_name:
+                options.append(("grpc.ssl_target_name_override", self._server_name))
             return grpc.aio.secure_channel(address, self._credentials, options=options)
         return grpc.aio.insecure_channel(address, options=options)
 

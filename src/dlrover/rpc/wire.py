@@ -71,12 +71,14 @@ def token_matches(given: object, expected: str) -> bool:
 class Tls(msgspec.Struct, frozen=True):
     """Paths of PEM files. A server needs ``cert`` and ``key``, a client ``ca``.
 
+    A client with ``server_name`` expects a certificate for that name, whatever the address is.
     Credentials raise `ConfigurationError` if a file is missing, or is not what it should be.
     """
 
     cert: str = ""
     key: str = ""
     ca: str = ""
+    server_name: str = ""
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
         """Credentials for a server; None without TLS."""

@@ -31,6 +31,8 @@ class WorkerActivity(msgspec.Struct, frozen=True, array_like=True):
     parameter_bytes: int = 0
     state_bytes: int = 0
     """Bytes that its optimizer keeps beside them, after the first step."""
+    left: int = -1
+    """Optimizer steps that are left to the end of the training, -1 while that is not known."""
 
 
 def mean(workers: tuple[WorkerActivity, ...]) -> tuple[float, ...]:

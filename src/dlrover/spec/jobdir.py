@@ -90,11 +90,12 @@ class MasterAddress(msgspec.Struct, frozen=True):
 
 
 class TlsFiles(msgspec.Struct, frozen=True):
-    """Paths of PEM files; empty ones are not used."""
+    """Paths of PEM files, and the name that the server's certificate has; empty ones are not used."""
 
     cert: str = ""
     key: str = ""
     ca: str = ""
+    server_name: str = ""
 
 
 class MetricsAddress(msgspec.Struct, frozen=True):

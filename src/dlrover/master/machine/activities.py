@@ -32,6 +32,19 @@ class Activities:
         """Whether any node told what its workers do."""
         return bool(self._workers)
 
+    def seconds_left(self) -> float | None:
+        """How long the training will take at its pace of this round; None while nobody knows.
+
+        The pace is that of all that happens between steps, checkpoints and evaluations included.
+        """
+        left = (
+            worker.left * sum(worker.seconds[Activity.STEP :]) / worker.steps
+            for node in self._workers.values()
+            for worker in node
+            if worker.left >= 0 and worker.steps > 0
+        )
+        return max(left, default=None)
+
     def progress(self) -> inputs.Progressed:
         """Where the round stands: the mean over all workers that were told of.
 

@@ -98,6 +98,6 @@ def _connect(job_dir: JobDir) -> MasterClient:
     return MasterClient(
         address,
         job_dir.token.read_text().strip(),
-        wire.Tls(tls.cert, tls.key, tls.ca),
+        wire.Tls(tls.cert, tls.key, tls.ca, tls.server_name),
         timeout=STATUS_TIMEOUT,
     )

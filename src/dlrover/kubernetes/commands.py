@@ -1,0 +1,52 @@
+"""What a role's command says of the job: the options of ``dlrover-run`` that the master is to follow."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dlrover.kubernetes.names import MASTER_ROLE
+from dlrover.kubernetes.types import ElasticJob
+
+
+def options(template: Mapping[str, Any]) -> dict[str, str]:
+    """The options in a template's command, as ``network-check`` and its value, which may be empty."""
+    found: dict[str, str] = {}
+    words = list(_words(template))
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        if word.startswith("--"):
+            name, has_value, value = word[2:].partition("=")
+            found[name.replace("_", "-")] = value if has_value else following
+    return found
+
+
+def number(text: str, default: int) -> int:
+    """An option's value; one that is wrong or a shell's variable is for ``dlrover-run`` to judge."""
+    return int(text) if text.isdecimal() else default
+
+
+def fewest_nodes(job: ElasticJob) -> int:
+    """The fewest nodes that a job may run with."""
+    roles = {role: spec for role, spec in job.spec.replica_specs.items() if role != MASTER_ROLE}
+    if any(spec.min_replicas is not None for spec in roles.values()):
+        least = (min(spec.min_replicas or spec.replicas, spec.replicas) for spec in roles.values())
+        return max(1, sum(least))
+    total = sum(spec.replicas for spec in roles.values())
+    worker = roles.get("worker") or next(iter(roles.values()))
+    fewest, is_range, _ = options(worker.template).get("nnodes", "").partition(":")
+    return max(1, min(total, number(fewest if is_range else "", total)))
+
+
+def _words(template: Mapping[str, Any]) -> Iterator[str]:
+    for container in ((template.get("spec") or {}).get("containers") or ())[:1]:
+        for argument in [*(container.get("command") or ()), *(container.get("args") or ())]:
+            yield from _split(str(argument))
+
+
+def _split(text: str) -> list[str]:
+    """The words of an argument, which may be a shell's whole script."""
+    try:
+        return shlex.split(text, comments=True)
+    except ValueError:
+        return text.split()

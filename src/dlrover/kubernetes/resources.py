@@ -1,0 +1,32 @@
+"""What a container asks for: quantities as numbers, and more memory for the next one."""
+
+from __future__ import annotations
+
+import math
+import re
+from decimal import Decimal
+from typing import Any
+
+_UNITS: dict[str, int | Decimal] = {
+    "": 1, "m": Decimal("0.001"),
+    "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18,
+    "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei": 2**60,
+}  # fmt: skip
+
+
+def quantity(text: str | int) -> Decimal:
+    """A Kubernetes quantity as a number: ``1Gi``, ``500m``, ``1e3``."""
+    found = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)([kKMGTPEm]i?)?", str(text).strip())
+    if found is None:
+        raise ValueError(f"{text!r} is not a quantity")
+    return Decimal(found[1]) * _UNITS[found[2] or ""]
+
+
+def grow(container: dict[str, Any], factor: float) -> None:
+    """Multiply the memory that a container asks for and may use, where it says so."""
+    resources = container.get("resources") or {}
+    for kind in ("requests", "limits"):
+        asked = resources.get(kind) or {}
+        if factor != 1.0 and "memory" in asked:
+            wanted = quantity(asked["memory"]) * Decimal(str(factor))
+            asked["memory"] = f"{math.ceil(wanted / 2**20)}Mi"
