@@ -4,6 +4,7 @@ Rank 0 listens where torchrun's variables say; the others connect from their mac
 has a line for each step. A worker whose peer is gone waits: who started it has to end it.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -20,11 +21,15 @@ def peers(rank: int, world_size: int) -> list[socket.socket]:
     if rank == 0:
         with socket.create_server(("", port), backlog=world_size) as server:
             return [server.accept()[0] for _ in range(world_size - 1)]
-    while True:
-        try:
-            return [socket.create_connection((host, port))]
-        except OSError:
-            time.sleep(STEP_TIME)
+    while (connection := attempt(host, port)) is None:
+        time.sleep(STEP_TIME)
+    return [connection]
+
+
+def attempt(host: str, port: int) -> socket.socket | None:
+    with contextlib.suppress(OSError):
+        return socket.create_connection((host, port))
+    return None
 
 
 def meet(connections: list[socket.socket], rank: int) -> None:

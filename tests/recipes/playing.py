@@ -54,6 +54,7 @@ def dlrover_run(directory: Path) -> dict[str, str]:
         "PATH": f"{directory}:{os.environ['PATH']}",
         "PYTHONPATH": str(Path(dlrover.__file__).parents[1]),
         "OMP_NUM_THREADS": "1",
+        "DLROVER_RECOVERY_GRACE": "3",  # a new master waits so long for nodes that may still run
     }
 
 

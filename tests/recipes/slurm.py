@@ -63,7 +63,7 @@ def srun(*words: str) -> int:
 def scontrol(*words: str) -> int:
     """``show hostnames LIST`` and ``requeue JOB``."""
     if words[:2] == ("show", "hostnames"):
-        print("\n".join(hostnames(words[2])))
+        sys.stdout.write("".join(f"{name}\n" for name in hostnames(words[2])))
     else:
         assert words == ("requeue", JOB_ID), words
         requeued().touch()

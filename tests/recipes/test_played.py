@@ -60,14 +60,14 @@ def test_pytorchjob_goes_on_when_a_worker_is_killed(play: Callable[..., Played])
 @pytest.mark.torch
 def test_jobset_goes_on_when_the_pod_of_the_master_is_killed(play: Callable[..., Played]) -> None:
     """The new pod has the same name and another address."""
-    program = [PROGRAM, "--out=/mnt/digits", "--epochs=3", "--target-accuracy=0"]
+    program = [PROGRAM, "--out=/mnt/digits", "--epochs=2", "--target-accuracy=0"]
     played = play("jobset.yaml", *program, "--step-time=0.05")
     for index in range(2):
         played.start(index)
     machines.until(lambda: len(played.steps()) >= 12, 60, "step 12")
     played.kill(0)
     played.to_its_end()
-    assert_trained(played, 3 * 14)
+    assert_trained(played, 2 * 14)
     assert played.ended[0] == ("digits-node-0-0", 137)
     assert sorted(played.ended[1:]) == [("digits-node-0-0", 0), ("digits-node-0-1", 0)]
     assert "resumed from step" in played.report()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import sys
+import threading
 import time
 from typing import Any
 
@@ -29,27 +30,31 @@ def wait_for_name(host: str, limit: float) -> None:
     """
     began = time.monotonic()
     told = False
-    while True:
-        try:
-            socket.getaddrinfo(host, None)
-        except OSError as error:
-            waited = time.monotonic() - began
-            if waited + NAME_RETRY > limit:
-                raise InfrastructureError(
-                    f"The master's host {host} cannot be resolved: {error.strerror}, for {limit:g} s "
-                    "(connect_timeout)."
-                ) from error
-            if not told and waited > NAME_NOTICE:
-                told = True
-                print(
-                    f"dlrover-run: waiting up to {limit:g} s (connect_timeout) for the master's host: "
-                    f"the name {host} is not known yet.",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            time.sleep(NAME_RETRY)
-        else:
-            return
+    while fault := _why_unknown(host):
+        waited = time.monotonic() - began
+        if waited + NAME_RETRY > limit:
+            raise InfrastructureError(
+                f"The master's host {host} cannot be resolved: {fault}, for {limit:g} s "
+                "(connect_timeout)."
+            )
+        if not told and waited > NAME_NOTICE:
+            told = True
+            print(
+                f"dlrover-run: waiting up to {limit:g} s (connect_timeout) for the master's host: "
+                f"the name {host} is not known yet.",
+                file=sys.stderr,
+                flush=True,
+            )
+        threading.Event().wait(NAME_RETRY)
+
+
+def _why_unknown(host: str) -> str:
+    """Why a name has no address; empty if it has one."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def addresses_of(host: str) -> frozenset[str]:
