@@ -80,7 +80,8 @@ def test_an_unknown_host_is_given_up_after_connect_timeout(run) -> None:
 def test_node_0_of_the_static_rendezvous_runs_the_master_whatever_its_address(run, rank) -> None:
     """As with torchrun: the address may be that of a service in front of the machine."""
     static = ["--nnodes=2", f"--node-rank={rank}", "--master-addr=192.0.2.1"]
-    launch = run(*static, "--rdzv-conf=connect_timeout=1", run.scripts / "hello.py")
+    conf = "--rdzv-conf=connect_timeout=1,join_timeout=2"
+    launch = run(*static, conf, run.scripts / "hello.py")
     launch.end_with(ExitCode.INFRASTRUCTURE, timeout=15)
     assert (launch.job_dir / "job.json").exists() == (rank == 0)
 
