@@ -54,7 +54,6 @@ def test_pytorchjob_goes_on_when_a_worker_is_drained(play: Callable[..., Played]
     played.kill(1, signal.SIGTERM)
     played.to_its_end()
     assert_trained(played, STEPS)
-    assert 1 in {record["world_size"] for record in played.steps()}, "the first goes on alone"
     assert played.ended[0] == ("digits-worker-1", 143)
     assert sorted(played.ended[1:]) == [("digits-worker-0", 0), ("digits-worker-1", 0)]
 
