@@ -29,6 +29,8 @@ class Pod:
     env: dict[str, str]
     mount: str
     """Where the claim of the checkpoints is mounted."""
+    security: dict[str, Any]
+    """The security contexts of the pod and of its container together."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,8 @@ def _pod(
     assert mount["name"] == volume["name"]
     variables = {v["name"]: _value(v) for v in container.get("env", [])} | dict(env)
     words = [_expanded(word, variables) for word in (*container["command"], *container["args"])]
-    return Pod(hostname, subdomain, name, words, variables, mount["mountPath"])
+    security = template["securityContext"] | container["securityContext"]
+    return Pod(hostname, subdomain, name, words, variables, mount["mountPath"], security)
 
 
 def _value(variable: Mapping[str, Any]) -> str:

@@ -179,6 +179,7 @@ class Cluster:
         number = len(self.machines) + 2
         command = [*self.enter, "unshare", "--net", "--uts", "--", "sh", "-ec", PAUSE, "sh", name]
         machine = Machine(self, name, number, self._hold(command))
+        self.machines.append(machine)  # first of all: it ends with the cluster, whatever comes next
         link = f"v{number}"
         inside = ["nsenter", "--target", str(machine.pid), "--net", "--"]
         self._run(f"ip link add {link} type veth peer name eth0 netns {machine.pid}")
@@ -187,7 +188,6 @@ class Cluster:
             self._run(" ".join(["ip", words.format(machine.address)]), inside)
         full = f"{name}.{subdomain}.{NAMESPACE}.svc.cluster.local {name}" if subdomain else name
         machine.hosts.write_text(f"127.0.0.1 localhost\n{machine.address} {full}\n")
-        self.machines.append(machine)
         self._tell([machine])
         return machine
 

@@ -17,12 +17,14 @@ CONTAINER = {
     "command": [str],
     "args": [str],
     "env": [ENV],
+    "securityContext": {"allowPrivilegeEscalation": bool, "capabilities": {"drop": [str]}},
     "volumeMounts": [{"name": str, "mountPath": str}],
 }
 POD = {
     "metadata": META,
     "spec": {
         "restartPolicy": str,
+        "securityContext": {"runAsNonRoot": bool, "fsGroup": int},
         "containers": [CONTAINER],
         "volumes": [{"name": str, "persistentVolumeClaim": {"claimName": str}}],
     },

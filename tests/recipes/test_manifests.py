@@ -37,6 +37,16 @@ def test_the_image_is_that_of_the_examples_of_this_release(name: str) -> None:
     assert images == {f"registry.example.com/dlrover-examples:{dlrover.__version__}"}
 
 
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_the_pods_are_without_privileges_and_may_write_to_the_volume(name: str) -> None:
+    image = (ROOT / "deploy" / "containers" / "examples.Dockerfile").read_text()
+    for pod in job_of(name).pods:
+        assert pod.security["runAsNonRoot"] is True
+        assert f"\nUSER {pod.security['fsGroup']}:" in image
+        assert pod.security["capabilities"] == {"drop": ["ALL"]}
+        assert pod.security["allowPrivilegeEscalation"] is False
+
+
 EXPECTED = {
     "pytorchjob.yaml": ("digits-worker-0", 23456, "c10d", 1),
     "jobset.yaml": ("digits-node-0-0.digits", 29400, "c10d", 2),
