@@ -105,6 +105,83 @@ def test_a_value_that_nobody_knows_is_an_error() -> None:
     assert "additional properties 'replica' not allowed" in done.stderr
 
 
+WRONG = {
+    "replicas=two": "at '/replicas': got string, want integer",
+    "replicas=-1": "at '/replicas': minimum: got -1, want 0",
+    "namespaced=yes": "at '/namespaced': got string, want boolean",
+    "image.pullPolicy=Sometimes": "at '/image/pullPolicy': value must be one of 'Always',",
+    "image.repository=": "at '/image/repository': '' does not match pattern",
+    "image.repository=registry.example.com/dlrover:1": "at '/image/repository': ",
+    "image.tag=latest": "at '/image/tag': 'not' failed",
+    "image.version=1": "at '/image': additional properties 'version' not allowed",
+    "masterImage=registry.example.com/dlrover": "at '/masterImage': ",
+    "imagePullSecrets[0]=mine": "at '/imagePullSecrets/0': got string, want object",
+    "imagePullSecrets[0].named=mine": "at '/imagePullSecrets/0': missing property 'name'",
+    "resources.request.cpu=1": "at '/resources': additional properties 'request' not allowed",
+    "resources.limits.memory=1GB": "at '/resources/limits/memory': '1GB' does not match",
+    "nodeSelector.zone=3": "at '/nodeSelector/zone': got number, want string",
+    "tolerations[0].effect=Never": "at '/tolerations/0/effect': value must be one of",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", WRONG)
+def test_a_wrong_value_gets_a_sentence_that_names_it(value: str) -> None:
+    done = helm("template", "release", str(CHART), "--set", value)
+    assert done.returncode != 0
+    assert WRONG[value] in done.stderr
+
+
+@pytest.mark.slow
+def test_values_reach_the_operator_as_they_are() -> None:
+    found = rendered(
+        *("--set", "image.repository=registry.example.com:5000/team/dlrover"),
+        *("--set", "image.pullPolicy=Always", "--set", "replicas=3"),
+        *("--set", "imagePullSecrets[0].name=mine", "--set", "nodeSelector.zone=b"),
+        *("--set", "tolerations[0].key=gpu", "--set", "tolerations[0].operator=Exists"),
+        *("--set", "resources.limits.memory=2Gi", "--set", "resources.requests.cpu=500m"),
+    )
+    (deployment,) = found["Deployment"]
+    assert deployment["spec"]["replicas"] == 3
+    pod = deployment["spec"]["template"]["spec"]
+    assert pod["imagePullSecrets"] == [{"name": "mine"}]
+    assert pod["nodeSelector"] == {"zone": "b"}
+    assert pod["tolerations"] == [{"key": "gpu", "operator": "Exists"}]
+    (container,) = pod["containers"]
+    assert container["image"] == f"registry.example.com:5000/team/dlrover:{dlrover.__version__}"
+    assert container["imagePullPolicy"] == "Always"
+    assert container["resources"]["limits"] == {"memory": "2Gi"}
+    assert container["resources"]["requests"] == {"cpu": "500m", "memory": "128Mi"}
+
+
+@pytest.mark.slow
+def test_the_chart_and_kustomize_secure_the_operator_alike() -> None:
+    (chart,) = rendered()["Deployment"]
+    (plain,) = (made for made in kustomize("cluster") if made["kind"] == "Deployment")
+    pods = [made["spec"]["template"]["spec"] for made in (chart, plain)]
+    assert pods[0]["securityContext"] == pods[1]["securityContext"]
+    contexts = [pod["containers"][0]["securityContext"] for pod in pods]
+    assert contexts[0] == contexts[1]
+    assert contexts[0]["capabilities"] == {"drop": ["ALL"]}
+    assert pods[0]["containers"][0]["resources"] == pods[1]["containers"][0]["resources"]
+
+
+@pytest.mark.slow
+def test_the_longest_name_of_a_release_gives_names_that_kubernetes_takes() -> None:
+    done = helm("template", "r" * 53, str(CHART), "--namespace", "here")
+    made = [one for one in yaml.safe_load_all(done.stdout) if one]
+    names = [o["metadata"]["name"] for o in made if o["kind"] in ("Deployment", "ServiceAccount")]
+    assert len(names) == 2
+    assert all(len(name) <= 63 for name in names)
+
+
+@pytest.mark.slow
+def test_the_chart_refuses_a_cluster_that_is_too_old() -> None:
+    done = helm("template", "release", str(CHART), "--kube-version", "1.19.0")
+    assert done.returncode != 0
+    assert "chart requires kubeVersion: >=1.20.0-0" in done.stderr
+
+
 # ---- with a real API server
 
 

@@ -23,10 +23,6 @@ USAGE = {
         ["--nnodes", "2", "--rdzv-backend", "c10d", "SCRIPT"],
         "give --rdzv-endpoint HOST:PORT",
     ),
-    "unknown host": (
-        ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=no-such-host.invalid:1", "SCRIPT"],
-        "no-such-host.invalid",
-    ),
 }
 
 
@@ -67,6 +63,27 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(run, case: str) -> None:
     assert sentence.startswith("dlrover-run: ")
     assert expected in sentence
     assert not stdout
+
+
+def test_an_unknown_host_is_given_up_after_connect_timeout(run) -> None:
+    endpoint = ["--rdzv-backend=c10d", "--rdzv-endpoint=no-such-host.invalid:1"]
+    conf = "--rdzv-conf=connect_timeout=3"
+    launch = run("--nnodes=2", *endpoint, conf, run.scripts / "hello.py")
+    _, stderr = launch.end_with(ExitCode.INFRASTRUCTURE, timeout=10)
+    waiting, end = sentences(stderr)
+    assert "waiting up to 3 s (connect_timeout) for the master's host" in waiting
+    assert "The master's host no-such-host.invalid cannot be resolved: " in end
+    assert end.endswith("for 3 s (connect_timeout).")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_node_0_of_the_static_rendezvous_runs_the_master_whatever_its_address(run, rank) -> None:
+    """As with torchrun: the address may be that of a service in front of the machine."""
+    static = ["--nnodes=2", f"--node-rank={rank}", "--master-addr=192.0.2.1"]
+    conf = "--rdzv-conf=connect_timeout=1,join_timeout=2"
+    launch = run(*static, conf, run.scripts / "hello.py")
+    launch.end_with(ExitCode.INFRASTRUCTURE, timeout=15)
+    assert (launch.job_dir / "job.json").exists() == (rank == 0)
 
 
 def test_an_unwritable_job_directory_is_named(run, tmp_path) -> None:

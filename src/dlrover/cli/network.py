@@ -4,27 +4,87 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
+import threading
+import time
 from typing import Any
 
 import psutil
 
-from dlrover.errors import ConfigurationError
+from dlrover.errors import InfrastructureError
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 """Hosts by which a user says that all nodes are on this machine."""
+
+NAME_RETRY = 0.5
+"""Seconds between two look-ups of a name that is not known yet."""
+NAME_NOTICE = 2.0
+"""Seconds of waiting for a name after which the user is told."""
+
+
+def wait_for_name(host: str, limit: float) -> None:
+    """Wait until the name of the master's host is known: the pod that it names may start later.
+
+    Raises:
+        InfrastructureError: it is still unknown after ``limit`` seconds.
+    """
+    began = time.monotonic()
+    told = False
+    while fault := _why_unknown(host):
+        waited = time.monotonic() - began
+        if waited + NAME_RETRY > limit:
+            raise InfrastructureError(
+                f"The master's host {host} cannot be resolved: {fault}, for {limit:g} s "
+                "(connect_timeout)."
+            )
+        if not told and waited > NAME_NOTICE:
+            told = True
+            print(
+                f"dlrover-run: waiting up to {limit:g} s (connect_timeout) for the master's host: "
+                f"the name {host} is not known yet.",
+                file=sys.stderr,
+                flush=True,
+            )
+        threading.Event().wait(NAME_RETRY)
+
+
+def _why_unknown(host: str) -> str:
+    """Why a name has no address; empty if it has one."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def addresses_of(host: str) -> frozenset[str]:
     """The IP addresses of a host.
 
     Raises:
-        ConfigurationError: the name is unknown.
+        InfrastructureError: the name is unknown.
     """
     return frozenset(str(address[0]) for _, address in _resolve(host, 0))
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether one of the host's addresses belongs to an interface of this machine."""
+    """Whether ``host`` is a name of this machine, or one of its addresses belongs to an interface here.
+
+    The name counts even if the host's address, as others see it, is none of this machine's or that of a
+    pod that was here before.
+
+    Raises:
+        InfrastructureError: the name is unknown.
+    """
+    return _is_own_name(host) or _has_own_address(host)
+
+
+def _is_own_name(host: str) -> bool:
+    """Whether ``host`` is the host name, or the full name up to some dot."""
+    name = socket.gethostname()
+    return host == name or f"{socket.getfqdn(name)}.".startswith(f"{host}.")
+
+
+def _has_own_address(host: str) -> bool:
     own = {
         address.address.partition("%")[0]
         for interface in psutil.net_if_addrs().values()
@@ -38,7 +98,7 @@ def address_towards(host: str, port: int) -> str:
     """This machine's address on the way to another one: where that one can reach it.
 
     Raises:
-        ConfigurationError: the name is unknown.
+        InfrastructureError: the name is unknown.
     """
     found = "127.0.0.1"
     for family, target in _resolve(host, port):
@@ -66,7 +126,7 @@ def _resolve(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     except OSError as error:
-        raise ConfigurationError(
+        raise InfrastructureError(
             f"The master's host {host} cannot be resolved: {error.strerror}."
         ) from error
     return [(family, address) for family, _, _, _, address in found]

@@ -159,11 +159,17 @@ class _Plan:
 
         self._join(endpoint)
         jobs.write_token(self._job_dir, self._shared_token())
-        if not network.is_this_machine(endpoint.host):
+        if not (self._is_static_host() or network.is_this_machine(endpoint.host)):
             return
         self._host_lock = network.HostLock(endpoint.port)
         if self._host_lock.held:
             self._write_master("0.0.0.0", endpoint.port, managed_nodes=0)  # noqa: S104
+
+    def _is_static_host(self) -> bool:
+        """Whether this is the node that torchrun's static rendezvous is with, whatever its address."""
+        options = self._options
+        named = options.rdzv_backend == "static" and options.node_rank_given
+        return named and options.node_rank == 0
 
     def execute(self) -> Outcome:
         """Start the processes and wait for the job's end."""
@@ -190,6 +196,7 @@ class _Plan:
     def _join(self, master: Endpoint) -> None:
         from dlrover.cli import network  # noqa: PLC0415
 
+        network.wait_for_name(master.host, self._settings.limits.connect_timeout)
         address = self._options.local_addr or network.address_towards(master.host, master.port)
         host = f"[{master.host}]" if ":" in master.host else master.host
         self._write_agent(f"{host}:{master.port}", address, 0)

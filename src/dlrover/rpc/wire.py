@@ -132,6 +132,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # Back to a restarted master within a second ...
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # ... also where its name has moved to another address meanwhile ...
+    ("grpc.dns_min_time_between_resolutions_ms", 2_000),
     # ... but a connection may take so long to be made: over a slow link, or while ten thousand nodes
     # connect at once.
     ("grpc.min_reconnect_backoff_ms", 5_000),

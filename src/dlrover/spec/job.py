@@ -38,7 +38,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     recovery_grace: float = 15.0
     """The same after the master itself was away; its absence is not the nodes' fault."""
     connect_timeout: float = 60.0
-    """How long an agent looks for its master at the start before it gives up."""
+    """How long an agent looks for its master at the start before it gives up, and how long before that its
+    launcher waits for the name of the master's host."""
     master_timeout: float = 600.0
     """How long an agent trains on without a master before it gives up."""
     max_infrastructure_restarts: int = 100

@@ -1,0 +1,23 @@
+# The image of the examples and of the recipes for other schedulers, from the root of the repository:
+#   docker build -f deploy/containers/examples.Dockerfile -t dlrover-examples:0.8.0.dev0 .
+# Any OCI builder takes it; for several platforms: docker buildx build --platform linux/amd64,linux/arm64 ...
+ARG PYTHON=python:3.12.12-slim-bookworm
+
+FROM ${PYTHON} AS build
+WORKDIR /source
+COPY pyproject.toml README.md LICENSE constraints.txt ./
+COPY src src
+RUN python -m venv /opt/dlrover \
+ && /opt/dlrover/bin/pip install --no-cache-dir --constraint constraints.txt '.[example,metrics]'
+
+FROM ${PYTHON}
+COPY --from=build /opt/dlrover /opt/dlrover
+COPY examples /examples
+WORKDIR /examples
+ENV PATH=/opt/dlrover/bin:$PATH \
+    HOME=/tmp \
+    DLROVER_STATE_DIR=/tmp/dlrover \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1
+USER 65532:65532
+CMD ["dlrover-run", "--help"]
