@@ -34,6 +34,8 @@ from dlrover.spec.shards import (
 
 TAIL = 2
 """A worker has one part in ``TAIL`` times the workers of what is left, at most: all end at the same time."""
+FOUND = ("begins", "limits", "shard")
+"""What workers find in a broker, each at another moment."""
 MAX_ASIDE = 1000
 """Spans that are set aside with their error; beyond that, the last error stands for all."""
 
@@ -117,7 +119,7 @@ class ShardQueue:
             raise ProtocolError(_stale(event.worker, event.spec.name))
         if event.incarnation > self.incarnation:
             self._begin(event)
-        if event.spec != self.spec:
+        if self._settled(event.spec) != self.spec:
             raise ProtocolError(_different(event.spec, self.spec))
         if event.done != self.base:
             raise ProtocolError(
@@ -125,13 +127,24 @@ class ShardQueue:
                 "than the first worker; all must restore the same step."
             )
         self.workers.setdefault(event.worker, Worker(now)).heard = now
-        self._answer(ShardReply(lane=self.first_lane))
+        spec = self.spec if self.is_stream else None
+        self._answer(ShardReply(lane=self.first_lane, spec=spec))
+
+    def _settled(self, spec: DataSpec) -> DataSpec:
+        """What a worker says of the data set; of a stream, what the first worker found stands."""
+        if spec.size >= 0 or not self.is_stream:
+            return spec
+        mine = {name: getattr(self.spec, name) for name in FOUND}
+        return msgspec.structs.replace(spec, **mine)
 
     def _begin(self, event: OpenShards) -> None:
         """Begin an incarnation: only what its checkpoint contains is done."""
         done = Spans.unpacked(event.done)
-        lanes = _lanes_of(event.spec, done)
-        self.spec, self.incarnation, self.base = event.spec, event.incarnation, event.done
+        # Without a checkpoint a stream begins again where this job has begun, not where it is now.
+        again = not done and self.spec.begins
+        spec = self._settled(event.spec) if again else event.spec
+        lanes = _lanes_of(spec, done)
+        self.spec, self.incarnation, self.base = spec, event.incarnation, event.done
         self.lanes = lanes
         self.workers, self.dropped, self.tries, self.aside = {}, set(), {}, []
         self._next_lane = 0
@@ -204,7 +217,8 @@ class ShardQueue:
             )
         for number, end in enumerate(event.ends):
             lane = self.lanes[number]
-            lane.end = max(lane.end, end)
+            limit = self.spec.limits[number] if self.spec.limits else end
+            lane.end = max(lane.end, min(end, limit))
         self._answer(self._reply(0, ()))
 
     def _look(self) -> None:

@@ -1,0 +1,117 @@
+"""Redis Streams: each key is a partition, and the offset of an entry is its id as one number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dlrover.errors import ConfigurationError
+from dlrover.sharding.sources.stream import SHARD, TIMEOUT, Address, Bounds, Broker, Fetched, Message
+
+_BITS = 20
+"""Bits of an offset that are the second part of an id; the first, mostly milliseconds, is above."""
+_MASK = (1 << _BITS) - 1
+_LARGEST = (1 << 43) - 1
+_EMPTY_SHARD = 100 << _BITS
+"""Of a stream without entries: 0.1 s."""
+
+
+class Redis(Broker):
+    """``redis://user:password@host:6379/0?stream=a&stream=b``; ``rediss`` with TLS."""
+
+    needs = "redis"
+
+    def __init__(self, address: Address) -> None:
+        import redis  # noqa: PLC0415 - only if there is such a source
+
+        super().__init__(address)
+        address.accept("stream")
+        self._keys = address.options.get("stream", [])
+        if not all(self._keys) or not self._keys or len(set(self._keys)) < len(self._keys):
+            raise ConfigurationError(f"The address {address} must name ?stream=KEY, each key once.")
+        if not (address.path or "0").isdigit():
+            raise ConfigurationError(f"The address {address} names no number of a data base.")
+        self.transient = (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError)
+        self.hopeless = (redis.AuthenticationError,)
+        self._redis = redis.Redis(
+            host=address.host,
+            port=address.port or 6379,
+            db=int(address.path or 0),
+            username=address.user or None,
+            password=address.password or None,
+            ssl=address.scheme == "rediss",
+            socket_timeout=TIMEOUT,
+            socket_connect_timeout=TIMEOUT,
+        )
+        self._length = 0
+
+    @property
+    def identity(self) -> str:
+        """The keys."""
+        return f"redis {' '.join(self._keys)}"
+
+    def bounds(self) -> list[Bounds]:
+        """How much there is under each key; nothing, where there is no such key yet."""
+        with self._redis.pipeline(transaction=False) as pipe:
+            for key in self._keys:
+                pipe.xinfo_stream(key)
+            answers = pipe.execute(raise_on_error=False)
+        found = []
+        self._length = 0
+        for answer in answers:
+            if isinstance(answer, Exception):
+                if "no such key" not in str(answer):
+                    raise answer
+                found.append(Bounds(0, 0))
+                continue
+            end = _offset(answer["last-generated-id"]) + 1
+            first = answer["first-entry"]
+            found.append(Bounds(_offset(first[0]) if first else end, end))
+            self._length += answer["length"]
+        return found
+
+    def shard(self, bounds: list[Bounds]) -> int:
+        """About a hundred entries, if they are as dense as on the average."""
+        reach = sum(end - first for first, end in bounds)
+        return max(1, reach * SHARD // self._length) if self._length > 1 else _EMPTY_SHARD
+
+    def fetch(self, partition: int, start: int, stop: int, most: int) -> Fetched:
+        """Read entries, and whether some before them were removed, in one transaction."""
+        key = self._keys[partition]
+        with self._redis.pipeline(transaction=True) as pipe:
+            pipe.xrange(key, _id(start), _id(stop - 1), most)
+            pipe.xinfo_stream(key)
+            entries, info = pipe.execute()
+        messages = [
+            Message(partition, _offset(entry), {name.decode(): value for name, value in fields.items()})
+            for entry, fields in entries
+        ]
+        reached = stop if len(messages) < most else messages[-1].offset + 1
+        return Fetched(messages, reached, _first_left(info, start))
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._redis.close()
+
+
+def _first_left(info: dict[str, Any], start: int) -> int:
+    """The first offset from ``start`` on before which nothing was removed."""
+    removed = info.get("max-deleted-entry-id")
+    if removed is None:
+        raise ConfigurationError("Redis before 7.0 does not tell what was removed; it is not supported.")
+    first = info["first-entry"]
+    left = _offset(first[0]) if first else _offset(info["last-generated-id"]) + 1
+    return left if _offset(removed) >= start and left > start else start
+
+
+def _offset(entry: bytes | str) -> int:
+    text = entry.decode() if isinstance(entry, bytes) else entry
+    major, _, minor = text.partition("-")
+    if int(major) > _LARGEST or int(minor) > _MASK:
+        raise ConfigurationError(
+            f"The entry {text} of a Redis stream has no offset: parts of ids may be up to {_LARGEST} and {_MASK}."
+        )
+    return int(major) << _BITS | int(minor)
+
+
+def _id(offset: int) -> str:
+    return f"{offset >> _BITS}-{offset & _MASK}"
