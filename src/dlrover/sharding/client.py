@@ -82,7 +82,6 @@ class ShardClient:
         self._grown: tuple[int, ...] = ()
         self._known: tuple[int, ...] = ()
         self._ended = spec.size >= 0
-        self._fed_at = time.monotonic()
         # ---- the thread's
         self._seq = 0
         self._asked_at = time.monotonic()
@@ -118,7 +117,8 @@ class ShardClient:
             InfrastructureError: this worker's shards were dealt to others.
             UserCodeError: too many samples cannot be read.
         """
-        told = time.monotonic() + TELL_AFTER
+        began = time.monotonic()
+        told = began + TELL_AFTER
         with self._changed:
             self._patient = patient
             while True:
@@ -127,11 +127,10 @@ class ShardClient:
                 if self._ready:
                     span = self._ready.popleft()
                     self._ahead -= span.stop - span.start
-                    self._fed_at = time.monotonic()
                     self._changed.notify_all()
                     return span
                 over = self._complete if patient else self._exhausted
-                quiet = idle is not None and time.monotonic() - self._fed_at > idle
+                quiet = idle is not None and time.monotonic() - began > idle
                 if over and (self._ended or quiet) and not self._failed:
                     return None
                 self._starving = True

@@ -43,6 +43,8 @@ class Redis(Broker):
             socket_connect_timeout=TIMEOUT,
         )
         self._length = 0
+        self._removed: dict[str, tuple[int, int]] = {}
+        """By key: how many entries were removed by when nothing was from this offset on."""
 
     @property
     def identity(self) -> str:
@@ -63,9 +65,8 @@ class Redis(Broker):
                     raise answer
                 found.append(Bounds(0, 0))
                 continue
-            end = _offset(answer["last-generated-id"]) + 1
-            first = answer["first-entry"]
-            found.append(Bounds(_offset(first[0]) if first else end, end))
+            self._left(self._keys[len(found)], answer)
+            found.append(Bounds(_first(answer), _end(answer)))
             self._length += answer["length"]
         return found
 
@@ -86,21 +87,36 @@ class Redis(Broker):
             for entry, fields in entries
         ]
         reached = stop if len(messages) < most else messages[-1].offset + 1
-        return Fetched(messages, reached, _first_left(info, start))
+        return Fetched(messages, reached, max(start, self._left(key, info)))
+
+    def _left(self, key: str, info: dict[str, Any]) -> int:
+        """The offset from which on nothing was removed, as far as it is known.
+
+        Redis does not tell which entries were removed, but how many. A first entry that is not the one
+        expected is no loss as long as that number is what it was.
+        """
+        if "entries-added" not in info:
+            raise ConfigurationError(
+                "Redis before 7.0 does not tell what was removed; it is not supported."
+            )
+        removed, first = info["entries-added"] - info["length"], _first(info)
+        known, before = self._removed.get(key, (removed, first))
+        left = min(before, first) if known == removed else first
+        self._removed[key] = removed, left
+        return left
 
     def close(self) -> None:
         """Close the connections."""
         self._redis.close()
 
 
-def _first_left(info: dict[str, Any], start: int) -> int:
-    """The first offset from ``start`` on before which nothing was removed."""
-    removed = info.get("max-deleted-entry-id")
-    if removed is None:
-        raise ConfigurationError("Redis before 7.0 does not tell what was removed; it is not supported.")
-    first = info["first-entry"]
-    left = _offset(first[0]) if first else _offset(info["last-generated-id"]) + 1
-    return left if _offset(removed) >= start and left > start else start
+def _first(info: dict[str, Any]) -> int:
+    entry = info["first-entry"]
+    return _offset(entry[0]) if entry else _end(info)
+
+
+def _end(info: dict[str, Any]) -> int:
+    return _offset(info["last-generated-id"]) + 1
 
 
 def _offset(entry: bytes | str) -> int:
