@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import os
@@ -12,7 +13,8 @@ import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -105,3 +107,57 @@ def nats_port() -> Iterator[int]:
 def fresh() -> str:
     """A name that no other test has."""
     return f"s{uuid.uuid4().hex[:10]}"
+
+
+@dataclass
+class Topic:
+    """A stream of one broker."""
+
+    url: str
+    send: Callable[[Sequence[int]], None]
+    #: remove the oldest messages until this many are left
+    keep: Callable[[int], None]
+
+
+def redis_topic(port: int) -> Topic:
+    import redis
+
+    name = fresh()
+    client = redis.Redis(port=port)
+
+    def send(numbers: Sequence[int]) -> None:
+        with client.pipeline() as pipe:
+            for number in numbers:
+                pipe.xadd(name, {"n": number})
+            pipe.execute()
+
+    url = f"redis://127.0.0.1:{port}/0?stream={name}"
+    return Topic(url, send, lambda count: client.xtrim(name, maxlen=count, approximate=False))
+
+
+def nats_topic(port: int) -> Topic:
+    import nats
+
+    name = fresh()
+
+    async def do(work) -> None:
+        client = await nats.connect(f"nats://127.0.0.1:{port}")
+        await work(client.jetstream())
+        await client.close()
+
+    def send(numbers: Sequence[int]) -> None:
+        async def work(stream) -> None:
+            for number in numbers:
+                await stream.publish(f"{name}.x", str(number).encode())
+
+        asyncio.run(do(work))
+
+    asyncio.run(do(lambda stream: stream.add_stream(name=name, subjects=[f"{name}.*"])))
+    return Topic(
+        f"nats://127.0.0.1:{port}/{name}",
+        send,
+        lambda count: asyncio.run(do(lambda stream: stream.purge_stream(name, keep=count))),
+    )
+
+
+TOPICS = {"redis": redis_topic, "nats": nats_topic}

@@ -4,71 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import pytest
-from tests.brokers import fresh
+from tests.brokers import TOPICS, Topic, nats_topic, redis_topic
 
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.sharding.records import Records
 from dlrover.sharding.sources import Message, Stream
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
-
-
-@dataclass
-class Topic:
-    """A stream of one broker."""
-
-    url: str
-    send: Callable[[Sequence[int]], None]
-    #: remove the oldest messages until this many are left
-    keep: Callable[[int], None]
-
-
-def redis_topic(port: int) -> Topic:
-    import redis
-
-    name = fresh()
-    client = redis.Redis(port=port)
-
-    def send(numbers: Sequence[int]) -> None:
-        with client.pipeline() as pipe:
-            for number in numbers:
-                pipe.xadd(name, {"n": number})
-            pipe.execute()
-
-    url = f"redis://127.0.0.1:{port}/0?stream={name}"
-    return Topic(url, send, lambda count: client.xtrim(name, maxlen=count, approximate=False))
-
-
-def nats_topic(port: int) -> Topic:
-    import nats
-
-    name = fresh()
-
-    async def do(work) -> None:
-        client = await nats.connect(f"nats://127.0.0.1:{port}")
-        await work(client.jetstream())
-        await client.close()
-
-    def send(numbers: Sequence[int]) -> None:
-        async def work(stream) -> None:
-            for number in numbers:
-                await stream.publish(f"{name}.x", str(number).encode())
-
-        asyncio.run(do(work))
-
-    asyncio.run(do(lambda stream: stream.add_stream(name=name, subjects=[f"{name}.*"])))
-    return Topic(
-        f"nats://127.0.0.1:{port}/{name}",
-        send,
-        lambda count: asyncio.run(do(lambda stream: stream.purge_stream(name, keep=count))),
-    )
-
-
-TOPICS = {"redis": redis_topic, "nats": nats_topic}
 
 
 @pytest.fixture(params=TOPICS)

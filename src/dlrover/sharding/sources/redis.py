@@ -11,8 +11,10 @@ _BITS = 20
 """Bits of an offset that are the second part of an id; the first, mostly milliseconds, is above."""
 _MASK = (1 << _BITS) - 1
 _LARGEST = (1 << 43) - 1
-_EMPTY_SHARD = 100 << _BITS
-"""Of a stream without entries: 0.1 s."""
+_CLOCK = 1 << 30
+"""From here on the first part of an id is taken for milliseconds; below, for a number that somebody chose."""
+_SHORTEST = 100
+"""Milliseconds in a shard, at least: what is shorter makes many empty ones of a pause."""
 
 
 class Redis(Broker):
@@ -71,9 +73,11 @@ class Redis(Broker):
         return found
 
     def shard(self, bounds: list[Bounds]) -> int:
-        """About a hundred entries, if they are as dense as on the average."""
+        """About a hundred entries, if they are as dense as on the average, and 0.1 s at least."""
         reach = sum(end - first for first, end in bounds)
-        return max(1, reach * SHARD // self._length) if self._length > 1 else _EMPTY_SHARD
+        average = max(1, reach * SHARD // max(1, self._length))
+        chosen = any(0 < end >> _BITS < _CLOCK or 1 < end <= _MASK for _, end in bounds)
+        return average if chosen else max(average, _SHORTEST << _BITS)
 
     def fetch(self, partition: int, start: int, stop: int, most: int) -> Fetched:
         """Read entries, and whether some before them were removed, in one transaction."""
