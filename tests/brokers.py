@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
 from tests.services import program
 
 PR_SET_PDEATHSIG = 1
@@ -40,7 +41,7 @@ def running(command: list[str], port: int, folder: Path, **env: str) -> Iterator
     """A broker, from when it listens until the end of the block."""
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            command, stdout=log, stderr=log, cwd=folder, preexec_fn=_dies_with_the_tests,
+            command, stdout=log, stderr=log, cwd=folder, preexec_fn=_dies_with_the_tests,  # noqa: PLW1509 - it only calls prctl
             env={**os.environ, **env}, start_new_session=True,
         )  # fmt: skip
     try:

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
-from tests.brokers import TOPICS, Topic, nats_port, redis_port
 
 from dlrover.spec import events
+from tests.brokers import TOPICS, Topic, nats_port, redis_port
 
 __all__ = ["nats_port", "redis_port"]
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(120)]

@@ -7,11 +7,11 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from tests.brokers import TOPICS, Topic, nats_topic, redis_topic
 
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.sharding.records import Records
 from dlrover.sharding.sources import Message, Stream
+from tests.brokers import TOPICS, Topic, nats_topic, redis_topic
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 
@@ -136,12 +136,16 @@ def test_a_subject_of_nats_is_a_part_of_its_stream(nats_port: int, read) -> None
     assert list(read(f"{topic.url}?subject={name}.1", until="now")) == list(range(1, 400, 3))
 
 
-@pytest.mark.parametrize("url", ["redis://127.0.0.1:{redis}/0?stream=x", "nats://127.0.0.1:{nats}/x"])
+@pytest.mark.parametrize(
+    "url", ["redis://127.0.0.1:{redis}/0?stream=x", "nats://127.0.0.1:{nats}/x"]
+)
 def test_a_stream_that_is_not_there(url: str, redis_port: int, nats_port: int, read) -> None:
     """Redis makes a stream with the first entry; elsewhere somebody has to make it."""
     data = read(url.format(redis=redis_port, nats=nats_port), idle=0.3)
     if url.startswith("redis"):
         assert list(data) == []
     else:
-        with pytest.raises((InfrastructureError, ConfigurationError), match="cannot be read: NotFoundError"):
+        with pytest.raises(
+            (InfrastructureError, ConfigurationError), match="cannot be read: NotFoundError"
+        ):
             list(data)

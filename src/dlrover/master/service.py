@@ -69,7 +69,7 @@ class Master:
         self.machine = JobMachine()
         self.ledger = Ledger()
         self.store = KeyValueStore()
-        self.shards = ShardsService(self._append)
+        self.shards = ShardsService(self._append, history.add)
         self.ended = asyncio.Event()
         self.fenced = asyncio.Event()
         """Set once another master has taken over: this one must leave."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -29,10 +29,8 @@ Result = TypeVar("Result")
 class Feed:
     """One stream, read by one thread. ``pause(seconds)`` waits, and is true if that was interrupted."""
 
-    def __init__(
-        self, stream: Stream[Any], pause: Callable[[float], bool] = threading.Event().wait
-    ) -> None:
-        self._stream, self._pause = stream, pause
+    def __init__(self, stream: Stream[Any], pause: Callable[[float], bool] | None = None) -> None:
+        self._stream, self._pause = stream, pause or threading.Event().wait
         self._broker: Broker = stream.broker()
 
     @property
@@ -131,7 +129,7 @@ class Feed:
                 return call()
             except DLRoverError:
                 raise
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - whatever a client raises
                 why = broker.address.scrubbed(error)
                 if not isinstance(error, broker.transient) or isinstance(error, broker.hopeless):
                     raise InfrastructureError(f"{broker.address} cannot be read: {why}") from None
@@ -140,7 +138,9 @@ class Feed:
                         f"{broker.address} did not answer for {PATIENCE:.0f} s: {why}"
                     ) from None
                 if not told:
-                    logger.warning("%s does not answer, and is asked again: %s", broker.address, why)
+                    logger.warning(
+                        "%s does not answer, and is asked again: %s", broker.address, why
+                    )
                 told = True
             broker.close()
             if self._pause(PAUSE):

@@ -50,9 +50,12 @@ class Lane:
 
     def _next(self) -> tuple[int, int]:
         """What was never dealt, up to what a checkpoint contains."""
-        start, stop = self.done.gap(self.cursor)
-        self.cursor = start
-        return start, self.end if stop is None else min(stop, self.end)
+        start = -1
+        while start != self.cursor:
+            start = self.cursor
+            self.cursor = self.aside.gap(self.done.gap(start)[0])[0]
+        stops = (ranges.gap(start)[1] for ranges in (self.done, self.aside))
+        return start, min(self.end, *(self.end if stop is None else stop for stop in stops))
 
     def deal(self, shard: int, count: int) -> Iterator[tuple[int, int]]:
         """Take ``count`` shards of ``shard`` positions out, those that follow each other as one."""
@@ -86,6 +89,13 @@ class Lane:
         self.taken.remove(start, stop)
         self.aside.add(start, stop)
 
+    def leave_out(self, start: int, stop: int) -> None:
+        """What is not done is not dealt at all; before anything is taken."""
+        self.end = max(self.end, stop)
+        self.aside.add(start, stop)
+        for begin, end in self.done:
+            self.aside.remove(begin, end)
+
     def validate(self) -> None:
         """Check the invariants; raise AssertionError on the first that is broken."""
         assert self.begin <= self.cursor
@@ -99,4 +109,4 @@ class Lane:
             assert known.covers(self.begin, min(self.cursor, self.end))
         for start, stop in known:
             beyond = Ranges([(max(start, self.cursor), stop)])
-            assert all(self.done.covers(a, b) for a, b in beyond)
+            assert all(self.done.covers(a, b) or self.aside.covers(a, b) for a, b in beyond)

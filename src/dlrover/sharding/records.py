@@ -89,7 +89,9 @@ class Records(Generic[Sample_co]):
             size = len(source)
             how = f"shuffled with seed {seed}" if shuffle else "as in the source"
         if self._stream is not None and (shuffle or epochs != 1 or drop_last):
-            raise ConfigurationError("A stream has no epochs, shuffle or drop_last: it is read once, in order.")
+            raise ConfigurationError(
+                "A stream has no epochs, shuffle or drop_last: it is read once, in order."
+            )
         self._spec = _checked(
             {
                 "name": name,
@@ -212,14 +214,14 @@ class Records(Generic[Sample_co]):
     def _open(self) -> ShardClient:
         rank, _ = dealers.world()
         incarnation = Incarnation(defaults.round, self._loads)
-        spec, ends = self._spec, []
-        if self._stream is not None:
-            spec, ends = self._feed.found(spec, self._shard, Spans.unpacked(self._base))
-        client = ShardClient(spec, dealers.connect(), rank, incarnation, self._base)
-        if self._stream is not None:
-            self._spec = client.spec
-            client.extend(tuple(ends[: len(client.spec.begins)]))
-            self._heads = Heads(self._stream, client)
+        if self._stream is None:
+            return ShardClient(self._spec, dealers.connect(), rank, incarnation, self._base)
+        dealer = dealers.connect()
+        spec, ends = self._feed.found(self._spec, self._shard, Spans.unpacked(self._base))
+        client = ShardClient(spec, dealer, rank, incarnation, self._base)
+        self._spec = client.spec
+        client.extend(tuple(ends[: len(client.spec.begins)]))
+        self._heads = Heads(self._stream, client)
         return client
 
     def close(self) -> None:

@@ -27,5 +27,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Wall time from the submission of the job to its end."""
     goodput: Goodput | None = None
     """What the job's time went into, without the incidents; None where the master is elsewhere."""
+    set_aside: tuple[str, ...] = ()
+    """One sentence for each sample that was set aside: at most 3, then ``And N more``."""
     job_dir: str = ""
     """Where the job's journal, logs and memory checkpoints lie."""

@@ -67,7 +67,13 @@ class Nats(Broker):
             self._readers[partition] = reader
         got, reached = await reader.read(stop, most)
         messages = [
-            Message(partition, m.metadata.sequence.stream, m.data, m.subject.encode(), dict(m.headers or {}))
+            Message(
+                partition,
+                m.metadata.sequence.stream,
+                m.data,
+                m.subject.encode(),
+                dict(m.headers or {}),
+            )
             for m in got
         ]
         state = (await jetstream.stream_info(stream)).state
@@ -96,7 +102,9 @@ class Nats(Broker):
         """Let the client, which lives in an event loop, do something."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=_turn, args=(self._loop,), name="dlrover-nats", daemon=True).start()
+            threading.Thread(
+                target=_turn, args=(self._loop,), name="dlrover-nats", daemon=True
+            ).start()
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(3 * TIMEOUT)

@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from dlrover.errors import ConfigurationError
-from dlrover.sharding.sources.stream import SHARD, TIMEOUT, Address, Bounds, Broker, Fetched, Message
+from dlrover.sharding.sources.stream import (
+    SHARD,
+    TIMEOUT,
+    Address,
+    Bounds,
+    Broker,
+    Fetched,
+    Message,
+)
 
 _BITS = 20
 """Bits of an offset that are the second part of an id; the first, mostly milliseconds, is above."""
@@ -87,7 +95,9 @@ class Redis(Broker):
             pipe.xinfo_stream(key)
             entries, info = pipe.execute()
         messages = [
-            Message(partition, _offset(entry), {name.decode(): value for name, value in fields.items()})
+            Message(
+                partition, _offset(entry), {name.decode(): value for name, value in fields.items()}
+            )
             for entry, fields in entries
         ]
         reached = stop if len(messages) < most else messages[-1].offset + 1

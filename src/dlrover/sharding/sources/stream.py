@@ -73,7 +73,9 @@ class Address:
         try:
             self.port = self._parts.port
         except ValueError as error:
-            raise ConfigurationError(f"The address of a stream has a wrong port: {error}.") from error
+            raise ConfigurationError(
+                f"The address of a stream has a wrong port: {error}."
+            ) from error
         self.scheme = self._parts.scheme
         self.host = self._parts.hostname or ""
         self.user = unquote(self._parts.username or "")
