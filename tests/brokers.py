@@ -91,6 +91,34 @@ def nats_running() -> Iterator[int]:
             yield port
 
 
+@contextlib.contextmanager
+def rabbitmq_running() -> Iterator[int]:
+    """The port of a RabbitMQ, with a port mapper of its own that ends with it."""
+    program("rabbitmq-server")
+    port, mapper, distribution = free_port(), free_port(), free_port()
+    with _folder() as folder:
+        env = {
+            "ERL_EPMD_PORT": str(mapper),
+            "HOME": str(folder),
+            "RABBITMQ_NODENAME": f"dlrover{port}@localhost",
+            "RABBITMQ_NODE_IP_ADDRESS": "127.0.0.1",
+            "RABBITMQ_NODE_PORT": str(port),
+            "RABBITMQ_DIST_PORT": str(distribution),
+            "RABBITMQ_MNESIA_BASE": str(folder / "data"),
+            "RABBITMQ_LOG_BASE": str(folder / "logs"),
+            "RABBITMQ_PID_FILE": str(folder / "pid"),
+            "RABBITMQ_ENABLED_PLUGINS_FILE": str(folder / "plugins"),
+            "RABBITMQ_CONFIG_FILE": str(folder / "none"),
+        }
+        (folder / "mapper").mkdir()
+        server = ["/usr/lib/rabbitmq/bin/rabbitmq-server"]  # the one in the path changes the user
+        with (
+            running(["epmd", "-port", str(mapper)], mapper, folder / "mapper"),
+            running(server, port, folder, **env),
+        ):
+            yield port
+
+
 @pytest.fixture(scope="session")
 def redis_port() -> Iterator[int]:
     pytest.importorskip("redis")
@@ -102,6 +130,13 @@ def redis_port() -> Iterator[int]:
 def nats_port() -> Iterator[int]:
     pytest.importorskip("nats")
     with nats_running() as port:
+        yield port
+
+
+@pytest.fixture(scope="session")
+def rabbitmq_port() -> Iterator[int]:
+    pytest.importorskip("pika")
+    with rabbitmq_running() as port:
         yield port
 
 
@@ -161,4 +196,28 @@ def nats_topic(port: int) -> Topic:
     )
 
 
-TOPICS = {"redis": redis_topic, "nats": nats_topic}
+def rabbitmq_topic(port: int, **limits: int) -> Topic:
+    """RabbitMQ removes by size and only whole segments: there is no ``keep``."""
+    import pika
+
+    name = fresh()
+    parameters = pika.ConnectionParameters("127.0.0.1", port)
+    arguments = {"x-queue-type": "stream", **limits}
+
+    def send(numbers: Sequence[int]) -> None:
+        with contextlib.closing(pika.BlockingConnection(parameters)) as connection:
+            channel = connection.channel()
+            channel.confirm_delivery()
+            channel.queue_declare(name, durable=True, arguments=arguments)
+            for number in numbers:
+                channel.basic_publish("", name, str(number).encode())
+
+    send([])
+    return Topic(f"amqp://127.0.0.1:{port}/{name}", send, _cannot)
+
+
+def _cannot(count: int) -> None:
+    pytest.skip("this broker cannot be told how many messages to keep")
+
+
+TOPICS = {"redis": redis_topic, "nats": nats_topic, "rabbitmq": rabbitmq_topic}

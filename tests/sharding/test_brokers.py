@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Iterator
 
@@ -11,7 +12,7 @@ import pytest
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.sharding.records import Records
 from dlrover.sharding.sources import Message, Stream
-from tests.brokers import TOPICS, Topic, nats_topic, redis_topic
+from tests.brokers import TOPICS, Topic, fresh, nats_topic, rabbitmq_topic, redis_topic
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 
@@ -108,6 +109,39 @@ def test_single_messages_that_somebody_deleted_are_no_loss(redis_port: int, read
         client.xdel(name, entry)
     got = list(read(topic.url, until="now"))
     assert got == [n for n in range(500) if not (100 <= n < 200 and n % 10 == 0)]
+
+
+def test_what_rabbitmq_has_removed_is_told(rabbitmq_port: int, read) -> None:
+    limits = {"x-max-length-bytes": 20_000, "x-stream-max-segment-size-bytes": 10_000}
+    topic = rabbitmq_topic(rabbitmq_port, **limits)
+    topic.send(range(20))
+    first = read(topic.url)
+    samples = iter(first)
+    got = [next(samples) for _ in range(10)]
+    state = first.state_dict()
+    first.close()
+    topic.send(range(20, 1500))
+    failing = read(topic.url, until="now")
+    failing.load_state_dict(state)
+    with pytest.raises(InfrastructureError, match="were removed before they were read"):
+        list(failing)
+    skipping = read(topic.url, until="now", lost="skip")
+    skipping.load_state_dict(state)
+    rest = list(skipping)
+    assert got == list(range(10))
+    assert rest == list(range(1500 - len(rest), 1500))
+
+
+def test_a_queue_that_is_no_stream_is_refused(rabbitmq_port: int, read) -> None:
+    import pika
+
+    name = fresh()
+    with contextlib.closing(
+        pika.BlockingConnection(pika.ConnectionParameters("127.0.0.1", rabbitmq_port))
+    ) as connection:
+        connection.channel().queue_declare(name, durable=True)
+    with pytest.raises(InfrastructureError, match="cannot be read"):
+        list(read(f"amqp://127.0.0.1:{rabbitmq_port}/{name}"))
 
 
 def test_keys_of_redis_are_partitions(redis_port: int, read) -> None:
