@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import uuid
@@ -140,6 +141,40 @@ def rabbitmq_port() -> Iterator[int]:
         yield port
 
 
+@pytest.fixture(scope="session")
+def kafka_port() -> Iterator[int]:
+    """librdkafka's own mock of a Kafka, in a process of its own: no real broker."""
+    pytest.importorskip("confluent_kafka")
+    with _folder() as folder:
+        told = folder / "port"
+        command = [sys.executable, "-c", MOCK_KAFKA, str(told)]
+        process = subprocess.Popen(
+            command,
+            start_new_session=True,
+            preexec_fn=_dies_with_the_tests,  # noqa: PLW1509
+        )
+        try:
+            end = time.monotonic() + READY
+            while not told.exists() or not told.read_text():
+                assert process.poll() is None, "the mock has ended"
+                assert time.monotonic() < end, "the mock does not start"
+                time.sleep(0.02)
+            yield int(told.read_text())
+        finally:
+            process.kill()
+            process.wait()
+
+
+MOCK_KAFKA = """
+import sys, threading
+from confluent_kafka import Producer
+producer = Producer({"test.mock.num.brokers": 1, "log_level": 3})
+(broker,) = producer.list_topics(timeout=30).brokers.values()
+open(sys.argv[1], "w").write(str(broker.port))
+threading.Event().wait()
+"""
+
+
 def fresh() -> str:
     """A name that no other test has."""
     return f"s{uuid.uuid4().hex[:10]}"
@@ -216,8 +251,31 @@ def rabbitmq_topic(port: int, **limits: int) -> Topic:
     return Topic(f"amqp://127.0.0.1:{port}/{name}", send, _cannot)
 
 
+def kafka_topic(port: int) -> Topic:
+    """The mock makes a topic of four partitions when somebody asks for it; one of them is used."""
+    import confluent_kafka as kafka
+
+    name = fresh()
+
+    def send(numbers: Sequence[int]) -> None:
+        producer = kafka.Producer({"bootstrap.servers": f"127.0.0.1:{port}"})
+        for number in numbers:
+            producer.produce(name, str(number).encode(), partition=0)
+        assert producer.flush(30) == 0
+
+    send([])
+    producer = kafka.Producer({"bootstrap.servers": f"127.0.0.1:{port}"})
+    assert producer.list_topics(name, timeout=30).topics[name].partitions
+    return Topic(f"kafka://127.0.0.1:{port}/{name}", send, _cannot)
+
+
 def _cannot(count: int) -> None:
     pytest.skip("this broker cannot be told how many messages to keep")
 
 
-TOPICS = {"redis": redis_topic, "nats": nats_topic, "rabbitmq": rabbitmq_topic}
+TOPICS = {
+    "redis": redis_topic,
+    "nats": nats_topic,
+    "rabbitmq": rabbitmq_topic,
+    "kafka": kafka_topic,
+}
