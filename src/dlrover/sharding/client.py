@@ -57,8 +57,10 @@ class ShardClient:
         rank: int,
         incarnation: Incarnation,
         base: bytes = b"",
+        ahead: float = AHEAD,
     ) -> None:
         self._spec = spec
+        self._seconds_ahead = ahead
         self._dealer = dealer
         self._name = f"{rank}-{uuid.uuid4().hex[:12]}"
         self._incarnation = incarnation
@@ -252,7 +254,7 @@ class ShardClient:
         return self._ahead < self._target() / 2
 
     def _target(self) -> float:
-        return max(FEWEST * self._spec.shard, self._rate * AHEAD)
+        return max(FEWEST * self._spec.shard, self._rate * self._seconds_ahead)
 
     def _wanted(self) -> bool:
         """Whether it is time to ask, or to be heard of."""

@@ -218,7 +218,8 @@ class Records(Generic[Sample_co]):
             return ShardClient(self._spec, dealers.connect(), rank, incarnation, self._base)
         dealer = dealers.connect()
         spec, ends = self._feed.found(self._spec, self._shard, Spans.unpacked(self._base))
-        client = ShardClient(spec, dealer, rank, incarnation, self._base)
+        ahead = self._stream.ahead
+        client = ShardClient(spec, dealer, rank, incarnation, self._base, ahead)
         self._spec = client.spec
         client.extend(tuple(ends[: len(client.spec.begins)]))
         self._heads = Heads(self._stream, client)

@@ -29,8 +29,6 @@ _BROKERS = {
     "amqp": ("rabbitmq", "RabbitMq"),
     "amqps": ("rabbitmq", "RabbitMq"),
     "kafka": ("kafka", "Kafka"),
-    "pulsar": ("pulsar", "Pulsar"),
-    "pulsar+ssl": ("pulsar", "Pulsar"),
 }
 """By the scheme of an address: the module below `dlrover.sharding.sources`, also the extra, and its class."""
 
@@ -171,6 +169,8 @@ class Stream(Generic[Sample_co]):
         idle: seconds without a new message after which a worker stops reading.
         lost: what is done about messages that the broker has removed before they were read: ``fail``, or
             ``skip``, which the log tells.
+        ahead: seconds of messages that a worker takes at a time. So far apart are workers in the stream; so
+            long no worker waits for a master that is away.
 
     Raises:
         ConfigurationError: an argument is wrong, or the package of the broker's client is not installed.
@@ -185,6 +185,7 @@ class Stream(Generic[Sample_co]):
         until: str | None = None,
         idle: float | None = None,
         lost: str = "fail",
+        ahead: float = 1.0,
     ) -> None:
         _check("start", start, "earliest", "latest")
         _check("until", until, None, "now")
@@ -194,7 +195,9 @@ class Stream(Generic[Sample_co]):
         self._url = url
         self._decode = decode or _value
         self.latest, self.ends, self.skips = start == "latest", until == "now", lost == "skip"
-        self.idle = idle
+        if ahead <= 0:
+            raise ConfigurationError(f"ahead is {ahead} s; it must be more than 0.")
+        self.idle, self.ahead = idle, ahead
 
     def __getitem__(self, message: Message) -> Sample_co:
         """The sample in a message."""
