@@ -14,8 +14,9 @@ from hypothesis import given, settings, strategies as st
 from dlrover.errors import ConfigurationError, InfrastructureError, UserCodeError
 from dlrover.sharding import client, dealers, defaults, feed, heads
 from dlrover.sharding.dealers import LocalDealer
-from dlrover.sharding.records import Records
+from dlrover.sharding.records import Records, learned
 from dlrover.sharding.sources.stream import Address, Bounds, Broker, Fetched, Message, Stream
+from dlrover.spec.shards import Span
 
 
 class Shelf:
@@ -108,8 +109,12 @@ def test_everything_is_read_once(read, gap: int) -> None:
     shelf = Shelf(3, gap)
     for partition in range(3):
         shelf.send(100, partition)
-    got = list(read(shelf, until="now", shard=8))
+    data = read(shelf, until="now", shard=8)
+    got = list(data)
     assert Counter(got) == Counter(shelf.sent)
+    assert [*learned([data.state_dict()])] == [
+        Span(number, 0, offsets[-1] + 1) for number, offsets in enumerate(shelf.offsets)
+    ], "what is empty between messages counts as read"
     for partition in range(3):
         own = [place for place in got if place[0] == partition]
         assert own == sorted(own)
@@ -241,8 +246,10 @@ def test_a_message_that_cannot_be_decoded_is_set_aside(read, caplog) -> None:
     shelf = Shelf(gap=4)
     shelf.send(50)
     bad = [offset for _, offset in shelf.sent if offset % 40 == 12]
-    got = list(read(shelf, until="now", decode=decode, attempts=2))
+    data = read(shelf, until="now", decode=decode, attempts=2)
+    got = list(data)
     assert bad
+    assert learned([data.state_dict()]).count == shelf.sent[-1][1] + 1 - len(bad)
     assert Counter(got) == Counter(offset for _, offset in shelf.sent if offset not in bad)
     for offset in bad:
         assert f"offset {offset} of partition 0: ValueError: rotten" in caplog.text
@@ -293,6 +300,21 @@ def test_what_the_first_worker_finds_stands_for_all(read, monkeypatch) -> None:
     shelf.send(20)
     assert list(second) == []
     assert first.state_dict()["begins"] == second.state_dict()["begins"]
+
+
+def test_what_another_worker_gives_back_is_read(read, monkeypatch) -> None:
+    shared = LocalDealer()
+    monkeypatch.setattr(dealers, "connect", lambda: shared)
+    shelf = Shelf()
+    shelf.send(30)
+    first, second = read(shelf, shard=30), read(shelf, shard=30, idle=3.0)
+    assert next(iter(first)) == shelf.sent[0]
+    rest = iter(second)
+    giving_back = threading.Timer(0.2, first.close)
+    giving_back.start()
+    assert [next(rest, None) for _ in range(29)] == shelf.sent[1:]
+    giving_back.join()
+    rest.close()
 
 
 def test_a_job_that_begins_again_without_a_checkpoint_does_not_skip(read, monkeypatch) -> None:
