@@ -10,15 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from dlrover.spec import events
-from tests.brokers import TOPICS, Topic, nats_port, redis_port
+from tests.brokers import TOPICS, Topic, kafka_port, nats_port, rabbitmq_port, redis_port
 
-__all__ = ["nats_port", "redis_port"]
+__all__ = ["kafka_port", "nats_port", "rabbitmq_port", "redis_port"]
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(120)]
 
 MESSAGES = 600
 
 
-@pytest.fixture(params=["redis", "nats"])
+RARE = [pytest.param(name, marks=pytest.mark.long) for name in ("rabbitmq", "kafka")]
+
+
+@pytest.fixture(params=["redis", "nats", *RARE])
 def topic(request) -> Topic:
     return TOPICS[request.param](request.getfixturevalue(f"{request.param}_port"))
 

@@ -73,6 +73,26 @@ def test_a_restore_reads_on_from_the_offset_in_the_checkpoint(topic: Topic, read
     assert [*got, *again] == list(range(1000))
 
 
+@pytest.mark.torch
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_a_loader_has_read_ahead_does_not_count(redis_port: int, num_workers: int) -> None:
+    from dlrover.elastic.dataset import ElasticDataset
+
+    topic = redis_topic(redis_port)
+    topic.send(range(500))
+    data = ElasticDataset(Stream(topic.url, decode=number, until="now"))
+    batches = iter(data.loader(8, num_workers=num_workers))
+    got = [int(n) for _ in range(10) for n in next(batches)]
+    state = data.state_dict()
+    batches.close()
+    data.close()
+    again = ElasticDataset(Stream(topic.url, decode=number, until="now"))
+    again.load_state_dict(state)
+    got += [int(n) for batch in again.loader(8, num_workers=num_workers) for n in batch]
+    again.close()
+    assert got == list(range(500))
+
+
 def test_a_job_can_begin_at_the_end(topic: Topic, read) -> None:
     topic.send(range(100))
     data = read(topic.url, start="latest", idle=1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from bisect import bisect_left
 from collections import Counter
@@ -350,6 +351,23 @@ def test_wrong_addresses_are_told(url: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message) as raised:
         Records(url)
     assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "module", "package", "extra"),
+    [
+        ("redis://host/0?stream=a", "redis", "redis", "redis"),
+        ("nats://host/a", "nats", "nats-py", "nats"),
+        ("amqp://host/a", "pika", "pika", "rabbitmq"),
+        ("kafka://host/a", "confluent_kafka", "confluent-kafka", "kafka"),
+    ],
+)
+def test_a_client_that_is_not_installed_is_told(monkeypatch, url, module, package, extra) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    scheme = url.partition(":")[0]
+    told = rf"{scheme}:// needs the package {package}: pip install 'dlrover\[{extra}\]'"
+    with pytest.raises(ConfigurationError, match=told):
+        Records(url)
 
 
 def test_wrong_options_are_told() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from dlrover.sharding.spans import Ranges
+from dlrover.errors import ProtocolError
+from dlrover.sharding.spans import Ranges, Spans
+from dlrover.spec.shards import DataSpec
 
 
 @dataclass
@@ -110,3 +112,36 @@ class Lane:
         for start, stop in known:
             beyond = Ranges([(max(start, self.cursor), stop)])
             assert all(self.done.covers(a, b) or self.aside.covers(a, b) for a, b in beyond)
+
+
+def epoch_size(spec: DataSpec) -> int:
+    """Samples of an epoch that are dealt."""
+    return spec.size - spec.size % spec.shard if spec.drop_last else spec.size
+
+
+def lanes_of(spec: DataSpec, done: Spans) -> dict[int, Lane]:
+    """The lanes of a data set of which ``done`` is done.
+
+    Raises:
+        ProtocolError: it belongs to another data set.
+    """
+    lanes: dict[int, Lane] = {}
+    if spec.size < 0:
+        lanes = {number: Lane(begin, begin) for number, begin in enumerate(spec.begins)}
+    for number, ranges in done.lanes.items():
+        spans = list(ranges)
+        if not spans:
+            continue
+        known = lanes.get(number) if spec.size < 0 else Lane(0, epoch_size(spec))
+        if known is None or spans[0][0] < known.begin:
+            raise ProtocolError(f"The checkpoint has partition {number}, and {spec.name} has not.")
+        if spec.size < 0:
+            known.end = max(known.end, spans[-1][1])
+        if spans[-1][1] > known.end:
+            raise ProtocolError(
+                f"The checkpoint contains sample {spans[-1][1] - 1} of epoch {number}; the data set "
+                f"{spec.name} has {known.end} samples."
+            )
+        known.done = ranges
+        lanes[number] = known
+    return lanes

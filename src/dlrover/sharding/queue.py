@@ -16,7 +16,7 @@ from typing import TypeAlias
 import msgspec
 
 from dlrover.errors import ProtocolError
-from dlrover.sharding.lane import Lane
+from dlrover.sharding.lane import Lane, epoch_size, lanes_of
 from dlrover.sharding.spans import Spans
 from dlrover.spec.shards import (
     DataSpec,
@@ -159,14 +159,14 @@ class ShardQueue:
         # Without a checkpoint a stream begins again where this job has begun, not where it is now.
         again = not done and self.spec.begins
         spec = self._settled(event.spec) if again else event.spec
-        lanes = _lanes_of(spec, done)
+        lanes = lanes_of(spec, done)
         self.spec, self.incarnation, self.base = spec, event.incarnation, event.done
         self.lanes = lanes
         self.workers, self.dropped, self.tries, self.aside = {}, set(), {}, []
         for deadly in self.deadly:
             place = deadly.span
             if place.lane not in lanes and not self.is_stream:
-                lanes[place.lane] = Lane(0, _epoch_size(spec))
+                lanes[place.lane] = Lane(0, epoch_size(spec))
             lanes[place.lane].leave_out(place.start, place.stop)
         self.aside = list(self.deadly)
         self._next_lane = 0
@@ -315,7 +315,7 @@ class ShardQueue:
     def _make_lane(self, number: int) -> Lane:
         for earlier in range(number + 1):
             if earlier not in self.lanes:
-                self.lanes[earlier] = Lane(0, _epoch_size(self.spec))
+                self.lanes[earlier] = Lane(0, epoch_size(self.spec))
         return self.lanes[number]
 
     def _first_open_lane(self) -> int:
@@ -359,34 +359,6 @@ class ShardQueue:
             assert lane.taken == held.of(number), "what is taken is held by somebody"
         assert not self.dropped & self.workers.keys()
         assert all(0 < count < self.spec.attempts for count in self.tries.values())
-
-
-def _epoch_size(spec: DataSpec) -> int:
-    return spec.size - spec.size % spec.shard if spec.drop_last else spec.size
-
-
-def _lanes_of(spec: DataSpec, done: Spans) -> dict[int, Lane]:
-    """The lanes of a data set of which ``done`` is done."""
-    lanes: dict[int, Lane] = {}
-    if spec.size < 0:
-        lanes = {number: Lane(begin, begin) for number, begin in enumerate(spec.begins)}
-    for number, ranges in done.lanes.items():
-        spans = list(ranges)
-        if not spans:
-            continue
-        known = lanes.get(number) if spec.size < 0 else Lane(0, _epoch_size(spec))
-        if known is None or spans[0][0] < known.begin:
-            raise ProtocolError(f"The checkpoint has partition {number}, and {spec.name} has not.")
-        if spec.size < 0:
-            known.end = max(known.end, spans[-1][1])
-        if spans[-1][1] > known.end:
-            raise ProtocolError(
-                f"The checkpoint contains sample {spans[-1][1] - 1} of epoch {number}; the data set "
-                f"{spec.name} has {known.end} samples."
-            )
-        known.done = ranges
-        lanes[number] = known
-    return lanes
 
 
 def _stale(worker: str, data: str) -> str:
