@@ -83,13 +83,11 @@ def redis_running() -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def nats_running() -> Iterator[int]:
-    """The port of a NATS server with JetStream."""
-    port = free_port()
-    with _folder() as folder:
-        command = [program("nats-server"), "-a", "127.0.0.1", "-p", str(port)]
-        with running([*command, "-js", "-sd", str(folder / "data")], port, folder):
-            yield port
+def nats_running(folder: Path, port: int) -> Iterator[int]:
+    """A NATS server with JetStream, which keeps its streams in the folder."""
+    command = [program("nats-server"), "-a", "127.0.0.1", "-p", str(port)]
+    with running([*command, "-js", "-sd", str(folder / "data")], port, folder):
+        yield port
 
 
 @contextlib.contextmanager
@@ -130,7 +128,7 @@ def redis_port() -> Iterator[int]:
 @pytest.fixture(scope="session")
 def nats_port() -> Iterator[int]:
     pytest.importorskip("nats")
-    with nats_running() as port:
+    with _folder() as folder, nats_running(folder, free_port()) as port:
         yield port
 
 

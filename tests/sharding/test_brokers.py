@@ -5,14 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.sharding.records import Records
 from dlrover.sharding.sources import Message, Stream
-from tests.brokers import TOPICS, Topic, fresh, nats_topic, rabbitmq_topic, redis_topic
+from tests.brokers import (
+    TOPICS,
+    Topic,
+    free_port,
+    fresh,
+    nats_running,
+    nats_topic,
+    rabbitmq_topic,
+    redis_topic,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 
@@ -99,6 +110,31 @@ def test_a_job_can_begin_at_the_end(topic: Topic, read) -> None:
     assert list(data) == []
     topic.send(range(100, 120))
     assert list(data) == list(range(100, 120))
+
+
+def test_a_broker_that_is_killed_and_comes_back_changes_nothing(tmp_path: Path, read) -> None:
+    pytest.importorskip("nats")
+    port = free_port()
+    with nats_running(tmp_path, port):
+        topic = nats_topic(port)
+        topic.send(range(1000))
+        data = iter(read(topic.url, until="now"))
+        got = [next(data) for _ in range(100)]
+    back = threading.Event()
+
+    def bring_back() -> None:
+        time.sleep(1.0)
+        with nats_running(tmp_path, port):
+            back.wait(60)
+
+    server = threading.Thread(target=bring_back)
+    server.start()
+    try:
+        got.extend(data)
+    finally:
+        back.set()
+        server.join()
+    assert got == list(range(1000))
 
 
 def test_what_the_broker_has_removed_is_told(trimmed: Topic, read) -> None:
