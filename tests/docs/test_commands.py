@@ -314,6 +314,7 @@ def test_command_lines_that_are_only_shown_are_valid(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     for block in re.findall(r"^```sh\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
         for line in re.findall(r"^dlrover-run +(.+)$", block, re.MULTILINE):
             arguments.parse(shlex.split(line), {})

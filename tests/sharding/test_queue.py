@@ -355,6 +355,47 @@ def test_what_was_not_taken_cannot_be_reported(reported) -> None:
     assert take(shards, "a", 2, done=(Span(0, 0, 10),)).done == 10
 
 
+@pytest.mark.parametrize(("size", "begins"), [(100, ()), (-1, (0, 40))])
+def test_a_shard_that_workers_die_of_is_left_out(size, begins) -> None:
+    """Not the first of what a worker holds, but the first of what it has not done."""
+    spec = DataSpec(name="data", size=size, begins=begins, shard=10, attempts=2)
+    shards = Shards()
+    for round_ in (1, 2):
+        worker = f"0-{round_}"
+        shards.handle(OpenShards(spec, worker, Incarnation(round_)), 0.0)
+        if begins:
+            shards.handle(ExtendShards("data", Incarnation(round_), (50, 90)), 0.0)
+        first, last = (
+            next(c.reply.spans[0] for c in shards.handle(request, 0.0))
+            for request in (
+                TakeShards("data", worker, Incarnation(round_), seq, want=1) for seq in (1, 2)
+            )
+        )
+        done = (first, Span(last.lane, last.start, last.start + 3))
+        request = TakeShards("data", worker, Incarnation(round_), 3, want=0, done=done)
+        shards.handle(request, 0.0)
+        assert shards.crashed(0, round_ - 1, "x") == shards.crashed(1, round_, "x") == []
+        reports = shards.crashed(0, round_, "it died")
+        shards.validate()
+        if round_ == 2:
+            (report,) = reports
+            assert report.what.span == last
+            assert report.what.error == "it died, 2 times with them"
+        else:
+            assert reports == []
+    shards.handle(OpenShards(spec, "0-4", Incarnation(4)), 0.0)
+    if begins:
+        shards.handle(ExtendShards("data", Incarnation(4), (50, 90)), 0.0)
+    dealt = Spans()
+    for seq in range(1, 30):
+        request = TakeShards("data", "0-4", Incarnation(4), seq, want=1, starving=True)
+        for span in next(c.reply.spans for c in shards.handle(request, 0.0)):
+            dealt.add(span)
+        shards.validate()
+    assert dealt.count == 90
+    assert not dealt.meets(last)
+
+
 def test_all_workers_must_mean_the_same() -> None:
     shards = opened(DataSpec(name="data", size=100, shard=10), "a")
     with pytest.raises(ProtocolError, match="has shard 20 here and 10 for the first"):

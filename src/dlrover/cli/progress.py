@@ -30,6 +30,7 @@ NOTABLE = (
     events.HangFound,
     events.SlowRank,
     events.SlowRankRecovered,
+    events.SamplesSetAside,
     events.RestartDecided,
     events.Recovered,
     events.MasterRecovered,

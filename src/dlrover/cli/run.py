@@ -190,8 +190,10 @@ class _Plan:
         signals = [signal.Signals[name] for name in launch.signals_to_handle.split(",")]
         outcome = asyncio.run(supervisor.run(signals, launch.shutdown_timeout))
         whole = read_outcome(self._job_dir.outcome)  # a node is not told what the master summed up
-        goodput = whole.goodput if whole is not None else None
-        return msgspec.structs.replace(outcome, goodput=goodput, job_dir=str(self._job_dir.path))
+        if whole is not None:
+            known = {"goodput": whole.goodput, "set_aside": whole.set_aside}
+            outcome = msgspec.structs.replace(outcome, **known)
+        return msgspec.structs.replace(outcome, job_dir=str(self._job_dir.path))
 
     def _join(self, master: Endpoint) -> None:
         from dlrover.cli import network  # noqa: PLC0415

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, default_colla
 
 from dlrover.errors import ConfigurationError
 from dlrover.sharding.records import Records, Source
+from dlrover.sharding.sources.stream import Stream
 from dlrover.spec.shards import Span
 
 Sample = TypeVar("Sample")
@@ -88,7 +89,7 @@ class Loader:
         again = True
         while again:  # what could not be read is tried again
             again = yield from self._pass()
-        self._data.epoch += 1
+        self._data._end_epoch()  # noqa: SLF001 - the two are one
 
     def _pass(self) -> Generator[Any, None, bool]:
         """Read what can be taken; whether some of it could not be read."""
@@ -99,31 +100,31 @@ class Loader:
             for read in self._loader:
                 failed = dict(read.failed)
                 some_failed = some_failed or bool(failed)
-                for at, (lane, position) in enumerate(drawn.popleft()):
+                for at, place in enumerate(drawn.popleft()):
                     if at in failed:
-                        self._data._failed(lane, position, failed[at])  # noqa: SLF001 - the two are one
+                        self._data._failed(place, failed[at])  # noqa: SLF001 - the two are one
                     else:
-                        client.consumed(lane, position, position + 1)
+                        client.consumed(place.lane, place.start, place.stop)
                 if read.batch is not None:
                     yield read.batch
         finally:
             self._batches.close()
-            client.put_back([Span(n, at, at + 1) for batch in drawn for n, at in batch])
+            client.put_back([place for batch in drawn for place in batch])
             drawn.clear()
         return some_failed
 
 
-class _Batches(Sampler[list[int]]):  # type: ignore[misc]  # torch is not typed here
+class _Batches(Sampler[list[Any]]):  # type: ignore[misc]  # torch is not typed here
     """Draws the records of each batch, and remembers where they stand until the training has them."""
 
     def __init__(self, data: ElasticDataset[Any], batch_size: int) -> None:
         self._data = data
         self._size = batch_size
-        self._running: Generator[list[int], None, None] | None = None
-        self.drawn: deque[list[tuple[int, int]]] = deque()
-        """Batches that the training has not got yet, as lanes and positions."""
+        self._running: Generator[list[Any], None, None] | None = None
+        self.drawn: deque[list[Span]] = deque()
+        """Batches that the training has not got yet, by where their samples stand."""
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Any]]:
         self._running = self._draw()
         return self._running
 
@@ -133,9 +134,9 @@ class _Batches(Sampler[list[int]]):  # type: ignore[misc]  # torch is not typed 
             self._running.close()
             self._running = None
 
-    def _draw(self) -> Generator[list[int], None, None]:
-        batch: list[tuple[int, int]] = []
-        places = self._data._positions()  # noqa: SLF001 - the two are one
+    def _draw(self) -> Generator[list[Any], None, None]:
+        batch: list[Span] = []
+        places = self._data._places()  # noqa: SLF001 - the two are one
         try:
             for place in places:
                 batch.append(place)
@@ -150,20 +151,20 @@ class _Batches(Sampler[list[int]]):  # type: ignore[misc]  # torch is not typed 
             if batch:
                 self.drawn.append(batch)
 
-    def _drawn(self, batch: list[tuple[int, int]]) -> list[int]:
+    def _drawn(self, batch: list[Span]) -> list[Any]:
         self.drawn.append(batch)
-        return [self._data.record(lane, position) for lane, position in batch]
+        return [self._data._item(place) for place in batch]  # noqa: SLF001 - the two are one
 
 
 class _Reader:
     """The source, in a reading process: an error there is an answer, not the end."""
 
-    def __init__(self, source: Source[Any]) -> None:
-        self._source = source
+    def __init__(self, source: Source[Any] | Stream[Any]) -> None:
+        self._source: Any = source
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, item: Any) -> Any:
         try:
-            return self._source[index]
+            return self._source[item]
         except Exception as error:  # noqa: BLE001 - whatever the source raises
             return _Unreadable(f"{type(error).__name__}: {error}")
 

@@ -221,7 +221,7 @@ async def _until_ended(master: Master, job_dir: JobDir, orphaned: asyncio.Event)
         return ExitCode.INFRASTRUCTURE
     fenced.cancel()
     goodput = msgspec.structs.replace(master.ledger.goodput(master.clock()), incidents=())
-    outcome = msgspec.structs.replace(outcome, goodput=goodput)
+    outcome = msgspec.structs.replace(outcome, goodput=goodput, set_aside=master.shards.summary())
     files.write_atomically(job_dir.outcome, msgspec.json.encode(outcome))
     return outcome.exit_code
 

@@ -74,7 +74,7 @@ class Master:
         self.machine = JobMachine()
         self.ledger = Ledger()
         self.store = KeyValueStore()
-        self.shards = ShardsService()
+        self.shards = ShardsService(history.add)
         self.ended = asyncio.Event()
         self._begun = asyncio.Event()
         self.fenced = asyncio.Event()

@@ -3,26 +3,55 @@
 from __future__ import annotations
 
 import logging
+import signal
+from collections.abc import Callable
 
 from dlrover.errors import ProtocolError
 from dlrover.master.machine import inputs
 from dlrover.sharding.machine import Shards
-from dlrover.sharding.queue import Answer, Report
+from dlrover.sharding.queue import Answer, Command, Report
+from dlrover.spec.events import Event, EventBody, SamplesSetAside
+from dlrover.spec.failure import Failure
 from dlrover.spec.shards import ShardReply, ShardRequest
 
 logger = logging.getLogger(__name__)
 
+MAX_KEPT = 1000
+"""Sentences about what was set aside that are kept."""
+NAMED = 3
+"""Samples that were set aside that a summary names."""
+OWN_DEATHS = frozenset(
+    {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP}
+)
+"""Signals that a process brings upon itself, perhaps by what it has just read."""
+
 
 class ShardsService:
-    """Answers the requests of one job's workers."""
+    """Answers the requests of one job's workers. ``tell`` adds to the job's events, at a time in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[EventBody, float], Event]) -> None:
         self.shards = Shards()
+        self._tell = tell
+        self._aside: dict[str, None] = {}
 
     def note(self, event: inputs.Input, now: float) -> None:
-        """Take in what happened to the job: a master's absence is not the workers' silence."""
+        """Take in what happened to the job.
+
+        A master's absence is not the workers' silence. A worker that died by itself may have died of
+        the samples that it had in hand.
+        """
         if isinstance(event, inputs.MasterStarted):
             self.shards.forgive(now)
+        elif isinstance(event, inputs.WorkerFailed) and _own_death(event.failure):
+            failure = event.failure
+            commands = self.shards.crashed(failure.rank, failure.round, _words(failure))
+            self._report(commands, now)
+
+    def summary(self) -> tuple[str, ...]:
+        """Sentences about what was set aside, for the end of the job."""
+        named = tuple(self._aside)[:NAMED]
+        more = len(self._aside) - len(named)
+        return (*named, f"And {more} more: dlrover events.") if more else named
 
     def handle(self, request: ShardRequest, now: float) -> ShardReply:
         """Answer a request that is in the journal, or changes nothing."""
@@ -30,14 +59,25 @@ class ShardsService:
             commands = self.shards.handle(request, now)
         except ProtocolError as error:
             return ShardReply(refused=str(error))
-        reply = ShardReply()
+        self._report(commands, now)
+        return next((c.reply for c in commands if isinstance(c, Answer)), ShardReply())
+
+    def _report(self, commands: list[Command], now: float) -> None:
         for command in commands:
-            if isinstance(command, Answer):
-                reply = command.reply
-            elif isinstance(command, Report):
+            if isinstance(command, Report):
                 span, why = command.what.span, command.what.error
-                logger.warning(
-                    "Samples %d to %d of lane %d of the data set %s are set aside: %s",
-                    span.start, span.stop, span.lane, command.data, why,
-                )  # fmt: skip
-        return reply
+                body = SamplesSetAside(command.data, span.lane, span.start, span.stop, why)
+                event = self._tell(body, now)
+                logger.warning("%s", event.sentence())
+                if len(self._aside) < MAX_KEPT:
+                    self._aside[event.sentence()] = None  # after a restart it is told again
+
+
+def _own_death(failure: Failure) -> bool:
+    return failure.oom_killed or failure.signal in OWN_DEATHS
+
+
+def _words(failure: Failure) -> str:
+    if failure.oom_killed:
+        return "the kernel's out-of-memory killer ended the worker"
+    return f"the worker was killed by {signal.Signals(failure.signal or 0).name}"

@@ -17,6 +17,7 @@ from dlrover.spec.shards import (
     MAX_SPANS,
     MAX_WANT,
     DataSpec,
+    ExtendShards,
     Failed,
     ForgetWorker,
     Incarnation,
@@ -56,8 +57,10 @@ class ShardClient:
         rank: int,
         incarnation: Incarnation,
         base: bytes = b"",
+        ahead: float = AHEAD,
     ) -> None:
         self._spec = spec
+        self._seconds_ahead = ahead
         self._dealer = dealer
         self._name = f"{rank}-{uuid.uuid4().hex[:12]}"
         self._incarnation = incarnation
@@ -78,6 +81,9 @@ class ShardClient:
         self.set_aside = 0
         """Samples that this worker was the last to try."""
         self._rest_until = 0.0
+        self._grown: tuple[int, ...] = ()
+        self._known: tuple[int, ...] = ()
+        self._ended = spec.size >= 0
         # ---- the thread's
         self._seq = 0
         self._asked_at = time.monotonic()
@@ -86,6 +92,8 @@ class ShardClient:
         if self._error is not None:
             raise self._error
         self.first_lane = opened.lane
+        self.spec = self._spec = opened.spec or spec
+        """The data set; of a stream, as the first worker has found it."""
         self._heard = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="dlrover-shards", daemon=True)
         self._thread.start()
@@ -100,17 +108,19 @@ class ShardClient:
                 self._exhausted = self._complete = False
             self._changed.notify_all()
 
-    def take(self, *, patient: bool = False) -> Span | None:
+    def take(self, *, patient: bool = False, idle: float | None = None) -> Span | None:
         """The next samples; None when nothing of the epoch is left to take.
 
         Args:
             patient: wait until others have done what they have taken, for it may come back.
+            idle: seconds without samples after which a stream has ended for this worker.
 
         Raises:
             InfrastructureError: this worker's shards were dealt to others.
             UserCodeError: too many samples cannot be read.
         """
-        told = time.monotonic() + TELL_AFTER
+        began = time.monotonic()
+        told = began + TELL_AFTER
         with self._changed:
             self._patient = patient
             while True:
@@ -122,7 +132,8 @@ class ShardClient:
                     self._changed.notify_all()
                     return span
                 over = self._complete if patient else self._exhausted
-                if over and not self._failed:
+                quiet = idle is not None and time.monotonic() - began > idle
+                if over and (self._ended or quiet) and not self._failed:
                     return None
                 self._starving = True
                 self._changed.notify_all()
@@ -133,7 +144,37 @@ class ShardClient:
                     logger.warning("Waiting for samples of %s%s", self._spec.name, self._why())
 
     def _why(self) -> str:
-        return " from others" if self._away_since is None else ": the master cannot be reached"
+        if self._away_since is not None:
+            return ": the master cannot be reached"
+        return " from others" if self._spec.size >= 0 else " that nobody has sent yet"
+
+    def wait_for_need(self, timeout: float) -> bool:
+        """Wait until nothing of a stream is left to take, ``timeout`` seconds at most; False: it is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._exhausted or self._over, timeout)
+            return not self._over
+
+    def wait_for_close(self, timeout: float) -> bool:
+        """Wait ``timeout`` seconds; at once True when this client is closed, or has failed."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._over, timeout)
+
+    @property
+    def _over(self) -> bool:
+        return self._closing or self._error is not None
+
+    def extend(self, ends: tuple[int, ...]) -> None:
+        """The partitions of the stream end here by now."""
+        with self._changed:
+            if ends != self._known:
+                self._grown = ends
+                self._changed.notify_all()
+
+    def break_off(self, error: Exception) -> None:
+        """Nothing can be read any more; the training gets this error."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
 
     def put_back(self, spans: Iterable[Span]) -> None:
         """What was taken and not handed to the training is taken again next."""
@@ -191,8 +232,11 @@ class ShardClient:
             with self._changed:
                 self._changed.wait_for(self._due, REPORT_INTERVAL)
                 closing = self._closing
+                grown = self._extension()
                 request = self._request() if closing or self._wanted() else None
-            if request is not None:
+            if grown is not None:
+                self._note_extended(grown, self._insist(grown))
+            elif request is not None:
                 self._take_in(request, self._insist(request))
             if closing:
                 self._dealer.ask(ForgetWorker(self._name))
@@ -201,7 +245,7 @@ class ShardClient:
                 return
 
     def _due(self) -> bool:
-        return self._closing or bool(self._failed) or self._short()
+        return self._closing or bool(self._failed) or bool(self._grown) or self._short()
 
     def _short(self) -> bool:
         """Whether more samples are to be fetched."""
@@ -210,15 +254,37 @@ class ShardClient:
         return self._ahead < self._target() / 2
 
     def _target(self) -> float:
-        return max(FEWEST * self._spec.shard, self._rate * AHEAD)
+        return max(FEWEST * self._spec.shard, self._rate * self._seconds_ahead)
 
     def _wanted(self) -> bool:
         """Whether it is time to ask, or to be heard of."""
-        waiting = self._patient and self._exhausted and not self._complete and not self._ready
+        others = self._patient or self._spec.size < 0  # what they have taken may come back
+        waiting = others and self._exhausted and not self._complete and not self._ready
         return self._due() or waiting or bool(self._done) or self._silent_long()
 
     def _silent_long(self) -> bool:
         return time.monotonic() - self._heard > self._spec.timeout / 4
+
+    def _extension(self) -> ExtendShards | None:
+        """Tell how far the stream has grown, if it has."""
+        if not self._grown or self._closing:
+            return None
+        ends, self._grown = self._grown, ()
+        return ExtendShards(self._spec.name, self._incarnation, ends)
+
+    def _note_extended(self, request: ExtendShards, reply: ShardReply) -> None:
+        limits = self._spec.limits
+        with self._changed:
+            if reply.away or reply.refused:
+                return
+            self._known = request.ends
+            self._ended = bool(limits) and all(
+                end >= limit for end, limit in zip(request.ends, limits, strict=True)
+            )
+            if not self._failed:
+                self._exhausted, self._complete = reply.exhausted, reply.complete
+            self._rest_until = 0.0
+            self._changed.notify_all()
 
     def _request(self) -> TakeShards:
         now = time.monotonic()

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from dlrover.sharding.spans import Ranges
+from dlrover.errors import ProtocolError
+from dlrover.sharding.spans import Ranges, Spans
+from dlrover.spec.shards import DataSpec
 
 
 @dataclass
@@ -50,9 +52,12 @@ class Lane:
 
     def _next(self) -> tuple[int, int]:
         """What was never dealt, up to what a checkpoint contains."""
-        start, stop = self.done.gap(self.cursor)
-        self.cursor = start
-        return start, self.end if stop is None else min(stop, self.end)
+        start = -1
+        while start != self.cursor:
+            start = self.cursor
+            self.cursor = self.aside.gap(self.done.gap(start)[0])[0]
+        stops = (ranges.gap(start)[1] for ranges in (self.done, self.aside))
+        return start, min(self.end, *(self.end if stop is None else stop for stop in stops))
 
     def deal(self, shard: int, count: int) -> Iterator[tuple[int, int]]:
         """Take ``count`` shards of ``shard`` positions out, those that follow each other as one."""
@@ -86,6 +91,13 @@ class Lane:
         self.taken.remove(start, stop)
         self.aside.add(start, stop)
 
+    def leave_out(self, start: int, stop: int) -> None:
+        """What is not done is not dealt at all; before anything is taken."""
+        self.end = max(self.end, stop)
+        self.aside.add(start, stop)
+        for begin, end in self.done:
+            self.aside.remove(begin, end)
+
     def validate(self) -> None:
         """Check the invariants; raise AssertionError on the first that is broken."""
         assert self.begin <= self.cursor
@@ -99,4 +111,37 @@ class Lane:
             assert known.covers(self.begin, min(self.cursor, self.end))
         for start, stop in known:
             beyond = Ranges([(max(start, self.cursor), stop)])
-            assert all(self.done.covers(a, b) for a, b in beyond)
+            assert all(self.done.covers(a, b) or self.aside.covers(a, b) for a, b in beyond)
+
+
+def epoch_size(spec: DataSpec) -> int:
+    """Samples of an epoch that are dealt."""
+    return spec.size - spec.size % spec.shard if spec.drop_last else spec.size
+
+
+def lanes_of(spec: DataSpec, done: Spans) -> dict[int, Lane]:
+    """The lanes of a data set of which ``done`` is done.
+
+    Raises:
+        ProtocolError: it belongs to another data set.
+    """
+    lanes: dict[int, Lane] = {}
+    if spec.size < 0:
+        lanes = {number: Lane(begin, begin) for number, begin in enumerate(spec.begins)}
+    for number, ranges in done.lanes.items():
+        spans = list(ranges)
+        if not spans:
+            continue
+        known = lanes.get(number) if spec.size < 0 else Lane(0, epoch_size(spec))
+        if known is None or spans[0][0] < known.begin:
+            raise ProtocolError(f"The checkpoint has partition {number}, and {spec.name} has not.")
+        if spec.size < 0:
+            known.end = max(known.end, spans[-1][1])
+        if spans[-1][1] > known.end:
+            raise ProtocolError(
+                f"The checkpoint contains sample {spans[-1][1] - 1} of epoch {number}; the data set "
+                f"{spec.name} has {known.end} samples."
+            )
+        known.done = ranges
+        lanes[number] = known
+    return lanes

@@ -57,6 +57,13 @@ class Shards:
         self.queues[name] = queue
         return commands
 
+    def crashed(self, rank: int, round_: int, how: str) -> list[Command]:
+        """A worker of a round died of itself; what is to be done about the samples that it had in hand."""
+        commands: list[Command] = []
+        for queue in self.queues.values():
+            commands += queue.crashed(rank, round_, how)
+        return commands
+
     def forgive(self, now: float) -> None:
         """Whoever deals was away until now: nobody was silent meanwhile."""
         for queue in self.queues.values():

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import msgspec
 
 from dlrover.errors import ProtocolError
-from dlrover.sharding.lane import Lane
+from dlrover.sharding.lane import Lane, epoch_size, lanes_of
 from dlrover.sharding.spans import Spans
 from dlrover.spec.shards import (
     DataSpec,
@@ -34,6 +34,8 @@ from dlrover.spec.shards import (
 
 TAIL = 2
 """A worker has one part in ``TAIL`` times the workers of what is left, at most: all end at the same time."""
+FOUND = ("begins", "limits", "shard")
+"""What workers find in a broker, each at another moment."""
 MAX_ASIDE = 1000
 """Spans that are set aside with their error; beyond that, the last error stands for all."""
 
@@ -61,9 +63,21 @@ class Worker:
     heard: float
     #: what it has taken and not done; part of its lanes' ``taken``
     held: Spans = field(default_factory=Spans)
+    #: the same in the order in which it reads, and what of that is done already
+    dealt: list[Span] = field(default_factory=list)
     #: of its last `TakeShards`; -1 before the first
     seq: int = -1
     reply: ShardReply = field(default_factory=ShardReply)
+
+    def in_hand(self) -> Span | None:
+        """What it reads now: the first of its samples that is not done."""
+        while self.dealt and not self.held.meets(self.dealt[0]):
+            del self.dealt[0]
+        for span in self.dealt[:1]:
+            for start, stop in self.held.of(span.lane):
+                if stop > span.start:
+                    return Span(span.lane, max(start, span.start), min(stop, span.stop))
+        return None
 
 
 @dataclass
@@ -81,6 +95,10 @@ class ShardQueue:
     #: how often a sample could not be read, by lane and position; only while it may be tried again
     tries: dict[tuple[int, int], int] = field(default_factory=dict)
     aside: list[SetAside] = field(default_factory=list)
+    #: how often a worker died of itself with a shard in hand, by lane and the shard's number
+    deaths: dict[tuple[int, int], int] = field(default_factory=dict)
+    #: shards that workers died of; they are left out from the next incarnation on
+    deadly: list[SetAside] = field(default_factory=list)
     #: the epoch that this incarnation began in
     first_lane: int = 0
     _next_lane: int = 0
@@ -117,7 +135,7 @@ class ShardQueue:
             raise ProtocolError(_stale(event.worker, event.spec.name))
         if event.incarnation > self.incarnation:
             self._begin(event)
-        if event.spec != self.spec:
+        if self._settled(event.spec) != self.spec:
             raise ProtocolError(_different(event.spec, self.spec))
         if event.done != self.base:
             raise ProtocolError(
@@ -125,15 +143,32 @@ class ShardQueue:
                 "than the first worker; all must restore the same step."
             )
         self.workers.setdefault(event.worker, Worker(now)).heard = now
-        self._answer(ShardReply(lane=self.first_lane))
+        spec = self.spec if self.is_stream else None
+        self._answer(ShardReply(lane=self.first_lane, spec=spec))
+
+    def _settled(self, spec: DataSpec) -> DataSpec:
+        """What a worker says of the data set; of a stream, what the first worker found stands."""
+        if spec.size >= 0 or not self.is_stream:
+            return spec
+        mine = {name: getattr(self.spec, name) for name in FOUND}
+        return msgspec.structs.replace(spec, **mine)
 
     def _begin(self, event: OpenShards) -> None:
         """Begin an incarnation: only what its checkpoint contains is done."""
         done = Spans.unpacked(event.done)
-        lanes = _lanes_of(event.spec, done)
-        self.spec, self.incarnation, self.base = event.spec, event.incarnation, event.done
+        # Without a checkpoint a stream begins again where this job has begun, not where it is now.
+        again = not done and self.spec.begins
+        spec = self._settled(event.spec) if again else event.spec
+        lanes = lanes_of(spec, done)
+        self.spec, self.incarnation, self.base = spec, event.incarnation, event.done
         self.lanes = lanes
         self.workers, self.dropped, self.tries, self.aside = {}, set(), {}, []
+        for deadly in self.deadly:
+            place = deadly.span
+            if place.lane not in lanes and not self.is_stream:
+                lanes[place.lane] = Lane(0, epoch_size(spec))
+            lanes[place.lane].leave_out(place.start, place.stop)
+        self.aside = list(self.deadly)
         self._next_lane = 0
         self.first_lane = 0 if self.is_stream else self._first_open_lane()
 
@@ -151,6 +186,7 @@ class ShardQueue:
             self.lanes[span.lane].finish(span.start, span.stop)
         for failure in event.failed:
             self._fail(worker, failure)
+        worker.in_hand()
         self._expire(now)
         spans = self._deal(worker, event)
         aside = tuple(report.what for report in self._out if isinstance(report, Report))
@@ -196,6 +232,30 @@ class ShardQueue:
         for span in worker.held:
             self.lanes[span.lane].give_back(span.start, span.stop)
 
+    def crashed(self, rank: int, round_: int, how: str) -> list[Command]:
+        """A worker died of itself: a try of the shard that it had in hand, the first that is not done."""
+        self._out = []
+        for name, worker in self.workers.items():
+            mine = name.startswith(f"{rank}-") and round_ == self.incarnation.round
+            if mine and (span := worker.in_hand()) is not None:
+                self._blame(span, how)
+        return self._out
+
+    def _blame(self, span: Span, how: str) -> None:
+        number = span.start // self.spec.shard
+        key = (span.lane, number)
+        self.deaths[key] = self.deaths.get(key, 0) + 1
+        if self.deaths[key] != self.spec.attempts:
+            return
+        lane = self.lanes[span.lane]
+        start = max(lane.begin, number * self.spec.shard)
+        stop = min(lane.end, (number + 1) * self.spec.shard)
+        what = SetAside(
+            Span(span.lane, start, stop), f"{how}, {self.spec.attempts} times with them"
+        )
+        self.deadly.append(what)
+        self._out.append(Report(self.spec.name, what))
+
     def _extend(self, event: ExtendShards) -> None:
         if not self.is_stream or len(event.ends) != len(self.lanes):
             raise ProtocolError(
@@ -204,7 +264,8 @@ class ShardQueue:
             )
         for number, end in enumerate(event.ends):
             lane = self.lanes[number]
-            lane.end = max(lane.end, end)
+            limit = self.spec.limits[number] if self.spec.limits else end
+            lane.end = max(lane.end, min(end, limit))
         self._answer(self._reply(0, ()))
 
     def _look(self) -> None:
@@ -232,6 +293,7 @@ class ShardQueue:
             for start, stop in self.lanes[number].deal(self.spec.shard, want):
                 span = Span(number, start, stop)
                 worker.held.add(span)
+                worker.dealt.append(span)
                 spans.append(span)
                 dealt += -(-(stop - start) // self.spec.shard)
             want -= dealt
@@ -253,7 +315,7 @@ class ShardQueue:
     def _make_lane(self, number: int) -> Lane:
         for earlier in range(number + 1):
             if earlier not in self.lanes:
-                self.lanes[earlier] = Lane(0, _epoch_size(self.spec))
+                self.lanes[earlier] = Lane(0, epoch_size(self.spec))
         return self.lanes[number]
 
     def _first_open_lane(self) -> int:
@@ -297,34 +359,6 @@ class ShardQueue:
             assert lane.taken == held.of(number), "what is taken is held by somebody"
         assert not self.dropped & self.workers.keys()
         assert all(0 < count < self.spec.attempts for count in self.tries.values())
-
-
-def _epoch_size(spec: DataSpec) -> int:
-    return spec.size - spec.size % spec.shard if spec.drop_last else spec.size
-
-
-def _lanes_of(spec: DataSpec, done: Spans) -> dict[int, Lane]:
-    """The lanes of a data set of which ``done`` is done."""
-    lanes: dict[int, Lane] = {}
-    if spec.size < 0:
-        lanes = {number: Lane(begin, begin) for number, begin in enumerate(spec.begins)}
-    for number, ranges in done.lanes.items():
-        spans = list(ranges)
-        if not spans:
-            continue
-        known = lanes.get(number) if spec.size < 0 else Lane(0, _epoch_size(spec))
-        if known is None or spans[0][0] < known.begin:
-            raise ProtocolError(f"The checkpoint has partition {number}, and {spec.name} has not.")
-        if spec.size < 0:
-            known.end = max(known.end, spans[-1][1])
-        if spans[-1][1] > known.end:
-            raise ProtocolError(
-                f"The checkpoint contains sample {spans[-1][1] - 1} of epoch {number}; the data set "
-                f"{spec.name} has {known.end} samples."
-            )
-        known.done = ranges
-        lanes[number] = known
-    return lanes
 
 
 def _stale(worker: str, data: str) -> str:

@@ -11,8 +11,11 @@ import msgspec
 from dlrover.errors import ConfigurationError
 from dlrover.sharding import dealers, defaults, order
 from dlrover.sharding.client import ShardClient
+from dlrover.sharding.feed import Feed
+from dlrover.sharding.heads import Heads
+from dlrover.sharding.sources.stream import Message, Stream
 from dlrover.sharding.spans import Spans
-from dlrover.sharding.state import RankData, merged
+from dlrover.sharding.state import RankData, began, merged
 from dlrover.spec.shards import DataSpec, Incarnation, Span
 
 Sample_co = TypeVar("Sample_co", covariant=True)
@@ -24,7 +27,7 @@ LARGEST = 1000
 
 
 class Source(Protocol[Sample_co]):
-    """Samples by their number: a list, a map-style data set of PyTorch, one of `dlrover.sharding.sources`."""
+    """Samples by their number: a list, a map-style data set of PyTorch, files of `dlrover.sharding.sources`."""
 
     def __len__(self) -> int:
         """How many there are."""
@@ -41,13 +44,15 @@ class Records(Generic[Sample_co]):
     workers. A sample counts as learned from when it was handed out. Without a master (a program that
     runs alone) everything goes the same way within the process.
 
+    Of a stream there is one epoch, which ends when the stream does: mostly never.
+
     Args:
-        source: the samples; the same, and in the same order, on all workers.
+        source: the samples; the same, and in the same order, on all workers. Or a `Stream`, or its address.
         name: tells the data sets of a job apart.
         epochs: how often each sample is dealt; 0: endlessly.
         shuffle: deal in an order that depends on ``seed`` and the epoch, else in the order of the source.
         seed: the same on all workers.
-        shard: samples dealt at a time; by default a thousandth of all, 1000 at most.
+        shard: samples dealt at a time; by default a thousandth of all, 1000 at most. Of a stream: offsets.
         drop_last: leave the incomplete last shard of each epoch out.
         attempts: how often a sample that cannot be read is tried until it is set aside, which is told.
         max_set_aside: samples that a worker may set aside until it fails with the error of the last.
@@ -61,7 +66,7 @@ class Records(Generic[Sample_co]):
 
     def __init__(  # noqa: PLR0913 - options, by name
         self,
-        source: Source[Sample_co],
+        source: Source[Sample_co] | Stream[Sample_co] | str,
         *,
         name: str = "data",
         epochs: int = 1,
@@ -74,8 +79,19 @@ class Records(Generic[Sample_co]):
         wait_for_others: bool = False,
         timeout: float = 1800.0,
     ) -> None:
-        size = len(source)
-        self.source = source
+        self._stream: Stream[Sample_co] | None = None
+        self.source: Any = source
+        if isinstance(source, str | Stream):
+            self.source = self._stream = source if isinstance(source, Stream) else Stream(source)
+            self._feed = Feed(self._stream)
+            size, how = -1, self._feed.identity
+        else:
+            size = len(source)
+            how = f"shuffled with seed {seed}" if shuffle else "as in the source"
+        if self._stream is not None and (shuffle or epochs != 1 or drop_last):
+            raise ConfigurationError(
+                "A stream has no epochs, shuffle or drop_last: it is read once, in order."
+            )
         self._spec = _checked(
             {
                 "name": name,
@@ -83,13 +99,15 @@ class Records(Generic[Sample_co]):
                 "epochs": epochs,
                 "shard": max(1, min(LARGEST, size // SHARDS)) if shard is None else shard,
                 "drop_last": drop_last,
-                "order": f"shuffled with seed {seed}" if shuffle else "as in the source",
+                "order": how,
                 "attempts": attempts,
                 "max_aside": max_set_aside,
                 "timeout": timeout,
             }
         )
-        self._shuffle, self._seed = shuffle, seed
+        self._shuffle, self._seed, self._shard = shuffle, seed, shard
+        self._heads: Heads | None = None
+        self._messages: dict[Span, Message] = {}
         self._patient = wait_for_others
         self._pid = os.getpid()
         self._client: ShardClient | None = None
@@ -103,15 +121,15 @@ class Records(Generic[Sample_co]):
     # ---- reading
 
     def __iter__(self) -> Iterator[Sample_co]:
-        for lane, position in self._positions():
+        for place in self._places():
             try:
-                sample = self.source[self.record(lane, position)]
+                sample = self.source[self._item(place)]
             except Exception as error:  # noqa: BLE001 - whatever the source raises
-                self._failed(lane, position, f"{type(error).__name__}: {error}")
+                self._failed(place, f"{type(error).__name__}: {error}")
                 continue
-            self._opened().consumed(lane, position, position + 1)
+            self._opened().consumed(place.lane, place.start, place.stop)
             yield sample
-        self.epoch += 1
+        self._end_epoch()
 
     def until_end(self) -> Iterator[int]:
         """The epochs that are left, for ``for epoch in data.until_end(): for sample in data: ...``."""
@@ -133,21 +151,52 @@ class Records(Generic[Sample_co]):
             found = self._orders[lane] = order.shuffled(self._spec.size, self._seed, lane)
         return found(position)
 
-    def _positions(self) -> Generator[tuple[int, int], None, None]:
-        """The samples of this epoch that this worker gets."""
+    def _places(self) -> Generator[Span, None, None]:
+        """The samples of this epoch that this worker gets: where each stands, with what is empty before it."""
         client = self._opened()
         client.enter(self.epoch)
-        while (span := client.take(patient=self._patient)) is not None:
+        self._messages.clear()
+        idle = self._stream.idle if self._stream is not None else None
+        while (span := client.take(patient=self._patient, idle=idle)) is not None:
             at = span.start
             try:
-                while at < span.stop:
-                    at += 1
-                    yield span.lane, at - 1
+                for place, message in self._read(span):
+                    at = place.stop
+                    if message is None:
+                        client.consumed(place.lane, place.start, place.stop)
+                    else:
+                        yield place
             finally:
                 client.put_back([Span(span.lane, at, span.stop)])
 
-    def _failed(self, lane: int, position: int, error: str) -> None:
-        self._opened().fail(lane, position, f"record {self.record(lane, position)}: {error}")
+    def _read(self, span: Span) -> Iterator[tuple[Span, Any]]:
+        """The samples of a span, or None where it has none."""
+        if self._stream is None:
+            for at in range(span.start, span.stop):
+                yield Span(span.lane, at, at + 1), True
+            return
+        for place, message in self._feed.read(span):
+            if message is not None:
+                self._messages[place] = message
+            yield place, message
+
+    def _item(self, place: Span) -> Any:
+        """What the source makes a sample of; of a stream each is given once."""
+        if self._stream is not None:
+            return self._messages.pop(place)
+        return self.record(place.lane, place.start)
+
+    def _failed(self, place: Span, error: str) -> None:
+        client, lane, position = self._opened(), place.lane, place.stop - 1
+        client.consumed(lane, place.start, position)
+        what = f"offset {position} of partition {lane}"
+        if self._stream is None:
+            what = f"record {self.record(lane, position)}"
+        client.fail(lane, position, f"{what}: {error}")
+
+    def _end_epoch(self) -> None:
+        if self._stream is None:
+            self.epoch += 1
 
     def _opened(self) -> ShardClient:
         if os.getpid() != self._pid:
@@ -165,13 +214,27 @@ class Records(Generic[Sample_co]):
     def _open(self) -> ShardClient:
         rank, _ = dealers.world()
         incarnation = Incarnation(defaults.round, self._loads)
-        return ShardClient(self._spec, dealers.connect(), rank, incarnation, self._base)
+        if self._stream is None:
+            return ShardClient(self._spec, dealers.connect(), rank, incarnation, self._base)
+        dealer = dealers.connect()
+        spec, ends = self._feed.found(self._spec, self._shard, Spans.unpacked(self._base))
+        ahead = self._stream.ahead
+        client = ShardClient(spec, dealer, rank, incarnation, self._base, ahead)
+        self._spec = client.spec
+        client.extend(tuple(ends[: len(client.spec.begins)]))
+        self._heads = Heads(self._stream, client)
+        return client
 
     def close(self) -> None:
         """Give back what was taken and not read. Afterwards it cannot be iterated, unless it is restored."""
         self._closed = True
         if self._client is not None:
             self._client.close()
+        if self._heads is not None:
+            self._heads.join()
+            self._heads = None
+        if self._stream is not None:
+            self._feed.close()
 
     # ---- checkpoints
 
@@ -192,6 +255,8 @@ class Records(Generic[Sample_co]):
             epoch=self.epoch,
             base=self._base,
             mine=mine,
+            begins=self._spec.begins,
+            limits=self._spec.limits,
         ).as_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -213,6 +278,9 @@ class Records(Generic[Sample_co]):
         self.close()
         self._client, self._closed = None, False
         self._base, self.epoch = done.packed(), epoch
+        if self._stream is not None:
+            begins, limits = began(states)
+            self._spec = msgspec.structs.replace(self._spec, begins=begins, limits=limits)
         self._loads += 1
 
 

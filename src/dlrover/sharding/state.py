@@ -31,6 +31,10 @@ class RankData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """What all ranks began with (packed `Spans`)."""
     mine: bytes
     """What this rank has handed to the training since (packed `Spans`)."""
+    begins: tuple[int, ...] = ()
+    """Of a stream: where each partition began for this job."""
+    limits: tuple[int, ...] = ()
+    """Of a stream that ends: where each partition ends for this job."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -73,6 +77,12 @@ def merged(states: Sequence[Mapping[str, Any]], spec: DataSpec) -> tuple[Spans, 
                 )
             done.add(span)
     return done, min(part.epoch for part in parts)
+
+
+def began(states: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where the partitions of a stream began, and where they end for the job; of ranks that belong together."""
+    first = max(map(_decoded, states), key=lambda part: len(part.begins))
+    return first.begins, first.limits
 
 
 def _decoded(state: Mapping[str, Any]) -> RankData:

@@ -309,6 +309,26 @@ class SlowRankRecovered(msgspec.Struct, frozen=True, tag="slow_rank_recovered"):
         return f"Rank {self.rank} on node {self.node} is no longer slow."
 
 
+class SamplesSetAside(msgspec.Struct, frozen=True, tag="samples_set_aside"):
+    """Samples of a data set that is dealt are not tried any more."""
+
+    data: str
+    lane: int
+    """The epoch, or the partition of a stream."""
+    start: int
+    """The first position or offset."""
+    stop: int
+    """The one behind the last."""
+    error: str
+
+    def sentence(self) -> str:
+        """The event in words."""
+        count = self.stop - self.start
+        what = "A sample" if count == 1 else f"{count} samples"
+        is_or_are = "is" if count == 1 else "are"
+        return f"{what} of the data set {self.data} {is_or_are} set aside: {self.error}."
+
+
 class Recovered(msgspec.Struct, frozen=True, tag="recovered"):
     """The first new step after a fault: the incident is over."""
 
@@ -498,6 +518,7 @@ EventBody: TypeAlias = (
     | HangFound
     | SlowRank
     | SlowRankRecovered
+    | SamplesSetAside
     | Recovered
     | NodeSucceeded
     | FirstSize

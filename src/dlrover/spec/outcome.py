@@ -29,5 +29,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What the job's time went into, without the incidents; None where the master is elsewhere."""
     released: bool = False
     """Not the job ended but one node's part in it: the job goes on with fewer."""
+    set_aside: tuple[str, ...] = ()
+    """One sentence for each sample that was set aside: at most 3, then ``And N more``."""
     job_dir: str = ""
     """Where the job's journal, logs and memory checkpoints lie."""

@@ -43,7 +43,9 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True):
     epochs: _Number = 1
     """How often each sample is dealt; 0: endlessly. A stream has no epochs."""
     begins: Annotated[tuple[_Number, ...], msgspec.Meta(max_length=MAX_LANES)] = ()
-    """The first offset of each partition of a stream."""
+    """The first offset of each partition of a stream. What the first worker found stands for all."""
+    limits: Annotated[tuple[_Number, ...], msgspec.Meta(max_length=MAX_LANES)] = ()
+    """Where each partition of a stream ends for this job, as the first worker found; empty: nowhere."""
     shard: Annotated[int, msgspec.Meta(ge=1)] = 1000
     """Samples in a shard."""
     drop_last: bool = False
@@ -155,3 +157,5 @@ class ShardReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Why the request was refused; asking again would not help."""
     away: str = ""
     """Why nobody could be asked; ask again."""
+    spec: DataSpec | None = None
+    """After opening a stream: what the first worker found of it, which stands for all."""

@@ -1,6 +1,7 @@
-"""Samples in files, by their number: for `Records` and ``ElasticDataset``."""
+"""Samples in files, by their number, and in streams: for `Records` and ``ElasticDataset``."""
 
+from dlrover.sharding.sources.stream import Message, Stream
 from dlrover.sharding.sources.text import Csv, JsonLines, Lines
 from dlrover.sharding.sources.tfrecord import TfRecords
 
-__all__ = ["Csv", "JsonLines", "Lines", "TfRecords"]
+__all__ = ["Csv", "JsonLines", "Lines", "Message", "Stream", "TfRecords"]

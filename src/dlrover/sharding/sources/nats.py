@@ -1,0 +1,184 @@
+"""NATS JetStream: each stream is a partition, and the offset of a message is its sequence number."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from dlrover.sharding.sources.stream import TIMEOUT, Address, Bounds, Broker, Fetched, Message
+
+_WAIT = 1.0
+"""Seconds that messages may take that the server says it has."""
+_INACTIVE = 300.0
+"""Seconds after which the server forgets a reader that died."""
+Result = TypeVar("Result")
+
+
+class Nats(Broker):
+    """``nats://user:password@host:4222/STREAM?subject=a.*``; ``tls`` with TLS, a token as the user."""
+
+    needs = "nats-py"
+
+    def __init__(self, address: Address) -> None:
+        import nats  # noqa: PLC0415 - only if there is such a source
+        from nats.js import errors  # noqa: PLC0415
+
+        super().__init__(address)
+        address.accept("subject")
+        self._streams = address.names(address.path, "a stream as its path")
+        self._subject = address.option("subject")
+        self.transient = (OSError, TimeoutError, nats.errors.Error, errors.ServiceUnavailableError)
+        self.hopeless = (nats.errors.AuthorizationError, errors.NotFoundError)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._connection: Any = None
+        self._readers: dict[int, _Reader] = {}
+
+    @property
+    def identity(self) -> str:
+        """The streams, and the subject that is read of them."""
+        return f"nats {' '.join(self._streams)} {self._subject}".strip()
+
+    def bounds(self) -> list[Bounds]:
+        """How much each stream keeps."""
+        return self._run(self._bounds())
+
+    def fetch(self, partition: int, start: int, stop: int, most: int) -> Fetched:
+        """Read messages with a consumer of the server's that lasts as long as reading goes on where it was."""
+        return self._run(self._fetch(partition, start, stop, most))
+
+    async def _bounds(self) -> list[Bounds]:
+        found = []
+        for stream in self._streams:
+            state = (await (await self._jetstream()).stream_info(stream)).state
+            found.append(Bounds(max(1, state.first_seq), state.last_seq + 1))
+        return found
+
+    async def _fetch(self, partition: int, start: int, stop: int, most: int) -> Fetched:
+        jetstream = await self._jetstream()
+        stream = self._streams[partition]
+        reader = self._readers.get(partition)
+        if reader is None or reader.at != start:
+            if reader is not None:
+                await reader.end()
+            reader = await _Reader.begin(jetstream, stream, self._subject, start)
+            self._readers[partition] = reader
+        got, reached = await reader.read(stop, most)
+        messages = [
+            Message(
+                partition,
+                m.metadata.sequence.stream,
+                m.data,
+                m.subject.encode(),
+                dict(m.headers or {}),
+            )
+            for m in got
+        ]
+        state = (await jetstream.stream_info(stream)).state
+        return Fetched(messages, reached, max(start, state.first_seq))
+
+    async def _jetstream(self) -> Any:
+        import nats  # noqa: PLC0415 - only if there is such a source
+
+        if self._connection is None:
+            credentials: dict[str, Any] = {}
+            if self.address.password:
+                credentials = {"user": self.address.user, "password": self.address.password}
+            elif self.address.user:
+                credentials = {"token": self.address.user}
+            scheme = self.address.scheme
+            self._connection = await nats.connect(
+                [f"{scheme}://{server}" for server in self.address.servers.split(",")],
+                connect_timeout=int(TIMEOUT),
+                allow_reconnect=False,
+                error_cb=_quiet,
+                **credentials,
+            )
+        return self._connection.jetstream(timeout=TIMEOUT)
+
+    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Let the client, which lives in an event loop, do something."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(
+                target=_turn, args=(self._loop,), name="dlrover-nats", daemon=True
+            ).start()
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(3 * TIMEOUT)
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Close the connection, and end the event loop."""
+        if self._loop is None:
+            return
+        if self._connection is not None:
+            with contextlib.suppress(Exception):
+                self._run(self._end())
+        self._connection, self._readers = None, {}
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop = None
+
+    async def _end(self) -> None:
+        for reader in self._readers.values():
+            await reader.end()
+        await self._connection.close()
+
+
+class _Reader:
+    """A consumer that the server keeps for us: messages from ``at`` on, in order."""
+
+    def __init__(self, subscription: Any, at: int) -> None:
+        self._subscription, self.at = subscription, at
+
+    @classmethod
+    async def begin(cls, jetstream: Any, stream: str, subject: str, start: int) -> _Reader:
+        from nats.js import api  # noqa: PLC0415 - only if there is such a source
+
+        config = api.ConsumerConfig(
+            deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
+            opt_start_seq=max(1, start),
+            ack_policy=api.AckPolicy.NONE,
+            inactive_threshold=_INACTIVE,
+            filter_subject=subject or None,
+        )
+        info = await jetstream.add_consumer(stream, config=config)
+        return cls(await jetstream.pull_subscribe_bind(info.name, stream), start)
+
+    async def read(self, stop: int, most: int) -> tuple[list[Any], int]:
+        """Messages up to offset ``stop``, and the offset up to which there are no others."""
+        import nats  # noqa: PLC0415 - only if there is such a source
+
+        got: list[Any] = []
+        pending = (await self._subscription.consumer_info()).num_pending
+        if pending:
+            try:
+                got = await self._subscription.fetch(min(most, stop - self.at, pending), _WAIT)
+            except nats.errors.TimeoutError:
+                raise TimeoutError("the messages that it has do not come") from None
+        last = got[-1].metadata if got else None
+        self.at = last.sequence.stream + 1 if last is not None else stop
+        all_there = last is None or last.num_pending == 0 or self.at >= stop
+        reached = stop if all_there else self.at
+        self.at = max(self.at, reached)
+        return [m for m in got if m.metadata.sequence.stream < stop], reached
+
+    async def end(self) -> None:
+        """Let the server forget it."""
+        with contextlib.suppress(Exception):
+            info = await self._subscription.consumer_info()
+            await self._subscription.unsubscribe()
+            await self._subscription._js.delete_consumer(info.stream_name, info.name)  # noqa: SLF001
+
+
+def _turn(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
+
+
+async def _quiet(_: Exception) -> None:
+    """What goes wrong is the answer to a call."""

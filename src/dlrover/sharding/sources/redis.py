@@ -1,0 +1,147 @@
+"""Redis Streams: each key is a partition, and the offset of an entry is its id as one number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dlrover.errors import ConfigurationError
+from dlrover.sharding.sources.stream import (
+    SHARD,
+    TIMEOUT,
+    Address,
+    Bounds,
+    Broker,
+    Fetched,
+    Message,
+)
+
+_BITS = 20
+"""Bits of an offset that are the second part of an id; the first, mostly milliseconds, is above."""
+_MASK = (1 << _BITS) - 1
+_LARGEST = (1 << 43) - 1
+_CLOCK = 1 << 30
+"""From here on the first part of an id is taken for milliseconds; below, for a number that somebody chose."""
+_SHORTEST = 100
+"""Milliseconds in a shard, at least: what is shorter makes many empty ones of a pause."""
+
+
+class Redis(Broker):
+    """``redis://user:password@host:6379/0?stream=a&stream=b``; ``rediss`` with TLS."""
+
+    needs = "redis"
+
+    def __init__(self, address: Address) -> None:
+        import redis  # noqa: PLC0415 - only if there is such a source
+
+        super().__init__(address)
+        address.accept("stream")
+        self._keys = address.options.get("stream", [])
+        if not all(self._keys) or not self._keys or len(set(self._keys)) < len(self._keys):
+            raise ConfigurationError(f"The address {address} must name ?stream=KEY, each key once.")
+        if not (address.path or "0").isdigit():
+            raise ConfigurationError(f"The address {address} names no number of a data base.")
+        self.transient = (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError)
+        self.hopeless = (redis.AuthenticationError,)
+        self._redis = redis.Redis(
+            host=address.host,
+            port=address.port or 6379,
+            db=int(address.path or 0),
+            username=address.user or None,
+            password=address.password or None,
+            ssl=address.scheme == "rediss",
+            socket_timeout=TIMEOUT,
+            socket_connect_timeout=TIMEOUT,
+        )
+        self._length = 0
+        self._removed: dict[str, tuple[int, int]] = {}
+        """By key: how many entries were removed by when nothing was from this offset on."""
+
+    @property
+    def identity(self) -> str:
+        """The keys."""
+        return f"redis {' '.join(self._keys)}"
+
+    def bounds(self) -> list[Bounds]:
+        """How much there is under each key; nothing, where there is no such key yet."""
+        with self._redis.pipeline(transaction=False) as pipe:
+            for key in self._keys:
+                pipe.xinfo_stream(key)
+            answers = pipe.execute(raise_on_error=False)
+        found = []
+        self._length = 0
+        for answer in answers:
+            if isinstance(answer, Exception):
+                if "no such key" not in str(answer):
+                    raise answer
+                found.append(Bounds(0, 0))
+                continue
+            self._left(self._keys[len(found)], answer)
+            found.append(Bounds(_first(answer), _end(answer)))
+            self._length += answer["length"]
+        return found
+
+    def shard(self, bounds: list[Bounds]) -> int:
+        """About a hundred entries, if they are as dense as on the average, and 0.1 s at least."""
+        reach = sum(end - first for first, end in bounds)
+        average = max(1, reach * SHARD // max(1, self._length))
+        chosen = any(0 < end >> _BITS < _CLOCK or 1 < end <= _MASK for _, end in bounds)
+        return average if chosen else max(average, _SHORTEST << _BITS)
+
+    def fetch(self, partition: int, start: int, stop: int, most: int) -> Fetched:
+        """Read entries, and whether some before them were removed, in one transaction."""
+        key = self._keys[partition]
+        with self._redis.pipeline(transaction=True) as pipe:
+            pipe.xrange(key, _id(start), _id(stop - 1), most)
+            pipe.xinfo_stream(key)
+            entries, info = pipe.execute()
+        messages = [
+            Message(
+                partition, _offset(entry), {name.decode(): value for name, value in fields.items()}
+            )
+            for entry, fields in entries
+        ]
+        reached = stop if len(messages) < most else messages[-1].offset + 1
+        return Fetched(messages, reached, max(start, self._left(key, info)))
+
+    def _left(self, key: str, info: dict[str, Any]) -> int:
+        """The offset from which on nothing was removed, as far as it is known.
+
+        Redis does not tell which entries were removed, but how many. A first entry that is not the one
+        expected is no loss as long as that number is what it was.
+        """
+        if "entries-added" not in info:
+            raise ConfigurationError(
+                "Redis before 7.0 does not tell what was removed; it is not supported."
+            )
+        removed, first = info["entries-added"] - info["length"], _first(info)
+        known, before = self._removed.get(key, (removed, first))
+        left = min(before, first) if known == removed else first
+        self._removed[key] = removed, left
+        return left
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._redis.close()
+
+
+def _first(info: dict[str, Any]) -> int:
+    entry = info["first-entry"]
+    return _offset(entry[0]) if entry else _end(info)
+
+
+def _end(info: dict[str, Any]) -> int:
+    return _offset(info["last-generated-id"]) + 1
+
+
+def _offset(entry: bytes | str) -> int:
+    text = entry.decode() if isinstance(entry, bytes) else entry
+    major, _, minor = text.partition("-")
+    if int(major) > _LARGEST or int(minor) > _MASK:
+        raise ConfigurationError(
+            f"The entry {text} of a Redis stream has no offset: parts of ids may be up to {_LARGEST} and {_MASK}."
+        )
+    return int(major) << _BITS | int(minor)
+
+
+def _id(offset: int) -> str:
+    return f"{offset >> _BITS}-{offset & _MASK}"

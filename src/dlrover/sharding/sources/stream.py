@@ -1,0 +1,231 @@
+"""Streams: messages that brokers keep, by partition and offset.
+
+Offsets are this job's: the master deals them, and each checkpoint holds those whose messages its model has
+learned from. A broker is only asked for the messages from one offset up to another; it is told nothing.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+from dlrover.errors import ConfigurationError
+
+Sample_co = TypeVar("Sample_co", covariant=True)
+
+TIMEOUT = 10.0
+"""Seconds that a broker may take to answer."""
+SHARD = 100
+"""Messages in a shard, if nothing says how many."""
+
+_BROKERS = {
+    "redis": ("redis", "Redis"),
+    "rediss": ("redis", "Redis"),
+    "nats": ("nats", "Nats"),
+    "tls": ("nats", "Nats"),
+    "amqp": ("rabbitmq", "RabbitMq"),
+    "amqps": ("rabbitmq", "RabbitMq"),
+    "kafka": ("kafka", "Kafka"),
+}
+"""By the scheme of an address: the module below `dlrover.sharding.sources`, also the extra, and its class."""
+
+
+class Message(NamedTuple):
+    """What a broker keeps at an offset."""
+
+    partition: int
+    offset: int
+    value: Any
+    """Bytes; of Redis a dict of the entry's fields, as text, and their bytes."""
+    key: bytes | None = None
+    headers: dict[str, Any] = {}  # noqa: RUF012 - nobody changes it
+
+
+class Bounds(NamedTuple):
+    """How much of a partition there is."""
+
+    first: int
+    """The first offset that is still kept; ``end`` if there is none."""
+    end: int
+    """The offset behind the last message."""
+
+
+class Fetched(NamedTuple):
+    """What a broker has between two offsets."""
+
+    messages: list[Message]
+    stop: int
+    """Up to here there are no others."""
+    first: int
+    """Behind the offset that was asked for: what is before it has been removed."""
+
+
+class Address:
+    """The address of a stream. Only ``str`` of it may be shown: it has no credentials."""
+
+    def __init__(self, url: str) -> None:
+        self._parts: SplitResult = urlsplit(url)
+        try:
+            self.port = self._parts.port
+        except ValueError as error:
+            raise ConfigurationError(
+                f"The address of a stream has a wrong port: {error}."
+            ) from error
+        self.scheme = self._parts.scheme
+        self.host = self._parts.hostname or ""
+        self.user = unquote(self._parts.username or "")
+        self.password = unquote(self._parts.password or "")
+        self.path = unquote(self._parts.path.strip("/"))
+        self.options: dict[str, list[str]] = {}
+        for name, value in parse_qsl(self._parts.query, keep_blank_values=True):
+            self.options.setdefault(name, []).append(value)
+        if not self.host:
+            raise ConfigurationError(f"The address {self} names no host.")
+
+    def __str__(self) -> str:
+        where = self._parts.netloc.rpartition("@")[2]
+        return f"{self.scheme}://{where}/{self.path}"
+
+    @property
+    def servers(self) -> str:
+        """Hosts with their ports, with commas, as they were given."""
+        return self._parts.netloc.rpartition("@")[2]
+
+    def option(self, name: str, default: str = "") -> str:
+        """The value of an option that is given once, at most."""
+        values = self.options.get(name, [default])
+        if len(values) > 1:
+            raise ConfigurationError(f"The address {self} gives {name} {len(values)} times.")
+        return values[0]
+
+    def accept(self, *names: str) -> None:
+        """Refuse options that are not among ``names``."""
+        for name in self.options.keys() - set(names):
+            known = ", ".join(names) or "none"
+            raise ConfigurationError(f"The address {self} has an option {name}; accepted: {known}.")
+
+    def names(self, text: str, what: str) -> list[str]:
+        """The streams that a part of the address names, with commas; each is a partition."""
+        found = [name for name in text.split(",") if name]
+        if not found or len(set(found)) < len(found):
+            raise ConfigurationError(f"The address {self} must name {what}, each of them once.")
+        return found
+
+    def scrubbed(self, error: BaseException) -> str:
+        """What an error says, without the password."""
+        text = f"{type(error).__name__}: {error}"
+        return text.replace(self.password, "***") if self.password else text
+
+
+class Broker(ABC):
+    """One stream of a broker, read by one thread. It connects when it is used.
+
+    Methods raise the client's own errors; those of ``transient`` may be over after a while.
+    """
+
+    transient: tuple[type[BaseException], ...] = (OSError, TimeoutError)
+    hopeless: tuple[type[BaseException], ...] = ()
+    """Some of ``transient`` that will not be over."""
+    needs: ClassVar[str] = ""
+    """The package that is its client."""
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+
+    @property
+    @abstractmethod
+    def identity(self) -> str:
+        """What tells this stream from others in a checkpoint: no host, which may change."""
+
+    @abstractmethod
+    def bounds(self) -> list[Bounds]:
+        """How much there is of each partition."""
+
+    @abstractmethod
+    def fetch(self, partition: int, start: int, stop: int, most: int) -> Fetched:
+        """Messages from offset ``start`` up to ``stop``, in order, about ``most`` of them."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let the connection go; the next call opens another."""
+
+    def shard(self, bounds: list[Bounds]) -> int:
+        """How many offsets make a shard."""
+        return SHARD
+
+
+class Stream(Generic[Sample_co]):
+    """A stream as the source of ``ElasticDataset``; its address alone does as well.
+
+    Args:
+        url: where it is, for example ``redis://host:6379/0?stream=clicks``.
+        decode: makes a sample of a `Message`; by default the message's ``value``.
+        start: the first message for a job without a checkpoint: ``earliest`` that is kept, or ``latest``,
+            which is what comes after the first worker has started.
+        until: ``now``: end with the last message that there was when the first worker started.
+        idle: seconds without a new message after which a worker stops reading.
+        lost: what is done about messages that the broker has removed before they were read: ``fail``, or
+            ``skip``, which the log tells.
+        ahead: seconds of messages that a worker takes at a time. So far apart are workers in the stream; so
+            long no worker waits for a master that is away.
+
+    Raises:
+        ConfigurationError: an argument is wrong, or the package of the broker's client is not installed.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        decode: Callable[[Message], Sample_co] | None = None,
+        start: str = "earliest",
+        until: str | None = None,
+        idle: float | None = None,
+        lost: str = "fail",
+        ahead: float = 1.0,
+    ) -> None:
+        _check("start", start, "earliest", "latest")
+        _check("until", until, None, "now")
+        _check("lost", lost, "fail", "skip")
+        if idle is not None and idle <= 0:
+            raise ConfigurationError(f"idle is {idle} s; it must be more than 0.")
+        self._url = url
+        self._decode = decode or _value
+        self.latest, self.ends, self.skips = start == "latest", until == "now", lost == "skip"
+        if ahead <= 0:
+            raise ConfigurationError(f"ahead is {ahead} s; it must be more than 0.")
+        self.idle, self.ahead = idle, ahead
+
+    def __getitem__(self, message: Message) -> Sample_co:
+        """The sample in a message."""
+        return self._decode(message)
+
+    def broker(self) -> Broker:
+        """A broker of this stream, which has not connected yet."""
+        address = Address(self._url)
+        if address.scheme not in _BROKERS:
+            known = ", ".join(f"{name}://" for name in _BROKERS)
+            raise ConfigurationError(
+                f"No broker has addresses such as {address}; these are read: {known}."
+            )
+        module, name = _BROKERS[address.scheme]
+        kind: type[Broker] = getattr(import_module(f"dlrover.sharding.sources.{module}"), name)
+        try:
+            return kind(address)
+        except ImportError as error:
+            raise ConfigurationError(
+                f"{address.scheme}:// needs the package {kind.needs}: pip install 'dlrover[{module}]'."
+            ) from error
+
+
+def _value(message: Message) -> Any:
+    return message.value
+
+
+def _check(name: str, value: str | None, *accepted: str | None) -> None:
+    if value not in accepted:
+        known = " or ".join(map(repr, accepted))
+        raise ConfigurationError(f"{name} is {value!r}; accepted: {known}.")

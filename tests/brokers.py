@@ -1,0 +1,279 @@
+"""Brokers that tests run for real, one of each for a session; a test takes streams of its own in them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.services import program
+
+PR_SET_PDEATHSIG = 1
+READY = 60.0
+"""Seconds until a broker answers."""
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def _dies_with_the_tests() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+@contextlib.contextmanager
+def running(command: list[str], port: int, folder: Path, **env: str) -> Iterator[None]:
+    """A broker, from when it listens until the end of the block."""
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, cwd=folder, preexec_fn=_dies_with_the_tests,  # noqa: PLW1509 - it only calls prctl
+            env={**os.environ, **env}, start_new_session=True,
+        )  # fmt: skip
+    try:
+        end = time.monotonic() + READY
+        while not _listens(port):
+            assert process.poll() is None, (folder / "log").read_text()
+            assert time.monotonic() < end, f"{command[0]} does not listen"
+            time.sleep(0.02)
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="dlrover-broker-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def redis_running() -> Iterator[int]:
+    """The port of a Redis that keeps nothing on disk."""
+    port = free_port()
+    command = [program("redis-server"), "--port", str(port), "--bind", "127.0.0.1"]
+    with _folder() as folder, running([*command, "--save", ""], port, folder):
+        yield port
+
+
+@contextlib.contextmanager
+def nats_running(folder: Path, port: int) -> Iterator[int]:
+    """A NATS server with JetStream, which keeps its streams in the folder."""
+    command = [program("nats-server"), "-a", "127.0.0.1", "-p", str(port)]
+    with running([*command, "-js", "-sd", str(folder / "data")], port, folder):
+        yield port
+
+
+@contextlib.contextmanager
+def rabbitmq_running() -> Iterator[int]:
+    """The port of a RabbitMQ, with a port mapper of its own that ends with it."""
+    program("rabbitmq-server")
+    port, mapper, distribution = free_port(), free_port(), free_port()
+    with _folder() as folder:
+        env = {
+            "ERL_EPMD_PORT": str(mapper),
+            "HOME": str(folder),
+            "RABBITMQ_NODENAME": f"dlrover{port}@localhost",
+            "RABBITMQ_NODE_IP_ADDRESS": "127.0.0.1",
+            "RABBITMQ_NODE_PORT": str(port),
+            "RABBITMQ_DIST_PORT": str(distribution),
+            "RABBITMQ_MNESIA_BASE": str(folder / "data"),
+            "RABBITMQ_LOG_BASE": str(folder / "logs"),
+            "RABBITMQ_PID_FILE": str(folder / "pid"),
+            "RABBITMQ_ENABLED_PLUGINS_FILE": str(folder / "plugins"),
+            "RABBITMQ_CONFIG_FILE": str(folder / "none"),
+        }
+        (folder / "mapper").mkdir()
+        server = ["/usr/lib/rabbitmq/bin/rabbitmq-server"]  # the one in the path changes the user
+        with (
+            running(["epmd", "-port", str(mapper)], mapper, folder / "mapper"),
+            running(server, port, folder, **env),
+        ):
+            yield port
+
+
+@pytest.fixture(scope="session")
+def redis_port() -> Iterator[int]:
+    pytest.importorskip("redis")
+    with redis_running() as port:
+        yield port
+
+
+@pytest.fixture(scope="session")
+def nats_port() -> Iterator[int]:
+    pytest.importorskip("nats")
+    with _folder() as folder, nats_running(folder, free_port()) as port:
+        yield port
+
+
+@pytest.fixture(scope="session")
+def rabbitmq_port() -> Iterator[int]:
+    pytest.importorskip("pika")
+    with rabbitmq_running() as port:
+        yield port
+
+
+@pytest.fixture(scope="session")
+def kafka_port() -> Iterator[int]:
+    """librdkafka's own mock of a Kafka, in a process of its own: no real broker."""
+    pytest.importorskip("confluent_kafka")
+    with _folder() as folder:
+        told = folder / "port"
+        command = [sys.executable, "-c", MOCK_KAFKA, str(told)]
+        process = subprocess.Popen(
+            command,
+            start_new_session=True,
+            preexec_fn=_dies_with_the_tests,  # noqa: PLW1509
+        )
+        try:
+            end = time.monotonic() + READY
+            while not told.exists() or not told.read_text():
+                assert process.poll() is None, "the mock has ended"
+                assert time.monotonic() < end, "the mock does not start"
+                time.sleep(0.02)
+            yield int(told.read_text())
+        finally:
+            process.kill()
+            process.wait()
+
+
+MOCK_KAFKA = """
+import sys, threading
+from confluent_kafka import Producer
+producer = Producer({"test.mock.num.brokers": 1, "log_level": 3})
+(broker,) = producer.list_topics(timeout=30).brokers.values()
+open(sys.argv[1], "w").write(str(broker.port))
+threading.Event().wait()
+"""
+
+
+def fresh() -> str:
+    """A name that no other test has."""
+    return f"s{uuid.uuid4().hex[:10]}"
+
+
+@dataclass
+class Topic:
+    """A stream of one broker."""
+
+    url: str
+    send: Callable[[Sequence[int]], None]
+    #: remove the oldest messages until this many are left
+    keep: Callable[[int], None]
+
+
+def redis_topic(port: int) -> Topic:
+    import redis
+
+    name = fresh()
+    client = redis.Redis(port=port)
+
+    def send(numbers: Sequence[int]) -> None:
+        with client.pipeline() as pipe:
+            for number in numbers:
+                pipe.xadd(name, {"n": number})
+            pipe.execute()
+
+    url = f"redis://127.0.0.1:{port}/0?stream={name}"
+    return Topic(url, send, lambda count: client.xtrim(name, maxlen=count, approximate=False))
+
+
+def nats_topic(port: int) -> Topic:
+    import nats
+
+    name = fresh()
+
+    async def do(work) -> None:
+        client = await nats.connect(f"nats://127.0.0.1:{port}")
+        await work(client.jetstream())
+        await client.close()
+
+    def send(numbers: Sequence[int]) -> None:
+        async def work(stream) -> None:
+            for number in numbers:
+                await stream.publish(f"{name}.x", str(number).encode())
+
+        asyncio.run(do(work))
+
+    asyncio.run(do(lambda stream: stream.add_stream(name=name, subjects=[f"{name}.*"])))
+    return Topic(
+        f"nats://127.0.0.1:{port}/{name}",
+        send,
+        lambda count: asyncio.run(do(lambda stream: stream.purge_stream(name, keep=count))),
+    )
+
+
+def rabbitmq_topic(port: int, **limits: int) -> Topic:
+    """RabbitMQ removes by size and only whole segments: there is no ``keep``."""
+    import pika
+
+    name = fresh()
+    parameters = pika.ConnectionParameters("127.0.0.1", port)
+    arguments = {"x-queue-type": "stream", **limits}
+
+    def send(numbers: Sequence[int]) -> None:
+        with contextlib.closing(pika.BlockingConnection(parameters)) as connection:
+            channel = connection.channel()
+            channel.confirm_delivery()
+            channel.queue_declare(name, durable=True, arguments=arguments)
+            for number in numbers:
+                channel.basic_publish("", name, str(number).encode())
+
+    send([])
+    return Topic(f"amqp://127.0.0.1:{port}/{name}", send, _cannot)
+
+
+def kafka_topic(port: int) -> Topic:
+    """The mock makes a topic of four partitions when somebody asks for it; one of them is used."""
+    import confluent_kafka as kafka
+
+    name = fresh()
+
+    def send(numbers: Sequence[int]) -> None:
+        producer = kafka.Producer({"bootstrap.servers": f"127.0.0.1:{port}"})
+        for number in numbers:
+            producer.produce(name, str(number).encode(), partition=0)
+        assert producer.flush(30) == 0
+
+    send([])
+    producer = kafka.Producer({"bootstrap.servers": f"127.0.0.1:{port}"})
+    assert producer.list_topics(name, timeout=30).topics[name].partitions
+    return Topic(f"kafka://127.0.0.1:{port}/{name}", send, _cannot)
+
+
+def _cannot(count: int) -> None:
+    pytest.skip("this broker cannot be told how many messages to keep")
+
+
+TOPICS = {
+    "redis": redis_topic,
+    "nats": nats_topic,
+    "rabbitmq": rabbitmq_topic,
+    "kafka": kafka_topic,
+}

@@ -1,0 +1,31 @@
+"""Reads numbers that are dealt; one has no sample, one kills who reads it: ``poison.py OUT``."""
+
+import ctypes
+import os
+import sys
+import time
+from pathlib import Path
+
+from dlrover.sharding.records import Records
+
+OUT = Path(sys.argv[1])
+ROTTEN, DEADLY = 33, 57
+
+
+class Numbers:
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> int:
+        if index == ROTTEN:
+            raise ValueError("rotten")
+        if index == DEADLY:
+            time.sleep(1.2)  # what was read before is told by then
+            ctypes.string_at(0)
+        return index
+
+
+data = Records(Numbers(), shard=10, attempts=2)
+got = list(data)
+data.close()
+(OUT / f"got-{os.environ['TORCHELASTIC_RESTART_COUNT']}").write_text(" ".join(map(str, got)))
