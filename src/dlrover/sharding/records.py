@@ -11,6 +11,7 @@ import msgspec
 from dlrover.errors import ConfigurationError
 from dlrover.sharding import dealers, defaults, order
 from dlrover.sharding.client import ShardClient
+from dlrover.sharding.sources.blocks import InBlocks, shard_of
 from dlrover.sharding.spans import Spans
 from dlrover.sharding.state import RankData, merged
 from dlrover.spec.shards import DataSpec, Incarnation, Span
@@ -46,8 +47,10 @@ class Records(Generic[Sample_co]):
         name: tells the data sets of a job apart.
         epochs: how often each sample is dealt; 0: endlessly.
         shuffle: deal in an order that depends on ``seed`` and the epoch, else in the order of the source.
+            What is read in blocks (Parquet, tables) is shuffled by blocks, and within each.
         seed: the same on all workers.
-        shard: samples dealt at a time; by default a thousandth of all, 1000 at most.
+        shard: samples dealt at a time; by default a thousandth of all, 1000 at most; of what is read in
+            blocks a block, or an equal part of one, if that is a hundredth of all at most.
         drop_last: leave the incomplete last shard of each epoch out.
         attempts: how often a sample that cannot be read is tried until it is set aside, which is told.
         max_set_aside: samples that a worker may set aside until it fails with the error of the last.
@@ -76,14 +79,15 @@ class Records(Generic[Sample_co]):
     ) -> None:
         size = len(source)
         self.source = source
+        self._blocks = source.blocks if isinstance(source, InBlocks) else None
         self._spec = _checked(
             {
                 "name": name,
                 "size": size,
                 "epochs": epochs,
-                "shard": max(1, min(LARGEST, size // SHARDS)) if shard is None else shard,
+                "shard": self._usual_shard(size) if shard is None else shard,
                 "drop_last": drop_last,
-                "order": f"shuffled with seed {seed}" if shuffle else "as in the source",
+                "order": self._order_name(seed) if shuffle else "as in the source",
                 "attempts": attempts,
                 "max_aside": max_set_aside,
                 "timeout": timeout,
@@ -130,8 +134,21 @@ class Records(Generic[Sample_co]):
         if found is None:
             if len(self._orders) > 2:
                 self._orders.clear()
-            found = self._orders[lane] = order.shuffled(self._spec.size, self._seed, lane)
+            found = self._orders[lane] = self._shuffled(lane)
         return found(position)
+
+    def _shuffled(self, lane: int) -> Callable[[int], int]:
+        if self._blocks is not None:
+            return order.shuffled_in_blocks(self._blocks, self._seed, lane)
+        return order.shuffled(self._spec.size, self._seed, lane)
+
+    def _order_name(self, seed: int) -> str:
+        blocks = f" in {len(self._blocks)} blocks" if self._blocks is not None else ""
+        return f"shuffled{blocks} with seed {seed}"
+
+    def _usual_shard(self, size: int) -> int:
+        fitting = shard_of(self._blocks) if self._blocks is not None else None
+        return fitting or max(1, min(LARGEST, size // SHARDS))
 
     def _positions(self) -> Generator[tuple[int, int], None, None]:
         """The samples of this epoch that this worker gets."""

@@ -1,6 +1,8 @@
-"""Samples in files, by their number: for `Records` and ``ElasticDataset``."""
+"""Samples in files and tables, by their number: for `Records` and ``ElasticDataset``."""
 
+from dlrover.sharding.sources.parquet import Parquet
+from dlrover.sharding.sources.tables import Table
 from dlrover.sharding.sources.text import Csv, JsonLines, Lines
 from dlrover.sharding.sources.tfrecord import TfRecords
 
-__all__ = ["Csv", "JsonLines", "Lines", "TfRecords"]
+__all__ = ["Csv", "JsonLines", "Lines", "Parquet", "Table", "TfRecords"]
