@@ -21,9 +21,7 @@ _COUNTS = (
 )
 
 
-def apply(
-    args: argparse.Namespace, environ: Mapping[str, str], probe: Callable[[str], int]
-) -> str:
+def apply(args: argparse.Namespace, environ: Mapping[str, str], probe: Callable[[str], int]) -> str:
     """Set what nobody gave in ``args``, a namespace of `dlrover.cli.arguments.build_parser`.
 
     Args:

@@ -98,7 +98,9 @@ def learning_rate_factor(rule: str, global_batch_size: int, reference: int | Non
         )
     if rule == "none":
         if reference is not None:
-            raise ConfigurationError("reference_batch_size has no effect without learning_rate_rule.")
+            raise ConfigurationError(
+                "reference_batch_size has no effect without learning_rate_rule."
+            )
         return 1.0
     if reference is None:
         raise ConfigurationError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,14 +81,18 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]  # torch is not typed
         segments.begin()
         first = True
         while not segments.over:
-            if first:
-                batches = super().__iter__()
-            else:  # a new iterator draws a seed: the program's random numbers stay what they are
-                with torch.random.fork_rng(devices=()):
-                    batches = super().__iter__()
+            batches = self._batches(first)
             first = False
             yield from self._measured(readers, segments, batches)
             self._resize(readers.count)
+
+    def _batches(self, first: bool) -> Any:
+        """An iterator of PyTorch, the first of an epoch or one that goes on with it."""
+        # It draws a seed: the program's random numbers stay what they are.
+        with torch.random.fork_rng(devices=(), enabled=not first), warnings.catch_warnings():
+            # The number that the program gave was warned of; ours is measured.
+            warnings.filterwarnings("ignore", "This DataLoader will create")
+            return super().__iter__()
 
     def _measured(self, readers: Readers, segments: _Segments, batches: Any) -> Iterator[Any]:
         """Batches until they end, or until another number of processes is to read."""
