@@ -32,9 +32,8 @@ def test_as_many_processes_as_reading_needs() -> None:
 
 
 def test_far_too_few_grow_in_steps() -> None:
-    readers, found = Readers(1, most=64), []
-    for _ in range(4):
-        found.append(readers.handle(window(readers.count, 1.0, 0.03)).value)
+    readers = Readers(1, most=64)
+    found = [readers.handle(window(readers.count, 1.0, 0.03)).value for _ in range(4)]
     assert found == [4, 16, 34, 34]
 
 
