@@ -45,6 +45,9 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]  # torch is not typed
         ConfigurationError: ``max_workers`` is smaller than ``num_workers``.
     """
 
+    num_workers: int
+    prefetch_factor: int | None
+
     def __init__(
         self,
         dataset: Any,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -107,15 +107,34 @@ class Records(Generic[Sample_co]):
     # ---- reading
 
     def __iter__(self) -> Iterator[Sample_co]:
+        for place, sample in self.read_ahead():
+            self.handed_out([place])
+            yield sample
+        self.epoch += 1
+
+    def read_ahead(self) -> Iterator[tuple[Span, Sample_co]]:
+        """The rest of the epoch, each sample with where it stands; none counts until `handed_out` says so.
+
+        For readers that read ahead of the training. They `put_back` what the training did not get, and add 1
+        to ``epoch`` when it has got the last one.
+        """
         for lane, position in self._positions():
             try:
                 sample = self.source[self.record(lane, position)]
             except Exception as error:  # noqa: BLE001 - whatever the source raises
                 self._failed(lane, position, f"{type(error).__name__}: {error}")
                 continue
-            self._opened().consumed(lane, position, position + 1)
-            yield sample
-        self.epoch += 1
+            yield Span(lane, position, position + 1), sample
+
+    def handed_out(self, places: Iterable[Span]) -> None:
+        """The training has these samples now."""
+        for place in places:
+            self._opened().consumed(place.lane, place.start, place.stop)
+
+    def put_back(self, places: Iterable[Span]) -> None:
+        """These samples are read again next."""
+        if self._client is not None:
+            self._client.put_back(places)
 
     def until_end(self) -> Iterator[int]:
         """The epochs that are left, for ``for epoch in data.until_end(): for sample in data: ...``."""

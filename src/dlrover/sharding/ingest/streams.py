@@ -112,7 +112,7 @@ def _opened(directory: Path, name: str, count: int) -> list[PartitionLog]:
             f"--stream {name}:{count}: a name has letters, digits and ._-, and there are 1 to"
             f" {MAX_PARTITIONS} partitions."
         )
-    folder = directory / name
+    folder = directory / "streams" / name
     there = len(list(folder.glob("[0-9]*")))
     if there not in (0, count):
         raise ConfigurationError(
