@@ -41,7 +41,8 @@ def test_epochs_in_batches(read) -> None:
         assert all(m == [x * x for x in n] for n, m in batches)
         order = [x for n, _ in batches for x in n]
         assert sorted(order) == list(range(200))
-        assert order == list(read(epochs=2, shuffle=True)) or epoch == 1
+        if epoch == 0:
+            assert order == list(read(epochs=2, shuffle=True))
     assert data.epoch == 2
     assert list(found) == []
 
@@ -91,7 +92,7 @@ def test_keras_learns_from_each_sample_once(read) -> None:
         data, NUMBER, batch_size=8, prepare=lambda n: (tf.cast([n], tf.float32) / 64, [1.0])
     )
     for epoch in data.until_end():
-        model.fit(found, verbose=0)
+        model.fit(found, shuffle=False, verbose=0)
         assert learned([data.state_dict()]).count == 64 * (epoch + 1)
 
 
