@@ -18,7 +18,7 @@ from dlrover.sharding.ingest.client import Endpoint, Reader
 from dlrover.sharding.ingest.server import Server
 from dlrover.sharding.ingest.streams import Streams
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "03_ingest"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "04_ingest"
 
 
 @pytest.fixture

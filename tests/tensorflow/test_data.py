@@ -84,6 +84,7 @@ def test_a_loop_that_was_left_goes_on(read) -> None:
     assert data.epoch == 1
 
 
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")  # its length is not known
 def test_keras_learns_from_each_sample_once(read) -> None:
     data = read(range(64), epochs=3, shuffle=True)
     model = tf.keras.Sequential([tf.keras.layers.Input([1]), tf.keras.layers.Dense(1)])
