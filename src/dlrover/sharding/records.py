@@ -110,13 +110,13 @@ class Records(Generic[Sample_co]):
         for place, sample in self.read_ahead():
             self.handed_out([place])
             yield sample
-        self.epoch += 1
+        self.end_epoch()
 
     def read_ahead(self) -> Iterator[tuple[Span, Sample_co]]:
         """The rest of the epoch, each sample with where it stands; none counts until `handed_out` says so.
 
-        For readers that read ahead of the training. They `put_back` what the training did not get, and add 1
-        to ``epoch`` when it has got the last one.
+        For readers that read ahead of the training. They `put_back` what the training did not get, and call
+        `end_epoch` when it has got the last one.
         """
         for lane, position in self._positions():
             try:
@@ -135,6 +135,10 @@ class Records(Generic[Sample_co]):
         """These samples are read again next."""
         if self._client is not None:
             self._client.put_back(places)
+
+    def end_epoch(self) -> None:
+        """The training has got all of the epoch that this worker gets."""
+        self.epoch += 1
 
     def until_end(self) -> Iterator[int]:
         """The epochs that are left, for ``for epoch in data.until_end(): for sample in data: ...``."""

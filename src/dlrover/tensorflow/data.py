@@ -106,4 +106,4 @@ class _Reading:
 
     def _end_epoch(self) -> None:
         if self._over and not self._ahead:
-            self._records.epoch += 1
+            self._records.end_epoch()
