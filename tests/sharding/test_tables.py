@@ -1,6 +1,7 @@
 """Tables by row, on SQLite and on servers of MariaDB and PostgreSQL."""
 
 import logging
+import os
 import pickle
 import time
 from collections.abc import Iterator
@@ -220,3 +221,20 @@ def test_secrets_of_the_url_are_cut_out_of_errors(tmp_path) -> None:
     assert table._told(Exception("no geheim\nor tief")) == "no *** or ***"
     assert repr(table) == "table users of postgresql://host/base"
     table.close()
+
+
+def test_a_process_that_was_forked_has_a_connection_of_its_own(url, open_table) -> None:
+    fill(url, range(20))
+    table = open_table(page=5)
+    assert table[0]["id"] == 0
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:  # a reading process of a loader
+        os.write(writing, bytes(ids(table)))
+        os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as answer:
+        assert list(answer.read()) == list(range(20))
+    assert os.waitpid(pid, 0)[1] == 0
+    table._read_last.clear()
+    assert ids(table) == list(range(20))

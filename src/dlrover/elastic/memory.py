@@ -21,20 +21,26 @@ class DeviceMemory:
 
     def __init__(self) -> None:
         self.device = str(_accelerator() or "cpu")
-        self._counters = torch.cuda if self.device == "cuda" else None
+        # They are new in PyTorch 2.9, and not every maker's device counts.
+        counts = self.device != "cpu" and hasattr(torch.accelerator, "get_memory_info")
+        self._counters = torch.accelerator if counts else None
         self._peaks: dict[int, int] = {}
 
     def begin(self) -> None:
         """Measure the peak from now on."""
-        if self._counters is not None:
+        if self._counters is None:
+            return
+        try:
             self._counters.reset_peak_memory_stats()
+        except (NotImplementedError, RuntimeError):
+            self._counters = None
 
     def measured(self, size: int) -> tuning.Memory | None:
         """Between two steps: what was in use with micro-batches of ``size``; None: nobody counts it."""
         if self._counters is None:
             return None
         self._peaks[size] = max(self._peaks.get(size, 0), self._counters.max_memory_allocated())
-        free, _ = self._counters.mem_get_info()
+        free, _ = self._counters.get_memory_info()
         limit = free + self._counters.memory_reserved()
         return tuning.Memory(dict(self._peaks), self._counters.memory_allocated(), limit)
 
@@ -82,7 +88,8 @@ class MicroBatchTuner:
         choice = tuning.micro_batch(self._now, self._most, memory, self._memory.device)
         size, since = self._agreed(choice.value, handed_out_to)
         self._settled = size == self._now
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        joined = dist.is_available() and dist.is_initialized()
+        if not joined or dist.get_rank() == 0:
             self._tell(size, choice)
         if self._settled:
             return None
