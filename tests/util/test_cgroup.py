@@ -1,5 +1,6 @@
 """Out-of-memory kills are counted for cgroups of both versions."""
 
+import os
 from pathlib import Path
 
 from dlrover._util import cgroup
@@ -33,3 +34,23 @@ def test_container_sees_its_group_at_the_root(tmp_path: Path):
 
 def test_unknown_is_zero(tmp_path: Path):
     assert cgroup.oom_kills(tmp_path / "absent", tmp_path) == 0
+
+
+def test_a_quota_of_processors(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    proc = tmp_path / "cgroup"
+    proc.write_text("0::/job\n")
+    group = tmp_path / "fs" / "job"
+    group.mkdir(parents=True)
+    counts = []
+    for text in ("max 100000\n", "250000 100000\n", "50000 100000\n", "nonsense\n"):
+        (group / "cpu.max").write_text(text)
+        counts.append(cgroup.processors(proc, tmp_path / "fs"))
+    assert counts == [8, 3, 1, 8]
+    proc.write_text("4:cpu,cpuacct:/job\n")
+    old = tmp_path / "fs" / "cpu" / "job"
+    old.mkdir(parents=True)
+    (old / "cpu.cfs_quota_us").write_text("400000\n")
+    (old / "cpu.cfs_period_us").write_text("100000\n")
+    assert cgroup.processors(proc, tmp_path / "fs") == 4
+    assert cgroup.processors(tmp_path / "none", tmp_path / "none") == 8

@@ -1,7 +1,9 @@
-"""What the kernel's control groups tell of this process's memory."""
+"""What the kernel's control groups tell of this process's memory and processors."""
 
 from __future__ import annotations
 
+import math
+import os
 import re
 from pathlib import Path
 
@@ -51,6 +53,45 @@ def memory(proc: Path = PROC_CGROUP, root: Path = ROOT) -> tuple[int, int] | Non
 
 def _memory_directories(proc: Path, root: Path) -> list[Path]:
     return list(dict.fromkeys(path.parent for path in _event_files(proc, root)))
+
+
+def processors(proc: Path = PROC_CGROUP, root: Path = ROOT) -> int:
+    """How many processors this process may use, 1 at least: those of its affinity, or its quota if less."""
+    usable = len(os.sched_getaffinity(0))
+    for folder in _processor_folders(proc, root):
+        try:
+            quota, period = _quota(folder)
+        except (OSError, ValueError):
+            continue
+        if quota > 0 and period > 0:
+            usable = min(usable, math.ceil(quota / period))
+    return max(1, usable)
+
+
+def _quota(folder: Path) -> tuple[int, int]:
+    """Microseconds of processor time in each period; -1: without a limit."""
+    if (folder / "cpu.max").exists():
+        quota, period = (folder / "cpu.max").read_text().split()
+        return (-1 if quota == "max" else int(quota)), int(period)
+    quota = (folder / "cpu.cfs_quota_us").read_text()
+    return int(quota), int((folder / "cpu.cfs_period_us").read_text())
+
+
+def _processor_folders(proc: Path, root: Path) -> list[Path]:
+    """Where version 1 and version 2 of the interface keep the quota."""
+    try:
+        lines = proc.read_text().splitlines()
+    except OSError:
+        lines = []
+    folders = [root, root / "cpu"]
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        relative = group.lstrip("/")
+        if controllers == "":
+            folders.append(root / relative)
+        elif "cpu" in controllers.split(","):
+            folders.append(root / "cpu" / relative)
+    return folders
 
 
 def _event_files(proc: Path, root: Path) -> list[Path]:

@@ -155,6 +155,7 @@ class WorkerGroup:
             save_at_breakpoint=launch.save_at_breakpoint,
             relay=self.relay,
             round=world.round,
+            auto_tuning=launch.auto_tuning,
         )
 
     def _cpus(self, local_rank: int) -> list[int]:

@@ -65,6 +65,7 @@ class Order:
     relay: str = ""
     """Where the worker's requests for data go."""
     round: int = 0
+    auto_tuning: bool = False
 
 
 def pack(message: dict[str, Any]) -> bytes:
@@ -179,6 +180,7 @@ def become_worker(order: Order, board: Board, variables: Mapping[str, str | None
         save_at_breakpoint=order.save_at_breakpoint,
         relay=order.relay,
         round=order.round,
+        auto_tuning=order.auto_tuning,
     )
     bootstrap.run(program, board)
 

@@ -32,8 +32,6 @@ _DESCRIPTION = (
     "Takes every option of torchrun, with the same meaning."
 )
 
-_NOT_BUILT = "Accepted, but without effect in this version."
-
 _EPILOG = (
     "Each option may be written with underscores instead of inner dashes. Where the command line does "
     "not set an option, the environment variable PET_<NAME> does, as PET_NNODES=2 (but "
@@ -82,7 +80,7 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     _add_logs(OptionGroup(parser, environ, "logs"))
     _add_job(OptionGroup(parser, environ, "DLRover: the job", own=True))
     _add_checks(OptionGroup(parser, environ, "DLRover: checks", own=True))
-    _add_tuning(OptionGroup(parser, environ, "DLRover: tuning", _NOT_BUILT, own=True))
+    _add_tuning(OptionGroup(parser, environ, "DLRover: tuning", own=True))
     other = parser.add_argument_group("help")
     other.add_argument("-h", "--help", action="help", help="Show this text.")
     version = other.add_argument(
@@ -341,8 +339,16 @@ def _add_checks(group: OptionGroup) -> None:
 
 
 def _add_tuning(group: OptionGroup) -> None:
-    group.add_switch("--auto-config", help="Derive the number of nodes and workers.")
-    group.add_switch("--auto-tunning", help="Tune the training parameters while training.")
+    group.add_switch(
+        "--auto-config",
+        help="Choose --nnodes and --nproc-per-node from the machine and its cluster, and say so; what "
+        "is given stays.",
+    )
+    group.add_switch(
+        "--auto-tunning",
+        "--auto-tuning",
+        help="Let loaders and micro-batches that DLRover's classes make follow what is measured.",
+    )
 
 
 def _comma_separated(text: str) -> list[str]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from dlrover.cli import autoconfig
 from dlrover.cli.nproc import resolve_nproc
 from dlrover.errors import ConfigurationError
 from dlrover.spec.launch import Entry, LaunchSpec, StdMap
@@ -76,7 +77,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Check nodes before they train."""
     exclude_stragglers: bool
     notices: tuple[str, ...]
-    """A line for each given option that has no effect."""
+    """A line for each given option that has no effect, and for what was chosen."""
 
 
 def run_options(
@@ -89,6 +90,7 @@ def run_options(
     Raises:
         ConfigurationError: the first thing found wrong.
     """
+    chosen = [autoconfig.apply(args, environ, probe)] if args.auto_config else []
     min_nodes, max_nodes = _node_bounds(args)
     standalone = _is_standalone(args, min_nodes, max_nodes)
     _check_node_rank(args, standalone, max_nodes)
@@ -121,7 +123,7 @@ def run_options(
         accelerator=args.accelerator,
         node_check=args.network_check or args.precheck > 0 or args.exclude_straggler,
         exclude_stragglers=args.exclude_straggler,
-        notices=_notices(args),
+        notices=(*chosen, *_notices(args)),
     )
 
 
@@ -156,6 +158,7 @@ def _launch_spec(
         shutdown_timeout=_shutdown_timeout(args.shutdown_timeout, environ),
         virtual_local_rank=args.virtual_local_rank,
         save_at_breakpoint=args.save_at_breakpoint,
+        auto_tuning=args.auto_tunning,
         numa_binding=args.numa_binding or "",
         # Last: it may take seconds, and whatever else is wrong should be said at once.
         nproc_per_node=resolve_nproc(args.nproc_per_node, probe),
@@ -397,15 +400,8 @@ def _check_program(entry: Entry, target: str, environ: Mapping[str, str]) -> Non
 # Options without effect
 
 
-_NOT_BUILT = (
-    "auto_config",
-    "auto_tunning",
-)
-
-
 def _notices(args: argparse.Namespace) -> tuple[str, ...]:
-    idle = [f"--{name.replace('_', '-')}" for name in _NOT_BUILT if getattr(args, name)]
-    notices = [f"{flag} is accepted but does nothing in this version." for flag in idle]
+    notices = []
     # "default" is the name under which torch registers its own class.
     if args.logs_specs not in (None, "default"):
         notices.append(

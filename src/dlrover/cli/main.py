@@ -13,7 +13,7 @@ from rich.console import Console
 
 from dlrover import __version__, config
 from dlrover._util import files
-from dlrover.cli import brain, chaos, ckpt, jobs, operator, submit
+from dlrover.cli import brain, chaos, ckpt, ingest, jobs, operator, submit
 from dlrover.cli.launchspec import parse_nnodes, parse_rdzv_conf
 from dlrover.cli.output import Form, Output, print_json
 from dlrover.errors import ConfigurationError, DLRoverError, ExitCode
@@ -32,6 +32,7 @@ app = typer.Typer(
 app.add_typer(brain.app)
 app.add_typer(ckpt.app)
 app.command(context_settings={"allow_interspersed_args": False})(chaos.chaos)
+app.command()(ingest.ingest)
 app.command()(operator.operator)
 app.command()(submit.submit)
 

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 PROBE_TIMEOUT = 60.0
 """Seconds that the asked interpreter gets. Importing torch from a cold network disk takes many."""
 
+ACCELERATORS = "accelerators"
+"""The word for the current accelerator's devices, 0 where there is none; for `probe_devices` only."""
+
 _FLAG = "--nproc-per-node"
 
 _MISSING, _UNKNOWN, _UNAVAILABLE = "missing", "unknown", "unavailable"
@@ -32,7 +35,7 @@ def count(word):
     if importlib.util.find_spec("torch") is None:
         return "{_MISSING}"
     import torch
-    if word == "auto":
+    if word in ("auto", "{ACCELERATORS}"):
         devices = torch.accelerator
     elif word == "gpu":
         devices = torch.cuda
@@ -59,7 +62,7 @@ def resolve_nproc(text: str, probe: Callable[[str], int]) -> int:
     try:
         count = int(text)
     except ValueError:
-        if not text.isidentifier():
+        if not text.isidentifier() or text == ACCELERATORS:
             raise ConfigurationError(
                 f"{_FLAG} {text}: neither a whole number nor one of auto, gpu, cpu and xpu."
             ) from None
@@ -93,8 +96,8 @@ def probe_devices(
     answer = _ask(word, python, environ, timeout)
     if answer.isdecimal():
         return int(answer)
-    if word == "auto" and answer in (_MISSING, _UNAVAILABLE):
-        return _processors()
+    if answer in (_MISSING, _UNAVAILABLE) and word in ("auto", ACCELERATORS):
+        return _processors() if word == "auto" else 0
     reasons = {
         _MISSING: f"torch, which counts these devices, is not installed for {python}",
         _UNKNOWN: "torch knows no such kind of device; auto, gpu, cpu, xpu or a number is accepted",

@@ -8,6 +8,7 @@ computes a sample once more, with the weight 0.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from dlrover.errors import ConfigurationError
@@ -75,6 +76,40 @@ def accumulation_steps(global_batch_size: int, micro_batch_size: int, replicas: 
             f" workers it must be a multiple of {step}."
         )
     return global_batch_size // step
+
+
+def learning_rate_factor(rule: str, global_batch_size: int, reference: int | None) -> float:
+    """What a learning rate that was chosen for another global batch is multiplied by.
+
+    ``linear``: by the ratio of the sizes, which suits SGD (Goyal et al., 2017); ``sqrt``: by its square root,
+    which suits Adam (Malladi et al., 2022); ``none``: by 1.
+
+    Args:
+        rule: one of these words.
+        global_batch_size: samples in a step.
+        reference: samples in a step that the learning rate was chosen for.
+
+    Raises:
+        ConfigurationError: there is no such rule, or no reference for it.
+    """
+    if rule not in ("none", "linear", "sqrt"):
+        raise ConfigurationError(
+            f"learning_rate_rule is {rule!r}; it must be 'none', 'linear' or 'sqrt'."
+        )
+    if rule == "none":
+        if reference is not None:
+            raise ConfigurationError(
+                "reference_batch_size has no effect without learning_rate_rule."
+            )
+        return 1.0
+    if reference is None:
+        raise ConfigurationError(
+            f"learning_rate_rule {rule!r} needs reference_batch_size: the global batch that the learning rate"
+            " was chosen for."
+        )
+    _check_positive("reference_batch_size", reference)
+    ratio = global_batch_size / reference
+    return ratio if rule == "linear" else math.sqrt(ratio)
 
 
 def _check_positive(name: str, value: object) -> None:

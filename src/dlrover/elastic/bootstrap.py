@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrover.checkpoint import defaults
-from dlrover.elastic import hooks, stacks, tracker
+from dlrover.elastic import defaults as elastic_defaults, hooks, stacks, tracker
 from dlrover.elastic.progress import Board
 from dlrover.sharding import defaults as sharding_defaults
 
@@ -54,6 +54,8 @@ class Program:
     relay: str = ""
     """Where its requests for data go; empty: nowhere."""
     round: int = 0
+    auto_tuning: bool = False
+    """Whether its loaders and trainers tune themselves, unless it says otherwise."""
 
 
 def run(program: Program, board: Board | None) -> None:
@@ -65,6 +67,7 @@ def run(program: Program, board: Board | None) -> None:
     faulthandler.enable(sys.__stderr__ or 2)
     defaults.save_at_breakpoint = program.save_at_breakpoint
     sharding_defaults.relay, sharding_defaults.round = program.relay, program.round
+    elastic_defaults.auto_tuning = program.auto_tuning
     if board is not None:
         stacks.prepare()
         hooks.install(tracker.watch(board, program.slot), _first_step(board, program))

@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple, TypeVar
 
-from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
+from torch.utils.data import IterableDataset, Sampler, default_collate
 
+from dlrover.elastic.dataloader import ElasticDataLoader
 from dlrover.errors import ConfigurationError
 from dlrover.sharding.records import Records, Source
 from dlrover.sharding.sources.stream import Stream
@@ -38,9 +39,9 @@ class ElasticDataset(Records[Sample], IterableDataset[Sample]):  # type: ignore[
 
         Args:
             batch_size: samples in a batch; a worker's last one of an epoch may have fewer.
-            num_workers: processes that read.
+            num_workers: processes that read; those to begin with if the loader tunes itself.
             collate_fn: makes a batch of samples, as for a ``DataLoader``.
-            options: others of ``DataLoader``, such as ``pin_memory``.
+            options: others of `ElasticDataLoader`, such as ``pin_memory``.
 
         Raises:
             ConfigurationError: an option contradicts the way samples are dealt.
@@ -77,7 +78,7 @@ class Loader:
     ) -> None:
         self._data = data
         self._batches = _Batches(data, batch_size)
-        self._loader: DataLoader[Any] = DataLoader(
+        self._loader = ElasticDataLoader(
             _Reader(data.source),
             batch_sampler=self._batches,
             num_workers=num_workers,
@@ -89,7 +90,7 @@ class Loader:
         again = True
         while again:  # what could not be read is tried again
             again = yield from self._pass()
-        self._data._end_epoch()  # noqa: SLF001 - the two are one
+        self._data.end_epoch()
 
     def _pass(self) -> Generator[Any, None, bool]:
         """Read what can be taken; whether some of it could not be read."""

@@ -176,6 +176,10 @@ class MicroBatches(Sampler):  # type: ignore[misc]
         self.sampler = sampler
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
+        self.handed_out_to = 0, 0
+        """Epoch and position up to which a loader has asked for batches."""
+        self._changes: list[tuple[tuple[int, int], int]] = []
+        """From which epoch and position on the micro-batches have another size."""
         self.on_begin: Callable[[], None] = _nothing
         """Called when a loader begins to ask for batches."""
         self._handed_out = self._taken = 0
@@ -192,10 +196,17 @@ class MicroBatches(Sampler):  # type: ignore[misc]
         size = min(self.global_batch_size, self.sampler.samples - consumed)
         return 0 if self.sampler.drop_last and size < self.global_batch_size else size
 
-    def deal(self, size: int) -> list[batch.MicroBatch]:
-        """This rank's part of a global batch."""
-        sampler = self.sampler
-        return batch.deal(size, sampler.num_replicas, sampler.rank, self.micro_batch_size)
+    def deal(self, size: int, position: int = 0) -> list[batch.MicroBatch]:
+        """This rank's part of the global batch that begins at ``position``."""
+        sampler, most = self.sampler, self.micro_batch_size
+        for since, changed in self._changes:
+            if since <= (sampler.epoch, position):
+                most = changed
+        return batch.deal(size, sampler.num_replicas, sampler.rank, most)
+
+    def resize(self, micro_batch_size: int, since: tuple[int, int]) -> None:
+        """Other micro-batches from an epoch and position on; the same on all ranks."""
+        self._changes.append((since, micro_batch_size))
 
     def hand_out(self, order: torch.Tensor, positions: range) -> list[int]:
         """The indices at some positions of an order."""
@@ -250,7 +261,8 @@ class MicroBatchIterator:
         batches, order = self._batches, self._batches.sampler.order()
         while size := batches.size_at(self._position):
             whole = order[self._position : self._position + size]
-            micro_batches = batches.deal(size)
+            micro_batches = batches.deal(size, self._position)
+            batches.handed_out_to = batches.sampler.epoch, self._position + size
             for number, (positions, _) in enumerate(micro_batches, 1):
                 if number == len(micro_batches):
                     self._position += size

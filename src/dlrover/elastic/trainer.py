@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from dlrover.elastic import batch, tracker
+from dlrover.elastic import batch, defaults, tracker
+from dlrover.elastic.memory import MicroBatchTuner
 from dlrover.elastic.sampler import ElasticDistributedSampler, MicroBatches
 from dlrover.errors import ConfigurationError
 
@@ -38,12 +39,17 @@ class ElasticTrainer:
         global_batch_size: samples per optimizer step, all ranks together.
         micro_batch_size: samples that one rank computes at once, at most; by default all of its part.
         scaler: the ``GradScaler``, if there is one.
+        learning_rate_rule: how the optimizer's learning rates follow from ``global_batch_size``: ``linear``,
+            ``sqrt`` or ``none`` (`batch.learning_rate_factor`). They are multiplied once, here.
+        reference_batch_size: the global batch that the learning rates were chosen for.
+        auto_tuning: whether the micro-batches grow until the memory of the device is used (`MicroBatchTuner`);
+            by default as ``dlrover-run`` was told. The global batch stays what it is.
 
     Raises:
         ConfigurationError: an argument is wrong, or does not fit the others.
     """
 
-    def __init__(  # options, by name
+    def __init__(  # noqa: PLR0913 - options, by name
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
@@ -52,6 +58,9 @@ class ElasticTrainer:
         global_batch_size: int,
         micro_batch_size: int | None = None,
         scaler: Any = None,
+        learning_rate_rule: str = "none",
+        reference_batch_size: int | None = None,
+        auto_tuning: bool | None = None,
     ) -> None:
         self._model, self._optimizer, self._scaler = model, optimizer, scaler
         self._group = getattr(model, "process_group", None)
@@ -61,6 +70,7 @@ class ElasticTrainer:
         batch.check(global_batch_size, micro_batch_size, self._replicas)
         self._sizes = global_batch_size, micro_batch_size
         tracker.keeps_batch(global_batch_size)
+        self._scale_learning_rates(learning_rate_rule, reference_batch_size)
         self._batches: MicroBatches | None = None
         if sampler is not None:
             self._check_sampler(sampler)
@@ -77,6 +87,10 @@ class ElasticTrainer:
         """Of this rank's part, with its weights: so far, and of the last complete global batch."""
         if self._batches is not None:
             self._batches.on_begin = self._begin
+        self._tuner: MicroBatchTuner | None = None
+        if defaults.auto_tuning if auto_tuning is None else auto_tuning:
+            largest = -(-global_batch_size // self._replicas)
+            self._tuner = MicroBatchTuner(micro_batch_size or largest, largest, self._group)
 
     # ---- data
 
@@ -170,6 +184,8 @@ class ElasticTrainer:
         self._start(0, [])
         if self._batches is not None:
             self._batches.sampler.record(size)
+        self._tune()
+        if self._batches is not None:
             self._prepare()
         return True
 
@@ -189,6 +205,22 @@ class ElasticTrainer:
 
     # ---- within a step
 
+    def _tune(self) -> None:
+        """After a step: perhaps another size of micro-batches, from where no rank has asked for any."""
+        if self._tuner is None:
+            return
+        batches = self._batches
+        taken_to = handed_out_to = 0, 0
+        if batches is not None:
+            taken_to = batches.sampler.epoch, batches.sampler.consumed
+            handed_out_to = max(taken_to, batches.handed_out_to)
+        change = self._tuner.step(taken_to, handed_out_to)
+        if change is None:
+            return
+        if batches is not None:
+            batches.resize(*change)
+        self._sizes = self._sizes[0], change[0]
+
     def _begin(self) -> None:
         """A pass over the data begins."""
         self._refuse_part()
@@ -198,7 +230,7 @@ class ElasticTrainer:
         """See what the next global batch of the sampler is."""
         batches = self.batches
         size = batches.size_at(batches.sampler.consumed)
-        self._start(size, batches.deal(size) if size else [])
+        self._start(size, batches.deal(size, batches.sampler.consumed) if size else [])
 
     def _start(self, size: int, micro_batches: list[batch.MicroBatch]) -> None:
         self._size, self._micro_batches, self._done = size, micro_batches, 0
@@ -213,6 +245,13 @@ class ElasticTrainer:
             self._accumulating.close()
             if not wanted:
                 self._accumulating.enter_context(self._model.no_sync())
+
+    def _scale_learning_rates(self, rule: str, reference: int | None) -> None:
+        factor = batch.learning_rate_factor(rule, self._sizes[0], reference)
+        for group in self._optimizer.param_groups:
+            for key in ("lr", "initial_lr"):
+                if key in group:
+                    group[key] *= factor
 
     # ---- what is refused
 

@@ -7,7 +7,9 @@ records is moved on until it is one (cycle walking; Black and Rogaway, "Ciphers 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 ROUNDS = 6
 _MASK = (1 << 64) - 1
@@ -40,5 +42,33 @@ def shuffled(size: int, seed: int, epoch: int) -> Callable[[int], int]:
             position = left << half | right
             if position < size:
                 return position
+
+    return record
+
+
+def shuffled_in_blocks(blocks: Sequence[int], seed: int, epoch: int) -> Callable[[int], int]:
+    """The same for records that are read in blocks: blocks in another order, and records within each.
+
+    Args:
+        blocks: how many records each block has.
+        seed: of the order.
+        epoch: it is another one in each.
+    """
+    turned = shuffled(len(blocks), seed, epoch)
+    turn = [turned(place) for place in range(len(blocks))]
+    starts = list(accumulate(blocks, initial=0))
+    ends = list(accumulate(blocks[block] for block in turn))
+    within: tuple[int, Callable[[int], int]] = -1, straight
+
+    def record(position: int) -> int:
+        nonlocal within
+        place = bisect_right(ends, position)
+        block = turn[place]
+        if within[0] != block:
+            within = (
+                block,
+                shuffled(blocks[block], _mixed((seed & _MASK) ^ _mixed(block + 1)), epoch),
+            )
+        return starts[block] + within[1](position - ends[place] + blocks[block])
 
     return record

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -13,6 +13,7 @@ from dlrover.sharding import dealers, defaults, order
 from dlrover.sharding.client import ShardClient
 from dlrover.sharding.feed import Feed
 from dlrover.sharding.heads import Heads
+from dlrover.sharding.sources.blocks import InBlocks, shard_of
 from dlrover.sharding.sources.stream import Message, Stream
 from dlrover.sharding.spans import Spans
 from dlrover.sharding.state import RankData, began, merged
@@ -51,8 +52,10 @@ class Records(Generic[Sample_co]):
         name: tells the data sets of a job apart.
         epochs: how often each sample is dealt; 0: endlessly.
         shuffle: deal in an order that depends on ``seed`` and the epoch, else in the order of the source.
+            What is read in blocks (Parquet, tables) is shuffled by blocks, and within each.
         seed: the same on all workers.
-        shard: samples dealt at a time; by default a thousandth of all, 1000 at most. Of a stream: offsets.
+        shard: samples dealt at a time; by default a thousandth of all, 1000 at most; of what is read in
+            blocks a block, or an equal part of one, if that is a hundredth of all at most. Of a stream: offsets.
         drop_last: leave the incomplete last shard of each epoch out.
         attempts: how often a sample that cannot be read is tried until it is set aside, which is told.
         max_set_aside: samples that a worker may set aside until it fails with the error of the last.
@@ -80,14 +83,16 @@ class Records(Generic[Sample_co]):
         timeout: float = 1800.0,
     ) -> None:
         self._stream: Stream[Sample_co] | None = None
+        self._blocks: Sequence[Any] | None = None
         self.source: Any = source
         if isinstance(source, str | Stream):
             self.source = self._stream = source if isinstance(source, Stream) else Stream(source)
             self._feed = Feed(self._stream)
             size, how = -1, self._feed.identity
         else:
+            self._blocks = source.blocks if isinstance(source, InBlocks) else None
             size = len(source)
-            how = f"shuffled with seed {seed}" if shuffle else "as in the source"
+            how = self._order_name(seed) if shuffle else "as in the source"
         if self._stream is not None and (shuffle or epochs != 1 or drop_last):
             raise ConfigurationError(
                 "A stream has no epochs, shuffle or drop_last: it is read once, in order."
@@ -97,7 +102,7 @@ class Records(Generic[Sample_co]):
                 "name": name,
                 "size": size,
                 "epochs": epochs,
-                "shard": max(1, min(LARGEST, size // SHARDS)) if shard is None else shard,
+                "shard": self._usual_shard(size) if shard is None else shard,
                 "drop_last": drop_last,
                 "order": how,
                 "attempts": attempts,
@@ -121,15 +126,39 @@ class Records(Generic[Sample_co]):
     # ---- reading
 
     def __iter__(self) -> Iterator[Sample_co]:
+        for place, sample in self.read_ahead():
+            self.handed_out([place])
+            yield sample
+        self.end_epoch()
+
+    def read_ahead(self) -> Iterator[tuple[Span, Sample_co]]:
+        """The rest of the epoch, each sample with where it stands; none counts until `handed_out` says so.
+
+        For readers that read ahead of the training. They `put_back` what the training did not get, and call
+        `end_epoch` when it has got the last one.
+        """
         for place in self._places():
             try:
                 sample = self.source[self._item(place)]
             except Exception as error:  # noqa: BLE001 - whatever the source raises
                 self._failed(place, f"{type(error).__name__}: {error}")
                 continue
+            yield place, sample
+
+    def handed_out(self, places: Iterable[Span]) -> None:
+        """The training has these samples now."""
+        for place in places:
             self._opened().consumed(place.lane, place.start, place.stop)
-            yield sample
-        self._end_epoch()
+
+    def put_back(self, places: Iterable[Span]) -> None:
+        """These samples are read again next."""
+        if self._client is not None:
+            self._client.put_back(places)
+
+    def end_epoch(self) -> None:
+        """The training has got all of the epoch that this worker gets."""
+        if self._stream is None:
+            self.epoch += 1
 
     def until_end(self) -> Iterator[int]:
         """The epochs that are left, for ``for epoch in data.until_end(): for sample in data: ...``."""
@@ -148,8 +177,21 @@ class Records(Generic[Sample_co]):
         if found is None:
             if len(self._orders) > 2:
                 self._orders.clear()
-            found = self._orders[lane] = order.shuffled(self._spec.size, self._seed, lane)
+            found = self._orders[lane] = self._shuffled(lane)
         return found(position)
+
+    def _shuffled(self, lane: int) -> Callable[[int], int]:
+        if self._blocks is not None:
+            return order.shuffled_in_blocks(self._blocks, self._seed, lane)
+        return order.shuffled(self._spec.size, self._seed, lane)
+
+    def _order_name(self, seed: int) -> str:
+        blocks = f" in {len(self._blocks)} blocks" if self._blocks is not None else ""
+        return f"shuffled{blocks} with seed {seed}"
+
+    def _usual_shard(self, size: int) -> int:
+        fitting = shard_of(self._blocks) if self._blocks is not None else None
+        return fitting or max(1, min(LARGEST, size // SHARDS))
 
     def _places(self) -> Generator[Span, None, None]:
         """The samples of this epoch that this worker gets: where each stands, with what is empty before it."""
@@ -193,10 +235,6 @@ class Records(Generic[Sample_co]):
         if self._stream is None:
             what = f"record {self.record(lane, position)}"
         client.fail(lane, position, f"{what}: {error}")
-
-    def _end_epoch(self) -> None:
-        if self._stream is None:
-            self.epoch += 1
 
     def _opened(self) -> ShardClient:
         if os.getpid() != self._pid:

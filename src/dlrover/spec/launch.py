@@ -70,5 +70,7 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     virtual_local_rank: bool = False
     save_at_breakpoint: bool = False
     """What a `Checkpointer` does that is not told: store the newest step in memory when a worker dies."""
+    auto_tuning: bool = False
+    """What an `ElasticDataLoader` and an `ElasticTrainer` do that are not told: follow what is measured."""
     numa_binding: str = ""
     """``node``, ``socket``, ``exclusive``, ``core-complex`` or empty for none."""
