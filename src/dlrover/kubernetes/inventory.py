@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dlrover._util import accelerators
-from dlrover.kubernetes import names, nodes as pods_as_nodes
+from dlrover.kubernetes import names
 from dlrover.kubernetes.client import NODES, PODS, Client, Object
+from dlrover.kubernetes.resources import quantity
 from dlrover.spec.brain import ClusterNode
 
 PLAIN = ("cpu", "memory")
@@ -93,11 +94,11 @@ def _requests(container: Mapping[str, Any]) -> dict[str, float]:
 def _amounts(quantities: Mapping[str, Any]) -> dict[str, float]:
     amounts: dict[str, float] = {}
     known = accelerators.resources()
-    for name, quantity in quantities.items():
+    for name, amount in quantities.items():
         if name in PLAIN:
-            _add(amounts, {name: float(pods_as_nodes.quantity(quantity))})
+            _add(amounts, {name: float(quantity(amount))})
         elif "/" in name and (name in known or name.endswith(KINDS)):
-            _add(amounts, {"accelerator": float(pods_as_nodes.quantity(quantity))})
+            _add(amounts, {"accelerator": float(quantity(amount))})
     return amounts
 
 
