@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -239,9 +239,8 @@ def cluster(directory: Path) -> Iterator[Cluster]:
         made.close()
 
 
-def until(condition: object, timeout: float, what: str) -> None:
+def until(condition: Callable[[], object], timeout: float, what: str) -> None:
     """Wait until ``condition()`` is true."""
-    assert callable(condition)
     end = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > end:
