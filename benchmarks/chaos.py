@@ -60,6 +60,7 @@ def ours(folder: Path, faults: list[str], nodes: int) -> dict[str, Any]:
     checkpoints, out = folder / "checkpoints", folder / "out"
     out.mkdir()
     options = ["--nodes", nodes, "--faults", ",".join(faults), "--seed", 1, "--stop", "-o", "json"]
+    options += ["--no-networks"]  # torchrun's nodes have none of their own either
     options += ["--checkpoint-dir", checkpoints, "--steps-file", out / "steps.jsonl"]
     program = [WORKER, "--out", out, "--checkpoints", checkpoints]
     with small_disk(checkpoints, NEED_ROOT in faults):

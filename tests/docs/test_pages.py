@@ -209,7 +209,8 @@ def options() -> set[str]:
     commands = [group, *group.commands.values()]
     commands += [verb for part in commands[1:] for verb in getattr(part, "commands", {}).values()]
     for command in commands:
-        found |= {flag for parameter in command.params for flag in parameter.opts}
+        for parameter in command.params:
+            found |= {*parameter.opts, *parameter.secondary_opts}
     return {*found, "--help", "--rdzv-*"}
 
 

@@ -143,7 +143,8 @@ def _enter_network(wanted: bool | None, plan: list[Planned]) -> bool:
     problem = network.why_not()
     if problem and wanted:
         raise ConfigurationError(
-            f"--networks: no network can be made for the nodes ({problem}); it takes root."
+            f"--networks: no network can be made for each node ({problem}); that takes root and the "
+            "programs ip, nsenter and unshare."
         )
     if problem:
         _say(f"No network can be made for each node ({problem}): partition stops its processes.")
