@@ -171,3 +171,16 @@ def test_several_passes_count_as_one_step() -> None:
 
 def test_a_range_has_multiples_of_its_unit() -> None:
     assert allowed(brain.Range(3, 9, 2)) == [4, 6, 8]
+
+
+@pytest.mark.slow
+def test_a_space_without_end_is_searched_in_moments() -> None:
+    space = brain.Space(workers=brain.Range(1, 1_000_000), servers=brain.Range(1, 1_000_000))
+    ring = job("ring", (500, 1000), 1000, space=space)
+    description = jobs.register("ps", strategy="ps", space=space).description
+    shapes = [jobs.shape(w, p) for w, p in ((200, 100), (400, 200))]
+    samples = jobs.samples("ps", *shapes).samples
+    servers = Job("ps", description, shapes[1], samples, (), 0.0, 2)
+    single(ring)
+    advice = ClusterOptimizer().advise([ring, servers], NO_PAST, cluster(4000))
+    assert set(advice) == {"ring", "ps"}

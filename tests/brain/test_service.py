@@ -91,17 +91,34 @@ async def test_what_is_refused_undoes_nothing_else(database: str, serve: Serve) 
     assert count(database, tables.samples) == 20
 
 
+def cores(number: float) -> brain.Shape:
+    return brain.Shape(groups={"worker": Group(count=1, cpu=number)})
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
         jobs.samples("one", brain.Shape(groups={}), throughput=1.0),
         jobs.samples("one", brain.Shape(groups={"worker": Group(count=0)}), throughput=1.0),
         jobs.samples("one", jobs.shape(1), throughput=float("nan")),
+        jobs.samples("one", cores(float("nan")), throughput=1.0),
+        jobs.samples("one", cores(-1.0), throughput=1.0),
+        jobs.register("one", features={"batch": float("inf")}),
         jobs.outcome("one", "no-such-plan", 1.0),
         jobs.register("one", space=brain.Space(workers=brain.Range(3, 3, 2))),
         msgspec.structs.replace(jobs.samples("one", jobs.shape(1)), job="a b"),
     ],
-    ids=["no group", "no worker", "nan", "no plan", "empty range", "name"],
+    ids=[
+        "no group",
+        "no worker",
+        "nan",
+        "cores that are no number",
+        "fewer cores than none",
+        "endless feature",
+        "no plan",
+        "empty range",
+        "name",
+    ],
 )
 async def test_wrong_reports_are_refused(
     tmp_path: object, serve: Serve, wrong: brain.Report
@@ -110,6 +127,7 @@ async def test_wrong_reports_are_refused(
         await client.report(jobs.register("one"))
         with pytest.raises(ProtocolError):
             await client.report(wrong)
+        assert [row.job for row in await client.jobs()] == ["one"]
 
 
 async def test_a_new_job_starts_like_similar_ones(database: str, serve: Serve) -> None:

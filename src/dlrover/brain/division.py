@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from dlrover.brain.known import Job, Past, added
 from dlrover.brain.shapes import (
     Models,
-    allowed,
+    counts_near,
     predict,
     resized,
     ring_shape,
@@ -30,8 +31,13 @@ from dlrover.spec.plan import Plan
 
 SIZES = 24
 """Sizes of a job that are compared, at most."""
+AXIS = 32
+"""Numbers of workers, and of servers, among which those are looked for."""
 FIRST_LENGTH = 3600.0
 """Seconds that a job is expected to need, if nothing is known of any like it."""
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -120,19 +126,19 @@ def _shapes(job: Job, model: RingModel | ServerModel | None, past: Past) -> dict
 
 def _ring(job: Job, current: brain.Shape, model: RingModel) -> list[brain.Shape]:
     region, measured = terms_of(job).region, [sample.shape for sample in model.samples]
-    shapes = [resized(current, count) for count in allowed(job.description.space.workers)]
+    shapes = [resized(current, count) for count in counts_near(job, "worker")]
     near = [shape for shape in shapes if region.contains(ring_shape(shape), measured)]
     return _spread(near)
 
 
 def _servers(job: Job, current: brain.Shape, model: ServerModel) -> list[brain.Shape]:
     """Of the many sizes that are near, those that no other one beats."""
-    region, space = terms_of(job).region, job.description.space
+    region = terms_of(job).region
     measured = {sample.shape for sample in model.samples}
     shapes = [
         shape
-        for workers in allowed(space.workers)
-        for servers in allowed(space.servers)
+        for workers in _spread(counts_near(job, "worker"), AXIS)
+        for servers in _spread(counts_near(job, "ps"), AXIS)
         if region.contains(server_shape(shape := resized(current, workers, servers)), measured)
     ]
     if not shapes:
@@ -144,12 +150,12 @@ def _servers(job: Job, current: brain.Shape, model: ServerModel) -> list[brain.S
     return _spread([shapes[index] for index in pareto(throughput, cost)])
 
 
-def _spread(shapes: list[brain.Shape]) -> list[brain.Shape]:
-    """At most `SIZES` of them, from the first to the last."""
-    if len(shapes) <= SIZES:
-        return shapes
-    step = (len(shapes) - 1) / (SIZES - 1)
-    return [shapes[round(number * step)] for number in range(SIZES)]
+def _spread(values: list[T], most: int = SIZES) -> list[T]:
+    """At most so many of them, from the first to the last."""
+    if len(values) <= most:
+        return values
+    step = (len(values) - 1) / (most - 1)
+    return [values[round(number * step)] for number in range(most)]
 
 
 def _name(shape: brain.Shape) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -13,7 +13,7 @@ from dlrover.brain import tables
 from dlrover.brain.batch import Batch
 from dlrover.errors import ConfigurationError, ProtocolError
 from dlrover.spec import brain
-from dlrover.spec.plan import Plan
+from dlrover.spec.plan import Group, Plan
 
 MASTER = "master"
 """The optimiser of plans that a job's master has made itself."""
@@ -36,23 +36,38 @@ def write(batch: Batch, report: brain.Report, now: float) -> brain.Committed:
 
 
 def as_json(record: Any) -> str:
-    """A record as the database keeps it."""
-    return msgspec.json.encode(record).decode()
+    """A record as the database keeps it.
+
+    Raises:
+        ProtocolError: it could not be read again: a number in it is not finite.
+    """
+    data = msgspec.json.encode(record)
+    try:
+        msgspec.json.decode(data, type=type(record))
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"A number is not finite: {error}.") from error
+    return data.decode()
 
 
 def checked(shape: brain.Shape) -> brain.Shape:
     """A shape that can be planned with.
 
     Raises:
-        ProtocolError: it has no workers.
+        ProtocolError: it has no workers, or a group has less than nothing.
     """
-    groups = shape.groups.values()
-    if "worker" not in shape.groups or any(group.count < 1 for group in groups):
-        raise ProtocolError(
-            "A shape's groups must have worker, and a count of at least 1 each; it has "
-            f"{', '.join(f'{kind}: {group.count}' for kind, group in shape.groups.items()) or 'none'}."
-        )
+    if "worker" not in shape.groups:
+        raise ProtocolError("A shape's groups must have worker.")
+    _check_groups(shape.groups)
     return shape
+
+
+def _check_groups(groups: Mapping[str, Group]) -> None:
+    for kind, group in groups.items():
+        least = min(group.cpu, group.memory, group.accelerators)
+        if group.count < 1 or not least >= 0:
+            raise ProtocolError(
+                f"The group {kind} is {group}: count must be 1 or more, all else 0 or more."
+            )
 
 
 def insert_plan(batch: Batch, job: str, plan_id: str, plan: Plan, now: float, **more: Any) -> None:
@@ -74,6 +89,7 @@ def _register(batch: Batch, report: brain.RegisterJob, now: float) -> None:
     """Put a job into the list, or renew what it says of itself; an ended one runs again."""
     description = report.description
     space = description.space
+    _check_groups(description.groups)
     for name, bounds in (("workers", space.workers), ("servers", space.servers)):
         if -(-bounds.least // bounds.unit) * bounds.unit > bounds.most:
             raise ProtocolError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from dlrover.brain.known import Job
@@ -78,6 +80,21 @@ def allowed(bounds: brain.Range) -> list[int]:
     """The numbers that a range has."""
     first = -(-bounds.least // bounds.unit) * bounds.unit
     return list(range(first, bounds.most + 1, bounds.unit))
+
+
+def counts_near(job: Job, kind: str) -> list[int]:
+    """The numbers of nodes of a kind that a job may have next: near those that were measured."""
+    space = job.description.space
+    bounds = space.servers if kind == "ps" else space.workers
+    shapes = [sample.shape for sample in job.samples]
+    shapes += [job.current] if job.current is not None else []
+    known = [shape.groups[kind].count for shape in shapes if kind in shape.groups]
+    if not known:
+        return allowed(bounds)
+    factor = terms_of(job).region.factor
+    least = max(bounds.least, min(min(known) - 1, math.ceil(min(known) / factor)))
+    most = min(bounds.most, max(max(known) + 1, math.floor(max(known) * factor)))
+    return allowed(msgspec.structs.replace(bounds, least=least, most=most))
 
 
 def resized(shape: brain.Shape, workers: int, servers: int | None = None) -> brain.Shape:

@@ -10,6 +10,7 @@ from dlrover.brain.known import Job, Past
 from dlrover.brain.shapes import (
     Models,
     allowed,
+    counts_near,
     ring_shape,
     server_shape,
     terms_of,
@@ -94,7 +95,7 @@ def _plan_ring(
 ) -> Plan | None:
     worker = current.groups["worker"]
     most = worker.count + room(cluster, worker)
-    nodes = [count for count in allowed(job.description.space.workers) if count <= most]
+    nodes = [count for count in counts_near(job, "worker") if count <= most]
     space = RingSpace(nodes=nodes, per_node=current.per_node, cpu=worker.cpu)
     shape, terms = ring_shape(current), terms_of(job)
     plan = plan_ring(model, space, shape, terms) or sample_ring(model, space, shape, terms)
@@ -112,8 +113,8 @@ def _plan_servers(
     most_workers = worker.count + room(cluster, worker)
     most_servers = server.count + room(cluster, server)
     space = ServerSpace(
-        workers=[count for count in allowed(bounds.workers) if count <= most_workers],
-        servers=[count for count in allowed(bounds.servers) if count <= most_servers],
+        workers=[count for count in counts_near(job, "worker") if count <= most_workers],
+        servers=[count for count in counts_near(job, "ps") if count <= most_servers],
         worker_cpu=bounds.worker_cpu or (shape.worker_cpu,),
         server_cpu=bounds.server_cpu or (shape.server_cpu,),
         worker_memory=worker.memory,
