@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dlrover._util import accelerators
-from dlrover.kubernetes import names
+from dlrover.kubernetes import names, nodes
 from dlrover.kubernetes.client import NODES, PODS, Client, Object
 from dlrover.kubernetes.resources import quantity
 from dlrover.spec.brain import ClusterNode
@@ -49,7 +49,7 @@ def inventory(machines: Iterable[Object], pods: Iterable[Object]) -> tuple[Clust
         asked = requests_of(pod)
         _add(used.setdefault(place, {}), asked)
         labels = pod["metadata"].get("labels") or {}
-        if labels.get(names.ROLE_LABEL) in pods_as_nodes.ROLES:
+        if labels.get(names.ROLE_LABEL) in nodes.ROLES:
             _add(by_jobs.setdefault(place, {}), asked)
     return tuple(
         ClusterNode(
