@@ -124,7 +124,8 @@ class JobState:
 
     def may_scale(self, now: float) -> bool:
         """Whether the auto-scaler may change the number of nodes."""
-        return self.is_quiet() and self.autoscaling.due(now)
+        whole = len(self.rendezvous.members) == self.scaling.wanted
+        return whole and self.is_quiet() and self.autoscaling.due(now)
 
     def is_quiet(self) -> bool:
         """Whether a world trains, and nothing is the matter with it."""
