@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from statistics import median
 
 import pytest
 
@@ -18,7 +20,7 @@ from dlrover.errors import ConfigurationError  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
-READING, TRAINING = 0.02, 0.005
+READING, TRAINING = 0.1, 0.02
 
 
 class Slow:
@@ -53,9 +55,9 @@ def short_windows(monkeypatch) -> None:
 
 
 def test_the_wait_for_slow_data_falls(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(dataloader, "BATCHES", 10)
+    monkeypatch.setattr(dataloader, "BATCHES", 5)
     monkeypatch.setattr(dataloader, "SECONDS", 0.2)
-    loader = ElasticDataLoader(Slow(220, READING), 1, auto_tuning=True, max_workers=8)
+    loader = ElasticDataLoader(Slow(60, READING), 1, auto_tuning=True, max_workers=8)
     waits, seen, batches = [], [], iter(loader)
     while True:
         asked = time.monotonic()
@@ -65,10 +67,10 @@ def test_the_wait_for_slow_data_falls(monkeypatch, caplog) -> None:
         waits.append(time.monotonic() - asked)
         seen += batch.tolist()
         time.sleep(TRAINING)
-    assert seen == list(range(220))
+    assert seen == list(range(60))
     assert loader.num_workers > 0
-    assert "The loader's processes: 4 from now on, 0 until now; the training waits" in caplog.text
-    assert sum(waits[-50:]) < sum(waits[:10]) / 10 * 50 / 2
+    assert re.search(r"The loader's processes: [2-4] from now on, 0 until now", caplog.text)
+    assert median(waits[-20:]) < median(waits[:5]) / 2
 
 
 @pytest.mark.usefixtures("short_windows")
