@@ -28,7 +28,7 @@ ALIASES = {"lastcall_timeout": "last_call_timeout"}
 """Other spellings of settings: the original DLRover's."""
 OTHER_VARIABLES = frozenset(
     {"MASTER_ADDR", "JOB_DIR", "CONFIG", "TOKEN", "STATE_DIR", "KUBERNETES_JOB", "NODE_ID", "NODE_NAME",
-     "NODE_RANK", "NODE_COMMAND", "BRAIN_TOKEN", "BRAIN_DATABASE"}
+     "NODE_RANK", "NODE_COMMAND", "BRAIN_TOKEN", "BRAIN_DATABASE", "INGEST_TOKEN"}
 )  # fmt: skip
 """``DLROVER_...`` variables that are not settings of the file."""
 

@@ -28,6 +28,8 @@ _BROKERS = {
     "tls": ("nats", "Nats"),
     "amqp": ("rabbitmq", "RabbitMq"),
     "amqps": ("rabbitmq", "RabbitMq"),
+    "ingest": ("ingest", "Ingest"),
+    "ingests": ("ingest", "Ingest"),
     "kafka": ("kafka", "Kafka"),
 }
 """By the scheme of an address: the module below `dlrover.sharding.sources`, also the extra, and its class."""
