@@ -17,7 +17,7 @@ from dlrover.brain.service import Brain
 from dlrover.rpc import wire
 from dlrover.rpc.brain import BrainClient
 from dlrover.rpc.server import Server
-from tests.brain import databases
+from tests import databases
 
 TOKEN = "the-token-of-the-brain"
 
@@ -42,26 +42,28 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 @pytest.fixture(scope="session")
-def servers() -> Iterator[Callable[[str], str]]:
-    """The URL of a server by the kind of its database; each is started when a test first asks."""
+def servers() -> Iterator[Callable[[str], databases.Server]]:
+    """A server by the kind of its database; each is started when a test first asks."""
     with contextlib.ExitStack() as stack:
-        started: dict[str, str] = {}
+        started: dict[str, databases.Server] = {}
 
-        def url(kind: str) -> str:
+        def server(kind: str) -> databases.Server:
             if kind not in started:
                 start = {"mariadb": databases.mariadb, "postgresql": databases.postgresql}[kind]
                 started[kind] = stack.enter_context(start())
             return started[kind]
 
-        yield url
+        yield server
 
 
 @pytest.fixture(params=["sqlite", "mariadb", "postgresql"])
-def database(request: pytest.FixtureRequest, servers: Callable[[str], str], tmp_path: Path) -> str:
+def database(
+    request: pytest.FixtureRequest, servers: Callable[[str], databases.Server], tmp_path: Path
+) -> str:
     """The URL of a new database."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path}/brain.db"
-    return databases.fresh(servers(request.param), f"t{secrets.token_hex(6)}")
+    return servers(request.param).create(f"t{secrets.token_hex(6)}")
 
 
 @pytest.fixture

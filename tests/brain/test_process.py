@@ -21,8 +21,8 @@ from dlrover.rpc import brain as rpc
 from dlrover.rpc.brain import BrainClient, BrainLink
 from dlrover.spec import brain
 from tests.brain import jobs, processes
-from tests.brain.databases import free_port
 from tests.brain.processes import TOKEN
+from tests.databases import free_port
 
 WRITERS = 8
 KILLS = 2

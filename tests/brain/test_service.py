@@ -310,7 +310,7 @@ async def test_a_lost_connection_to_the_database_is_made_again(database: str, se
     async with serve(database) as client:
         await client.report(jobs.register("one"))
         await client.jobs()
-        engine = sa.create_engine(database)
+        engine = open_database(database)
         with engine.connect() as connection:
             if database.startswith("mysql"):
                 mine = connection.scalar(sa.text("SELECT connection_id()"))

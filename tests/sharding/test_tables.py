@@ -9,12 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import quote
 
 import pytest
-from databases import PASSWORD, Server, mariadb, postgres
 
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.sharding.records import Records
 from dlrover.sharding.sources import Table, tables
-from tests.services import program
+from tests.databases import PASSWORD, Server, mariadb, postgresql
 
 sa = pytest.importorskip("sqlalchemy")
 
@@ -23,13 +22,13 @@ QUOTED = quote(PASSWORD, safe="")
 
 @pytest.fixture(scope="session")
 def maria_server() -> Iterator[Server]:
-    with mariadb(program("mariadbd"), program("mariadb-install-db")) as server:
+    with mariadb() as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[Server]:
-    with postgres(program("postgres"), program("initdb")) as server:
+    with postgresql() as server:
         yield server
 
 
@@ -44,9 +43,8 @@ def url(request, tmp_path) -> str:
     if request.param == "sqlite":
         (tmp_path / "base").touch()
         return f"sqlite:///{tmp_path}/base"
-    server = request.getfixturevalue(f"{request.param}_server")
-    kind, base = {"maria": ("mysql", "test"), "postgres": ("postgresql", "postgres")}[request.param]
-    return f"{kind}://reader:{QUOTED}@127.0.0.1:{server.port}/{base}"
+    server: Server = request.getfixturevalue(f"{request.param}_server")
+    return server.url()
 
 
 def fill(url: str, keys, *, key_type=None, primary: bool = True, name: str = "users") -> None:
@@ -171,9 +169,7 @@ def test_a_database_that_is_away_is_waited_for_and_its_password_is_not_told(
     request, server, caplog, monkeypatch
 ) -> None:
     found = request.getfixturevalue(server)
-    kind = "mariadb" if server == "maria_server" else "postgresql"
-    base = "test" if kind == "mariadb" else "postgres"
-    url = f"{kind}://reader:{QUOTED}@127.0.0.1:{found.port}/{base}"
+    url = found.url().replace("mysql://", "mariadb://")
     fill(url, range(20))
     table = Table(url, "users", page=5)
     assert table[0]["id"] == 0
