@@ -35,7 +35,10 @@ def chaos(  # noqa: PLR0913 - each is an option of the command
         float, typer.Option(min=0.0, help="Inject one of them at random each so many seconds.")
     ] = 0.0,
     duration: Annotated[
-        float, typer.Option("--for", min=0.0, help="For so many seconds; with --every.")
+        float,
+        typer.Option(
+            "--for", min=0.0, help="For so many seconds, or longer where faults do; with --every."
+        ),
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Chooses targets, and the faults of --every.")] = 0,
     checkpoint_dir: Annotated[
