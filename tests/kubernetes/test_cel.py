@@ -6,20 +6,22 @@ Runs where ``DLROVER_APIEXTENSIONS_SERVER`` names an apiextensions-apiserver.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given, settings, strategies as st
 
-from dlrover.kubernetes import schema, validation
+from dlrover.kubernetes import names, schema, validation
 from dlrover.kubernetes.types import ElasticJobSpec, ReplicaSpec
 from tests.kubernetes.apiextensions import PROGRAM, VARIABLE, ApiExtensions, documents, path
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.manifests import CONTAINER, EARLY_SEED, ORIGINAL, SEED, job
 from tests.kubernetes.test_crd import nodes
-from tests.kubernetes.test_wrong_manifests import WORKER, WRONG, changed
+from tests.kubernetes.test_wrong_manifests import JSON, WORKER, WRONG, changed, places
 
 pytestmark = pytest.mark.skipif(not PROGRAM, reason=f"{VARIABLE} names no apiextensions-apiserver")
 
@@ -98,6 +100,47 @@ def test_a_rule_has_no_hole(server: ApiExtensions, path: str, value: Any, rule: 
     assert rule in answer["message"]
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([SEED, EARLY_SEED, ORIGINAL]),
+    st.integers(0, 200),
+    JSON.filter(lambda value: "null" not in json.dumps(value)),
+)
+def test_the_server_and_the_operator_agree_on_every_manifest(
+    server: ApiExtensions, text: str, place: int, value: Any
+) -> None:
+    """But for ``null``, which the server takes for a field that is left out."""
+    manifest = yaml.safe_load(text)
+    manifest["metadata"] = {"name": "digits", "namespace": "default"}
+    found = list(places(manifest["spec"]))
+    node, key = found[place % len(found)]
+    node[key] = value
+    code, answer = server.create(manifest, dryRun="All")
+    assert (code == 201) == (validation.faults(manifest) == []), answer
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ({}, "spec.ownerJob: Required value"),
+        ({"ownerJob": ""}, "spec.ownerJob"),
+        ({"ownerJob": "digits", "reason": "x" * 401}, "spec.reason: Too long"),
+        (
+            {"ownerJob": "digits", "replicaResourceSpecs": {"worker": {"replicas": -1}}},
+            "spec.replicaResourceSpecs.worker.replicas",
+        ),
+    ],
+)
+def test_a_wrong_plan_is_rejected_with_the_field(
+    server: ApiExtensions, spec: dict[str, Any], said: str
+) -> None:
+    plan = {"apiVersion": names.API_VERSION, "kind": "ScalePlan", "spec": spec}
+    plan["metadata"] = {"name": "plan"}
+    code, answer = server.create(plan, dryRun="All")
+    assert code == 422, answer
+    assert said in answer["message"]
+
+
 def right() -> Iterator[Any]:
     for name, text in (("seed", SEED), ("early", EARLY_SEED), ("original", ORIGINAL)):
         yield pytest.param(yaml.safe_load(text), id=name)
@@ -133,8 +176,8 @@ def test_what_is_left_out_gets_the_default_of_the_types(kept: dict[str, Any]) ->
         (ElasticJobSpec(replica_specs={}), kept["spec"]),
         (ReplicaSpec(), kept["spec"]["replicaSpecs"]["worker"]),
     ):
-        names = zip(owner.__struct_encode_fields__, owner.__struct_fields__, strict=True)
-        defaults = {field: getattr(owner, attribute) for field, attribute in names}
+        fields = zip(owner.__struct_encode_fields__, owner.__struct_fields__, strict=True)
+        defaults = {field: getattr(owner, attribute) for field, attribute in fields}
         filled = content.keys() - {"replicaSpecs", "replicas", "minReplicas", "template"}
         assert filled, "the server fills in defaults"
         assert {field: content[field] for field in filled} == {
