@@ -25,7 +25,15 @@ from dlrover.kubernetes import names
 from tests.kubernetes.controlplane import ControlPlane
 
 VARIABLE = "DLROVER_REAL_KUBELET"
-PROGRAMS = ("kubelet", "containerd", "containerd-shim-runc-v2", "ctr", "runc", "catatonit")
+PROGRAMS = (
+    "kubelet",
+    "containerd",
+    "containerd-shim-runc-v2",
+    "ctr",
+    "runc",
+    "catatonit",
+    "loopback",
+)
 NODE = "real"
 ADDRESS = "10.245.0.1"
 IMAGE = "localhost/empty:1"
@@ -109,6 +117,8 @@ class RealKubelet:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
+        missing = [name for name in PROGRAMS if not (self._programs / name).exists()]
+        assert not missing, f"{VARIABLE}={self._programs} lacks {', '.join(missing)}"
         folder = self._folder
         (folder / "cni").mkdir(parents=True)
         (folder / "cni" / "node.conflist").write_text(json.dumps(_NETWORK))
