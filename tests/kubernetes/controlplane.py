@@ -36,6 +36,10 @@ class ControlPlane:
     def server(self) -> str:
         return f"https://127.0.0.1:{self.port}"
 
+    @property
+    def etcd(self) -> str:
+        return f"http://127.0.0.1:{self._etcd_port}"
+
     def start(self) -> None:
         directory = self.directory
         (directory / "certificates").mkdir(parents=True)
@@ -76,7 +80,7 @@ class ControlPlane:
         key = directory / "service-accounts.key"
         self._start(
             "kube-apiserver",
-            f"--etcd-servers=http://127.0.0.1:{self._etcd_port}",
+            f"--etcd-servers={self.etcd}",
             f"--cert-dir={directory}/certificates",
             f"--secure-port={self.port}",
             "--bind-address=127.0.0.1",
@@ -98,7 +102,7 @@ class ControlPlane:
 
     def compact(self) -> None:
         """Forget all history in etcd: who watches from an older version gets 410 Gone."""
-        base = f"http://127.0.0.1:{self._etcd_port}/v3/kv"
+        base = f"{self.etcd}/v3/kv"
         newest = _post(f"{base}/range", {"key": "AA=="})["header"]["revision"]
         _post(f"{base}/compaction", {"revision": newest, "physical": True})
 
@@ -123,15 +127,7 @@ class ControlPlane:
         self, method: str, path: str, body: dict[str, Any] | None = None, *, plain: bool = False
     ) -> Any:
         """One call as the administrator; for the fixtures, which are not to rest on what they test."""
-        request = urllib.request.Request(self.server + path, method=method)
-        request.add_header("Authorization", f"Bearer {ADMIN}")
-        if body is not None:
-            kind = "merge-patch+json" if method == "PATCH" else "json"
-            request.add_header("Content-Type", f"application/{kind}")
-            request.data = json.dumps(body).encode()
-        insecure = ssl._create_unverified_context()
-        with urllib.request.urlopen(request, context=insecure, timeout=10) as answer:
-            content = answer.read()
+        content = request(self.server + path, method, body)
         return content if plain else json.loads(content)
 
     def kubectl(self, *arguments: str, namespace: str = "default", text: str = "") -> str:
@@ -158,13 +154,12 @@ class ControlPlane:
         return "\n".join(f"==> {path.name}\n{path.read_text()[-1500:]}" for path in logs)
 
     def _start_etcd(self) -> None:
-        client = f"http://127.0.0.1:{self._etcd_port}"
         peer = f"http://127.0.0.1:{self._peer_port}"
         self._start(
             "etcd",
             f"--data-dir={self.directory}/etcd",
-            f"--listen-client-urls={client}",
-            f"--advertise-client-urls={client}",
+            f"--listen-client-urls={self.etcd}",
+            f"--advertise-client-urls={self.etcd}",
             f"--listen-peer-urls={peer}",
             f"--initial-advertise-peer-urls={peer}",
             f"--initial-cluster=default={peer}",
@@ -216,6 +211,20 @@ def free_ports(count: int) -> list[int]:
     finally:
         for one in held:
             one.close()
+
+
+def request(url: str, method: str, body: dict[str, Any] | None = None) -> bytes:
+    """One call as the administrator; raises `urllib.error.HTTPError` for an answer that is an error."""
+    asked = urllib.request.Request(url, method=method)
+    asked.add_header("Authorization", f"Bearer {ADMIN}")
+    if body is not None:
+        kind = "merge-patch+json" if method == "PATCH" else "json"
+        asked.add_header("Content-Type", f"application/{kind}")
+        asked.data = json.dumps(body).encode()
+    insecure = ssl._create_unverified_context()
+    with urllib.request.urlopen(asked, context=insecure, timeout=10) as answer:
+        content: bytes = answer.read()
+    return content
 
 
 def _quiet() -> list[str]:

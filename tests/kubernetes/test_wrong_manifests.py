@@ -88,7 +88,12 @@ WRONG: dict[str, tuple[str, Any, str]] = {
     "containers is a map": (
         f"{WORKER}.template.spec.containers",
         {"name": "main"},
-        f'{WORKER}.template.spec.containers is {{"name":"main"}}: accepted is a list.',
+        f'{WORKER}.template.spec.containers is {{"name":"main"}}: accepted is a list of at',
+    ),
+    "too many containers": (
+        f"{WORKER}.template.spec.containers",
+        [{**CONTAINER, "name": f"main-{number}"} for number in range(65)],
+        "accepted is a list of at most 64 entries.",
     ),
     "labels is a list": (
         f"{WORKER}.template.metadata",

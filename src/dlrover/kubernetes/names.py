@@ -21,6 +21,8 @@ TOKEN_KEY = "token"  # noqa: S105 - the name of a field
 """The key of the job's token in its Secret."""
 LONGEST_NAME = 63 - len("elasticjob--dlrover-master")
 """A job's name may have so many characters: the name of its master's Service is a DNS label."""
+JOB_NAME = "[a-z]([-a-z0-9]*[a-z0-9])?"
+"""A regular expression for a job's whole name."""
 
 
 def master_name(job: str) -> str:

@@ -23,7 +23,7 @@ class Rule:
 
     path: tuple[str, ...]
     cel: str
-    """In CEL, about ``self``; empty where CEL cannot say it."""
+    """In CEL, about ``self``; for `TEMPLATE_RULES`, about ``replica``."""
     says: str
     """What is accepted."""
     holds: Callable[[Any], bool]
@@ -79,7 +79,12 @@ RULES = (
         f"a map with the roles {', '.join(ROLES)}",
         lambda specs: all(canonical(role) in ROLES for role in specs),
     ),
-    Rule(("replicaSpecs",), "", "each role once, in whatever case", _unique_roles),
+    Rule(
+        ("replicaSpecs",),
+        f"{_RECOGNIZED}.all(one, size(self.filter(role, role.lowerAscii() == one)) <= 1)",
+        "each role once, in whatever case",
+        _unique_roles,
+    ),
     Rule(
         ("replicaSpecs",),
         "self.exists(role, role.lowerAscii() != 'dlrover-master')",
@@ -110,30 +115,34 @@ RULES = (
 )
 """Rules about the fields of the spec."""
 
+_CONTAINERS = "replica.template.spec.containers"
+_HAS_CONTAINERS = f"has(replica.template) && has(replica.template.spec) && has({_CONTAINERS})"
+_SAME_NAME = "has(a.name) == has(b.name) && (!has(a.name) || a.name == b.name)"
+
 TEMPLATE_RULES = (
     Rule(
         ("replicaSpecs", "*"),
-        "",
+        f"{_HAS_CONTAINERS} && size({_CONTAINERS}) > 0",
         "a pod template with at least one container in spec.containers",
         lambda replica: bool(_containers(replica)),
         at="template.spec.containers",
     ),
     Rule(
         ("replicaSpecs", "*"),
-        "",
+        f"!({_HAS_CONTAINERS}) || {_CONTAINERS}.all(c, has(c.image) && size(c.image) > 0)",
         "containers with an image each",
         _images,
         at="template.spec.containers",
     ),
     Rule(
         ("replicaSpecs", "*"),
-        "",
+        f"!({_HAS_CONTAINERS}) || {_CONTAINERS}.all(a, {_CONTAINERS}.exists_one(b, {_SAME_NAME}))",
         "containers with names of their own",
         _named,
         at="template.spec.containers",
     ),
 )
-"""Rules about pod templates, which no schema describes. The master's own may leave out anything."""
+"""Rules about the pod template of each role. The master's own may leave out anything."""
 
 
 def objects(spec: Any, path: tuple[str, ...], walked: str = "spec") -> Iterator[tuple[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from dlrover.kubernetes import names
-from dlrover.kubernetes.rules import RULES, Rule
+from dlrover.kubernetes.rules import RULES, TEMPLATE_RULES, Rule
 from dlrover.kubernetes.types import ElasticJob, ScalePlan
 
 Schema = dict[str, Any]
@@ -25,13 +25,18 @@ def elastic_job() -> Schema:
         {
             "rule": f"size(self.metadata.name) <= {names.LONGEST_NAME}",
             "message": f"metadata.name: accepted are {names.LONGEST_NAME} characters at most",
-        }
+        },
+        {
+            "rule": f"self.metadata.name.matches('^{names.JOB_NAME}$')",
+            "message": "metadata.name: accepted are lower case letters, digits and '-', with a letter "
+            "first and no '-' last",
+        },
     ]
+    spec = schema["properties"]["spec"]
     for rule in RULES:
-        if rule.cel:
-            _at(schema["properties"]["spec"], rule.path).setdefault(
-                "x-kubernetes-validations", []
-            ).append(_validation(rule))
+        _add(_at(spec, rule.path), rule.cel, rule)
+    for rule in TEMPLATE_RULES:
+        _add(_at(spec, rule.path[:-1]), _but_master(rule.cel), rule)
     return schema
 
 
@@ -96,6 +101,13 @@ def _at(schema: Schema, path: tuple[str, ...]) -> Schema:
     return schema
 
 
-def _validation(rule: Rule) -> dict[str, str]:
+def _add(node: Schema, cel: str, rule: Rule) -> None:
     subject = rule.at or ".".join(p for p in rule.path if p != "*") or "spec"
-    return {"rule": rule.cel, "message": f"{subject}: accepted is {rule.says}"}
+    validation = {"rule": cel, "message": f"{subject}: accepted is {rule.says}"}
+    node.setdefault("x-kubernetes-validations", []).append(validation)
+
+
+def _but_master(cel: str) -> str:
+    """What holds of each ``replica``, as a rule about all of them: only there a role has its name."""
+    about = cel.replace("replica.", "self[role].")
+    return f"self.all(role, role.lowerAscii() == '{names.MASTER_ROLE}' || ({about}))"

@@ -30,7 +30,9 @@ Phase = Literal[
     "Rejected",
 ]
 
-_QUANTITY = {"x-kubernetes-int-or-string": True}
+QUANTITY = r"([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?"
+"""A regular expression for a whole quantity that is a string."""
+_QUANTITY = {"x-kubernetes-int-or-string": True, "minimum": 0, "pattern": f"^({QUANTITY})$"}
 Quantity: TypeAlias = Annotated[
     int | str,
     Meta(extra_json_schema=_QUANTITY),
@@ -43,14 +45,15 @@ def _kept(**properties: Any) -> dict[str, Any]:
     return kept | ({"properties": properties} if properties else {})
 
 
-def _list(items: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "array", "items": items}
+def _list(items: dict[str, Any], most: int | None = None) -> dict[str, Any]:
+    """The schema of a list. What a rule in CEL goes through needs its bound ``most``."""
+    return {"type": "array", "items": items} | ({"maxItems": most} if most else {})
 
 
 _STRING = {"type": "string"}
 _STRINGS = {"type": "object", "additionalProperties": _STRING}
 _CONTAINER = _kept(
-    name=_STRING,
+    name=_STRING | {"maxLength": 63},
     image=_STRING,
     command=_list(_STRING),
     args=_list(_STRING),
@@ -72,7 +75,9 @@ PodTemplate: TypeAlias = Annotated[
         description="Pod template; kept as given, what it leaves out gets a default.",
         extra_json_schema=_kept(
             metadata=_kept(labels=_STRINGS, annotations=_STRINGS),
-            spec=_kept(containers=_list(_CONTAINER), volumes=_list(_kept()), affinity=_AFFINITY),
+            spec=_kept(
+                containers=_list(_CONTAINER, most=64), volumes=_list(_kept()), affinity=_AFFINITY
+            ),
         ),
     ),
 ]

@@ -11,10 +11,16 @@ import msgspec
 from dlrover.errors import ConfigurationError
 from dlrover.kubernetes import names, schema
 from dlrover.kubernetes.rules import RULES, TEMPLATE_RULES, canonical, objects
-from dlrover.kubernetes.types import ElasticJob
+from dlrover.kubernetes.types import QUANTITY, ElasticJob
 
-_QUANTITY = re.compile(r"([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?")
-_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_QUANTITY = re.compile(QUANTITY)
+_NAME = re.compile(names.JOB_NAME)
+_BOUNDED = {
+    "minProperties": "a map of {minProperties} to {maxProperties} entries",
+    "maxItems": "a list of at most {maxItems} entries",
+    "maxLength": "a string of at most {maxLength} characters",
+}
+"""What a node with a limit takes, in words."""
 _LONGEST_SHOWN = 60
 _TYPES: dict[str, tuple[type[Any], ...]] = {
     "object": (dict,),
@@ -134,6 +140,8 @@ def _fits(value: Any, node: Mapping[str, Any]) -> bool:
         )
     if isinstance(value, int):
         return bool(node.get("minimum", value) <= value <= node.get("maximum", value))
+    if isinstance(value, list):
+        return bool(len(value) <= node.get("maxItems", len(value)))
     if isinstance(value, dict):
         count = len(value)
         return bool(node.get("minProperties", 0) <= count <= node.get("maxProperties", count))
@@ -149,10 +157,9 @@ def _accepted(node: Mapping[str, Any]) -> str:
     if "minimum" in node:
         most = f" and at most {node['maximum']}" if "maximum" in node else ""
         return f"a whole number of at least {node['minimum']}{most}"
-    if "minProperties" in node:
-        return f"a map of {node['minProperties']} to {node['maxProperties']} entries"
-    if "maxLength" in node:
-        return f"a string of at most {node['maxLength']} characters"
+    for limit, words in _BOUNDED.items():
+        if limit in node:
+            return words.format(**node)
     return "a string that is not empty" if node.get("minLength") else _WORDS[node["type"]]
 
 
