@@ -86,8 +86,9 @@ def _fast_and_clean(monkeypatch) -> Iterator[None]:
     monkeypatch.setattr(client, "POLL", 0.01)
     monkeypatch.setattr(client, "REPORT_INTERVAL", 0.02)
     monkeypatch.setattr(feed, "CHUNK", 7)
+    before = set(threading.enumerate())
     yield
-    for thread in threading.enumerate():
+    for thread in set(threading.enumerate()) - before:
         assert not thread.name.startswith("dlrover-")
 
 

@@ -102,9 +102,10 @@ class Nats(Broker):
         """Let the client, which lives in an event loop, do something."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(
+            self._thread = threading.Thread(
                 target=_turn, args=(self._loop,), name="dlrover-nats", daemon=True
-            ).start()
+            )
+            self._thread.start()
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(3 * TIMEOUT)
@@ -121,6 +122,7 @@ class Nats(Broker):
                 self._run(self._end())
         self._connection, self._readers = None, {}
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(TIMEOUT)
         self._loop = None
 
     async def _end(self) -> None:
