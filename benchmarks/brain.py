@@ -235,13 +235,13 @@ def commits(url: str, seconds: float) -> float:
 def databases(folder: Path) -> Iterator[dict[str, str]]:
     """URLs of new databases by kind, on the same disk; those whose servers are installed."""
     sys.path.insert(0, str(Path(__file__).parent.parent))
-    from tests.brain import databases as servers  # noqa: PLC0415
+    from tests import databases as servers  # noqa: PLC0415
 
     servers.FAST = folder
     found = {"SQLite": f"sqlite:///{folder}/brain.db"}
     with contextlib.ExitStack() as stack:
         for name, start in (("MariaDB", servers.mariadb), ("PostgreSQL", servers.postgresql)):
-            found[name] = servers.fresh(stack.enter_context(start()), "brain")
+            found[name] = stack.enter_context(start()).create("brain")
         yield found
 
 

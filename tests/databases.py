@@ -58,13 +58,13 @@ class Server:
         return f"{self._kind}://{who}@127.0.0.1:{self.port}/{base or self._base}"
 
     def create(self, base: str) -> str:
-        """Make a database; its URL."""
+        """Make a database; its URL, with the driver."""
         url = sa.make_url(self.url()).set(drivername=DRIVERS[self._kind])
         engine = sa.create_engine(url, isolation_level="AUTOCOMMIT")
         with engine.connect() as connection:
             connection.execute(sa.text(f"CREATE DATABASE {base}"))
         engine.dispose()
-        return self.url(base)
+        return url.set(database=base).render_as_string(hide_password=False)
 
     def start(self, *more: str) -> None:
         """Start it, and wait until it listens."""
