@@ -191,7 +191,7 @@ def steps(
     return count / (time.perf_counter() - began)
 
 
-async def throughput(rounds: int, size: int = 1280, batch: int = 64) -> Row:
+async def throughput(rounds: int, size: int = 12800, batch: int = 64) -> Row:
     """A training with dealt samples beside one with a static sampler, in turn."""
     torch.manual_seed(0)
     rows = torch.randn(size, 256)

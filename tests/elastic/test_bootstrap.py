@@ -687,9 +687,16 @@ def test_the_hook_on_the_import_leaves_no_trace(tmp_path: Path) -> None:
         print(type(importlib.util.find_spec(module.__name__).loader), len(inspect.getsource(module)))
         import torch._dynamo.callback
         import torch.distributed.checkpoint
+        import transformers.trainer_callback
         print([type(finder).__module__ for finder in sys.meta_path])
         """
     write(tmp_path, program=source)
+    package = tmp_path / "transformers"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "trainer_callback.py").write_text(
+        "class CallbackHandler:\n    def on_train_begin(self): ...\n"
+    )
     (worker,) = Zygote(tmp_path).run(["program.py"])
     assert worker.ended == plain(tmp_path, "program.py")
 

@@ -14,6 +14,8 @@ from dlrover.master.journal import Entry
 
 WINDOW = 0.001
 """Seconds that the first request waits for others."""
+ALONE = 3
+"""Requests in a row that nobody joined, after which the next does not wait."""
 
 Reply = TypeVar("Reply")
 
@@ -36,6 +38,7 @@ class Commits:
         self._append = append
         self._clock = clock
         self._waiting: list[_Waiting] = []
+        self._alone = 0
 
     async def commit(self, entry: Entry, handle: Callable[[float], Reply]) -> Reply:
         """Journal a request, and then call ``handle`` with the time of its entry; what that returned.
@@ -47,7 +50,7 @@ class Commits:
         """
         loop = asyncio.get_running_loop()
         if not self._waiting:
-            loop.call_later(WINDOW, self._commit)
+            loop.call_later(WINDOW if self._alone < ALONE else 0.0, self._commit)
         reply: asyncio.Future[Reply] = loop.create_future()
         self._waiting.append(_Waiting(entry, handle, reply))
         return await reply
@@ -55,6 +58,7 @@ class Commits:
     def _commit(self) -> None:
         waiting = [each for each in self._waiting if not each.reply.cancelled()]
         self._waiting = []
+        self._alone = self._alone + 1 if len(waiting) == 1 else 0
         if not waiting:
             return
         now = self._clock()
