@@ -20,17 +20,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.services import program
+from tests.services import free_port, program
 
 PR_SET_PDEATHSIG = 1
 READY = 60.0
 """Seconds until a broker answers."""
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def _dies_with_the_tests() -> None:

@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 import pytest
 
-from tests.services import program
+from tests.services import free_port, program
 
 sa = pytest.importorskip("sqlalchemy")
 
@@ -92,12 +92,6 @@ class Server:
             self._process.kill()
             self._process.wait()
         self._process = None
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 @contextlib.contextmanager

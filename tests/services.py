@@ -1,9 +1,10 @@
-"""Servers that a test runs for real: where their programs are."""
+"""Servers that a test runs for real: where their programs are, and a port for each."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import socket
 
 import pytest
 
@@ -22,3 +23,9 @@ def program(name: str) -> str:
         assert name not in required, f"{name} was installed for the tests and is not there"
         pytest.skip(f"{name} is not installed: scripts/services")
     return found
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])

@@ -22,7 +22,7 @@ from dlrover.rpc.brain import BrainClient, BrainLink
 from dlrover.spec import brain
 from tests.brain import jobs, processes
 from tests.brain.processes import TOKEN
-from tests.databases import free_port
+from tests.services import free_port
 
 WRITERS = 8
 KILLS = 2

@@ -17,13 +17,13 @@ from dlrover.sharding.sources import Message, Stream
 from tests.brokers import (
     TOPICS,
     Topic,
-    free_port,
     fresh,
     nats_running,
     nats_topic,
     rabbitmq_topic,
     redis_topic,
 )
+from tests.services import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 

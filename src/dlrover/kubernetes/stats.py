@@ -8,8 +8,6 @@ from itertools import accumulate
 
 BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Upper bounds of the buckets of a `Durations`, in seconds; one more has what is longer."""
-NO_ANSWER = ""
-"""The code of a call to which no answer came."""
 
 
 class Durations:
@@ -50,5 +48,5 @@ class Stats:
         self.leads = False
 
     def called(self, method: str, code: str) -> None:
-        """A call to the API server has been answered, or not (`NO_ANSWER`)."""
+        """A call to the API server has been answered; ``code`` is empty if no answer came."""
         self.calls[method, code] += 1
