@@ -94,8 +94,6 @@ class ShardClient:
         self.first_lane = opened.lane
         self.spec = self._spec = opened.spec or spec
         """The data set; of a stream, as the first worker has found it."""
-        self._begin = FEWEST * self._spec.shard
-        """Samples to have ahead until the rate is known: twice as many each time that they were too few."""
         self._heard = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="dlrover-shards", daemon=True)
         self._thread.start()
@@ -256,8 +254,6 @@ class ShardClient:
         return self._ahead < self._target() / 2
 
     def _target(self) -> float:
-        if not self._rate:
-            return self._begin
         return max(FEWEST * self._spec.shard, self._rate * self._seconds_ahead)
 
     def _wanted(self) -> bool:
@@ -297,8 +293,6 @@ class ShardClient:
             rate = (self._count - count) / (now - since)
             self._rate = rate if not self._rate else self._rate + _SMOOTHING * (rate - self._rate)
             self._counted = (now, self._count)
-        elif self._starving and not (self._rate or self._exhausted):
-            self._begin = min(2 * self._begin, MAX_WANT * self._spec.shard)
         wanted = self._target() - self._ahead
         want = 0 if self._closing else max(int(self._starving), -(-int(wanted) // self._spec.shard))
         done = list(self._done)
