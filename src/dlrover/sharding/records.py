@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, islice
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -14,10 +16,10 @@ from dlrover.sharding.client import ShardClient
 from dlrover.sharding.feed import Feed
 from dlrover.sharding.heads import Heads
 from dlrover.sharding.sources.blocks import InBlocks, shard_of
-from dlrover.sharding.sources.stream import Message, Stream
+from dlrover.sharding.sources.stream import Stream
 from dlrover.sharding.spans import Spans
 from dlrover.sharding.state import RankData, began, merged
-from dlrover.spec.shards import DataSpec, Incarnation, Span
+from dlrover.spec.shards import DataSpec, Incarnation, Span, data_key
 
 Sample_co = TypeVar("Sample_co", covariant=True)
 
@@ -35,6 +37,32 @@ class Source(Protocol[Sample_co]):
 
     def __getitem__(self, index: int) -> Sample_co:
         """One of them."""
+
+
+class Part(NamedTuple):
+    """Samples that follow each other within a shard."""
+
+    span: Span
+    """Where they stand. Of a stream there is one sample, at its end."""
+    items: Sequence[Any]
+    """What the source makes each of them of."""
+
+    def places(self) -> Iterator[tuple[Span, Any]]:
+        """Each sample's own place, and what it is made of."""
+        lane, start, stop = self.span.lane, self.span.start, self.span.stop
+        if len(self.items) == 1:
+            yield self.span, self.items[0]
+            return
+        for at, item in zip(range(start, stop), self.items, strict=True):
+            yield Span(lane, at, at + 1), item
+
+    def cut(self, count: int) -> tuple[Part, Part | None]:
+        """The first ``count`` samples and the rest, if there is one."""
+        if count >= len(self.items):
+            return self, None
+        lane, middle = self.span.lane, self.span.start + count
+        first = Part(Span(lane, self.span.start, middle), self.items[:count])
+        return first, Part(Span(lane, middle, self.span.stop), self.items[count:])
 
 
 class Records(Generic[Sample_co]):
@@ -112,14 +140,13 @@ class Records(Generic[Sample_co]):
         )
         self._shuffle, self._seed, self._shard = shuffle, seed, shard
         self._heads: Heads | None = None
-        self._messages: dict[Span, Message] = {}
         self._patient = wait_for_others
         self._pid = os.getpid()
         self._client: ShardClient | None = None
         self._closed = False
         self._base = b""
         self._loads = 0
-        self._orders: dict[int, Callable[[int], int]] = {}
+        self._orders: dict[int, order.Order] = {}
         self.epoch = 0
         """The epoch that is being read, or will be next; it ends at ``epochs``."""
 
@@ -137,18 +164,25 @@ class Records(Generic[Sample_co]):
         For readers that read ahead of the training. They `put_back` what the training did not get, and call
         `end_epoch` when it has got the last one.
         """
-        for place in self._places():
-            try:
-                sample = self.source[self._item(place)]
-            except Exception as error:  # noqa: BLE001 - whatever the source raises
-                self._failed(place, f"{type(error).__name__}: {error}")
-                continue
-            yield place, sample
+        parts, left = self._parts(), Span(0, 0, 0)
+        try:
+            for part in parts:
+                self._reads(part)
+                for place, item in part.places():
+                    left = Span(place.lane, place.stop, part.span.stop)
+                    try:
+                        sample = self.source[item]
+                    except Exception as error:  # noqa: BLE001 - whatever the source raises
+                        self._failed(place, f"{type(error).__name__}: {error}")
+                        continue
+                    yield place, sample
+        finally:
+            parts.close()
+            self.put_back([left])
 
     def handed_out(self, places: Iterable[Span]) -> None:
         """The training has these samples now."""
-        for place in places:
-            self._opened().consumed(place.lane, place.start, place.stop)
+        self._opened().consumed(places)
 
     def put_back(self, places: Iterable[Span]) -> None:
         """These samples are read again next."""
@@ -171,19 +205,20 @@ class Records(Generic[Sample_co]):
 
     def record(self, lane: int, position: int) -> int:
         """The number in the source of what is dealt as a position of an epoch."""
-        if not self._shuffle:
-            return position
+        return self._order(lane).record(position) if self._shuffle else position
+
+    def _order(self, lane: int) -> order.Order:
         found = self._orders.get(lane)
         if found is None:
             if len(self._orders) > 2:
                 self._orders.clear()
             found = self._orders[lane] = self._shuffled(lane)
-        return found(position)
+        return found
 
-    def _shuffled(self, lane: int) -> Callable[[int], int]:
+    def _shuffled(self, lane: int) -> order.Order:
         if self._blocks is not None:
-            return order.shuffled_in_blocks(self._blocks, self._seed, lane)
-        return order.shuffled(self._spec.size, self._seed, lane)
+            return order.ShuffledInBlocks(self._blocks, self._seed, lane)
+        return order.Shuffled(self._spec.size, self._seed, lane)
 
     def _order_name(self, seed: int) -> str:
         blocks = f" in {len(self._blocks)} blocks" if self._blocks is not None else ""
@@ -193,44 +228,63 @@ class Records(Generic[Sample_co]):
         fitting = shard_of(self._blocks) if self._blocks is not None else None
         return fitting or max(1, min(LARGEST, size // SHARDS))
 
-    def _places(self) -> Generator[Span, None, None]:
-        """The samples of this epoch that this worker gets: where each stands, with what is empty before it."""
+    def _parts(self) -> Generator[Part, None, None]:
+        """The samples of this epoch that this worker gets."""
         client = self._opened()
         client.enter(self.epoch)
-        self._messages.clear()
         idle = self._stream.idle if self._stream is not None else None
-        while (span := client.take(patient=self._patient, idle=idle)) is not None:
-            at = span.start
+        while spans := client.take(patient=self._patient, idle=idle):
+            left = deque(spans)  # what is not drawn yet
             try:
-                for place, message in self._read(span):
-                    at = place.stop
-                    if message is None:
-                        client.consumed(place.lane, place.start, place.stop)
-                    else:
-                        yield place
+                for parts in self._read(spans):
+                    for part in parts:
+                        left[0] = msgspec.structs.replace(left[0], start=part.span.stop)
+                        if part.items:
+                            yield part
+                        else:
+                            client.consumed([part.span])
+                    left.popleft()
             finally:
-                client.put_back([Span(span.lane, at, span.stop)])
+                client.put_back(left)
 
-    def _read(self, span: Span) -> Iterator[tuple[Span, Any]]:
-        """The samples of a span, or None where it has none."""
-        if self._stream is None:
-            for at in range(span.start, span.stop):
-                yield Span(span.lane, at, at + 1), True
-            return
-        for place, message in self._feed.read(span):
-            if message is not None:
-                self._messages[place] = message
-            yield place, message
-
-    def _item(self, place: Span) -> Any:
-        """What the source makes a sample of; of a stream each is given once."""
+    def _read(self, spans: Sequence[Span]) -> Iterator[Iterator[Part]]:
+        """The samples of each span, in parts; those without any are empty positions of a stream."""
         if self._stream is not None:
-            return self._messages.pop(place)
-        return self.record(place.lane, place.start)
+            yield from map(self._messages, spans)
+        else:
+            yield from map(self._by_shard, spans, self._items(spans))
+
+    def _messages(self, span: Span) -> Iterator[Part]:
+        for place, message in self._feed.read(span):
+            yield Part(place, () if message is None else (message,))
+
+    def _by_shard(self, span: Span, items: Sequence[int]) -> Iterator[Part]:
+        lane, first, shard = span.lane, span.start, self._spec.shard
+        start = first
+        while start < span.stop:
+            stop = min(span.stop, (start // shard + 1) * shard)
+            yield Part(Span(lane, start, stop), items[start - first : stop - first])
+            start = stop
+
+    def _items(self, spans: Sequence[Span]) -> Iterator[Sequence[int]]:
+        """The records of some spans; those of spans that follow each other in a lane are found together."""
+        if not self._shuffle:
+            yield from (range(span.start, span.stop) for span in spans)
+            return
+        for lane, of_lane in groupby(spans, key=lambda span: span.lane):
+            several = list(of_lane)
+            positions = [at for span in several for at in range(span.start, span.stop)]
+            records = iter(self._order(lane).records(positions))
+            yield from (list(islice(records, span.stop - span.start)) for span in several)
+
+    def _reads(self, part: Part) -> None:
+        """The samples of this shard may be what the process dies of."""
+        if defaults.reading is not None:
+            defaults.reading(data_key(self._spec.name), part.span.lane, part.span.start)
 
     def _failed(self, place: Span, error: str) -> None:
         client, lane, position = self._opened(), place.lane, place.stop - 1
-        client.consumed(lane, place.start, position)
+        client.consumed([Span(lane, place.start, position)])
         what = f"offset {position} of partition {lane}"
         if self._stream is None:
             what = f"record {self.record(lane, position)}"
