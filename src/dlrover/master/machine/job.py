@@ -210,6 +210,11 @@ class JobMachine(JobAuto):
             return
         failure, rdzv = event.failure, self.rendezvous
         current = failure.round == rdzv.round and not rdzv.collecting
+        if current and self.is_server(failure.node_id) and self._is_about_to_end():
+            # It may have failed because a worker left that has finished; one that needs it will fail, too.
+            verdict = diagnosis.diagnose(failure, self.job.diagnosis_rules)
+            self._emit(events.WorkerFailed(failure, verdict))
+            return
         incident = self._begin_incident(now) if current else self.incident
         if incident is None or incident.round != failure.round or failure.id in incident.seen:
             return
