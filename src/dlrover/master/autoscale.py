@@ -47,7 +47,7 @@ class AutoScaler:
             return
         if message.usage is not None and message.steps >= WARM_UP_STEPS:
             self._watch_memory(node_id, message.usage, now)
-        if not machine.autoscaling.active:
+        if not machine.autoscaling.active or machine.is_server(node_id):
             return
         workers = {world.first_rank + i: worker for i, worker in enumerate(message.workers)}
         self._meter.note(workers, now)
@@ -97,7 +97,7 @@ class AutoScaler:
         running = machine.outcome is None and not rdzv.collecting and rdzv.round == self._round
         if not (running and machine.autoscaling.active):
             return
-        sample = self._meter.take(len(rdzv.members), machine.world_size, now)
+        sample = self._meter.take(rdzv.size.workers, machine.workers, now)
         if sample is not None:
             self._submit(inputs.SpeedMeasured(self._round, sample, self._meter.profile))
             if self.brain is not None:

@@ -23,7 +23,7 @@ class JobLeaving(JobState):
 
         A master without a journal may find two of the same rank: the older one was leaving.
         """
-        wanted, leaving = self.scaling.wanted, self.scaling.leaving
+        scaling, leaving = self.scaling, self.scaling.leaving
         staying = [
             node
             for node in self.nodes.values()
@@ -33,7 +33,7 @@ class JobLeaving(JobState):
         return [
             node
             for node in staying
-            if node.node_rank >= wanted or latest[node.node_rank] is not node
+            if not scaling.wants(node.node_rank) or latest[node.node_rank] is not node
         ]
 
     def _call_off(self, node: Node, now: float) -> None:
@@ -61,6 +61,6 @@ class JobLeaving(JobState):
         node.connected = False
         node.reason = how
         self._move(node, NodeStatus.RELEASED)
-        self._emit(events.NodeReleased(node.id, how))
+        self._emit(events.NodeReleased(node.id, how, self.told_role(node.id)))
         if node.handle:
             self._send(inputs.KillNode(node.id))

@@ -6,6 +6,7 @@ from dlrover.master.machine import inputs
 from dlrover.master.machine.jobnodes import JobNodes
 from dlrover.spec import events
 from dlrover.spec.node import NodeStatus
+from dlrover.spec.roles import WORKER
 
 
 class JobScale(JobNodes):
@@ -13,28 +14,30 @@ class JobScale(JobNodes):
 
     def _scale_asked(self, event: inputs.ScaleAsked, _now: float) -> None:
         scaling = self.scaling
-        before = scaling.take(event)
+        before, after = scaling.take(event)
         self.rendezvous.least, self.rendezvous.most = scaling.least, scaling.most
-        if scaling.by_user:
+        if scaling.roles[WORKER].by_user:
             for body in self.autoscaling.overruled(f"a user asked for {scaling.workers} nodes"):
                 self._emit(body)
-        if scaling.workers != before:
-            role = event.role if self.job.other_nodes else ""
-            self._emit(events.JobScaled(before, scaling.workers, event.source, event.reason, role))
+        if after != before:
+            role = scaling.told_role(event.role)
+            self._emit(events.JobScaled(before, after, event.source, event.reason, role))
 
     def _scale(self, now: float) -> None:
         """Launch the nodes that are missing; call off those that are too many, by a new round.
 
-        A world of which some nodes have succeeded is about to end: it is left alone.
+        A world of which some workers have succeeded is about to end: it is left alone.
         """
         rdzv, scaling = self.rendezvous, self.scaling
         surplus = self._surplus()
-        members = [] if rdzv.collecting else [self.nodes[i] for i in rdzv.members]
-        if any(node.status is NodeStatus.SUCCEEDED for node in members):
+        if self._is_about_to_end():
             return
         scaling.due = False
-        if any(node.status is NodeStatus.RUNNING for node in surplus) and not rdzv.collecting:
-            self._open_round(f"the job is to have {_count(scaling.wanted)}", now)
+        busy = (NodeStatus.RUNNING, NodeStatus.SUCCEEDED)
+        if any(node.status in busy for node in surplus) and not rdzv.collecting:
+            size = scaling.size
+            count = size.sentence_part() if size.servers else _count(size.workers)
+            self._open_round(f"the job is to have {count}", now)
         else:
             for node in surplus:
                 self._call_off(node, now)
@@ -43,7 +46,7 @@ class JobScale(JobNodes):
             for node in self.nodes.values()
             if node.launched and not node.status.final and node.id not in scaling.leaving
         }
-        for node_rank in range(scaling.wanted):
+        for node_rank in scaling.ranks:
             if node_rank not in there and not self._has_ended():
                 self._launch(node_rank, now)
 
