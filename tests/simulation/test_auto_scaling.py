@@ -2,9 +2,11 @@
 
 import pytest
 
+from dlrover.master.brainside import shape_of
 from dlrover.master.machine import inputs
-from dlrover.spec import events
+from dlrover.spec import brain, events
 from dlrover.spec.job import JobSpec, Limits
+from dlrover.spec.plan import Group
 from dlrover.spec.speed import ScaleKind, ScaleStage
 from dlrover.testing.cluster import Cluster
 
@@ -69,6 +71,47 @@ def test_a_job_reaches_the_best_size_from_one_node(name, seed):
     plans = told(cluster, events.PlanMade)
     assert all(plan.reason and plan.effect is not None for plan in plans)
     assert len(told(cluster, events.PlanMeasured)) == len(plans)
+
+
+def measured(cluster: Cluster) -> brain.Similar:
+    """What the Brain would keep of a job."""
+    known = cluster.machine.autoscaling.samples.values()
+    samples = tuple(
+        brain.Sample(
+            shape=shape_of(sample, Group(count=1)),
+            throughput=sample.throughput,
+            compute_seconds=sample.compute_seconds,
+        )
+        for of_size in known
+        for sample in of_size
+    )
+    return brain.Similar(name="past", similarity=1.0, samples=samples)
+
+
+@pytest.mark.parametrize("start", [1, 4])
+@pytest.mark.parametrize("name", LAWS)
+def test_a_known_program_needs_fewer_trials(name, start):
+    law = LAWS[name]
+    past = cluster_of(law, seed=11, start=start)
+    past.run_until(lambda: settled(past), 3600)
+    again = cluster_of(law, seed=12, start=start)
+    again.similar = measured(past)
+    again.run_until(lambda: settled(again), 3600)
+    before, now = (told(cluster, events.PlanMade) for cluster in (past, again))
+    print(name, start, len(before), len(now), size(past), size(again), [p.reason for p in now])
+    assert len(now) <= min(len(before), 1 + (start == 1))
+    best = max(range(1, MOST + 1), key=lambda n: worth(law, n))
+    assert worth(law, size(again)) >= WITHIN * worth(law, best), again.describe()
+
+
+def test_a_past_job_that_only_looks_alike_is_not_believed():
+    past = cluster_of(LAWS["one pays"], seed=13)
+    past.run_until(lambda: settled(past), 3600)
+    cluster = cluster_of(lambda n: 3 * LAWS["scales"](n), seed=14)
+    cluster.similar = measured(past)
+    cluster.run_until(lambda: settled(cluster), 3600)
+    assert size(cluster) > MOST / 2
+    assert not any("similar" in plan.reason for plan in told(cluster, events.PlanMade))
 
 
 FAULTS = {

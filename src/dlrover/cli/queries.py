@@ -78,6 +78,8 @@ def render_status(report: Report, console: Console) -> None:
         f"{status.seconds:.0f} s",
         highlight=False,
     )
+    if status.size:
+        console.print(status.size, highlight=False, soft_wrap=True)
     for sentence in status.slow:
         console.print(sentence, highlight=False)
     table = Table("node", "rank", "status", "doing", "steps", "host", "connected", box=None)
