@@ -62,7 +62,7 @@ def test_a_change_that_does_not_help_is_taken_back_and_not_tried_again_soon() ->
     assert "rank 1 is the slowest" in said[0]
     assert said[1].startswith("the shares before are back: with these the slowest rank took 0.2 s")
     assert shares.now == (30, 30)
-    assert windows(shares, REST - 1, seconds) == []
+    assert windows(shares, REST, seconds) == []
     assert len(windows(shares, 1, seconds)) == 1
 
 

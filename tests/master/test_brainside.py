@@ -104,7 +104,7 @@ def test_it_hears_once_what_a_similar_job_has_measured(tmp_path):
             assert [s.shape.groups["worker"].count for s in found.samples] == [1, 2]
             assert await job.similar() is found
             decision = decide(question(sample(1, 0.1)), found)
-            assert decision.plan.reason.endswith(", as the similar job my job lets expect")
+            assert decision.plan.reason.endswith("by the similar job my job")
 
     asyncio.run(run())
 

@@ -1,7 +1,7 @@
-"""Trains on ranks of which the last one takes three times as long for a sample: ``balanced.py OUT READERS``.
+"""Trains on ranks of which the last one takes three times as long for a sample.
 
-The first third of the training has no slow rank. Each rank writes what it trained on, step by step, and the
-seconds of each step; the parameters are compared with plain PyTorch on all samples.
+``balanced.py OUT READERS SECONDS``, with the seconds of a sample on the other ranks. Each rank writes what it trained on, step by step, and the seconds of each step; the parameters are compared
+with plain PyTorch on all samples.
 """
 
 import copy
@@ -21,19 +21,18 @@ from dlrover.elastic import balancing
 from dlrover.elastic.sampler import ElasticDistributedSampler
 from dlrover.elastic.trainer import ElasticTrainer
 
-SIZE, PER_EPOCH, EPOCHS = 42, 20, 3
-SECONDS = 0.002
-balancing.STEPS = 5
+SIZE, PER_EPOCH, EPOCHS = 42, 20, 2
+balancing.STEPS = 8
 
 
-def main(out: Path, readers: int) -> None:
+def main(out: Path, readers: int, seconds: float) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank, slow = dist.get_rank(), dist.get_rank() == dist.get_world_size() - 1
+    rank = dist.get_rank()
+    each = seconds * (3 if rank == dist.get_world_size() - 1 else 1)
     samples = SIZE * PER_EPOCH - 5  # the last batch of an epoch is smaller
-    inputs = torch.randn(
-        samples, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-    )
+    numbers = torch.Generator().manual_seed(0)
+    inputs = torch.randn(samples, 3, dtype=torch.float64, generator=numbers)
     dataset = TensorDataset(torch.arange(samples), inputs, inputs.sum(1, keepdim=True) ** 2)
     torch.manual_seed(1)
     network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
@@ -49,10 +48,9 @@ def main(out: Path, readers: int) -> None:
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
         taken, began = [], time.monotonic()
-        for numbers, some, targets in loader:
-            weight = trainer._micro_batches[trainer._done].weight
-            taken += numbers.tolist() if weight else []
-            time.sleep(SECONDS * len(numbers) * (3 if slow and epoch else 1))
+        for chosen, some, targets in loader:
+            taken += chosen.tolist()
+            time.sleep(each * len(chosen))
             trainer.backward(mse_loss(model(some), targets))
             if trainer.step():
                 now = time.monotonic()
@@ -77,4 +75,4 @@ def train_alone(model: nn.Module, dataset: TensorDataset) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
