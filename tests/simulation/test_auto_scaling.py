@@ -2,8 +2,10 @@
 
 import pytest
 
+from dlrover.master.autoscale import AutoScaler
 from dlrover.master.brainside import shape_of
 from dlrover.master.machine import inputs
+from dlrover.master.machine.size import size_of
 from dlrover.spec import brain, events
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.plan import Group
@@ -159,6 +161,35 @@ def test_a_replaced_master_takes_back_what_does_not_pay():
     assert size(cluster) == 1
     outcomes = {plan.number: plan for plan in told(cluster, events.PlanMeasured)}
     assert outcomes[change.number].short
+
+
+def test_a_job_says_how_many_nodes_of_how_many_it_has():
+    cluster = cluster_of(LAWS["two pay"], seed=0)
+    cluster.run_until(lambda: cluster.machine.autoscaling.change is not None, 600)
+    planned = "1 of 1:8 nodes, auto-scaling: plan 1 (measure), 1 -> 2 nodes"
+    assert size_of(cluster.machine) == planned
+    cluster.run_until(lambda: settled(cluster), 3600)
+    assert size_of(cluster.machine) == "2 of 1:8 nodes, auto-scaling: running"
+    cluster.scale(3)
+    cluster.run(60.0)
+    assert size_of(cluster.machine) == "3 of 1:8 nodes"
+    fixed = Cluster(JobSpec(name="fixed", min_nodes=2, max_nodes=2), nodes=2, steps=10)
+    assert size_of(fixed.machine) == ""
+
+
+def test_no_size_is_tried_while_a_rank_may_be_slow():
+    cluster = cluster_of(LAWS["scales"], seed=0)
+    suspects = [True]
+    cluster._scaler = AutoScaler(cluster.machine, cluster._submit, lambda: bool(suspects))
+    cluster.run(200.0)
+    assert cluster.machine.autoscaling.latest is not None
+    assert not told(cluster, events.PlanMade)
+    samples = [e for _, e in cluster.journal if isinstance(e, inputs.SpeedMeasured)]
+    assert samples
+    assert all(sample.held_up for sample in samples)
+    suspects.clear()
+    cluster.run(60.0)
+    assert told(cluster, events.PlanMade)
 
 
 def test_nodes_that_never_come_are_called_off_and_not_asked_for_again():

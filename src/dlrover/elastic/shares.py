@@ -48,14 +48,10 @@ class Shares:
             What was changed, and why, in words; empty: the shares stay.
         """
         slowest = max(seconds)
-        if self._before is not None:
-            (shares, before), self._before = self._before, None
-            if slowest > (1 - SLACK) * before:
-                self.now, self._rest = shares, REST
-                return f"the shares before are back: with these the slowest rank took {slowest:.3g} s, not less than {before:.3g} s"
-        if self._rest:
-            self._rest -= 1
-            return ""
+        taken_back = self._judged(slowest)
+        if taken_back or self._rest:
+            self._rest -= not taken_back
+            return taken_back
         each = {
             _name(rank): s / n for rank, (s, n) in enumerate(zip(seconds, self.now, strict=True))
         }
@@ -66,6 +62,19 @@ class Shares:
             return ""
         self._before, self.now = (self.now, slowest), wanted
         return split.reason
+
+    def _judged(self, slowest: float) -> str:
+        """Take the last change back if the slowest rank is no faster with it; what to say then."""
+        if self._before is None:
+            return ""
+        (shares, before), self._before = self._before, None
+        if slowest <= (1 - SLACK) * before:
+            return ""
+        self.now, self._rest = shares, REST
+        return (
+            f"those before are back, because with the new ones the slowest rank took {slowest:.3g} s for a step,"
+            f" and {before:.3g} s before"
+        )
 
     def _shares_of(self, split: Split) -> tuple[int, ...]:
         if not split.gain:
