@@ -9,8 +9,9 @@ import pytest
 
 from dlrover.brain.division import ClusterOptimizer
 from dlrover.brain.known import Job, Past
-from dlrover.brain.shapes import Models, _ring_sample, allowed
+from dlrover.brain.shapes import Models, allowed
 from dlrover.brain.single import SingleJobOptimizer, first_plan
+from dlrover.planning.measured import ring_sample
 from dlrover.planning.warmstart import PastJob
 from dlrover.spec import brain
 from dlrover.spec.plan import Effect, Group, PlanOutcome
@@ -162,10 +163,10 @@ def test_a_model_is_fitted_anew_after_each_sample() -> None:
 
 def test_several_passes_count_as_one_step() -> None:
     shape = jobs.shape(2, passes=3)
-    known = _ring_sample(brain.Sample(shape=shape, throughput=384.0, compute_seconds=0.3))
+    known = ring_sample(brain.Sample(shape=shape, throughput=384.0, compute_seconds=0.3))
     assert known.step_seconds == pytest.approx(1.0 - 2 * 0.3)
     assert known.shape.batch == 64
-    unknown = _ring_sample(brain.Sample(shape=shape, throughput=384.0))
+    unknown = ring_sample(brain.Sample(shape=shape, throughput=384.0))
     assert (unknown.step_seconds, unknown.shape.batch) == (1.0, 192)
 
 

@@ -150,6 +150,36 @@ async def test_a_new_job_starts_like_similar_ones(database: str, serve: Serve) -
     assert "similar past job" in advice.reason
 
 
+async def test_a_job_hears_what_the_most_similar_job_has_measured(
+    database: str, serve: Serve
+) -> None:
+    features: dict[str, str | float] = {"model": "bert", "user": "eva", "batch": 256}
+    async with serve(database) as client:
+        for name, batch, sizes in (
+            ("far", 64.0, (1, 2)),
+            ("near", 250.0, (1, 2, 4)),
+            ("one", 256.0, (2,)),
+        ):
+            await client.report(jobs.register(name, features={**features, "batch": batch}))
+            await client.report(jobs.samples(name, *map(jobs.shape, sizes)))
+        await client.report(jobs.register("new", features=features))
+        nobody = await client.similar("new")
+        for name in ("far", "near", "one"):
+            await client.report(jobs.end(name))
+        found = await client.similar("new")
+        await client.report(jobs.register("other", features={"model": "gpt", "user": "max"}))
+        other = await client.similar("other")
+        with pytest.raises(ConfigurationError, match="knows no job gone"):
+            await client.similar("gone")
+    assert nobody == other == brain.Similar()
+    # That of one size is nearer, but says less.
+    assert (found.name, len(found.samples)) == ("near", 3)
+    assert found.similarity == pytest.approx((2 + 250 / 256) / 3)
+    assert [s.throughput for s in found.samples] == [
+        pytest.approx(jobs.throughput(jobs.shape(n))) for n in (1, 2, 4)
+    ]
+
+
 async def test_nodes_keep_their_latest_and_their_most(database: str, serve: Serve) -> None:
     async with serve(database) as client:
         await client.report(jobs.register("one"))

@@ -17,12 +17,14 @@ from typer.testing import CliRunner
 from dlrover.cli import chrometrace, goodput, page, timeline
 from dlrover.cli.goodput import Report
 from dlrover.cli.main import app
+from dlrover.cli.plans import interval
 from dlrover.cli.timeline import Timeline
 from dlrover.errors import ConfigurationError
 from dlrover.master.journal_file import FileJournal
 from dlrover.master.machine.roundtime import nothing
+from dlrover.spec.events import SizeSettled
 from dlrover.spec.goodput import CAUSES, Cause, Goodput
-from dlrover.spec.job import JobSpec
+from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.jobdir import JobDir
 from dlrover.testing.cluster import Cluster
 
@@ -269,6 +271,49 @@ def test_strokes_lie_on_the_axis_in_order(found: Report) -> None:
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(strokes))
 
 
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """A job that finds its size by itself: two nodes, of which more do not pay."""
+    pytest.importorskip("scipy")
+    limits = Limits(autoscale_window=10.0, autoscale_interval=120.0, autoscale_patience=120.0)
+    job = JobSpec(
+        name="auto", min_nodes=1, max_nodes=8, managed_nodes=1, auto_scale=True, limits=limits
+    )
+    cluster = Cluster(job, nproc=1, steps=100_000, seed=0)
+    cluster.program.law = lambda n: ({1: 0.1, 2: 0.12}.get(n, 0.1 * n), 0.1)
+    cluster.run_until(lambda: any(isinstance(e.body, SizeSettled) for e in cluster.events), 3600)
+    return goodput.report(journal_of(cluster, tmp_path_factory.mktemp("scaled")))
+
+
+def test_the_page_shows_the_number_of_nodes_and_each_plan(scaled: Report) -> None:
+    assert len(scaled.plans) >= 2
+    sizes = [nodes for _, nodes in scaled.sizes]
+    assert (sizes[0], sizes[-1]) == (1, scaled.plans[-1].nodes)
+    assert {plan.nodes for plan in scaled.plans} <= set(sizes)
+    text = page.render(scaled)
+    reader = read(text)
+    classes = Counter(value for name, value in reader.attributes if name == "class")
+    assert (classes["plan"], classes["size"]) == (len(scaled.plans), 1)
+    for plan in scaled.plans:
+        assert (
+            f"plan {plan.number}, {plan.kind.value}: {plan.reason}; {plan.outcome}" in reader.titles
+        )
+        assert plan.predicted is not None
+        assert f"<td>{interval(plan.predicted)} worker steps/s" in text
+        assert f"<td>{plan.measured:.3g} ({plan.error:+.0%})" in text
+    line = re.findall(r'<path class=size d="([^"]+)"', text)[0]
+    assert line.count("V") == len(scaled.sizes) - 1
+    places = [float(x) for x in re.findall(r"[MH]([\d.]+)", line)]
+    assert places == sorted(places)
+    assert 110.0 <= places[0] < places[-1] == 1110.0
+
+
+def test_a_job_whose_size_never_changes_has_no_line_of_it(tmp_path: Path) -> None:
+    cluster = Cluster(JobSpec(name="fixed", min_nodes=2, max_nodes=2), nodes=2, steps=10)
+    cluster.finish()
+    assert "<h2>Nodes</h2>" not in page.render(goodput.report(journal_of(cluster, tmp_path)))
+
+
 def test_texts_of_a_job_cannot_become_markup(tmp_path: Path) -> None:
     cluster = troubled("<script>alert(1)</script>")
     cluster.finish()
@@ -307,8 +352,11 @@ def test_the_trace_follows_the_format_of_trace_events(found: Report) -> None:
     trace = json.loads(chrometrace.render(found))
     assert trace["displayTimeUnit"] in ("ms", "ns")
     for event in trace["traceEvents"]:
-        assert event["ph"] in ("M", "X", "i")
+        assert event["ph"] in ("M", "X", "i", "C")
         assert isinstance(event["pid"], int)
+        if event["ph"] == "C":
+            assert event["args"]["nodes"] > 0
+            continue
         assert isinstance(event["tid"], int)
         assert event["name"]
         if event["ph"] == "M":
@@ -334,6 +382,18 @@ def test_the_trace_has_a_track_for_each_node_and_each_incident(found: Report) ->
         assert all(a[0] + a[1] <= b[0] for a, b in itertools.pairwise(track))
     total = sum(e["dur"] for e in events if e["ph"] == "X")
     assert total == pytest.approx(found.goodput.wall_seconds * 1e6, abs=1.0)
-    marks = [e for e in events if e["ph"] == "i"]
+    marks = [e for e in events if e["ph"] == "i" and e["cat"] == "incident"]
     assert [e["name"] for e in marks] == [i.title for i in found.goodput.incidents]
     assert [e["tid"] for e in marks] == [2, 1]
+
+
+def test_the_trace_has_each_plan_and_the_number_of_nodes(scaled: Report) -> None:
+    events = json.loads(chrometrace.render(scaled))["traceEvents"]
+    plans = [e for e in events if e.get("cat") == "plan"]
+    assert [e["name"] for e in plans] == [
+        f"plan {plan.number}: {plan.before} -> {plan.nodes} nodes" for plan in scaled.plans
+    ]
+    assert [e["args"]["measured"] for e in plans] == [plan.measured for plan in scaled.plans]
+    counted = [(e["ts"], e["args"]["nodes"]) for e in events if e["ph"] == "C"]
+    assert [nodes for _, nodes in counted] == [nodes for _, nodes in scaled.sizes]
+    assert counted == sorted(counted)

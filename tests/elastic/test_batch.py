@@ -50,6 +50,35 @@ def test_thirty_two_samples_on_three_ranks() -> None:
     assert [sum(w for _, w in one) for one in dealt] == pytest.approx([33 / 32, 33 / 32, 30 / 32])
 
 
+@given(st.integers(1, 100), st.lists(st.integers(1, 60), min_size=1, max_size=8), micro_batch_sizes)
+def test_with_shares_too_every_sample_is_computed_once_with_its_weight(size, shares, most) -> None:
+    size = min(size, sum(shares))
+    times, weights = [0] * size, [Fraction(0)] * size
+    for rank in range(len(shares)):
+        dealt = batch.deal(size, len(shares), rank, most, shares)
+        assert dealt
+        for positions, weight in dealt:
+            assert 1 <= len(positions) <= (most or size)
+            for position in positions:
+                times[position] += weight > 0
+                exact = Fraction(weight).limit_denominator(size)
+                weights[position] += exact / len(positions) / len(shares)
+    assert set(times) == {1}
+    assert set(weights) == {Fraction(1, size)}
+
+
+def test_a_rank_makes_as_many_passes_as_its_share_needs() -> None:
+    shares = (14, 14, 4)
+    dealt = [batch.deal(32, 3, rank, 4, shares) for rank in range(3)]
+    assert [[len(p) for p, _ in one] for one in dealt] == [[3, 4, 3, 4], [3, 4, 3, 4], [4]]
+    assert sum(len(p) for one in dealt for p, _ in one) == 32
+
+
+def test_a_smaller_last_batch_is_dealt_in_proportion() -> None:
+    dealt = [batch.deal(16, 3, rank, None, (14, 14, 4)) for rank in range(3)]
+    assert [len(p) for one in dealt for p, _ in one] == [7, 7, 2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

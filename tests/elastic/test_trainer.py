@@ -14,6 +14,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
+from dlrover.elastic import balancing  # noqa: E402
 from dlrover.elastic.sampler import ElasticDistributedSampler  # noqa: E402
 from dlrover.elastic.trainer import ElasticTrainer  # noqa: E402
 from dlrover.errors import ConfigurationError  # noqa: E402
@@ -205,6 +206,15 @@ def test_a_program_may_find_its_samples_by_itself() -> None:
         _ = trainer.batches
 
 
+def test_shares_hold_for_what_a_program_splits_by_itself() -> None:
+    model = Replica(nn.Linear(1, 1, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    trainer = ElasticTrainer(model, optimizer, global_batch_size=10, micro_batch_size=2)
+    trainer._replicas, trainer._rank, trainer._shares = 2, 1, (7, 3)
+    assert [list(part) for part in trainer.split(range(10))] == [[7], [8, 9]]
+    assert [weight for _, weight in trainer._micro_batches] == [0.2, 0.4]
+
+
 # ---- what was taken, not what was fetched
 
 
@@ -304,3 +314,15 @@ def test_impossible_settings_are_refused() -> None:
         ElasticTrainer(model, optimizer, range(3), global_batch_size=2)
     with pytest.raises(ConfigurationError, match=r"^There is no loss yet"):
         ElasticTrainer(model, optimizer, global_batch_size=2).loss()
+
+
+def test_models_whose_ranks_wait_within_a_pass_cannot_be_balanced() -> None:
+    balancing._check(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    with pytest.raises(
+        ConfigurationError, match=r"^balance does not go with SyncBatchNorm: its ranks"
+    ):
+        balancing._check(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
+    sharded = nn.Linear(2, 2)
+    sharded.set_requires_gradient_sync = None
+    with pytest.raises(ConfigurationError, match=r"^balance does not go with Linear"):
+        balancing._check(nn.Sequential(sharded))

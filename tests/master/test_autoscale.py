@@ -39,6 +39,13 @@ class Story:
         self.machine.validate()
         return back
 
+    def measure_held_up(self, nodes: int, throughput: float) -> None:
+        self.now += 30
+        sample = SpeedSample(nodes=nodes, replicas=nodes, step_seconds=nodes / throughput, steps=9)
+        found = self.machine.measured(1, sample, ModelProfile(), self.now, held_up=True)
+        assert found == ([], None)
+        self.machine.validate()
+
     def plan(self, nodes: int | None, throughput: float = 20.0, kind=ScaleKind.GROW) -> None:
         decision = None
         if nodes is not None:
@@ -78,6 +85,22 @@ def test_a_plan_that_pays_is_kept_beside_its_prediction():
     assert measured.within
     assert not measured.short
     assert [outcome.throughput for outcome in story.machine.outcomes] == [pytest.approx(18.0)]
+
+
+def test_a_slow_rank_does_not_make_a_size_a_worse_one():
+    story = Story()
+    story.measure(2, 20.0)
+    for _ in range(DRIFT_WINDOWS + 1):
+        story.measure_held_up(2, 10.0)
+    assert story.machine.speed(2) == pytest.approx(20.0)
+    assert story.machine.latest.throughput == pytest.approx(10.0)
+
+
+def test_a_job_that_is_slow_from_its_beginning_is_measured_as_it_is():
+    story = Story()
+    story.measure_held_up(2, 10.0)
+    assert story.machine.speed(2) == pytest.approx(10.0)
+    assert story.machine.due(story.now)
 
 
 def test_samples_of_the_old_size_do_not_conclude_a_plan():

@@ -13,6 +13,7 @@ from dlrover.brain.service import Brain
 from dlrover.errors import ConfigurationError
 from dlrover.master import brainside
 from dlrover.master.machine.autoscale import Question
+from dlrover.master.planner import decide
 from dlrover.planning.throughput import TrustRegion
 from dlrover.rpc import wire
 from dlrover.rpc.brain import BrainClient, request_id
@@ -41,7 +42,7 @@ def question(current: SpeedSample, sizes=range(1, 9)) -> Question:
 
 
 @contextlib.asynccontextmanager
-async def story(tmp_path, *, serve: bool = True, cluster: bool = True):
+async def story(tmp_path, *, serve: bool = True, cluster: bool = True, secret: str = "secret"):
     """A job beside a Brain, and what looks into that."""
     brain = Brain(open_database(f"sqlite:///{tmp_path}/brain.db"))
     server = Server(TOKEN, service=wire.BRAIN_SERVICE)
@@ -55,7 +56,7 @@ async def story(tmp_path, *, serve: bool = True, cluster: bool = True):
         program="train.py",
         node=Group(count=1, accelerators=1),
     )
-    job = brainside.connect(side, JOB, "secret", wire.Tls(), {brainside.TOKEN: TOKEN})
+    job = brainside.connect(side, JOB, secret, wire.Tls(), {brainside.TOKEN: TOKEN})
     try:
         async with BrainClient(side.address, TOKEN) as client:
             if serve:
@@ -90,6 +91,24 @@ def test_it_is_told_of_a_job_and_chooses_its_size(tmp_path):
     asyncio.run(run())
 
 
+def test_it_hears_once_what_a_similar_job_has_measured(tmp_path):
+    async def run() -> None:
+        async with story(tmp_path, cluster=False) as (past, _):
+            for one in (sample(1, 0.1), sample(2, 0.102)):
+                past.measured(one, ModelProfile(parameters=7), {})
+            past.happened(Event(1, 0.0, JobEnded(0, "All workers succeeded.")))
+        async with story(tmp_path, cluster=False, secret="other") as (job, _):
+            job.measured(sample(1, 0.1), ModelProfile(parameters=7), {})
+            found = await job.similar()
+            assert (found.name, found.similarity) == ("my job", 1.0)
+            assert [s.shape.groups["worker"].count for s in found.samples] == [1, 2]
+            assert await job.similar() is found
+            decision = decide(question(sample(1, 0.1)), found)
+            assert decision.plan.reason.endswith("by the similar job my job")
+
+    asyncio.run(run())
+
+
 def test_a_size_that_the_job_may_not_have_is_none(tmp_path):
     async def run() -> None:
         async with story(tmp_path) as (job, _):
@@ -106,6 +125,7 @@ def test_a_brain_that_is_away_says_nothing_and_the_job_starts_as_it_was_told(tmp
         async with story(tmp_path, serve=False) as (job, _):
             assert await job.size(question(sample(1, 0.1))) == (False, None)
             assert await job.first(JOB) == JOB
+            assert await job.similar() is None
 
     asyncio.run(run())
 

@@ -27,15 +27,18 @@ def ask(address: str, question):
     return asyncio.run(asking())
 
 
-async def remember_a_job(client: BrainClient) -> None:
-    """One like that of the test, which has ended well with two nodes."""
+async def remember_a_job(client: BrainClient, throughput: dict[int, float]) -> None:
+    """One like those of the tests, which has measured some sizes and ended well with two nodes."""
     features = {"name": "law", "program": "law.py", "user": getpass.getuser()}
     space = brain.Space(workers=brain.Range(1, 3))
     described = brain.Description(name="law", features=features, space=space)
-    sample = brain.Sample(shape=SHAPE, throughput=16.0)
+    samples = tuple(
+        brain.Sample(shape=brain.Shape(groups={"worker": Group(count=nodes)}), throughput=speed)
+        for nodes, speed in throughput.items()
+    )
     for report in (
         brain.RegisterJob(request=request_id(), job="past", description=described),
-        brain.ReportSamples(request=request_id(), job="past", samples=(sample,)),
+        brain.ReportSamples(request=request_id(), job="past", samples=samples),
         brain.EndJob(request=request_id(), job="past", state="succeeded", shape=SHAPE),
     ):
         await client.report(report)
@@ -45,7 +48,7 @@ def test_a_job_starts_like_a_past_one_tells_its_brain_and_goes_on_without_it(run
     out = run.directory / "out"
     out.mkdir()
     with processes.brain(f"sqlite:///{run.directory}/brain.db") as server:
-        ask(server.address, remember_a_job)
+        ask(server.address, lambda client: remember_a_job(client, {2: 16.0}))
         launch = run(
             *("--nnodes=1:3", "--local-nodes=1", "--auto-scale", "--rdzv-conf=autoscale_window=2"),
             *(run.scripts / "law.py", out, "0.1,0.12,0.3"),
@@ -74,5 +77,23 @@ def test_a_job_starts_like_a_past_one_tells_its_brain_and_goes_on_without_it(run
     agents = launch.of_kind("agent")
     assert agents
     assert not any("DLROVER_BRAIN_TOKEN" in agent.environ() for agent in agents)
+    run.dlrover("stop", "--job-dir", launch.job_dir)
+    launch.end_with(ExitCode.STOPPED)
+
+
+def test_a_known_program_tries_no_size(run) -> None:
+    """A past job has measured all sizes: three nodes do not pay, and two are the best."""
+    out = run.directory / "out"
+    out.mkdir()
+    with processes.brain(f"sqlite:///{run.directory}/brain.db") as server:
+        ask(server.address, lambda c: remember_a_job(c, {1: 10.0, 2: 16.5, 3: 10.0}))
+        launch = run(
+            *("--nnodes=1:3", "--local-nodes=1", "--auto-scale", "--rdzv-conf=autoscale_window=2"),
+            *(run.scripts / "law.py", out, "0.1,0.12,0.3"),
+            env={"DLROVER_BRAIN": server.address, "DLROVER_BRAIN_TOKEN": processes.TOKEN},
+        )
+        launch.until(lambda: launch.events_of(events.SizeSettled), 60, "a size that is settled")
+    assert launch.events_of(events.SizeSettled)[0].body.nodes == 2
+    assert not launch.events_of(events.PlanMade)
     run.dlrover("stop", "--job-dir", launch.job_dir)
     launch.end_with(ExitCode.STOPPED)

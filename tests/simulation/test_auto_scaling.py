@@ -2,9 +2,13 @@
 
 import pytest
 
+from dlrover.master.autoscale import AutoScaler
+from dlrover.master.brainside import shape_of
 from dlrover.master.machine import inputs
-from dlrover.spec import events
+from dlrover.master.machine.size import size_of
+from dlrover.spec import brain, events
 from dlrover.spec.job import JobSpec, Limits
+from dlrover.spec.plan import Group
 from dlrover.spec.speed import ScaleKind, ScaleStage
 from dlrover.testing.cluster import Cluster
 
@@ -71,6 +75,47 @@ def test_a_job_reaches_the_best_size_from_one_node(name, seed):
     assert len(told(cluster, events.PlanMeasured)) == len(plans)
 
 
+def measured(cluster: Cluster) -> brain.Similar:
+    """What the Brain would keep of a job."""
+    known = cluster.machine.autoscaling.samples.values()
+    samples = tuple(
+        brain.Sample(
+            shape=shape_of(sample, Group(count=1)),
+            throughput=sample.throughput,
+            compute_seconds=sample.compute_seconds,
+        )
+        for of_size in known
+        for sample in of_size
+    )
+    return brain.Similar(name="past", similarity=1.0, samples=samples)
+
+
+@pytest.mark.parametrize("start", [1, 4])
+@pytest.mark.parametrize("name", LAWS)
+def test_a_known_program_needs_fewer_trials(name, start):
+    law = LAWS[name]
+    past = cluster_of(law, seed=11, start=start)
+    past.run_until(lambda: settled(past), 3600)
+    again = cluster_of(law, seed=12, start=start)
+    again.similar = measured(past)
+    again.run_until(lambda: settled(again), 3600)
+    before, now = (told(cluster, events.PlanMade) for cluster in (past, again))
+    assert len(now) <= min(len(before), 1)
+    assert all("by the similar job past" in plan.reason for plan in now)
+    best = max(range(1, MOST + 1), key=lambda n: worth(law, n))
+    assert worth(law, size(again)) >= WITHIN * worth(law, best), again.describe()
+
+
+def test_a_past_job_that_only_looks_alike_is_not_believed():
+    past = cluster_of(LAWS["one pays"], seed=13)
+    past.run_until(lambda: settled(past), 3600)
+    cluster = cluster_of(lambda n: 3 * LAWS["scales"](n), seed=14)
+    cluster.similar = measured(past)
+    cluster.run_until(lambda: settled(cluster), 3600)
+    assert size(cluster) > MOST / 2
+    assert not any("similar" in plan.reason for plan in told(cluster, events.PlanMade))
+
+
 FAULTS = {
     "a worker is killed": lambda cluster, node: cluster.kill_worker(node),
     "an agent is killed": lambda cluster, node: cluster.kill_agent(node),
@@ -116,6 +161,35 @@ def test_a_replaced_master_takes_back_what_does_not_pay():
     assert size(cluster) == 1
     outcomes = {plan.number: plan for plan in told(cluster, events.PlanMeasured)}
     assert outcomes[change.number].short
+
+
+def test_a_job_says_how_many_nodes_of_how_many_it_has():
+    cluster = cluster_of(LAWS["two pay"], seed=0)
+    cluster.run_until(lambda: cluster.machine.autoscaling.change is not None, 600)
+    planned = "1 of 1:8 nodes, auto-scaling: plan 1 (measure), 1 -> 2 nodes"
+    assert size_of(cluster.machine) == planned
+    cluster.run_until(lambda: settled(cluster), 3600)
+    assert size_of(cluster.machine) == "2 of 1:8 nodes, auto-scaling: running"
+    cluster.scale(3)
+    cluster.run(60.0)
+    assert size_of(cluster.machine) == "3 of 1:8 nodes"
+    fixed = Cluster(JobSpec(name="fixed", min_nodes=2, max_nodes=2), nodes=2, steps=10)
+    assert size_of(fixed.machine) == ""
+
+
+def test_no_size_is_tried_while_a_rank_may_be_slow():
+    cluster = cluster_of(LAWS["scales"], seed=0)
+    suspects = [True]
+    cluster._scaler = AutoScaler(cluster.machine, cluster._submit, lambda: bool(suspects))
+    cluster.run(200.0)
+    assert cluster.machine.autoscaling.latest is not None
+    assert not told(cluster, events.PlanMade)
+    samples = [e for _, e in cluster.journal if isinstance(e, inputs.SpeedMeasured)]
+    assert samples
+    assert all(sample.held_up for sample in samples)
+    suspects.clear()
+    cluster.run(60.0)
+    assert told(cluster, events.PlanMade)
 
 
 def test_nodes_that_never_come_are_called_off_and_not_asked_for_again():

@@ -15,7 +15,6 @@ from dlrover.brain.shapes import (
     counts_near,
     predict,
     resized,
-    ring_shape,
     server_shape,
     terms_of,
     use_of,
@@ -23,6 +22,7 @@ from dlrover.brain.shapes import (
 from dlrover.brain.single import first_plan
 from dlrover.planning.allreduce import RingModel
 from dlrover.planning.cluster import Demand, Share, Size, allocate
+from dlrover.planning.measured import ring_shape
 from dlrover.planning.parameter_server import ServerModel
 from dlrover.planning.search import pareto
 from dlrover.planning.warmstart import LEAST_SIMILARITY, expected_remaining, similarity

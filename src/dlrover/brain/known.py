@@ -12,7 +12,7 @@ from sqlalchemy.engine import Connection
 
 from dlrover.brain import tables
 from dlrover.errors import ConfigurationError
-from dlrover.planning.warmstart import PastJob
+from dlrover.planning.warmstart import LEAST_SIMILARITY, SIMILAR, PastJob, similarity
 from dlrover.spec import brain
 from dlrover.spec.plan import Group, Plan, PlanOutcome
 
@@ -156,6 +156,34 @@ def _past(row: Any, most: dict[tuple[str, str], int]) -> PastJob:
         for kind, group in shape.groups.items()
     }
     return PastJob(description.name, description.features, groups)
+
+
+def similar(connection: Connection, job: str) -> brain.Similar:
+    """What the past job has measured that is most like a job; of the nearest ones the first with several sizes.
+
+    Raises:
+        ConfigurationError: the job is not known.
+    """
+    asking = one_job(connection, job).description
+    jobs = tables.jobs
+    query = sa.select(jobs.c.id, jobs.c.description).where(jobs.c.state == "succeeded")
+    near = []
+    for row in connection.execute(query.order_by(jobs.c.ended.desc()).limit(PAST)):
+        past = msgspec.json.decode(row.description, type=brain.Description)
+        alike = similarity(asking.features, past.features)
+        if past.strategy == asking.strategy and alike >= LEAST_SIMILARITY:
+            near.append((alike, row.id, past.name))
+    near = sorted(near, key=lambda one: -one[0])[:SIMILAR]
+    samples = _samples(connection, [name for _, name, _ in near]) if near else {}
+    found = [
+        brain.Similar(name=name, similarity=alike, samples=tuple(s for _, s in samples[id_]))
+        for alike, id_, name in near
+        if id_ in samples
+    ]
+    several = [
+        one for one in found if len({s.shape.groups["worker"].count for s in one.samples}) > 1
+    ]
+    return next(iter([*several, *found]), brain.Similar())
 
 
 def the_cluster(connection: Connection) -> brain.Cluster:

@@ -18,9 +18,10 @@ from dlrover.brain import known, reports, retention
 from dlrover.brain.batch import Batch
 from dlrover.brain.database import reason
 from dlrover.brain.optimizers import Optimizer, Optimizers
-from dlrover.brain.shapes import Models, predict, resized, ring_shape, server_shape, terms_of
+from dlrover.brain.shapes import Models, predict, resized, server_shape, terms_of
 from dlrover.brain.writer import Writer
 from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
+from dlrover.planning.measured import ring_shape
 from dlrover.rpc.server import Server
 from dlrover.spec import brain
 from dlrover.spec.plan import Plan
@@ -83,6 +84,7 @@ class Brain:
         server.unary("Report", brain.Report, self.report)
         server.unary("Plan", brain.AskPlan, self.plan)
         server.unary("Effect", brain.AskEffect, self.effect)
+        server.unary("Similar", brain.AskSimilar, self.similar)
         server.unary("Jobs", brain.AskJobs, self.jobs)
         server.unary("Explain", brain.Explain, self.explain)
         server.unary("Cluster", brain.AskCluster, self.cluster)
@@ -132,6 +134,10 @@ class Brain:
                 f"No throughput of job {asked.job} has been reported yet: nothing can be predicted."
             )
         return await self._plan_thread(functools.partial(_expected, self._models, job, asked))
+
+    async def similar(self, asked: brain.AskSimilar) -> brain.Similar:
+        """What the past job that is most like a job has measured."""
+        return await self._read(lambda c: known.similar(c, asked.job))
 
     async def jobs(self, asked: brain.AskJobs) -> brain.Jobs:
         """The jobs, the latest first."""

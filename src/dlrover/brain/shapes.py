@@ -7,23 +7,16 @@ import math
 import msgspec
 
 from dlrover.brain.known import Job
-from dlrover.planning.allreduce import RingModel, RingSample, RingShape, fit_ring
+from dlrover.planning.allreduce import RingModel, fit_ring
+from dlrover.planning.measured import latest_of_each, ring_sample, ring_shape
 from dlrover.planning.parameter_server import ServerModel, ServerSample, ServerShape, fit_servers
 from dlrover.planning.plans import Terms
 from dlrover.planning.throughput import Prediction
 from dlrover.spec import brain
 from dlrover.spec.plan import Group
 
-EACH = 3
-"""Samples of one size that a model is fitted to: the latest, because throughputs drift."""
 KEPT = 20_000
 """Models that are kept until their jobs have new samples."""
-
-
-def ring_shape(shape: brain.Shape) -> RingShape:
-    """The size of an all-reduce job."""
-    nodes = shape.groups["worker"].count
-    return RingShape(nodes, nodes * shape.per_node, shape.batch, shape.passes)
 
 
 def server_shape(shape: brain.Shape) -> ServerShape:
@@ -45,7 +38,7 @@ class Models:
         version, model = self._kept.get(job.id, (0, None))
         if model is not None and version == job.version:
             return model
-        samples = _latest_of_each(job.samples)
+        samples = latest_of_each(job.samples)
         if not samples:
             return None
         if job.description.strategy == "ps":
@@ -53,7 +46,7 @@ class Models:
                 [ServerSample(server_shape(s.shape), s.throughput) for s in samples]
             )
         else:
-            model = fit_ring([_ring_sample(sample) for sample in samples])
+            model = fit_ring([ring_sample(sample) for sample in samples])
         if len(self._kept) >= KEPT:
             self._kept.clear()
         self._kept[job.id] = (job.version, model)
@@ -114,23 +107,3 @@ def use_of(groups: dict[str, Group]) -> dict[str, float]:
         "memory": float(sum(g.count * g.memory for g in groups.values())),
     }
     return {name: amount for name, amount in use.items() if amount > 0}
-
-
-def _latest_of_each(samples: tuple[brain.Sample, ...]) -> list[brain.Sample]:
-    by_shape: dict[bytes, list[brain.Sample]] = {}
-    for sample in samples:
-        by_shape.setdefault(msgspec.msgpack.encode(sample.shape), []).append(sample)
-    return [sample for of_shape in by_shape.values() for sample in of_shape[-EACH:]]
-
-
-def _ring_sample(sample: brain.Sample) -> RingSample:
-    """The step of one pass, which is what the model is fitted to."""
-    shape = ring_shape(sample.shape)
-    step = shape.replicas * shape.batch * shape.passes / sample.throughput
-    compute = sample.compute_seconds
-    if shape.passes == 1:
-        return RingSample(shape, step, compute)
-    if compute is not None and step > (shape.passes - 1) * compute:
-        return RingSample(shape, step - (shape.passes - 1) * compute, compute)
-    # Nobody measured a pass: as one pass with all the samples, which computes about as long.
-    return RingSample(RingShape(shape.nodes, shape.replicas, shape.batch * shape.passes), step)

@@ -11,12 +11,12 @@ from dlrover.brain.shapes import (
     Models,
     allowed,
     counts_near,
-    ring_shape,
     server_shape,
     terms_of,
     use_of,
 )
 from dlrover.planning.allreduce import RingModel
+from dlrover.planning.measured import ring_shape
 from dlrover.planning.parameter_server import ServerModel
 from dlrover.planning.plans import (
     RingSpace,

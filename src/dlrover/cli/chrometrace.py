@@ -13,7 +13,7 @@ _JOB = 0
 
 
 def render(found: Report) -> str:
-    """The trace as JSON: one track for each node, incidents as instant events on all of them."""
+    """The trace as JSON: one track for each node, incidents and plans as instant events on all of them."""
     start = round(found.submitted_at * MICRO)
     events: list[dict[str, Any]] = [_name("process_name", found.job, 0)]
     for node in found.timeline.nodes:
@@ -48,8 +48,43 @@ def render(found: Report) -> str:
         }
         for incident in found.goodput.incidents
     ]
+    events += _sizes(found, start)
     other = {"job": found.job, "submitted_at": found.submitted_at}
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other})
+
+
+def _sizes(found: Report, start: int) -> list[dict[str, Any]]:
+    """The number of nodes as a counter, and the plans as instant events."""
+    counted = [
+        {
+            "ph": "C",
+            "pid": _JOB,
+            "ts": round(at * MICRO) - start,
+            "name": "nodes",
+            "args": {"nodes": nodes},
+        }
+        for at, nodes in found.sizes
+    ]
+    planned = [
+        {
+            "ph": "i",
+            "s": "g",
+            "pid": _JOB,
+            "tid": 0,
+            "ts": round(plan.time * MICRO) - start,
+            "name": f"plan {plan.number}: {plan.before} -> {plan.nodes} nodes",
+            "cat": "plan",
+            "args": {
+                "why": f"{plan.kind.value}: {plan.reason}",
+                "predicted": plan.predicted.throughput if plan.predicted else None,
+                "measured": plan.measured,
+                "unit": plan.unit,
+                "outcome": plan.outcome,
+            },
+        }
+        for plan in found.plans
+    ]
+    return counted + planned
 
 
 def _name(kind: str, name: str, thread: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dlrover.cli.jobs import connect
+from dlrover.cli.plans import PlanRecord, records
 from dlrover.cli.timeline import Timeline
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.master.app import load_config
@@ -21,6 +22,7 @@ from dlrover.master.journal import open_journal
 from dlrover.master.machine import inputs
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.ledger import Ledger
+from dlrover.spec import events
 from dlrover.spec.goodput import CAUSES, Cause, Goodput, IncidentCost
 from dlrover.spec.jobdir import JobDir
 
@@ -40,6 +42,10 @@ class Report:
     goodput: Goodput
     timeline: Timeline
     hostnames: dict[int, str]
+    plans: tuple[PlanRecord, ...] = ()
+    """What the auto-scaler has done."""
+    sizes: tuple[tuple[float, int], ...] = ()
+    """When each world was formed, and of how many nodes."""
 
     def content(self) -> dict[str, Any]:
         """What the report is as JSON."""
@@ -61,11 +67,13 @@ def report(job_dir: JobDir) -> Report:
     machine, timeline = JobMachine(), Timeline()
     ledger = Ledger(timeline)
     last = 0.0
+    told: list[tuple[float, events.EventBody]] = []
     url = load_config(job_dir).journal if job_dir.job.exists() else "file:"
     with contextlib.closing(open_journal(url, job_dir.journal, read_only=True)) as journal:
         for last, entry in journal.entries():
             if isinstance(entry, inputs.Input):
-                machine.handle(entry, last)
+                commands = machine.handle(entry, last)
+                told += [(last, c.body) for c in commands if isinstance(c, inputs.Emit)]
                 ledger.handle(entry, last, machine)
     until = last if machine.outcome is not None else max(last, _now(job_dir, machine))
     goodput = ledger.goodput(until)
@@ -78,6 +86,8 @@ def report(job_dir: JobDir) -> Report:
         goodput=goodput,
         timeline=timeline,
         hostnames={node.id: node.hostname for node in machine.nodes.values()},
+        plans=records(told),
+        sizes=tuple((at, b.nodes) for at, b in told if isinstance(b, events.RoundCompleted)),
     )
 
 

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from html import escape
 
+from dlrover.cli import pagesize
 from dlrover.cli.goodput import Amounts, Report, notes, percent, spent, steps_lost, summary
 from dlrover.cli.report import duration
 from dlrover.master.machine.roundtime import MICRO
@@ -47,9 +48,9 @@ COLOURS = {
 }
 
 _STYLE = """
-:root{--back:#fff;--text:#1c2024;--soft:#60666d;--line:#dfe3e8;--mark:#b3261e}
+:root{--back:#fff;--text:#1c2024;--soft:#60666d;--line:#dfe3e8;--mark:#b3261e;--plan:#4a7fc9}
 @media (prefers-color-scheme:dark){:root{--back:#15181c;--text:#e6e8eb;--soft:#9aa2ab;--line:#30363d;
---mark:#ff8a80}}
+--mark:#ff8a80;--plan:#8ab4f8}}
 body{background:var(--back);color:var(--text);font:15px/1.5 system-ui,sans-serif;max-width:75rem;
 margin:2rem auto;padding:0 1rem}
 h1{font-size:1.5rem;margin:0}h2{font-size:1.1rem;margin:2rem 0 .5rem}p{margin:.3rem 0}
@@ -59,7 +60,9 @@ h1{font-size:1.5rem;margin:0}h2{font-size:1.1rem;margin:2rem 0 .5rem}p{margin:.3
 svg text{fill:var(--soft);font-size:11px}svg .axis{stroke:var(--line)}
 svg .row path{fill:none;stroke-width:16}svg .row:hover{opacity:.8}
 svg .incident line{stroke:var(--mark);stroke-dasharray:3 3;opacity:.7}
-svg .incident path{fill:var(--mark)}svg .incident:hover line{opacity:1;stroke-dasharray:none}
+svg .incident path{fill:var(--mark)}svg .size{fill:none;stroke:var(--text);stroke-width:2}
+svg .plan line{stroke:var(--plan);stroke-dasharray:3 3;opacity:.7}svg .plan path{fill:var(--plan)}
+svg .incident:hover line{opacity:1;stroke-dasharray:none}
 table{border-collapse:collapse}td,th{padding:.2rem .9rem .2rem 0;text-align:left;vertical-align:top}
 th{color:var(--soft);font-weight:500;border-bottom:1px solid var(--line)}
 .number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
@@ -82,6 +85,7 @@ def render(found: Report) -> str:
         _causes(found, amount),
         "<h2>Timeline</h2>",
         _timeline(found),
+        *_size(found),
         "<h2>Incidents</h2>",
         _incidents(found, amount),
         *(f"<p class=soft>{escape(note)}</p>" for note in notes(goodput, amount)),
@@ -164,8 +168,7 @@ class _Axis:
 
 def _timeline(found: Report) -> str:
     shown = _shown(found)
-    last = max((s.until for n in shown for s in found.timeline.spans(n)[-1:]), default=0) / MICRO
-    axis = _Axis(found.submitted_at, max(last - found.submitted_at, found.goodput.job_seconds))
+    axis = _axis(found)
     height = _TOP + len(shown) * (_ROW + _GAP) + _GAP
     ticks = "".join(
         f'<line class=axis x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 8}" y2="{height}"/>'
@@ -183,6 +186,20 @@ def _timeline(found: Report) -> str:
         f'<div class=scroll><svg viewBox="0 0 {_LEFT + _WIDTH + 30} {height}" role=img '
         f'aria-label="What each node did when">{ticks}{rows}{marks}</svg></div>{note}'
     )
+
+
+def _size(found: Report) -> list[str]:
+    """The number of nodes over time, of a job in which it changed or was to change."""
+    if not found.plans and len({nodes for _, nodes in found.sizes}) < 2:
+        return []
+    drawn = pagesize.drawing(found.sizes, found.plans, _axis(found), (_LEFT, _LEFT + _WIDTH))
+    return ["<h2>Nodes</h2>", drawn, *([pagesize.table(found.plans)] if found.plans else [])]
+
+
+def _axis(found: Report) -> _Axis:
+    spans = [found.timeline.spans(node)[-1:] for node in _shown(found)]
+    last = max((span.until for few in spans for span in few), default=0) / MICRO
+    return _Axis(found.submitted_at, max(last - found.submitted_at, found.goodput.job_seconds))
 
 
 def _shown(found: Report) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from dlrover.errors import ConfigurationError
@@ -65,7 +67,6 @@ def plans(job_dir: JobDir) -> Plans:
         raise ConfigurationError(
             f"--job-dir {job_dir.path} does not tell of plans: {error}."
         ) from error
-    found: dict[int, PlanRecord] = {}
     settled, ended = None, ""
     for event in told:
         body = event.body
@@ -75,9 +76,6 @@ def plans(job_dir: JobDir) -> Plans:
             ended = body.reason
         elif isinstance(body, events.PlanMade):
             settled = None
-            found[body.number] = _made(body, event.time)
-        elif isinstance(body, events.PlanMeasured | events.PlanDropped) and body.number in found:
-            found[body.number] = _known(found[body.number], body)
     return Plans(
         job_dir=str(job_dir.path),
         auto_scale=job.auto_scale,
@@ -85,8 +83,19 @@ def plans(job_dir: JobDir) -> Plans:
         max_nodes=job.max_nodes,
         settled=settled,
         ended=ended,
-        plans=tuple(found.values()),
+        plans=records((event.time, event.body) for event in told),
     )
+
+
+def records(told: Iterable[tuple[float, events.EventBody]]) -> tuple[PlanRecord, ...]:
+    """The plans among a job's events, which come with their times."""
+    found: dict[int, PlanRecord] = {}
+    for at, body in told:
+        if isinstance(body, events.PlanMade):
+            found[body.number] = _made(body, at)
+        elif isinstance(body, events.PlanMeasured | events.PlanDropped) and body.number in found:
+            found[body.number] = _known(found[body.number], body)
+    return tuple(found.values())
 
 
 def render(report: Plans) -> str:
@@ -98,7 +107,7 @@ def _lines(plan: PlanRecord) -> list[str]:
     lines = ["", f"plan {plan.number}, {plan.kind.value}: {plan.reason}"]
     known = []
     if plan.predicted is not None:
-        known.append(f"predicted {_interval(plan.predicted)} {plan.unit}")
+        known.append(f"predicted {interval(plan.predicted)} {plan.unit}")
     if plan.measured is not None and plan.error is not None:
         known.append(f"measured {plan.measured:.3g} ({plan.error:+.0%})")
     return [*lines, "  " + ", ".join([*known, plan.outcome])]
@@ -119,7 +128,8 @@ def _headline(report: Plans) -> str:
     )
 
 
-def _interval(effect: Effect) -> str:
+def interval(effect: Effect) -> str:
+    """A predicted throughput: ``20 (10 to 40)``."""
     return f"{effect.throughput:.3g} ({effect.low:.3g} to {effect.high:.3g})"
 
 

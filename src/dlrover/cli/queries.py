@@ -79,6 +79,8 @@ def render_status(report: Report, console: Console) -> None:
         f"{status.seconds:.0f} s",
         highlight=False,
     )
+    if status.size:
+        console.print(status.size, highlight=False, soft_wrap=True)
     for sentence in status.slow:
         console.print(sentence, highlight=False)
     roles = any(node.role for node in status.nodes)

@@ -4,11 +4,15 @@ The samples of a global batch have the positions 0, 1, ... Rank r of W takes the
 in *micro-batches*, one for each pass through the model. All ranks make equally many passes, since a model
 may wait for the other ranks in each of them. So a rank whose share is smaller than the number of passes
 computes a sample once more, with the weight 0.
+
+Where shares follow the ranks' speed (`shares`), rank r takes as many positions as its share says, after those
+of the ranks before it, and makes as many passes as that needs.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from dlrover.errors import ConfigurationError
@@ -46,10 +50,30 @@ def passes(size: int, replicas: int, micro_batch_size: int | None) -> int:
     return 1 if micro_batch_size is None else -(-largest // micro_batch_size)
 
 
-def deal(size: int, replicas: int, rank: int, micro_batch_size: int | None) -> list[MicroBatch]:
-    """The micro-batches of one rank, of at most ``micro_batch_size`` samples and of nearly equal size."""
-    share = range(rank, size, replicas)
-    count = passes(size, replicas, micro_batch_size)
+def equal_shares(size: int, replicas: int) -> tuple[int, ...]:
+    """Samples of each rank where all take as many as the others, or one less."""
+    return tuple(len(range(rank, size, replicas)) for rank in range(replicas))
+
+
+def deal(
+    size: int,
+    replicas: int,
+    rank: int,
+    micro_batch_size: int | None,
+    shares: Sequence[int] | None = None,
+) -> list[MicroBatch]:
+    """The micro-batches of one rank, of at most ``micro_batch_size`` samples and of nearly equal size.
+
+    ``shares`` are the samples of each rank of a whole global batch, where they are not equal. Ranks then make
+    as many passes as they need.
+    """
+    if shares is None:
+        share = range(rank, size, replicas)
+        count = passes(size, replicas, micro_batch_size)
+    else:
+        ends = [size * sum(shares[:many]) // sum(shares) for many in (rank, rank + 1)]
+        share = range(*ends)
+        count = passes(max(1, len(share)), 1, micro_batch_size)
     micro_batches = []
     for number in range(count):
         positions = share[len(share) * number // count : len(share) * (number + 1) // count]

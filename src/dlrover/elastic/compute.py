@@ -16,9 +16,9 @@ from __future__ import annotations
 import collections
 import sys
 import time
-from typing import Any
+from typing import Any, Protocol
 
-from dlrover.elastic.tracker import Tracker, guarded
+from dlrover.elastic.tracker import guarded
 
 OUTLIER = 3
 """A step counts as so many times the usual one at most: it may wait for another rank's evaluation."""
@@ -32,10 +32,23 @@ PENDING_EVENTS = 64
 """Steps of a device that may run behind; what is beyond is not counted."""
 
 
+class Listener(Protocol):
+    """Who is told of the time, as `Tracker` is."""
+
+    @property
+    def apart(self) -> int:
+        """Nanoseconds so far that belong to no step."""
+        ...
+
+    def computed(self, nanoseconds: int) -> None:
+        """All steps so far took so long."""
+        ...
+
+
 class ComputeTime:
     """Measures the steps of one optimizer. `step` is to be called at the end of each."""
 
-    def __init__(self, tracker: Tracker) -> None:
+    def __init__(self, tracker: Listener) -> None:
         self._tracker = tracker
         self._total = 0
         self._usual = 0

@@ -180,6 +180,8 @@ class MicroBatches(Sampler):  # type: ignore[misc]
         """Epoch and position up to which a loader has asked for batches."""
         self._changes: list[tuple[tuple[int, int], int]] = []
         """From which epoch and position on the micro-batches have another size."""
+        self._shares: list[tuple[tuple[int, int], tuple[int, ...]]] = []
+        """From which epoch and position on the ranks take other shares of a global batch."""
         self.on_begin: Callable[[], None] = _nothing
         """Called when a loader begins to ask for batches."""
         self._handed_out = self._taken = 0
@@ -199,14 +201,22 @@ class MicroBatches(Sampler):  # type: ignore[misc]
     def deal(self, size: int, position: int = 0) -> list[batch.MicroBatch]:
         """This rank's part of the global batch that begins at ``position``."""
         sampler, most = self.sampler, self.micro_batch_size
+        shares: tuple[int, ...] | None = None
         for since, changed in self._changes:
             if since <= (sampler.epoch, position):
                 most = changed
-        return batch.deal(size, sampler.num_replicas, sampler.rank, most)
+        for since, shared in self._shares:
+            if since <= (sampler.epoch, position):
+                shares = shared
+        return batch.deal(size, sampler.num_replicas, sampler.rank, most, shares)
 
     def resize(self, micro_batch_size: int, since: tuple[int, int]) -> None:
         """Other micro-batches from an epoch and position on; the same on all ranks."""
         self._changes.append((since, micro_batch_size))
+
+    def share(self, shares: tuple[int, ...], since: tuple[int, int]) -> None:
+        """Samples of each rank from an epoch and position on; the same on all ranks."""
+        self._shares.append((since, shares))
 
     def hand_out(self, order: torch.Tensor, positions: range) -> list[int]:
         """The indices at some positions of an order."""

@@ -153,6 +153,11 @@ def keeps_batch(samples: int) -> None:
         _trackers[0].keeps_batch(samples)
 
 
+def apart() -> int:
+    """Nanoseconds that this process has spent neither on steps nor on their data; 0 outside of a job."""
+    return _trackers[0].apart if _trackers else 0
+
+
 def steps_left(steps: int) -> None:
     """Tell how many optimizer steps the training has left, so that the job can say how long it will take.
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dlrover.elastic import batch, defaults, tracker
+from dlrover.elastic.balancing import Balancer
 from dlrover.elastic.memory import MicroBatchTuner
 from dlrover.elastic.sampler import ElasticDistributedSampler, MicroBatches
 from dlrover.errors import ConfigurationError
@@ -44,6 +45,8 @@ class ElasticTrainer:
         reference_batch_size: the global batch that the learning rates were chosen for.
         auto_tuning: whether the micro-batches grow until the memory of the device is used (`MicroBatchTuner`);
             by default as ``dlrover-run`` was told. The global batch stays what it is.
+        balance: whether a rank that computes more slowly than the others gets a smaller share of the global
+            batch (`Balancer`). Only for ``DistributedDataParallel``.
 
     Raises:
         ConfigurationError: an argument is wrong, or does not fit the others.
@@ -61,6 +64,7 @@ class ElasticTrainer:
         learning_rate_rule: str = "none",
         reference_batch_size: int | None = None,
         auto_tuning: bool | None = None,
+        balance: bool = False,
     ) -> None:
         self._model, self._optimizer, self._scaler = model, optimizer, scaler
         self._group = getattr(model, "process_group", None)
@@ -91,6 +95,10 @@ class ElasticTrainer:
         if defaults.auto_tuning if auto_tuning is None else auto_tuning:
             largest = -(-global_batch_size // self._replicas)
             self._tuner = MicroBatchTuner(micro_batch_size or largest, largest, self._group)
+        self._shares: tuple[int, ...] | None = None
+        self._balancer: Balancer | None = None
+        if balance and joined and self._replicas > 1:
+            self._balancer = Balancer(model, optimizer, self._group, global_batch_size)
 
     # ---- data
 
@@ -129,7 +137,8 @@ class ElasticTrainer:
                 f"The global batch has {size} samples; it must have from 1 to global_batch_size, {most}."
             )
         self._refuse_part()
-        self._start(size, batch.deal(size, self._replicas, self._rank, micro_batch_size))
+        dealt = batch.deal(size, self._replicas, self._rank, micro_batch_size, self._shares)
+        self._start(size, dealt)
         return [samples[p.start : p.stop : p.step] for p, _ in self._micro_batches]  # type: ignore[misc]
 
     # ---- training
@@ -185,6 +194,7 @@ class ElasticTrainer:
         if self._batches is not None:
             self._batches.sampler.record(size)
         self._tune()
+        self._balance()
         if self._batches is not None:
             self._prepare()
         return True
@@ -209,17 +219,31 @@ class ElasticTrainer:
         """After a step: perhaps another size of micro-batches, from where no rank has asked for any."""
         if self._tuner is None:
             return
-        batches = self._batches
-        taken_to = handed_out_to = 0, 0
-        if batches is not None:
-            taken_to = batches.sampler.epoch, batches.sampler.consumed
-            handed_out_to = max(taken_to, batches.handed_out_to)
-        change = self._tuner.step(taken_to, handed_out_to)
+        change = self._tuner.step(*self._positions())
         if change is None:
             return
-        if batches is not None:
-            batches.resize(*change)
+        if self._batches is not None:
+            self._batches.resize(*change)
         self._sizes = self._sizes[0], change[0]
+
+    def _balance(self) -> None:
+        """After a step: perhaps other shares, from where no rank has asked for any."""
+        if self._balancer is None:
+            return
+        change = self._balancer.step(*self._positions())
+        if change is None:
+            return
+        if self._batches is not None:
+            self._batches.share(*change)
+        self._shares = change[0]
+
+    def _positions(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Epoch and position up to which all ranks have trained, and this rank's loader has asked."""
+        batches = self._batches
+        if batches is None:
+            return (0, 0), (0, 0)
+        taken_to = batches.sampler.epoch, batches.sampler.consumed
+        return taken_to, max(taken_to, batches.handed_out_to)
 
     def _begin(self) -> None:
         """A pass over the data begins."""

@@ -25,11 +25,18 @@ class AutoScaler:
     Args:
         machine: the job; it is only looked at.
         submit: journals and handles an input of the machine.
+        suspects: whether a rank may be slow. The size of the job is then not what its speed comes from.
     """
 
-    def __init__(self, machine: JobMachine, submit: Callable[[inputs.Input], None]) -> None:
+    def __init__(
+        self,
+        machine: JobMachine,
+        submit: Callable[[inputs.Input], None],
+        suspects: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._machine = machine
         self._submit = submit
+        self._suspects = suspects
         self._meter = Meter()
         self._memory = MemoryWatch()
         self.usage: dict[int, NodeUsage] = {}
@@ -89,7 +96,8 @@ class AutoScaler:
                 return decision
         from dlrover.master.planner import decide  # noqa: PLC0415 - an extra
 
-        return await asyncio.to_thread(decide, asked)
+        similar = await self.brain.similar() if self.brain is not None else None
+        return await asyncio.to_thread(decide, asked, similar)
 
     def measure(self, now: float) -> None:
         """Submit the sample of a window that has passed."""
@@ -99,10 +107,14 @@ class AutoScaler:
             return
         sample = self._meter.take(rdzv.size.workers, machine.workers, now)
         if sample is not None:
-            self._submit(inputs.SpeedMeasured(self._round, sample, self._meter.profile))
-            if self.brain is not None:
+            held_up = self._suspects()
+            profile = self._meter.profile
+            self._submit(inputs.SpeedMeasured(self._round, sample, profile, held_up))
+            if self.brain is not None and not held_up:
                 self.brain.measured(sample, self._meter.profile, self.usage)
 
     def question(self, now: float) -> Question | None:
         """What the planner is to be asked; None while the job may not be changed."""
-        return self._machine.autoscaling.question() if self._machine.may_scale(now) else None
+        if self._suspects() or not self._machine.may_scale(now):
+            return None
+        return self._machine.autoscaling.question()

@@ -59,6 +59,7 @@ class JobBrain:
         self._side = side
         self._job = job
         self._profile = ModelProfile()
+        self._similar: brain.Similar | None = None
         self._first = ""  # the name of the first plan, until its effect was measured
         self._client = BrainClient(side.address, token, wire.Tls(ca=tls.ca))
         self._link = BrainLink(self._client, self.id, self._description())
@@ -180,6 +181,12 @@ class JobBrain:
         kind = ScaleKind.GROW if nodes > current else ScaleKind.SHRINK
         own = Plan(groups={KIND: Group(count=nodes)}, reason=plan.reason, effect=plan.effect)
         return True, ScaleDecision(kind=kind, nodes=nodes, plan=own, plan_id=advice.plan_id)
+
+    async def similar(self) -> brain.Similar | None:
+        """What the most similar past job has measured, once the Brain has said it; None until then."""
+        if self._similar is None:
+            self._similar = await self._link.similar()
+        return self._similar
 
     async def close(self) -> None:
         """The master leaves: the last reports go, unless the Brain is away."""

@@ -214,6 +214,10 @@ class HangWatch:
                 found[node_id] = f"{doing} {longest.since:.0f} s"
         return found
 
+    def suspects(self) -> bool:
+        """Whether a rank was slow in the last window, but not yet in enough of them to be named."""
+        return bool(self._speed.counts)
+
     def slow(self) -> tuple[str, ...]:
         """A sentence for each slow rank."""
         return tuple(found.sentence() for found in self._speed.named.values())

@@ -6,12 +6,14 @@ Needs numpy and scipy (extra ``planning``).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dlrover.master.machine.autoscale import GROUP, Question
-from dlrover.planning.allreduce import RingModel, RingSample, RingShape, fit_ring
+from dlrover.master.precedent import Precedent, precedent_of, resized, shape_of
+from dlrover.planning.allreduce import RingModel, RingSample, fit_ring
 from dlrover.planning.plans import RingSpace, Terms, plan_ring, sample_ring
 from dlrover.planning.search import Choice, Prices, worth
+from dlrover.spec import brain
 from dlrover.spec.plan import Effect, Group, Plan
 from dlrover.spec.speed import ScaleDecision, ScaleKind, SpeedSample
 
@@ -19,41 +21,48 @@ PRICES = Prices(cpu=0.0, memory=0.0, accelerator=1.0)
 """All nodes of a job are alike: its cost is the number of its workers."""
 
 
-def decide(asked: Question, prior: RingModel | None = None) -> ScaleDecision | None:
+def decide(asked: Question, similar: brain.Similar | None = None) -> ScaleDecision | None:
     """The next size; None if none is worth a change.
 
     What was measured comes before what is predicted: a measured size that is better is taken, one that is not
-    is not tried again. ``prior`` is the model of a similar job.
+    is not tried again. What the job has not measured itself is taken from a ``similar`` one.
     """
     choice = Choice(weight=asked.cost)
     current = asked.current
+    past = precedent_of(similar, asked.samples, asked.sizes)
     known = _means(asked.samples)
-    better = _best_known(known, current, choice, asked.sizes)
+    better = _best_known(known, past, current, choice, asked.sizes)
     if better is not None:
         return better
-    model = fit_ring([_ring(sample) for sample in asked.samples], prior=prior)
+    if past is not None:
+        known = {**past.throughput, **known}
     open_sizes = [nodes for nodes in asked.sizes if nodes not in known]
     if not open_sizes:
         return None
+    model = fit_ring(
+        [*(past.samples if past is not None else ()), *(_ring(sample) for sample in asked.samples)]
+    )
     space = RingSpace(
         nodes=open_sizes,
         per_node=current.replicas // current.nodes,
         total_batch=current.total_batch,
     )
     terms = Terms(prices=PRICES, choice=choice, region=asked.region)
-    here = _ring(current).shape
+    here = shape_of(current)
     plan = plan_ring(model, space, here, terms)
     if plan is not None:
         nodes = plan.groups[GROUP].count
         kind = ScaleKind.GROW if nodes > current.nodes else ScaleKind.SHRINK
-        return ScaleDecision(kind=kind, nodes=nodes, plan=_told(plan, current))
+        return ScaleDecision(kind=kind, nodes=nodes, plan=_told(plan, current, past))
     if not asked.explore:
         return None
     trial = sample_ring(model, space, here, terms)
     if trial is None or not _may_pay(trial, current, choice):
         return _between(known, open_sizes, model, current, choice)
     return ScaleDecision(
-        kind=ScaleKind.MEASURE, nodes=trial.groups[GROUP].count, plan=_told(trial, current)
+        kind=ScaleKind.MEASURE,
+        nodes=trial.groups[GROUP].count,
+        plan=_told(trial, current, past),
     )
 
 
@@ -66,25 +75,31 @@ def _means(samples: Sequence[SpeedSample]) -> dict[int, float]:
 
 
 def _best_known(
-    known: dict[int, float], current: SpeedSample, choice: Choice, sizes: Sequence[int]
+    known: Mapping[int, float],
+    past: Precedent | None,
+    current: SpeedSample,
+    choice: Choice,
+    sizes: Sequence[int],
 ) -> ScaleDecision | None:
-    """A measured size that is better than the present one."""
-    allowed = [nodes for nodes in known if nodes in sizes]
+    """A size that is better than the present one, and was measured: here, or by a similar job."""
+    seen = {**past.throughput, **known} if past is not None else known
+    allowed = [nodes for nodes in seen if nodes in sizes]
     if not allowed:
         return None
-    best = max(allowed, key=lambda nodes: worth(known[nodes], nodes, choice))
+    best = max(allowed, key=lambda nodes: worth(seen[nodes], nodes, choice))
     here = known[current.nodes]
-    if worth(known[best], best, choice) <= (1 + choice.gain) * worth(here, current.nodes, choice):
+    if worth(seen[best], best, choice) <= (1 + choice.gain) * worth(here, current.nodes, choice):
         return None
-    faster, dearer = known[best] / here - 1, best / current.nodes - 1
+    faster, dearer = seen[best] / here - 1, best / current.nodes - 1
+    by = "" if best in known or past is None else f" by the similar job {past.name}"
     reason = (
         f"{current.nodes} -> {best} nodes: {faster:+.0%} throughput for {dearer:+.0%} cost, "
-        "as it was measured before"
+        f"as it was measured before{by}"
     )
     effect = Effect(
-        throughput=known[best],
-        low=known[best] * 0.8,
-        high=known[best] * 1.2,
+        throughput=seen[best],
+        low=seen[best] * 0.8,
+        high=seen[best] * 1.2,
         before=here,
         cost=float(best * current.replicas // current.nodes),
     )
@@ -122,9 +137,7 @@ def _between(
     if not between:
         return None
     found = min(between, key=lambda n: abs(n - math.sqrt(nodes * larger)))
-    each = current.replicas // nodes
-    batch = max(1, round(current.total_batch / (found * each))) if current.total_batch else 1
-    after = model.predict(RingShape(found, found * each, batch))
+    after = model.predict(resized(current, found))
     reason = (
         f"{nodes} -> {found} nodes: to be measured, because {larger} nodes did not pay, "
         "and the best size may lie between"
@@ -132,20 +145,20 @@ def _between(
     plan = Plan(
         groups={GROUP: Group(count=found)},
         reason=reason,
-        effect=after.effect(before=known[nodes], cost=float(found * each)),
+        effect=after.effect(before=known[nodes], cost=float(found * current.replicas // nodes)),
     )
     return ScaleDecision(kind=ScaleKind.MEASURE, nodes=found, plan=plan)
 
 
 def _ring(sample: SpeedSample) -> RingSample:
-    batch = max(1, round(sample.total_batch / sample.replicas)) if sample.total_batch else 1
-    shape = RingShape(sample.nodes, sample.replicas, batch)
-    return RingSample(shape, sample.step_seconds, sample.compute_seconds)
+    return RingSample(shape_of(sample), sample.step_seconds, sample.compute_seconds)
 
 
-def _told(plan: Plan, current: SpeedSample) -> Plan:
+def _told(plan: Plan, current: SpeedSample, past: Precedent | None) -> Plan:
     """The plan in terms of nodes alone: how many workers each has stays as it is."""
     count = plan.groups[GROUP].count
     _, _, why = plan.reason.partition(": ")
     reason = f"{current.nodes} -> {count} nodes: {why}"
+    if past is not None:
+        reason += f", as the similar job {past.name} lets expect"
     return Plan(groups={GROUP: Group(count=count)}, reason=reason, effect=plan.effect)

@@ -23,6 +23,7 @@ from dlrover.master.machine import inputs
 from dlrover.master.machine.activities import Activities
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.ledger import Ledger
+from dlrover.master.machine.size import size_of
 from dlrover.master.machine.state import Node
 from dlrover.master.machine.store import KeyValueStore
 from dlrover.master.machine.waiting import waiting_for
@@ -90,7 +91,7 @@ class Master:
         self._dismissed: set[int] = set()
         self._activities = Activities()
         self.hangs = HangWatch(self.machine, self._say, self._submit_finding)
-        self.scaler = AutoScaler(self.machine, self._submit_finding)
+        self.scaler = AutoScaler(self.machine, self._submit_finding, self.hangs.suspects)
         self._progress_journalled = 0.0
         self._progress_timer: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -613,6 +614,7 @@ def status_of(
         ),
         outcome=outcome,
         seconds=outcome.seconds if outcome else now - machine.submitted_at,
+        size=size_of(machine),
     )
 
 

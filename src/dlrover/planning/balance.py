@@ -136,7 +136,7 @@ def split_batch(batch: int, seconds_per_sample: Mapping[str, float], least: int 
         shares,
         gain,
         f"{slowest} is the slowest and takes {shares[slowest]} of {batch} samples instead of "
-        f"{equal[slowest]}: steps get {gain:.0%} shorter",
+        f"{equal[slowest]}: steps get {gain:.0%} shorter than with equal shares",
     )
 
 

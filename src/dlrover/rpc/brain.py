@@ -7,7 +7,8 @@ import contextlib
 import logging
 import secrets
 from collections import deque
-from typing import ClassVar
+from collections.abc import Awaitable, Callable
+from typing import ClassVar, TypeVar
 
 from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
 from dlrover.rpc import wire
@@ -22,6 +23,9 @@ KEPT_REPORTS = 1000
 """Reports that are kept while the Brain is away; the oldest are dropped beyond them."""
 RETRY = 5.0
 """Seconds between two attempts to reach a Brain that is away."""
+
+
+Answer = TypeVar("Answer")
 
 
 def request_id() -> str:
@@ -59,6 +63,11 @@ class BrainClient(Connection):
         asked = brain.AskEffect(job=job, workers=workers, servers=servers)
         expected: brain.Expected = await self._call("Effect", asked, brain.Expected)
         return expected
+
+    async def similar(self, job: str) -> brain.Similar:
+        """What the past job that is most like a job has measured."""
+        found: brain.Similar = await self._call("Similar", brain.AskSimilar(job=job), brain.Similar)
+        return found
 
     async def jobs(self, limit: int = 100, *, running: bool = False) -> tuple[brain.JobRow, ...]:
         """The jobs that the Brain knows, the latest first."""
@@ -123,16 +132,23 @@ class BrainLink:
 
     async def plan(self, current: brain.Shape | None) -> brain.Advice | None:
         """What the job should have next, by all that was reported; None while the Brain is away."""
+        return await self._ask(lambda: self._client.plan(self._job, current))
+
+    async def similar(self) -> brain.Similar | None:
+        """What the most similar past job has measured; None while the Brain is away."""
+        return await self._ask(lambda: self._client.similar(self._job))
+
+    async def _ask(self, question: Callable[[], Awaitable[Answer]]) -> Answer | None:
         await self.flush(REQUEST_TIMEOUT)
         try:
-            advice = await self._client.plan(self._job, current)
+            answer = await question()
         except DLRoverError as error:
             self._note(str(error))
             if isinstance(error, ConfigurationError):
                 self._register()  # it has lost its database
             return None
         self._note("")
-        return advice
+        return answer
 
     async def run(self) -> None:
         """Send the reports, until cancelled."""

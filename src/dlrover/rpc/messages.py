@@ -161,6 +161,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     slow: tuple[str, ...] = ()
     """A sentence for each slow rank."""
+    size: str = ""
+    """How many nodes of how many, in words; empty where the number is fixed."""
     servers: int = 0
     """How many of the world's processes are servers."""
 

@@ -261,6 +261,23 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it is so near to what was measured that a plan may go there."""
 
 
+class AskSimilar(msgspec.Struct, frozen=True, kw_only=True):
+    """What has the past job measured that is most like this one?"""
+
+    job: Id
+
+
+class Similar(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to `AskSimilar`: a job that ended well."""
+
+    name: str = ""
+    """Empty: no job is similar enough."""
+    similarity: float = 0.0
+    """From 0 to 1."""
+    samples: tuple[Sample, ...] = ()
+    """The latest ones, the oldest first."""
+
+
 # ---- what the Brain shows
 
 

@@ -26,6 +26,7 @@ from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.ledger import Ledger
 from dlrover.master.machine.waiting import waiting_for
 from dlrover.rpc import messages
+from dlrover.spec.brain import Similar
 from dlrover.spec.check import CheckReport
 from dlrover.spec.events import Event
 from dlrover.spec.failure import FailureKind
@@ -94,6 +95,8 @@ class Cluster:
         """The nodes whose agents live, by the agents' unique ids, in order."""
         self.master_away = False
         self.program = Program(self.time, delays or Delays(), steps)
+        self.similar: Similar | None = None
+        """What the planner is told of a similar past job."""
         self._activities = Activities()
         self._scaler = AutoScaler(self.machine, self._submit)
         self._job = job
@@ -461,7 +464,7 @@ class Cluster:
             from dlrover.master.planner import decide  # noqa: PLC0415 - an extra
 
             round_ = self.machine.rendezvous.round
-            self._submit(inputs.ScalePlanned(round_, decide(asked)))
+            self._submit(inputs.ScalePlanned(round_, decide(asked, self.similar)))
 
     def _greet(self, link: Link, hello: messages.Hello) -> None:
         self._greeted[hello.uid] = link

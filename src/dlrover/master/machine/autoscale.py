@@ -153,13 +153,23 @@ class AutoScaling:
     # ---- inputs
 
     def measured(
-        self, round_: int, sample: SpeedSample, profile: ModelProfile, now: float
+        self,
+        round_: int,
+        sample: SpeedSample,
+        profile: ModelProfile,
+        now: float,
+        *,
+        held_up: bool = False,
     ) -> tuple[list[events.EventBody], ScaleDecision | None]:
-        """A window of the running world was measured; what to tell, and the size to go back to, if any."""
+        """A window of the running world was measured; what to tell, and the size to go back to, if any.
+
+        A world that may have been ``held_up`` by a slow rank says nothing new of a size that was measured.
+        """
         if not self.active:
             return [], None
         self.round, self.profile = round_, profile
-        self._note(sample)
+        if not (held_up and sample.nodes in self.samples):
+            self._note(sample)
         self.latest, self.size, self.unit = sample, sample.nodes, sample.unit
         change = self.change
         if change is None or sample.nodes != change.nodes:

@@ -153,6 +153,8 @@ class SpeedMeasured(msgspec.Struct, frozen=True, tag="speed_measured"):
     round: int
     sample: SpeedSample
     profile: ModelProfile = ModelProfile()
+    held_up: bool = False
+    """Whether a rank may have been slow in it."""
 
 
 class MemoryForecast(msgspec.Struct, frozen=True, tag="memory_forecast"):

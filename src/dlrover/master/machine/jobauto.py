@@ -52,9 +52,10 @@ class JobAuto(JobScale):
 
     def _speed_measured(self, event: inputs.SpeedMeasured, now: float) -> None:
         if event.round == self.rendezvous.round and not self.rendezvous.collecting:
-            self._rescale(
-                *self.autoscaling.measured(event.round, event.sample, event.profile, now), now
+            found = self.autoscaling.measured(
+                event.round, event.sample, event.profile, now, held_up=event.held_up
             )
+            self._rescale(*found, now)
 
     def _scale_planned(self, event: inputs.ScalePlanned, now: float) -> None:
         if self.may_scale(now) and event.round == self.rendezvous.round:

@@ -1,0 +1,87 @@
+"""What a similar job has measured, as far as a job may take it for its own. Needs numpy and scipy (extra ``planning``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean
+
+from dlrover.planning.allreduce import RingSample, RingShape, fit_ring
+from dlrover.planning.measured import latest_of_each, ring_sample
+from dlrover.spec import brain
+from dlrover.spec.speed import SpeedSample
+
+ALIKE = 1.25
+"""Factor within which a job's own steps lie of those of a similar job."""
+
+
+@dataclass(frozen=True)
+class Precedent:
+    """A similar job."""
+
+    name: str
+    samples: Sequence[RingSample]
+    """What it has measured, as fast as the job itself is."""
+    throughput: Mapping[int, float]
+    """Of the job's sizes that it has measured, by number of nodes."""
+
+
+def precedent_of(
+    similar: brain.Similar | None, own: Sequence[SpeedSample], sizes: Sequence[int]
+) -> Precedent | None:
+    """The precedent of a job with some samples; None without one, or where the samples contradict it."""
+    if similar is None or not similar.samples:
+        return None
+    found = [ring_sample(sample) for sample in latest_of_each(similar.samples)]
+    slower = [sample.step_seconds / seconds for sample, seconds in _expected(found, own)]
+    if not all(1 / ALIKE <= ratio <= ALIKE for ratio in slower):
+        return None
+    scaled = [_scaled(sample, mean(slower)) for sample in found]
+    shapes = {nodes: resized(own[-1], nodes) for nodes in sizes}
+    steps = {nodes: _measured(scaled, shape) for nodes, shape in shapes.items()}
+    throughput = {
+        nodes: shapes[nodes].replicas * shapes[nodes].batch / seconds
+        for nodes, seconds in steps.items()
+        if seconds
+    }
+    return Precedent(similar.name, scaled, throughput)
+
+
+def shape_of(sample: SpeedSample) -> RingShape:
+    """The size that was measured."""
+    return resized(sample, sample.nodes)
+
+
+def resized(sample: SpeedSample, nodes: int) -> RingShape:
+    """The size of a job with another number of the same nodes."""
+    replicas = sample.replicas // sample.nodes * nodes
+    batch = max(1, round(sample.total_batch / replicas)) if sample.total_batch else 1
+    return RingShape(nodes, replicas, batch)
+
+
+def _expected(
+    found: Sequence[RingSample], own: Sequence[SpeedSample]
+) -> list[tuple[SpeedSample, float]]:
+    """Each sample with the seconds of a similar job's step: measured, or by its model."""
+    model = fit_ring(found)
+    expected = []
+    for sample in own:
+        shape = shape_of(sample)
+        predicted = float(model.step_time(shape.nodes, shape.replicas, shape.batch))
+        expected.append((sample, _measured(found, shape) or predicted))
+    return expected
+
+
+def _measured(samples: Sequence[RingSample], shape: RingShape) -> float:
+    """Mean seconds of a step of a size; 0 if it was not measured."""
+    steps = [sample.step_seconds for sample in samples if sample.shape == shape]
+    return mean(steps) if steps else 0.0
+
+
+def _scaled(sample: RingSample, factor: float) -> RingSample:
+    compute = sample.compute_seconds
+    return replace(
+        sample,
+        step_seconds=sample.step_seconds * factor,
+        compute_seconds=None if compute is None else compute * factor,
+    )
