@@ -20,9 +20,13 @@ class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
     """When it was made, seconds since the epoch."""
     kind: ScaleKind
     before: int
-    """Nodes that the job had."""
+    """Nodes that the job had; in a job with servers, of role worker."""
     nodes: int
     """Nodes that it was to have."""
+    servers_before: int = 0
+    """Parameter servers that the job had."""
+    servers: int = 0
+    """Parameter servers that it was to have."""
     reason: str
     predicted: Effect | None
     measured: float | None = None
@@ -45,6 +49,9 @@ class Plans(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the job was started with auto-scaling."""
     min_nodes: int
     max_nodes: int
+    min_servers: int = 0
+    """0: a job without servers."""
+    max_servers: int = 0
     settled: events.SizeSettled | None
     """What the search has found; None while it goes on."""
     ended: str
@@ -83,6 +90,8 @@ def plans(job_dir: JobDir) -> Plans:
         auto_scale=job.auto_scale,
         min_nodes=job.min_nodes,
         max_nodes=job.max_nodes,
+        min_servers=job.min_servers,
+        max_servers=job.max_servers,
         settled=settled,
         ended=ended,
         plans=tuple(found.values()),
@@ -108,13 +117,18 @@ def _headline(report: Plans) -> str:
     if not report.auto_scale:
         return "The job has a fixed number of nodes; --auto-scale lets DLRover choose it."
     span = f"from {report.min_nodes} to {report.max_nodes} nodes"
+    if report.max_servers:
+        span = (
+            f"from {report.min_nodes} to {report.max_nodes} workers and from {report.min_servers} to "
+            f"{report.max_servers} servers"
+        )
     if report.ended:
         return f"Auto-scaling {span} has ended: {report.ended}."
     if report.settled is None:
         return f"Auto-scaling {span}: the best size is being looked for."
     settled = report.settled
     return (
-        f"Auto-scaling {span}: the best size is {events.count(settled.nodes)}, with "
+        f"Auto-scaling {span}: the best size is {events.size(settled.nodes, settled.servers)}, with "
         f"{settled.throughput:.3g} {settled.unit}; {settled.tried} sizes were measured."
     )
 
@@ -130,6 +144,8 @@ def _made(body: events.PlanMade, time: float) -> PlanRecord:
         kind=body.kind,
         before=body.before,
         nodes=body.nodes,
+        servers_before=body.servers_before,
+        servers=body.servers,
         reason=body.reason,
         predicted=body.effect,
         unit=body.unit,

@@ -11,6 +11,7 @@ import msgspec
 
 from dlrover.spec.failure import Action, Failure, Verdict
 from dlrover.spec.plan import Effect
+from dlrover.spec.roles import Size
 from dlrover.spec.speed import ScaleKind
 
 
@@ -369,6 +370,11 @@ def count(nodes: int) -> str:
     return f"{nodes} node{'' if nodes == 1 else 's'}"
 
 
+def size(nodes: int, servers: int) -> str:
+    """``2 nodes``, or ``2 workers and 1 server``."""
+    return Size(nodes, servers).sentence_part() if servers else count(nodes)
+
+
 class PlanMade(msgspec.Struct, frozen=True, tag="plan_made"):
     """The auto-scaler changes the number of nodes."""
 
@@ -385,6 +391,9 @@ class PlanMade(msgspec.Struct, frozen=True, tag="plan_made"):
     """Of the throughputs."""
     plan_id: str = ""
     """The Brain's name for the plan; empty: the job's master has made it."""
+    servers: int = 0
+    """Parameter servers that the job shall have; ``nodes`` are of role worker then."""
+    servers_before: int = 0
 
     def sentence(self) -> str:
         """The event in words."""
@@ -423,13 +432,15 @@ class PlanMeasured(msgspec.Struct, frozen=True, tag="plan_measured"):
     """Of the throughput."""
     plan_id: str = ""
     """As of the plan."""
+    servers: int = 0
+    """As of the plan."""
 
     def sentence(self) -> str:
         """The event in words."""
         where = "within" if self.within else "outside of"
         short = "; that does not pay" if self.short else ""
         return (
-            f"Plan {self.number} brought {self.throughput:.3g} {self.unit} on {count(self.nodes)}, "
+            f"Plan {self.number} brought {self.throughput:.3g} {self.unit} on {size(self.nodes, self.servers)}, "
             f"{self.error:+.0%} from what was predicted and {where} its interval{short}."
         )
 
@@ -456,11 +467,13 @@ class SizeSettled(msgspec.Struct, frozen=True, tag="size_settled"):
     """Numbers of nodes that were measured."""
     unit: str = "samples/s"
     """Of the throughput."""
+    servers: int = 0
+    """Parameter servers; ``nodes`` are of role worker then."""
 
     def sentence(self) -> str:
         """The event in words."""
         return (
-            f"The job stays at {count(self.nodes)} with {self.throughput:.3g} {self.unit}: of {self.tried} "
+            f"The job stays at {size(self.nodes, self.servers)} with {self.throughput:.3g} {self.unit}: of {self.tried} "
             "measured sizes none is worth a change, and no other is expected to be."
         )
 

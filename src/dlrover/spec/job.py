@@ -140,6 +140,12 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Nodes that the master launches through its platform; 0: they come by themselves."""
     other_nodes: int = 0
     """How many of them are of other roles than worker: those of the lowest ranks. Their number is fixed."""
+    servers: int = 0
+    """Parameter servers (role ``ps``) that the master launches beside them at the start; 0: the job has none."""
+    min_servers: int = 0
+    """Servers that a world needs."""
+    max_servers: int = 0
+    """Servers that the job may have unless a user asks for more."""
     max_restarts: int = 0
     """Restarts allowed after failures of the user's program."""
     shutdown_timeout: float = 30.0

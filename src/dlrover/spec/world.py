@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from dlrover.spec import roles
+
 
 class Offer(msgspec.Struct, frozen=True):
     """What a node brings to a round."""
@@ -31,6 +33,20 @@ class World(msgspec.Struct, frozen=True):
     world_size: int
     store_addr: str
     store_port: int
+    servers: int = 0
+    """How many of the processes are parameter servers: those of the highest ranks. 0: the job has none."""
+
+    @property
+    def role(self) -> str:
+        """The role of this node: `roles.WORKER` or `roles.SERVER`; empty in a job without servers."""
+        if not self.servers:
+            return ""
+        return roles.SERVER if self.first_rank >= self.workers else roles.WORKER
+
+    @property
+    def workers(self) -> int:
+        """How many of the processes are no servers: those of the lowest ranks."""
+        return self.world_size - self.servers
 
 
 class Holding(msgspec.Struct, frozen=True, kw_only=True):

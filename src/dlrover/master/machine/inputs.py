@@ -166,6 +166,21 @@ class MemoryForecast(msgspec.Struct, frozen=True, tag="memory_forecast"):
     """How far ahead the forecast reaches."""
 
 
+class ServersBusy(msgspec.Struct, frozen=True, tag="servers_busy"):
+    """Parameter servers of ``round`` have too much to do; what is asked for is one of three things."""
+
+    round: int
+    migrate: dict[int, float]
+    """How many times its cores each hot server needs, by node."""
+    more: bool
+    """Another server."""
+    rebalance: bool
+    """A new round, in which the program divides its parameters anew."""
+    gain: float
+    """The share of its speed that the job is expected to win."""
+    reason: str
+
+
 class ScalePlanned(msgspec.Struct, frozen=True, tag="scale_planned"):
     """The planner has looked at what was measured; None: no other size is worth a change."""
 
@@ -219,6 +234,7 @@ Input: TypeAlias = (
     | RankSpeed
     | SpeedMeasured
     | MemoryForecast
+    | ServersBusy
     | ScalePlanned
     | StopRequested
     | ScaleAsked

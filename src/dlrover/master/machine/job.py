@@ -558,6 +558,7 @@ _HANDLERS: dict[type, Callable[[JobMachine, Any, float], None]] = {
     inputs.RankSpeed: JobMachine._rank_speed,  # noqa: SLF001
     inputs.SpeedMeasured: JobMachine._speed_measured,  # noqa: SLF001
     inputs.MemoryForecast: JobMachine._memory_forecast,  # noqa: SLF001
+    inputs.ServersBusy: JobMachine._servers_busy,  # noqa: SLF001
     inputs.ScalePlanned: JobMachine._scale_planned,  # noqa: SLF001
     inputs.StopRequested: JobMachine._stop_requested,  # noqa: SLF001
     inputs.ScaleAsked: JobMachine._scale_asked,  # noqa: SLF001

@@ -7,7 +7,8 @@ from dlrover.master.machine.jobscale import JobScale
 from dlrover.master.machine.state import Node
 from dlrover.spec import events
 from dlrover.spec.node import NodeStatus
-from dlrover.spec.speed import ScaleDecision
+from dlrover.spec.roles import SERVER
+from dlrover.spec.speed import ScaleDecision, ScaleKind
 
 
 class JobAuto(JobScale):
@@ -44,6 +45,24 @@ class JobAuto(JobScale):
             node.memory_factor *= event.needed / event.limit
             self._exchange(node, "which needs more memory", now)
 
+    def _servers_busy(self, event: inputs.ServersBusy, now: float) -> None:
+        """Do something about hot or uneven servers, if nothing else is being changed."""
+        scaling = self.autoscaling
+        if event.round != self.rendezvous.round or not self.is_quiet():
+            return
+        if event.more:
+            self._rescale(*scaling.more_servers(event.gain, event.reason, now), now)
+            return
+        kind = ScaleKind.REBALANCE if event.rebalance else ScaleKind.MIGRATE
+        made = scaling.same_size(kind, event.gain, event.reason, now)
+        if made is None:
+            return
+        self._emit(made)
+        if event.rebalance:
+            self._open_round("the program is to divide its parameters anew", now)
+        for node_id, factor in event.migrate.items():
+            self._migrate_asked(inputs.MigrateAsked(node_id, factor, 1.0, event.reason), now)
+
     def _exchange(self, node: Node, why: str, now: float) -> None:
         """Call off a node of the world, and launch another one with its rank."""
         self._call_off(node, now)
@@ -66,6 +85,9 @@ class JobAuto(JobScale):
         """Tell of the auto-scaler's decision, and do as it says."""
         for body in told:
             self._emit(body)
-        if decision is not None:
-            number = f"plan {self.autoscaling.made}"
-            self._scale_asked(inputs.ScaleAsked(decision.nodes, number, "plan"), now)
+        if decision is None:
+            return
+        number = f"plan {self.autoscaling.made}"
+        self._scale_asked(inputs.ScaleAsked(decision.nodes, number, "plan"), now)
+        if decision.servers:
+            self._scale_asked(inputs.ScaleAsked(decision.servers, number, "plan", SERVER), now)
