@@ -119,7 +119,8 @@ class Server:
 
     def blocks(self) -> dict[int, Tensor]:
         """The live blocks, for checkpoints."""
-        return dict(zip(self._numbers, self._values.split(ROWS), strict=True))
+        blocks = self._values.view(len(self._numbers), *WHOLE)
+        return dict(zip(self._numbers, blocks, strict=True))
 
     def serve(self, workers: int, save: Callable[[], None]) -> None:
         """Do what workers ask for, until all of them have said ``STOP``; save when all have said so."""
