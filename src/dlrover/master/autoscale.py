@@ -9,7 +9,7 @@ from dlrover.master.brainside import JobBrain
 from dlrover.master.machine import inputs
 from dlrover.master.machine.autoscale import Question
 from dlrover.master.machine.job import JobMachine
-from dlrover.master.machine.memorywatch import HORIZON, MemoryWatch
+from dlrover.master.machine.memorywatch import MemoryWatch
 from dlrover.master.machine.meter import WARM_UP_STEPS, Meter
 from dlrover.rpc import messages
 from dlrover.spec.speed import ScaleDecision
@@ -45,8 +45,10 @@ class AutoScaler:
         world = machine.worlds.get(node_id)
         if world is None or message.round != self._round:
             return
-        if message.usage is not None and message.steps >= WARM_UP_STEPS:
-            self._watch_memory(node_id, message.usage, now)
+        if message.usage is not None:
+            self.usage[node_id] = message.usage
+            if message.steps >= WARM_UP_STEPS:
+                self._watch_memory(node_id, message.usage, now)
         if not machine.autoscaling.active:
             return
         workers = {world.first_rank + i: worker for i, worker in enumerate(message.workers)}
@@ -62,11 +64,16 @@ class AutoScaler:
             self.usage.clear()
 
     def _watch_memory(self, node_id: int, usage: NodeUsage, now: float) -> None:
-        self.usage[node_id] = usage
-        advice = self._memory.note(node_id, usage, now)
+        limits = self._machine.job.limits
+        self._memory.note(node_id, usage, now)
+        if not self._machine.is_quiet():
+            return  # nothing could be done about it now
+        advice = self._memory.advice(node_id, usage.limit, limits.memory_horizon, now)
         if advice is not None:
             self._submit(
-                inputs.MemoryForecast(self._round, node_id, advice.memory, usage.limit, HORIZON)
+                inputs.MemoryForecast(
+                    self._round, node_id, advice.memory, usage.limit, limits.memory_horizon
+                )
             )
 
     async def run(self, clock: Callable[[], float]) -> None:
