@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from dlrover.cli import autoconfig
+from dlrover.cli import autoconfig, sizes
 from dlrover.cli.nproc import resolve_nproc
 from dlrover.errors import ConfigurationError
 from dlrover.spec.launch import Entry, LaunchSpec, StdMap
+from dlrover.spec.node import NodeSize
 
 if TYPE_CHECKING:
     import argparse
@@ -49,6 +50,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A world has a multiple of this many nodes."""
     local_nodes: int
     """Nodes to run on this machine as child processes; 0: not given, this process is one node."""
+    node_size: NodeSize
+    """What each of them gets."""
     auto_scale: bool
     """Find the best number of nodes while training."""
     job_dir: str
@@ -107,6 +110,7 @@ def run_options(
         max_nodes=max_nodes,
         node_unit=args.node_unit,
         local_nodes=args.local_nodes,
+        node_size=sizes.node_size(args, environ, standalone),
         auto_scale=args.auto_scale,
         job_dir=args.job_dir,
         standalone=standalone,

@@ -9,7 +9,7 @@ from dlrover.master.brainside import JobBrain
 from dlrover.master.machine import inputs
 from dlrover.master.machine.changes import Question
 from dlrover.master.machine.job import JobMachine
-from dlrover.master.machine.memorywatch import HORIZON, MemoryWatch
+from dlrover.master.machine.memorywatch import MemoryWatch
 from dlrover.master.machine.meter import WARM_UP_STEPS, Meter, Servers
 from dlrover.master.machine.serverwatch import ServerWatch
 from dlrover.rpc import messages
@@ -48,11 +48,12 @@ class AutoScaler:
         if world is None or message.round != self._round:
             return
         server = machine.is_server(node_id)
-        trains = (machine.steps if server else message.steps) >= WARM_UP_STEPS
-        if message.usage is not None and trains:
-            self._watch_memory(node_id, message.usage, now)
-            if server:
-                self._servers.note(node_id, message.usage.cpu, message.usage.cpu_limit)
+        if message.usage is not None:
+            self.usage[node_id] = message.usage
+            if (machine.steps if server else message.steps) >= WARM_UP_STEPS:
+                self._watch_memory(node_id, message.usage, now)
+                if server:
+                    self._servers.note(node_id, message.usage.cpu, message.usage.cores)
         if not machine.autoscaling.active or server:
             return
         workers = {world.first_rank + i: worker for i, worker in enumerate(message.workers)}
@@ -69,11 +70,16 @@ class AutoScaler:
             self.usage.clear()
 
     def _watch_memory(self, node_id: int, usage: NodeUsage, now: float) -> None:
-        self.usage[node_id] = usage
-        advice = self._memory.note(node_id, usage, now)
+        limits = self._machine.job.limits
+        self._memory.note(node_id, usage, now)
+        if not self._machine.is_quiet():
+            return  # nothing could be done about it now
+        advice = self._memory.advice(node_id, usage.limit, limits.memory_horizon, now)
         if advice is not None:
             self._submit(
-                inputs.MemoryForecast(self._round, node_id, advice.memory, usage.limit, HORIZON)
+                inputs.MemoryForecast(
+                    self._round, node_id, advice.memory, usage.limit, limits.memory_horizon
+                )
             )
 
     async def run(self, clock: Callable[[], float]) -> None:
@@ -127,7 +133,7 @@ class AutoScaler:
                 for n in self._machine.rendezvous.members
                 if self._machine.is_server(n) is of_servers
             ]
-            known = [self.usage[n].cpu_limit for n in nodes if n in self.usage]
+            known = [self.usage[n].cores for n in nodes if n in self.usage]
             return sum(known) / len(known) if known and len(known) == len(nodes) else 0.0
 
         return Servers(servers, mean(False), mean(True))
@@ -138,7 +144,11 @@ class AutoScaler:
         if not self._measures() or scaling.change is not None or scaling.latest is None:
             return
         servers = self._machine.rendezvous.size.servers
-        found = self._servers.look(servers, rebalance=scaling.free(ScaleKind.REBALANCE))
+        found = self._servers.look(
+            servers,
+            rebalance=scaling.free(ScaleKind.REBALANCE),
+            migrate=self._machine.job.grows_cpu and scaling.free(ScaleKind.MIGRATE),
+        )
         if found is None:
             return
         self._servers.begin()  # what is done about it is seen in the looks that follow

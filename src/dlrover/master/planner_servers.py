@@ -55,7 +55,7 @@ def decide_servers(asked: Question) -> ScaleDecision | None:
 
 def _fitted(asked: Question) -> list[ServerModel]:
     """The models that describe what was measured, the best one first."""
-    samples = [_sample(sample) for sample in asked.samples]
+    samples = [_sample(sample, asked.current) for sample in asked.samples]
     models = sorted((fit_servers(samples, form) for form in FORMS), key=lambda model: model.noise)
     return [model for model in models if model.noise <= max(models[0].noise, DESCRIBES)]
 
@@ -65,7 +65,7 @@ def _predicted(
 ) -> ScaleDecision | None:
     """The best size near what was measured, if it pays."""
     terms = Terms(prices=PRICES, choice=choice, region=asked.region)
-    plan = plan_servers(model, _space(asked, known), _shape(asked.current), terms)
+    plan = plan_servers(model, _space(asked, known), _shape(asked.current, asked.current), terms)
     return None if plan is None else _decision(plan, asked)
 
 
@@ -74,7 +74,7 @@ def _sampled(
 ) -> ScaleDecision | None:
     """The size that the model knows least of, if it may pay."""
     terms = Terms(prices=PRICES, choice=choice, region=asked.region)
-    trial = sample_servers(model, _space(asked, known), _shape(asked.current), terms)
+    trial = sample_servers(model, _space(asked, known), _shape(asked.current, asked.current), terms)
     found = None if trial is None else _decision(trial, asked)
     return found if found is not None and _may_pay(found, asked, choice) else None
 
@@ -121,7 +121,7 @@ def _best_known(known: dict[Size, float], asked: Question, choice: Choice) -> Sc
 
 def _space(asked: Question, known: dict[Size, float]) -> ServerSpace:
     """What may be chosen: each node with the cores that it has now."""
-    here, each = _shape(asked.current), _per_node(asked.current)
+    here, each = _shape(asked.current, asked.current), _per_node(asked.current)
     return ServerSpace(
         workers=[nodes * each for nodes in asked.sizes],
         servers=list(asked.servers),
@@ -131,19 +131,22 @@ def _space(asked: Question, known: dict[Size, float]) -> ServerSpace:
     )
 
 
-def _sample(sample: SpeedSample) -> ServerSample:
-    return ServerSample(_shape(sample), sample.throughput)
+def _sample(sample: SpeedSample, current: SpeedSample) -> ServerSample:
+    return ServerSample(_shape(sample, current), sample.throughput)
 
 
-def _shape(sample: SpeedSample) -> ServerShape:
-    """A measured size in the model's terms: a worker's batch is the unit of what it does."""
+def _shape(sample: SpeedSample, current: SpeedSample) -> ServerShape:
+    """A measured size in the model's terms: a worker's batch is the unit of what it does.
+
+    The cores are those of ``current``: what was measured with others is forgotten.
+    """
     each = _per_node(sample)
-    known = sample.worker_cpu > 0 and sample.server_cpu > 0
+    known = current.worker_cpu > 0 and current.server_cpu > 0
     return ServerShape(
         workers=sample.replicas,
         servers=sample.servers,
-        worker_cpu=sample.worker_cpu / each if known else 1.0 / each,
-        server_cpu=sample.server_cpu if known else 1.0,
+        worker_cpu=current.worker_cpu / each if known else 1.0 / each,
+        server_cpu=current.server_cpu if known else 1.0,
     )
 
 

@@ -188,6 +188,21 @@ class ScalePlanned(msgspec.Struct, frozen=True, tag="scale_planned"):
     decision: ScaleDecision | None
 
 
+class MigrateAsked(msgspec.Struct, frozen=True, tag="migrate_asked"):
+    """Have another node in the place of one that trains, which trains on until the other has joined.
+
+    What `JobMachine.migration_refusal` has a sentence for changes nothing.
+    """
+
+    node_id: int
+    cpu_factor: float
+    """How many times the cores that the job asked for the other one shall have. As its node has: `Node.cpu_factor`."""
+    memory_factor: float
+    """The same of its memory, up to what the platform can give."""
+    reason: str
+    """Why, as a clause: ``its queue is long``."""
+
+
 class StopRequested(msgspec.Struct, frozen=True, tag="stop_requested"):
     """Somebody asked to stop the job."""
 
@@ -236,6 +251,7 @@ Input: TypeAlias = (
     | MemoryForecast
     | ServersBusy
     | ScalePlanned
+    | MigrateAsked
     | StopRequested
     | ScaleAsked
     | DeadlinePassed
@@ -253,6 +269,8 @@ class LaunchNode(msgspec.Struct, frozen=True):
     """Names of the hosts that it should not be on."""
     memory_factor: float = 1.0
     """How many times the memory that the job asked for."""
+    cpu_factor: float = 1.0
+    """The same of its cores."""
 
 
 class KillNode(msgspec.Struct, frozen=True):

@@ -46,12 +46,13 @@ class ServerWatch:
         self.used.setdefault(node, deque(maxlen=WINDOW)).append(used)
         self.cores[node] = cores
 
-    def look(self, servers: int, *, rebalance: bool) -> ServerFinding | None:
+    def look(self, servers: int, *, rebalance: bool, migrate: bool = True) -> ServerFinding | None:
         """What is wrong; None if nothing is, or some of the ``servers`` are not known well enough.
 
         Args:
             servers: How many there are.
             rebalance: Whether the program may be asked to divide its parameters anew: that costs no nodes.
+            migrate: Whether a node with more cores can be had for a hot server; else the job needs more servers.
         """
         full = len(self.used) == servers and all(len(used) == WINDOW for used in self.used.values())
         if not full or not all(self.cores.values()):
@@ -69,7 +70,7 @@ class ServerWatch:
             return ServerFinding(
                 {}, more=False, rebalance=True, gain=(times_mean - 1) / 2, reason=reason
             )
-        advice = advise_servers(list(loads.values()), GROWTH * busiest.cpu)
+        advice = advise_servers(list(loads.values()), (GROWTH if migrate else 1.0) * busiest.cpu)
         if advice.more:
             return ServerFinding(
                 {}, more=True, rebalance=False, gain=1 / (2 * servers), reason=advice.reason
