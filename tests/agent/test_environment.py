@@ -1,5 +1,6 @@
 """The workers' environment, piece by piece; `tests/process` compares the whole with torchrun's."""
 
+import msgspec
 import pytest
 
 from dlrover.agent.environment import worker_arguments, worker_environment
@@ -37,6 +38,28 @@ def test_virtual_local_rank_without_a_device():
     base = {"CUDA_VISIBLE_DEVICES": "3"}
     with pytest.raises(ConfigurationError, match="local rank 1 has no device"):
         worker_environment(launch(virtual_local_rank=True), WORLD, 1, base, "")
+
+
+@pytest.mark.parametrize(
+    ("first_rank", "role", "role_rank", "role_size"),
+    [(2, "worker", "3", "4"), (4, "ps", "1", "2")],
+)
+def test_servers_and_workers_are_told_apart_by_torchruns_variables(
+    first_rank: int, role: str, role_rank: str, role_size: str
+):
+    world = msgspec.structs.replace(WORLD, first_rank=first_rank, servers=2)
+    env = worker_environment(launch(role="trainer"), world, 1, {}, "")
+    assert (env["RANK"], env["WORLD_SIZE"]) == (str(first_rank + 1), "6")
+    assert (env["ROLE_NAME"], env["ROLE_RANK"], env["ROLE_WORLD_SIZE"]) == (
+        role,
+        role_rank,
+        role_size,
+    )
+
+
+def test_the_role_is_as_it_was_given_in_a_job_without_servers():
+    env = worker_environment(launch(role="trainer"), WORLD, 1, {}, "")
+    assert (env["ROLE_NAME"], env["ROLE_RANK"], env["ROLE_WORLD_SIZE"]) == ("trainer", "5", "6")
 
 
 def test_the_local_rank_in_arguments():

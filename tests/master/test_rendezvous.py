@@ -5,6 +5,7 @@ from hypothesis import given, settings, strategies as st
 
 from dlrover.master.machine.rendezvous import Rendezvous
 from dlrover.spec.job import JobSpec, Limits
+from dlrover.spec.roles import Size
 from dlrover.spec.world import Offer, World
 
 LIMITS = Limits(join_timeout=600.0, last_call_timeout=30.0)
@@ -108,8 +109,9 @@ def test_below_the_minimum_it_expires_after_the_join_timeout():
 
 def test_a_world_takes_a_multiple_of_the_unit():
     rdzv = rendezvous(2, 7, unit=2)
-    assert [rdzv.usable(count) for count in range(9)] == [0, 0, 2, 2, 4, 4, 6, 6, 6]
-    assert rendezvous(3, 4, unit=2).usable(3) == 0
+    usable = [rdzv.usable(Size(count)).workers for count in range(9)]
+    assert usable == [0, 0, 2, 2, 4, 4, 6, 6, 6]
+    assert rendezvous(3, 4, unit=2).usable(Size(3)) == Size(0)
 
 
 def test_the_masters_absence_counts_against_no_time_limit():
@@ -252,7 +254,7 @@ def act(rdzv: Rendezvous, kind: int, node: int, amount: int, now: float) -> None
 def check_worlds(rdzv: Rendezvous, worlds: dict[int, World]) -> None:
     rdzv.validate()
     assert tuple(worlds) == rdzv.members
-    assert len(worlds) == rdzv.usable(len(worlds) + len(rdzv.offers)) > 0
+    assert len(worlds) == rdzv.usable(Size(len(worlds) + len(rdzv.offers))).workers > 0
     firsts = [world.first_rank for world in worlds.values()]
     assert firsts[0] == 0
     assert firsts == sorted(set(firsts))

@@ -193,7 +193,10 @@ REFUSED = [
     ({"managed_nodes": 4}, asked(-3), "-3 nodes: must be from 1 to"),
     ({"managed_nodes": 4}, asked(10**9), "must be from 1 to 100000"),
     ({"managed_nodes": 4, "node_unit": 2}, asked(3), "must be a multiple of --node-unit, 2"),
-    ({"managed_nodes": 4}, asked(2, role="ps"), "Role ps keeps its number of nodes"),
+    ({"managed_nodes": 4}, asked(2, role="ps"), "was started without nodes of role ps"),
+    ({"managed_nodes": 4}, asked(2, role="chief"), "Role chief keeps its number of nodes"),
+    ({"managed_nodes": 4, "servers": 1}, asked(2, role="evaluator"), "only worker and ps can be"),
+    ({"managed_nodes": 4, "servers": 1}, asked(0, role="ps"), "0 nodes: must be from 1 to"),
 ]
 
 

@@ -27,6 +27,7 @@ from dlrover.rpc.client import MasterClient
 from dlrover.spec.failure import Failure
 from dlrover.spec.jobdir import AgentConfig, JobDir, MasterAddress
 from dlrover.spec.outcome import Outcome
+from dlrover.spec.roles import SERVER, is_server
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,9 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
         token = job_dir.token.read_text().strip()
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigurationError(f"{job_dir.path} is not a job directory: {error}.") from error
+    if args.node_id >= 0 and is_server(args.node_rank):
+        launch = msgspec.structs.replace(settings.launch, nproc_per_node=1, role=SERVER)
+        settings = msgspec.structs.replace(settings, launch=launch)
     launch = settings.launch
     base = Path(launch.log_dir) if launch.log_dir not in ("", "/dev/null") else job_dir.logs
     hostname = env.get("DLROVER_NODE_NAME") or socket.gethostname()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from dlrover.errors import ConfigurationError
 from dlrover.spec.launch import LaunchSpec
+from dlrover.spec.roles import SERVER
 from dlrover.spec.world import World
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -23,17 +24,18 @@ def worker_environment(
     """
     rank = str(world.first_rank + local_rank)
     world_size = str(world.world_size)
+    role, role_rank, role_size = _place_in_role(launch, world, local_rank)
     environment = {
         **base,
         "RANK": rank,
         "LOCAL_RANK": str(local_rank),
         "GROUP_RANK": str(world.node_rank),
-        "ROLE_RANK": rank,
-        "ROLE_NAME": launch.role,
+        "ROLE_RANK": str(role_rank),
+        "ROLE_NAME": role,
         "LOCAL_WORLD_SIZE": str(launch.nproc_per_node),
         "WORLD_SIZE": world_size,
         "GROUP_WORLD_SIZE": str(world.node_count),
-        "ROLE_WORLD_SIZE": world_size,
+        "ROLE_WORLD_SIZE": str(role_size),
         "MASTER_ADDR": world.store_addr,
         "MASTER_PORT": str(world.store_port),
         "TORCHELASTIC_RESTART_COUNT": str(world.restart_count),
@@ -48,6 +50,16 @@ def worker_environment(
         environment["LOCAL_RANK"] = "0"
         environment[VISIBLE_DEVICES] = _device_of(local_rank, base.get(VISIBLE_DEVICES))
     return environment
+
+
+def _place_in_role(launch: LaunchSpec, world: World, local_rank: int) -> tuple[str, int, int]:
+    """A process's role, its rank within it, and how many processes of the world have it."""
+    rank = world.first_rank + local_rank
+    if not world.role:
+        return launch.role, rank, world.world_size
+    if world.role == SERVER:
+        return SERVER, rank - world.workers, world.servers
+    return world.role, rank, world.workers
 
 
 def worker_arguments(launch: LaunchSpec, local_rank: int) -> list[str]:

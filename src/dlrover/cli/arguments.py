@@ -301,6 +301,13 @@ def _add_job(group: OptionGroup) -> None:
         metavar="N",
         help="Train with a multiple of N nodes only (default: %(default)s).",
     )
+    group.add(
+        "--servers",
+        default="",
+        metavar="[MIN:]MAX",
+        help="Run so many parameter servers beside the --local-nodes, each a node of role ps with one "
+        "process: all of them, or with --auto-scale MIN to start with.",
+    )
     group.add_switch(
         "--auto-scale",
         help="Find the best number of nodes between the two of --nnodes while training; starts with "

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from dlrover.cli import autoconfig, sizes
+from dlrover.cli import autoconfig, servers, sizes
 from dlrover.cli.nproc import resolve_nproc
 from dlrover.errors import ConfigurationError
 from dlrover.spec.launch import Entry, LaunchSpec, StdMap
 from dlrover.spec.node import NodeSize
+from dlrover.spec.roles import SERVER, WORKER
 
 if TYPE_CHECKING:
     import argparse
@@ -52,6 +53,9 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Nodes to run on this machine as child processes; 0: not given, this process is one node."""
     node_size: NodeSize
     """What each of them gets."""
+    min_servers: int
+    """Parameter servers that a world needs; 0: the job has none."""
+    max_servers: int
     auto_scale: bool
     """Find the best number of nodes while training."""
     job_dir: str
@@ -97,6 +101,7 @@ def run_options(
     min_nodes, max_nodes = _node_bounds(args)
     standalone = _is_standalone(args, min_nodes, max_nodes)
     _check_node_rank(args, standalone, max_nodes)
+    min_servers, max_servers = servers.bounds(args.servers, args.local_nodes)
     if args.auto_scale:
         _check_auto_scale(args, environ, min_nodes, max_nodes)
     _check_master_port(args.master_port)
@@ -111,6 +116,8 @@ def run_options(
         node_unit=args.node_unit,
         local_nodes=args.local_nodes,
         node_size=sizes.node_size(args, environ, standalone),
+        min_servers=min_servers,
+        max_servers=max_servers,
         auto_scale=args.auto_scale,
         job_dir=args.job_dir,
         standalone=standalone,
@@ -148,7 +155,7 @@ def _launch_spec(
         target=args.training_script,
         args=tuple(args.training_script_args),
         python=environ.get("PYTHON_EXEC", ""),
-        role=args.role,
+        role=WORKER if args.servers else args.role,
         run_id=str(uuid.uuid4()) if standalone else args.rdzv_id,
         max_restarts=args.max_restarts,
         redirects=parse_std("--redirects", args.redirects),
@@ -421,5 +428,9 @@ def _notices(args: argparse.Namespace) -> tuple[str, ...]:
         notices.append(
             f"--start-method {args.start_method} has no effect: "
             "each worker is a program of its own, not a fork of the launcher."
+        )
+    if args.servers and "role" in args.given:
+        notices.append(
+            f"--role {args.role} has no effect with --servers: the roles are {WORKER} and {SERVER}."
         )
     return tuple(notices)

@@ -21,6 +21,7 @@ from dlrover.master.diagnosis_rules import load_own
 from dlrover.spec.events import Event
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import BrainSide, MasterConfig, MetricsAddress, TlsFiles
+from dlrover.spec.roles import WORKER
 
 app = typer.Typer(
     name="dlrover",
@@ -132,7 +133,10 @@ def stacks(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None
 
 @app.command()
 def scale(
-    nodes: Annotated[int, typer.Option(help="Nodes that the job is to have.")],
+    nodes: Annotated[int, typer.Option(help="Nodes of the role that the job is to have.")],
+    role: Annotated[
+        str, typer.Option(help="worker, or ps for the servers of a job with --servers.")
+    ] = WORKER,
     job: Job = "",
     job_dir: Dir = "",
     reason: Annotated[
@@ -148,9 +152,9 @@ def scale(
     outcome = read_outcome(found.outcome)
     if outcome is not None:
         raise ConfigurationError(f"The job in {found.path} has ended: {outcome.reason}")
-    sentence = queries.scale(found, nodes, reason)
+    sentence = queries.scale(found, nodes, reason, role)
     if output is Form.JSON:
-        told = {"job_dir": str(found.path), "nodes": nodes, "message": sentence}
+        told = {"job_dir": str(found.path), "role": role, "nodes": nodes, "message": sentence}
         print(msgspec.json.encode(told).decode())
     else:
         print(sentence)

@@ -21,6 +21,7 @@ from dlrover.master.service import status_of
 from dlrover.rpc import messages
 from dlrover.spec.events import Event
 from dlrover.spec.jobdir import JobDir
+from dlrover.spec.roles import WORKER
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -72,20 +73,24 @@ def render_status(report: Report, console: Console) -> None:
         console.print(f"Exit code {status.outcome.exit_code}: {status.outcome.reason}")
     if status.waiting_for:
         console.print(status.waiting_for)
+    servers = f", {status.servers} servers" if status.servers else ""
     console.print(
-        f"round {status.round}, {status.world_size} workers, {status.restarts} restarts, "
+        f"round {status.round}, {status.world_size - status.servers} workers{servers}, "
+        f"{status.restarts} restarts, "
         f"{status.steps} steps since the last one, {status.total_steps} in all, "
         f"{status.seconds:.0f} s",
         highlight=False,
     )
     for sentence in status.slow:
         console.print(sentence, highlight=False)
-    table = Table("node", "rank", "status", "doing", "steps", "host", "connected", box=None)
+    roles = any(node.role for node in status.nodes)
+    first = ("node", "role") if roles else ("node",)
+    table = Table(*first, "rank", "status", "doing", "steps", "host", "connected", box=None)
     for node in status.nodes:
         rank = str(node.node_rank) if node.node_rank >= 0 else "-"
         connected = "yes" if node.connected else "no"
         table.add_row(
-            str(node.id),
+            *(str(node.id), node.role)[: len(first)],
             rank,
             node.status,
             node.doing or "-",
@@ -149,8 +154,8 @@ def line(event: Event) -> str:
     return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(event.time))}  {event.sentence()}"
 
 
-def scale(job_dir: JobDir, nodes: int, reason: str) -> str:
-    """Ask a job's master for another number of nodes; what follows, as one sentence.
+def scale(job_dir: JobDir, nodes: int, reason: str, role: str = WORKER) -> str:
+    """Ask a job's master for another number of nodes of a role; what follows, as one sentence.
 
     Raises:
         ConfigurationError: the job cannot have that many.
@@ -159,7 +164,7 @@ def scale(job_dir: JobDir, nodes: int, reason: str) -> str:
 
     async def ask() -> messages.ScaleReply:
         async with connect(job_dir) as client:
-            return await client.scale(nodes, reason)
+            return await client.scale(nodes, reason, role)
 
     reply = asyncio.run(ask())
     if reply.refused:

@@ -91,6 +91,8 @@ class HangWatch:
         self._told[node_id] = message.workers
         workers = {world.first_rank + i: worker for i, worker in enumerate(message.workers)}
         self._nodes.update(dict.fromkeys(workers, node_id))
+        if self._machine.is_server(node_id):
+            return  # it makes no steps
         self._handle(hangs.Report(message.round, workers), now)
 
     def answered(self, node_id: int, message: messages.Evidence) -> None:
@@ -109,7 +111,7 @@ class HangWatch:
         self._nodes.clear()
         self._told.clear()
         self._speed.begin()
-        formed = hangs.WorldFormed(rdzv.round, machine.world_size, machine.total_steps > 0)
+        formed = hangs.WorldFormed(rdzv.round, machine.workers, machine.total_steps > 0)
         self._detector.handle(formed, 0.0)
 
     # ---- time
@@ -142,7 +144,8 @@ class HangWatch:
     async def _look(self, round_: int, asked_at: float) -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        workers, _ = await self._ask()
+        seen, _ = await self._ask()
+        workers = [worker for worker in seen if worker.rank < self._machine.workers]
         now = asked_at + loop.time() - began
         self._handle(hangs.Looked(round_, tuple(workers)), now)
 

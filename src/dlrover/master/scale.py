@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dlrover.master.machine import inputs
 from dlrover.master.machine.job import JobMachine
+from dlrover.master.machine.scaling import Wanted
 from dlrover.master.machine.waiting import waiting_for
 from dlrover.platform.base import JobSize
 from dlrover.rpc import messages
 from dlrover.spec.node import NodeStatus
+from dlrover.spec.roles import WORKER
 
 
 def refusal(machine: JobMachine, asked: inputs.ScaleAsked) -> str:
@@ -19,27 +21,36 @@ def refusal(machine: JobMachine, asked: inputs.ScaleAsked) -> str:
 
 def changes(machine: JobMachine, asked: inputs.ScaleAsked) -> bool:
     """Whether what is asked for is new: a user's number is, if a plan could have changed it."""
-    scaling = machine.scaling
-    pins = asked.source == "user" and not scaling.by_user
-    return asked.nodes != scaling.workers or pins
+    of_role = machine.scaling.roles[asked.role]
+    pins = asked.source == "user" and not of_role.by_user
+    return asked.nodes != of_role.nodes or pins
 
 
-def size(machine: JobMachine, now: float) -> JobSize:
-    """How many nodes a job is to have at time ``now``, and whether it has them."""
+def size(machine: JobMachine, now: float, role: str = WORKER) -> JobSize:
+    """How many nodes of a role a job is to have at time ``now``, and whether it has all its nodes.
+
+    A job has none of a role whose number cannot change.
+    """
     scaling, rdzv = machine.scaling, machine.rendezvous
-    running = sum(machine.nodes[i].status is NodeStatus.RUNNING for i in rdzv.members)
-    whole = running == rdzv.usable(scaling.wanted) and not (rdzv.collecting or scaling.leaving)
+    of_role = scaling.roles.get(role) or Wanted(0, 0, 0)
+    running = {
+        i
+        for i in rdzv.members
+        if machine.nodes[i].status is NodeStatus.RUNNING or machine.is_server(i)
+    }
+    at_work = rdzv.count(running)
+    whole = at_work == rdzv.usable(scaling.size) and not (rdzv.collecting or scaling.leaving)
     starting = [node for node in machine.nodes.values() if node.status is NodeStatus.PENDING]
     waits = next((f"node {node.id}: {node.waits}" for node in starting if node.waits), "")
     return JobSize(
-        asked=scaling.asked,
-        wanted=scaling.workers,
-        complete=whole and running > 0 and machine.outcome is None,
+        asked=of_role.asked,
+        wanted=of_role.nodes,
+        complete=whole and at_work.workers > 0 and machine.outcome is None,
         waits_for=waits
         or waiting_for(machine, now)
         or ("nodes are being started" * bool(starting)),
-        plans=scaling.plans,
-        reason=scaling.reason,
+        plans=of_role.plans,
+        reason=of_role.reason,
     )
 
 

@@ -32,6 +32,7 @@ from dlrover.rpc import messages
 from dlrover.rpc.server import Server
 from dlrover.spec.check import CheckReport
 from dlrover.spec.node import NodeStatus
+from dlrover.spec.roles import WORKER
 from dlrover.spec.shards import LookShards, ShardReply, ShardRequest
 
 logger = logging.getLogger(__name__)
@@ -434,11 +435,13 @@ class Master:
         self._steps[node_id] = message.steps
         self.hangs.heard(node_id, message, self.clock())
         self.scaler.heard(node_id, message, self.clock())
-        self._activities.note(node_id, message.round, message.steps, message.workers)
-        new = message.steps > self.machine.steps
+        trains = not self.machine.is_server(node_id)
+        if trains:
+            self._activities.note(node_id, message.round, message.steps, message.workers)
+        new = trains and message.steps > self.machine.steps
         if new and (self.machine.incident is not None or self.machine.steps == 0):
             self._journal_progress()
-        elif (new or message.workers) and self._progress_timer is None:
+        elif (new or (trains and message.workers)) and self._progress_timer is None:
             wait = self._progress_journalled + PROGRESS_JOURNAL_INTERVAL - self.clock()
             loop = asyncio.get_running_loop()
             self._progress_timer = loop.call_later(max(0.0, wait), self._on_progress_timer)
@@ -491,9 +494,9 @@ class Master:
         left = self._activities.seconds_left()
         return Progress(status.total_steps, status.restarts, goodput, left)
 
-    def size(self) -> JobSize:
-        """How many nodes the job is to have, and whether it has them."""
-        return scale.size(self.machine, self.clock())
+    def size(self, role: str) -> JobSize:
+        """How many nodes of a role the job is to have, and whether it has them."""
+        return scale.size(self.machine, self.clock(), role)
 
     async def watch(self, request: messages.WatchRequest) -> AsyncIterator[messages.Notice]:
         """Events after ``request.since``, and for a follower also those to come."""
@@ -522,22 +525,22 @@ class Master:
         command = scaled_by(self._platform)
         if command:
             return messages.ScaleReply(f"The job's nodes are scaled by: {command}.", refused=True)
-        return self.ask_scale(request.nodes, request.reason, "user")
+        return self.ask_scale(request.nodes, request.reason, "user", request.role)
 
     def ask_scale(
-        self, nodes: int, reason: str, source: Literal["user", "plan"]
+        self, nodes: int, reason: str, source: Literal["user", "plan"], role: str = WORKER
     ) -> messages.ScaleReply:
-        """Have another number of nodes if that is possible; what follows."""
-        asked = inputs.ScaleAsked(nodes, reason[:REASON_LIMIT], source)
+        """Have another number of nodes of a role if that is possible; what follows."""
+        asked = inputs.ScaleAsked(nodes, reason[:REASON_LIMIT], source, role)
         refused = scale.refusal(self.machine, asked)
         if refused:
             return messages.ScaleReply(refused, refused=True)
-        before = self.machine.scaling.workers
+        wanted = self.machine.scaling.roles[role]
+        before = wanted.nodes
         if scale.changes(self.machine, asked):
             self._flush_progress()
             self.submit(asked)
-        role = asked.role if self.machine.job.other_nodes else ""
-        return scale.told(before, self.machine.scaling.workers, role)
+        return scale.told(before, wanted.nodes, self.machine.scaling.told_role(role))
 
     async def use_shards(self, request: ShardRequest) -> ShardReply:
         """Deal samples of a data set, or note what was done with them."""
@@ -594,6 +597,7 @@ def status_of(
         phase=machine.phase.value,
         round=machine.rendezvous.round,
         world_size=machine.world_size,
+        servers=machine.world_size - machine.workers,
         restarts=machine.restarts.count,
         steps=current,
         total_steps=machine.earlier_steps + current,
@@ -607,6 +611,7 @@ def status_of(
                 connected=node.connected,
                 steps=steps.get(node.id, 0),
                 doing=doing.get(node.id, "") if node.status is NodeStatus.RUNNING else "",
+                role=machine.told_role(node.id),
             )
             for node in machine.nodes.values()
         ),

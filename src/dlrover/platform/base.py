@@ -45,14 +45,14 @@ class Progress(NamedTuple):
 
 
 class JobSize(NamedTuple):
-    """How many nodes of role worker a job is to have, and whether it has them."""
+    """How many nodes of a role a job is to have, and whether it has all its nodes."""
 
     asked: int
     """What a user last asked for; what the job was submitted with if none has."""
     wanted: int
     """The same, or what a plan has made of it."""
     complete: bool
-    """Whether the running world has just these nodes, and none is still leaving."""
+    """Whether the running world has just the wanted nodes of all roles, and none is still leaving."""
     waits_for: str
     """What the job waits for; empty if for nothing."""
     plans: int
@@ -61,8 +61,8 @@ class JobSize(NamedTuple):
     """Why the number was last changed."""
 
 
-AskScale = Callable[[int, str, Literal["user", "plan"]], ScaleReply]
-"""Called with a wanted number of nodes, with why, and with who says so; what follows."""
+AskScale = Callable[[int, str, Literal["user", "plan"], str], ScaleReply]
+"""Called with a wanted number of nodes, with why, with who says so, and with their role; what follows."""
 
 
 class Setup(NamedTuple):
@@ -77,7 +77,8 @@ class Setup(NamedTuple):
     on_exit: OnExit
     on_wait: OnWait
     progress: Callable[[], Progress]
-    size: Callable[[], JobSize]
+    size: Callable[[str], JobSize]
+    """Of a role."""
     scale: AskScale
     node_size: NodeSize = NodeSize()
     """What each node gets, where the platform's nodes share one machine."""

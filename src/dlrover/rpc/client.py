@@ -11,6 +11,7 @@ import grpc.aio
 
 from dlrover.rpc import messages, wire
 from dlrover.rpc.connection import Connection
+from dlrover.spec.roles import WORKER
 from dlrover.spec.shards import ShardReply, ShardRequest
 
 STACKS_WAIT = 30.0
@@ -35,9 +36,9 @@ class MasterClient(Connection):
         """Ask the master to end the job with ``exit_code``."""
         await self._call("Stop", messages.StopRequest(reason, exit_code), messages.Done)
 
-    async def scale(self, nodes: int, reason: str) -> messages.ScaleReply:
-        """Ask the master for another number of nodes."""
-        request = messages.ScaleRequest(nodes, reason)
+    async def scale(self, nodes: int, reason: str, role: str = WORKER) -> messages.ScaleReply:
+        """Ask the master for another number of nodes of a role."""
+        request = messages.ScaleRequest(nodes, reason, role)
         reply: messages.ScaleReply = await self._call("Scale", request, messages.ScaleReply)
         return reply
 

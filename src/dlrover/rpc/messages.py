@@ -16,6 +16,7 @@ from dlrover.spec.check import CheckOrder, CheckReport
 from dlrover.spec.events import Event
 from dlrover.spec.failure import Failure
 from dlrover.spec.outcome import Outcome
+from dlrover.spec.roles import WORKER
 from dlrover.spec.stacks import Group, WorkerEvidence
 from dlrover.spec.usage import NodeUsage
 from dlrover.spec.world import Holding, Offer, World
@@ -134,6 +135,8 @@ class NodeState(msgspec.Struct, frozen=True, gc=False):
     steps: int = 0
     doing: str = ""
     """What its workers do, and how long they have been doing it; empty if that is not known."""
+    role: str = ""
+    """``worker`` or ``ps``; empty in a job without servers."""
 
 
 class StatusRequest(msgspec.Struct, frozen=True):
@@ -158,6 +161,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     slow: tuple[str, ...] = ()
     """A sentence for each slow rank."""
+    servers: int = 0
+    """How many of the world's processes are servers."""
 
 
 class StacksRequest(msgspec.Struct, frozen=True):
@@ -202,6 +207,8 @@ class ScaleRequest(msgspec.Struct, frozen=True):
     nodes: int
     reason: str
     """Why, as part of a sentence."""
+    role: str = WORKER
+    """Of these nodes."""
 
 
 class ScaleReply(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ import msgspec
 
 from dlrover.spec.failure import Action, Failure, Verdict
 from dlrover.spec.plan import Effect
-from dlrover.spec.roles import Size
+from dlrover.spec.roles import SERVER, Size
 from dlrover.spec.speed import ScaleKind
 
 
@@ -21,15 +21,24 @@ class JobSubmitted(msgspec.Struct, frozen=True, tag="job_submitted"):
     name: str
     min_nodes: int
     max_nodes: int
+    min_servers: int = 0
+    max_servers: int = 0
 
     def sentence(self) -> str:
         """The event in words."""
-        span = (
-            f"{self.min_nodes}"
-            if self.min_nodes == self.max_nodes
-            else f"{self.min_nodes} to {self.max_nodes}"
-        )
-        return f"Job {self.name} was submitted; it runs on {span} nodes."
+        nodes = f"{_span(self.min_nodes, self.max_nodes)} nodes"
+        if self.max_servers:
+            plural = "s" if self.max_servers > 1 else ""
+            nodes += f" and {_span(self.min_servers, self.max_servers)} server{plural}"
+        return f"Job {self.name} was submitted; it runs on {nodes}."
+
+
+def _span(least: int, most: int) -> str:
+    return f"{least}" if least == most else f"{least} to {most}"
+
+
+def _node(number: int, role: str) -> str:
+    return f"Node {number} ({role})" if role else f"Node {number}"
 
 
 class MasterRecovered(msgspec.Struct, frozen=True, tag="master_recovered"):
@@ -67,6 +76,8 @@ class NodeLaunched(msgspec.Struct, frozen=True, tag="node_launched"):
     """How many times the cores that the job asked for it has."""
     memory_factor: float = 1.0
     """The same of its memory."""
+    role: str = ""
+    """``worker`` or ``ps``; empty in a job without servers."""
 
     def sentence(self) -> str:
         """The event in words."""
@@ -74,7 +85,7 @@ class NodeLaunched(msgspec.Struct, frozen=True, tag="node_launched"):
         sizes = (("cores", self.cpu_factor), ("memory", self.memory_factor))
         other = [f"{factor:.3g} times the {what}" for what, factor in sizes if factor != 1.0]
         size = f" with {' and '.join(other)} that the job asked for" if other else ""
-        return f"Node {self.node} is being started{replaced}{size}."
+        return f"{_node(self.node, self.role)} is being started{replaced}{size}."
 
 
 class NodeWaits(msgspec.Struct, frozen=True, tag="node_waits"):
@@ -104,10 +115,12 @@ class NodeLost(msgspec.Struct, frozen=True, tag="node_lost"):
 
     node: int
     reason: str
+    role: str = ""
+    """``worker`` or ``ps``; empty in a job without servers."""
 
     def sentence(self) -> str:
         """The event in words."""
-        return f"Node {self.node} is lost: {self.reason}."
+        return f"{_node(self.node, self.role)} is lost: {self.reason}."
 
 
 class JobScaled(msgspec.Struct, frozen=True, tag="job_scaled"):
@@ -134,10 +147,12 @@ class NodeReleased(msgspec.Struct, frozen=True, tag="node_released"):
     node: int
     reason: str
     """How it ended."""
+    role: str = ""
+    """``worker`` or ``ps``; empty in a job without servers."""
 
     def sentence(self) -> str:
         """The event in words."""
-        return f"Node {self.node} is released: {self.reason}."
+        return f"{_node(self.node, self.role)} is released: {self.reason}."
 
 
 class RoundOpened(msgspec.Struct, frozen=True, tag="round_opened"):
@@ -215,12 +230,15 @@ class RoundCompleted(msgspec.Struct, frozen=True, tag="round_completed"):
     nodes: int
     world_size: int
     seconds: float
+    servers: int = 0
+    """How many of its processes are servers."""
 
     def sentence(self) -> str:
         """The event in words."""
+        servers = f", {self.servers} server{'s' if self.servers > 1 else ''}" * bool(self.servers)
         return (
             f"Round {self.round} is complete after {self.seconds:.2f} s: "
-            f"{self.nodes} nodes, {self.world_size} workers."
+            f"{self.nodes} nodes, {self.world_size - self.servers} workers{servers}."
         )
 
 
@@ -352,9 +370,13 @@ class NodeSucceeded(msgspec.Struct, frozen=True, tag="node_succeeded"):
     """All workers of a node ended with exit code 0."""
 
     node: int
+    role: str = ""
+    """``worker`` or ``ps``; empty in a job without servers."""
 
     def sentence(self) -> str:
         """The event in words."""
+        if self.role == SERVER:
+            return f"The server of node {self.node} ended by itself, with exit code 0."
         return f"All workers of node {self.node} succeeded."
 
 

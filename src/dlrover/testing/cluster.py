@@ -31,6 +31,7 @@ from dlrover.spec.events import Event
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec
 from dlrover.spec.outcome import Outcome
+from dlrover.spec.roles import WORKER, is_server
 from dlrover.testing.nodes import Delays, Link, Program, SimulatedNode, Time
 
 _DETAILS: dict[FailureKind, dict[str, Any]] = {
@@ -72,7 +73,7 @@ class Cluster:
         Args:
             job: With ``managed_nodes`` if the simulated platform is to launch them.
             nodes: Nodes that come by themselves.
-            nproc: Workers of each node.
+            nproc: Workers of each node; a server's has one process.
             steps: Optimizer steps until the program ends; those done before a fault are not repeated,
                 unless ``program.checkpoint_every`` is set.
             seed: Of all random times and choices.
@@ -242,9 +243,11 @@ class Cluster:
         """Somebody stops the job."""
         self._submit(inputs.StopRequested("stopped", exit_code))
 
-    def scale(self, nodes: int, source: Literal["user", "plan"] = "user") -> None:
-        """Somebody asks for another number of managed nodes."""
-        self._submit(inputs.ScaleAsked(nodes, "a test", source))
+    def scale(
+        self, nodes: int, source: Literal["user", "plan"] = "user", role: str = WORKER
+    ) -> None:
+        """Somebody asks for another number of managed nodes of a role."""
+        self._submit(inputs.ScaleAsked(nodes, "a test", source, role))
 
     def inject(
         self, faults: Sequence[Callable[[SimulatedNode], None]], *, every: float, until: float
@@ -369,7 +372,7 @@ class Cluster:
             self.program,
             self._dial,
             self._ended,
-            nproc=self._nproc,
+            nproc=1 if is_server(node_rank) else self._nproc,
             node_rank=node_rank,
             node_id=node_id,
         )
@@ -431,7 +434,10 @@ class Cluster:
             self._greet(link, message)
         elif isinstance(message, messages.Heartbeat):
             if message.round == self.machine.rendezvous.round:
-                self._activities.note(link.node_id, message.round, message.steps, message.workers)
+                if not self.machine.is_server(link.node_id):
+                    self._activities.note(
+                        link.node_id, message.round, message.steps, message.workers
+                    )
                 if self._activities.steps > self.machine.steps:
                     self._submit(self._activities.progress())
                 self._scaler.heard(link.node_id, message, self.time.now)

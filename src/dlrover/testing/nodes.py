@@ -21,6 +21,7 @@ from dlrover.spec.activities import Activity
 from dlrover.spec.activity import WorkerActivity
 from dlrover.spec.check import CheckOrder
 from dlrover.spec.failure import Failure, FailureKind
+from dlrover.spec.roles import SERVER
 from dlrover.spec.world import Offer, World
 from dlrover.testing import ailments
 from dlrover.testing.ailments import Ailment
@@ -121,7 +122,8 @@ class Run:
             self._continue()
             return
         for node in self.nodes:
-            node.succeed(self)
+            if not node.serves:
+                node.succeed(self)
 
 
 @dataclass
@@ -291,6 +293,11 @@ class SimulatedNode:
         """Whether its workers are up and all there."""
         run = self._run
         return run is not None and self in run.nodes and self.machine.stage is Stage.RUNNING
+
+    @property
+    def serves(self) -> bool:
+        """Whether it is a parameter server of its world: it steps with the others, and never ends."""
+        return self.machine.world is not None and self.machine.world.role == SERVER
 
     @property
     def first_rank(self) -> int:

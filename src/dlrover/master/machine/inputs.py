@@ -11,6 +11,7 @@ from dlrover.spec.events import EventBody, HangFound, SlowRank, SlowRankRecovere
 from dlrover.spec.failure import Failure
 from dlrover.spec.job import JobSpec
 from dlrover.spec.outcome import Outcome
+from dlrover.spec.roles import WORKER
 from dlrover.spec.speed import ModelProfile, ScaleDecision, SpeedSample
 from dlrover.spec.world import Holding, Offer, World
 
@@ -218,13 +219,13 @@ class ScaleAsked(msgspec.Struct, frozen=True, tag="scale_asked"):
     """
 
     nodes: int
-    """Nodes of ``role``."""
+    """Nodes of ``role``, which is ``worker`` or ``ps``."""
     reason: str
     """Why, as part of a sentence."""
     source: Literal["user", "plan"]
     """Who: a ``user``'s number may be any and counts for good, that of a ``plan`` stays within the bounds
     that the job was submitted with and gives way to a user's."""
-    role: str = "worker"
+    role: str = WORKER
 
 
 class DeadlinePassed(msgspec.Struct, frozen=True, tag="deadline_passed"):

@@ -74,7 +74,7 @@ def _check_scaling(machine: JobMachine) -> None:
     ]
     settled = machine.outcome is None and not scaling.due
     assert not settled or len(ranks) == len(set(ranks)), "two nodes are to have the same rank"
-    assert not settled or max(ranks, default=-1) < max(1, scaling.wanted), "a node too many"
+    assert not settled or all(scaling.wants(rank) for rank in ranks), "a node too many"
 
 
 def _check_migrations(machine: JobMachine) -> None:

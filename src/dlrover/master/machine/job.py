@@ -57,16 +57,18 @@ class JobMachine(JobAuto):
         self.submitted_at = now
         self._compose()
         if not event.earlier_events:
-            self._emit(events.JobSubmitted(self.job.name, self.job.min_nodes, self.job.max_nodes))
+            job = self.job
+            bounds = (job.min_nodes, job.max_nodes, job.min_servers, job.max_servers)
+            self._emit(events.JobSubmitted(job.name, *bounds))
         if self.job.first_size and not event.earlier_events:
             self._emit(events.FirstSize(self.job.managed_nodes, self.job.first_size))
         found = {node.node_rank for node in event.found}
-        self.scaling.keep(max(found, default=-1))
+        self.scaling.keep(found)
         self.scaling.due = len(found) < len(event.found)
-        self.rendezvous.most = self.scaling.most
+        self.rendezvous.least, self.rendezvous.most = self.scaling.least, self.scaling.most
         for node in event.found:
             self._add_found(node, now)
-        for node_rank in range(self.scaling.wanted):
+        for node_rank in self.scaling.ranks:
             if node_rank not in found:
                 self._launch(node_rank, now)
         if event.found or (event.earlier_events and not self.job.managed_nodes):
@@ -231,7 +233,7 @@ class JobMachine(JobAuto):
         if event.round != self.rendezvous.round or node.status is not NodeStatus.RUNNING:
             return
         self._move(node, NodeStatus.SUCCEEDED)
-        self._emit(events.NodeSucceeded(node.id))
+        self._emit(events.NodeSucceeded(node.id, self.told_role(node.id)))
 
     def _progressed(self, event: inputs.Progressed, now: float) -> None:
         if event.round != self.rendezvous.round or self.rendezvous.collecting:
@@ -271,7 +273,7 @@ class JobMachine(JobAuto):
 
     def _advance(self, now: float) -> None:
         """Do what the state now allows: complete a round, end the job."""
-        largest = self.rendezvous.usable(self.rendezvous.most)
+        largest = self.rendezvous.usable(self.rendezvous.most).nodes
         if self.outcome is None and self.adoption.pending and self.adoption.due(now, largest):
             self._settle(now)
         if self.outcome is not None or self.adoption.pending:
@@ -285,8 +287,8 @@ class JobMachine(JobAuto):
         if rdzv.expired(now):
             self._end(
                 ExitCode.INFRASTRUCTURE,
-                f"only {len(rdzv.offers)} of at least {rdzv.least} nodes joined round "
-                f"{rdzv.round} within {self.job.limits.join_timeout:g} s (join_timeout).",
+                f"only {rdzv.joined_of_least()} joined round {rdzv.round} within "
+                f"{self.job.limits.join_timeout:g} s (join_timeout).",
                 now,
             )
         elif rdzv.ready(now):
@@ -301,8 +303,9 @@ class JobMachine(JobAuto):
         held_back, adoption.reports = adoption.reports, {}
         members = adoption.members()
         # A world that is too large now is taken over, and its surplus nodes leave it in order.
-        surplus = self.scaling.due and len(members) > rdzv.most
-        if members and (surplus or rdzv.usable(len(members)) == len(members)):
+        size = rdzv.count(members)
+        surplus = self.scaling.due and rdzv.exceeds(size)
+        if members and (surplus or rdzv.usable(size) == size):
             self._adopt(members, now)
             for report in held_back.values():
                 if self.outcome is None:
@@ -393,7 +396,7 @@ class JobMachine(JobAuto):
             self._end(
                 ExitCode.INFRASTRUCTURE,
                 f"node {node.id} is left out ({reason}), and only {living} of at least "
-                f"{self.rendezvous.least} nodes remain.",
+                f"{self.rendezvous.least.nodes} nodes remain.",
                 now,
             )
 
@@ -418,7 +421,11 @@ class JobMachine(JobAuto):
         some_world = next(iter(self.worlds.values()))
         self._emit(
             events.RoundCompleted(
-                rdzv.round, some_world.node_count, some_world.world_size, now - rdzv.opened_at
+                rdzv.round,
+                some_world.node_count,
+                some_world.world_size,
+                now - rdzv.opened_at,
+                some_world.servers,
             )
         )
 

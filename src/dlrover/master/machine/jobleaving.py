@@ -25,7 +25,7 @@ class JobLeaving(JobState):
         Of two with the same rank the older one leaves, unless it waits for the other to take its place. A
         master without a journal may find two, too.
         """
-        wanted, leaving = self.scaling.wanted, self.scaling.leaving
+        scaling, leaving = self.scaling, self.scaling.leaving
         kept = {migration.node for _, migration in self._coming()}
         staying = [
             node
@@ -36,7 +36,7 @@ class JobLeaving(JobState):
         return [
             node
             for node in staying
-            if node.node_rank >= wanted
+            if not scaling.wants(node.node_rank)
             or (latest[node.node_rank] is not node and node.id not in kept)
         ]
 
@@ -71,7 +71,7 @@ class JobLeaving(JobState):
         node.reason = how
         self._forget_migration(node)
         self._move(node, NodeStatus.RELEASED)
-        self._emit(events.NodeReleased(node.id, how))
+        self._emit(events.NodeReleased(node.id, how, self.told_role(node.id)))
         if node.handle:
             self._send(inputs.KillNode(node.id))
 

@@ -9,6 +9,7 @@ from dlrover.master.machine.rendezvous import UNRANKED
 from dlrover.master.machine.state import Node, given_up
 from dlrover.spec import events
 from dlrover.spec.node import NodeStatus
+from dlrover.spec.roles import is_server
 
 
 class JobNodes(JobLeaving):
@@ -18,6 +19,8 @@ class JobNodes(JobLeaving):
         node = Node(id=self.next_id if node_id is None else node_id, node_rank=node_rank)
         self.next_id = max(self.next_id, node.id + 1)
         self.nodes[node.id] = node
+        if self.job.servers and is_server(node_rank):
+            self.rendezvous.servers.add(node.id)
         return node
 
     def _add_found(self, found: inputs.FoundNode, now: float) -> None:
@@ -59,7 +62,8 @@ class JobNodes(JobLeaving):
         if factors is not None:
             node.cpu_factor, node.memory_factor = factors
         replaced = replaces.id if replaces is not None else -1
-        self._emit(events.NodeLaunched(node.id, replaced, node.cpu_factor, node.memory_factor))
+        role = self.told_role(node.id)
+        self._emit(events.NodeLaunched(node.id, replaced, node.cpu_factor, node.memory_factor, role))
         self._order(node, now)
         return node.id
 
@@ -73,7 +77,7 @@ class JobNodes(JobLeaving):
         """Launch another node in place of a lost one that the platform had launched."""
         if self._forget_migration(node):
             return
-        if not node.launched or node.node_rank >= self.scaling.wanted:
+        if not node.launched or not self.scaling.wants(node.node_rank):
             return
         if not node.has_run:
             attempts = self.failed_starts.get(node.node_rank, 0) + 1
@@ -91,7 +95,7 @@ class JobNodes(JobLeaving):
 
     def _bury(self, node: Node) -> None:
         self._move(node, NodeStatus.LOST)
-        self._emit(events.NodeLost(node.id, node.reason))
+        self._emit(events.NodeLost(node.id, node.reason, self.told_role(node.id)))
         if node.handle:
             self._send(inputs.KillNode(node.id))
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dlrover.master.machine import inputs
 from dlrover.master.machine.jobnodes import JobNodes
+from dlrover.master.machine.scaling import Wanted
 from dlrover.spec import events
 from dlrover.spec.node import NodeStatus
+from dlrover.spec.roles import WORKER
 
 
 class JobScale(JobNodes):
@@ -13,28 +15,38 @@ class JobScale(JobNodes):
 
     def _scale_asked(self, event: inputs.ScaleAsked, _now: float) -> None:
         scaling = self.scaling
-        before = scaling.take(event)
+        before, after = scaling.take(event)
         self.rendezvous.least, self.rendezvous.most = scaling.least, scaling.most
-        if scaling.by_user:
-            for body in self.autoscaling.overruled(f"a user asked for {scaling.workers} nodes"):
-                self._emit(body)
-        if scaling.workers != before:
-            role = event.role if self.job.other_nodes else ""
-            self._emit(events.JobScaled(before, scaling.workers, event.source, event.reason, role))
+        if event.source == "user" and event.role in scaling.roles:
+            self._overrule(event.role, scaling.roles[event.role])
+        if after != before:
+            role = scaling.told_role(event.role)
+            self._emit(events.JobScaled(before, after, event.source, event.reason, role))
+
+    def _overrule(self, role: str, wanted: Wanted) -> None:
+        """Keep the auto-scaler from what a user has set."""
+        if not wanted.by_user:
+            return  # it was refused
+        what = "nodes" if role == WORKER else "servers"
+        reason = f"a user asked for {wanted.nodes} {what}"
+        for body in self.autoscaling.overruled(reason, role, wanted.nodes):
+            self._emit(body)
 
     def _scale(self, now: float) -> None:
         """Launch the nodes that are missing; call off those that are too many, by a new round.
 
-        A world of which some nodes have succeeded is about to end: it is left alone.
+        A world of which some workers have succeeded is about to end: it is left alone.
         """
         rdzv, scaling = self.rendezvous, self.scaling
         surplus = self._surplus()
-        members = [] if rdzv.collecting else [self.nodes[i] for i in rdzv.members]
-        if any(node.status is NodeStatus.SUCCEEDED for node in members):
+        if self._is_about_to_end():
             return
         scaling.due = False
-        if any(node.status is NodeStatus.RUNNING for node in surplus) and not rdzv.collecting:
-            self._open_round(f"the job is to have {_count(scaling.wanted)}", now)
+        busy = (NodeStatus.RUNNING, NodeStatus.SUCCEEDED)
+        if any(node.status in busy for node in surplus) and not rdzv.collecting:
+            size = scaling.size
+            count = size.sentence_part() if size.servers else _count(size.workers)
+            self._open_round(f"the job is to have {count}", now)
         else:
             for node in surplus:
                 self._call_off(node, now)
@@ -43,7 +55,7 @@ class JobScale(JobNodes):
             for node in self.nodes.values()
             if node.launched and not node.status.final and node.id not in scaling.leaving
         }
-        for node_rank in range(scaling.wanted):
+        for node_rank in scaling.ranks:
             if node_rank not in there and not self._has_ended():
                 self._launch(node_rank, now)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from dlrover.master import diagnosis
@@ -19,6 +20,7 @@ from dlrover.spec.failure import Failure
 from dlrover.spec.job import JobSpec
 from dlrover.spec.node import TRANSITIONS, NodeStatus
 from dlrover.spec.outcome import Outcome
+from dlrover.spec.roles import Size, role_of
 from dlrover.spec.world import World
 
 
@@ -91,8 +93,13 @@ class JobState:
 
     @property
     def world_size(self) -> int:
-        """Workers of the last completed round; 0 before the first."""
+        """Processes of the last completed round, servers included; 0 before the first."""
         return next(iter(self.worlds.values())).world_size if self.worlds else 0
+
+    @property
+    def workers(self) -> int:
+        """The same without servers."""
+        return next(iter(self.worlds.values())).workers if self.worlds else 0
 
     @property
     def total_steps(self) -> int:
@@ -127,7 +134,7 @@ class JobState:
 
     def may_scale(self, now: float) -> bool:
         """Whether the auto-scaler may change the number of nodes."""
-        whole = len(self.rendezvous.members) == self.scaling.wanted and not self.migrations
+        whole = self.rendezvous.size == self.scaling.size and not self.migrations
         return whole and self.is_quiet() and self.autoscaling.due(now)
 
     def is_quiet(self) -> bool:
@@ -144,34 +151,52 @@ class JobState:
     def _has_ended(self) -> bool:
         return self.outcome is not None
 
+    def is_server(self, node_id: int) -> bool:
+        """Whether a node is a parameter server."""
+        return node_id in self.rendezvous.servers
+
+    def told_role(self, node_id: int) -> str:
+        """A node's role as users are told it; empty in a job without servers."""
+        return role_of(self.nodes[node_id].node_rank) if self.job.servers else ""
+
     def _enough_nodes(self) -> bool:
-        living = sum(
-            not (node.status.final or node.id in self.scaling.leaving)
+        living = {
+            node.id
             for node in self.nodes.values()
-        )
-        return self.rendezvous.usable(living) > 0
+            if not (node.status.final or node.id in self.scaling.leaving)
+        }
+        return self.rendezvous.can_form(living)
 
     def _can_spare(self, node: Node) -> bool:
         """Whether the other nodes are enough for a world."""
-        others = [
-            n
+        others = {
+            n.id
             for n in self.nodes.values()
             if n is not node and not (n.status.final or n.gone or n.id in self.scaling.leaving)
-        ]
-        return self.rendezvous.usable(len(others)) > 0
+        }
+        return self.rendezvous.can_form(others)
 
     def _can_grow(self) -> bool:
         """Whether a new round would form a larger world than the running one."""
         rdzv = self.rendezvous
-        if self.adoption.pending:
+        if self.adoption.pending or self._is_about_to_end():
             return False
-        running = sum(self.nodes[i].status is NodeStatus.RUNNING for i in rdzv.members)
-        if running < len(rdzv.members):
-            return False  # the job is about to end: some nodes have finished
-        return rdzv.usable(running + len(rdzv.offers)) > running
+        running, joined = rdzv.size, rdzv.joined
+        larger = Size(running.workers + joined.workers, running.servers + joined.servers)
+        return rdzv.usable(larger).nodes > running.nodes
+
+    def _workers_succeeded(self) -> Iterator[bool]:
+        """Whether each worker's node of the world has finished; servers do not end by themselves."""
+        for node_id in self.rendezvous.members:
+            if not self.is_server(node_id):
+                yield self.nodes[node_id].status is NodeStatus.SUCCEEDED
+
+    def _is_about_to_end(self) -> bool:
+        """Whether some workers of the running world have finished."""
+        return not self.rendezvous.collecting and any(self._workers_succeeded())
 
     def _all_succeeded(self) -> bool:
-        return all(self.nodes[i].status is NodeStatus.SUCCEEDED for i in self.rendezvous.members)
+        return all(self._workers_succeeded())
 
     # ---- elementary changes
 

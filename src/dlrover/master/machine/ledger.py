@@ -30,6 +30,7 @@ from dlrover.master.machine.roundtime import (
 from dlrover.master.machine.state import Node
 from dlrover.spec.goodput import CAUSES, Cause, Goodput
 from dlrover.spec.node import NodeStatus
+from dlrover.spec.roles import Size
 
 _WAITING = INDEX[Cause.WAITING_FOR_RESOURCES]
 _RENDEZVOUS = INDEX[Cause.RENDEZVOUS]
@@ -270,7 +271,8 @@ class Ledger:
         if self.round is None and not rdzv.collecting and rdzv.members and not over:
             self.round = RoundTime(rdzv.round, now, self._furthest, tells=self._tells)
         here = len(self.accounts) - self._pending
-        short = rdzv.collecting and not rdzv.usable(here)
+        serving = sum(i in self.accounts and not self.accounts[i].pending for i in rdzv.servers)
+        short = rdzv.collecting and not rdzv.usable(Size(here - serving, serving)).nodes
         checking = machine.checks.count if machine.checks.run is not None else 0
         adopting, leaving = machine.adoption.pending, len(machine.scaling.leaving)
         key = (rdzv.round, rdzv.collecting, short, over, checking, adopting, leaving)

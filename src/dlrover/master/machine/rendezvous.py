@@ -2,20 +2,21 @@
 
 A round is *collecting* from the moment it opens until its world is formed. It completes
 
-- at once when the maximum of nodes has joined, unless some are still leaving the job;
+- at once when the maximum of nodes (of workers and of servers) has joined, unless some are still leaving the job;
 - at once when every awaited node has joined, if the set is *fixed*: it is known who can come, because
   the platform launches the nodes or because they are the survivors of the last world;
-- otherwise after a quiet time without a further join, once the minimum is there.
+- otherwise after a quiet time without a further join, once the minimum (of either) is there.
 
 A round that does not reach its minimum within the join time-out has expired.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from dlrover.spec.job import JobSpec
+from dlrover.spec.roles import Size
 from dlrover.spec.world import Offer, World
 
 UNRANKED = 1 << 31
@@ -37,6 +38,8 @@ class Rendezvous:
     missing: set[int] = field(default_factory=set)
     #: nodes that leave the job: while one of them is missing, no round is full
     leaving: set[int] = field(default_factory=set)
+    #: nodes that are parameter servers, whether they are still there or not
+    servers: set[int] = field(default_factory=set)
     #: nodes of the last completed round, in order of rank
     members: tuple[int, ...] = ()
     #: no unknown node can come: the round need not wait for more than the awaited ones
@@ -46,12 +49,23 @@ class Rendezvous:
     #: when a master last took over: its absence counts against no time limit
     resumed_at: float = 0.0
     #: the fewest nodes of a world
-    least: int = field(init=False)
+    least: Size = field(init=False)
     #: the most nodes of a world
-    most: int = field(init=False)
+    most: Size = field(init=False)
 
     def __post_init__(self) -> None:
-        self.least, self.most = self.job.min_nodes, self.job.max_nodes
+        self.least = Size(self.job.min_nodes, self.job.min_servers)
+        self.most = Size(self.job.max_nodes, self.job.max_servers)
+
+    @property
+    def joined(self) -> Size:
+        """The nodes that have joined the collecting (or else the next) round."""
+        return self.count(self.offers)
+
+    @property
+    def size(self) -> Size:
+        """The world of the last completed round."""
+        return self.count(set(self.members))
 
     @property
     def last_round(self) -> int:
@@ -119,13 +133,34 @@ class Rendezvous:
         self.leaving.add(node_id)
         self.expect(node_id)
 
-    def usable(self, count: int) -> int:
-        """How many of ``count`` nodes a world can take: at most the maximum, a multiple of the unit.
+    def count(self, nodes: Collection[int]) -> Size:
+        """Some nodes by role; ``nodes`` is searched once for each server."""
+        servers = sum(node in nodes for node in self.servers)
+        return Size(len(nodes) - servers, servers)
 
-        0 if that is fewer than the minimum.
+    def usable(self, size: Size) -> Size:
+        """How many of so many nodes a world can take: at most the maximum, workers by multiples of the unit.
+
+        None if that is fewer than the minimum of either role.
         """
-        fitting = min(count, self.most) // self.job.node_unit * self.job.node_unit
-        return fitting if fitting >= self.least else 0
+        workers = min(size.workers, self.most.workers) // self.job.node_unit * self.job.node_unit
+        servers = min(size.servers, self.most.servers)
+        enough = workers >= self.least.workers and servers >= self.least.servers
+        return Size(workers, servers) if enough else Size(0)
+
+    def can_form(self, nodes: Collection[int]) -> bool:
+        """Whether some nodes are enough for a world."""
+        return self.usable(self.count(nodes)).nodes > 0
+
+    def exceeds(self, size: Size) -> bool:
+        """Whether so many nodes are more than a world may have."""
+        return size.workers > self.most.workers or size.servers > self.most.servers
+
+    def joined_of_least(self) -> str:
+        """How many nodes have joined, and how many would be enough, in words."""
+        if not self.most.servers:
+            return f"{len(self.offers)} of at least {self.least.workers} nodes"
+        return f"{self.joined.sentence_part()} of at least {self.least.sentence_part()}"
 
     def quiet_until(self) -> float:
         """When a round that has its minimum completes even though awaited nodes are missing."""
@@ -145,24 +180,28 @@ class Rendezvous:
         """The next time at which the round may complete or expire without a further input."""
         if not self.collecting:
             return None
-        return self.quiet_until() if self.usable(len(self.offers)) else self.expires_at()
+        return self.quiet_until() if self.can_form(self.offers) else self.expires_at()
 
     def ready(self, now: float) -> bool:
         """Whether the collecting round can be completed now."""
-        if not self.collecting or not self.usable(len(self.offers)):
+        if not self.collecting:
             return False
-        if len(self.offers) >= self.most and not (self.leaving & self.missing):
+        joined = self.joined
+        if not self.usable(joined).nodes:
+            return False
+        full = joined.workers >= self.most.workers and joined.servers >= self.most.servers
+        if full and not (self.leaving & self.missing):
             return True
         return (self.fixed and not self.missing) or now >= self.quiet_until()
 
     def expired(self, now: float) -> bool:
         """Whether the collecting round has failed."""
-        short = self.collecting and not self.usable(len(self.offers))
+        short = self.collecting and not self.can_form(self.offers)
         return short and now >= self.expires_at()
 
     def in_order(self, node_ranks: dict[int, int]) -> list[int]:
-        """The nodes that have joined, in the order in which they get their ranks."""
-        return sorted(self.offers, key=lambda i: (_wanted(node_ranks, i), i))
+        """The nodes that have joined, in the order in which they get their ranks: servers are last."""
+        return sorted(self.offers, key=lambda i: (i in self.servers, _wanted(node_ranks, i), i))
 
     def settle(self, now: float) -> None:
         """The nodes that have joined were checked: go on with them, without waiting for unknown ones."""
@@ -173,14 +212,18 @@ class Rendezvous:
         """Form the world of a round that is `ready`: what to tell each member, by node id.
 
         Nodes with a wanted rank come first, in its order, then the others by age, so that rank 0 stays
-        where it is. Nodes beyond the usable number keep their offers for the next round.
+        where it is; servers come last. Nodes beyond the usable number keep their offers for the next round.
         """
+        usable = self.usable(self.joined)
         order = self.in_order(node_ranks)
-        self.members = tuple(order[: self.usable(len(order))])
+        workers = [node for node in order if node not in self.servers]
+        servers = [node for node in order if node in self.servers]
+        self.members = (*workers[: usable.workers], *servers[: usable.servers])
         chosen = [(node, self.offers.pop(node)) for node in self.members]
         self.collecting = False
         self.missing = set()
         world_size = sum(offer.nproc for _, offer in chosen)
+        serving = sum(offer.nproc for node, offer in chosen if node in self.servers)
         first = chosen[0][1]
         worlds: dict[int, World] = {}
         first_rank = 0
@@ -194,6 +237,7 @@ class Rendezvous:
                 world_size=world_size,
                 store_addr=first.addr,
                 store_port=first.store_port,
+                servers=serving,
             )
             first_rank += offer.nproc
         return worlds
@@ -204,8 +248,8 @@ class Rendezvous:
         assert not (self.leaving & self.offers.keys()), "a node that leaves has joined"
         assert self.collecting or not self.missing, "nodes are missing though nothing is collected"
         assert len(set(self.members)) == len(self.members), "a node is twice in the world"
-        size = len(self.members)
-        assert size % self.job.node_unit == 0, "the world has a wrong size"
+        assert self.size.workers % self.job.node_unit == 0, "the world has a wrong size"
+        assert self.job.servers or not self.servers, "servers in a job without any"
 
 
 def _wanted(node_ranks: dict[int, int], node_id: int) -> int:

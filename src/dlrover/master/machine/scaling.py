@@ -1,60 +1,113 @@
-"""How many nodes a job is to have, who says so, and which nodes leave because there are too many."""
+"""How many nodes of each role a job is to have, who says so, and which nodes leave because there are too many."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from dlrover.master.machine import inputs
 from dlrover.spec.job import JobSpec
+from dlrover.spec.roles import FIRST_SERVER, SERVER, WORKER, Size, index_in_role, is_server
 
-WORKER = "worker"
-"""The role whose number of nodes can change."""
 MOST_NODES = 100_000
-"""Nodes that a job can be asked to have."""
+"""Nodes of a role that a job can be asked to have."""
+
+
+@dataclass
+class Wanted:
+    """The wanted nodes of a role whose number can change."""
+
+    nodes: int
+    #: what a plan may choose
+    least: int
+    most: int
+    #: what a user last asked for, or what the job was submitted with
+    asked: int = field(init=False)
+    #: a user has set the number
+    by_user: bool = False
+    #: why it was last changed
+    reason: str = ""
+    #: how often a plan has changed it
+    plans: int = 0
+
+    def __post_init__(self) -> None:
+        self.asked = self.nodes
 
 
 @dataclass
 class Scaling:
-    """The wanted number of a job's managed nodes. Change it only through its methods.
+    """The wanted numbers of a job's managed nodes. Change them only through its methods.
 
     A user's number counts for good: a plan does not change it. Until there is one, a plan may choose any
-    number between the fewest and the most nodes that the job was submitted with.
+    number between the fewest and the most nodes of the role that the job was submitted with.
     """
 
     job: JobSpec
-    #: managed nodes that the job is to have, of all roles; 0 if its nodes come by themselves
-    wanted: int = field(init=False)
-    #: a user has set that number
-    by_user: bool = False
-    #: nodes of role worker that a user last asked for, or that the job was submitted with
-    asked: int = field(init=False)
-    #: why the number was last changed
-    reason: str = ""
-    #: how often a plan has changed it
-    plans: int = 0
+    #: by role; servers only if the job has some
+    roles: dict[str, Wanted] = field(init=False)
     #: the nodes may not be as wanted yet
     due: bool = False
     #: nodes that were called off: when each is given up if it has not left by then
     leaving: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.wanted = self.job.managed_nodes
-        self.asked = self.workers
+        job, others = self.job, self.job.other_nodes
+        self.roles = {
+            WORKER: Wanted(
+                job.managed_nodes - others, job.min_nodes - others, job.max_nodes - others
+            )
+        }
+        if job.servers:
+            self.roles[SERVER] = Wanted(job.servers, job.min_servers, job.max_servers)
+
+    # ---- queries
+
+    @property
+    def wanted(self) -> int:
+        """Managed nodes that are no servers; 0 if the job's nodes come by themselves."""
+        return self.workers + self.job.other_nodes
 
     @property
     def workers(self) -> int:
-        """Wanted nodes of the role that can be scaled."""
-        return self.wanted - self.job.other_nodes
+        """Wanted nodes of role worker."""
+        return self.roles[WORKER].nodes
 
     @property
-    def least(self) -> int:
+    def servers(self) -> int:
+        """Wanted servers."""
+        return self.roles[SERVER].nodes if SERVER in self.roles else 0
+
+    @property
+    def size(self) -> Size:
+        """All wanted nodes."""
+        return Size(self.wanted, self.servers)
+
+    @property
+    def least(self) -> Size:
         """The fewest nodes of a world."""
-        return min(self.job.min_nodes, self.wanted) if self.wanted else self.job.min_nodes
+        job, wanted = self.job, self.wanted
+        workers = min(job.min_nodes, wanted) if wanted else job.min_nodes
+        return Size(workers, min(job.min_servers, self.servers))
 
     @property
-    def most(self) -> int:
+    def most(self) -> Size:
         """The most nodes of a world."""
-        return max(self.job.max_nodes, self.wanted)
+        return Size(max(self.job.max_nodes, self.wanted), max(self.job.max_servers, self.servers))
+
+    @property
+    def ranks(self) -> Iterator[int]:
+        """The wanted rank of each wanted node."""
+        yield from range(self.wanted)
+        yield from range(FIRST_SERVER, FIRST_SERVER + self.servers)
+
+    def wants(self, node_rank: int) -> bool:
+        """Whether there is to be a node with this wanted rank."""
+        most = self.servers if is_server(node_rank) else self.wanted
+        return index_in_role(node_rank) < most
+
+    def told_role(self, role: str) -> str:
+        """The role as it is told of a change; empty if all of the job's nodes have it."""
+        return role if self.job.other_nodes or self.job.servers else ""
 
     def refusal(self, asked: inputs.ScaleAsked) -> str:
         """Why the job cannot have that many nodes, as one sentence; empty if it can."""
@@ -64,45 +117,64 @@ class Scaling:
                 "The job's nodes come by themselves: start or stop dlrover-run on a machine to change "
                 "their number."
             )
-        if asked.role != WORKER:
-            return f"Role {asked.role} keeps its number of nodes while the job runs; only {WORKER} can be scaled."
+        if asked.role not in self.roles:
+            return self._fixed(asked.role)
         if not 1 <= asked.nodes <= MOST_NODES:
             return (
                 f"{asked.nodes} nodes: must be from 1 to {MOST_NODES}; `dlrover stop` ends a job."
             )
-        if (asked.nodes + self.job.other_nodes) % unit:
+        if asked.role == WORKER and (asked.nodes + self.job.other_nodes) % unit:
             return f"{asked.nodes} nodes: must be a multiple of --node-unit, {unit}."
-        if asked.source == "plan" and self.by_user:
-            return (
-                f"A user has set the number of nodes to {self.workers}; a plan does not change it."
-            )
+        of_role = self.roles[asked.role]
+        if asked.source == "plan" and of_role.by_user:
+            kind = "nodes" if asked.role == WORKER else "servers"
+            return f"A user has set the number of {kind} to {of_role.nodes}; a plan does not change it."
         return ""
 
-    def take(self, asked: inputs.ScaleAsked) -> int:
-        """Want what was asked for, as far as that is possible; the number of workers' nodes before."""
-        before = self.workers
-        if self.refusal(asked):
-            return before
-        wanted = asked.nodes + self.job.other_nodes
-        if asked.source == "plan":
-            wanted = max(self.job.min_nodes, min(wanted, self.job.max_nodes))
-        else:
-            self.by_user, self.asked = True, asked.nodes
-        if wanted != self.wanted:
-            self.due, self.wanted, self.reason = True, wanted, asked.reason
-            self.plans += asked.source == "plan"
-        return before
+    def _fixed(self, role: str) -> str:
+        if role == SERVER:
+            return f"The job was started without nodes of role {SERVER}; it cannot get any while it runs."
+        known = " and ".join(self.roles)
+        return (
+            f"Role {role} keeps its number of nodes while the job runs; only {known} can be scaled."
+        )
 
-    def keep(self, found: int) -> None:
-        """A master without a journal finds nodes up to this rank: they had been asked for."""
-        if self.wanted:
-            self.wanted = max(self.wanted, found + 1)
+    # ---- changes
+
+    def take(self, asked: inputs.ScaleAsked) -> tuple[int, int]:
+        """Want what was asked for, as far as that is possible; the role's wanted nodes before and after."""
+        if self.refusal(asked):
+            same = self.roles[asked.role].nodes if asked.role in self.roles else 0
+            return same, same
+        of_role, nodes = self.roles[asked.role], asked.nodes
+        before = of_role.nodes
+        if asked.source == "plan":
+            nodes = max(of_role.least, min(nodes, of_role.most))
+        else:
+            of_role.by_user, of_role.asked = True, nodes
+        if nodes != before:
+            self.due, of_role.nodes, of_role.reason = True, nodes, asked.reason
+            of_role.plans += asked.source == "plan"
+        return before, nodes
+
+    def keep(self, found: Iterable[int]) -> None:
+        """A master without a journal finds nodes of these wanted ranks: they had been asked for."""
+        for node_rank in found:
+            beyond = index_in_role(node_rank) + 1
+            if is_server(node_rank) and SERVER in self.roles:
+                self.roles[SERVER].nodes = max(self.servers, beyond)
+            elif self.wanted and not is_server(node_rank):
+                self.roles[WORKER].nodes = max(self.workers, beyond - self.job.other_nodes)
 
     def validate(self) -> None:
         """Check the invariants; raise AssertionError on the first that is broken."""
         assert bool(self.wanted) == bool(self.job.managed_nodes), (
             "who launches the nodes has changed"
         )
-        assert self.wanted >= self.job.other_nodes, "nodes of other roles are not wanted"
-        assert self.wanted or not (self.by_user or self.due or self.leaving)
-        assert self.least <= self.most
+        assert bool(self.servers) == bool(self.job.servers), "the servers are gone, or new"
+        assert self.workers >= 0, "nodes of other roles are not wanted"
+        changed = self.due or self.leaving or any(of.by_user for of in self.roles.values())
+        assert self.wanted or not changed
+        least, most = self.least, self.most
+        assert least.workers <= most.workers
+        assert least.servers <= most.servers

@@ -9,6 +9,7 @@ from dlrover.spec.node import NodeStatus
 if TYPE_CHECKING:
     from dlrover.master.machine.checking import CheckRun
     from dlrover.master.machine.job import JobMachine
+    from dlrover.master.machine.rendezvous import Rendezvous
     from dlrover.master.machine.state import Node
 
 NODES_NAMED = 5
@@ -41,9 +42,18 @@ def waiting_for(machine: JobMachine, now: float) -> str:
         rest = len(missing) - NODES_NAMED
         more = f" and {rest} more" if rest > 0 else ""
         return f"waiting for {named}{more}: {waited}; {joined} joined"
-    if not rdzv.usable(joined):
-        return f"waiting for {rdzv.least} nodes, {joined} joined: {waited}"
-    return f"{joined} of at most {rdzv.most} nodes joined; waiting for more: {waited}"
+    return f"{_joining(rdzv)}: {waited}"
+
+
+def _joining(rdzv: Rendezvous) -> str:
+    joined = rdzv.joined
+    enough = rdzv.usable(joined).nodes > 0
+    if rdzv.most.servers:
+        wanted = rdzv.most if enough else rdzv.least
+        return f"waiting for {wanted.sentence_part()}, {joined.sentence_part()} joined"
+    if not enough:
+        return f"waiting for {rdzv.least.nodes} nodes, {joined.nodes} joined"
+    return f"{joined.nodes} of at most {rdzv.most.nodes} nodes joined; waiting for more"
 
 
 def _checking(run: CheckRun, machine: JobMachine, now: float) -> str:
