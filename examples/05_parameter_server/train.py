@@ -32,7 +32,7 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder of the checkpoint")
     add("--clicks", type=int, default=100_000, help="samples in an epoch")
-    add("--epochs", type=int, default=2)
+    add("--epochs", type=int, default=1)
     add("--batch-size", type=int, default=100, help="samples in a step of one worker")
     add("--lr", type=float, default=0.1)
     add("--save-every", type=int, default=50, help="steps of rank 0 between two checkpoints")

@@ -128,7 +128,7 @@ def _headline(report: Plans) -> str:
         return f"Auto-scaling {span}: the best size is being looked for."
     settled = report.settled
     return (
-        f"Auto-scaling {span}: the best size is {events.size(settled.nodes, settled.servers)}, with "
+        f"Auto-scaling {span}: the best size is {events.told_size(settled.nodes, settled.servers)}, with "
         f"{settled.throughput:.3g} {settled.unit}; {settled.tried} sizes were measured."
     )
 

@@ -29,6 +29,11 @@ def decide(asked: Question, prior: RingModel | None = None) -> ScaleDecision | N
     """
     if asked.current.servers:
         return decide_servers(asked)
+    return _decide_nodes(asked, prior)
+
+
+def _decide_nodes(asked: Question, prior: RingModel | None) -> ScaleDecision | None:
+    """The same for a job whose workers exchange their gradients."""
     choice = Choice(weight=asked.cost)
     current = asked.current
     known = _means(asked.samples)

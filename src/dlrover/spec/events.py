@@ -404,7 +404,7 @@ def count(nodes: int) -> str:
     return f"{nodes} node{'' if nodes == 1 else 's'}"
 
 
-def size(nodes: int, servers: int) -> str:
+def told_size(nodes: int, servers: int) -> str:
     """``2 nodes``, or ``2 workers and 1 server``."""
     return Size(nodes, servers).sentence_part() if servers else count(nodes)
 
@@ -474,7 +474,7 @@ class PlanMeasured(msgspec.Struct, frozen=True, tag="plan_measured"):
         where = "within" if self.within else "outside of"
         short = "; that does not pay" if self.short else ""
         return (
-            f"Plan {self.number} brought {self.throughput:.3g} {self.unit} on {size(self.nodes, self.servers)}, "
+            f"Plan {self.number} brought {self.throughput:.3g} {self.unit} on {told_size(self.nodes, self.servers)}, "
             f"{self.error:+.0%} from what was predicted and {where} its interval{short}."
         )
 
@@ -507,7 +507,7 @@ class SizeSettled(msgspec.Struct, frozen=True, tag="size_settled"):
     def sentence(self) -> str:
         """The event in words."""
         return (
-            f"The job stays at {size(self.nodes, self.servers)} with {self.throughput:.3g} {self.unit}: of {self.tried} "
+            f"The job stays at {told_size(self.nodes, self.servers)} with {self.throughput:.3g} {self.unit}: of {self.tried} "
             "measured sizes none is worth a change, and no other is expected to be."
         )
 

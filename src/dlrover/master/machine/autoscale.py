@@ -233,7 +233,7 @@ class AutoScaling:
             return told, None
         self.sizes.missed(change.size, change.origin)
         back = self._back_to(
-            change.origin, f"{events.size(*change.size)} could not be measured in time"
+            change.origin, f"{events.told_size(*change.size)} could not be measured in time"
         )
         told.append(self._begin(back, change.size, now))
         return told, back

@@ -63,7 +63,9 @@ class JobNodes(JobLeaving):
             node.cpu_factor, node.memory_factor = factors
         replaced = replaces.id if replaces is not None else -1
         role = self.told_role(node.id)
-        self._emit(events.NodeLaunched(node.id, replaced, node.cpu_factor, node.memory_factor, role))
+        self._emit(
+            events.NodeLaunched(node.id, replaced, node.cpu_factor, node.memory_factor, role)
+        )
         self._order(node, now)
         return node.id
 
