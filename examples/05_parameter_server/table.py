@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -96,16 +97,30 @@ def _ask(rank: int, what: int, rows: Tensor) -> None:
     dist.send(rows, rank)
 
 
+class Toil(NamedTuple):
+    """What a server does for each row that it gives out or takes in, to play a larger model. Seconds."""
+
+    idle: float = 0.0
+    compute: float = 0.0
+
+    def do(self, rows: int) -> None:
+        """For so many rows."""
+        time.sleep(self.idle * rows)
+        until = time.thread_time() + self.compute * rows
+        while time.thread_time() < until:
+            pass
+
+
 class Server:
     """The blocks that one server has."""
 
-    def __init__(self, blocks: Iterable[int], lr: float, row_time: float) -> None:
+    def __init__(self, blocks: Iterable[int], lr: float, toil: Toil) -> None:
         """Make blocks that have learned nothing.
 
         Args:
             blocks: Their numbers.
             lr: How fast they learn.
-            row_time: Seconds that the server idles for each row that it gives out or takes in.
+            toil: What more the server does for each row.
         """
         self._numbers = list(blocks)
         self._values = torch.zeros(len(self._numbers) * ROWS, WHOLE[1])
@@ -115,7 +130,7 @@ class Server:
         )
         self._places = torch.full((BLOCKS,), -1)
         self._places[self._numbers] = torch.arange(len(self._numbers))
-        self._lr, self._row_time = lr, row_time
+        self._lr, self._toil = lr, toil
 
     def blocks(self) -> dict[int, Tensor]:
         """The live blocks, for checkpoints."""
@@ -141,7 +156,7 @@ class Server:
         rows = torch.empty(count, dtype=torch.int64)
         dist.recv(rows, worker)
         places = self._places[rows // ROWS] * ROWS + rows % ROWS
-        time.sleep(self._row_time * count)
+        self._toil.do(count)
         if what == PULL:
             dist.send(self._values[places, :WIDTH], worker)
             return

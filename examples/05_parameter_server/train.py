@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from clicks import Clicks
-from table import BLOCKS, SAVE, STOP, Server, Table, divide, shards
+from table import BLOCKS, SAVE, STOP, Server, Table, Toil, divide, shards
 from torch import Tensor
 from torch.nn import functional
 
@@ -39,6 +39,7 @@ def parse_args() -> argparse.Namespace:
     add("--servers", type=int, default=1, help="under torchrun: how many ranks are servers")
     add("--step-time", type=float, default=0.0, help="seconds that a worker idles in every step")
     add("--row-time", type=float, default=0.0, help="seconds that a server idles for every row")
+    add("--row-work", type=float, default=0.0, help="seconds that it computes for every row")
     return parser.parse_args()
 
 
@@ -99,7 +100,7 @@ class Training:
         self.server = Server(
             [block for block in range(BLOCKS) if self.owners[block] == roles.server],
             args.lr,
-            args.row_time,
+            Toil(args.row_time, args.row_work),
         )
         data = ElasticDataset(Clicks(args.clicks), name="clicks", epochs=args.epochs, shuffle=True)
         self.data = data

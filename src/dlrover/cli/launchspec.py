@@ -103,7 +103,8 @@ def run_options(
     _check_node_rank(args, standalone, max_nodes)
     min_servers, max_servers = servers.bounds(args.servers, args.local_nodes)
     if args.auto_scale:
-        _check_auto_scale(args, environ, min_nodes, max_nodes)
+        has_choice = min_nodes < max_nodes or min_servers < max_servers
+        _check_auto_scale(args, environ, max_nodes, has_choice)
     _check_master_port(args.master_port)
     endpoint = None if standalone else _endpoint(args)
     rdzv_conf = parse_rdzv_conf(args.rdzv_conf)
@@ -226,12 +227,13 @@ def _node_bounds(args: argparse.Namespace) -> tuple[int, int]:
 
 
 def _check_auto_scale(
-    args: argparse.Namespace, environ: Mapping[str, str], min_nodes: int, max_nodes: int
+    args: argparse.Namespace, environ: Mapping[str, str], max_nodes: int, has_choice: bool
 ) -> None:
     """Refuse to choose where there is no choice, or where nobody can start nodes."""
-    if min_nodes == max_nodes:
+    if not has_choice:
+        servers = f" and {args.servers} servers" if args.servers else ""
         raise ConfigurationError(
-            f"--auto-scale: {min_nodes} nodes are asked for, which leaves no choice; give a range, as "
+            f"--auto-scale: {max_nodes} nodes{servers} are asked for, which leaves no choice; give a range, as "
             f"--nnodes 1:{max(max_nodes, 2)}."
         )
     if not args.local_nodes and "DLROVER_MASTER_ADDR" not in environ:
