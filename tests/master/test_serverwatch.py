@@ -60,6 +60,10 @@ def test_nothing_is_said_before_all_servers_are_known():
     assert watch((1.9, 0.0), (0.5, 0.0)).look(2, rebalance=True) is None
 
 
+def test_a_job_without_servers_has_no_hot_ones():
+    assert watch().look(0, rebalance=True) is None
+
+
 def test_after_something_was_done_it_looks_anew():
     made = watch((1.9, 2.0), (0.5, 2.0))
     made.begin()

@@ -116,12 +116,10 @@ def _lines(plan: PlanRecord) -> list[str]:
 def _headline(report: Plans) -> str:
     if not report.auto_scale:
         return "The job has a fixed number of nodes; --auto-scale lets DLRover choose it."
-    span = f"from {report.min_nodes} to {report.max_nodes} nodes"
+    span = _span(report.min_nodes, report.max_nodes, "nodes")
     if report.max_servers:
-        span = (
-            f"from {report.min_nodes} to {report.max_nodes} workers and from {report.min_servers} to "
-            f"{report.max_servers} servers"
-        )
+        workers = _span(report.min_nodes, report.max_nodes, "workers")
+        span = f"{workers} and {_span(report.min_servers, report.max_servers, 'servers')}"
     if report.ended:
         return f"Auto-scaling {span} has ended: {report.ended}."
     if report.settled is None:
@@ -131,6 +129,10 @@ def _headline(report: Plans) -> str:
         f"Auto-scaling {span}: the best size is {events.told_size(settled.nodes, settled.servers)}, with "
         f"{settled.throughput:.3g} {settled.unit}; {settled.tried} sizes were measured."
     )
+
+
+def _span(least: int, most: int, what: str) -> str:
+    return f"from {least} to {most} {what}" if least < most else f"with {least} {what}"
 
 
 def _interval(effect: Effect) -> str:

@@ -299,9 +299,9 @@ class AutoScaling:
         self.change = None
         assert change.effect is not None, "a change for nothing"
         short = sample.throughput < (1 + SLACK) * change.effect.before
-        if short:
+        if short or sample.throughput < change.effect.low:
             self.done[change.kind] = MAX_REPLACED  # it is not that
-        else:
+        if not short:
             self.samples = {sample.size: [sample]}
             self.stage, self.tries, self.next_at = ScaleStage.ADJUST, 0, 0.0
         return self._outcome(change, sample, short)[0], None

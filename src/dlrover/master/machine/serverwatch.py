@@ -55,7 +55,7 @@ class ServerWatch:
             migrate: Whether a node with more cores can be had for a hot server; else the job needs more servers.
         """
         full = len(self.used) == servers and all(len(used) == WINDOW for used in self.used.values())
-        if not full or not all(self.cores.values()):
+        if not servers or not full or not all(self.cores.values()):
             return None
         loads = {
             node: ServerLoad(f"the server on node {node}", self.cores[node], list(used))
