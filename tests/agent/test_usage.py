@@ -46,12 +46,11 @@ def test_without_cgroups_there_is_nothing_to_know(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_busy_worker_is_seen_with_its_children(monkeypatch):
-    monkeypatch.setattr(usage, "INTERVAL", 0.2)
+def test_a_busy_worker_is_seen_with_its_children():
     child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
     worker = subprocess.Popen([sys.executable, "-c", child], start_new_session=True)
     try:
-        meter = usage.UsageMeter()
+        meter = usage.UsageMeter(0.2)
         assert meter.look([worker.pid]) is None
         end = time.monotonic() + 20
         found = None
@@ -65,6 +64,6 @@ def test_a_busy_worker_is_seen_with_its_children(monkeypatch):
         worker.wait()
 
 
-def test_workers_that_have_ended_are_none(monkeypatch):
-    monkeypatch.setattr(usage, "INTERVAL", 0.0)
-    assert usage.UsageMeter().look([2**22 + 1]).cpu == 0.0
+def test_workers_that_have_ended_are_none():
+    meter = usage.UsageMeter(0.0)
+    assert meter.look([2**22 + 1]).cpu == 0.0

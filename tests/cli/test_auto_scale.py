@@ -26,6 +26,11 @@ def test_a_range_of_nodes_that_are_started_here():
     assert not options("--nnodes=1:4", "--local-nodes=1").auto_scale
 
 
+def test_servers_alone_may_be_chosen():
+    fixed = ("--nnodes=2", "--local-nodes=2")
+    assert options(*fixed, "--servers=1:2", "--auto-scale").auto_scale
+
+
 def test_a_node_of_a_job_elsewhere_may_have_the_flag():
     there = {"DLROVER_MASTER_ADDR": "master:1"}
     assert options("--nnodes=1:4", "--auto-scale", **there).auto_scale
@@ -37,6 +42,11 @@ def test_a_node_of_a_job_elsewhere_may_have_the_flag():
         (
             ["--nnodes=4", "--local-nodes=4"],
             "--auto-scale: 4 nodes are asked for, which leaves no choice; give a range, as --nnodes 1:4.",
+        ),
+        (
+            ["--nnodes=2", "--local-nodes=2", "--servers=3"],
+            "--auto-scale: 2 nodes and 3 servers are asked for, which leaves no choice; give a range, as "
+            "--nnodes 1:2.",
         ),
         (
             ["--nnodes=1:4", "--rdzv-backend=c10d", "--rdzv-endpoint=host:1"],

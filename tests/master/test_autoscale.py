@@ -6,12 +6,15 @@ from dlrover.master.machine.autoscale import DRIFT_WINDOWS, AutoScaling
 from dlrover.spec import events
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.plan import Effect, Group, Plan
+from dlrover.spec.roles import Size
 from dlrover.spec.speed import ModelProfile, ScaleDecision, ScaleKind, ScaleStage, SpeedSample
 
 LIMITS = Limits(autoscale_interval=300.0, autoscale_patience=900.0)
 
 
-def scaling(least: int = 1, most: int = 8, *, auto: bool = True, unit: int = 1) -> AutoScaling:
+def scaling(
+    least: int = 1, most: int = 8, *, auto: bool = True, unit: int = 1, servers: int = 0
+) -> AutoScaling:
     job = JobSpec(
         name="job",
         min_nodes=least,
@@ -19,6 +22,9 @@ def scaling(least: int = 1, most: int = 8, *, auto: bool = True, unit: int = 1) 
         node_unit=unit,
         auto_scale=auto,
         limits=LIMITS,
+        servers=min(1, servers),
+        min_servers=min(1, servers),
+        max_servers=servers,
     )
     return AutoScaling(job)
 
@@ -168,7 +174,7 @@ def test_a_change_that_takes_too_long_is_taken_back_and_not_tried_again():
     told, back = machine.expired(machine.deadline())
     assert isinstance(told[0], events.PlanDropped)
     assert (back.kind, back.nodes) == (ScaleKind.RETURN, 1)
-    assert machine.sizes() == [1, 2, 3]
+    assert machine.sizes.workers() == [1, 2, 3]
     assert story.measure(1, 10.0) is None
     assert machine.change is None
 
@@ -192,9 +198,9 @@ def test_a_job_whose_speed_has_changed_is_measured_anew():
     story.plan(None)
     for _ in range(DRIFT_WINDOWS - 1):
         story.measure(2, 13.0, round_=2)
-    assert set(story.machine.samples) == {1, 2}
+    assert set(story.machine.samples) == {Size(1), Size(2)}
     story.measure(2, 8.0, round_=2)
-    assert set(story.machine.samples) == {2}
+    assert set(story.machine.samples) == {Size(2)}
     assert story.machine.stage is ScaleStage.ADJUST
 
 
@@ -202,7 +208,7 @@ def test_one_slow_window_is_no_change():
     story = Story()
     for throughput in (10.0, 10.0, 5.0, 10.0, 5.0, 10.0):
         story.measure(1, throughput)
-    assert {s.throughput for s in story.machine.samples[1]} == {10.0}
+    assert {s.throughput for s in story.machine.samples[Size(1)]} == {10.0}
 
 
 def test_what_the_brain_has_ordered_is_measured_and_not_taken_back():
@@ -224,14 +230,115 @@ def test_a_user_ends_it():
     story = Story()
     story.measure(1, 10.0)
     story.plan(2)
-    assert [body.reason for body in story.machine.overruled("a user asked for 3 nodes")] == [
-        "a user asked for 3 nodes"
-    ]
+    ended = story.machine.overruled("a user asked for 3 nodes", "worker", 3)
+    assert [body.reason for body in ended] == ["a user asked for 3 nodes"]
     story.machine.validate()
-    assert story.machine.overruled("again") == []
+    assert story.machine.overruled("again", "worker", 3) == []
     assert story.measure(2, 11.0, round_=2) is None
     assert not story.machine.due(story.now)
 
 
 def test_sizes_are_multiples_of_the_unit():
-    assert scaling(least=2, most=9, unit=4).sizes() == [4, 8]
+    assert scaling(least=2, most=9, unit=4).sizes.workers() == [4, 8]
+
+
+class ServerStory(Story):
+    """A job with one to four servers."""
+
+    def __init__(self) -> None:
+        super().__init__(servers=4)
+
+    def measure(self, workers: int, servers: int, throughput: float, round_: int = 1):
+        self.now += 30
+        sample = SpeedSample(
+            nodes=workers,
+            replicas=workers,
+            step_seconds=workers / throughput,
+            steps=9,
+            servers=servers,
+        )
+        told, back = self.machine.measured(round_, sample, ModelProfile(), self.now)
+        self.told += told
+        self.machine.validate()
+        return back
+
+    def plan(self, workers: int, servers: int, throughput: float = 20.0) -> None:
+        effect = Effect(throughput=throughput, low=throughput / 1.5, high=throughput * 1.5)
+        plan = Plan(groups={}, reason="why", effect=effect)
+        decision = ScaleDecision(kind=ScaleKind.GROW, nodes=workers, servers=servers, plan=plan)
+        self.told += self.machine.planned(decision, self.now)
+        self.machine.validate()
+
+
+def test_a_plan_for_servers_that_falls_short_is_taken_back():
+    story = ServerStory()
+    story.measure(2, 1, 20.0)
+    story.plan(2, 3)
+    assert story.measure(2, 1, 20.0) is None
+    assert story.machine.change is not None
+    back = story.measure(2, 3, 21.0, round_=2)
+    assert (back.kind, back.nodes, back.servers) == (ScaleKind.RETURN, 2, 1)
+    assert back.plan.reason == "1 -> 3 servers brought +5% throughput for +67% nodes"
+    assert "on 2 workers and 3 servers" in story.told[-2].sentence()
+
+
+def test_servers_that_do_not_come_are_not_asked_for_again():
+    story = ServerStory()
+    story.measure(2, 1, 20.0)
+    story.plan(4, 3)
+    machine = story.machine
+    _, back = machine.expired(machine.deadline())
+    assert (back.nodes, back.servers) == (2, 1)
+    assert (machine.sizes.workers(), machine.sizes.servers()) == ([1, 2, 3], [1, 2])
+
+
+def test_a_user_ends_it_role_by_role():
+    story = ServerStory()
+    story.measure(2, 1, 20.0)
+    story.plan(2, 2)
+    (dropped,) = story.machine.overruled("a user asked for 3 servers", "ps", 3)
+    assert isinstance(dropped, events.PlanDropped)
+    story.machine.validate()
+    assert story.machine.sizes.servers() == [3]
+    assert story.machine.sizes.workers() == list(range(1, 9))
+    story.measure(2, 3, 30.0, round_=2)
+    assert story.machine.question().servers == [3]
+    (ended,) = story.machine.overruled("a user asked for 4 nodes", "worker", 4)
+    assert isinstance(ended, events.AutoScalingEnded)
+    assert not story.machine.due(story.now)
+
+
+def test_one_more_server_is_tried_once_when_all_are_hot():
+    story = ServerStory()
+    story.measure(2, 1, 20.0)
+    told, decision = story.machine.more_servers(0.5, "all 1 servers are hot", story.now)
+    assert (decision.nodes, decision.servers) == (2, 2)
+    assert told[0].reason == "all 1 servers are hot"
+    assert story.machine.more_servers(0.5, "again", story.now) == ([], None)
+    assert story.measure(2, 2, 20.0, round_=2).servers == 1
+    story.measure(2, 1, 20.0, round_=3)
+    assert story.machine.more_servers(0.5, "again", story.now) == ([], None)
+
+
+@pytest.mark.parametrize("after", [20.0, 30.0])
+def test_parameters_that_are_divided_anew_are_measured_and_not_divided_again_for_nothing(after):
+    story = ServerStory()
+    story.measure(2, 2, 20.0)
+    made = story.machine.same_size(ScaleKind.REBALANCE, 0.4, "uneven", story.now)
+    assert made.kind is ScaleKind.REBALANCE
+    assert story.measure(2, 2, 20.0) is None
+    assert story.machine.change is not None
+    assert story.measure(2, 2, after, round_=2) is None
+    assert story.told[-1].short == (after == 20.0)
+    assert story.machine.free(ScaleKind.REBALANCE) == (after > 20.0)
+
+
+def test_a_slow_worker_costs_its_own_share_where_nobody_waits_for_it():
+    slow = events.SlowRank(3, 3, 2.0, "compute")
+    story = ServerStory()
+    story.measure(4, 1, 40.0)
+    made = story.machine.slow(slow, story.now)
+    assert "without it the job is 14% faster" in made.reason  # 4 / 3.5
+    story = ServerStory()
+    story.measure(12, 1, 40.0)
+    assert story.machine.slow(slow, story.now) is None  # 12 / 11.5

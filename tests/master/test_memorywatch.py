@@ -2,10 +2,11 @@
 
 import pytest
 
-from dlrover.master.machine.memorywatch import HORIZON, LEAST, MemoryWatch
+from dlrover.master.machine.memorywatch import LEAST, MemoryWatch
 from dlrover.planning.memory import GIB
 from dlrover.spec.usage import NodeUsage
 
+HORIZON = 1800.0
 LOOKS = 15.0
 LIMIT = 16 * GIB
 
@@ -14,7 +15,12 @@ def watched(use, count: int = 40, limit: int = LIMIT):
     """The advice of each look at a node whose use is a function of the time."""
     watch = MemoryWatch()
     looks = [i * LOOKS for i in range(count)]
-    return [watch.note(3, NodeUsage(1.0, int(use(at)), limit), at) for at in looks], watch
+    return [look(watch, int(use(at)), limit, at) for at in looks], watch
+
+
+def look(watch, used: int, limit: int, at: float):
+    watch.note(3, NodeUsage(1.0, used, limit), at)
+    return watch.advice(3, limit, HORIZON, at)
 
 
 def growing(bytes_per_second: float):
@@ -53,4 +59,4 @@ def test_without_a_limit_nothing_can_be_foreseen():
 def test_a_new_round_begins_with_empty_memory():
     _, watch = watched(growing(GIB / HORIZON))
     watch.begin()
-    assert watch.note(3, NodeUsage(1.0, 15 * GIB, LIMIT), 1000.0) is None
+    assert look(watch, 15 * GIB, LIMIT, 1000.0) is None

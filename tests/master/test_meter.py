@@ -2,7 +2,7 @@
 
 import pytest
 
-from dlrover.master.machine.meter import MIN_STEPS, WARM_UP_STEPS, Meter
+from dlrover.master.machine.meter import LATE_WINDOWS, MIN_STEPS, WARM_UP_STEPS, Meter, Servers
 from dlrover.spec.activities import Activity
 from dlrover.spec.activity import WorkerActivity
 from dlrover.spec.job import Limits
@@ -125,3 +125,22 @@ def test_the_profile_is_that_of_the_largest_part():
     large = worker(10, parameters=7, parameter_bytes=28, state_bytes=56)
     made.note({0: small, 1: large}, 100.0)
     assert (made.profile.parameters, made.profile.state_bytes) == (7, 56)
+
+
+def test_workers_of_servers_go_at_their_own_pace_and_their_rates_add_up():
+    made = meter()
+    made.note({0: worker(10), 1: worker(10, step=2 * STEP)}, 100.0)
+    made.note({0: worker(30), 1: worker(20, step=2 * STEP)}, 100.0 + WINDOW)
+    sample = made.take(2, 2, 100.0 + WINDOW, Servers(3, worker_cpu=4.0, server_cpu=2.0))
+    assert sample.throughput == pytest.approx(1 / STEP + 1 / (2 * STEP))
+    assert (sample.nodes, sample.servers, sample.server_weight) == (2, 3, 0.5)
+    assert sample.unit == "worker steps/s"
+
+
+def test_a_worker_of_servers_that_makes_no_steps_is_waited_for_a_few_windows():
+    made = meter()
+    made.note({0: worker(10), 1: worker(10)}, 100.0)
+    made.note({0: worker(30), 1: worker(10 + MIN_STEPS - 1)}, 100.0 + WINDOW)
+    assert made.take(2, 2, 100.0 + WINDOW, Servers(1)) is None
+    sample = made.take(2, 2, 100.0 + LATE_WINDOWS * WINDOW, Servers(1))
+    assert sample.throughput == pytest.approx(1 / STEP)

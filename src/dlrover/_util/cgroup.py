@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 PROC_CGROUP = Path("/proc/self/cgroup")
@@ -13,18 +14,31 @@ ROOT = Path("/sys/fs/cgroup")
 NO_LIMIT = 1 << 60
 """Bytes; version 1 of the interface has a number beyond where there is no limit."""
 _OOM_KILL = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
+_USAGE = re.compile(r"^usage_usec (\d+)$", re.MULTILINE)
 
 
 def oom_kills(proc: Path = PROC_CGROUP, root: Path = ROOT) -> int:
     """How often the out-of-memory killer struck in this process's memory cgroup; 0 if unknown."""
     for path in _event_files(proc, root):
-        try:
-            found = _OOM_KILL.search(path.read_text())
-        except OSError:
-            continue
-        if found:
-            return int(found[1])
+        count = _kills(path)
+        if count is not None:
+            return count
     return 0
+
+
+def oom_kills_of(group: Path) -> int:
+    """The same of the cgroup in a directory."""
+    return next(
+        filter(None, map(_kills, (group / "memory.events", group / "memory.oom_control"))), 0
+    )
+
+
+def _kills(path: Path) -> int | None:
+    try:
+        found = _OOM_KILL.search(path.read_text())
+    except OSError:
+        return None
+    return int(found[1]) if found else None
 
 
 def memory(proc: Path = PROC_CGROUP, root: Path = ROOT) -> tuple[int, int] | None:
@@ -51,21 +65,65 @@ def memory(proc: Path = PROC_CGROUP, root: Path = ROOT) -> tuple[int, int] | Non
     return None
 
 
-def _memory_directories(proc: Path, root: Path) -> list[Path]:
-    return list(dict.fromkeys(path.parent for path in _event_files(proc, root)))
+def cpu_seconds(proc: Path = PROC_CGROUP, root: Path = ROOT) -> float | None:
+    """Processor time of all processes that this process's group has had; None where nobody counts it."""
+    own = own_groups(proc, root)
+    try:
+        if "cpuacct" in own:
+            return int((own["cpuacct"] / "cpuacct.usage").read_text()) / 1e9
+        if "" in own:
+            found = _USAGE.search((own[""] / "cpu.stat").read_text())
+            return int(found[1]) / 1e6 if found else None
+    except (OSError, ValueError):
+        return None
+    return None
 
 
 def processors(proc: Path = PROC_CGROUP, root: Path = ROOT) -> int:
     """How many processors this process may use, 1 at least: those of its affinity, or its quota if less."""
-    usable = len(os.sched_getaffinity(0))
+    return max(1, math.ceil(cores(proc, root)))
+
+
+def cores(proc: Path = PROC_CGROUP, root: Path = ROOT) -> float:
+    """How many cores' time this process may use: those of its affinity, or its quota if less."""
+    usable = float(len(os.sched_getaffinity(0)))
     for folder in _processor_folders(proc, root):
         try:
             quota, period = _quota(folder)
         except (OSError, ValueError):
             continue
         if quota > 0 and period > 0:
-            usable = min(usable, math.ceil(quota / period))
-    return max(1, usable)
+            usable = min(usable, quota / period)
+    return usable
+
+
+def own_groups(proc: Path = PROC_CGROUP, root: Path = ROOT) -> dict[str, Path]:
+    """The directory of this process's group by controller; by an empty name that of version 2.
+
+    Inside a container the group's own directory is often mounted at the root.
+    """
+    found = {}
+    for controllers, relative in _lines(proc):
+        names = [name for name in controllers.split(",") if (root / name).is_dir()]
+        for name in names:
+            within = root / name / relative
+            found[name] = within if within.is_dir() else root / name
+    return found
+
+
+def _lines(proc: Path) -> Iterator[tuple[str, str]]:
+    """The controllers of each hierarchy, none for version 2, and this process's path in it."""
+    try:
+        lines = proc.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        yield controllers, group.lstrip("/")
+
+
+def _memory_directories(proc: Path, root: Path) -> list[Path]:
+    return list(dict.fromkeys(path.parent for path in _event_files(proc, root)))
 
 
 def _quota(folder: Path) -> tuple[int, int]:
@@ -79,14 +137,8 @@ def _quota(folder: Path) -> tuple[int, int]:
 
 def _processor_folders(proc: Path, root: Path) -> list[Path]:
     """Where version 1 and version 2 of the interface keep the quota."""
-    try:
-        lines = proc.read_text().splitlines()
-    except OSError:
-        lines = []
     folders = [root, root / "cpu"]
-    for line in lines:
-        _, controllers, group = line.split(":", 2)
-        relative = group.lstrip("/")
+    for controllers, relative in _lines(proc):
         if controllers == "":
             folders.append(root / relative)
         elif "cpu" in controllers.split(","):
@@ -96,14 +148,8 @@ def _processor_folders(proc: Path, root: Path) -> list[Path]:
 
 def _event_files(proc: Path, root: Path) -> list[Path]:
     """Where version 1 and version 2 of the interface count the kills."""
-    try:
-        lines = proc.read_text().splitlines()
-    except OSError:
-        return []
     files = []
-    for line in lines:
-        _, controllers, group = line.split(":", 2)
-        relative = group.lstrip("/")
+    for controllers, relative in _lines(proc):
         if controllers == "":
             files.append(root / relative / "memory.events")
         elif "memory" in controllers.split(","):

@@ -76,7 +76,8 @@ class Agent:
         self._last_contact = time.monotonic()
         self._left: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._stopping: asyncio.Task[None] | None = None
-        self._usage = UsageMeter()
+        alone = bool(settings.master_address)
+        self._usage = UsageMeter(limits.usage_interval, alone=alone)
         self._looks: set[asyncio.Task[None]] = set()
 
     # ---- life
@@ -170,8 +171,7 @@ class Agent:
                     self._workers.node_id = message.node_id
                     self._say_progress()  # a new master must not count from zero
                 if isinstance(message, messages.CollectEvidence):
-                    self._looks.add(task := asyncio.create_task(self._look(message.id)))
-                    task.add_done_callback(self._looks.discard)
+                    self._keep(asyncio.create_task(self._look(message.id)))
                 else:
                     self._handle(message)
 
@@ -203,6 +203,15 @@ class Agent:
         round_ = self._machine.running_round
         self._say(messages.Evidence(id_, round_, await self._workers.evidence()))
 
+    async def _look_at_devices(self) -> None:
+        """Note how busy the accelerators are: the next report of what the node uses tells it."""
+        self._usage.busy = await self._workers.devices_busy()
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        """Hold on to a task until it is done."""
+        self._looks.add(task)
+        task.add_done_callback(self._looks.discard)
+
     # ---- progress
 
     async def _report_progress(self) -> None:
@@ -226,6 +235,8 @@ class Agent:
             if first or due:
                 reported_steps, reported_at = steps, now
                 usage = self._usage.look(self._workers.pids())
+                if usage is not None:
+                    self._keep(asyncio.create_task(self._look_at_devices()))
                 beat = self._heartbeat(round_, steps)
                 self._say(msgspec.structs.replace(beat, usage=usage))
 

@@ -335,6 +335,12 @@ class WorkerGroup:
             for worker, one in zip(running, seen, strict=True)
         )
 
+    async def devices_busy(self) -> float:
+        """The share of time in which the workers' accelerators work, 0 to 1; -1 where that is not known."""
+        used = await self._devices.use(len(self._workers))
+        known = [device.busy for device in used.values() if device.busy >= 0]
+        return sum(known) / len(known) / 100 if known else -1.0
+
     # ---- stop
 
     async def stop(self, number: signal.Signals, grace: float) -> None:

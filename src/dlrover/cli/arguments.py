@@ -283,6 +283,18 @@ def _add_job(group: OptionGroup) -> None:
         help="Run N nodes on this machine, each a child process; sets --nnodes unless given.",
     )
     group.add(
+        "--node-memory",
+        default="",
+        metavar="SIZE",
+        help="Memory of each of these nodes, with all its processes, as 512Mi or 2Gi (default: no limit).",
+    )
+    group.add(
+        "--node-cpu",
+        default="",
+        metavar="CORES",
+        help="Cores of each of these nodes, as 0.5 or 2 (default: no limit).",
+    )
+    group.add(
         "--node-unit",
         kind=int,
         default=1,

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from dlrover.cli import autoconfig, servers
+from dlrover.cli import autoconfig, servers, sizes
 from dlrover.cli.nproc import resolve_nproc
 from dlrover.errors import ConfigurationError
 from dlrover.spec.launch import Entry, LaunchSpec, StdMap
+from dlrover.spec.node import NodeSize
 from dlrover.spec.roles import SERVER, WORKER
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A world has a multiple of this many nodes."""
     local_nodes: int
     """Nodes to run on this machine as child processes; 0: not given, this process is one node."""
+    node_size: NodeSize
+    """What each of them gets."""
     min_servers: int
     """Parameter servers that a world needs; 0: the job has none."""
     max_servers: int
@@ -100,7 +103,8 @@ def run_options(
     _check_node_rank(args, standalone, max_nodes)
     min_servers, max_servers = servers.bounds(args.servers, args.local_nodes)
     if args.auto_scale:
-        _check_auto_scale(args, environ, min_nodes, max_nodes)
+        has_choice = min_nodes < max_nodes or min_servers < max_servers
+        _check_auto_scale(args, environ, max_nodes, has_choice)
     _check_master_port(args.master_port)
     endpoint = None if standalone else _endpoint(args)
     rdzv_conf = parse_rdzv_conf(args.rdzv_conf)
@@ -112,6 +116,7 @@ def run_options(
         max_nodes=max_nodes,
         node_unit=args.node_unit,
         local_nodes=args.local_nodes,
+        node_size=sizes.node_size(args, environ, standalone),
         min_servers=min_servers,
         max_servers=max_servers,
         auto_scale=args.auto_scale,
@@ -222,12 +227,13 @@ def _node_bounds(args: argparse.Namespace) -> tuple[int, int]:
 
 
 def _check_auto_scale(
-    args: argparse.Namespace, environ: Mapping[str, str], min_nodes: int, max_nodes: int
+    args: argparse.Namespace, environ: Mapping[str, str], max_nodes: int, has_choice: bool
 ) -> None:
     """Refuse to choose where there is no choice, or where nobody can start nodes."""
-    if min_nodes == max_nodes:
+    if not has_choice:
+        servers = f" and {args.servers} servers" if args.servers else ""
         raise ConfigurationError(
-            f"--auto-scale: {min_nodes} nodes are asked for, which leaves no choice; give a range, as "
+            f"--auto-scale: {max_nodes} nodes{servers} are asked for, which leaves no choice; give a range, as "
             f"--nnodes 1:{max(max_nodes, 2)}."
         )
     if not args.local_nodes and "DLROVER_MASTER_ADDR" not in environ:

@@ -22,9 +22,13 @@ class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
     """When it was made, seconds since the epoch."""
     kind: ScaleKind
     before: int
-    """Nodes that the job had."""
+    """Nodes that the job had; in a job with servers, of role worker."""
     nodes: int
     """Nodes that it was to have."""
+    servers_before: int = 0
+    """Parameter servers that the job had."""
+    servers: int = 0
+    """Parameter servers that it was to have."""
     reason: str
     predicted: Effect | None
     measured: float | None = None
@@ -47,6 +51,9 @@ class Plans(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the job was started with auto-scaling."""
     min_nodes: int
     max_nodes: int
+    min_servers: int = 0
+    """0: a job without servers."""
+    max_servers: int = 0
     settled: events.SizeSettled | None
     """What the search has found; None while it goes on."""
     ended: str
@@ -81,6 +88,8 @@ def plans(job_dir: JobDir) -> Plans:
         auto_scale=job.auto_scale,
         min_nodes=job.min_nodes,
         max_nodes=job.max_nodes,
+        min_servers=job.min_servers,
+        max_servers=job.max_servers,
         settled=settled,
         ended=ended,
         plans=records((event.time, event.body) for event in told),
@@ -116,16 +125,23 @@ def _lines(plan: PlanRecord) -> list[str]:
 def _headline(report: Plans) -> str:
     if not report.auto_scale:
         return "The job has a fixed number of nodes; --auto-scale lets DLRover choose it."
-    span = f"from {report.min_nodes} to {report.max_nodes} nodes"
+    span = _span(report.min_nodes, report.max_nodes, "nodes")
+    if report.max_servers:
+        workers = _span(report.min_nodes, report.max_nodes, "workers")
+        span = f"{workers} and {_span(report.min_servers, report.max_servers, 'servers')}"
     if report.ended:
         return f"Auto-scaling {span} has ended: {report.ended}."
     if report.settled is None:
         return f"Auto-scaling {span}: the best size is being looked for."
     settled = report.settled
     return (
-        f"Auto-scaling {span}: the best size is {events.count(settled.nodes)}, with "
+        f"Auto-scaling {span}: the best size is {events.told_size(settled.nodes, settled.servers)}, with "
         f"{settled.throughput:.3g} {settled.unit}; {settled.tried} sizes were measured."
     )
+
+
+def _span(least: int, most: int, what: str) -> str:
+    return f"from {least} to {most} {what}" if least < most else f"with {least} {what}"
 
 
 def interval(effect: Effect) -> str:
@@ -140,6 +156,8 @@ def _made(body: events.PlanMade, time: float) -> PlanRecord:
         kind=body.kind,
         before=body.before,
         nodes=body.nodes,
+        servers_before=body.servers_before,
+        servers=body.servers,
         reason=body.reason,
         predicted=body.effect,
         unit=body.unit,

@@ -16,7 +16,7 @@ import msgspec
 
 from dlrover import config
 from dlrover._util import files
-from dlrover.cli import arguments, jobs, report
+from dlrover.cli import arguments, jobs, report, sizes
 from dlrover.cli.launchspec import Endpoint, RunOptions, parse_endpoint
 from dlrover.errors import ConfigurationError, DLRoverError
 from dlrover.master.diagnosis_rules import load_own
@@ -32,6 +32,7 @@ from dlrover.spec.jobdir import (
 )
 from dlrover.spec.launch import LaunchSpec
 from dlrover.spec.outcome import Outcome
+from dlrover.spec.plan import Group
 
 DEFAULT_PORT = 29400
 """Of a master's address that names none; torchrun's rendezvous port."""
@@ -212,6 +213,8 @@ class _Plan:
 
     def _write_master(self, host: str, port: int, managed_nodes: int) -> None:
         options = self._options
+        size = options.node_size
+        most_memory = sizes.most_memory_factor(size, managed_nodes)
         job = JobSpec(
             name=self._name,
             min_nodes=options.min_nodes,
@@ -228,12 +231,16 @@ class _Plan:
             exclude_stragglers=options.exclude_stragglers,
             limits=self._settings.limits,
             diagnosis_rules=self._rules,
+            grows_memory=size.memory > 0,
+            most_memory_factor=most_memory,
+            grows_cpu=size.cpu > 0,
         )
         content = MasterConfig(
             job=job,
             host=host,
             port=port,
             platform="local" if managed_nodes else "",
+            node_size=size,
             tls=self._tls,
             journal=self._settings.journal,
             metrics=MetricsAddress(self._settings.metrics_host, self._settings.metrics_port),
@@ -242,6 +249,7 @@ class _Plan:
                 token_file=self._settings.brain_token_file,
                 cluster=self._settings.optimize_mode == "cluster",
                 program=Path(options.launch.target).name,
+                node=Group(count=1, cpu=size.cpu, memory=size.memory),
             ),
         )
         self._write(self._job_dir.job, content)

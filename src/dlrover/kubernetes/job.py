@@ -91,6 +91,7 @@ def job_spec(job: ElasticJob, limits: Limits, rules: tuple[Rule, ...] = ()) -> J
         limits=limits,
         diagnosis_rules=rules,
         grows_memory=True,
+        grows_cpu=True,
     )
 
 

@@ -40,6 +40,7 @@ class Launch(NamedTuple):
     node_rank: int
     avoid: tuple[str, ...] = ()
     memory_factor: float = 1.0
+    cpu_factor: float = 1.0
 
 
 def slots(job: ElasticJob) -> list[Slot]:
@@ -83,7 +84,7 @@ def pod(job: ElasticJob, launch: Launch, master: str) -> Manifest:
     container = _main(spec)
     _give_variables(spec, container, job, launch, slot, master)
     tls.give_node(spec, container, job)
-    resources.grow(container, launch.memory_factor)
+    resources.grow(container, launch.memory_factor, launch.cpu_factor)
     _avoid(spec, launch.avoid)
     priority = _priority(replica, slot.number)
     if priority:

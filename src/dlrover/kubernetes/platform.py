@@ -163,10 +163,15 @@ class KubernetesPlatform:
         await self._client.close()
 
     def launch(
-        self, node_id: int, node_rank: int, avoid: tuple[str, ...] = (), memory_factor: float = 1.0
+        self,
+        node_id: int,
+        node_rank: int,
+        avoid: tuple[str, ...] = (),
+        memory_factor: float = 1.0,
+        cpu_factor: float = 1.0,
     ) -> str:
         """Ask for a node's pod; the handle is the pod's name. It is made in the background."""
-        launch = nodes.Launch(node_id, node_rank, avoid, memory_factor)
+        launch = nodes.Launch(node_id, node_rank, avoid, memory_factor, cpu_factor)
         name = nodes.pod_name(self._job, launch)
         watched = self._watched[name] = _Watched(node_id)
         self._do(self._create(name, launch, watched), self._creations)

@@ -22,11 +22,13 @@ def quantity(text: str | int) -> Decimal:
     return Decimal(found[1]) * _UNITS[found[2] or ""]
 
 
-def grow(container: dict[str, Any], factor: float) -> None:
-    """Multiply the memory that a container asks for and may use, where it says so."""
+def grow(container: dict[str, Any], memory: float, cpu: float = 1.0) -> None:
+    """Multiply the memory and the cores that a container asks for and may use, where it says so."""
     resources = container.get("resources") or {}
     for kind in ("requests", "limits"):
         asked = resources.get(kind) or {}
-        if factor != 1.0 and "memory" in asked:
-            wanted = quantity(asked["memory"]) * Decimal(str(factor))
+        if memory != 1.0 and "memory" in asked:
+            wanted = quantity(asked["memory"]) * Decimal(str(memory))
             asked["memory"] = f"{math.ceil(wanted / 2**20)}Mi"
+        if cpu != 1.0 and "cpu" in asked:
+            asked["cpu"] = f"{math.ceil(quantity(asked['cpu']) * Decimal(str(cpu)) * 1000)}m"

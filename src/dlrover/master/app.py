@@ -101,6 +101,7 @@ async def _serve(
         master.progress,
         master.size,
         master.ask_scale,
+        settings.node_size,
     )
     platform = await _platform(settings, setup)
     job = settings.job

@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 from dlrover.master.brainside import JobBrain
 from dlrover.master.machine import inputs
-from dlrover.master.machine.autoscale import Question
+from dlrover.master.machine.changes import Question
 from dlrover.master.machine.job import JobMachine
-from dlrover.master.machine.memorywatch import HORIZON, MemoryWatch
-from dlrover.master.machine.meter import WARM_UP_STEPS, Meter
+from dlrover.master.machine.memorywatch import MemoryWatch
+from dlrover.master.machine.meter import WARM_UP_STEPS, Meter, Servers
+from dlrover.master.machine.serverwatch import ServerWatch
 from dlrover.rpc import messages
-from dlrover.spec.speed import ScaleDecision
+from dlrover.spec.speed import ScaleDecision, ScaleKind
 from dlrover.spec.usage import NodeUsage
 
 TICK = 0.5
@@ -39,6 +40,7 @@ class AutoScaler:
         self._suspects = suspects
         self._meter = Meter()
         self._memory = MemoryWatch()
+        self._servers = ServerWatch()
         self.usage: dict[int, NodeUsage] = {}
         """What each node of the running world uses, as it said last."""
         self.brain: JobBrain | None = None
@@ -52,9 +54,14 @@ class AutoScaler:
         world = machine.worlds.get(node_id)
         if world is None or message.round != self._round:
             return
-        if message.usage is not None and message.steps >= WARM_UP_STEPS:
-            self._watch_memory(node_id, message.usage, now)
-        if not machine.autoscaling.active or machine.is_server(node_id):
+        server = machine.is_server(node_id)
+        if message.usage is not None:
+            self.usage[node_id] = message.usage
+            if (machine.steps if server else message.steps) >= WARM_UP_STEPS:
+                self._watch_memory(node_id, message.usage, now)
+                if server:
+                    self._servers.note(node_id, message.usage.cpu, message.usage.cores)
+        if not machine.autoscaling.active or server:
             return
         workers = {world.first_rank + i: worker for i, worker in enumerate(message.workers)}
         self._meter.note(workers, now)
@@ -66,14 +73,20 @@ class AutoScaler:
             self._meter.limits = machine.job.limits
             self._meter.begin()
             self._memory.begin()
+            self._servers.begin()
             self.usage.clear()
 
     def _watch_memory(self, node_id: int, usage: NodeUsage, now: float) -> None:
-        self.usage[node_id] = usage
-        advice = self._memory.note(node_id, usage, now)
+        limits = self._machine.job.limits
+        self._memory.note(node_id, usage, now)
+        if not self._machine.is_quiet():
+            return  # nothing could be done about it now
+        advice = self._memory.advice(node_id, usage.limit, limits.memory_horizon, now)
         if advice is not None:
             self._submit(
-                inputs.MemoryForecast(self._round, node_id, advice.memory, usage.limit, HORIZON)
+                inputs.MemoryForecast(
+                    self._round, node_id, advice.memory, usage.limit, limits.memory_horizon
+                )
             )
 
     async def run(self, clock: Callable[[], float]) -> None:
@@ -81,6 +94,7 @@ class AutoScaler:
         while True:
             await asyncio.sleep(TICK)
             self.measure(clock())
+            self.watch_servers()
             asked = self.question(clock())
             if asked is not None:
                 round_ = self._round
@@ -102,16 +116,62 @@ class AutoScaler:
     def measure(self, now: float) -> None:
         """Submit the sample of a window that has passed."""
         machine, rdzv = self._machine, self._machine.rendezvous
-        running = machine.outcome is None and not rdzv.collecting and rdzv.round == self._round
-        if not (running and machine.autoscaling.active):
+        if not self._measures():
             return
-        sample = self._meter.take(rdzv.size.workers, machine.workers, now)
+        size = rdzv.size
+        servers = self._cores(size.servers) if size.servers else None
+        sample = self._meter.take(size.workers, machine.workers, now, servers)
         if sample is not None:
             held_up = self._suspects()
             profile = self._meter.profile
             self._submit(inputs.SpeedMeasured(self._round, sample, profile, held_up))
             if self.brain is not None and not held_up:
                 self.brain.measured(sample, self._meter.profile, self.usage)
+
+    def _measures(self) -> bool:
+        """Whether the running world is looked at, to change it."""
+        machine, rdzv = self._machine, self._machine.rendezvous
+        running = machine.outcome is None and not rdzv.collecting and rdzv.round == self._round
+        return running and machine.autoscaling.active
+
+    def _cores(self, servers: int) -> Servers:
+        """The servers of the running world, with the cores of its nodes as far as they are known."""
+
+        def mean(of_servers: bool) -> float:
+            nodes = [
+                n
+                for n in self._machine.rendezvous.members
+                if self._machine.is_server(n) is of_servers
+            ]
+            known = [self.usage[n].cores for n in nodes if n in self.usage]
+            return sum(known) / len(known) if known and len(known) == len(nodes) else 0.0
+
+        return Servers(servers, mean(False), mean(True))
+
+    def watch_servers(self) -> None:
+        """Tell the machine of servers that have too much to do."""
+        scaling = self._machine.autoscaling
+        if not self._measures() or scaling.change is not None or scaling.latest is None:
+            return
+        servers = self._machine.rendezvous.size.servers
+        found = self._servers.look(
+            servers,
+            rebalance=scaling.free(ScaleKind.REBALANCE),
+            migrate=self._machine.job.grows_cpu and scaling.free(ScaleKind.MIGRATE),
+        )
+        if found is None:
+            return
+        self._servers.begin()  # what is done about it is seen in the looks that follow
+        self._submit(
+            inputs.ServersBusy(
+                self._round,
+                dict(found.migrate),
+                found.more,
+                found.rebalance,
+                found.gain,
+                found.reason,
+            )
+        )
 
     def question(self, now: float) -> Question | None:
         """What the planner is to be asked; None while the job may not be changed."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dlrover.errors import ConfigurationError, ExitCode
+from dlrover.master.machine.changes import groups_of
 from dlrover.rpc import wire
 from dlrover.rpc.brain import BrainClient, BrainLink, request_id
 from dlrover.spec import brain, events
@@ -22,11 +23,12 @@ from dlrover.spec.events import Event
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import BrainSide
 from dlrover.spec.plan import Group, Plan
+from dlrover.spec.roles import SERVER, Size
 from dlrover.spec.speed import ModelProfile, ScaleDecision, ScaleKind, SpeedSample
 from dlrover.spec.usage import NodeUsage
 
 if TYPE_CHECKING:
-    from dlrover.master.machine.autoscale import Question
+    from dlrover.master.machine.changes import Question
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +77,11 @@ class JobBrain:
             name=job.name,
             mode="cluster" if self.cluster else "single-job",
             features=features,
-            space=brain.Space(workers=brain.Range(job.min_nodes, job.max_nodes, job.node_unit)),
+            strategy="ps" if job.servers else "all-reduce",
+            space=brain.Space(
+                workers=brain.Range(job.min_nodes, job.max_nodes, job.node_unit),
+                servers=brain.Range(max(1, job.min_servers), max(1, job.max_servers)),
+            ),
         )
 
     # ---- what it is told
@@ -112,7 +118,9 @@ class JobBrain:
         body = event.body
         if isinstance(body, events.PlanMade) and not body.plan_id:
             plan = Plan(
-                groups={KIND: Group(count=body.nodes)}, reason=body.reason, effect=body.effect
+                groups=groups_of(Size(body.nodes, body.servers)),
+                reason=body.reason,
+                effect=body.effect,
             )
             self._report(
                 brain.ReportPlan(
@@ -163,24 +171,30 @@ class JobBrain:
             advice = await asyncio.wait_for(self._link.plan(None), FIRST_TIME)
         if advice is None or advice.plan is None or KIND not in advice.plan.groups:
             return job
-        nodes = advice.plan.groups[KIND].count
-        if not job.min_nodes <= nodes <= job.max_nodes or nodes % job.node_unit:
+        size = size_of(advice.plan, Size(0, job.servers))
+        fits = job.min_nodes <= size.workers <= job.max_nodes and not size.workers % job.node_unit
+        if not fits or not job.min_servers <= size.servers <= job.max_servers:
             return job
         self._first = advice.plan_id
-        return msgspec.structs.replace(job, managed_nodes=nodes, first_size=advice.reason)
+        return msgspec.structs.replace(
+            job, managed_nodes=size.workers, servers=size.servers, first_size=advice.reason
+        )
 
     async def size(self, asked: Question) -> tuple[bool, ScaleDecision | None]:
         """Whether the Brain has answered, and the size that it wants; None: the present one."""
         advice = await self._link.plan(shape_of(asked.current, self._side.node))
         if advice is None:
             return False, None
-        plan, current = advice.plan, asked.current.nodes
-        nodes = current if plan is None or KIND not in plan.groups else plan.groups[KIND].count
-        if plan is None or nodes == current or nodes not in asked.sizes:
+        plan, current = advice.plan, asked.current.size
+        size = current if plan is None else size_of(plan, current)
+        allowed = size.workers in asked.sizes and size.servers in asked.servers
+        if plan is None or size == current or not allowed:
             return True, None
-        kind = ScaleKind.GROW if nodes > current else ScaleKind.SHRINK
-        own = Plan(groups={KIND: Group(count=nodes)}, reason=plan.reason, effect=plan.effect)
-        return True, ScaleDecision(kind=kind, nodes=nodes, plan=own, plan_id=advice.plan_id)
+        kind = ScaleKind.GROW if size.nodes > current.nodes else ScaleKind.SHRINK
+        own = Plan(groups=groups_of(size), reason=plan.reason, effect=plan.effect)
+        return True, ScaleDecision(
+            kind=kind, nodes=size.workers, servers=size.servers, plan=own, plan_id=advice.plan_id
+        )
 
     async def similar(self) -> brain.Similar | None:
         """What the most similar past job has measured, once the Brain has said it; None until then."""
@@ -223,11 +237,23 @@ def connect(
 def shape_of(sample: SpeedSample, node: Group) -> brain.Shape:
     """A measured size in the Brain's terms; each node takes what ``node`` says."""
     batch = max(1, round(sample.total_batch / sample.replicas)) if sample.total_batch else 1
+    groups = {KIND: msgspec.structs.replace(node, count=sample.nodes)}
+    if sample.servers:
+        groups[SERVER] = Group(count=sample.servers, cpu=sample.server_cpu)
     return brain.Shape(
-        groups={KIND: msgspec.structs.replace(node, count=sample.nodes)},
+        groups=groups,
         batch=batch,
         per_node=sample.replicas // sample.nodes,
     )
+
+
+def size_of(plan: Plan, current: Size) -> Size:
+    """The nodes of a plan; those of a role that it does not name stay."""
+    groups = plan.groups
+    workers = groups[KIND].count if KIND in groups else current.workers
+    if not current.servers:
+        return Size(workers)
+    return Size(workers, groups[SERVER].count if SERVER in groups else current.servers)
 
 
 def _state(exit_code: int) -> brain.JobState:

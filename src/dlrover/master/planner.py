@@ -1,4 +1,4 @@
-"""The next number of nodes of an all-reduce job, from what was measured of it. Pure.
+"""The next size of a job, from what was measured of it: here of all-reduce jobs. Pure.
 
 Needs numpy and scipy (extra ``planning``).
 """
@@ -8,13 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from dlrover.master.machine.autoscale import GROUP, Question
+from dlrover.master.machine.changes import Question
+from dlrover.master.planner_servers import decide_servers
 from dlrover.master.precedent import Precedent, precedent_of, resized, shape_of
 from dlrover.planning.allreduce import RingModel, RingSample, fit_ring
 from dlrover.planning.plans import RingSpace, Terms, plan_ring, sample_ring
 from dlrover.planning.search import Choice, Prices, worth
 from dlrover.spec import brain
 from dlrover.spec.plan import Effect, Group, Plan
+from dlrover.spec.roles import WORKER
 from dlrover.spec.speed import ScaleDecision, ScaleKind, SpeedSample
 
 PRICES = Prices(cpu=0.0, memory=0.0, accelerator=1.0)
@@ -27,6 +29,13 @@ def decide(asked: Question, similar: brain.Similar | None = None) -> ScaleDecisi
     What was measured comes before what is predicted: a measured size that is better is taken, one that is not
     is not tried again. What the job has not measured itself is taken from a ``similar`` one.
     """
+    if asked.current.servers:
+        return decide_servers(asked)
+    return _decide_nodes(asked, similar)
+
+
+def _decide_nodes(asked: Question, similar: brain.Similar | None) -> ScaleDecision | None:
+    """The same for a job whose workers exchange their gradients."""
     choice = Choice(weight=asked.cost)
     current = asked.current
     past = precedent_of(similar, asked.samples, asked.sizes)
@@ -51,7 +60,7 @@ def decide(asked: Question, similar: brain.Similar | None = None) -> ScaleDecisi
     here = shape_of(current)
     plan = plan_ring(model, space, here, terms)
     if plan is not None:
-        nodes = plan.groups[GROUP].count
+        nodes = plan.groups[WORKER].count
         kind = ScaleKind.GROW if nodes > current.nodes else ScaleKind.SHRINK
         return ScaleDecision(kind=kind, nodes=nodes, plan=_told(plan, current, past))
     if not asked.explore:
@@ -61,7 +70,7 @@ def decide(asked: Question, similar: brain.Similar | None = None) -> ScaleDecisi
         return _between(known, open_sizes, model, current, choice)
     return ScaleDecision(
         kind=ScaleKind.MEASURE,
-        nodes=trial.groups[GROUP].count,
+        nodes=trial.groups[WORKER].count,
         plan=_told(trial, current, past),
     )
 
@@ -103,7 +112,7 @@ def _best_known(
         before=here,
         cost=float(best * current.replicas // current.nodes),
     )
-    plan = Plan(groups={GROUP: Group(count=best)}, reason=reason, effect=effect)
+    plan = Plan(groups={WORKER: Group(count=best)}, reason=reason, effect=effect)
     kind = ScaleKind.GROW if best > current.nodes else ScaleKind.SHRINK
     return ScaleDecision(kind=kind, nodes=best, plan=plan)
 
@@ -112,7 +121,7 @@ def _may_pay(trial: Plan, current: SpeedSample, choice: Choice) -> bool:
     """Whether a size can be better than the present one, if its speed is at the top of the interval."""
     effect = trial.effect
     assert effect is not None
-    most = worth(effect.high, trial.groups[GROUP].count, choice)
+    most = worth(effect.high, trial.groups[WORKER].count, choice)
     return most > (1 + choice.gain) * worth(current.throughput, current.nodes, choice)
 
 
@@ -143,7 +152,7 @@ def _between(
         "and the best size may lie between"
     )
     plan = Plan(
-        groups={GROUP: Group(count=found)},
+        groups={WORKER: Group(count=found)},
         reason=reason,
         effect=after.effect(before=known[nodes], cost=float(found * current.replicas // nodes)),
     )
@@ -156,9 +165,9 @@ def _ring(sample: SpeedSample) -> RingSample:
 
 def _told(plan: Plan, current: SpeedSample, past: Precedent | None) -> Plan:
     """The plan in terms of nodes alone: how many workers each has stays as it is."""
-    count = plan.groups[GROUP].count
+    count = plan.groups[WORKER].count
     _, _, why = plan.reason.partition(": ")
     reason = f"{current.nodes} -> {count} nodes: {why}"
     if past is not None:
         reason += f", as the similar job {past.name} lets expect"
-    return Plan(groups={GROUP: Group(count=count)}, reason=reason, effect=plan.effect)
+    return Plan(groups={WORKER: Group(count=count)}, reason=reason, effect=plan.effect)

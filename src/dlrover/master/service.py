@@ -324,7 +324,11 @@ class Master:
             return
         try:
             handle = self._platform.launch(
-                command.node_id, command.node_rank, command.avoid, command.memory_factor
+                command.node_id,
+                command.node_rank,
+                command.avoid,
+                command.memory_factor,
+                command.cpu_factor,
             )
         except InfrastructureError as error:
             loop.call_soon(self.on_node_exit, command.node_id, str(error))

@@ -1,6 +1,6 @@
 """Throughput of parameter-server jobs: step time as a sum of terms with coefficients that are not negative.
 
-Three published forms share this shape, with ``w`` workers, ``p`` servers, ``m`` samples per worker and
+Four published forms share this shape, with ``w`` workers, ``p`` servers, ``m`` samples per worker and
 step, and ``cw`` and ``cp`` cores per worker and server. The throughput is ``m * w / time`` each time.
 
 ==================  =====================================================  ==========================
@@ -9,7 +9,11 @@ form                columns of the time of a step                          sourc
 ``dlrover-rm``      ``m/cw, w/(p*cp), w/p, m/p, 1``                        DLRover-RM (VLDB 2024)
 ``optimus-async``   ``w/p, w, p, 1``                                       Optimus (EuroSys 2018)
 ``optimus-sync``    ``m, w/p, w, p, 1``                                    Optimus (EuroSys 2018)
+``queue``           ``m/cw, m/(p*cp), m*(w-1)/(p*cp), 1``                  balanced job bounds (1982)
 ==================  =====================================================  ==========================
+
+The last one takes servers for queues: a request waits for those of the other workers, which are spread over the
+servers (Zahorjan, Sevcik, Eager and Galler, Communications of the ACM 25(2)).
 
 Needs numpy and scipy (extra ``planning``).
 """
@@ -28,7 +32,7 @@ from scipy.special import stdtrit
 from dlrover.errors import ConfigurationError
 from dlrover.planning.throughput import Prediction, interval
 
-Form = Literal["dlrover-rm", "optimus-async", "optimus-sync"]
+Form = Literal["dlrover-rm", "optimus-async", "optimus-sync", "queue"]
 
 LEAST_NOISE = 0.01
 """Relative: no fit is believed to be better than this."""
@@ -138,8 +142,11 @@ def fit_servers(samples: Sequence[ServerSample], form: Form = "dlrover-rm") -> S
     freedom = max(len(times) - active, 0) + PRIOR_WEIGHT
     noise = math.sqrt((float(left @ left) + PRIOR_WEIGHT * PRIOR_NOISE**2) / freedom)
     noise = max(noise, LEAST_NOISE)
-    typical = 1 / np.median(relative, axis=0)  # a column that alone makes up the whole time
-    precision = relative.T @ relative / noise**2 + np.diag(typical**-2.0)
+    usual = np.median(relative, axis=0)  # its inverse: a column that alone makes up the whole time
+    usual = np.where(
+        usual > 0, usual, np.median(relative[:, 0])
+    )  # no sample has it: like a constant
+    precision = relative.T @ relative / noise**2 + np.diag(usual**2.0)
     covariance = np.linalg.inv(precision)
     return ServerModel(form, coefficients, covariance, noise, freedom, tuple(samples))
 
@@ -161,18 +168,21 @@ def _columns(form: Form, w: Any, p: Any, cw: Any, cp: Any, m: Any) -> Any:
         terms = (one, w / p, w * one, p * one)
     elif form == "optimus-sync":
         terms = (one, m * one, w / p, w * one, p * one)
+    elif form == "queue":
+        terms = (one, m / cw, m / (p * cp), m * (w - 1) / (p * cp))
     else:
         raise ConfigurationError(
-            f"form is {form!r}: accepted are dlrover-rm, optimus-async and optimus-sync"
+            f"form is {form!r}: accepted are dlrover-rm, optimus-async, optimus-sync and queue"
         )
     return np.stack([np.broadcast_to(term, one.shape) for term in terms], axis=-1)
 
 
 def _independent(columns: Any) -> list[int]:
-    """The columns that are no multiple of an earlier one."""
-    units = columns / np.linalg.norm(columns, axis=0)
+    """The columns that are neither zero nor a multiple of an earlier one."""
+    lengths = np.linalg.norm(columns, axis=0)
+    units = columns / np.where(lengths > 0, lengths, 1.0)
     kept: list[int] = []
-    for index in range(units.shape[1]):
+    for index in np.flatnonzero(lengths).tolist():
         if all(float(units[:, index] @ units[:, other]) < COLLINEAR for other in kept):
             kept.append(index)
     return kept

@@ -6,7 +6,7 @@ Needs numpy and scipy (extra ``planning``).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,8 @@ class ServerSpace:
     """Bytes of each worker."""
     server_memory: int = 0
     """Bytes of all servers together."""
+    closed: Collection[tuple[int, int]] = ()
+    """Numbers of workers and servers that are not to be chosen."""
 
 
 def plan_servers(
@@ -125,7 +127,8 @@ def _server_rows(model: ServerModel, space: ServerSpace, terms: Terms) -> Any:
         return np.where(inside, throughput, 0.0), _server_cost(space, terms, w, p, cw, cp)
 
     rows = candidates(axes, rate)
-    return rows[_near(rows, measured, terms.region)]
+    rows = rows[_near(rows, measured, terms.region)]
+    return rows[[(row[0], row[1]) not in space.closed for row in rows]] if space.closed else rows
 
 
 def _server_cost(space: ServerSpace, terms: Terms, w: Any, p: Any, cw: Any, cp: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from dlrover.errors import ConfigurationError
 from dlrover.rpc.messages import ScaleReply
+from dlrover.spec.node import NodeSize
 
 OnExit = Callable[[int, str], None]
 """Called with a node's id and, in words, how its agent ended."""
@@ -79,13 +80,20 @@ class Setup(NamedTuple):
     size: Callable[[str], JobSize]
     """Of a role."""
     scale: AskScale
+    node_size: NodeSize = NodeSize()
+    """What each node gets, where the platform's nodes share one machine."""
 
 
 class Platform(Protocol):
     """Makes nodes. All methods are called on the master's event loop and must not block it."""
 
     def launch(
-        self, node_id: int, node_rank: int, avoid: tuple[str, ...] = (), memory_factor: float = 1.0
+        self,
+        node_id: int,
+        node_rank: int,
+        avoid: tuple[str, ...] = (),
+        memory_factor: float = 1.0,
+        cpu_factor: float = 1.0,
     ) -> str:
         """Start a node; the handle by which it is found again, also by another master process.
 
@@ -94,6 +102,7 @@ class Platform(Protocol):
             node_rank: The rank that it is to wish for.
             avoid: Names of the hosts that it should not be on.
             memory_factor: How many times the memory that the job asked for it should have.
+            cpu_factor: The same of its cores.
 
         Raises:
             InfrastructureError: the node cannot be started.

@@ -1,4 +1,7 @@
-"""Nodes as child processes of the master: one machine plays a cluster."""
+"""Nodes as child processes of the master: one machine plays a cluster.
+
+Nodes that are given a size run in control groups of their own; else they share what the machine has.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,20 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 
 from dlrover import config
 from dlrover._util import procs
 from dlrover.errors import InfrastructureError
 from dlrover.platform.base import Found, OnExit, Setup
+from dlrover.platform.groups import NodeGroups
+from dlrover.spec.node import NodeSize
+
+REMOVE_INTERVAL = 0.1
+"""Seconds between two attempts to remove the group of a node that has ended: its processes may still be ending."""
+REMOVE_TIME = 10.0
+"""Seconds in which they are expected to have ended."""
 
 
 class LocalPlatform:
@@ -27,7 +38,11 @@ class LocalPlatform:
         env: Mapping[str, str],
         pass_fds: Sequence[int],
         on_exit: OnExit,
+        size: NodeSize | None = None,
     ) -> None:
+        self._size = size or NodeSize()
+        self._groups = NodeGroups() if size else None
+        self._grouped: set[int] = set()  # nodes whose groups are there
         self._before = config.node_command(env)
         self._agent_command = list(agent_command)
         self._env = dict(env)
@@ -43,28 +58,43 @@ class LocalPlatform:
         if setup.lifeline_fd >= 0:
             command += ["--lifeline-fd", str(setup.lifeline_fd)]
             pass_fds.append(setup.lifeline_fd)
-        return cls(command, setup.env, pass_fds, setup.on_exit)
+        platform = cls(command, setup.env, pass_fds, setup.on_exit, setup.node_size)
+        if platform._groups is not None:
+            platform._groups.sweep()
+        return platform
 
     async def close(self) -> None:
-        """Nothing is under way."""
+        """Remove the groups of the nodes that end, too."""
+        until = time.monotonic() + REMOVE_TIME
+        while self._grouped and time.monotonic() < until:
+            for node_id in list(self._grouped):
+                self._remove_group(node_id)
+            await asyncio.sleep(REMOVE_INTERVAL if self._grouped else 0)
 
     def launch(
-        self, node_id: int, node_rank: int, avoid: tuple[str, ...] = (), memory_factor: float = 1.0
+        self,
+        node_id: int,
+        node_rank: int,
+        avoid: tuple[str, ...] = (),
+        memory_factor: float = 1.0,
+        cpu_factor: float = 1.0,
     ) -> str:
         """Start an agent; the handle is its pid and start time.
 
-        ``avoid`` and ``memory_factor`` have no effect: there is one host, with the memory that it has.
+        ``avoid`` has no effect: there is one host. The factors have none without a size of nodes.
         """
-        del avoid, memory_factor
+        del avoid
         command = [*self._agent_command, "--node-id", str(node_id), "--node-rank", str(node_rank)]
+        entered = self._enter_group(node_id, self._size.times(memory_factor, cpu_factor))
         try:
             process = subprocess.Popen(
-                [*self._before, *command],
+                [*self._before, *entered, *command],
                 env=self._env,
                 pass_fds=self._pass_fds,
                 start_new_session=True,
             )
         except OSError as error:
+            self._remove_group(node_id)
             raise InfrastructureError(
                 f"Node {node_id} cannot be started: {error.strerror}."
             ) from error
@@ -103,6 +133,22 @@ class LocalPlatform:
         if str(procs.start_time(int(pid))) == started:
             procs.kill([int(pid)])
 
+    def _enter_group(self, node_id: int, size: NodeSize) -> list[str]:
+        """The words before a command that make it run in the node's control group; none without a size."""
+        if self._groups is None:
+            return []
+        files = self._groups.make(node_id, size)
+        self._grouped.add(node_id)
+        return [sys.executable, "-m", "dlrover.platform.enter", *map(str, files), "--"]
+
+    def _remove_group(self, node_id: int, until: float = 0.0) -> None:
+        """Remove a node's group, once what runs in it has ended; later if it has not by ``until``."""
+        if self._groups is None or self._groups.remove(node_id):
+            self._grouped.discard(node_id)
+        elif time.monotonic() < until:
+            loop = asyncio.get_running_loop()
+            loop.call_later(REMOVE_INTERVAL, self._remove_group, node_id, until)
+
     def _watch(self, node_id: int, pid: int) -> None:
         loop = asyncio.get_running_loop()
         try:
@@ -114,16 +160,20 @@ class LocalPlatform:
         def ended() -> None:
             loop.remove_reader(pidfd)
             os.close(pidfd)
-            self._on_exit(node_id, f"its agent ended: {self._reason(pid)}")
+            reason = self._reason(node_id, pid)
+            self._remove_group(node_id, time.monotonic() + REMOVE_TIME)
+            self._on_exit(node_id, f"its agent ended: {reason}")
 
         loop.add_reader(pidfd, ended)
 
-    def _reason(self, pid: int) -> str:
+    def _reason(self, node_id: int, pid: int) -> str:
         process = self._processes.pop(pid, None)
         if process is None:
             return "another process has its exit code"  # adopted: not a child of this process
         code = process.wait()
-        return procs.exit_reason(-code if code < 0 else code << 8)
+        reason = procs.exit_reason(-code if code < 0 else code << 8)
+        starved = code < 0 and self._groups is not None and self._groups.oom_kills(node_id)
+        return f"{reason} for want of memory (OOMKilled)" if starved else reason
 
 
 def _age(handle: str) -> tuple[int, int]:

@@ -11,7 +11,7 @@ import msgspec
 
 from dlrover.spec.failure import Action, Failure, Verdict
 from dlrover.spec.plan import Effect
-from dlrover.spec.roles import SERVER
+from dlrover.spec.roles import SERVER, Size
 from dlrover.spec.speed import ScaleKind
 
 
@@ -72,13 +72,20 @@ class NodeLaunched(msgspec.Struct, frozen=True, tag="node_launched"):
 
     node: int
     replaces: int = -1
+    cpu_factor: float = 1.0
+    """How many times the cores that the job asked for it has."""
+    memory_factor: float = 1.0
+    """The same of its memory."""
     role: str = ""
     """``worker`` or ``ps``; empty in a job without servers."""
 
     def sentence(self) -> str:
         """The event in words."""
         replaced = f" in place of node {self.replaces}" if self.replaces >= 0 else ""
-        return f"{_node(self.node, self.role)} is being started{replaced}."
+        sizes = (("cores", self.cpu_factor), ("memory", self.memory_factor))
+        other = [f"{factor:.3g} times the {what}" for what, factor in sizes if factor != 1.0]
+        size = f" with {' and '.join(other)} that the job asked for" if other else ""
+        return f"{_node(self.node, self.role)} is being started{replaced}{size}."
 
 
 class NodeWaits(msgspec.Struct, frozen=True, tag="node_waits"):
@@ -387,9 +394,19 @@ class JobEnded(msgspec.Struct, frozen=True, tag="job_ended"):
 GIB = 1 << 30
 
 
+def size(amount: int) -> str:
+    """So many bytes: ``1.5 GiB``, ``512 MiB``."""
+    return f"{amount / GIB:.1f} GiB" if amount >= GIB else f"{amount >> 20} MiB"
+
+
 def count(nodes: int) -> str:
     """``1 node``, ``2 nodes``."""
     return f"{nodes} node{'' if nodes == 1 else 's'}"
+
+
+def told_size(nodes: int, servers: int) -> str:
+    """``2 nodes``, or ``2 workers and 1 server``."""
+    return Size(nodes, servers).sentence_part() if servers else count(nodes)
 
 
 class PlanMade(msgspec.Struct, frozen=True, tag="plan_made"):
@@ -408,6 +425,9 @@ class PlanMade(msgspec.Struct, frozen=True, tag="plan_made"):
     """Of the throughputs."""
     plan_id: str = ""
     """The Brain's name for the plan; empty: the job's master has made it."""
+    servers: int = 0
+    """Parameter servers that the job shall have; ``nodes`` are of role worker then."""
+    servers_before: int = 0
 
     def sentence(self) -> str:
         """The event in words."""
@@ -446,13 +466,15 @@ class PlanMeasured(msgspec.Struct, frozen=True, tag="plan_measured"):
     """Of the throughput."""
     plan_id: str = ""
     """As of the plan."""
+    servers: int = 0
+    """As of the plan."""
 
     def sentence(self) -> str:
         """The event in words."""
         where = "within" if self.within else "outside of"
         short = "; that does not pay" if self.short else ""
         return (
-            f"Plan {self.number} brought {self.throughput:.3g} {self.unit} on {count(self.nodes)}, "
+            f"Plan {self.number} brought {self.throughput:.3g} {self.unit} on {told_size(self.nodes, self.servers)}, "
             f"{self.error:+.0%} from what was predicted and {where} its interval{short}."
         )
 
@@ -479,11 +501,13 @@ class SizeSettled(msgspec.Struct, frozen=True, tag="size_settled"):
     """Numbers of nodes that were measured."""
     unit: str = "samples/s"
     """Of the throughput."""
+    servers: int = 0
+    """Parameter servers; ``nodes`` are of role worker then."""
 
     def sentence(self) -> str:
         """The event in words."""
         return (
-            f"The job stays at {count(self.nodes)} with {self.throughput:.3g} {self.unit}: of {self.tried} "
+            f"The job stays at {told_size(self.nodes, self.servers)} with {self.throughput:.3g} {self.unit}: of {self.tried} "
             "measured sizes none is worth a change, and no other is expected to be."
         )
 
@@ -505,8 +529,48 @@ class MemoryGrows(msgspec.Struct, frozen=True, tag="memory_grows"):
         """The event in words."""
         then = "; a node with more takes its place" if self.ordered else ""
         return (
-            f"Node {self.node} is expected to need {self.needed / GIB:.1f} GiB of its {self.limit / GIB:.1f} GiB "
-            f"of memory within {self.seconds / 60:.0f} min{then}."
+            f"Node {self.node} is expected to need {size(self.needed)} of memory within "
+            f"{self.seconds / 60:.3g} min, and has {size(self.limit)}{then}."
+        )
+
+
+class MemoryBound(msgspec.Struct, frozen=True, tag="memory_bound"):
+    """A node needs more memory than the platform can give it."""
+
+    node: int
+    factor: float
+    """How many times the memory that the job asked for it has."""
+
+    def sentence(self) -> str:
+        """The event in words."""
+        has = f", {self.factor:.3g} times what was asked for" if self.factor != 1.0 else ""
+        return f"Node {self.node} has all the memory that it can be given{has}: it gets no more."
+
+
+class NodeMigrates(msgspec.Struct, frozen=True, tag="node_migrates"):
+    """A node trains on until another one takes its place."""
+
+    node: int
+    successor: int
+    """The node that takes its place."""
+    reason: str
+
+    def sentence(self) -> str:
+        """The event in words."""
+        return f"Node {self.node} trains on until node {self.successor} takes its place: {self.reason}."
+
+
+class MigrationEnded(msgspec.Struct, frozen=True, tag="migration_ended"):
+    """The node that was to take another one's place is gone."""
+
+    node: int
+    successor: int
+    reason: str
+
+    def sentence(self) -> str:
+        """The event in words."""
+        return (
+            f"Node {self.node} stays: node {self.successor} does not take its place: {self.reason}."
         )
 
 
@@ -546,6 +610,9 @@ EventBody: TypeAlias = (
     | NodeSucceeded
     | FirstSize
     | MemoryGrows
+    | MemoryBound
+    | NodeMigrates
+    | MigrationEnded
     | PlanMade
     | PlanMeasured
     | PlanDropped

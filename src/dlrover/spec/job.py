@@ -106,6 +106,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     check_after_fault: bool = True
     """Whether nodes are checked again after a fault of theirs, if the job checks its nodes at all (1 or 0)."""
 
+    memory_action: Literal["replace", "report"] = "replace"
+    """What follows when a node's memory is foreseen to run out: ``replace`` it by one with more, where the platform
+    can start one, or only ``report`` it."""
+    memory_horizon: float = 1800.0
+    """For how long a node's memory must last; nearer than that it is foreseen to run out."""
+    usage_interval: float = 15.0
+    """How often a node looks at what it uses of its memory and its cores."""
+
     autoscale_window: float = 30.0
     """Time over which the auto-scaler measures a world's speed, once it is steady; ten steps at least."""
     autoscale_interval: float = 300.0
@@ -163,3 +171,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Why it starts with ``managed_nodes``, if the Brain has said so."""
     grows_memory: bool = False
     """The platform can launch a node with more memory than the job asked for."""
+    most_memory_factor: float = 0.0
+    """With how many times as much at most; 0: the platform does not know."""
+    grows_cpu: bool = False
+    """The platform can launch a node with more cores than the job asked for."""

@@ -8,6 +8,7 @@ import msgspec
 
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.launch import LaunchSpec
+from dlrover.spec.node import NodeSize
 from dlrover.spec.plan import Group
 
 
@@ -130,6 +131,8 @@ class MasterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """0: any free port at the first start, the same one afterwards."""
     platform: str = ""
     """Launches the job's ``managed_nodes``; empty if there are none."""
+    node_size: NodeSize = NodeSize()
+    """What each node gets of the machine, if its platform is ``local``."""
     tls: TlsFiles = TlsFiles()
     journal: str = "file:"
     """Where the job's state is kept; see the setting of this name."""

@@ -4,6 +4,24 @@ from __future__ import annotations
 
 import enum
 
+import msgspec
+
+
+class NodeSize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What each node gets of the machine that it shares with others."""
+
+    memory: int = 0
+    """Bytes; 0: no limit."""
+    cpu: float = 0.0
+    """Cores; 0: no limit."""
+
+    def times(self, memory: float, cpu: float) -> NodeSize:
+        """The size of a node that has so many times as much."""
+        return NodeSize(memory=round(self.memory * memory), cpu=self.cpu * cpu)
+
+    def __bool__(self) -> bool:
+        return bool(self.memory or self.cpu)
+
 
 class NodeStatus(str, enum.Enum):
     """Where a node stands. The value is what users see."""

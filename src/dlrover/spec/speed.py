@@ -7,22 +7,42 @@ import enum
 import msgspec
 
 from dlrover.spec.plan import Plan
+from dlrover.spec.roles import Size
 
 
 class SpeedSample(msgspec.Struct, frozen=True, kw_only=True):
     """One window of steady training. Times are seconds."""
 
     nodes: int
+    """Of role worker."""
     replicas: int
     """Workers of the world."""
     step_seconds: float
-    """Of one optimizer step, without evaluation, checkpoints and compiling."""
+    """Of one optimizer step, without evaluation, checkpoints and compiling. With parameter servers, whose workers
+    do not wait for each other, the harmonic mean over the workers."""
     steps: int
     """In the window."""
     compute_seconds: float | None = None
     """What a worker takes without waiting for the others, the median; None where nobody measured it."""
     total_batch: int = 0
     """Samples of a step of all workers, where it is fixed; 0: each worker has a batch of its own size."""
+    servers: int = 0
+    """Nodes of role ps."""
+    worker_cpu: float = 0.0
+    """Cores of each worker's node, the mean; 0 where nobody knows them."""
+    server_cpu: float = 0.0
+    """Cores of each server's node, the mean; 0 where nobody knows them."""
+
+    @property
+    def size(self) -> Size:
+        """What a plan can change."""
+        return Size(self.nodes, self.servers)
+
+    @property
+    def server_weight(self) -> float:
+        """What a server costs beside a worker's node: its share of the cores, or as much if nobody knows them."""
+        known = self.worker_cpu > 0 and self.server_cpu > 0
+        return self.server_cpu / self.worker_cpu if known else 1.0
 
     @property
     def throughput(self) -> float:
@@ -56,6 +76,10 @@ class ScaleKind(str, enum.Enum):
     """Nobody knows; it is tried."""
     REPLACE = "another node"
     """A slow one holds up the others."""
+    MIGRATE = "other servers"
+    """Hot servers move to nodes with more cores."""
+    REBALANCE = "even load"
+    """The parameters lie unevenly on the servers: the program divides them anew."""
     RETURN = "roll back"
     """What was tried fell short."""
 
@@ -76,7 +100,13 @@ class ScaleDecision(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: ScaleKind
     nodes: int
+    servers: int = 0
     plan: Plan
     plan_id: str = ""
     """The Brain's name for it, if it has made the plan. It weighs jobs against each other, so a job does not take
     back what it has ordered."""
+
+    @property
+    def size(self) -> Size:
+        """What the job shall have."""
+        return Size(self.nodes, self.servers)

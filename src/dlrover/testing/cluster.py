@@ -459,6 +459,7 @@ class Cluster:
         if not self.machine.autoscaling.active:
             return
         self._scaler.measure(self.time.now)
+        self._scaler.watch_servers()
         asked = self._scaler.question(self.time.now)
         if asked is not None and not self.master_away:
             from dlrover.master.planner import decide  # noqa: PLC0415 - an extra

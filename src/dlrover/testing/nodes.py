@@ -21,13 +21,16 @@ from dlrover.spec.activities import Activity
 from dlrover.spec.activity import WorkerActivity
 from dlrover.spec.check import CheckOrder
 from dlrover.spec.failure import Failure, FailureKind
-from dlrover.spec.roles import SERVER
+from dlrover.spec.roles import SERVER, Size
+from dlrover.spec.usage import NodeUsage
 from dlrover.spec.world import Offer, World
 from dlrover.testing import ailments
 from dlrover.testing.ailments import Ailment
 
 Range = tuple[float, float]
 """Bounds in seconds between which a random time is drawn."""
+USAGE_INTERVAL = 15.0
+"""Seconds between two looks of a node at what it uses."""
 
 
 class Delays(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +85,7 @@ class Time:
 class Run:
     """The workers of one round. They step together, once those of every node are up."""
 
-    def __init__(self, program: Program, node_count: int, store: str = "") -> None:
+    def __init__(self, program: Program, size: Size, store: str = "") -> None:
         self.store = store
         """The address of its store; a master that knows of no round may use a number again."""
         self.nodes: list[SimulatedNode] = []
@@ -94,19 +97,19 @@ class Run:
         self.last_step_at = 0.0
         self.broken = False
         """A worker is gone: the others wait for it until they are stopped."""
-        self.compute = None if program.law is None else program.law(node_count)[1]
+        self.compute = None if program.law is None else program.law(size.nodes)[1]
         """Seconds of a step that a worker does not wait for others."""
         self._program = program
-        self._node_count = node_count
+        self._size = size
 
     def add(self, node: SimulatedNode) -> None:
         """The workers of ``node`` are up."""
         self.nodes.append(node)
-        if len(self.nodes) == self._node_count:
+        if len(self.nodes) == self._size.nodes:
             self._continue()
 
     def _continue(self) -> None:
-        self._program.time.after(self._program.step_time(self._node_count), self._step)
+        self._program.time.after(self._program.step_time(self._size), self._step)
 
     def _step(self) -> None:
         if self.broken:
@@ -116,14 +119,20 @@ class Run:
         if self.first_step_at is None:
             self.first_step_at = self.last_step_at
         self._program.steps_done += 1
-        first = min(self.nodes, key=lambda n: n.first_rank)
-        first.report_steps()
+        for node in self._tell():
+            node.report_steps()
         if self._program.steps_done < self._program.steps:
             self._continue()
             return
         for node in self.nodes:
             if not node.serves:
                 node.succeed(self)
+
+    def _tell(self) -> list[SimulatedNode]:
+        """The nodes that tell of a step; where all know the same, that of rank 0 does."""
+        if self._program.served_law is not None:
+            return self.nodes
+        return [min(self.nodes, key=lambda n: n.first_rank)]
 
 
 @dataclass
@@ -138,6 +147,10 @@ class Program:
     checkpoint_every: int = 1
     #: seconds of a step of so many nodes, and those of them that are computation; None: ``delays.step``
     law: Callable[[int], tuple[float, float]] | None = None
+    #: seconds of a step of so many workers and servers
+    served_law: Callable[[Size], float] | None = None
+    #: what a node uses of its machine, which it tells every `USAGE_INTERVAL`
+    usage: Callable[[SimulatedNode], NodeUsage] | None = None
     #: largest relative deviation of a step from its law
     noise: float = 0.0
     steps_done: int = 0
@@ -145,11 +158,14 @@ class Program:
     #: the nodes that have been given ids; they meet when they are checked
     nodes: dict[int, SimulatedNode] = field(default_factory=dict)
 
-    def step_time(self, nodes: int) -> float | Range:
+    def step_time(self, size: Size) -> float | Range:
         """Seconds of one step of a world."""
-        if self.law is None:
+        if self.served_law is not None:
+            step = self.served_law(size)
+        elif self.law is not None:
+            step, _ = self.law(size.nodes)
+        else:
             return self.delays.step
-        step, _ = self.law(nodes)
         return step * self.time.random.uniform(1 - self.noise, 1 + self.noise)
 
     def run_of(self, world: World) -> Run:
@@ -157,7 +173,8 @@ class Program:
         run = self.runs.get(world.round)
         if run is None or run.store != world.store_addr:
             self.steps_done -= self.steps_done % self.checkpoint_every
-            run = self.runs[world.round] = Run(self, world.node_count, world.store_addr)
+            size = Size(world.node_count - world.servers, world.servers)
+            run = self.runs[world.round] = Run(self, size, world.store_addr)
         return run
 
 
@@ -286,6 +303,7 @@ class SimulatedNode:
         self._ended = ended
         self._run: Run | None = None
         self._run_since = 0.0
+        self._looks_at = 0.0
         self._failures = itertools.count()
 
     @property
@@ -435,7 +453,12 @@ class SimulatedNode:
         run = self._run
         steps = run.steps if run is not None else 0
         workers = (self._activity(run),) * self.machine.nproc if run is not None else ()
-        self._say(messages.Heartbeat(self.machine.running_round, steps, workers))
+        usage = None
+        if self._program.usage is not None and self._time.now >= self._looks_at:
+            self._looks_at = self._time.now + USAGE_INTERVAL
+            usage = self._program.usage(self)
+        round_ = self.machine.running_round
+        self._say(messages.Heartbeat(round_, steps, workers, usage=usage))
 
     def _activity(self, run: Run) -> WorkerActivity:
         """What one worker does: it starts until the first step, then it trains."""

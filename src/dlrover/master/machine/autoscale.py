@@ -11,13 +11,22 @@ state on any machine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from dlrover.master.machine.changes import (
+    SAME_SIZE,
+    Change,
+    Question,
+    gain_without,
+    groups_of,
+    told_change,
+)
+from dlrover.master.machine.sizes import Sizes
 from dlrover.planning.throughput import TrustRegion
 from dlrover.spec import events
 from dlrover.spec.job import JobSpec
-from dlrover.spec.plan import Effect, Group, Plan, PlanOutcome
+from dlrover.spec.plan import Effect, Plan, PlanOutcome
+from dlrover.spec.roles import Size
 from dlrover.spec.speed import ModelProfile, ScaleDecision, ScaleKind, ScaleStage, SpeedSample
 
 KEPT_SAMPLES = 5
@@ -34,42 +43,6 @@ MAX_REPLACED = 3
 """Slow nodes of a job that are replaced."""
 REPLACE_GAIN = 0.05
 """Share of its speed that a job must win by it."""
-GROUP = "worker"
-"""The kind of node that plans are about."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is known of a job when its size is looked at."""
-
-    current: SpeedSample
-    """The running world."""
-    samples: Sequence[SpeedSample]
-    """Of all sizes that were measured, this one included."""
-    sizes: Sequence[int]
-    """Numbers of nodes that the job may have."""
-    region: TrustRegion
-    cost: float
-    """How much nodes cost, 0 to 1."""
-    explore: bool
-    """Whether a size may be tried only to learn of it."""
-
-
-@dataclass
-class Change:
-    """A plan that is carried out."""
-
-    number: int
-    kind: ScaleKind
-    nodes: int
-    origin: int
-    """The number of nodes before it."""
-    effect: Effect | None
-    since: float
-    round: int
-    """The round that it began in."""
-    plan_id: str = ""
-    """The Brain's name for it, if it is the Brain's."""
 
 
 @dataclass
@@ -79,8 +52,8 @@ class AutoScaling:
     job: JobSpec
     active: bool = False
     stage: ScaleStage = ScaleStage.START
-    #: what was measured, by number of nodes
-    samples: dict[int, list[SpeedSample]] = field(default_factory=dict)
+    #: what was measured, by size
+    samples: dict[Size, list[SpeedSample]] = field(default_factory=dict)
     region: TrustRegion = field(default_factory=TrustRegion)
     change: Change | None = None
     #: plans made so far
@@ -91,25 +64,24 @@ class AutoScaling:
     outcomes: list[PlanOutcome] = field(default_factory=list)
     #: the latest sample of the running world; None until there is one
     latest: SpeedSample | None = None
-    #: nodes of the world that was measured last, and its round
-    size: int = 0
+    #: the world that was measured last, and its round
+    size: Size = field(default_factory=lambda: Size(0))
     round: int = 0
     #: windows in a row that drifted from what their size had
     drifted: int = 0
     #: when the next plan may be made
     next_at: float = 0.0
-    #: more nodes than this could not be had
-    most: int = 0
-    #: slow nodes that were replaced
-    replaced: int = 0
+    #: what the job may have
+    sizes: Sizes = field(init=False)
+    #: changes of each kind that left the numbers of nodes as they were
+    done: dict[ScaleKind, int] = field(default_factory=dict)
     #: of what was measured
     unit: str = ""
     profile: ModelProfile = field(default_factory=ModelProfile)
 
     def __post_init__(self) -> None:
-        job = self.job
-        self.active = job.auto_scale and job.min_nodes < job.max_nodes
-        self.most = job.max_nodes
+        self.sizes = Sizes(self.job)
+        self.active = self.job.auto_scale and self.sizes.open
 
     # ---- queries
 
@@ -118,18 +90,14 @@ class AutoScaling:
         ready = self.active and self.latest is not None and self.change is None
         return ready and now >= self.next_at
 
-    def sizes(self) -> list[int]:
-        """The numbers of nodes that the job may have."""
-        unit = self.job.node_unit
-        return [n for n in range(self.job.min_nodes, self.most + 1) if n % unit == 0]
-
     def question(self) -> Question:
         """What the planner is asked, once it is `due`."""
         assert self.latest is not None, "nothing was measured yet"
         return Question(
             current=self.latest,
             samples=tuple(sample for known in self.samples.values() for sample in known),
-            sizes=self.sizes(),
+            sizes=self.sizes.workers(),
+            servers=self.sizes.servers(),
             region=self.region,
             cost=self.job.limits.autoscale_cost,
             explore=self.stage is not ScaleStage.RUNNING and self.tries < MAX_TRIES,
@@ -141,14 +109,24 @@ class AutoScaling:
             None if self.change is None else self.change.since + self.job.limits.autoscale_patience
         )
 
-    def worth(self, throughput: float, nodes: int) -> float:
+    def worth(self, throughput: float, size: Size) -> float:
         """What is to be as large as it can be."""
-        return float(throughput / nodes**self.job.limits.autoscale_cost)
+        return float(throughput / self.cost(size) ** self.job.limits.autoscale_cost)
 
-    def speed(self, nodes: int) -> float:
-        """Samples per second of a size: the mean of its samples; 0 if it was not measured."""
-        known = self.samples.get(nodes, ())
+    def cost(self, size: Size) -> float:
+        """Nodes of a size, a server by its share of a worker node's cores."""
+        weight = self.latest.server_weight if self.latest is not None else 1.0
+        return size.workers + weight * size.servers
+
+    def speed(self, size: Size) -> float:
+        """Throughput of a size: the mean of its samples; 0 if it was not measured."""
+        known = self.samples.get(size, ())
         return sum(sample.throughput for sample in known) / len(known) if known else 0.0
+
+    def free(self, kind: ScaleKind, most: int = MAX_REPLACED) -> bool:
+        """Whether a change that leaves the numbers of nodes as they are may begin."""
+        idle = self.active and self.change is None and self.latest is not None
+        return idle and self.done.get(kind, 0) < most
 
     # ---- inputs
 
@@ -168,13 +146,13 @@ class AutoScaling:
         if not self.active:
             return [], None
         self.round, self.profile = round_, profile
-        if not (held_up and sample.nodes in self.samples):
+        if not (held_up and sample.size in self.samples):
             self._note(sample)
-        self.latest, self.size, self.unit = sample, sample.nodes, sample.unit
+        self.latest, self.size, self.unit = sample, sample.size, sample.unit
         change = self.change
-        if change is None or sample.nodes != change.nodes:
+        if change is None or sample.size != change.size:
             return [], None
-        if change.kind is ScaleKind.REPLACE:
+        if change.kind in SAME_SIZE:
             return ([], None) if round_ == change.round else self._replacement(change, sample)
         return self._conclude(change, sample, now)
 
@@ -190,13 +168,30 @@ class AutoScaling:
     def slow(self, found: events.SlowRank, now: float) -> events.PlanMade | None:
         """A rank holds up the others; the plan to replace its node, if that is worth it."""
         latest = self.latest
-        free = self.active and self.change is None and latest is not None
-        if not free or latest is None or found.cause != "compute" or self.replaced >= MAX_REPLACED:
+        if latest is None or not self.free(ScaleKind.REPLACE) or found.cause != "compute":
             return None
-        usual = latest.compute_seconds or latest.step_seconds / found.factor
-        waited = (found.factor - 1) * usual
-        gain = latest.step_seconds / max(latest.step_seconds - waited, usual) - 1
+        gain = gain_without(found, latest)
         if gain < REPLACE_GAIN:
+            return None
+        reason = (
+            f"rank {found.rank} on node {found.node} takes {found.factor:.2f} times as long as the median rank, "
+            f"without it the job is {gain:.0%} faster"
+        )
+        return self.same_size(ScaleKind.REPLACE, gain, reason, now)
+
+    def same_size(
+        self, kind: ScaleKind, gain: float, reason: str, now: float
+    ) -> events.PlanMade | None:
+        """Begin a change that leaves the numbers of nodes as they are, if one may begin.
+
+        Args:
+            kind: What is changed.
+            gain: The share of its speed that the job is expected to win.
+            reason: Why, as part of a sentence.
+            now: Seconds since the epoch.
+        """
+        latest = self.latest
+        if latest is None or not self.free(kind):
             return None
         before = latest.throughput
         effect = Effect(
@@ -204,16 +199,36 @@ class AutoScaling:
             low=before * (1 + gain / 2),
             high=before * (1 + gain * 1.5),
             before=before,
-            cost=float(latest.replicas),
+            cost=self.cost(latest.size),
         )
-        reason = (
-            f"rank {found.rank} on node {found.node} takes {found.factor:.2f} times as long as the median rank, "
-            f"without it the job is {gain:.0%} faster"
+        plan = Plan(groups=groups_of(latest.size), reason=reason, effect=effect)
+        self.done[kind] = self.done.get(kind, 0) + 1
+        decision = ScaleDecision(kind=kind, nodes=latest.nodes, servers=latest.servers, plan=plan)
+        return self._begin(decision, latest.size, now)
+
+    def more_servers(
+        self, gain: float, reason: str, now: float
+    ) -> tuple[list[events.EventBody], ScaleDecision | None]:
+        """All servers are hot: one more is tried, unless that was measured or may not be."""
+        latest = self.latest
+        if latest is None or self.change is not None or not self.active:
+            return [], None
+        size = Size(latest.nodes, latest.servers + 1)
+        if size.servers not in self.sizes.servers() or size in self.samples:
+            return [], None
+        before = latest.throughput
+        effect = Effect(
+            throughput=before * (1 + gain),
+            low=before,
+            high=before * (1 + 2 * gain),
+            before=before,
+            cost=self.cost(size),
         )
-        plan = Plan(groups={GROUP: Group(count=latest.nodes)}, reason=reason, effect=effect)
-        self.replaced += 1
-        decision = ScaleDecision(kind=ScaleKind.REPLACE, nodes=latest.nodes, plan=plan)
-        return self._begin(decision, latest.nodes, now)
+        plan = Plan(groups=groups_of(size), reason=reason, effect=effect)
+        decision = ScaleDecision(
+            kind=ScaleKind.GROW, nodes=size.workers, servers=size.servers, plan=plan
+        )
+        return [self._begin(decision, latest.size, now)], decision
 
     def expired(self, now: float) -> tuple[list[events.EventBody], ScaleDecision | None]:
         """A change has taken too long: the size to go back to."""
@@ -224,20 +239,26 @@ class AutoScaling:
         reason = f"its effect could not be measured within {waited:g} s (autoscale_patience)"
         told: list[events.EventBody] = [events.PlanDropped(change.number, reason, change.plan_id)]
         self.change = None
-        if change.kind in (ScaleKind.RETURN, ScaleKind.REPLACE):
+        if change.kind in (ScaleKind.RETURN, *SAME_SIZE):
             return told, None
-        if change.nodes > change.origin:
-            self.most = max(change.origin, change.nodes - self.job.node_unit)
-        back = self._back_to(change.origin, f"{change.nodes} nodes could not be measured in time")
-        told.append(self._begin(back, change.nodes, now))
+        self.sizes.missed(change.size, change.origin)
+        back = self._back_to(
+            change.origin, f"{events.told_size(*change.size)} could not be measured in time"
+        )
+        told.append(self._begin(back, change.size, now))
         return told, back
 
-    def overruled(self, reason: str) -> list[events.EventBody]:
-        """Somebody has set the number of nodes: that wins from now on."""
+    def overruled(self, reason: str, role: str, nodes: int) -> list[events.EventBody]:
+        """Somebody has set the number of nodes of a role: that wins from now on."""
         if not self.active:
             return []
-        self.active, self.change = False, None
-        return [events.AutoScalingEnded(reason)]
+        change, self.change = self.change, None
+        self.sizes.fix(role, nodes)
+        self.stage, self.tries, self.next_at = ScaleStage.ADJUST, 0, 0.0
+        if not self.sizes.open:
+            self.active = False
+            return [events.AutoScalingEnded(reason)]
+        return [] if change is None else [events.PlanDropped(change.number, reason, change.plan_id)]
 
     def world_formed(self) -> None:
         """A new round: what the last world's speed was says nothing of this one."""
@@ -247,7 +268,7 @@ class AutoScaling:
 
     def _note(self, sample: SpeedSample) -> None:
         """Keep a sample, unless it is an outlier; if they go on, the job has become another one."""
-        usual = self.speed(sample.nodes)
+        usual = self.speed(sample.size)
         if usual and abs(sample.throughput / usual - 1) > DRIFT:
             self.drifted += 1
             if self.drifted < DRIFT_WINDOWS or self.change is not None:
@@ -255,7 +276,7 @@ class AutoScaling:
             self.samples.clear()
             self.stage, self.tries, self.next_at = ScaleStage.ADJUST, 0, 0.0
         self.drifted = 0
-        known = self.samples.setdefault(sample.nodes, [])
+        known = self.samples.setdefault(sample.size, [])
         known.append(sample)
         del known[:-KEPT_SAMPLES]
 
@@ -266,7 +287,7 @@ class AutoScaling:
         self.change = None
         before, after = self.speed(change.origin), sample.throughput
         returned = change.kind is ScaleKind.RETURN or bool(change.plan_id)
-        worth = self.worth(after, change.nodes)
+        worth = self.worth(after, change.size)
         short = not returned and worth < (1 - SLACK) * self.worth(before, change.origin)
         told, within = self._outcome(change, sample, short)
         if not returned and change.effect is not None:
@@ -276,22 +297,22 @@ class AutoScaling:
         gain = after / before - 1
         back = self._back_to(
             change.origin,
-            f"{change.origin} -> {change.nodes} nodes brought {gain:+.0%} throughput "
-            f"for {change.nodes / change.origin - 1:+.0%} nodes",
+            f"{told_change(change.origin, change.size)} brought {gain:+.0%} throughput "
+            f"for {self.cost(change.size) / self.cost(change.origin) - 1:+.0%} nodes",
         )
-        return [*told, self._begin(back, change.nodes, now)], back
+        return [*told, self._begin(back, change.size, now)], back
 
     def _replacement(
         self, change: Change, sample: SpeedSample
     ) -> tuple[list[events.EventBody], ScaleDecision | None]:
-        """A slow node was replaced; what was measured with it is out of date if that has helped."""
+        """The nodes are others, or do other things; what was measured before is out of date if that has helped."""
         self.change = None
-        assert change.effect is not None, "a slow node was replaced for nothing"
+        assert change.effect is not None, "a change for nothing"
         short = sample.throughput < (1 + SLACK) * change.effect.before
-        if short:
-            self.replaced = MAX_REPLACED  # it is not the nodes
-        else:
-            self.samples = {sample.nodes: [sample]}
+        if short or sample.throughput < change.effect.low:
+            self.done[change.kind] = MAX_REPLACED  # it is not that
+        if not short:
+            self.samples = {sample.size: [sample]}
             self.stage, self.tries, self.next_at = ScaleStage.ADJUST, 0, 0.0
         return self._outcome(change, sample, short)[0], None
 
@@ -305,37 +326,38 @@ class AutoScaling:
         self.outcomes.append(outcome)
         told = events.PlanMeasured(
             change.number,
-            change.nodes,
+            change.size.workers,
             sample.throughput,
             outcome.error,
             outcome.within,
             short,
             sample.unit,
             change.plan_id,
+            change.size.servers,
         )
         return [told], outcome.within
 
-    def _back_to(self, nodes: int, reason: str) -> ScaleDecision:
-        known = self.speed(nodes)
+    def _back_to(self, size: Size, reason: str) -> ScaleDecision:
+        known = self.speed(size)
         effect = Effect(
             throughput=known,
             low=known * (1 - DRIFT),
             high=known * (1 + DRIFT),
             before=self.latest.throughput if self.latest is not None else 0.0,
-            cost=float(nodes),
+            cost=self.cost(size),
         )
-        plan = Plan(
-            groups={GROUP: Group(count=nodes)}, reason=reason, effect=effect if known else None
+        plan = Plan(groups=groups_of(size), reason=reason, effect=effect if known else None)
+        return ScaleDecision(
+            kind=ScaleKind.RETURN, nodes=size.workers, servers=size.servers, plan=plan
         )
-        return ScaleDecision(kind=ScaleKind.RETURN, nodes=nodes, plan=plan)
 
-    def _begin(self, decision: ScaleDecision, origin: int, now: float) -> events.PlanMade:
+    def _begin(self, decision: ScaleDecision, origin: Size, now: float) -> events.PlanMade:
         self.made += 1
         plan = decision.plan
         self.change = Change(
             number=self.made,
             kind=decision.kind,
-            nodes=decision.nodes,
+            size=decision.size,
             origin=origin,
             effect=plan.effect,
             since=now,
@@ -346,11 +368,13 @@ class AutoScaling:
             self.made,
             decision.kind,
             decision.nodes,
-            origin,
+            origin.workers,
             plan.reason,
             plan.effect,
             self.unit,
             decision.plan_id,
+            decision.servers,
+            origin.servers,
         )
 
     def _settle(self, now: float) -> list[events.EventBody]:
@@ -358,13 +382,15 @@ class AutoScaling:
         if self.stage is ScaleStage.RUNNING or self.latest is None:
             return []
         self.stage, self.tries = ScaleStage.RUNNING, 0
-        nodes = self.latest.nodes
-        return [events.SizeSettled(nodes, self.speed(nodes), len(self.samples), self.unit)]
+        size = self.latest.size
+        speed, tried = self.speed(size), len(self.samples)
+        return [events.SizeSettled(size.workers, speed, tried, self.unit, size.servers)]
 
     def validate(self) -> None:
         """Check the invariants; raise AssertionError on the first that is broken."""
         change = self.change
         assert change is None or self.active, "a change without auto-scaling"
-        assert change is None or change.nodes in range(1, self.job.max_nodes + 1)
+        assert change is None or change.size.workers > 0
         assert all(0 < len(known) <= KEPT_SAMPLES for known in self.samples.values())
-        assert not self.active or self.job.min_nodes <= self.most <= self.job.max_nodes
+        assert not self.active or self.sizes.open
+        self.sizes.validate()

@@ -169,11 +169,41 @@ class MemoryForecast(msgspec.Struct, frozen=True, tag="memory_forecast"):
     """How far ahead the forecast reaches."""
 
 
+class ServersBusy(msgspec.Struct, frozen=True, tag="servers_busy"):
+    """Parameter servers of ``round`` have too much to do; what is asked for is one of three things."""
+
+    round: int
+    migrate: dict[int, float]
+    """How many times its cores each hot server needs, by node."""
+    more: bool
+    """Another server."""
+    rebalance: bool
+    """A new round, in which the program divides its parameters anew."""
+    gain: float
+    """The share of its speed that the job is expected to win."""
+    reason: str
+
+
 class ScalePlanned(msgspec.Struct, frozen=True, tag="scale_planned"):
     """The planner has looked at what was measured; None: no other size is worth a change."""
 
     round: int
     decision: ScaleDecision | None
+
+
+class MigrateAsked(msgspec.Struct, frozen=True, tag="migrate_asked"):
+    """Have another node in the place of one that trains, which trains on until the other has joined.
+
+    What `JobMachine.migration_refusal` has a sentence for changes nothing.
+    """
+
+    node_id: int
+    cpu_factor: float
+    """How many times the cores that the job asked for the other one shall have. As its node has: `Node.cpu_factor`."""
+    memory_factor: float
+    """The same of its memory, up to what the platform can give."""
+    reason: str
+    """Why, as a clause: ``its queue is long``."""
 
 
 class StopRequested(msgspec.Struct, frozen=True, tag="stop_requested"):
@@ -222,7 +252,9 @@ Input: TypeAlias = (
     | RankSpeed
     | SpeedMeasured
     | MemoryForecast
+    | ServersBusy
     | ScalePlanned
+    | MigrateAsked
     | StopRequested
     | ScaleAsked
     | DeadlinePassed
@@ -240,6 +272,8 @@ class LaunchNode(msgspec.Struct, frozen=True):
     """Names of the hosts that it should not be on."""
     memory_factor: float = 1.0
     """How many times the memory that the job asked for."""
+    cpu_factor: float = 1.0
+    """The same of its cores."""
 
 
 class KillNode(msgspec.Struct, frozen=True):

@@ -65,11 +65,25 @@ def _check_scaling(machine: JobMachine) -> None:
         node = machine.nodes[node_id]
         assert node.launched, "a node is called off that came by itself"
         assert node.status not in (NodeStatus.PENDING, NodeStatus.LOST), "nothing is to leave"
+    _check_migrations(machine)
     ranks = [
         node.node_rank
         for node in machine.nodes.values()
-        if node.launched and not node.status.final and node.id not in scaling.leaving
+        if node.launched
+        and not (node.status.final or node.id in scaling.leaving or node.id in machine.migrations)
     ]
     settled = machine.outcome is None and not scaling.due
     assert not settled or len(ranks) == len(set(ranks)), "two nodes are to have the same rank"
     assert not settled or all(scaling.wants(rank) for rank in ranks), "a node too many"
+
+
+def _check_migrations(machine: JobMachine) -> None:
+    leave = [migration.node for migration in machine.migrations.values()]
+    assert len(leave) == len(set(leave)), "two nodes are to take the same place"
+    assert not machine.migrations.keys() & set(leave), "a node comes and goes"
+    if machine.outcome is not None:
+        return
+    for successor, migration in machine.migrations.items():
+        pair = machine.nodes[successor], machine.nodes[migration.node]
+        assert not any(node.status.final for node in pair), "a place is kept for nobody"
+        assert pair[0].node_rank == pair[1].node_rank, "another place is taken"

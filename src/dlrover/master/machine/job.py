@@ -97,6 +97,8 @@ class JobMachine(JobAuto):
             self.rendezvous.resume(now)
             if self.adoption.pending:
                 self.adoption.deadline = now + self.job.limits.recovery_grace
+            for migration in self.migrations.values():
+                migration.until = now + self.job.limits.join_timeout
             self._emit(events.MasterRecovered(event.replayed))
 
     def _node_placed(self, event: inputs.NodePlaced, now: float) -> None:
@@ -135,7 +137,7 @@ class JobMachine(JobAuto):
             self._send(inputs.Dismiss(node.id, self.outcome))
             return
         if node.id in self.scaling.leaving:
-            self._send(inputs.Dismiss(node.id, released(node)))
+            self._send(inputs.Dismiss(node.id, self._released(node)))
             return
         if arrived:
             self._emit(events.NodeConnected(node.id, event.hostname))
@@ -270,6 +272,7 @@ class JobMachine(JobAuto):
             self.grow_at = None
             if self._can_grow():
                 self._open_round(f"{len(self.rendezvous.offers)} more nodes joined", now)
+        self._give_up_migrations(now)
 
     # ---- steps that several inputs share
 
@@ -283,6 +286,7 @@ class JobMachine(JobAuto):
         rdzv = self.rendezvous
         if self.scaling.due:
             self._scale(now)
+        self._take_places(now)
         if self._checking(now) or self._has_ended():
             return
         if rdzv.expired(now):
@@ -533,7 +537,10 @@ class JobMachine(JobAuto):
             self._exclude(node, verdict.title, now)
             self._give_up(node, verdict.title, now)
         elif action is Action.MORE_MEMORY and node.launched and self.job.grows_memory:
-            node.memory_factor *= MEMORY_GROWTH
+            if not self._may_grow(node):
+                self._emit(events.MemoryBound(node.id, node.memory_factor))
+                return
+            node.memory_factor = self._bounded(MEMORY_GROWTH * node.memory_factor)
             self._give_up(node, verdict.title, now)
 
     # ---- invariants
@@ -570,7 +577,9 @@ _HANDLERS: dict[type, Callable[[JobMachine, Any, float], None]] = {
     inputs.RankSpeed: JobMachine._rank_speed,  # noqa: SLF001
     inputs.SpeedMeasured: JobMachine._speed_measured,  # noqa: SLF001
     inputs.MemoryForecast: JobMachine._memory_forecast,  # noqa: SLF001
+    inputs.ServersBusy: JobMachine._servers_busy,  # noqa: SLF001
     inputs.ScalePlanned: JobMachine._scale_planned,  # noqa: SLF001
+    inputs.MigrateAsked: JobMachine._migrate_asked,  # noqa: SLF001
     inputs.StopRequested: JobMachine._stop_requested,  # noqa: SLF001
     inputs.ScaleAsked: JobMachine._scale_asked,  # noqa: SLF001
     inputs.DeadlinePassed: JobMachine._deadline_passed,  # noqa: SLF001

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dlrover.master.machine import inputs
-from dlrover.master.machine.jobscale import JobScale
-from dlrover.master.machine.state import Node
+from dlrover.master.machine.jobmigrate import JobMigrate
 from dlrover.spec import events
 from dlrover.spec.node import NodeStatus
-from dlrover.spec.speed import ScaleDecision
+from dlrover.spec.roles import SERVER
+from dlrover.spec.speed import ScaleDecision, ScaleKind
 
 
-class JobAuto(JobScale):
+class JobAuto(JobMigrate):
     """What a job does about its speed."""
 
     def _rank_speed(self, event: inputs.RankSpeed, now: float) -> None:
@@ -30,25 +30,50 @@ class JobAuto(JobScale):
             return
         self._emit(made)
         self._exclude(node, f"rank {found.rank} is slow there", now)
-        self._exchange(node, "which is slow", now)
+        self._migrate(node, "it is slow", now)
 
     def _memory_forecast(self, event: inputs.MemoryForecast, now: float) -> None:
-        """Order more memory before a node runs out of it, where the platform can and the job lets it."""
+        """Have a node with more memory before one runs out of it, where the platform can give it that."""
         node = self.nodes[event.node_id]
         if event.round != self.rendezvous.round or node.status is not NodeStatus.RUNNING:
             return
-        free = self.job.auto_scale and self.job.grows_memory and self.autoscaling.change is None
-        ordered = free and node.launched and self.is_quiet()
+        asked = inputs.MigrateAsked(
+            node.id, node.cpu_factor, node.memory_factor * event.needed / event.limit, "memory"
+        )
+        replaces = self.job.grows_memory and self.job.limits.memory_action == "replace"
+        ordered = replaces and self._may_grow(node) and not self.migration_refusal(asked)
         self._emit(events.MemoryGrows(node.id, event.needed, event.limit, event.seconds, ordered))
         if ordered:
-            node.memory_factor *= event.needed / event.limit
-            self._exchange(node, "which needs more memory", now)
+            factors = (asked.cpu_factor, asked.memory_factor)
+            self._migrate(node, "it needs more memory", now, factors)
+        elif replaces and not self._may_grow(node):
+            self._emit(events.MemoryBound(node.id, node.memory_factor))
 
-    def _exchange(self, node: Node, why: str, now: float) -> None:
-        """Call off a node of the world, and launch another one with its rank."""
-        self._call_off(node, now)
-        self._launch(node.node_rank, now, replaces=node)
-        self._open_round(f"node {node.id} is replaced, {why}", now)
+    def _servers_busy(self, event: inputs.ServersBusy, now: float) -> None:
+        """Do something about hot or uneven servers, if nothing else is being changed."""
+        scaling = self.autoscaling
+        moves = [self._with_cores(node_id, factor) for node_id, factor in event.migrate.items()]
+        refused = any(self.migration_refusal(move) for move in moves)
+        if event.round != self.rendezvous.round or refused or not self.is_quiet():
+            return
+        if event.more:
+            self._rescale(*scaling.more_servers(event.gain, event.reason, now), now)
+            return
+        kind = ScaleKind.REBALANCE if event.rebalance else ScaleKind.MIGRATE
+        made = scaling.same_size(kind, event.gain, event.reason, now)
+        if made is None:
+            return
+        self._emit(made)
+        for move in moves:
+            self._migrate_asked(move, now)
+        if event.rebalance:
+            self._open_round("the program is to divide its parameters anew", now)
+
+    def _with_cores(self, node_id: int, factor: float) -> inputs.MigrateAsked:
+        """A node with so many times the cores in place of a server."""
+        node = self.nodes[node_id]
+        cores = node.cpu_factor * factor
+        return inputs.MigrateAsked(node_id, cores, node.memory_factor, "it is a hot server")
 
     def _speed_measured(self, event: inputs.SpeedMeasured, now: float) -> None:
         if event.round == self.rendezvous.round and not self.rendezvous.collecting:
@@ -67,6 +92,9 @@ class JobAuto(JobScale):
         """Tell of the auto-scaler's decision, and do as it says."""
         for body in told:
             self._emit(body)
-        if decision is not None:
-            number = f"plan {self.autoscaling.made}"
-            self._scale_asked(inputs.ScaleAsked(decision.nodes, number, "plan"), now)
+        if decision is None:
+            return
+        number = f"plan {self.autoscaling.made}"
+        self._scale_asked(inputs.ScaleAsked(decision.nodes, number, "plan"), now)
+        if decision.servers:
+            self._scale_asked(inputs.ScaleAsked(decision.servers, number, "plan", SERVER), now)

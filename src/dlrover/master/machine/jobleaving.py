@@ -13,6 +13,7 @@ from dlrover.master.machine.jobstate import JobState
 from dlrover.master.machine.state import Node, released
 from dlrover.spec import events
 from dlrover.spec.node import NodeStatus
+from dlrover.spec.outcome import Outcome
 
 
 class JobLeaving(JobState):
@@ -21,9 +22,11 @@ class JobLeaving(JobState):
     def _surplus(self) -> list[Node]:
         """The nodes beyond the wanted number that were not called off yet.
 
-        A master without a journal may find two of the same rank: the older one was leaving.
+        Of two with the same rank the older one leaves, unless it waits for the other to take its place. A
+        master without a journal may find two, too.
         """
         scaling, leaving = self.scaling, self.scaling.leaving
+        kept = {migration.node for _, migration in self._coming()}
         staying = [
             node
             for node in self.nodes.values()
@@ -33,7 +36,8 @@ class JobLeaving(JobState):
         return [
             node
             for node in staying
-            if not scaling.wants(node.node_rank) or latest[node.node_rank] is not node
+            if not scaling.wants(node.node_rank)
+            or (latest[node.node_rank] is not node and node.id not in kept)
         ]
 
     def _call_off(self, node: Node, now: float) -> None:
@@ -46,10 +50,15 @@ class JobLeaving(JobState):
         self.scaling.leaving[node.id] = until
         self.rendezvous.let_go(node.id)
         if node.connected:
-            self._send(inputs.Dismiss(node.id, released(node)))
+            self._send(inputs.Dismiss(node.id, self._released(node)))
         else:
             self.lost_at[node.id] = until
         self._out += self.checks.lose(node.id, now)
+
+    def _released(self, node: Node) -> Outcome:
+        """What a node is told that was called off."""
+        replaced = any(migration.node == node.id for migration in self.migrations.values())
+        return released(node, replaced=replaced)
 
     def _release(self, node: Node, how: str) -> None:
         """A node has left that the job does not need."""
@@ -60,7 +69,22 @@ class JobLeaving(JobState):
         self.faults.forget(node.id)
         node.connected = False
         node.reason = how
+        self._forget_migration(node)
         self._move(node, NodeStatus.RELEASED)
         self._emit(events.NodeReleased(node.id, how, self.told_role(node.id)))
         if node.handle:
             self._send(inputs.KillNode(node.id))
+
+    def _forget_migration(self, node: Node) -> bool:
+        """A node is gone. Whether the other one has its rank: the one for its place, or whose place it was for."""
+        migration = self.migrations.pop(node.id, None)
+        if migration is not None:
+            other = self.nodes[migration.node]
+            stays = not (other.status.final or other.id in self.scaling.leaving)
+            if stays:
+                self._emit(events.MigrationEnded(other.id, node.id, node.reason))
+            return stays
+        for successor in [i for i, m in self.migrations.items() if m.node == node.id]:
+            del self.migrations[successor]
+            return True
+        return False

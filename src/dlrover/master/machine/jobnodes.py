@@ -47,22 +47,38 @@ class JobNodes(JobLeaving):
         self.by_uid[event.uid] = node.id
         return node
 
-    def _launch(self, node_rank: int, now: float, replaces: Node | None = None) -> int:
+    def _launch(
+        self,
+        node_rank: int,
+        now: float,
+        replaces: Node | None = None,
+        factors: tuple[float, float] | None = None,
+    ) -> int:
+        """Order a node; without ``factors`` it has the cores and the memory of the one that it replaces."""
         node = self._add_node(node_rank)
         node.launched = True
         if replaces is not None:
-            node.memory_factor = replaces.memory_factor
+            node.cpu_factor, node.memory_factor = replaces.cpu_factor, replaces.memory_factor
+        if factors is not None:
+            node.cpu_factor, node.memory_factor = factors
         replaced = replaces.id if replaces is not None else -1
-        self._emit(events.NodeLaunched(node.id, replaced, self.told_role(node.id)))
+        role = self.told_role(node.id)
+        self._emit(
+            events.NodeLaunched(node.id, replaced, node.cpu_factor, node.memory_factor, role)
+        )
         self._order(node, now)
         return node.id
 
     def _order(self, node: Node, now: float) -> None:
         avoid = self.faults.excluded(now)
-        self._send(inputs.LaunchNode(node.id, node.node_rank, avoid, node.memory_factor))
+        self._send(
+            inputs.LaunchNode(node.id, node.node_rank, avoid, node.memory_factor, node.cpu_factor)
+        )
 
     def _replace(self, node: Node, now: float) -> None:
         """Launch another node in place of a lost one that the platform had launched."""
+        if self._forget_migration(node):
+            return
         if not node.launched or not self.scaling.wants(node.node_rank):
             return
         if not node.has_run:

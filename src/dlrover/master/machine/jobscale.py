@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dlrover.master.machine import inputs
 from dlrover.master.machine.jobnodes import JobNodes
+from dlrover.master.machine.scaling import Wanted
 from dlrover.spec import events
 from dlrover.spec.node import NodeStatus
 from dlrover.spec.roles import WORKER
@@ -16,12 +17,20 @@ class JobScale(JobNodes):
         scaling = self.scaling
         before, after = scaling.take(event)
         self.rendezvous.least, self.rendezvous.most = scaling.least, scaling.most
-        if scaling.roles[WORKER].by_user:
-            for body in self.autoscaling.overruled(f"a user asked for {scaling.workers} nodes"):
-                self._emit(body)
+        if event.source == "user" and event.role in scaling.roles:
+            self._overrule(event.role, scaling.roles[event.role])
         if after != before:
             role = scaling.told_role(event.role)
             self._emit(events.JobScaled(before, after, event.source, event.reason, role))
+
+    def _overrule(self, role: str, wanted: Wanted) -> None:
+        """Keep the auto-scaler from what a user has set."""
+        if not wanted.by_user:
+            return  # it was refused
+        what = "nodes" if role == WORKER else "servers"
+        reason = f"a user asked for {wanted.nodes} {what}"
+        for body in self.autoscaling.overruled(reason, role, wanted.nodes):
+            self._emit(body)
 
     def _scale(self, now: float) -> None:
         """Launch the nodes that are missing; call off those that are too many, by a new round.

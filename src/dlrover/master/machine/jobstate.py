@@ -14,7 +14,7 @@ from dlrover.master.machine.faults import Faults
 from dlrover.master.machine.rendezvous import Rendezvous
 from dlrover.master.machine.restarts import RestartPolicy
 from dlrover.master.machine.scaling import Scaling
-from dlrover.master.machine.state import Incident, Node, Phase, phase_after
+from dlrover.master.machine.state import Incident, Migration, Node, Phase, phase_after
 from dlrover.spec import events
 from dlrover.spec.failure import Failure
 from dlrover.spec.job import JobSpec
@@ -60,6 +60,8 @@ class JobState:
     lost_at: dict[int, float] = field(default_factory=dict)
     #: when the running world is interrupted to take in newcomers
     grow_at: float | None = None
+    #: nodes that are to take another one's place, by id
+    migrations: dict[int, Migration] = field(default_factory=dict)
     #: by wanted rank: how often in a row a launched node ended before it was part of a world
     failed_starts: dict[int, int] = field(default_factory=dict)
     _out: list[inputs.Command] = field(default_factory=list)
@@ -125,13 +127,14 @@ class JobState:
         times = [checked or self.rendezvous.deadline(), self.grow_at, *self.lost_at.values()]
         times.append(self.autoscaling.deadline())
         times += self.scaling.leaving.values()
+        times += (migration.until for _, migration in self._coming())
         if self.adoption.pending:
             times.append(self.adoption.deadline)
         return min((t for t in times if t is not None), default=None)
 
     def may_scale(self, now: float) -> bool:
         """Whether the auto-scaler may change the number of nodes."""
-        whole = self.rendezvous.size == self.scaling.size
+        whole = self.rendezvous.size == self.scaling.size and not self.migrations
         return whole and self.is_quiet() and self.autoscaling.due(now)
 
     def is_quiet(self) -> bool:
@@ -139,6 +142,11 @@ class JobState:
         rdzv = self.rendezvous
         away = rdzv.collecting or self.adoption.pending or not rdzv.members
         return self.incident is None and self.outcome is None and not away
+
+    def _coming(self) -> list[tuple[int, Migration]]:
+        """The nodes that are to take another one's place, and have not joined."""
+        joined = self.rendezvous.offers
+        return [(i, migration) for i, migration in self.migrations.items() if i not in joined]
 
     def _has_ended(self) -> bool:
         return self.outcome is not None

@@ -200,6 +200,8 @@ class Ledger:
             return [*touched, *self._away]
         if isinstance(event, inputs.NodeConnected):
             return [*touched, machine.by_uid[event.uid]]
+        if isinstance(event, inputs.MigrateAsked):
+            return touched  # it may name any node, and changes none of those that are there
         return [*touched, event.node_id] if hasattr(event, "node_id") else touched
 
     def _note_presence(self, node: Node, now: int, machine: JobMachine) -> None:

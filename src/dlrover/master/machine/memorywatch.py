@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from dlrover.planning.memory import MemoryAdvice, MemorySample, prevent_oom
 from dlrover.spec.usage import NodeUsage
 
-HORIZON = 1800.0
-"""Seconds for which a node's memory must last. Nearer than that it is told, and more is ordered."""
 SAMPLES = 120
 """Latest looks at a node that count."""
 LEAST = 12
@@ -30,14 +28,17 @@ class MemoryWatch:
         """A new round: the workers begin anew, and their memory with them."""
         self.samples.clear()
 
-    def note(self, node: int, usage: NodeUsage, now: float) -> MemoryAdvice | None:
-        """Take in a look at a node whose workers train; what it needs, if it will not have enough."""
+    def note(self, node: int, usage: NodeUsage, now: float) -> None:
+        """Take in a look at a node whose workers train."""
         known = self.samples.setdefault(node, deque(maxlen=SAMPLES))
         known.append(MemorySample(now, usage.memory))
-        if len(known) < LEAST or not usage.limit or now < self.told.get(node, 0.0):
+
+    def advice(self, node: int, limit: int, horizon: float, now: float) -> MemoryAdvice | None:
+        """What a node needs whose ``limit`` of memory will not last for ``horizon`` seconds; told once in that time."""
+        known = self.samples.get(node, ())
+        if len(known) < LEAST or not limit or now < self.told.get(node, 0.0):
             return None
-        most = MOST_GROWTH * usage.limit
-        advice = prevent_oom(f"node {node}", known, usage.limit, most, end=now + HORIZON)
+        advice = prevent_oom(f"node {node}", known, limit, MOST_GROWTH * limit, end=now + horizon)
         if advice is not None:
-            self.told[node] = now + HORIZON
+            self.told[node] = now + horizon
         return advice

@@ -1,5 +1,8 @@
 """How fast a world trains, from what its agents report: one sample for each window of steady steps.
 
+In a synchronous training all ranks' steps take equally long. With parameter servers each worker goes at its own
+pace: what counts is the sum of their rates.
+
 The first steps of a round are left out: they warm caches up, compile, and wait for each other's start.
 """
 
@@ -18,8 +21,21 @@ WARM_UP_STEPS = 5
 """First steps of a worker in a round that do not count."""
 MIN_STEPS = 10
 """Steps in a window, at least."""
+LATE_WINDOWS = 3
+"""Windows after which a worker counts nothing that has not made so many, where workers do not wait for each other."""
 WATCHED = 0.98
 """A compute time above this share of the step's is none: nobody saw the last gradient, so all counts."""
+
+
+@dataclass(frozen=True)
+class Servers:
+    """The parameter servers of a world."""
+
+    count: int
+    worker_cpu: float = 0.0
+    """Cores of a worker's node, the mean; 0 if nobody knows them."""
+    server_cpu: float = 0.0
+    """The same of a server's node."""
 
 
 @dataclass
@@ -48,10 +64,21 @@ class Meter:
                 self.marks[rank] = worker
                 self.began = now if self.began is None else self.began
 
-    def take(self, nodes: int, replicas: int, now: float) -> SpeedSample | None:
-        """The sample of a window that has passed, and the next one begins; None while it goes on."""
+    def take(
+        self, nodes: int, replicas: int, now: float, servers: Servers | None = None
+    ) -> SpeedSample | None:
+        """The sample of a window that has passed, and the next one begins; None while it goes on.
+
+        Args:
+            nodes: Of role worker.
+            replicas: Workers of the world.
+            now: Seconds since the epoch.
+            servers: What serves them; None: they exchange their gradients.
+        """
         if self.began is None or now - self.began < self.limits.autoscale_window:
             return None
+        if servers is not None:
+            return self._take_sum(nodes, replicas, now, servers)
         spans = [(mark, self.latest[rank]) for rank, mark in self.marks.items()]
         known = [(old, new) for old, new in spans if new.steps - old.steps >= MIN_STEPS]
         step = median([_per_step(old, new, _training) for old, new in known] or [0.0])
@@ -65,6 +92,32 @@ class Meter:
             steps=max(new.steps - old.steps for old, new in known),
             compute_seconds=compute if replicas > 1 and 0 < compute < WATCHED * step else None,
             total_batch=max(new.total_batch for _, new in known),
+        )
+        self.marks = dict(self.latest)
+        self.began = now
+        return found
+
+    def _take_sum(
+        self, nodes: int, replicas: int, now: float, servers: Servers
+    ) -> SpeedSample | None:
+        """The same for workers that do not wait for each other. A slow one may take a few windows to be known."""
+        assert self.began is not None
+        late = now - self.began >= LATE_WINDOWS * self.limits.autoscale_window
+        spans = [(mark, self.latest[rank]) for rank, mark in self.marks.items()]
+        known = [(old, new) for old, new in spans if new.steps - old.steps >= MIN_STEPS]
+        if not known or (len(known) < replicas and not late):
+            return None
+        times = [_per_step(old, new, _training) for old, new in known]
+        if min(times) <= 0:
+            return None
+        found = SpeedSample(
+            nodes=nodes,
+            replicas=replicas,
+            step_seconds=replicas / sum(1 / seconds for seconds in times),
+            steps=max(new.steps - old.steps for old, new in known),
+            servers=servers.count,
+            worker_cpu=servers.worker_cpu,
+            server_cpu=servers.server_cpu,
         )
         self.marks = dict(self.latest)
         self.began = now

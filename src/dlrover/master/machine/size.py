@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dlrover.master.machine.changes import told_change
+
 if TYPE_CHECKING:
     from dlrover.master.machine.job import JobMachine
 
 
 def size_of(machine: JobMachine) -> str:
-    """``2 of 1:4 nodes``, and what auto-scaling is about; empty for a job with a fixed number of nodes."""
-    job, scaling = machine.job, machine.autoscaling
-    if job.min_nodes == job.max_nodes:
-        return ""
-    size = f"{len(machine.rendezvous.members)} of {job.min_nodes}:{job.max_nodes} nodes"
-    if not scaling.active or machine.outcome is not None:
-        return size
+    """``2 of 1:4 nodes``, and what auto-scaling is about; empty for a job with fixed numbers of nodes."""
+    job, scaling, size = machine.job, machine.autoscaling, machine.rendezvous.size
+    parts = []
+    if job.min_nodes < job.max_nodes:
+        kind = "workers" if job.max_servers else "nodes"
+        parts.append(f"{size.workers} of {job.min_nodes}:{job.max_nodes} {kind}")
+    if job.min_servers < job.max_servers:
+        parts.append(f"{size.servers} of {job.min_servers}:{job.max_servers} servers")
+    told = " and ".join(parts)
+    if not told or not scaling.active or machine.outcome is not None:
+        return told
     change = scaling.change
     if change is None:
-        return f"{size}, auto-scaling: {scaling.stage.value}"
-    return f"{size}, auto-scaling: plan {change.number} ({change.kind.value}), {change.origin} -> {change.nodes} nodes"
+        return f"{told}, auto-scaling: {scaling.stage.value}"
+    what = told_change(change.origin, change.size) or "the same size"
+    return f"{told}, auto-scaling: plan {change.number} ({change.kind.value}), {what}"

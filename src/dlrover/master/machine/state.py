@@ -52,6 +52,18 @@ class Node:
     reason: str = ""
     #: how many times the memory that the job asked for it was launched with
     memory_factor: float = 1.0
+    #: the same of its cores
+    cpu_factor: float = 1.0
+
+
+@dataclass
+class Migration:
+    """A node that is to take the place of another one."""
+
+    #: the one that trains on until then
+    node: int
+    #: when the new one is given up if it has not joined
+    until: float
 
 
 @dataclass
@@ -91,11 +103,12 @@ def given_up(node: Node) -> Outcome:
     return Outcome(exit_code=ExitCode.INFRASTRUCTURE, reason=reason)
 
 
-def released(node: Node) -> Outcome:
+def released(node: Node, *, replaced: bool = False) -> Outcome:
     """What a node is told that the job no longer needs."""
+    why = "another node takes its place" if replaced else "the job goes on with fewer nodes"
     return Outcome(
         exit_code=ExitCode.SUCCESS,
-        reason=f"node {node.id} was released: the job goes on with fewer nodes.",
+        reason=f"node {node.id} was released: {why}.",
         released=True,
     )
 

@@ -1,0 +1,61 @@
+"""The sizes that an auto-scaled job may have: its bounds, what could be had of them, and what a user has set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dlrover.spec.job import JobSpec
+from dlrover.spec.roles import SERVER, WORKER, Size
+
+
+@dataclass
+class Sizes:
+    """Numbers of nodes by role. Change it only through its methods."""
+
+    job: JobSpec
+    #: more than this could not be had
+    most: Size = field(init=False)
+    #: what a user has set, by role
+    fixed: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.most = Size(self.job.max_nodes, self.job.max_servers)
+
+    def workers(self) -> list[int]:
+        """Numbers of nodes of role worker; of all nodes in a job without servers."""
+        if WORKER in self.fixed:
+            return [self.fixed[WORKER]]
+        unit = self.job.node_unit
+        return [n for n in range(self.job.min_nodes, self.most.workers + 1) if n % unit == 0]
+
+    def servers(self) -> list[int]:
+        """Numbers of servers; 0 alone in a job without them."""
+        if SERVER in self.fixed:
+            return [self.fixed[SERVER]]
+        return list(range(self.job.min_servers, self.most.servers + 1))
+
+    @property
+    def open(self) -> bool:
+        """Whether there is something to choose."""
+        job = self.job
+        workers = WORKER not in self.fixed and job.min_nodes < job.max_nodes
+        return workers or (SERVER not in self.fixed and job.min_servers < job.max_servers)
+
+    def fix(self, role: str, nodes: int) -> None:
+        """A user has set the number of nodes of a role."""
+        self.fixed[role] = nodes
+
+    def missed(self, asked: Size, had: Size) -> None:
+        """So many nodes did not come; ``had`` is what there was before."""
+        workers, servers = self.most
+        if asked.workers > had.workers:
+            workers = max(had.workers, asked.workers - self.job.node_unit)
+        if asked.servers > had.servers:
+            servers = max(had.servers, asked.servers - 1)
+        self.most = Size(workers, servers)
+
+    def validate(self) -> None:
+        """Check the invariants; raise AssertionError on the first that is broken."""
+        job = self.job
+        assert job.min_nodes <= self.most.workers <= job.max_nodes
+        assert job.min_servers <= self.most.servers <= job.max_servers

@@ -1,0 +1,180 @@
+"""The next numbers of workers and servers of a job with parameter servers, from what was measured of it. Pure.
+
+Needs numpy and scipy (extra ``planning``).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from dlrover.master.machine.changes import Question, groups_of, told_change
+from dlrover.planning.parameter_server import (
+    Form,
+    ServerModel,
+    ServerSample,
+    ServerShape,
+    fit_servers,
+)
+from dlrover.planning.plans import ServerSpace, Terms, plan_servers, sample_servers
+from dlrover.planning.search import Choice, Prices, worth
+from dlrover.spec.plan import Effect, Plan
+from dlrover.spec.roles import SERVER, WORKER, Size
+from dlrover.spec.speed import ScaleDecision, ScaleKind, SpeedSample
+
+PRICES = Prices(cpu=1.0, memory=0.0, accelerator=0.0)
+"""What counts are the cores of the nodes; each node has one where nobody knows them."""
+
+FORMS: tuple[Form, ...] = ("dlrover-rm", "queue", "optimus-async")
+"""Of the models. The first has no term for what grows with the workers however many servers there are."""
+DESCRIBES = 0.1
+"""Relative noise up to which a model describes what was measured."""
+
+
+def decide_servers(asked: Question) -> ScaleDecision | None:
+    """The next size; None if none is worth a change.
+
+    What was measured comes before what is predicted: a measured size that is better is taken, one that is not
+    is not tried again.
+    """
+    choice = Choice(weight=asked.cost)
+    known = _means(asked)
+    better = _best_known(known, asked, choice)
+    if better is not None:
+        return better
+    first, *others = _fitted(asked)
+    plan = _predicted(first, asked, known, choice)
+    if plan is not None and _may_pay(plan, asked, choice, at_least=True):
+        return plan
+    if not asked.explore:
+        return None
+    trials = [plan, *(_predicted(model, asked, known, choice) for model in others)]
+    trials += [_sampled(model, asked, known, choice) for model in (first, *others)]
+    trial = next((trial for trial in trials if trial is not None), None)
+    return trial and msgspec.structs.replace(trial, kind=ScaleKind.MEASURE)
+
+
+def _fitted(asked: Question) -> list[ServerModel]:
+    """The models that describe what was measured, the best one first."""
+    samples = [_sample(sample, asked.current) for sample in asked.samples]
+    models = sorted((fit_servers(samples, form) for form in FORMS), key=lambda model: model.noise)
+    return [model for model in models if model.noise <= max(models[0].noise, DESCRIBES)]
+
+
+def _predicted(
+    model: ServerModel, asked: Question, known: dict[Size, float], choice: Choice
+) -> ScaleDecision | None:
+    """The best size near what was measured, if it pays."""
+    terms = Terms(prices=PRICES, choice=choice, region=asked.region)
+    plan = plan_servers(model, _space(asked, known), _shape(asked.current, asked.current), terms)
+    return None if plan is None else _decision(plan, asked)
+
+
+def _sampled(
+    model: ServerModel, asked: Question, known: dict[Size, float], choice: Choice
+) -> ScaleDecision | None:
+    """The size that the model knows least of, if it may pay."""
+    terms = Terms(prices=PRICES, choice=choice, region=asked.region)
+    trial = sample_servers(model, _space(asked, known), _shape(asked.current, asked.current), terms)
+    found = None if trial is None else _decision(trial, asked)
+    return found if found is not None and _may_pay(found, asked, choice) else None
+
+
+def _means(asked: Question) -> dict[Size, float]:
+    """Throughput by size."""
+    found: dict[Size, list[float]] = {}
+    for sample in asked.samples:
+        found.setdefault(sample.size, []).append(sample.throughput)
+    return {size: sum(values) / len(values) for size, values in found.items()}
+
+
+def _cost(size: Size, current: SpeedSample) -> float:
+    return size.workers + current.server_weight * size.servers
+
+
+def _best_known(known: dict[Size, float], asked: Question, choice: Choice) -> ScaleDecision | None:
+    """A measured size that is better than the present one."""
+    current = asked.current
+    allowed = [s for s in known if s.workers in asked.sizes and s.servers in asked.servers]
+    if not allowed:
+        return None
+    best = max(allowed, key=lambda size: worth(known[size], _cost(size, current), choice))
+    here, cost = known[current.size], _cost(current.size, current)
+    if worth(known[best], _cost(best, current), choice) <= (1 + choice.gain) * worth(
+        here, cost, choice
+    ):
+        return None
+    faster, dearer = known[best] / here - 1, _cost(best, current) / cost - 1
+    reason = (
+        f"{told_change(current.size, best)}: {faster:+.0%} throughput for {dearer:+.0%} cost, "
+        "as it was measured before"
+    )
+    effect = Effect(
+        throughput=known[best],
+        low=known[best] * 0.8,
+        high=known[best] * 1.2,
+        before=here,
+        cost=_cost(best, current),
+    )
+    plan = Plan(groups=groups_of(best), reason=reason, effect=effect)
+    return _decided(plan, best, current.size)
+
+
+def _space(asked: Question, known: dict[Size, float]) -> ServerSpace:
+    """What may be chosen: each node with the cores that it has now."""
+    here, each = _shape(asked.current, asked.current), _per_node(asked.current)
+    return ServerSpace(
+        workers=[nodes * each for nodes in asked.sizes],
+        servers=list(asked.servers),
+        worker_cpu=[here.worker_cpu],
+        server_cpu=[here.server_cpu],
+        closed=frozenset((size.workers * each, size.servers) for size in known),
+    )
+
+
+def _sample(sample: SpeedSample, current: SpeedSample) -> ServerSample:
+    return ServerSample(_shape(sample, current), sample.throughput)
+
+
+def _shape(sample: SpeedSample, current: SpeedSample) -> ServerShape:
+    """A measured size in the model's terms: a worker's batch is the unit of what it does.
+
+    The cores are those of ``current``: what was measured with others is forgotten.
+    """
+    each = _per_node(sample)
+    known = current.worker_cpu > 0 and current.server_cpu > 0
+    return ServerShape(
+        workers=sample.replicas,
+        servers=sample.servers,
+        worker_cpu=current.worker_cpu / each if known else 1.0 / each,
+        server_cpu=current.server_cpu if known else 1.0,
+    )
+
+
+def _per_node(sample: SpeedSample) -> int:
+    return max(1, sample.replicas // sample.nodes)
+
+
+def _decision(plan: Plan, asked: Question) -> ScaleDecision:
+    """A plan in terms of nodes."""
+    workers = plan.groups[WORKER].count // _per_node(asked.current)
+    size = Size(workers, plan.groups[SERVER].count)
+    _, _, why = plan.reason.partition(": ")
+    reason = f"{told_change(asked.current.size, size)}: {why}"
+    own = Plan(groups=groups_of(size), reason=reason, effect=plan.effect)
+    return _decided(own, size, asked.current.size)
+
+
+def _decided(plan: Plan, size: Size, current: Size) -> ScaleDecision:
+    kind = ScaleKind.GROW if size.nodes > current.nodes else ScaleKind.SHRINK
+    return ScaleDecision(kind=kind, nodes=size.workers, servers=size.servers, plan=plan)
+
+
+def _may_pay(
+    trial: ScaleDecision, asked: Question, choice: Choice, *, at_least: bool = False
+) -> bool:
+    """Whether a size is better than the present one if its speed is at the top of the interval, or at its bottom."""
+    current, effect = asked.current, trial.plan.effect
+    assert effect is not None
+    after = worth(effect.low if at_least else effect.high, _cost(trial.size, current), choice)
+    now = worth(current.throughput, _cost(current.size, current), choice)
+    return after > (1 if at_least else 1 + choice.gain) * now
