@@ -489,13 +489,17 @@ class MemoryGrows(msgspec.Struct, frozen=True, tag="memory_grows"):
     """How far ahead that is, at most."""
     ordered: bool
     """Whether another node with more memory takes its place before that."""
+    given: int = 0
+    """Bytes that the other one has; 0 if that is not known."""
 
     def sentence(self) -> str:
         """The event in words."""
-        then = "; a node with more takes its place" if self.ordered else ""
+        more = size(self.given) if self.given else "more"
+        then = f"; a node with {more} takes its place" if self.ordered else ""
+        soon = f"{self.seconds / 60:.0f} min" if self.seconds >= 120 else f"{self.seconds:.0f} s"
         return (
-            f"Node {self.node} is expected to need {size(self.needed)} of memory within "
-            f"{self.seconds / 60:.3g} min, and has {size(self.limit)}{then}."
+            f"Node {self.node} is expected to need {size(self.needed)} of memory within {soon}, and has "
+            f"{size(self.limit)}{then}."
         )
 
 

@@ -36,15 +36,17 @@ class JobAuto(JobMigrate):
         node = self.nodes[event.node_id]
         if event.round != self.rendezvous.round or node.status is not NodeStatus.RUNNING:
             return
-        asked = inputs.MigrateAsked(
-            node.id, node.cpu_factor, node.memory_factor * event.needed / event.limit, "memory"
-        )
+        more = (event.memory or event.needed) / event.limit
+        factor = self._bounded(node.memory_factor * more)
+        asked = inputs.MigrateAsked(node.id, node.cpu_factor, factor, "it needs more memory")
         replaces = self.job.grows_memory and self.job.limits.memory_action == "replace"
         ordered = replaces and self._may_grow(node) and not self.migration_refusal(asked)
-        self._emit(events.MemoryGrows(node.id, event.needed, event.limit, event.seconds, ordered))
+        given = round(event.limit * factor / node.memory_factor) if ordered else 0
+        self._emit(
+            events.MemoryGrows(node.id, event.needed, event.limit, event.seconds, ordered, given)
+        )
         if ordered:
-            factors = (asked.cpu_factor, asked.memory_factor)
-            self._migrate(node, "it needs more memory", now, factors)
+            self._migrate_asked(asked, now)
         elif replaces and not self._may_grow(node):
             self._emit(events.MemoryBound(node.id, node.memory_factor))
 
