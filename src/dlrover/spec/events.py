@@ -369,6 +369,8 @@ class JobEnded(msgspec.Struct, frozen=True, tag="job_ended"):
 
 
 GIB = 1 << 30
+MINUTE = 60.0
+"""Seconds."""
 
 
 def size(amount: int) -> str:
@@ -496,11 +498,13 @@ class MemoryGrows(msgspec.Struct, frozen=True, tag="memory_grows"):
         """The event in words."""
         more = size(self.given) if self.given else "more"
         then = f"; a node with {more} takes its place" if self.ordered else ""
-        soon = f"{self.seconds / 60:.0f} min" if self.seconds >= 120 else f"{self.seconds:.0f} s"
-        return (
-            f"Node {self.node} is expected to need {size(self.needed)} of memory within {soon}, and has "
-            f"{size(self.limit)}{then}."
-        )
+        return f"Node {self.node} is {self.need()}{then}."
+
+    def need(self) -> str:
+        """What is foreseen, as the end of a sentence."""
+        long = self.seconds >= 2 * MINUTE
+        soon = f"{self.seconds / MINUTE:.0f} min" if long else f"{self.seconds:.0f} s"
+        return f"expected to need {size(self.needed)} of memory within {soon}, and has {size(self.limit)}"
 
 
 class MemoryBound(msgspec.Struct, frozen=True, tag="memory_bound"):

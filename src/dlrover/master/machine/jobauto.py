@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from dlrover.master.machine import inputs
 from dlrover.master.machine.jobmigrate import JobMigrate
 from dlrover.spec import events
@@ -38,13 +40,16 @@ class JobAuto(JobMigrate):
             return
         more = (event.memory or event.needed) / event.limit
         factor = self._bounded(node.memory_factor * more)
-        asked = inputs.MigrateAsked(node.id, node.cpu_factor, factor, "it needs more memory")
+        given = round(event.limit * factor / node.memory_factor)
+        told = events.MemoryGrows(
+            node.id, event.needed, event.limit, event.seconds, ordered=True, given=given
+        )
+        asked = inputs.MigrateAsked(node.id, node.cpu_factor, factor, f"it is {told.need()}")
         replaces = self.job.grows_memory and self.job.limits.memory_action == "replace"
         ordered = replaces and self._may_grow(node) and not self.migration_refusal(asked)
-        given = round(event.limit * factor / node.memory_factor) if ordered else 0
-        self._emit(
-            events.MemoryGrows(node.id, event.needed, event.limit, event.seconds, ordered, given)
-        )
+        if not ordered:
+            told = msgspec.structs.replace(told, ordered=False, given=0)
+        self._emit(told)
         if ordered:
             self._migrate_asked(asked, now)
         elif replaces and not self._may_grow(node):
