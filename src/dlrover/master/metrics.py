@@ -72,7 +72,6 @@ def metrics(master: Master) -> Iterator[Metric]:
     for status in NodeStatus:
         nodes.add_metric([status.value], count[status])
     yield nodes
-    yield from _usage(master)
     yield GaugeMetricFamily(
         "dlrover_job_world_size", "Workers of the last completed round.", machine.world_size
     )
@@ -89,6 +88,7 @@ def metrics(master: Master) -> Iterator[Metric]:
         "1 from a fault to the first new step, else 0.",
         int(ledger.incidents.open is not None),
     )
+    yield from _usage(master)
 
 
 def _usage(master: Master) -> Iterator[Metric]:
