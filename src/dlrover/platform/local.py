@@ -71,6 +71,8 @@ class LocalPlatform:
             for node_id in list(self._grouped):
                 self._remove_group(node_id)
             await asyncio.sleep(REMOVE_INTERVAL if self._grouped else 0)
+        if self._groups is not None:
+            self._groups.sweep()  # those of nodes that earlier masters have started
 
     def launch(
         self,

@@ -24,14 +24,15 @@ class JobAuto(JobMigrate):
     def _replace_slow(self, found: events.SlowRank, now: float) -> None:
         """Go on with another node in place of a slow one, if the auto-scaler finds that worth it."""
         node = self.nodes[found.node]
-        if not (node.launched and node.status is NodeStatus.RUNNING and self.is_quiet()):
+        asked = inputs.MigrateAsked(node.id, node.cpu_factor, node.memory_factor, "it is slow")
+        if self.migration_refusal(asked):
             return
         made = self.autoscaling.slow(found, now)
         if made is None:
             return
         self._emit(made)
         self._exclude(node, f"rank {found.rank} is slow there", now)
-        self._migrate(node, "it is slow", now)
+        self._migrate_asked(asked, now)
 
     def _memory_forecast(self, event: inputs.MemoryForecast, now: float) -> None:
         """Have a node with more memory before one runs out of it, where the platform can give it that."""
