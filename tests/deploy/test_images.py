@@ -31,11 +31,9 @@ built = [
 LOOK = """
 import os, re
 status = open("/proc/self/status").read()
-print(re.findall("CapEff:.*?([1-9a-f]?)0*$", status, re.M), os.getuid(), os.getgid())
-try:
-    open("/etc/passwd", "a")
-except OSError as error:
-    print(error.strerror)
+(capabilities,) = re.findall("CapBnd:[^0-9a-f]*([0-9a-f]+)", status)
+print(int(capabilities, 16), os.getuid(), os.getgid())
+print(bool(os.statvfs("/").f_flag & os.ST_RDONLY))
 open("/tmp/file", "w").close()
 """
 
@@ -77,7 +75,10 @@ def build(*arguments: str, path: str | None = None) -> subprocess.CompletedProce
 
 def test_the_script_says_what_it_takes(tmp_path: Path) -> None:
     done = build()
-    assert (done.returncode, done.stderr) == (2, "usage: scripts/build-images DIRECTORY [NAME...]\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "usage: scripts/build-images DIRECTORY [NAME...]\n",
+    )
     done = build(str(tmp_path), "brain")
     assert done.returncode == 2
     assert done.stderr == "build-images: brain is no image: accepted are dlrover dlrover-examples\n"
@@ -90,9 +91,7 @@ def test_the_script_says_what_is_missing(tmp_path: Path) -> None:
         (tools / name).symlink_to(f"/usr/bin/{name}")
     done = build(str(tmp_path / "out"), path=str(tools))
     assert done.returncode == 3
-    assert done.stderr == (
-        "build-images: buildah is missing: apt-get install buildah mmdebstrap\n"
-    )
+    assert done.stderr == ("build-images: buildah is missing: apt-get install buildah mmdebstrap\n")
     assert not (tmp_path / "out").exists()
 
 
@@ -106,7 +105,7 @@ class TestImage:
     def test_it_says_who_runs_what(self, images: dict[str, Image], name: str) -> None:
         image = image_of(images, name)
         assert image.config["User"] == "65532:65532"
-        assert image.tags == [f"docker.io/library/{name}:{dlrover.__version__}"]
+        assert f"docker.io/library/{name}:{dlrover.__version__}" in image.tags
         assert "PATH=/opt/dlrover/bin:/usr/local/sbin:" in " ".join(image.config["Env"])
 
     def test_it_keeps_no_address_that_it_was_built_from(
@@ -124,11 +123,9 @@ class TestImage:
         self, images: dict[str, Image], name: str, tmp_path: Path
     ) -> None:
         printed = output(image_of(images, name), tmp_path / "c", "python3", "-c", LOOK)
-        assert printed == "[''] 65532 65532\nRead-only file system\n"
+        assert printed == "0 65532 65532\nTrue\n"
 
-    def test_it_has_this_version(
-        self, images: dict[str, Image], name: str, tmp_path: Path
-    ) -> None:
+    def test_it_has_this_version(self, images: dict[str, Image], name: str, tmp_path: Path) -> None:
         image = image_of(images, name)
         version = f"dlrover {dlrover.__version__}\n"
         assert output(image, tmp_path / "c", "dlrover", "--version") == version
