@@ -1,14 +1,17 @@
 # The image of the examples and of the recipes for other schedulers, from the root of the repository:
 #   docker build -f deploy/containers/examples.Dockerfile -t dlrover-examples:0.8.0.dev0 .
-# Any OCI builder takes it; for several platforms: docker buildx build --platform linux/amd64,linux/arm64 ...
+# For several platforms: docker buildx build --platform linux/amd64,linux/arm64 ...
+# Without a registry: scripts/build-images. Behind a package index of your own: --secret id=pip,src=pip.conf
 ARG PYTHON=python:3.12.12-slim-bookworm
 
 FROM ${PYTHON} AS build
 WORKDIR /source
 COPY pyproject.toml README.md LICENSE constraints.txt ./
 COPY src src
-RUN python -m venv /opt/dlrover \
- && /opt/dlrover/bin/pip install --no-cache-dir --constraint constraints.txt '.[example,metrics]'
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
+    python3 -m venv /opt/dlrover \
+ && /opt/dlrover/bin/pip install --no-cache-dir --constraint constraints.txt '.[example,metrics]' \
+ && /opt/dlrover/bin/pip uninstall --yes pip
 
 FROM ${PYTHON}
 COPY --from=build /opt/dlrover /opt/dlrover

@@ -84,6 +84,27 @@ def test_its_tag_is_the_version_of_the_package_and_its_sources_are_there(path: P
     assert "--platform linux/amd64,linux/arm64" in text
 
 
+def test_a_builder_gets_what_the_files_copy_and_no_more() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    assert "*" in lines
+    copied = {
+        source
+        for path in FILES
+        for word, value in instructions(path.read_text())
+        if word == "COPY" and not value.startswith("--from")
+        for source in value.split()[:-1]
+    }
+    assert {line[1:] for line in lines if line.startswith("!")} == copied
+
+
+@container_files
+def test_pips_configuration_is_lent_to_a_build_and_not_kept(path: Path) -> None:
+    found = instructions(path.read_text())
+    (run,) = [value for word, value in found if word == "RUN"]
+    assert run.startswith("--mount=type=secret,id=pip,target=/etc/pip.conf ")
+    assert not [value for word, value in found if word == "COPY" and "pip.conf" in value]
+
+
 def test_all_images_of_one_release_have_one_base() -> None:
     bases = {
         line

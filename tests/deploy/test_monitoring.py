@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from tests.services import program
 
 MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
 WORDS = {
@@ -194,10 +195,7 @@ def unit_test(series: dict[str, str], *alerts: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def promtool() -> str:
-    program = shutil.which("promtool")
-    if program is None:
-        pytest.skip("there is no promtool on this machine")
-    return program
+    return program("promtool")
 
 
 def test_promtool_takes_the_rules(promtool: str) -> None:

@@ -230,7 +230,8 @@ def test_options_in_the_text_exist(page: Path) -> None:
 def test_variables_in_the_text_exist(page: Path) -> None:
     known = {f"DLROVER_{name}" for name in config.OTHER_VARIABLES}
     known |= {f"DLROVER_{name.upper()}" for name in config.setting_names()}
-    known |= {"DLROVER_APIEXTENSIONS_SERVER", "DLROVER_REAL_KUBELET"}  # of the tests themselves
+    # of the tests themselves
+    known |= {"DLROVER_APIEXTENSIONS_SERVER", "DLROVER_REAL_KUBELET", "DLROVER_TEST_IMAGES"}
     assert set(re.findall(r"DLROVER_[A-Z_]*[A-Z]", page.read_text())) <= known
 
 

@@ -18,6 +18,7 @@ import sys
 import tarfile
 import time
 import urllib.error
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,8 @@ ip route add default dev node
 socat TCP-LISTEN:{port},bind=127.0.0.1,fork,reuseaddr UNIX-CONNECT:{folder}/api.sock 2>/dev/null &
 containerd --config {folder}/containerd.toml &
 until [ -S {folder}/containerd.sock ]; do sleep 0.1; done
-for image in pause empty; do
-    ctr --address {folder}/containerd.sock --namespace k8s.io images import {folder}/$image.tar
+for archive in {archives}; do
+    ctr --address {folder}/containerd.sock --namespace k8s.io images import $archive
 done
 exec kubelet --kubeconfig={folder}/kubeconfig --config={folder}/kubelet.json --container-runtime=remote \
     --container-runtime-endpoint=unix://{folder}/containerd.sock --root-dir={folder}/kubelet \
@@ -107,9 +108,17 @@ _KUBELET = {
 
 
 class RealKubelet:
-    """One node. ``hosts``: names that its pods find at its own address."""
+    """One node. ``hosts``: names that its pods find at its own address; ``images``: archives that it has."""
 
-    def __init__(self, plane: ControlPlane, folder: Path, programs: Path, hosts: list[str]) -> None:
+    def __init__(
+        self,
+        plane: ControlPlane,
+        folder: Path,
+        programs: Path,
+        hosts: list[str],
+        images: Sequence[Path] = (),
+    ) -> None:
+        self._archives = [folder / "pause.tar", folder / "empty.tar", *images]
         self._plane = plane
         self._folder = folder
         self._programs = programs
@@ -139,7 +148,8 @@ class RealKubelet:
                     (controller / _GROUP / file).write_text((controller / file).read_text())
         port = self._plane.port
         self._run("socat", f"UNIX-LISTEN:{folder}/api.sock,fork", f"TCP:127.0.0.1:{port}")
-        script = _SCRIPT.format(port=port, **values)
+        archives = " ".join(map(str, self._archives))
+        script = _SCRIPT.format(port=port, archives=archives, **values)
         flags = ("--mount", "--net", "--pid", "--fork", "--kill-child")
         self._run("unshare", *flags, "bash", "-c", script)
         self._wait_until_ready()
@@ -186,6 +196,11 @@ class RealKubelet:
         return kinds.get("Ready") == "True"
 
 
+def api_server(plane: ControlPlane) -> dict[str, str]:
+    """The variables by which a pod of this node finds the API server."""
+    return {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(plane.port)}
+
+
 def template(plane: ControlPlane, folder: Path, **container: Any) -> dict[str, Any]:
     """A pod template with this machine's programs, this Python and ``folder``, writable."""
     places = {"usr": "/usr", "lib": "/usr/lib", "lib64": "/usr/lib64", "bin": "/usr/bin"}
@@ -197,8 +212,7 @@ def template(plane: ControlPlane, folder: Path, **container: Any) -> dict[str, A
     env = {
         "PATH": f"{sys.prefix}/bin:/usr/bin",
         "PYTHONPATH": str(Path(names.__file__).parents[2]),
-        "KUBERNETES_SERVICE_HOST": "127.0.0.1",
-        "KUBERNETES_SERVICE_PORT": str(plane.port),
+        **api_server(plane),
     }
     main = {
         "name": "main",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import subprocess
 import urllib.request
 from collections.abc import Callable
@@ -20,15 +19,14 @@ from dlrover.kubernetes import objects
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.installed import DEPLOY, Cluster, kustomize
 from tests.kubernetes.kubelet import Kubelet
+from tests.services import program
 
 CHART = DEPLOY / "chart"
 
 
 def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
-    program = os.environ.get("HELM") or shutil.which("helm")
-    if not program:
-        pytest.skip("there is no helm on this machine")
-    return subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
+    command = [os.environ.get("HELM") or program("helm"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def rendered(*arguments: str) -> dict[str, list[dict[str, Any]]]:

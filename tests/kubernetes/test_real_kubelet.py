@@ -1,25 +1,29 @@
 """A job in real containers: by kubelet, containerd and runc, and the kernel's own limits of memory.
 
 Runs where ``DLROVER_REAL_KUBELET`` names a folder with their programs; as root, on control groups of version 1.
+One test needs the image that ``scripts/build-images`` wrote into the folder ``DLROVER_TEST_IMAGES``, too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+import dlrover
 from dlrover.kubernetes import names
 from tests.kubernetes import realkubelet
 from tests.kubernetes.controlplane import ControlPlane
-from tests.kubernetes.installed import Cluster
+from tests.kubernetes.installed import Cluster, kustomize
 from tests.kubernetes.realkubelet import VARIABLE, RealKubelet
 
 FOLDER = os.environ.get(VARIABLE, "")
+IMAGES = os.environ.get("DLROVER_TEST_IMAGES", "")
 pytestmark = [
     pytest.mark.long,
     pytest.mark.timeout(240),
@@ -122,3 +126,94 @@ def test_a_job_in_containers_outlives_a_lack_of_memory_and_the_loss_of_a_pod(
         pods = control_plane.kubectl("get", "pods,events", namespace=namespace)
         raise AssertionError(f"{pods}\n{node.log()}") from error
     assert job.steps() == STEPS
+
+
+# ---- by the image as it is built
+
+
+def found(
+    plane: ControlPlane, image: str, variables: Mapping[str, str] = {}, **more: Any
+) -> dict[str, Any]:
+    """The specification of a pod on the network of this node, whose container finds the API server."""
+    shared = {**realkubelet.api_server(plane), **variables}
+    env = [{"name": key, "value": value} for key, value in shared.items()]
+    container = {"name": "main", "env": env, **({"image": image} if image else {}), **more}
+    return {"hostNetwork": True, "dnsPolicy": "Default", "containers": [container]}
+
+
+def install(cluster: Cluster) -> None:
+    """The operator of ``deploy/namespaced``, once, on the network of its node."""
+    plane, namespace = cluster.plane, cluster.namespace
+    made = yaml.safe_load(
+        yaml.safe_dump(kustomize("namespaced")).replace("dlrover-system", namespace)
+    )
+    (deployment,) = (one for one in made if one["kind"] == "Deployment")
+    deployment["spec"]["replicas"] = 1
+    pod = deployment["spec"]["template"]["spec"]
+    own = found(plane, "")
+    pod["containers"][0]["env"] += own.pop("containers")[0]["env"]
+    pod.update(own)
+    plane.kubectl("apply", "-f", "-", namespace=namespace, text=yaml.safe_dump_all(made))
+
+
+def trained(plane: ControlPlane, folder: Path) -> dict[str, Any]:
+    """A job whose master is the operator's to complete, and whose workers are as restricted as it."""
+    folder.mkdir(mode=0o777)
+    folder.chmod(0o777)
+    (folder / "train.py").write_text(SCRIPT)
+    restricted = {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    worker = found(
+        plane,
+        f"dlrover:{dlrover.__version__}",
+        {"DLROVER_STATE_DIR": "/tmp/dlrover"},
+        command=["dlrover-run", "--nnodes=2", "/steps/train.py", "/steps"],
+        securityContext=restricted,
+        volumeMounts=[
+            {"name": "steps", "mountPath": "/steps"},
+            {"name": "tmp", "mountPath": "/tmp"},
+        ],
+    )
+    worker["volumes"] = [
+        {"name": "steps", "hostPath": {"path": str(folder)}},
+        {"name": "tmp", "emptyDir": {}},
+    ]
+    worker["securityContext"] = {"runAsNonRoot": True}
+    roles = {
+        "worker": {"replicas": 2, "template": {"spec": worker}},
+        "dlrover-master": {"template": {"spec": found(plane, "")}},
+    }
+    return {
+        "apiVersion": names.API_VERSION,
+        "kind": "ElasticJob",
+        "metadata": {"name": "digits"},
+        "spec": {"replicaSpecs": roles, "cleanPodPolicy": "None"},
+    }
+
+
+@pytest.mark.skipif(
+    not IMAGES, reason="DLROVER_TEST_IMAGES names no folder of scripts/build-images"
+)
+def test_the_image_is_operator_master_and_workers(
+    control_plane: ControlPlane, namespace: str, tmp_path: Path
+) -> None:
+    host = f"{names.master_name('digits')}.{namespace}.svc"
+    archive = Path(IMAGES) / "dlrover.tar"
+    node = RealKubelet(control_plane, tmp_path / "node", Path(FOLDER), [host], [archive])
+    cluster = Cluster(control_plane, namespace, tmp_path)
+    try:
+        node.start()
+        install(cluster)
+        cluster.create(trained(control_plane, tmp_path / "steps"))
+        asyncio.run(cluster.until(lambda: cluster.status.get("phase") == "Succeeded", 120))
+        images = {pod["spec"]["containers"][0]["image"] for pod in cluster.list("pods")}
+        assert images == {f"dlrover:{dlrover.__version__}"}
+        assert len(cluster.list("pods")) == 4
+    except AssertionError as error:
+        pods = control_plane.kubectl("get", "pods,events", namespace=namespace)
+        raise AssertionError(f"{pods}\n{node.log()}") from error
+    finally:
+        node.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import signal
 import sys
 from typing import Annotated
 
@@ -344,11 +345,17 @@ def master(  # noqa: PLR0913 - each is an option of the command
         else:
             print(f"The token is in {directory.token}; give it to the nodes as DLROVER_TOKEN.")
         sys.stdout.flush()
+        signal.signal(signal.SIGTERM, _leave)
         code = run_master(["--job-dir", str(directory.path)])
     outcome = read_outcome(directory.outcome) if platform else None
     if outcome is not None:
         print(outcome.reason, file=sys.stderr)  # the pod's last words
     raise typer.Exit(code)
+
+
+def _leave(number: int, _frame: object) -> None:
+    """End in an orderly way. The first process of a container hears no signal that it does not handle."""
+    raise SystemExit(ExitCode.SIGNAL_BASE + number)
 
 
 def _version(show: bool) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dlrover.kubernetes import names
+from dlrover.kubernetes.rules import canonical
+
 _OF_JOB = {
     "distributionStrategy": "The roles of replicaSpecs say which pods run.",
     "resourceLimits": "A ResourceQuota limits a namespace.",
@@ -19,6 +22,12 @@ _OF_ROLE = {
     "restartTimeout": "The setting join_timeout bounds the wait for nodes.",
     "BatchScheduler": "spec.schedulerName of the template names a scheduler.",
 }
+_OF_MASTER = {
+    "replicas": (1, "A job has one master."),
+    "minReplicas": (1, "A job has one master."),
+    "restartCount": (3, "The operator always brings the master back."),
+}
+"""Fields of the master's role: their defaults, and what is done whatever they say."""
 _MEANT = {
     "distributionStrategy": ("AllreduceStrategy",),
 }
@@ -33,9 +42,30 @@ def notes(spec: Mapping[str, Any]) -> list[str]:
 def _notes(spec: Mapping[str, Any]) -> Iterator[str]:
     for field, instead in _OF_JOB.items():
         if spec.get(field) and spec[field] not in _MEANT.get(field, ()):
-            yield f"spec.{field} is accepted for compatibility and has no effect. {instead}"
+            yield _sentence(field, instead)
     for role, replica in spec.get("replicaSpecs", {}).items():
         for field, instead in _OF_ROLE.items():
-            if replica.get(field) and (role, field) != ("worker", "autoScale"):
-                path = f"spec.replicaSpecs.{role}.{field}"
-                yield f"{path} is accepted for compatibility and has no effect. {instead}"
+            if replica.get(field) and (canonical(role), field) != ("worker", "autoScale"):
+                yield _sentence(f"replicaSpecs.{role}.{field}", instead)
+    yield from _idle(spec)
+
+
+def _idle(spec: Mapping[str, Any]) -> Iterator[str]:
+    """What means something elsewhere, but not where it stands."""
+    roles = spec.get("replicaSpecs", {})
+    has_worker = "worker" in map(canonical, roles)
+    for role, replica in roles.items():
+        path = f"replicaSpecs.{role}"
+        if canonical(role) == names.MASTER_ROLE:
+            for field, (default, instead) in _OF_MASTER.items():
+                if replica.get(field, default) not in (default, None):
+                    yield _sentence(f"{path}.{field}", instead)
+        elif has_worker and canonical(role) != "worker" and replica.get("restartCount", 3) != 3:
+            yield _sentence(f"{path}.restartCount", "That of role worker is the job's.")
+    gang = spec.get("gang") or {}
+    if gang.get("queue") and gang.get("by") not in ("volcano", "kueue"):
+        yield _sentence("gang.queue", "It is for gang.by volcano and kueue.")
+
+
+def _sentence(path: str, instead: str) -> str:
+    return f"spec.{path} is accepted for compatibility and has no effect. {instead}"

@@ -137,6 +137,8 @@ def master_pod(job: ElasticJob, image: str, memory_factor: float = 1.0) -> Manif
     resources.grow(containers[0], memory_factor)
     spec["containers"] = containers
     spec["restartPolicy"] = "Never"
+    if given is not None and given.priority:
+        spec.setdefault("priorityClassName", _priority(given.priority))
     spec.setdefault("serviceAccountName", _own_name(job))
     spec.setdefault(
         "securityContext",
@@ -164,6 +166,13 @@ def master_pod(job: ElasticJob, image: str, memory_factor: float = 1.0) -> Manif
     grown = {names.MEMORY_FACTOR: str(memory_factor)} if memory_factor != 1.0 else {}
     pod["metadata"]["annotations"] = {**(metadata.get("annotations") or {}), **grown}
     return pod
+
+
+def _priority(given: str) -> str:
+    """The priority class of the one master: a part of it is all of it."""
+    if given in ("high", "low"):
+        return given
+    return "high" if float(given) else "low"
 
 
 def _complete(container: Manifest, job: ElasticJob, image: str) -> None:

@@ -108,7 +108,8 @@ def _notes(spec: Mapping[str, Any]) -> Iterator[str]:
                 f"replicaResourceSpecs.{role}.resource", "Resources are those of the template."
             )
     for field in ("createPods", "removePods"):
-        if any(pod.get("name") for pod in spec.get(field) or ()):
+        named = ("name", "id", "rankIndex", "service")
+        if any(pod.get(one) for pod in spec.get(field) or () for one in named):
             yield (
                 f"spec.{field}: only the number of its pods counts. The master names pods, and those with "
                 "the highest ranks leave."
@@ -117,6 +118,8 @@ def _notes(spec: Mapping[str, Any]) -> Iterator[str]:
             yield _no_effect(f"{field}.resource", "Resources are those of the template.")
     if spec.get("migratePods"):
         yield _no_effect("migratePods", "A pod that is deleted is replaced.")
+    if spec.get("manualScaling"):
+        yield _no_effect("manualScaling", "The label scale-type says whose plan it is.")
     if spec.get("psHosts"):
         yield _no_effect("psHosts", "A worker finds the servers by the ranks of its world.")
 
