@@ -95,7 +95,6 @@ class Loader:
     def _pass(self) -> Generator[Any, None, bool]:
         """Read what can be taken; whether some of it could not be read."""
         drawn = self._batches.drawn
-        client = self._data._opened()  # noqa: SLF001 - the two are one
         some_failed = False
         try:
             for read in self._loader:
@@ -105,12 +104,12 @@ class Loader:
                     if at in failed:
                         self._data._failed(place, failed[at])  # noqa: SLF001 - the two are one
                     else:
-                        client.consumed(place.lane, place.start, place.stop)
+                        self._data.handed_out([place])
                 if read.batch is not None:
                     yield read.batch
         finally:
             self._batches.close()
-            client.put_back([place for batch in drawn for place in batch])
+            self._data.put_back([place for batch in drawn for place in batch])
             drawn.clear()
         return some_failed
 

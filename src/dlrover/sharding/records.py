@@ -12,12 +12,14 @@ from dlrover.errors import ConfigurationError
 from dlrover.sharding import dealers, defaults, order
 from dlrover.sharding.client import ShardClient
 from dlrover.sharding.feed import Feed
+from dlrover.sharding.group import Group
 from dlrover.sharding.heads import Heads
+from dlrover.sharding.quota import Quota
 from dlrover.sharding.sources.blocks import InBlocks, shard_of
 from dlrover.sharding.sources.stream import Message, Stream
 from dlrover.sharding.spans import Spans
-from dlrover.sharding.state import RankData, began, merged
-from dlrover.spec.shards import DataSpec, Incarnation, Span
+from dlrover.sharding.state import RankData, began, count, merged
+from dlrover.spec.shards import DataSpec, Incarnation, LookShards, Span
 
 Sample_co = TypeVar("Sample_co", covariant=True)
 
@@ -87,7 +89,7 @@ class Records(Generic[Sample_co]):
         self.source: Any = source
         if isinstance(source, str | Stream):
             self.source = self._stream = source if isinstance(source, Stream) else Stream(source)
-            self._feed = Feed(self._stream)
+            self._feed, self._group = Feed(self._stream), Group(self._stream)
             size, how = -1, self._feed.identity
         else:
             self._blocks = source.blocks if isinstance(source, InBlocks) else None
@@ -112,10 +114,13 @@ class Records(Generic[Sample_co]):
         )
         self._shuffle, self._seed, self._shard = shuffle, seed, shard
         self._heads: Heads | None = None
+        self._quota: Quota | None = None
+        self._samples_before = self._samples = 0
         self._messages: dict[Span, Message] = {}
         self._patient = wait_for_others
         self._pid = os.getpid()
         self._client: ShardClient | None = None
+        self._dealer: dealers.Dealer | None = None
         self._closed = False
         self._base = b""
         self._loads = 0
@@ -149,11 +154,17 @@ class Records(Generic[Sample_co]):
         """The training has these samples now."""
         for place in places:
             self._opened().consumed(place.lane, place.start, place.stop)
+            self._samples += 1
+            if self._quota is not None:
+                self._quota.spend(1)
 
     def put_back(self, places: Iterable[Span]) -> None:
         """These samples are read again next."""
+        back = list(places)
         if self._client is not None:
-            self._client.put_back(places)
+            self._client.put_back(back)
+        if self._quota is not None:
+            self._quota.put_back(len(back))
 
     def end_epoch(self) -> None:
         """The training has got all of the epoch that this worker gets."""
@@ -203,10 +214,12 @@ class Records(Generic[Sample_co]):
             at = span.start
             try:
                 for place, message in self._read(span):
-                    at = place.stop
                     if message is None:
                         client.consumed(place.lane, place.start, place.stop)
-                    else:
+                    elif self._quota is not None and not self._quota.draw(patient=self._patient):
+                        return
+                    at = place.stop
+                    if message is not None:
                         yield place
             finally:
                 client.put_back([Span(span.lane, at, span.stop)])
@@ -230,6 +243,8 @@ class Records(Generic[Sample_co]):
 
     def _failed(self, place: Span, error: str) -> None:
         client, lane, position = self._opened(), place.lane, place.stop - 1
+        if self._quota is not None:
+            self._quota.put_back(1)
         client.consumed(lane, place.start, position)
         what = f"offset {position} of partition {lane}"
         if self._stream is None:
@@ -256,11 +271,18 @@ class Records(Generic[Sample_co]):
             return ShardClient(self._spec, dealers.connect(), rank, incarnation, self._base)
         dealer = dealers.connect()
         spec, ends = self._feed.found(self._spec, self._shard, Spans.unpacked(self._base))
-        ahead = self._stream.ahead
+        ahead, most = self._stream.ahead, self._stream.max_samples
         client = ShardClient(spec, dealer, rank, incarnation, self._base, ahead)
-        self._spec = client.spec
+        self._spec, self._dealer = client.spec, dealer
         client.extend(tuple(ends[: len(client.spec.begins)]))
         self._heads = Heads(self._stream, client)
+        if most is not None:
+            before = self._samples_before
+            try:
+                self._quota = Quota(spec.name, most, before, dealer.another(), rank, incarnation)
+            except BaseException:
+                client.close()
+                raise
         return client
 
     def close(self) -> None:
@@ -268,6 +290,9 @@ class Records(Generic[Sample_co]):
         self._closed = True
         if self._client is not None:
             self._client.close()
+        if self._quota is not None:
+            self._quota.close()
+            self._quota = None
         if self._heads is not None:
             self._heads.join()
             self._heads = None
@@ -295,6 +320,8 @@ class Records(Generic[Sample_co]):
             mine=mine,
             begins=self._spec.begins,
             limits=self._spec.limits,
+            samples_before=self._samples_before,
+            samples=self._samples,
         ).as_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -319,7 +346,35 @@ class Records(Generic[Sample_co]):
         if self._stream is not None:
             begins, limits = began(states)
             self._spec = msgspec.structs.replace(self._spec, begins=begins, limits=limits)
+        self._samples_before, self._samples = count(states), 0
         self._loads += 1
+
+    @property
+    def commits(self) -> bool:
+        """Whether somebody wants to know what stored checkpoints contain: the stream's address has a group."""
+        return self._stream is not None and bool(self._group)
+
+    def commit_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Tell the group in the stream's address how far a stored checkpoint is. It is never asked for it.
+
+        A `Checkpointer` calls this in rank 0, in a thread of its own, when a step is stored. What goes wrong is
+        logged.
+
+        Args:
+            states: of all ranks, as they are in the checkpoint.
+        """
+        if self.commits:
+            self._group.commit(states, self._spec, self._aside())
+
+    def _aside(self) -> list[Span]:
+        """What is set aside by now."""
+        if self._dealer is None:
+            return []
+        asking = self._dealer.another()
+        try:
+            return [what.span for what in asking.ask(LookShards(self._spec.name)).aside]
+        finally:
+            asking.close()
 
 
 def learned(states: Sequence[Mapping[str, Any]]) -> Spans:
