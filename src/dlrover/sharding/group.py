@@ -6,9 +6,10 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from dlrover.sharding.dealers import Dealer
 from dlrover.sharding.sources.stream import Stream
 from dlrover.sharding.state import began, merged
-from dlrover.spec.shards import DataSpec, Span
+from dlrover.spec.shards import DataSpec, LookShards, Span
 
 logger = logging.getLogger(__name__)
 
@@ -25,16 +26,16 @@ class Group:
         return bool(self._name)
 
     def commit(
-        self, states: Sequence[Mapping[str, Any]], spec: DataSpec, aside: Iterable[Span]
+        self, states: Sequence[Mapping[str, Any]], spec: DataSpec, dealer: Dealer | None
     ) -> None:
         """Commit what a checkpoint contains; what goes wrong is logged, once until it goes well again.
 
         Args:
             states: of all ranks, as they are in the checkpoint.
             spec: the data set.
-            aside: what was set aside, and no checkpoint will contain.
+            dealer: knows what is set aside, and will be in no checkpoint; None if nothing was read.
         """
-        offsets = offsets_of(states, spec, aside)
+        offsets = offsets_of(states, spec, _aside(spec.name, dealer) if dealer else [])
         if not offsets:
             return  # nobody had begun to read
         broker = self._stream.broker()
@@ -63,3 +64,11 @@ def offsets_of(
         done.add(span)
     begins, _ = began(states)
     return [done.of(number).gap(begin)[0] for number, begin in enumerate(begins)]
+
+
+def _aside(name: str, dealer: Dealer) -> list[Span]:
+    asking = dealer.another()
+    try:
+        return [what.span for what in asking.ask(LookShards(name)).aside]
+    finally:
+        asking.close()

@@ -39,17 +39,32 @@ class Quota:
         )
         before = Spans([Span(0, 0, min(used, most))])
         self._client = ShardClient(spec, dealer, rank, incarnation, before.packed())
+        self._next: int | None = None
+        """The ticket for the next sample."""
         self._drawn: deque[int] = deque()
-        """For samples that are read, and not yet with the training."""
+        """Tickets for samples that are read, and not yet with the training."""
+        self.over = False
+        """Whether others have the tickets that are left, if there are any."""
 
-    def draw(self, *, patient: bool) -> bool:
-        """Take a ticket for the next sample; False: there is none, the stream has ended for this worker."""
-        span = self._client.take(patient=patient)
-        if span is None:
-            return False
-        self._drawn.append(span.start)
-        self._client.put_back([Span(0, span.start + 1, span.stop)])
+    def ready(self, *, patient: bool) -> bool:
+        """Whether there is a ticket for another sample; else the stream has ended for this worker.
+
+        To be asked before one waits for the sample: it may never come.
+        """
+        if self._next is None:
+            span = self._client.take(patient=patient)
+            self.over = span is None
+            if span is None:
+                return False
+            self._next = span.start
+            self._client.put_back([Span(0, span.start + 1, span.stop)])
         return True
+
+    def draw(self) -> None:
+        """Use the ticket that is ready, for a sample that is there."""
+        assert self._next is not None, "nobody has asked whether there is one"
+        self._drawn.append(self._next)
+        self._next = None
 
     def spend(self, count: int) -> None:
         """The training has got so many samples."""
@@ -64,5 +79,5 @@ class Quota:
             self._client.put_back([Span(0, at, at + 1)])
 
     def close(self) -> None:
-        """Give back what was not used."""
+        """Give back the tickets that were not used."""
         self._client.close()

@@ -19,7 +19,7 @@ from dlrover.sharding.sources.blocks import InBlocks, shard_of
 from dlrover.sharding.sources.stream import Message, Stream
 from dlrover.sharding.spans import Spans
 from dlrover.sharding.state import RankData, began, count, merged
-from dlrover.spec.shards import DataSpec, Incarnation, LookShards, Span
+from dlrover.spec.shards import DataSpec, Incarnation, Span
 
 Sample_co = TypeVar("Sample_co", covariant=True)
 
@@ -123,6 +123,7 @@ class Records(Generic[Sample_co]):
         self._dealer: dealers.Dealer | None = None
         self._closed = False
         self._base = b""
+        self._mine: list[bytes] = []
         self._loads = 0
         self._orders: dict[int, Callable[[int], int]] = {}
         self.epoch = 0
@@ -170,6 +171,8 @@ class Records(Generic[Sample_co]):
         """The training has got all of the epoch that this worker gets."""
         if self._stream is None:
             self.epoch += 1
+        elif self._quota is not None and self._quota.over:
+            self._leave_to_others()
 
     def until_end(self) -> Iterator[int]:
         """The epochs that are left, for ``for epoch in data.until_end(): for sample in data: ...``."""
@@ -206,23 +209,53 @@ class Records(Generic[Sample_co]):
 
     def _places(self) -> Generator[Span, None, None]:
         """The samples of this epoch that this worker gets: where each stands, with what is empty before it."""
+        if not self._may_go_on():
+            return
         client = self._opened()
         client.enter(self.epoch)
         self._messages.clear()
         idle = self._stream.idle if self._stream is not None else None
-        while (span := client.take(patient=self._patient, idle=idle)) is not None:
+        while self._may_go_on() and (span := client.take(patient=self._patient, idle=idle)):
             at = span.start
             try:
                 for place, message in self._read(span):
                     if message is None:
                         client.consumed(place.lane, place.start, place.stop)
-                    elif self._quota is not None and not self._quota.draw(patient=self._patient):
+                        at = place.stop
+                        continue
+                    if not self._may_go_on():
                         return
                     at = place.stop
-                    if message is not None:
-                        yield place
+                    if self._quota is not None:
+                        self._quota.draw()
+                    yield place
             finally:
                 client.put_back([Span(span.lane, at, span.stop)])
+
+    def _may_go_on(self) -> bool:
+        """Whether the stream's ``max_samples`` leave something for this worker."""
+        if self._stream is None or self._stream.max_samples is None:
+            return True
+        if self._quota is None:
+            client = self._opened()
+            assert self._dealer is not None
+            self._quota = Quota(
+                client.spec.name,
+                self._stream.max_samples,
+                self._samples_before,
+                self._dealer.another(),
+                dealers.world()[0],
+                self._incarnation,
+            )
+        return self._quota.ready(patient=self._patient)
+
+    def _leave_to_others(self) -> None:
+        """Give back what was taken of a stream that has ended for this worker: others have tickets for it."""
+        if self._client is not None and self._heads is not None:
+            self._mine.append(self._client.mine())
+            self._client.close()
+            self._heads.join()
+            self._client = self._heads = None
 
     def _read(self, span: Span) -> Iterator[tuple[Span, Any]]:
         """The samples of a span, or None where it has none."""
@@ -264,35 +297,32 @@ class Records(Generic[Sample_co]):
             self.epoch = max(self.epoch, self._client.first_lane)
         return self._client
 
+    @property
+    def _incarnation(self) -> Incarnation:
+        return Incarnation(defaults.round, self._loads)
+
     def _open(self) -> ShardClient:
         rank, _ = dealers.world()
-        incarnation = Incarnation(defaults.round, self._loads)
+        dealer = self._dealer.another() if self._dealer is not None else dealers.connect()
         if self._stream is None:
-            return ShardClient(self._spec, dealers.connect(), rank, incarnation, self._base)
-        dealer = dealers.connect()
+            return ShardClient(self._spec, dealer, rank, self._incarnation, self._base)
+        self._dealer = dealer
         spec, ends = self._feed.found(self._spec, self._shard, Spans.unpacked(self._base))
-        ahead, most = self._stream.ahead, self._stream.max_samples
-        client = ShardClient(spec, dealer, rank, incarnation, self._base, ahead)
-        self._spec, self._dealer = client.spec, dealer
+        ahead = self._stream.ahead
+        client = ShardClient(spec, dealer, rank, self._incarnation, self._base, ahead)
+        self._spec = client.spec
         client.extend(tuple(ends[: len(client.spec.begins)]))
         self._heads = Heads(self._stream, client)
-        if most is not None:
-            before = self._samples_before
-            try:
-                self._quota = Quota(spec.name, most, before, dealer.another(), rank, incarnation)
-            except BaseException:
-                client.close()
-                raise
         return client
 
     def close(self) -> None:
         """Give back what was taken and not read. Afterwards it cannot be iterated, unless it is restored."""
         self._closed = True
-        if self._client is not None:
-            self._client.close()
         if self._quota is not None:
             self._quota.close()
             self._quota = None
+        if self._client is not None:
+            self._client.close()
         if self._heads is not None:
             self._heads.join()
             self._heads = None
@@ -309,6 +339,10 @@ class Records(Generic[Sample_co]):
         """
         rank, world_size = dealers.world()
         mine = self._client.mine() if self._client is not None else b""
+        if self._mine:  # also of clients that have left what they had to others
+            mine = Spans(
+                span for part in (*self._mine, mine) for span in Spans.unpacked(part)
+            ).packed()
         return RankData(
             name=self._spec.name,
             size=self._spec.size,
@@ -341,8 +375,8 @@ class Records(Generic[Sample_co]):
         """
         done, epoch = merged(states, self._spec)
         self.close()
-        self._client, self._closed = None, False
-        self._base, self.epoch = done.packed(), epoch
+        self._client, self._dealer, self._closed = None, None, False
+        self._base, self._mine, self.epoch = done.packed(), [], epoch
         if self._stream is not None:
             begins, limits = began(states)
             self._spec = msgspec.structs.replace(self._spec, begins=begins, limits=limits)
@@ -364,17 +398,7 @@ class Records(Generic[Sample_co]):
             states: of all ranks, as they are in the checkpoint.
         """
         if self.commits:
-            self._group.commit(states, self._spec, self._aside())
-
-    def _aside(self) -> list[Span]:
-        """What is set aside by now."""
-        if self._dealer is None:
-            return []
-        asking = self._dealer.another()
-        try:
-            return [what.span for what in asking.ask(LookShards(self._spec.name)).aside]
-        finally:
-            asking.close()
+            self._group.commit(states, self._spec, self._dealer)
 
 
 def learned(states: Sequence[Mapping[str, Any]]) -> Spans:
