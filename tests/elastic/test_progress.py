@@ -37,6 +37,14 @@ def test_there_is_room_for_128_workers_and_their_slots_are_their_own(board):
         assert seen.seconds[Activity.START] == pytest.approx(2.0, abs=1e-5)
 
 
+def test_a_worker_reads_one_shard_at_a_time(board):
+    assert board.reading(3) is None
+    board.set_reading(3, 7, 0, 50)
+    board.set_reading(3, 2**32, 1, 2**62)
+    assert board.reading(3) == (2**32, 1, 2**62)
+    assert board.reading(2) is board.reading(4) is None
+
+
 def test_a_program_that_is_not_watched_has_no_activity(board):
     assert board.activity(0, time.monotonic_ns()) is None
     board.begin(0, 1)

@@ -49,7 +49,7 @@ def test_what_is_installed_sees_the_cluster_and_no_more(
     text = text.replace("dlrover-system", namespace)
     control_plane.kubectl("apply", "-f", "-", namespace=namespace, text=text)
     try:
-        cluster = asyncio.run(seen(control_plane, namespace))
+        cluster = asyncio.run(seen(control_plane, namespace, node.nodes[0]))
     finally:
         for kind in ("clusterrolebinding", "clusterrole", "persistentvolume"):
             control_plane.kubectl("delete", kind, f"dlrover-brain-{namespace}", "--wait=false")
@@ -74,8 +74,8 @@ def volume(namespace: str) -> dict[str, Any]:
     }
 
 
-async def seen(plane: ControlPlane, namespace: str) -> brain.Cluster:
-    """What the Brain says of the cluster, once it is up."""
+async def seen(plane: ControlPlane, namespace: str, node: str) -> brain.Cluster:
+    """What the Brain says of the cluster, once it knows its own pod on ``node``."""
     until = time.monotonic() + 60
     while True:
         address = await asyncio.to_thread(pod_address, plane, namespace)
@@ -85,7 +85,7 @@ async def seen(plane: ControlPlane, namespace: str) -> brain.Cluster:
                     cluster = await client.cluster()
                 except InfrastructureError:
                     cluster = brain.Cluster()
-            if any(node.used for node in cluster.nodes):
+            if any(one.name == node and one.used for one in cluster.nodes):
                 return cluster
         assert time.monotonic() < until, plane.kubectl("describe", "pods", namespace=namespace)
         await asyncio.sleep(0.2)

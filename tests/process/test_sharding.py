@@ -34,6 +34,11 @@ class Counting:
     def steps(self) -> int:
         return len((self.out / "steps-0").read_text().splitlines())
 
+    def wait_for_a_save_in_memory(self) -> None:
+        """Wait until the step before the last one was saved, and not to the storage."""
+        steps = self.out / "steps-0"
+        self.until(lambda: int(steps.read_text().split()[-1]) % 6 == 5, 60, "step 5 of 6")
+
     def counts(self) -> Counter[int]:
         self.launch.succeed()
         return Counter(json.loads((self.out / "counts").read_text()))
@@ -52,6 +57,7 @@ def test_every_sample_counts_once_though_a_worker_and_the_master_are_killed(
     master.kill()
     launch.until(lambda: launch.events_of(events.MasterRecovered), 10, "a new master")
     counting.wait_for_steps(counting.steps() + 3)
+    counting.wait_for_a_save_in_memory()
     launch.of_kind("worker")[1].kill()
     assert counting.counts() == {EPOCHS: SAMPLES}
     assert len(launch.events_of(events.RestartDecided)) == 2

@@ -114,18 +114,18 @@ blocks = st.lists(st.integers(1, 30), min_size=1, max_size=12)
 @settings(max_examples=30)
 @given(blocks, st.integers(0, 2**64), st.integers(0, 3))
 def test_shuffling_in_blocks_is_a_permutation_that_stays_in_a_block(sizes, seed, epoch) -> None:
-    place = order.shuffled_in_blocks(sizes, seed, epoch)
-    found = [place(position) for position in range(sum(sizes))]
+    shuffled = order.ShuffledInBlocks(sizes, seed, epoch)
+    found = shuffled.records(range(sum(sizes)))
     assert sorted(found) == list(range(sum(sizes)))
-    again = order.shuffled_in_blocks(sizes, seed, epoch)
-    assert [again(position) for position in reversed(range(sum(sizes)))] == found[::-1]
+    again = order.ShuffledInBlocks(sizes, seed, epoch)
+    assert [again.record(position) for position in reversed(range(sum(sizes)))] == found[::-1]
     owner = [number for number, size in enumerate(sizes) for _ in range(size)]
     changes = sum(owner[a] != owner[b] for a, b in pairwise(found))
     assert changes == len(sizes) - 1
 
 
 def test_blocks_and_the_records_within_are_moved() -> None:
-    found = [order.shuffled_in_blocks([20] * 20, 1, 0)(position) for position in range(400)]
+    found = order.ShuffledInBlocks([20] * 20, 1, 0).records(range(400))
     starts = [found[20 * block] // 20 for block in range(20)]
     assert starts != list(range(20))
     assert len({tuple(n % 20 for n in found[20 * b : 20 * b + 20]) for b in range(20)}) == 20

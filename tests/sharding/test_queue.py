@@ -14,6 +14,7 @@ from dlrover.sharding.machine import Shards
 from dlrover.sharding.queue import Answer, Report
 from dlrover.sharding.spans import Spans
 from dlrover.sharding.state import RankData, merged
+from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.shards import (
     DataSpec,
     ExtendShards,
@@ -26,6 +27,7 @@ from dlrover.spec.shards import (
     ShardRequest,
     Span,
     TakeShards,
+    data_key,
 )
 
 TIMEOUT = 100.0
@@ -355,9 +357,21 @@ def test_what_was_not_taken_cannot_be_reported(reported) -> None:
     assert take(shards, "a", 2, done=(Span(0, 0, 10),)).done == 10
 
 
+def death(rank: int, round_: int, data: str, lane: int, position: int) -> Failure:
+    return Failure(
+        id="1",
+        kind=FailureKind.SIGNAL,
+        node_id=0,
+        rank=rank,
+        local_rank=0,
+        round=round_,
+        reading=(data_key(data), lane, position),
+    )
+
+
 @pytest.mark.parametrize(("size", "begins"), [(100, ()), (-1, (0, 40))])
 def test_a_shard_that_workers_die_of_is_left_out(size, begins) -> None:
-    """Not the first of what a worker holds, but the first of what it has not done."""
+    """Not the first of what a worker holds, but the one that it says it reads; not what it has done."""
     spec = DataSpec(name="data", size=size, begins=begins, shard=10, attempts=2)
     shards = Shards()
     for round_ in (1, 2):
@@ -374,8 +388,16 @@ def test_a_shard_that_workers_die_of_is_left_out(size, begins) -> None:
         done = (first, Span(last.lane, last.start, last.start + 3))
         request = TakeShards("data", worker, Incarnation(round_), 3, want=0, done=done)
         shards.handle(request, 0.0)
-        assert shards.crashed(0, round_ - 1, "x") == shards.crashed(1, round_, "x") == []
-        reports = shards.crashed(0, round_, "it died")
+        here = "data", last.lane, last.start + 3
+        for rank, round_of, place in (
+            (0, round_ - 1, here),
+            (1, round_, here),
+            (0, round_, ("other", *here[1:])),
+            (0, round_, ("data", 7, 0)),
+            (0, round_, ("data", first.lane, first.start)),
+        ):
+            assert shards.crashed(death(rank, round_of, *place), "it died") == []
+        reports = shards.crashed(death(0, round_, *here), "it died")
         shards.validate()
         if round_ == 2:
             (report,) = reports

@@ -284,6 +284,7 @@ class WorkerGroup:
             stderr_tail=self._logs.stderr_tail(worker.local_rank),
             log_path=str(stderr),
             steps=self._board.read(worker.local_rank).steps,
+            reading=self._board.reading(worker.local_rank),
             hostname=self._hostname,
             oom_killed=cgroup.oom_kills() > self._oom_kills,
             node_facts=self._facts.gather(self._logs.directory),

@@ -70,7 +70,9 @@ def run(program: Program, board: Board | None) -> None:
     elastic_defaults.auto_tuning = program.auto_tuning
     if board is not None:
         stacks.prepare()
-        hooks.install(tracker.watch(board, program.slot), _first_step(board, program))
+        watched = tracker.watch(board, program.slot)
+        sharding_defaults.reading = watched.reads
+        hooks.install(watched, _first_step(board, program))
     try:
         _execute(program)
     except SystemExit:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from torch.utils.data import IterableDataset, Sampler, default_collate
 
 from dlrover.elastic.dataloader import ElasticDataLoader
 from dlrover.errors import ConfigurationError
+from dlrover.sharding.parts import Part
 from dlrover.sharding.records import Records, Source
 from dlrover.sharding.sources.stream import Stream
-from dlrover.spec.shards import Span
 
 Sample = TypeVar("Sample")
 
@@ -98,20 +99,28 @@ class Loader:
         some_failed = False
         try:
             for read in self._loader:
-                failed = dict(read.failed)
-                some_failed = some_failed or bool(failed)
-                for at, place in enumerate(drawn.popleft()):
-                    if at in failed:
-                        self._data._failed(place, failed[at])  # noqa: SLF001 - the two are one
-                    else:
-                        self._data.handed_out([place])
+                parts = drawn.popleft()
+                if read.failed:
+                    some_failed = True
+                    self._count(parts, dict(read.failed))
+                else:
+                    self._data.handed_out([part.span for part in parts])
                 if read.batch is not None:
                     yield read.batch
         finally:
             self._batches.close()
-            self._data.put_back([place for batch in drawn for place in batch])
+            self._data.put_back([part.span for batch in drawn for part in batch])
             drawn.clear()
         return some_failed
+
+    def _count(self, parts: Sequence[Part], failed: Mapping[int, str]) -> None:
+        """Tell what could be read of a batch, and what not."""
+        places = [place for part in parts for place, _ in part.places()]
+        for at, place in enumerate(places):
+            if at in failed:
+                self._data._failed(place, failed[at])  # noqa: SLF001 - the two are one
+            else:
+                self._data.handed_out([place])
 
 
 class _Batches(Sampler[list[Any]]):  # type: ignore[misc]  # torch is not typed here
@@ -121,8 +130,8 @@ class _Batches(Sampler[list[Any]]):  # type: ignore[misc]  # torch is not typed 
         self._data = data
         self._size = batch_size
         self._running: Generator[list[Any], None, None] | None = None
-        self.drawn: deque[list[Span]] = deque()
-        """Batches that the training has not got yet, by where their samples stand."""
+        self.drawn: deque[list[Part]] = deque()
+        """Batches that the training has not got yet."""
 
     def __iter__(self) -> Iterator[list[Any]]:
         self._running = self._draw()
@@ -135,25 +144,34 @@ class _Batches(Sampler[list[Any]]):  # type: ignore[misc]  # torch is not typed 
             self._running = None
 
     def _draw(self) -> Generator[list[Any], None, None]:
-        batch: list[Span] = []
-        places = self._data._places()  # noqa: SLF001 - the two are one
+        batch: list[Part] = []
+        count = 0
+        rest: Part | None = None
+        parts = self._data._parts()  # noqa: SLF001 - the two are one
         try:
-            for place in places:
-                batch.append(place)
-                if len(batch) == self._size:
-                    full, batch = batch, []
-                    yield self._drawn(full)
+            for part in parts:
+                rest = part
+                while rest is not None:
+                    piece, rest = rest.cut(self._size - count)
+                    batch.append(piece)
+                    count += len(piece.items)
+                    if count == self._size:
+                        full, batch, count = batch, [], 0
+                        yield self._drawn(full)
             if batch:
                 full, batch = batch, []
                 yield self._drawn(full)
         finally:
-            places.close()
+            parts.close()
+            if rest is not None:
+                batch.append(rest)
             if batch:
                 self.drawn.append(batch)
 
-    def _drawn(self, batch: list[Span]) -> list[Any]:
+    def _drawn(self, batch: list[Part]) -> list[Any]:
         self.drawn.append(batch)
-        return [self._data._item(place) for place in batch]  # noqa: SLF001 - the two are one
+        self._data._reads(batch[0])  # noqa: SLF001 - the two are one
+        return [item for part in batch for item in part.items]
 
 
 class _Reader:
@@ -168,6 +186,14 @@ class _Reader:
         except Exception as error:  # noqa: BLE001 - whatever the source raises
             return _Unreadable(f"{type(error).__name__}: {error}")
 
+    def __getitems__(self, items: list[Any]) -> list[Any]:
+        """A batch, as PyTorch asks for it: at once, if the source can and none of it fails."""
+        many = getattr(self._source, "__getitems__", None)
+        if many is not None:
+            with contextlib.suppress(Exception):
+                return list(many(items))
+        return [self[item] for item in items]
+
 
 class _Unreadable(NamedTuple):
     error: str
@@ -180,6 +206,8 @@ class _Collate:
         self._collate = collate
 
     def __call__(self, samples: list[Any]) -> Read:
+        if not any(type(sample) is _Unreadable for sample in samples):
+            return Read(self._collate(samples), [])
         good = [sample for sample in samples if not isinstance(sample, _Unreadable)]
         failed = [(at, s.error) for at, s in enumerate(samples) if isinstance(s, _Unreadable)]
         return Read(self._collate(good) if good else None, failed)

@@ -15,6 +15,7 @@ integers, each stored by a single aligned write:
 14    samples of a step of all ranks, where the program keeps that fixed; 0 otherwise
 15-17 numbers that its optimizer trains, their bytes, and the bytes that the optimizer keeps beside them
 18    how many steps it will have completed at the end of the training, plus 1; 0 while that is not known
+19-21 the shard whose samples it reads: key of the data set (0: none), lane, position
 ===== ==========================================================================================
 
 What a worker does now has lasted as long as its age less all other activities. So the times by activity
@@ -49,6 +50,7 @@ _FIRST_STEP = _COMPUTE + 1
 _TOTAL_BATCH = _FIRST_STEP + 1
 _PROFILE = _TOTAL_BATCH + 1
 _END = _PROFILE + 3
+_READING = _END + 1
 _KINDS = 8
 """Activities that word 5 has room for."""
 
@@ -112,6 +114,12 @@ class Board:
             left=max(0, words[_END] - 1 - words[_STEPS]) if words[_END] else -1,
         )
 
+    def reading(self, slot: int) -> tuple[int, int, int] | None:
+        """The shard that the worker of ``slot`` reads: key of the data set, lane and position; None if none."""
+        base = slot * SLOT_WORDS + _READING
+        key, lane, position = self._words[base : base + 3]
+        return (key, lane, position) if key else None
+
     def _read_unchanged(self, slot: int) -> Sequence[int]:
         """The words of a slot at one moment: read again if the worker did something else meanwhile."""
         base = slot * SLOT_WORDS
@@ -150,6 +158,14 @@ class Board:
             self._words[base + _FIRST] = now
         self._words[base + _STEPS] = steps
         return steps
+
+    def set_reading(self, slot: int, key: int, lane: int, position: int) -> None:
+        """The worker reads this shard now."""
+        base = slot * SLOT_WORDS + _READING
+        self._words[base] = 0  # for a moment it says nothing rather than what is half true
+        self._words[base + 1] = lane
+        self._words[base + 2] = position
+        self._words[base] = key
 
     def set_compute(self, slot: int, nanoseconds: int) -> None:
         """How long the worker's steps took without waiting for other ranks."""

@@ -113,6 +113,10 @@ class Tracker:
         """A step of all ranks has so many samples, whatever the number of ranks."""
         self._board.set_total_batch(self._slot, samples)
 
+    def reads(self, data: int, lane: int, position: int) -> None:
+        """The process reads this shard now, in whatever thread; ``data`` is the key of its data set."""
+        self._board.set_reading(self._slot, data, lane, position)
+
     def ends_in(self, steps: int) -> None:
         """The training has so many steps left."""
         if self._thread:

@@ -38,14 +38,12 @@ class ShardsService:
         """Take in what happened to the job.
 
         A master's absence is not the workers' silence. A worker that died by itself may have died of
-        the samples that it had in hand.
+        the samples that it read.
         """
         if isinstance(event, inputs.MasterStarted):
             self.shards.forgive(now)
         elif isinstance(event, inputs.WorkerFailed) and _own_death(event.failure):
-            failure = event.failure
-            commands = self.shards.crashed(failure.rank, failure.round, _words(failure))
-            self._report(commands, now)
+            self._report(self.shards.crashed(event.failure, _words(event.failure)), now)
 
     def summary(self) -> tuple[str, ...]:
         """Sentences about what was set aside, for the end of the job."""

@@ -33,11 +33,15 @@ logger = logging.getLogger(__name__)
 AHEAD = 5.0
 """Seconds of samples that are fetched ahead: more than a master needs to come back."""
 FEWEST = 2
-"""Shards that are fetched ahead at least."""
+"""Shards that are fetched ahead at first; twice as many whenever the training had to wait for them."""
+AT_ONCE = 1024
+"""Samples that the training takes at a time: more than one shard if these are smaller."""
 REPORT_INTERVAL = 1.0
 """Seconds between two reports of what is done, where nothing has to be fetched."""
 POLL = 0.2
 """Seconds between two questions whether others have finished."""
+FIRST_LOOK = 0.02
+"""Seconds after which the speed of the training is first measured; later ones are `POLL` apart."""
 RETRY_DELAYS = (0.05, 0.1, 0.2, 0.5, 1.0)
 """Seconds between attempts to reach the master; the last one is repeated."""
 TELL_AFTER = 10.0
@@ -69,6 +73,7 @@ class ShardClient:
         self._mine = Spans()
         self._ready: deque[Span] = deque()
         self._ahead = 0
+        self._fewest = FEWEST
         self._done = Spans()
         self._failed: list[Failed] = []
         self._lane = 0
@@ -108,8 +113,8 @@ class ShardClient:
                 self._exhausted = self._complete = False
             self._changed.notify_all()
 
-    def take(self, *, patient: bool = False, idle: float | None = None) -> Span | None:
-        """The next samples; None when nothing of the epoch is left to take.
+    def take(self, *, patient: bool = False, idle: float | None = None) -> list[Span]:
+        """The next samples, `AT_ONCE` if there are as many; none when nothing of the epoch is left to take.
 
         Args:
             patient: wait until others have done what they have taken, for it may come back.
@@ -127,14 +132,11 @@ class ShardClient:
                 if self._error is not None:
                     raise self._error
                 if self._ready:
-                    span = self._ready.popleft()
-                    self._ahead -= span.stop - span.start
-                    self._changed.notify_all()
-                    return span
+                    return self._taken()
                 over = self._complete if patient else self._exhausted
                 quiet = idle is not None and time.monotonic() - began > idle
                 if over and (self._ended or quiet) and not self._failed:
-                    return None
+                    return []
                 self._starving = True
                 self._changed.notify_all()
                 self._changed.wait(POLL)
@@ -142,6 +144,19 @@ class ShardClient:
                 if time.monotonic() > told:
                     told = float("inf")
                     logger.warning("Waiting for samples of %s%s", self._spec.name, self._why())
+
+    def _taken(self) -> list[Span]:
+        """The first spans that are ready."""
+        spans, count = [self._ready.popleft()], 0
+        while True:
+            count += spans[-1].stop - spans[-1].start
+            if not self._ready or count + self._ready[0].stop - self._ready[0].start > AT_ONCE:
+                break
+            spans.append(self._ready.popleft())
+        self._ahead -= count
+        if self._short():
+            self._changed.notify_all()
+        return spans
 
     def _why(self) -> str:
         if self._away_since is not None:
@@ -184,13 +199,13 @@ class ShardClient:
                     self._ready.appendleft(span)
                     self._ahead += span.stop - span.start
 
-    def consumed(self, lane: int, start: int, stop: int) -> None:
+    def consumed(self, spans: Iterable[Span]) -> None:
         """The training has these samples now."""
-        span = Span(lane, start, stop)
         with self._changed:
-            self._mine.add(span)
-            self._done.add(span)
-            self._count += stop - start
+            for span in spans:
+                self._mine.add(span)
+                self._done.add(span)
+                self._count += span.stop - span.start
 
     def fail(self, lane: int, position: int, error: str) -> None:
         """A sample cannot be read."""
@@ -254,7 +269,7 @@ class ShardClient:
         return self._ahead < self._target() / 2
 
     def _target(self) -> float:
-        return max(FEWEST * self._spec.shard, self._rate * self._seconds_ahead)
+        return max(self._fewest * self._spec.shard, self._rate * self._seconds_ahead)
 
     def _wanted(self) -> bool:
         """Whether it is time to ask, or to be heard of."""
@@ -289,7 +304,7 @@ class ShardClient:
     def _request(self) -> TakeShards:
         now = time.monotonic()
         since, count = self._counted
-        if now - since > POLL:
+        if now - since > (POLL if self._rate else FIRST_LOOK):
             rate = (self._count - count) / (now - since)
             self._rate = rate if not self._rate else self._rate + _SMOOTHING * (rate - self._rate)
             self._counted = (now, self._count)
@@ -317,6 +332,8 @@ class ShardClient:
             for span in reply.spans:
                 self._ready.append(span)
                 self._ahead += span.stop - span.start
+            if reply.spans and request.starving:
+                self._fewest = min(2 * self._fewest, MAX_WANT)
             # It has its share of what is left: more only when that is used up.
             self._rest_until = 0.0 if reply.spans else self._heard + POLL
             if request.lane == self._lane and not self._failed and not reply.refused:

@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 
 from dlrover.errors import ProtocolError
 from dlrover.sharding.queue import Answer, Command, ShardQueue
+from dlrover.spec.failure import Failure
 from dlrover.spec.shards import (
     ForgetWorker,
     Incarnation,
     OpenShards,
     ShardReply,
     ShardRequest,
+    data_key,
 )
 
 MAX_DATA_SETS = 1000
@@ -57,12 +59,15 @@ class Shards:
         self.queues[name] = queue
         return commands
 
-    def crashed(self, rank: int, round_: int, how: str) -> list[Command]:
-        """A worker of a round died of itself; what is to be done about the samples that it had in hand."""
-        commands: list[Command] = []
-        for queue in self.queues.values():
-            commands += queue.crashed(rank, round_, how)
-        return commands
+    def crashed(self, failure: Failure, how: str) -> list[Command]:
+        """A worker died of itself; what is to be done about the shard that it read."""
+        if failure.reading is None:
+            return []
+        key, lane, position = failure.reading
+        for name, queue in self.queues.items():
+            if data_key(name) == key:
+                return queue.crashed(failure.rank, failure.round, (lane, position), how)
+        return []
 
     def forgive(self, now: float) -> None:
         """Whoever deals was away until now: nobody was silent meanwhile."""

@@ -1,52 +1,105 @@
 """Shuffling without a list: position to record, and the same on every machine.
 
-A Feistel network over as many bits as the number of records has is a permutation; what it moves beyond the
-records is moved on until it is one (cycle walking; Black and Rogaway, "Ciphers with arbitrary finite domains",
-2002). It takes no memory and a few microseconds a record, whatever the size.
+The positions are written as a grid that is barely larger than their number, and a Feistel network moves
+rows and columns in turn, each by a number that depends on the other. That is a permutation of the grid; what
+it moves beyond the records is moved on until it is one (cycle walking; Black and Rogaway, "Ciphers with
+arbitrary finite domains", 2002). It takes no memory, and some tenths of a microsecond a record in large
+batches with numpy, some microseconds without.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any, Protocol
 
-ROUNDS = 6
+ROUNDS = 3
+"""How often rows and columns are moved."""
+BATCH = 24
+"""Positions from which on a batch is faster with numpy."""
 _MASK = (1 << 64) - 1
+_FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_STEP = 0x9E3779B97F4A7C15
 
 
-def _mixed(value: int) -> int:
-    """SplitMix64's finisher (Steele, Lea and Flood, 2014)."""
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+class Order(Protocol):
+    """Which record is dealt as which position."""
+
+    def record(self, position: int) -> int:
+        """The record of one position."""
+
+    def records(self, positions: Sequence[int]) -> list[int]:
+        """The records of many positions."""
+
+
+def _mixed(value: Any, factors: Any = _FACTORS, mask: Any = _MASK) -> Any:
+    """SplitMix64's finisher (Steele, Lea and Flood, 2014), of a number or of an array of numpy."""
+    value = ((value ^ (value >> 30)) * factors[0]) & mask
+    value = ((value ^ (value >> 27)) * factors[1]) & mask
     return value ^ (value >> 31)
 
 
-def straight(position: int) -> int:
-    """The order in which the records lie."""
-    return position
+@functools.cache
+def _numpy() -> Any:
+    try:
+        import numpy  # noqa: ICN001, PLC0415 - the bare package works without
+    except ImportError:
+        return None
+    return numpy
 
 
-def shuffled(size: int, seed: int, epoch: int) -> Callable[[int], int]:
+class Shuffled:
     """A permutation of ``range(size)`` that depends on nothing but the arguments."""
-    half = max(1, (max(1, size - 1).bit_length() + 1) // 2)
-    mask = (1 << half) - 1
-    state = _mixed((seed & _MASK) ^ _mixed(epoch + 1))
-    keys = [_mixed(state + number * 0x9E3779B97F4A7C15 & _MASK) for number in range(ROUNDS)]
 
-    def record(position: int) -> int:
+    def __init__(self, size: int, seed: int, epoch: int) -> None:
+        self._size = size
+        self._rows = math.isqrt(max(0, size - 1)) + 1
+        self._columns = -(-max(1, size) // self._rows)
+        state = _mixed((seed & _MASK) ^ _mixed(epoch + 1))
+        keys = [_mixed(state + number * _STEP & _MASK) for number in range(2 * ROUNDS)]
+        self._keys = list(zip(keys[::2], keys[1::2], strict=True))
+
+    def record(self, position: int) -> int:
+        """The record of one position."""
+        rows, columns = self._rows, self._columns
         while True:
-            left, right = position >> half, position & mask
-            for key in keys:
-                left, right = right, left ^ (_mixed(right ^ key) & mask)
-            position = left << half | right
-            if position < size:
+            row, column = divmod(position, columns)
+            for first, second in self._keys:
+                row = (row + (_mixed(column ^ first) >> 1)) % rows
+                column = (column + (_mixed(row ^ second) >> 1)) % columns
+            position = row * columns + column
+            if position < self._size:
                 return position
 
-    return record
+    def records(self, positions: Sequence[int]) -> list[int]:
+        """The records of many positions."""
+        numpy = _numpy()
+        if numpy is None or len(positions) < BATCH:
+            return [self.record(position) for position in positions]
+        found = self._moved(numpy, numpy.array(positions, dtype=numpy.uint64))
+        beyond = numpy.flatnonzero(found >= self._size)
+        while len(beyond):
+            found[beyond] = self._moved(numpy, found[beyond])
+            beyond = beyond[found[beyond] >= self._size]
+        records: list[int] = found.tolist()
+        return records
+
+    def _moved(self, numpy: Any, positions: Any) -> Any:
+        """`record`'s loop once, for an array."""
+        number = numpy.uint64
+        factors, mask, one = [number(factor) for factor in _FACTORS], number(_MASK), number(1)
+        rows, columns = number(self._rows), number(self._columns)
+        row, column = numpy.divmod(positions, columns)
+        for first, second in self._keys:
+            row = (row + (_mixed(column ^ number(first), factors, mask) >> one)) % rows
+            column = (column + (_mixed(row ^ number(second), factors, mask) >> one)) % columns
+        return row * columns + column
 
 
-def shuffled_in_blocks(blocks: Sequence[int], seed: int, epoch: int) -> Callable[[int], int]:
+class ShuffledInBlocks:
     """The same for records that are read in blocks: blocks in another order, and records within each.
 
     Args:
@@ -54,21 +107,34 @@ def shuffled_in_blocks(blocks: Sequence[int], seed: int, epoch: int) -> Callable
         seed: of the order.
         epoch: it is another one in each.
     """
-    turned = shuffled(len(blocks), seed, epoch)
-    turn = [turned(place) for place in range(len(blocks))]
-    starts = list(accumulate(blocks, initial=0))
-    ends = list(accumulate(blocks[block] for block in turn))
-    within: tuple[int, Callable[[int], int]] = -1, straight
 
-    def record(position: int) -> int:
-        nonlocal within
-        place = bisect_right(ends, position)
-        block = turn[place]
-        if within[0] != block:
-            within = (
-                block,
-                shuffled(blocks[block], _mixed((seed & _MASK) ^ _mixed(block + 1)), epoch),
-            )
-        return starts[block] + within[1](position - ends[place] + blocks[block])
+    def __init__(self, blocks: Sequence[int], seed: int, epoch: int) -> None:
+        self._blocks, self._seed, self._epoch = blocks, seed, epoch
+        self._turn = Shuffled(len(blocks), seed, epoch).records(range(len(blocks)))
+        self._starts = list(accumulate(blocks, initial=0))
+        self._ends = list(accumulate(blocks[block] for block in self._turn))
+        self._within = functools.lru_cache(maxsize=4)(self._order_within)
 
-    return record
+    def record(self, position: int) -> int:
+        """The record of one position."""
+        return self.records([position])[0]
+
+    def records(self, positions: Sequence[int]) -> list[int]:
+        """The records of many positions."""
+        found: list[int] = []
+        at = 0
+        while at < len(positions):
+            place = bisect_right(self._ends, positions[at])
+            block, end = self._turn[place], self._ends[place]
+            begin = end - self._blocks[block]
+            inside = []
+            while at < len(positions) and begin <= positions[at] < end:
+                inside.append(positions[at] - begin)
+                at += 1
+            start = self._starts[block]
+            found += [start + record for record in self._within(block).records(inside)]
+        return found
+
+    def _order_within(self, block: int) -> Shuffled:
+        seed = _mixed((self._seed & _MASK) ^ _mixed(block + 1))
+        return Shuffled(self._blocks[block], seed, self._epoch)

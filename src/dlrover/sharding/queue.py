@@ -63,21 +63,9 @@ class Worker:
     heard: float
     #: what it has taken and not done; part of its lanes' ``taken``
     held: Spans = field(default_factory=Spans)
-    #: the same in the order in which it reads, and what of that is done already
-    dealt: list[Span] = field(default_factory=list)
     #: of its last `TakeShards`; -1 before the first
     seq: int = -1
     reply: ShardReply = field(default_factory=ShardReply)
-
-    def in_hand(self) -> Span | None:
-        """What it reads now: the first of its samples that is not done."""
-        while self.dealt and not self.held.meets(self.dealt[0]):
-            del self.dealt[0]
-        for span in self.dealt[:1]:
-            for start, stop in self.held.of(span.lane):
-                if stop > span.start:
-                    return Span(span.lane, max(start, span.start), min(stop, span.stop))
-        return None
 
 
 @dataclass
@@ -95,7 +83,7 @@ class ShardQueue:
     #: how often a sample could not be read, by lane and position; only while it may be tried again
     tries: dict[tuple[int, int], int] = field(default_factory=dict)
     aside: list[SetAside] = field(default_factory=list)
-    #: how often a worker died of itself with a shard in hand, by lane and the shard's number
+    #: how often a worker died of itself while it read a shard, by its lane and first position
     deaths: dict[tuple[int, int], int] = field(default_factory=dict)
     #: shards that workers died of; they are left out from the next incarnation on
     deadly: list[SetAside] = field(default_factory=list)
@@ -186,7 +174,6 @@ class ShardQueue:
             self.lanes[span.lane].finish(span.start, span.stop)
         for failure in event.failed:
             self._fail(worker, failure)
-        worker.in_hand()
         self._expire(now)
         spans = self._deal(worker, event)
         aside = tuple(report.what for report in self._out if isinstance(report, Report))
@@ -232,27 +219,27 @@ class ShardQueue:
         for span in worker.held:
             self.lanes[span.lane].give_back(span.start, span.stop)
 
-    def crashed(self, rank: int, round_: int, how: str) -> list[Command]:
-        """A worker died of itself: a try of the shard that it had in hand, the first that is not done."""
+    def crashed(self, rank: int, round_: int, place: tuple[int, int], how: str) -> list[Command]:
+        """A worker died of itself while it read at ``place`` (lane, position): a try of that shard."""
         self._out = []
+        number, position = place
+        lane = self.lanes.get(number)
+        if round_ != self.incarnation.round or lane is None:
+            return []
+        first = position - position % self.spec.shard
+        start, stop = max(lane.begin, first), min(lane.end, first + self.spec.shard)
+        shard = Span(number, start, max(start, stop))
         for name, worker in self.workers.items():
-            mine = name.startswith(f"{rank}-") and round_ == self.incarnation.round
-            if mine and (span := worker.in_hand()) is not None:
-                self._blame(span, how)
+            if name.startswith(f"{rank}-") and worker.held.meets(shard):
+                self._blame(shard, how)
         return self._out
 
-    def _blame(self, span: Span, how: str) -> None:
-        number = span.start // self.spec.shard
-        key = (span.lane, number)
+    def _blame(self, shard: Span, how: str) -> None:
+        key = (shard.lane, shard.start)
         self.deaths[key] = self.deaths.get(key, 0) + 1
         if self.deaths[key] != self.spec.attempts:
             return
-        lane = self.lanes[span.lane]
-        start = max(lane.begin, number * self.spec.shard)
-        stop = min(lane.end, (number + 1) * self.spec.shard)
-        what = SetAside(
-            Span(span.lane, start, stop), f"{how}, {self.spec.attempts} times with them"
-        )
+        what = SetAside(shard, f"{how}, {self.spec.attempts} times with them")
         self.deadly.append(what)
         self._out.append(Report(self.spec.name, what))
 
@@ -293,7 +280,6 @@ class ShardQueue:
             for start, stop in self.lanes[number].deal(self.spec.shard, want):
                 span = Span(number, start, stop)
                 worker.held.add(span)
-                worker.dealt.append(span)
                 spans.append(span)
                 dealt += -(-(stop - start) // self.spec.shard)
             want -= dealt

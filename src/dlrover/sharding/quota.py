@@ -39,8 +39,8 @@ class Quota:
         )
         before = Spans([Span(0, 0, min(used, most))])
         self._client = ShardClient(spec, dealer, rank, incarnation, before.packed())
-        self._next: int | None = None
-        """The ticket for the next sample."""
+        self._ready: deque[int] = deque()
+        """Tickets for the next samples."""
         self._drawn: deque[int] = deque()
         """Tickets for samples that are read, and not yet with the training."""
         self.over = False
@@ -51,32 +51,27 @@ class Quota:
 
         To be asked before one waits for the sample: it may never come.
         """
-        if self._next is None:
-            span = self._client.take(patient=patient)
-            self.over = span is None
-            if span is None:
-                return False
-            self._next = span.start
-            self._client.put_back([Span(0, span.start + 1, span.stop)])
-        return True
+        if not self._ready:
+            for span in self._client.take(patient=patient):
+                self._ready.extend(range(span.start, span.stop))
+        self.over = not self._ready
+        return not self.over
 
     def draw(self) -> None:
-        """Use the ticket that is ready, for a sample that is there."""
-        assert self._next is not None, "nobody has asked whether there is one"
-        self._drawn.append(self._next)
-        self._next = None
+        """Use a ticket that is ready, for a sample that is there."""
+        self._drawn.append(self._ready.popleft())
 
     def spend(self, count: int) -> None:
         """The training has got so many samples."""
-        for _ in range(count):
-            at = self._drawn.popleft()
-            self._client.consumed(0, at, at + 1)
+        self._client.consumed([self._used() for _ in range(count)])
 
     def put_back(self, count: int) -> None:
         """So many samples did not come to the training."""
-        for _ in range(count):
-            at = self._drawn.popleft()
-            self._client.put_back([Span(0, at, at + 1)])
+        self._client.put_back([self._used() for _ in range(count)])
+
+    def _used(self) -> Span:
+        at = self._drawn.popleft()
+        return Span(0, at, at + 1)
 
     def close(self) -> None:
         """Give back the tickets that were not used."""

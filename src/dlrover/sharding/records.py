@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, islice
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -11,15 +13,13 @@ import msgspec
 from dlrover.errors import ConfigurationError
 from dlrover.sharding import dealers, defaults, order
 from dlrover.sharding.client import ShardClient
-from dlrover.sharding.feed import Feed
-from dlrover.sharding.group import Group
-from dlrover.sharding.heads import Heads
-from dlrover.sharding.quota import Quota
+from dlrover.sharding.parts import Part
 from dlrover.sharding.sources.blocks import InBlocks, shard_of
-from dlrover.sharding.sources.stream import Message, Stream
+from dlrover.sharding.sources.stream import Stream
 from dlrover.sharding.spans import Spans
 from dlrover.sharding.state import RankData, began, count, merged
-from dlrover.spec.shards import DataSpec, Incarnation, Span
+from dlrover.sharding.streamed import Streamed
+from dlrover.spec.shards import DataSpec, Incarnation, Span, data_key
 
 Sample_co = TypeVar("Sample_co", covariant=True)
 
@@ -84,13 +84,13 @@ class Records(Generic[Sample_co]):
         wait_for_others: bool = False,
         timeout: float = 1800.0,
     ) -> None:
-        self._stream: Stream[Sample_co] | None = None
+        self._stream: Streamed | None = None
         self._blocks: Sequence[Any] | None = None
         self.source: Any = source
         if isinstance(source, str | Stream):
-            self.source = self._stream = source if isinstance(source, Stream) else Stream(source)
-            self._feed, self._group = Feed(self._stream), Group(self._stream)
-            size, how = -1, self._feed.identity
+            self.source = source if isinstance(source, Stream) else Stream(source)
+            self._stream = Streamed(self.source, shard)
+            size, how = -1, self._stream.identity
         else:
             self._blocks = source.blocks if isinstance(source, InBlocks) else None
             size = len(source)
@@ -112,20 +112,14 @@ class Records(Generic[Sample_co]):
                 "timeout": timeout,
             }
         )
-        self._shuffle, self._seed, self._shard = shuffle, seed, shard
-        self._heads: Heads | None = None
-        self._quota: Quota | None = None
-        self._samples_before = self._samples = 0
-        self._messages: dict[Span, Message] = {}
+        self._shuffle, self._seed = shuffle, seed
         self._patient = wait_for_others
         self._pid = os.getpid()
         self._client: ShardClient | None = None
-        self._dealer: dealers.Dealer | None = None
         self._closed = False
         self._base = b""
-        self._mine: list[bytes] = []
         self._loads = 0
-        self._orders: dict[int, Callable[[int], int]] = {}
+        self._orders: dict[int, order.Order] = {}
         self.epoch = 0
         """The epoch that is being read, or will be next; it ends at ``epochs``."""
 
@@ -143,36 +137,43 @@ class Records(Generic[Sample_co]):
         For readers that read ahead of the training. They `put_back` what the training did not get, and call
         `end_epoch` when it has got the last one.
         """
-        for place in self._places():
-            try:
-                sample = self.source[self._item(place)]
-            except Exception as error:  # noqa: BLE001 - whatever the source raises
-                self._failed(place, f"{type(error).__name__}: {error}")
-                continue
-            yield place, sample
+        parts, left = self._parts(), Span(0, 0, 0)
+        try:
+            for part in parts:
+                self._reads(part)
+                for place, item in part.places():
+                    left = Span(place.lane, place.stop, part.span.stop)
+                    try:
+                        sample = self.source[item]
+                    except Exception as error:  # noqa: BLE001 - whatever the source raises
+                        self._failed(place, f"{type(error).__name__}: {error}")
+                        continue
+                    yield place, sample
+        finally:
+            parts.close()
+            self.put_back([left])
 
     def handed_out(self, places: Iterable[Span]) -> None:
         """The training has these samples now."""
-        for place in places:
-            self._opened().consumed(place.lane, place.start, place.stop)
-            self._samples += 1
-            if self._quota is not None:
-                self._quota.spend(1)
+        known = list(places)
+        self._opened().consumed(known)
+        if self._stream is not None:
+            self._stream.spend(len(known))
 
     def put_back(self, places: Iterable[Span]) -> None:
         """These samples are read again next."""
-        back = list(places)
+        known = [place for place in places if place.start < place.stop]
         if self._client is not None:
-            self._client.put_back(back)
-        if self._quota is not None:
-            self._quota.put_back(len(back))
+            self._client.put_back(known)
+        if self._stream is not None:
+            self._stream.put_back(len(known))
 
     def end_epoch(self) -> None:
         """The training has got all of the epoch that this worker gets."""
         if self._stream is None:
             self.epoch += 1
-        elif self._quota is not None and self._quota.over:
-            self._leave_to_others()
+        elif self._stream.leave_to_others():
+            self._client = None
 
     def until_end(self) -> Iterator[int]:
         """The epochs that are left, for ``for epoch in data.until_end(): for sample in data: ...``."""
@@ -185,19 +186,20 @@ class Records(Generic[Sample_co]):
 
     def record(self, lane: int, position: int) -> int:
         """The number in the source of what is dealt as a position of an epoch."""
-        if not self._shuffle:
-            return position
+        return self._order(lane).record(position) if self._shuffle else position
+
+    def _order(self, lane: int) -> order.Order:
         found = self._orders.get(lane)
         if found is None:
             if len(self._orders) > 2:
                 self._orders.clear()
             found = self._orders[lane] = self._shuffled(lane)
-        return found(position)
+        return found
 
-    def _shuffled(self, lane: int) -> Callable[[int], int]:
+    def _shuffled(self, lane: int) -> order.Order:
         if self._blocks is not None:
-            return order.shuffled_in_blocks(self._blocks, self._seed, lane)
-        return order.shuffled(self._spec.size, self._seed, lane)
+            return order.ShuffledInBlocks(self._blocks, self._seed, lane)
+        return order.Shuffled(self._spec.size, self._seed, lane)
 
     def _order_name(self, seed: int) -> str:
         blocks = f" in {len(self._blocks)} blocks" if self._blocks is not None else ""
@@ -207,78 +209,80 @@ class Records(Generic[Sample_co]):
         fitting = shard_of(self._blocks) if self._blocks is not None else None
         return fitting or max(1, min(LARGEST, size // SHARDS))
 
-    def _places(self) -> Generator[Span, None, None]:
-        """The samples of this epoch that this worker gets: where each stands, with what is empty before it."""
-        if not self._may_go_on():
+    def _parts(self) -> Generator[Part, None, None]:
+        """The samples of this epoch that this worker gets."""
+        if not self._goes_on():
             return
         client = self._opened()
         client.enter(self.epoch)
-        self._messages.clear()
-        idle = self._stream.idle if self._stream is not None else None
-        while self._may_go_on() and (span := client.take(patient=self._patient, idle=idle)):
-            at = span.start
+        idle = self._stream.stream.idle if self._stream is not None else None
+        while self._goes_on() and (spans := client.take(patient=self._patient, idle=idle)):
+            left = deque(spans)  # what is not drawn yet
             try:
-                for place, message in self._read(span):
-                    if message is None:
-                        client.consumed(place.lane, place.start, place.stop)
-                        at = place.stop
-                        continue
-                    if not self._may_go_on():
-                        return
-                    at = place.stop
-                    if self._quota is not None:
-                        self._quota.draw()
-                    yield place
+                for parts in self._read(spans):
+                    for part in parts:
+                        if part.items and not self._goes_on():
+                            return
+                        left[0] = msgspec.structs.replace(left[0], start=part.span.stop)
+                        if part.items:
+                            self._draw()
+                            yield part
+                        else:
+                            client.consumed([part.span])
+                    left.popleft()
             finally:
-                client.put_back([Span(span.lane, at, span.stop)])
+                client.put_back(left)
 
-    def _may_go_on(self) -> bool:
-        """Whether the stream's ``max_samples`` leave something for this worker."""
-        if self._stream is None or self._stream.max_samples is None:
-            return True
-        if self._quota is None:
-            client = self._opened()
-            assert self._dealer is not None
-            self._quota = Quota(
-                client.spec.name,
-                self._stream.max_samples,
-                self._samples_before,
-                self._dealer.another(),
-                dealers.world()[0],
-                self._incarnation,
-            )
-        return self._quota.ready(patient=self._patient)
+    def _goes_on(self) -> bool:
+        """Whether a stream leaves another sample to this worker."""
+        stream, name = self._stream, self._spec.name
+        return stream is None or stream.goes_on(name, self._incarnation, patient=self._patient)
 
-    def _leave_to_others(self) -> None:
-        """Give back what was taken of a stream that has ended for this worker: others have tickets for it."""
-        if self._client is not None and self._heads is not None:
-            self._mine.append(self._client.mine())
-            self._client.close()
-            self._heads.join()
-            self._client = self._heads = None
-
-    def _read(self, span: Span) -> Iterator[tuple[Span, Any]]:
-        """The samples of a span, or None where it has none."""
-        if self._stream is None:
-            for at in range(span.start, span.stop):
-                yield Span(span.lane, at, at + 1), True
-            return
-        for place, message in self._feed.read(span):
-            if message is not None:
-                self._messages[place] = message
-            yield place, message
-
-    def _item(self, place: Span) -> Any:
-        """What the source makes a sample of; of a stream each is given once."""
+    def _draw(self) -> None:
         if self._stream is not None:
-            return self._messages.pop(place)
-        return self.record(place.lane, place.start)
+            self._stream.draw()
+
+    def _read(self, spans: Sequence[Span]) -> Iterator[Iterator[Part]]:
+        """The samples of each span, in parts; those without any are empty positions of a stream."""
+        if self._stream is not None:
+            yield from map(self._messages, spans)
+        else:
+            yield from map(self._by_shard, spans, self._items(spans))
+
+    def _messages(self, span: Span) -> Iterator[Part]:
+        assert self._stream is not None
+        for place, message in self._stream.read(span):
+            yield Part(place, () if message is None else (message,))
+
+    def _by_shard(self, span: Span, items: Sequence[int]) -> Iterator[Part]:
+        lane, first, shard = span.lane, span.start, self._spec.shard
+        start = first
+        while start < span.stop:
+            stop = min(span.stop, (start // shard + 1) * shard)
+            yield Part(Span(lane, start, stop), items[start - first : stop - first])
+            start = stop
+
+    def _items(self, spans: Sequence[Span]) -> Iterator[Sequence[int]]:
+        """The records of some spans; those of spans that follow each other in a lane are found together."""
+        if not self._shuffle:
+            yield from (range(span.start, span.stop) for span in spans)
+            return
+        for lane, of_lane in groupby(spans, key=lambda span: span.lane):
+            several = list(of_lane)
+            positions = [at for span in several for at in range(span.start, span.stop)]
+            records = iter(self._order(lane).records(positions))
+            yield from (list(islice(records, span.stop - span.start)) for span in several)
+
+    def _reads(self, part: Part) -> None:
+        """The samples of this shard may be what the process dies of."""
+        if defaults.reading is not None:
+            defaults.reading(data_key(self._spec.name), part.span.lane, part.span.start)
 
     def _failed(self, place: Span, error: str) -> None:
         client, lane, position = self._opened(), place.lane, place.stop - 1
-        if self._quota is not None:
-            self._quota.put_back(1)
-        client.consumed(lane, place.start, position)
+        client.consumed([Span(lane, place.start, position)])
+        if self._stream is not None:
+            self._stream.put_back(1)
         what = f"offset {position} of partition {lane}"
         if self._stream is None:
             what = f"record {self.record(lane, position)}"
@@ -302,32 +306,20 @@ class Records(Generic[Sample_co]):
         return Incarnation(defaults.round, self._loads)
 
     def _open(self) -> ShardClient:
-        rank, _ = dealers.world()
-        dealer = self._dealer.another() if self._dealer is not None else dealers.connect()
         if self._stream is None:
-            return ShardClient(self._spec, dealer, rank, self._incarnation, self._base)
-        self._dealer = dealer
-        spec, ends = self._feed.found(self._spec, self._shard, Spans.unpacked(self._base))
-        ahead = self._stream.ahead
-        client = ShardClient(spec, dealer, rank, self._incarnation, self._base, ahead)
+            rank, _ = dealers.world()
+            return ShardClient(self._spec, dealers.connect(), rank, self._incarnation, self._base)
+        client = self._stream.open(self._spec, self._base, self._incarnation)
         self._spec = client.spec
-        client.extend(tuple(ends[: len(client.spec.begins)]))
-        self._heads = Heads(self._stream, client)
         return client
 
     def close(self) -> None:
         """Give back what was taken and not read. Afterwards it cannot be iterated, unless it is restored."""
         self._closed = True
-        if self._quota is not None:
-            self._quota.close()
-            self._quota = None
-        if self._client is not None:
-            self._client.close()
-        if self._heads is not None:
-            self._heads.join()
-            self._heads = None
         if self._stream is not None:
-            self._feed.close()
+            self._stream.close()
+        elif self._client is not None:
+            self._client.close()
 
     # ---- checkpoints
 
@@ -339,10 +331,7 @@ class Records(Generic[Sample_co]):
         """
         rank, world_size = dealers.world()
         mine = self._client.mine() if self._client is not None else b""
-        if self._mine:  # also of clients that have left what they had to others
-            mine = Spans(
-                span for part in (*self._mine, mine) for span in Spans.unpacked(part)
-            ).packed()
+        stream = self._stream
         return RankData(
             name=self._spec.name,
             size=self._spec.size,
@@ -351,11 +340,11 @@ class Records(Generic[Sample_co]):
             world_size=world_size,
             epoch=self.epoch,
             base=self._base,
-            mine=mine,
+            mine=mine if stream is None else stream.mine(mine),
             begins=self._spec.begins,
             limits=self._spec.limits,
-            samples_before=self._samples_before,
-            samples=self._samples,
+            samples_before=0 if stream is None else stream.samples_before,
+            samples=0 if stream is None else stream.samples,
         ).as_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -375,18 +364,18 @@ class Records(Generic[Sample_co]):
         """
         done, epoch = merged(states, self._spec)
         self.close()
-        self._client, self._dealer, self._closed = None, None, False
-        self._base, self._mine, self.epoch = done.packed(), [], epoch
+        self._client, self._closed = None, False
+        self._base, self.epoch = done.packed(), epoch
         if self._stream is not None:
             begins, limits = began(states)
             self._spec = msgspec.structs.replace(self._spec, begins=begins, limits=limits)
-        self._samples_before, self._samples = count(states), 0
+            self._stream.restart(count(states))
         self._loads += 1
 
     @property
     def commits(self) -> bool:
         """Whether somebody wants to know what stored checkpoints contain: the stream's address has a group."""
-        return self._stream is not None and bool(self._group)
+        return self._stream is not None and self._stream.has_group
 
     def commit_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Tell the group in the stream's address how far a stored checkpoint is. It is never asked for it.
@@ -397,8 +386,8 @@ class Records(Generic[Sample_co]):
         Args:
             states: of all ranks, as they are in the checkpoint.
         """
-        if self.commits:
-            self._group.commit(states, self._spec, self._dealer)
+        if self._stream is not None and self.commits:
+            self._stream.commit(states, self._spec)
 
 
 def learned(states: Sequence[Mapping[str, Any]]) -> Spans:

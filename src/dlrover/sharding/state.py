@@ -36,9 +36,9 @@ class RankData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     limits: tuple[int, ...] = ()
     """Of a stream that ends: where each partition ends for this job."""
     samples_before: int = 0
-    """Samples that all ranks together had handed to the training before they began."""
+    """Of a stream: samples that all ranks together had handed to the training before they began."""
     samples: int = 0
-    """Samples that this rank has handed to the training since."""
+    """Of a stream: samples that this rank has handed to the training since."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -90,7 +90,7 @@ def began(states: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, ...], tuple[i
 
 
 def count(states: Sequence[Mapping[str, Any]]) -> int:
-    """Samples that were handed to the training, each as often as it was; of ranks that belong together."""
+    """Samples of a stream that ranks which belong together have handed to the training."""
     parts = [_decoded(state) for state in states]
     return parts[0].samples_before + sum(part.samples for part in parts)
 

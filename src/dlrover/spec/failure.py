@@ -75,6 +75,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     hostname: str = ""
     oom_killed: bool = False
     """The kernel's out-of-memory killer ended a process of this node's memory cgroup meanwhile."""
+    reading: tuple[int, int, int] | None = None
+    """The shard whose samples it read last: `data_key` of the data set, lane and position."""
     node_facts: tuple[str, ...] = ()
     """Lines about the node since the worker started: of the kernel's log, and where a disk is full.
 

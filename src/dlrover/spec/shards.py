@@ -6,6 +6,7 @@ Which record stands at a position is the reader's business: the dealer knows num
 
 from __future__ import annotations
 
+import zlib
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -24,6 +25,11 @@ MAX_LANES = 10_000
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
 _Number = Annotated[int, msgspec.Meta(ge=0)]
+
+
+def data_key(name: str) -> int:
+    """A number above 0 for a data set's name, where no name fits; hardly ever the same for two of a job."""
+    return zlib.crc32(name.encode()) + 1
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):

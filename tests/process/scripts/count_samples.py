@@ -31,7 +31,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     data = ElasticDataset(range(SAMPLES), epochs=EPOCHS, shuffle=True, seed=7, shard=5)
     state = {"counts": torch.zeros(SAMPLES), "step": 0, "data": data}
-    with contextlib.closing(Checkpointer(OUT / "checkpoint", linger=5)) as checkpointer:
+    with contextlib.closing(Checkpointer(OUT / "checkpoint", linger=30)) as checkpointer:
         record = checkpointer.load(state)
         (OUT / f"began-{RESTART}-{RANK}").write_text(str(record and record.source))
         batches = (batch for _ in data.until_end() for batch in data.loader(4, num_workers=WORKERS))

@@ -232,9 +232,9 @@ class Stream(Generic[Sample_co]):
     ) -> None:
         self.start = _moment("start", start, "earliest", "latest")
         self.until = None if until is None else _moment("until", until, "now")
-        both = self.start, self.until
-        if all(isinstance(when, datetime) for when in both) and both[1] <= both[0]:
-            raise ConfigurationError(f"until is {both[1]}, which is not after start ({both[0]}).")
+        start, until = self.start, self.until
+        if isinstance(start, datetime) and isinstance(until, datetime) and until <= start:
+            raise ConfigurationError(f"until is {until}, which is not after start ({start}).")
         if lost not in ("fail", "skip"):
             raise ConfigurationError(f"lost is {lost!r}; accepted: 'fail' or 'skip'.")
         if idle is not None and idle <= 0:
