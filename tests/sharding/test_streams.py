@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 
@@ -13,97 +12,15 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from dlrover.errors import ConfigurationError, InfrastructureError, UserCodeError
-from dlrover.sharding import client, dealers, defaults, feed, heads
+from dlrover.sharding import dealers, defaults, feed
 from dlrover.sharding.dealers import LocalDealer
 from dlrover.sharding.records import Records, learned
-from dlrover.sharding.sources.stream import Address, Bounds, Broker, Fetched, Message, Stream
+from dlrover.sharding.sources.stream import Message, Stream
 from dlrover.spec.shards import Span
+from tests.sharding.shelf import MemoryStream, Shelf, fast_and_clean, read
 
-
-class Shelf:
-    """Partitions in memory, whose offsets have gaps. What is below ``removed`` was removed."""
-
-    def __init__(self, partitions: int = 1, gap: int = 1) -> None:
-        self.gap = gap
-        self.offsets: list[list[int]] = [[] for _ in range(partitions)]
-        self.removed = [0] * partitions
-        self.away = 0
-        self.sent: list[tuple[int, int]] = []
-
-    def send(self, count: int, partition: int = 0) -> None:
-        for _ in range(count):
-            offsets = self.offsets[partition]
-            offsets.append(offsets[-1] + 1 + len(offsets) % self.gap if offsets else 0)
-            self.sent.append((partition, offsets[-1]))
-
-
-class Memory(Broker):
-    def __init__(self, address: Address, shelf: Shelf) -> None:
-        super().__init__(address)
-        self.shelf = shelf
-        self.transient = (OSError,)
-
-    @property
-    def identity(self) -> str:
-        return "memory"
-
-    def bounds(self) -> list[Bounds]:
-        if self.shelf.away:
-            self.shelf.away -= 1
-            raise OSError(f"no way to {self.address.password}")
-        return [
-            Bounds(max(gone, offsets[0] if offsets else 0), offsets[-1] + 1 if offsets else 0)
-            for offsets, gone in zip(self.shelf.offsets, self.shelf.removed, strict=True)
-        ]
-
-    def fetch(self, partition: int, start: int, stop: int, most: int) -> Fetched:
-        assert start < stop <= self.bounds()[partition].end, "there is nothing to ask for"
-        removed = self.shelf.removed[partition]
-        offsets = self.shelf.offsets[partition]
-        at = bisect_left(offsets, max(start, removed))
-        found = [offset for offset in offsets[at : at + most] if offset < stop]
-        messages = [Message(partition, offset, (partition, offset)) for offset in found]
-        reached = stop if len(found) < most else found[-1] + 1
-        return Fetched(messages, reached, max(start, removed))
-
-    def close(self) -> None:
-        pass
-
-
-class MemoryStream(Stream):
-    def __init__(self, shelf: Shelf, **options) -> None:
-        super().__init__("memory://user:secret@host/topic", **options)
-        self.shelf = shelf
-
-    def broker(self) -> Broker:
-        return Memory(Address(self._url), self.shelf)
-
-
-@pytest.fixture(autouse=True)
-def _fast_and_clean(monkeypatch) -> Iterator[None]:
-    monkeypatch.setattr(heads, "INTERVAL", 0.01)
-    monkeypatch.setattr(feed, "PAUSE", 0.01)
-    monkeypatch.setattr(client, "POLL", 0.01)
-    monkeypatch.setattr(client, "REPORT_INTERVAL", 0.02)
-    monkeypatch.setattr(feed, "CHUNK", 7)
-    before = set(threading.enumerate())
-    yield
-    for thread in set(threading.enumerate()) - before:
-        assert not thread.name.startswith("dlrover-")
-
-
-@pytest.fixture
-def read() -> Iterator:
-    """Makes data sets of a shelf and closes them."""
-    made = []
-
-    def make(shelf: Shelf, *, shard: int | None = None, attempts: int = 3, **options) -> Records:
-        made.append(Records(MemoryStream(shelf, **options), shard=shard, attempts=attempts))
-        return made[-1]
-
-    yield make
-    for data in made:
-        data.close()
+__all__ = ["fast_and_clean", "read"]
+pytestmark = pytest.mark.usefixtures("fast_and_clean")
 
 
 @pytest.mark.parametrize("gap", [1, 5])
@@ -187,8 +104,7 @@ def test_a_new_partition_is_read_from_its_first_message(read) -> None:
     data = read(shelf, idle=0.1)
     assert list(data) == shelf.sent
     state = data.state_dict()
-    shelf.offsets.append([])
-    shelf.removed.append(0)
+    shelf.add_partition()
     shelf.send(5, 1)
     again = read(shelf, start="latest", idle=0.1)
     again.load_state_dict(state)
@@ -340,15 +256,27 @@ def test_a_job_that_begins_again_without_a_checkpoint_does_not_skip(read, monkey
         ("redis://user:secret@host/0", r"redis://host/0 must name \?stream=KEY"),
         ("redis://host/0?stream=a&stream=a", "each key once"),
         ("redis://host/zero?stream=a", "names no number of a data base"),
-        ("redis://host/0?stream=a&group=b", "has an option group; accepted: stream"),
+        ("redis://host/0?stream=a&topic=b", "has an option topic; accepted: stream, group"),
+        ("redis://host/0?stream=a&group=", "has an empty group"),
         ("redis://host:99999/0?stream=a", "wrong port"),
+        ("redis://user:secret#1@host/0?stream=a", "wrong port"),
+        ("redis://[::1/0?stream=a", "wrong host in brackets"),
+        ("redis://host/0?stream=a#b", "has a # in it; write %23"),
+        (
+            "nats://host/clicks?group=a.b",
+            "has the group 'a.b'; letters, digits, _ and - are accepted",
+        ),
+        ("amqp://host/clicks?group=a", "has an option group; accepted: vhost"),
+        ("ingest://host/clicks?group=a", "has an option group; accepted: none"),
+        ("kafka://host/a,b", "names 2 topics; one is read"),
+        ("kafka://host/a?group.id=b", "has an option group.id; it is not accepted"),
         ("nats:///clicks", "names no host"),
         ("nats://host", "must name a stream as its path"),
     ],
 )
 def test_wrong_addresses_are_told(url: str, message: str) -> None:
-    pytest.importorskip("redis")
-    pytest.importorskip("nats")
+    for module in ("redis", "nats", "pika", "confluent_kafka"):
+        pytest.importorskip(module)
     with pytest.raises(ConfigurationError, match=message) as raised:
         Records(url)
     assert "secret" not in str(raised.value)
@@ -373,7 +301,7 @@ def test_a_client_that_is_not_installed_is_told(monkeypatch, url, module, packag
 
 def test_wrong_options_are_told() -> None:
     with pytest.raises(
-        ConfigurationError, match="start is 'first'; accepted: 'earliest' or 'latest'"
+        ConfigurationError, match="start is 'first'; accepted: 'earliest', 'latest', or a time with"
     ):
         Stream("redis://host/0?stream=a", start="first")
     with pytest.raises(ConfigurationError, match="idle is 0 s"):

@@ -27,6 +27,7 @@ from dlrover.checkpoint import (
     tree,
 )
 from dlrover.checkpoint.client import SaverClient
+from dlrover.checkpoint.commits import Commits
 from dlrover.checkpoint.copying import Copier
 from dlrover.checkpoint.joining import Wishes
 from dlrover.checkpoint.layout import PackedLayout, Tensor
@@ -126,6 +127,7 @@ class Checkpointer:
         self._background = Background() if overlap else None
         self._room = Room(self._client)
         self._problems: list[str] = []
+        self._commits = Commits(self._store, self._client.stored)
         try:
             saver = self._client.attach(self._world.rank)
             self._joined = joining.join(self._world, self._client, saver, wishes, config.environ())
@@ -187,6 +189,8 @@ class Checkpointer:
             self._background.wait()
         with tree.no_collection():
             layout = self._copier.layout(tree.flatten(state))
+        if order.to_storage and self._world.rank == 0:
+            self._commits.expect(order.step, state)
         if not self._has_room(layout):
             self._save_without_memory(order, layout)
             return
@@ -226,6 +230,7 @@ class Checkpointer:
             self._problems.append(problem)
             return
         self._pace.stored(began)
+        self._commits.stored(order.step)
         with contextlib.suppress(SaverGoneError):
             self._client.keep(-1, 0)  # what is in memory is older
 
@@ -275,6 +280,7 @@ class Checkpointer:
             if self._background is not None:
                 self._background.wait()
             self._wait_for_saver()
+            self._commits.settle()
         problems, self._problems = self._problems, []
         self._pace.asked.clear()
         if problems:
@@ -290,6 +296,7 @@ class Checkpointer:
         """Disconnect from the saver, which goes on storing what it was asked for."""
         if self._background is not None:
             self._background.close()
+        self._commits.close()
         self._copier.forget()
         self._room.forget()
         self._client.close()

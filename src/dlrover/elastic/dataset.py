@@ -11,7 +11,8 @@ from torch.utils.data import IterableDataset, Sampler, default_collate
 
 from dlrover.elastic.dataloader import ElasticDataLoader
 from dlrover.errors import ConfigurationError
-from dlrover.sharding.records import Part, Records, Source
+from dlrover.sharding.parts import Part
+from dlrover.sharding.records import Records, Source
 from dlrover.sharding.sources.stream import Stream
 
 Sample = TypeVar("Sample")
@@ -95,7 +96,6 @@ class Loader:
     def _pass(self) -> Generator[Any, None, bool]:
         """Read what can be taken; whether some of it could not be read."""
         drawn = self._batches.drawn
-        client = self._data._opened()  # noqa: SLF001 - the two are one
         some_failed = False
         try:
             for read in self._loader:
@@ -104,12 +104,12 @@ class Loader:
                     some_failed = True
                     self._count(parts, dict(read.failed))
                 else:
-                    client.consumed([part.span for part in parts])
+                    self._data.handed_out([part.span for part in parts])
                 if read.batch is not None:
                     yield read.batch
         finally:
             self._batches.close()
-            client.put_back([part.span for batch in drawn for part in batch])
+            self._data.put_back([part.span for batch in drawn for part in batch])
             drawn.clear()
         return some_failed
 

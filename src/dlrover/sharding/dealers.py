@@ -39,6 +39,9 @@ class Dealer(Protocol):
     def ask(self, request: ShardRequest) -> ShardReply:
         """The answer; with ``away`` or ``refused`` set if there is none."""
 
+    def another(self) -> Dealer:
+        """One for another thread."""
+
     def close(self) -> None:
         """Let it go."""
 
@@ -58,6 +61,10 @@ class LocalDealer:
             except ProtocolError as error:
                 return ShardReply(refused=str(error))
         return next(command.reply for command in commands if isinstance(command, Answer))
+
+    def another(self) -> LocalDealer:
+        """The same: only one thread is in it at a time."""
+        return self
 
     def close(self) -> None:
         """Nothing is open."""
@@ -90,6 +97,10 @@ class RelayDealer:
         self._sock.sendall(LENGTH.pack(len(data)) + data)
         (length,) = LENGTH.unpack(_received(self._sock, LENGTH.size))
         return _reply.decode(_received(self._sock, length))
+
+    def another(self) -> RelayDealer:
+        """One with a connection of its own."""
+        return RelayDealer(self._address)
 
     def close(self) -> None:
         """Close the connection; the next request opens another."""

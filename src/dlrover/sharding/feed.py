@@ -6,12 +6,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from typing import Any, TypeVar
 
 import msgspec
 
 from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
-from dlrover.sharding.sources.stream import Bounds, Broker, Message, Stream
+from dlrover.sharding.sources.stream import Bounds, Broker, Fetched, Message, Stream
 from dlrover.sharding.spans import Spans
 from dlrover.spec.shards import DataSpec, Span
 
@@ -22,7 +23,11 @@ PATIENCE = 60.0
 PAUSE = 0.5
 """Seconds between two attempts to reach it."""
 CHUNK = 500
-"""Messages that are asked for at a time."""
+"""Messages that are asked for at a time, at most."""
+FIRST_CHUNK = 50
+"""Messages that are asked for while nobody knows how large they are."""
+CHUNK_BYTES = 16 * 1024 * 1024
+"""Bytes that are asked for at a time, as far as the last messages tell."""
 Result = TypeVar("Result")
 
 
@@ -32,6 +37,9 @@ class Feed:
     def __init__(self, stream: Stream[Any], pause: Callable[[float], bool] | None = None) -> None:
         self._stream, self._pause = stream, pause or threading.Event().wait
         self._broker: Broker = stream.broker()
+        self._chunk = FIRST_CHUNK
+        self._ends: tuple[int, ...] = ()
+        self._told_of = 0
 
     @property
     def identity(self) -> str:
@@ -67,27 +75,60 @@ class Feed:
                     f" checkpoint has read it up to {last}: it was made anew, or has lost messages."
                 )
         known = len(spec.begins)
-        new = [b.end if self._stream.latest and not known else b.first for b in bounds[known:]]
-        ends = [b.end for b in bounds]
-        limits = (*spec.limits, *ends[len(spec.limits) :]) if self._stream.ends else ()
         made = msgspec.structs.replace(
             spec,
-            begins=(*spec.begins, *new),
-            limits=limits,
+            begins=(*spec.begins, *self._begins(bounds, first_start=not known)[known:]),
+            limits=self._limits(bounds, spec.limits),
             shard=shard or self._broker.shard(bounds),
         )
-        return made, ends
+        return made, [b.end for b in bounds]
+
+    def _begins(self, bounds: list[Bounds], *, first_start: bool) -> list[int]:
+        """Where the partitions begin; what is new after the first start begins with its first message."""
+        start = self._stream.start
+        if first_start and isinstance(start, datetime):
+            return self._offsets_at(start, bounds)
+        if first_start and start == "latest":
+            return [b.end for b in bounds]
+        return [b.first for b in bounds]
+
+    def _limits(self, bounds: list[Bounds], known: tuple[int, ...]) -> tuple[int, ...]:
+        """Where the partitions end for the job; empty: nowhere."""
+        until = self._stream.until
+        if isinstance(until, datetime):
+            return tuple(self._offsets_at(until, bounds))
+        return (*known, *(b.end for b in bounds[len(known) :])) if until else ()
+
+    def _offsets_at(self, when: datetime, bounds: list[Bounds]) -> list[int]:
+        found: list[int] = self._insist(lambda: self._broker.offsets_at(when, bounds))
+        return [max(b.first, min(b.end, at)) for b, at in zip(bounds, found, strict=True)]
 
     def ends(self, count: int) -> tuple[int, ...]:
         """Where the first ``count`` partitions end now.
 
         Raises:
-            InfrastructureError: the broker cannot be reached.
+            InfrastructureError: the broker cannot be reached, or has lost messages.
         """
         bounds: list[Bounds] = self._insist(self._broker.bounds)
+        address = self._broker.address
         if len(bounds) < count:
-            raise InfrastructureError(f"{self._broker.address} has lost a partition.")
-        return tuple(b.end for b in bounds[:count])
+            raise InfrastructureError(f"{address} has lost a partition.")
+        if len(bounds) > max(count, self._told_of):
+            self._told_of = len(bounds)
+            logger.warning(
+                "%s has %d partitions by now, and the job reads %d: it reads the others, from their first"
+                " message, when it is started again from a checkpoint",
+                address, len(bounds), count,
+            )  # fmt: skip
+        ends = tuple(b.end for b in bounds[:count])
+        for number, (end, before) in enumerate(zip(ends, self._ends, strict=False)):
+            if end < before:
+                raise InfrastructureError(
+                    f"Partition {number} of {address} ends at offset {end}, and has ended at {before} before: it"
+                    " was made anew, or has lost messages."
+                )
+        self._ends = ends
+        return ends
 
     def read(self, span: Span) -> Iterator[tuple[Span, Message | None]]:
         """All of a span, in parts that follow each other: each ends with a message, or has none.
@@ -98,7 +139,8 @@ class Feed:
         at = span.start
         while at < span.stop:
             start = at
-            fetched = self._insist(lambda: self._broker.fetch(span.lane, at, span.stop, CHUNK))  # noqa: B023
+            fetched = self._insist(self._fetch(span, at))
+            self._adapt(fetched.messages)
             if fetched.first > start:
                 self._lose(span.lane, start, min(fetched.first, span.stop))
             for message in fetched.messages:
@@ -107,6 +149,17 @@ class Feed:
             if fetched.stop > at:
                 yield Span(span.lane, at, fetched.stop), None
                 at = fetched.stop
+
+    def _fetch(self, span: Span, start: int) -> Callable[[], Fetched]:
+        most = min(self._chunk, CHUNK)
+        return lambda: self._broker.fetch(span.lane, start, span.stop, most)
+
+    def _adapt(self, messages: list[Message]) -> None:
+        """Ask for as many messages as are not too large together."""
+        if messages:
+            average = sum(map(_size, messages)) / len(messages)
+            fitting = int(CHUNK_BYTES / max(1, average))
+            self._chunk = max(1, min(2 * self._chunk, CHUNK, fitting))
 
     def _lose(self, partition: int, start: int, stop: int) -> None:
         what = (
@@ -145,3 +198,10 @@ class Feed:
             broker.close()
             if self._pause(PAUSE):
                 raise InfrastructureError(f"{broker.address} is not read any more.")
+
+
+def _size(message: Message) -> int:
+    """Bytes of a message, about."""
+    value = message.value
+    parts = value.values() if isinstance(value, dict) else [value]
+    return sum(len(part) for part in parts if isinstance(part, bytes))

@@ -6,19 +6,19 @@ import os
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, islice
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
 from dlrover.errors import ConfigurationError
 from dlrover.sharding import dealers, defaults, order
 from dlrover.sharding.client import ShardClient
-from dlrover.sharding.feed import Feed
-from dlrover.sharding.heads import Heads
+from dlrover.sharding.parts import Part
 from dlrover.sharding.sources.blocks import InBlocks, shard_of
 from dlrover.sharding.sources.stream import Stream
 from dlrover.sharding.spans import Spans
-from dlrover.sharding.state import RankData, began, merged
+from dlrover.sharding.state import RankData, began, count, merged
+from dlrover.sharding.streamed import Streamed
 from dlrover.spec.shards import DataSpec, Incarnation, Span, data_key
 
 Sample_co = TypeVar("Sample_co", covariant=True)
@@ -37,32 +37,6 @@ class Source(Protocol[Sample_co]):
 
     def __getitem__(self, index: int) -> Sample_co:
         """One of them."""
-
-
-class Part(NamedTuple):
-    """Samples that follow each other within a shard."""
-
-    span: Span
-    """Where they stand. Of a stream there is one sample, at its end."""
-    items: Sequence[Any]
-    """What the source makes each of them of."""
-
-    def places(self) -> Iterator[tuple[Span, Any]]:
-        """Each sample's own place, and what it is made of."""
-        lane, start, stop = self.span.lane, self.span.start, self.span.stop
-        if len(self.items) == 1:
-            yield self.span, self.items[0]
-            return
-        for at, item in zip(range(start, stop), self.items, strict=True):
-            yield Span(lane, at, at + 1), item
-
-    def cut(self, count: int) -> tuple[Part, Part | None]:
-        """The first ``count`` samples and the rest, if there is one."""
-        if count >= len(self.items):
-            return self, None
-        lane, middle = self.span.lane, self.span.start + count
-        first = Part(Span(lane, self.span.start, middle), self.items[:count])
-        return first, Part(Span(lane, middle, self.span.stop), self.items[count:])
 
 
 class Records(Generic[Sample_co]):
@@ -110,13 +84,13 @@ class Records(Generic[Sample_co]):
         wait_for_others: bool = False,
         timeout: float = 1800.0,
     ) -> None:
-        self._stream: Stream[Sample_co] | None = None
+        self._stream: Streamed | None = None
         self._blocks: Sequence[Any] | None = None
         self.source: Any = source
         if isinstance(source, str | Stream):
-            self.source = self._stream = source if isinstance(source, Stream) else Stream(source)
-            self._feed = Feed(self._stream)
-            size, how = -1, self._feed.identity
+            self.source = source if isinstance(source, Stream) else Stream(source)
+            self._stream = Streamed(self.source, shard)
+            size, how = -1, self._stream.identity
         else:
             self._blocks = source.blocks if isinstance(source, InBlocks) else None
             size = len(source)
@@ -138,8 +112,7 @@ class Records(Generic[Sample_co]):
                 "timeout": timeout,
             }
         )
-        self._shuffle, self._seed, self._shard = shuffle, seed, shard
-        self._heads: Heads | None = None
+        self._shuffle, self._seed = shuffle, seed
         self._patient = wait_for_others
         self._pid = os.getpid()
         self._client: ShardClient | None = None
@@ -182,17 +155,25 @@ class Records(Generic[Sample_co]):
 
     def handed_out(self, places: Iterable[Span]) -> None:
         """The training has these samples now."""
-        self._opened().consumed(places)
+        known = list(places)
+        self._opened().consumed(known)
+        if self._stream is not None:
+            self._stream.spend(len(known))
 
     def put_back(self, places: Iterable[Span]) -> None:
         """These samples are read again next."""
+        known = [place for place in places if place.start < place.stop]
         if self._client is not None:
-            self._client.put_back(places)
+            self._client.put_back(known)
+        if self._stream is not None:
+            self._stream.put_back(len(known))
 
     def end_epoch(self) -> None:
         """The training has got all of the epoch that this worker gets."""
         if self._stream is None:
             self.epoch += 1
+        elif self._stream.leave_to_others():
+            self._client = None
 
     def until_end(self) -> Iterator[int]:
         """The epochs that are left, for ``for epoch in data.until_end(): for sample in data: ...``."""
@@ -230,22 +211,36 @@ class Records(Generic[Sample_co]):
 
     def _parts(self) -> Generator[Part, None, None]:
         """The samples of this epoch that this worker gets."""
+        if not self._goes_on():
+            return
         client = self._opened()
         client.enter(self.epoch)
-        idle = self._stream.idle if self._stream is not None else None
-        while spans := client.take(patient=self._patient, idle=idle):
+        idle = self._stream.stream.idle if self._stream is not None else None
+        while self._goes_on() and (spans := client.take(patient=self._patient, idle=idle)):
             left = deque(spans)  # what is not drawn yet
             try:
                 for parts in self._read(spans):
                     for part in parts:
+                        if part.items and not self._goes_on():
+                            return
                         left[0] = msgspec.structs.replace(left[0], start=part.span.stop)
                         if part.items:
+                            self._draw()
                             yield part
                         else:
                             client.consumed([part.span])
                     left.popleft()
             finally:
                 client.put_back(left)
+
+    def _goes_on(self) -> bool:
+        """Whether a stream leaves another sample to this worker."""
+        stream, name = self._stream, self._spec.name
+        return stream is None or stream.goes_on(name, self._incarnation, patient=self._patient)
+
+    def _draw(self) -> None:
+        if self._stream is not None:
+            self._stream.draw()
 
     def _read(self, spans: Sequence[Span]) -> Iterator[Iterator[Part]]:
         """The samples of each span, in parts; those without any are empty positions of a stream."""
@@ -255,7 +250,8 @@ class Records(Generic[Sample_co]):
             yield from map(self._by_shard, spans, self._items(spans))
 
     def _messages(self, span: Span) -> Iterator[Part]:
-        for place, message in self._feed.read(span):
+        assert self._stream is not None
+        for place, message in self._stream.read(span):
             yield Part(place, () if message is None else (message,))
 
     def _by_shard(self, span: Span, items: Sequence[int]) -> Iterator[Part]:
@@ -285,6 +281,8 @@ class Records(Generic[Sample_co]):
     def _failed(self, place: Span, error: str) -> None:
         client, lane, position = self._opened(), place.lane, place.stop - 1
         client.consumed([Span(lane, place.start, position)])
+        if self._stream is not None:
+            self._stream.put_back(1)
         what = f"offset {position} of partition {lane}"
         if self._stream is None:
             what = f"record {self.record(lane, position)}"
@@ -303,30 +301,25 @@ class Records(Generic[Sample_co]):
             self.epoch = max(self.epoch, self._client.first_lane)
         return self._client
 
+    @property
+    def _incarnation(self) -> Incarnation:
+        return Incarnation(defaults.round, self._loads)
+
     def _open(self) -> ShardClient:
-        rank, _ = dealers.world()
-        incarnation = Incarnation(defaults.round, self._loads)
         if self._stream is None:
-            return ShardClient(self._spec, dealers.connect(), rank, incarnation, self._base)
-        dealer = dealers.connect()
-        spec, ends = self._feed.found(self._spec, self._shard, Spans.unpacked(self._base))
-        ahead = self._stream.ahead
-        client = ShardClient(spec, dealer, rank, incarnation, self._base, ahead)
+            rank, _ = dealers.world()
+            return ShardClient(self._spec, dealers.connect(), rank, self._incarnation, self._base)
+        client = self._stream.open(self._spec, self._base, self._incarnation)
         self._spec = client.spec
-        client.extend(tuple(ends[: len(client.spec.begins)]))
-        self._heads = Heads(self._stream, client)
         return client
 
     def close(self) -> None:
         """Give back what was taken and not read. Afterwards it cannot be iterated, unless it is restored."""
         self._closed = True
-        if self._client is not None:
-            self._client.close()
-        if self._heads is not None:
-            self._heads.join()
-            self._heads = None
         if self._stream is not None:
-            self._feed.close()
+            self._stream.close()
+        elif self._client is not None:
+            self._client.close()
 
     # ---- checkpoints
 
@@ -338,6 +331,7 @@ class Records(Generic[Sample_co]):
         """
         rank, world_size = dealers.world()
         mine = self._client.mine() if self._client is not None else b""
+        stream = self._stream
         return RankData(
             name=self._spec.name,
             size=self._spec.size,
@@ -346,9 +340,11 @@ class Records(Generic[Sample_co]):
             world_size=world_size,
             epoch=self.epoch,
             base=self._base,
-            mine=mine,
+            mine=mine if stream is None else stream.mine(mine),
             begins=self._spec.begins,
             limits=self._spec.limits,
+            samples_before=0 if stream is None else stream.samples_before,
+            samples=0 if stream is None else stream.samples,
         ).as_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -373,7 +369,25 @@ class Records(Generic[Sample_co]):
         if self._stream is not None:
             begins, limits = began(states)
             self._spec = msgspec.structs.replace(self._spec, begins=begins, limits=limits)
+            self._stream.restart(count(states))
         self._loads += 1
+
+    @property
+    def commits(self) -> bool:
+        """Whether somebody wants to know what stored checkpoints contain: the stream's address has a group."""
+        return self._stream is not None and self._stream.has_group
+
+    def commit_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Tell the group in the stream's address how far a stored checkpoint is. It is never asked for it.
+
+        A `Checkpointer` calls this in rank 0, in a thread of its own, when a step is stored. What goes wrong is
+        logged.
+
+        Args:
+            states: of all ranks, as they are in the checkpoint.
+        """
+        if self._stream is not None and self.commits:
+            self._stream.commit(states, self._spec)
 
 
 def learned(states: Sequence[Mapping[str, Any]]) -> Spans:

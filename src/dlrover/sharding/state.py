@@ -35,6 +35,10 @@ class RankData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Of a stream: where each partition began for this job."""
     limits: tuple[int, ...] = ()
     """Of a stream that ends: where each partition ends for this job."""
+    samples_before: int = 0
+    """Of a stream: samples that all ranks together had handed to the training before they began."""
+    samples: int = 0
+    """Of a stream: samples that this rank has handed to the training since."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -83,6 +87,12 @@ def began(states: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, ...], tuple[i
     """Where the partitions of a stream began, and where they end for the job; of ranks that belong together."""
     first = max(map(_decoded, states), key=lambda part: len(part.begins))
     return first.begins, first.limits
+
+
+def count(states: Sequence[Mapping[str, Any]]) -> int:
+    """Samples of a stream that ranks which belong together have handed to the training."""
+    parts = [_decoded(state) for state in states]
+    return parts[0].samples_before + sum(part.samples for part in parts)
 
 
 def _decoded(state: Mapping[str, Any]) -> RankData:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from datetime import datetime
 from typing import Any
 
 from dlrover.errors import ConfigurationError
@@ -16,7 +17,8 @@ logger = logging.getLogger(__name__)
 class Kafka(Broker):
     """``kafka://host:9092/topic``, several hosts with commas; user and password are those of SASL.
 
-    Options with a dot are librdkafka's: ``?security.protocol=SASL_SSL&sasl.mechanism=PLAIN``.
+    Options with a dot are librdkafka's: ``?security.protocol=SASL_SSL&sasl.mechanism=PLAIN``; ``group`` is the
+    consumer group that is told how far the job is.
     """
 
     needs = "confluent-kafka"
@@ -25,8 +27,14 @@ class Kafka(Broker):
         import confluent_kafka as kafka  # noqa: PLC0415 - only if there is such a source
 
         super().__init__(address)
-        (self._topic,) = address.names(address.path, "a topic as its path")[:1]
-        given = {name: address.option(name) for name in address.options}
+        topics = address.names(address.path, "a topic as its path")
+        if len(topics) > 1:
+            raise ConfigurationError(
+                f"The address {address} names {len(topics)} topics; one is read."
+            )
+        self._topic = topics[0]
+        self.group = address.group
+        given = {name: address.option(name) for name in address.options if name != "group"}
         for name in given:
             if "." not in name or name.startswith("group.") or name in _OWN:
                 raise ConfigurationError(
@@ -40,7 +48,8 @@ class Kafka(Broker):
             "socket.timeout.ms": int(TIMEOUT * 1000),
             **given,
             "bootstrap.servers": address.servers,
-            "group.id": "dlrover",  # a name that librdkafka asks for; nothing is committed
+            # librdkafka asks for a name; without a group nothing is committed
+            "group.id": self.group or "dlrover",
             **_OWN,
         }
         self._kafka = kafka
@@ -48,6 +57,8 @@ class Kafka(Broker):
         self.hopeless = ()
         self._consumer: Any = None
         self._at = (-1, -1)
+        self._found = False
+        """Whether the topic was there once."""
 
     @property
     def identity(self) -> str:
@@ -59,8 +70,41 @@ class Kafka(Broker):
         consumer = self._connected()
         topic = consumer.list_topics(self._topic, timeout=TIMEOUT).topics[self._topic]
         if topic.error is not None:
-            raise self._kafka.KafkaException(topic.error)
+            raise self._refusal(topic.error)
+        self._found = True
         return [self._bounds(number) for number in range(len(topic.partitions))]
+
+    def offsets_at(self, when: datetime, bounds: list[Bounds]) -> list[int]:
+        """By the messages' time stamps: the first that is not before."""
+        at = int(when.timestamp() * 1000)
+        asked = self._places([at] * len(bounds))
+        found = self._connected().offsets_for_times(asked, timeout=TIMEOUT)
+        for place in found:
+            if place.error is not None:
+                raise self._refusal(place.error)
+        return [
+            place.offset if place.offset >= 0 else end
+            for place, (_, end) in zip(found, bounds, strict=True)
+        ]
+
+    def commit(self, offsets: list[int]) -> None:
+        """Commit the offsets of the group; a broker refuses where the group has consumers."""
+        consumer = self._connected()
+        for place in consumer.commit(offsets=self._places(offsets), asynchronous=False):
+            if place.error is not None:
+                raise self._refusal(place.error)
+
+    def _places(self, offsets: list[int]) -> list[Any]:
+        make = self._kafka.TopicPartition
+        return [make(self._topic, number, offset) for number, offset in enumerate(offsets)]
+
+    def _refusal(self, error: Any) -> Exception:
+        """What to raise for a broker's error: some will not be over after a while."""
+        names = _HOPELESS if self._found else _HOPELESS + _ABSENT
+        if error.code() in {getattr(self._kafka.KafkaError, name) for name in names}:
+            return ConfigurationError(f"{self.address} cannot be read: {error.str()}.")
+        found: Exception = self._kafka.KafkaException(error)
+        return found
 
     def fetch(self, partition: int, start: int, stop: int, most: int) -> Fetched:
         """Read messages; a consumer goes on where it was, or is sent to another place."""
@@ -102,7 +146,7 @@ class Kafka(Broker):
             return self._bounds(
                 message.partition()
             ).first  # what was asked for is not there any more
-        raise self._kafka.KafkaException(error)
+        raise self._refusal(error)
 
     def _bounds(self, partition: int) -> Bounds:
         place = self._kafka.TopicPartition(self._topic, partition)
@@ -111,7 +155,12 @@ class Kafka(Broker):
 
     def _connected(self) -> Any:
         if self._consumer is None:
-            self._consumer = self._kafka.Consumer(self._settings, logger=logger)
+            try:
+                self._consumer = self._kafka.Consumer(self._settings, logger=logger)
+            except self._kafka.KafkaException as error:  # nothing is connected yet
+                raise ConfigurationError(
+                    f"librdkafka refuses the options of {self.address}: {error.args[0].str()}."
+                ) from None
         return self._consumer
 
     def close(self) -> None:
@@ -129,3 +178,12 @@ _OWN = {
     "allow.auto.create.topics": False,
 }
 """Settings that the way of reading depends on."""
+_HOPELESS = (
+    "TOPIC_AUTHORIZATION_FAILED",
+    "GROUP_AUTHORIZATION_FAILED",
+    "SASL_AUTHENTICATION_FAILED",
+    "_AUTHENTICATION",
+)
+"""Errors that waiting does not mend."""
+_ABSENT = ("UNKNOWN_TOPIC_OR_PART", "_UNKNOWN_TOPIC", "TOPIC_EXCEPTION")
+"""There is no such topic; or a broker does not know it at the moment, if there was one before."""

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import threading
 from collections.abc import Coroutine
+from datetime import datetime, timezone
 from typing import Any, TypeVar
 
+from dlrover.errors import ConfigurationError
 from dlrover.sharding.sources.stream import TIMEOUT, Address, Bounds, Broker, Fetched, Message
 
 _WAIT = 1.0
 """Seconds that messages may take that the server says it has."""
 _INACTIVE = 300.0
 """Seconds after which the server forgets a reader that died."""
+_OURS = "DLRover: where the last stored checkpoint ends"
+"""Describes the consumers that show how far a job is."""
 Result = TypeVar("Result")
 
 
 class Nats(Broker):
-    """``nats://user:password@host:4222/STREAM?subject=a.*``; ``tls`` with TLS, a token as the user."""
+    """``nats://user:password@host:4222/STREAM?subject=a.*``; ``tls`` with TLS, a token as the user.
+
+    With ``group=NAME`` a durable consumer of this name shows how far the job is.
+    """
 
     needs = "nats-py"
 
@@ -27,11 +35,20 @@ class Nats(Broker):
         from nats.js import errors  # noqa: PLC0415
 
         super().__init__(address)
-        address.accept("subject")
+        address.accept("subject", "group")
+        self.group = address.group
+        if not re.fullmatch(r"[\w-]*", self.group, re.ASCII):
+            raise ConfigurationError(
+                f"The address {address} has the group {self.group!r}; letters, digits, _ and - are accepted."
+            )
         self._streams = address.names(address.path, "a stream as its path")
         self._subject = address.option("subject")
         self.transient = (OSError, TimeoutError, nats.errors.Error, errors.ServiceUnavailableError)
-        self.hopeless = (nats.errors.AuthorizationError, errors.NotFoundError)
+        self.hopeless = (
+            nats.errors.AuthorizationError,
+            errors.NotFoundError,
+            errors.BadRequestError,
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connection: Any = None
         self._readers: dict[int, _Reader] = {}
@@ -78,6 +95,63 @@ class Nats(Broker):
         ]
         state = (await jetstream.stream_info(stream)).state
         return Fetched(messages, reached, max(start, state.first_seq))
+
+    def offsets_at(self, when: datetime, bounds: list[Bounds]) -> list[int]:
+        """By when the server took the messages in."""
+        return self._run(self._offsets_at(when, bounds))
+
+    async def _offsets_at(self, when: datetime, bounds: list[Bounds]) -> list[int]:
+        from nats.js import api  # noqa: PLC0415 - only if there is such a source
+
+        at = when.astimezone(timezone.utc).isoformat()
+        begin = {"deliver_policy": api.DeliverPolicy.BY_START_TIME, "opt_start_time": at}
+        found = []
+        for stream, (_, end) in zip(self._streams, bounds, strict=True):
+            reader = await _Reader.begin(
+                await self._jetstream(), stream, self._subject, end, **begin
+            )
+            found.append(await reader.first(end))
+            await reader.end()
+        return found
+
+    def commit(self, offsets: list[int]) -> None:
+        """Make the durable consumer anew: its place cannot be changed. Its messages that wait are the lag.
+
+        Raises:
+            ConfigurationError: somebody else has such a consumer, or the stream keeps messages for consumers.
+        """
+        self._run(self._commit(offsets))
+
+    async def _commit(self, offsets: list[int]) -> None:
+        from nats.js import api, errors  # noqa: PLC0415 - only if there is such a source
+
+        jetstream = await self._jetstream()
+        for stream, offset in zip(self._streams, offsets, strict=True):
+            kept = (await jetstream.stream_info(stream)).config.retention
+            if kept != api.RetentionPolicy.LIMITS:
+                raise ConfigurationError(
+                    f"The stream {stream} of {self.address} keeps messages by its consumers ({kept}); a group is"
+                    " for streams that keep them by limits."
+                )
+            try:
+                known = await jetstream.consumer_info(stream, self.group)
+            except errors.NotFoundError:
+                known = None
+            if known is not None and known.config.description != _OURS:
+                raise ConfigurationError(
+                    f"The consumer {self.group} of the stream {stream} of {self.address} is somebody else's."
+                )
+            if known is not None:
+                await jetstream.delete_consumer(stream, self.group)
+            await jetstream.add_consumer(
+                stream,
+                durable_name=self.group,
+                description=_OURS,
+                deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
+                opt_start_seq=max(1, offset),
+                ack_policy=api.AckPolicy.EXPLICIT,
+                filter_subject=self._subject or None,
+            )
 
     async def _jetstream(self) -> Any:
         import nats  # noqa: PLC0415 - only if there is such a source
@@ -140,12 +214,18 @@ class _Reader:
         self._subscription, self.at = subscription, at
 
     @classmethod
-    async def begin(cls, jetstream: Any, stream: str, subject: str, start: int) -> _Reader:
+    async def begin(
+        cls, jetstream: Any, stream: str, subject: str, start: int, **where: Any
+    ) -> _Reader:
+        """Begin at an offset; with ``where`` at another place, as the server says it."""
         from nats.js import api  # noqa: PLC0415 - only if there is such a source
 
+        at_offset = {
+            "deliver_policy": api.DeliverPolicy.BY_START_SEQUENCE,
+            "opt_start_seq": max(1, start),
+        }
         config = api.ConsumerConfig(
-            deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
-            opt_start_seq=max(1, start),
+            **(where or at_offset),
             ack_policy=api.AckPolicy.NONE,
             inactive_threshold=_INACTIVE,
             filter_subject=subject or None,
@@ -170,6 +250,13 @@ class _Reader:
         reached = stop if all_there else self.at
         self.at = max(self.at, reached)
         return [m for m in got if m.metadata.sequence.stream < stop], reached
+
+    async def first(self, default: int) -> int:
+        """The offset of the first message."""
+        if not (await self._subscription.consumer_info()).num_pending:
+            return default
+        (message,) = await self._subscription.fetch(1, _WAIT)
+        return int(message.metadata.sequence.stream)
 
     async def end(self) -> None:
         """Let the server forget it."""

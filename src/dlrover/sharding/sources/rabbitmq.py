@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
 
 from dlrover.errors import ConfigurationError
@@ -53,7 +54,8 @@ class RabbitMq(Broker):
             heartbeat=0,  # nobody answers between two calls
         )
         self._connection: Any = None
-        self._filled: set[int] = set()
+        self._ends: dict[int, int] = {}
+        """Of queues that have shown a message: where they ended at least."""
 
     @property
     def identity(self) -> str:
@@ -67,13 +69,22 @@ class RabbitMq(Broker):
         """
         found = []
         for number in range(len(self._queues)):
-            last = self._read(number, "last", _CHUNK, at_once=True)
+            patience = _FILLED if number in self._ends else _EMPTY
+            last = self._read(number, "last", _CHUNK, at_once=True, patience=patience)
             if not last:
                 found.append(Bounds(0, 0))
                 continue
-            self._filled.add(number)
+            self._ends[number] = max(last[-1].offset + 1, self._ends.get(number, 0))
             (first,) = self._read(number, "first", 1)
-            found.append(Bounds(first.offset, last[-1].offset + 1))
+            found.append(Bounds(first.offset, self._ends[number]))
+        return found
+
+    def offsets_at(self, when: datetime, bounds: list[Bounds]) -> list[int]:
+        """By when the broker wrote the messages; it begins with a whole chunk, and knows seconds."""
+        found = []
+        for number, (_, end) in enumerate(bounds):
+            message = self._read(number, when, 1, at_once=True, patience=_EMPTY)
+            found.append(message[0].offset if message else end)
         return found
 
     def fetch(self, partition: int, start: int, stop: int, most: int) -> Fetched:
@@ -89,13 +100,16 @@ class RabbitMq(Broker):
     def _read(
         self,
         partition: int,
-        start: int | str,
+        start: int | str | datetime,
         count: int,
         stop: int = 1 << 63,
         *,
         at_once: bool = False,
+        patience: float = _FILLED,
     ) -> list[Message]:
         """``count`` messages, or those up to ``stop``; fewer only where those are asked for that come at once.
+
+        ``patience``: seconds for the first one; with `_EMPTY` there may be none.
 
         None is acknowledged, so that the broker sends ``count`` of them, at most, and none is left to be
         rejected at the end, which a stream cannot do.
@@ -113,7 +127,6 @@ class RabbitMq(Broker):
         with self._channel() as channel:
             channel.basic_qos(prefetch_count=count)
             channel.basic_consume(queue, take, arguments={"x-stream-offset": start})
-            patience = _FILLED if partition in self._filled or not at_once else _EMPTY
             until = time.monotonic() + patience
             while len(found) < count and not (found and found[-1].offset >= stop - 1):
                 known = len(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 from dlrover.errors import ConfigurationError
@@ -23,6 +24,15 @@ _CLOCK = 1 << 30
 """From here on the first part of an id is taken for milliseconds; below, for a number that somebody chose."""
 _SHORTEST = 100
 """Milliseconds in a shard, at least: what is shorter makes many empty ones of a pause."""
+_PAGE = 1000
+"""Entries that are counted at a time."""
+_PAGES = 1000
+"""So often, at most, for one commit."""
+_COUNT = """
+local found = redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[2], 'COUNT', ARGV[3])
+return {#found, #found > 0 and found[#found][1] or ''}
+"""
+"""Counts entries in the server, which has no command for that."""
 
 
 class Redis(Broker):
@@ -34,13 +44,19 @@ class Redis(Broker):
         import redis  # noqa: PLC0415 - only if there is such a source
 
         super().__init__(address)
-        address.accept("stream")
+        address.accept("stream", "group")
+        self.group = address.group
         self._keys = address.options.get("stream", [])
         if not all(self._keys) or not self._keys or len(set(self._keys)) < len(self._keys):
             raise ConfigurationError(f"The address {address} must name ?stream=KEY, each key once.")
         if not (address.path or "0").isdigit():
             raise ConfigurationError(f"The address {address} names no number of a data base.")
-        self.transient = (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError)
+        self.transient = (
+            redis.ConnectionError,
+            redis.TimeoutError,
+            redis.BusyLoadingError,
+            redis.exceptions.MasterDownError,
+        )
         self.hopeless = (redis.AuthenticationError,)
         self._redis = redis.Redis(
             host=address.host,
@@ -84,8 +100,15 @@ class Redis(Broker):
         """About a hundred entries, if they are as dense as on the average, and 0.1 s at least."""
         reach = sum(end - first for first, end in bounds)
         average = max(1, reach * SHARD // max(1, self._length))
-        chosen = any(0 < end >> _BITS < _CLOCK or 1 < end <= _MASK for _, end in bounds)
-        return average if chosen else max(average, _SHORTEST << _BITS)
+        return average if _are_chosen(bounds) else max(average, _SHORTEST << _BITS)
+
+    def offsets_at(self, when: datetime, bounds: list[Bounds]) -> list[int]:
+        """What the ids say: mostly they are milliseconds."""
+        if _are_chosen(bounds):
+            raise ConfigurationError(
+                f"The ids of entries of {self.address} are no times, and start and until are."
+            )
+        return [int(when.timestamp() * 1000) << _BITS] * len(bounds)
 
     def fetch(self, partition: int, start: int, stop: int, most: int) -> Fetched:
         """Read entries, and whether some before them were removed, in one transaction."""
@@ -119,9 +142,59 @@ class Redis(Broker):
         self._removed[key] = removed, left
         return left
 
+    def commit(self, offsets: list[int]) -> None:
+        """Set the group's last delivered id, and how many entries it has read, of which Redis makes the lag.
+
+        Raises:
+            ConfigurationError: the group has consumers.
+        """
+        for key, offset in zip(self._keys, offsets, strict=True):
+            if not self._redis.exists(key):
+                continue  # the first entry makes it
+            info = self._redis.xinfo_stream(key)
+            offset = min(offset, _end(info))  # noqa: PLW2901 - a limit may be behind the last entry
+            groups = {group["name"].decode(): group for group in self._redis.xinfo_groups(key)}
+            group = groups.get(self.group)
+            if group is not None and group["consumers"]:
+                raise ConfigurationError(
+                    f"The group {self.group} of {self.address} has consumers; name one that nobody reads with."
+                )
+            read = self._read_until(key, offset, info, group)
+            entry = _id(max(0, offset - 1))
+            if group is None:
+                self._redis.xgroup_create(key, self.group, entry, entries_read=read)
+            else:
+                self._redis.xgroup_setid(key, self.group, entry, entries_read=read)
+
+    def _read_until(
+        self, key: str, offset: int, info: dict[str, Any], group: dict[str, Any] | None
+    ) -> int | None:
+        """How many entries there ever were up to an offset; None if they are too many to count."""
+        if offset == _end(info):
+            return int(info["entries-added"])
+        start, read = 0, info["entries-added"] - info["length"]
+        if group is not None and group["entries-read"] is not None:
+            last = _offset(group["last-delivered-id"]) + 1
+            if last <= offset:
+                start, read = last, group["entries-read"]
+        for _ in range(_PAGES):
+            if start >= offset:
+                return int(read)
+            count, last = self._redis.eval(_COUNT, 1, key, _id(start), _id(offset - 1), _PAGE)
+            read += count
+            if count < _PAGE:
+                return int(read)
+            start = _offset(last) + 1
+        return None
+
     def close(self) -> None:
         """Close the connections."""
         self._redis.close()
+
+
+def _are_chosen(bounds: list[Bounds]) -> bool:
+    """Whether somebody has chosen the ids; else they are the time."""
+    return any(0 < end >> _BITS < _CLOCK or 1 < end <= _MASK for _, end in bounds)
 
 
 def _first(info: dict[str, Any]) -> int:

@@ -1,13 +1,16 @@
 """Streams: messages that brokers keep, by partition and offset.
 
 Offsets are this job's: the master deals them, and each checkpoint holds those whose messages its model has
-learned from. A broker is only asked for the messages from one offset up to another; it is told nothing.
+learned from. A broker is only asked for the messages from one offset up to another. Where its address names a
+group, it is told how far a stored checkpoint is; nothing of that is read back.
 """
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from datetime import datetime
 from importlib import import_module
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
@@ -69,13 +72,15 @@ class Address:
     """The address of a stream. Only ``str`` of it may be shown: it has no credentials."""
 
     def __init__(self, url: str) -> None:
-        self._parts: SplitResult = urlsplit(url)
         try:
+            self._parts: SplitResult = urlsplit(url)
             self.port = self._parts.port
-        except ValueError as error:
+        except ValueError:
+            # What it found instead may be a part of the password.
             raise ConfigurationError(
-                f"The address of a stream has a wrong port: {error}."
-            ) from error
+                "The address of a stream has a wrong port, or a wrong host in brackets: ports are numbers up to"
+                " 65535, and special characters of a password are %-escaped."
+            ) from None
         self.scheme = self._parts.scheme
         self.host = self._parts.hostname or ""
         self.user = unquote(self._parts.username or "")
@@ -86,6 +91,10 @@ class Address:
             self.options.setdefault(name, []).append(value)
         if not self.host:
             raise ConfigurationError(f"The address {self} names no host.")
+        if self._parts.fragment:
+            raise ConfigurationError(
+                f"The address {self} has a # in it; write %23 for one that belongs to a name or a password."
+            )
 
     def __str__(self) -> str:
         where = self._parts.netloc.rpartition("@")[2]
@@ -109,6 +118,14 @@ class Address:
             known = ", ".join(names) or "none"
             raise ConfigurationError(f"The address {self} has an option {name}; accepted: {known}.")
 
+    @property
+    def group(self) -> str:
+        """The consumer group that shows how far the job is; empty if none is given."""
+        group = self.option("group")
+        if "group" in self.options and not group:
+            raise ConfigurationError(f"The address {self} has an empty group.")
+        return group
+
     def names(self, text: str, what: str) -> list[str]:
         """The streams that a part of the address names, with commas; each is a partition."""
         found = [name for name in text.split(",") if name]
@@ -117,9 +134,10 @@ class Address:
         return found
 
     def scrubbed(self, error: BaseException) -> str:
-        """What an error says, without the password."""
+        """What an error says, without the password, or the token that stands in its place."""
         text = f"{type(error).__name__}: {error}"
-        return text.replace(self.password, "***") if self.password else text
+        secret = self.password or self.user
+        return text.replace(secret, "***") if secret else text
 
 
 class Broker(ABC):
@@ -133,6 +151,8 @@ class Broker(ABC):
     """Some of ``transient`` that will not be over."""
     needs: ClassVar[str] = ""
     """The package that is its client."""
+    group = ""
+    """Who is told how far stored checkpoints are; empty: nobody."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
@@ -158,6 +178,24 @@ class Broker(ABC):
         """How many offsets make a shard."""
         return SHARD
 
+    def offsets_at(self, when: datetime, bounds: list[Bounds]) -> list[int]:
+        """The first offset of each partition from a time on; its end if there is nothing.
+
+        Raises:
+            ConfigurationError: the broker does not keep times.
+        """
+        raise ConfigurationError(
+            f"{self.address} keeps no times; start is 'earliest' or 'latest' there, and until 'now'."
+        )
+
+    def commit(self, offsets: list[int]) -> None:
+        """Tell the group up to which offset of each partition a stored checkpoint has everything.
+
+        Raises:
+            ConfigurationError: the broker has no groups.
+        """
+        raise ConfigurationError(f"{self.address} has no consumer groups.")
+
 
 class Stream(Generic[Sample_co]):
     """A stream as the source of ``ElasticDataset``; its address alone does as well.
@@ -166,8 +204,10 @@ class Stream(Generic[Sample_co]):
         url: where it is, for example ``redis://host:6379/0?stream=clicks``.
         decode: makes a sample of a `Message`; by default the message's ``value``.
         start: the first message for a job without a checkpoint: ``earliest`` that is kept, or ``latest``,
-            which is what comes after the first worker has started.
-        until: ``now``: end with the last message that there was when the first worker started.
+            which is what comes after the first worker has started; or a time, from which on messages are read.
+        until: ``now``: end with the last message that there was when the first worker started; or a time that
+            has passed: end before the first message from then on.
+        max_samples: messages that all workers of the job together learn from; then the stream ends.
         idle: seconds without a new message after which a worker stops reading.
         lost: what is done about messages that the broker has removed before they were read: ``fail``, or
             ``skip``, which the log tells.
@@ -178,28 +218,35 @@ class Stream(Generic[Sample_co]):
         ConfigurationError: an argument is wrong, or the package of the broker's client is not installed.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - options, by name
         self,
         url: str,
         *,
         decode: Callable[[Message], Sample_co] | None = None,
-        start: str = "earliest",
-        until: str | None = None,
+        start: str | datetime = "earliest",
+        until: str | datetime | None = None,
+        max_samples: int | None = None,
         idle: float | None = None,
         lost: str = "fail",
         ahead: float = 1.0,
     ) -> None:
-        _check("start", start, "earliest", "latest")
-        _check("until", until, None, "now")
-        _check("lost", lost, "fail", "skip")
+        self.start = _moment("start", start, "earliest", "latest")
+        self.until = None if until is None else _moment("until", until, "now")
+        start, until = self.start, self.until
+        if isinstance(start, datetime) and isinstance(until, datetime) and until <= start:
+            raise ConfigurationError(f"until is {until}, which is not after start ({start}).")
+        if lost not in ("fail", "skip"):
+            raise ConfigurationError(f"lost is {lost!r}; accepted: 'fail' or 'skip'.")
         if idle is not None and idle <= 0:
             raise ConfigurationError(f"idle is {idle} s; it must be more than 0.")
-        self._url = url
-        self._decode = decode or _value
-        self.latest, self.ends, self.skips = start == "latest", until == "now", lost == "skip"
         if ahead <= 0:
             raise ConfigurationError(f"ahead is {ahead} s; it must be more than 0.")
-        self.idle, self.ahead = idle, ahead
+        if max_samples is not None and max_samples < 1:
+            raise ConfigurationError(f"max_samples is {max_samples}; it must be 1 or more.")
+        self._url = url
+        self._decode = decode or _value
+        self.skips = lost == "skip"
+        self.max_samples, self.idle, self.ahead = max_samples, idle, ahead
 
     def __getitem__(self, message: Message) -> Sample_co:
         """The sample in a message."""
@@ -227,7 +274,22 @@ def _value(message: Message) -> Any:
     return message.value
 
 
-def _check(name: str, value: str | None, *accepted: str | None) -> None:
-    if value not in accepted:
-        known = " or ".join(map(repr, accepted))
-        raise ConfigurationError(f"{name} is {value!r}; accepted: {known}.")
+def _moment(name: str, value: str | datetime, *words: str) -> str | datetime:
+    """One of ``words``, or a time."""
+    if value in words:
+        return value
+    known = ", ".join(map(repr, words))
+    try:
+        when = value if isinstance(value, datetime) else datetime.fromisoformat(value)
+    except (TypeError, ValueError):
+        when = None
+    if when is None or when.tzinfo is None:
+        raise ConfigurationError(
+            f"{name} is {value!r}; accepted: {known}, or a time with its zone such as"
+            " '2026-11-21T18:00:00+00:00'."
+        )
+    if when.timestamp() > time.time():
+        raise ConfigurationError(
+            f"{name} is {when.isoformat()}, which is still to come; a time that has passed is accepted."
+        )
+    return when

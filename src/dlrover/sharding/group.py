@@ -1,0 +1,74 @@
+"""Tells a broker how far stored checkpoints are, for those who watch its consumer groups."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from dlrover.sharding.dealers import Dealer
+from dlrover.sharding.sources.stream import Stream
+from dlrover.sharding.state import began, merged
+from dlrover.spec.shards import DataSpec, LookShards, Span
+
+logger = logging.getLogger(__name__)
+
+
+class Group:
+    """The consumer group in a stream's address. Nothing that it is told is ever read back."""
+
+    def __init__(self, stream: Stream[Any]) -> None:
+        self._stream = stream
+        self._name = stream.broker().group
+        self._failing = False
+
+    def __bool__(self) -> bool:
+        return bool(self._name)
+
+    def commit(
+        self, states: Sequence[Mapping[str, Any]], spec: DataSpec, dealer: Dealer | None
+    ) -> None:
+        """Commit what a checkpoint contains; what goes wrong is logged, once until it goes well again.
+
+        Args:
+            states: of all ranks, as they are in the checkpoint.
+            spec: the data set.
+            dealer: knows what is set aside, and will be in no checkpoint; None if nothing was read.
+        """
+        offsets = offsets_of(states, spec, _aside(spec.name, dealer) if dealer else [])
+        if not offsets:
+            return  # nobody had begun to read
+        broker = self._stream.broker()
+        try:
+            broker.commit(offsets)
+        except Exception as error:  # noqa: BLE001 - whatever a client raises: training goes on
+            if not self._failing:
+                logger.warning(
+                    "The group %s of %s is not told how far the checkpoint is; training goes on: %s",
+                    self._name, broker.address, broker.address.scrubbed(error),
+                )  # fmt: skip
+            self._failing = True
+        else:
+            logger.info("The group %s of %s is at %s", self._name, broker.address, offsets)
+            self._failing = False
+        finally:
+            broker.close()
+
+
+def offsets_of(
+    states: Sequence[Mapping[str, Any]], spec: DataSpec, aside: Iterable[Span]
+) -> list[int]:
+    """By partition the first offset that is neither in a checkpoint nor set aside."""
+    done, _ = merged(states, spec)
+    for span in aside:
+        done.add(span)
+    begins, _ = began(states)
+    return [done.of(number).gap(begin)[0] for number, begin in enumerate(begins)]
+
+
+def _aside(name: str, dealer: Dealer) -> list[Span]:
+    asking = dealer.another()
+    try:
+        return [what.span for what in asking.ask(LookShards(name)).aside]
+    finally:
+        asking.close()

@@ -1,0 +1,92 @@
+"""Objects with ``commit_rank_states`` are told what is stored, and only that."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+
+from dlrover.checkpoint import Checkpointer, commits
+from dlrover.checkpoint.storage import is_stored
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+
+class Committing:
+    """Remembers what it is told, and whether it was stored by then."""
+
+    def __init__(self, value: int = 0, wants: bool = True) -> None:
+        self.value, self.commits = value, wants
+        self.told: list[object] = []
+        self.changed = threading.Event()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_rank_states(self, states: list[object]) -> None:
+        pass
+
+    def commit_rank_states(self, states: list[object]) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        self.told += states
+        self.changed.set()
+
+
+@pytest.fixture
+def checkpointer(directory: Path, monkeypatch):
+    monkeypatch.setattr(commits, "POLL", 0.02)
+    with contextlib.closing(Checkpointer(directory, linger=0.0)) as made:
+        yield made
+    assert not [t for t in threading.enumerate() if t.name == "dlrover-commits"]
+
+
+def test_what_is_stored_is_told_and_what_is_in_memory_only_is_not(checkpointer) -> None:
+    one, other, silent = Committing(), Committing(), Committing(wants=False)
+    state = {"one": one, "more": [{"other": other}], "silent": silent}
+    for step, to in enumerate(["memory", "storage", "memory"]):
+        one.value, other.value = step, step + 10
+        checkpointer.save(step, state, to=to)
+    assert one.changed.wait(10), "it is told without a wait"
+    checkpointer.wait()
+    assert (one.told, other.told, silent.told) == ([{"value": 1}], [{"value": 11}], [])
+
+
+def test_the_last_step_is_told_when_the_training_has_waited(checkpointer, monkeypatch) -> None:
+    monkeypatch.setattr(commits, "POLL", 60.0)
+    one = Committing(7)
+    checkpointer.save(3, {"one": one}, to="storage")
+    checkpointer.wait()
+    assert one.told == [{"value": 7}]
+
+
+def test_a_step_is_told_when_it_is_durable(checkpointer) -> None:
+    seen = []
+
+    class Looking(Committing):
+        def commit_rank_states(self, states: list[object]) -> None:
+            seen.append(is_stored(checkpointer._store, 3))
+
+    checkpointer.save(3, {"one": Looking()}, to="storage")
+    checkpointer.wait()
+    assert seen == [True]
+
+
+def test_a_step_that_memory_has_no_room_for_is_told_too(checkpointer, monkeypatch) -> None:
+    monkeypatch.setattr(checkpointer._room, "make", lambda _: False)
+    one = Committing(5)
+    checkpointer.save(2, {"one": one}, to="storage")
+    checkpointer.wait()
+    assert one.told == [{"value": 5}]
+
+
+def test_a_step_that_cannot_be_read_again_stops_nobody(checkpointer, monkeypatch, caplog) -> None:
+    caplog.set_level(logging.WARNING)
+    one = Committing()
+    monkeypatch.setattr(commits, "step_folder", lambda step: f"elsewhere-{step}")
+    checkpointer.save(2, {"one": one}, to="storage")
+    checkpointer.wait()
+    assert one.told == []
+    assert "What step 2 holds is not told to others" in caplog.text
