@@ -98,14 +98,14 @@ def test_a_slow_rank_does_not_make_a_size_a_worse_one():
     story.measure(2, 20.0)
     for _ in range(DRIFT_WINDOWS + 1):
         story.measure_held_up(2, 10.0)
-    assert story.machine.speed(2) == pytest.approx(20.0)
+    assert story.machine.speed(Size(2)) == pytest.approx(20.0)
     assert story.machine.latest.throughput == pytest.approx(10.0)
 
 
 def test_a_job_that_is_slow_from_its_beginning_is_measured_as_it_is():
     story = Story()
     story.measure_held_up(2, 10.0)
-    assert story.machine.speed(2) == pytest.approx(10.0)
+    assert story.machine.speed(Size(2)) == pytest.approx(10.0)
     assert story.machine.due(story.now)
 
 
