@@ -174,7 +174,11 @@ def test_the_job_succeeds_with_its_workers_and_the_servers_are_dismissed() -> No
 
 def test_a_server_that_fails_while_workers_finish_is_no_fault() -> None:
     """Its connection to one that has finished is closed."""
-    closed = {"kind": FailureKind.EXCEPTION, "exception": "RuntimeError", "message": "closed by peer"}
+    closed = {
+        "kind": FailureKind.EXCEPTION,
+        "exception": "RuntimeError",
+        "message": "closed by peer",
+    }
     driver = running(2, 1)
     driver.give(inputs.NodeSucceeded(0, 1))
     assert driver.fail(2, closed) == []
