@@ -27,6 +27,7 @@ from dlrover.master.machine.state import (
     loss_of,
     released,
 )
+from dlrover.master.machine.waiting import too_few
 from dlrover.spec import events
 from dlrover.spec.failure import Action, Origin, Verdict
 from dlrover.spec.node import NodeStatus
@@ -290,12 +291,7 @@ class JobMachine(JobAuto):
         if self._checking(now) or self._has_ended():
             return
         if rdzv.expired(now):
-            self._end(
-                ExitCode.INFRASTRUCTURE,
-                f"only {rdzv.joined_of_least()} joined round {rdzv.round} within "
-                f"{self.job.limits.join_timeout:g} s (join_timeout).",
-                now,
-            )
+            self._end(ExitCode.INFRASTRUCTURE, too_few(self), now)
         elif rdzv.ready(now):
             self._complete_round(now)
         elif not rdzv.collecting and rdzv.members and self._all_succeeded():
