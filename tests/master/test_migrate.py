@@ -8,6 +8,7 @@ from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import Limits
 from dlrover.spec.node import NodeStatus
+from dlrover.spec.speed import SpeedSample
 from dlrover.testing.drivers import JobDriver
 
 OOM = {"kind": FailureKind.SIGNAL, "signal": 9, "oom_killed": True}
@@ -57,6 +58,42 @@ def test_the_world_trains_until_the_other_node_has_joined():
     assert driver.status(1) is NodeStatus.RELEASED
     assert driver.machine.restarts.count == 0
     assert not driver.machine.migrations
+
+
+def test_nodes_that_come_together_cost_one_round():
+    driver = migrating()
+    driver.give(asked(2))
+    come(driver, 3, at=30.0)
+    assert driver.machine.phase is Phase.RUNNING
+    assert driver.machine.deadline() == 30.0 + driver.machine.job.limits.scale_up_delay
+    come(driver, 4, at=30.5)
+    driver.join(0)
+    leave(driver, 1, at=31.0)
+    leave(driver, 2, at=31.0)
+    assert driver.machine.rendezvous.members == (0, 3, 4)
+    assert driver.machine.rendezvous.round == 2
+
+
+def test_a_node_does_not_wait_long_for_another_one():
+    driver = migrating()
+    driver.give(asked(2))
+    come(driver, 3, at=30.0)
+    driver.give(inputs.DeadlinePassed(), at=driver.machine.deadline())
+    driver.join(0, 2)
+    leave(driver, 1, at=33.0)
+    assert driver.machine.rendezvous.members == (0, 3, 2)
+
+
+def test_a_slow_node_that_is_being_replaced_is_not_replaced_twice():
+    driver = JobDriver.launched(1, 3, auto_scale=True)
+    sample = SpeedSample(nodes=3, replicas=6, step_seconds=0.2, steps=9)
+    driver.give(inputs.SpeedMeasured(1, sample))
+    driver.give(asked(1), at=20.0)
+    driver.give(inputs.RankSpeed(1, events.SlowRank(2, 1, 1.8, "compute")), at=21.0)
+    assert not driver.emitted(events.PlanMade)
+    driver.give(inputs.RankSpeed(1, events.SlowRank(0, 0, 1.8, "compute")), at=22.0)
+    assert driver.emitted(events.PlanMade)
+    assert driver.emitted(events.NodeMigrates)[-1].reason == "it is slow"
 
 
 def test_what_replaces_the_new_node_has_its_size():

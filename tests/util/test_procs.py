@@ -101,3 +101,19 @@ def test_children_that_run_a_module_are_found_and_ended():
     asyncio.run(procs.end([child.pid], 5.0))
     assert procs.start_time(child.pid) == 0
     child.wait()
+
+
+def test_a_process_that_was_not_reaped_does_not_run():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    started = procs.start_time(child.pid)
+    try:
+        assert procs.runs(child.pid, started)
+        assert not procs.runs(child.pid, started + 1)
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert procs.start_time(child.pid) == started
+        assert not procs.runs(child.pid, started)
+    finally:
+        child.kill()
+        child.communicate()
+    assert not procs.runs(child.pid, started)

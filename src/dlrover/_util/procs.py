@@ -32,6 +32,15 @@ def start_time(pid: int) -> int:
     return int(stat.rpartition(")")[2].split()[19])
 
 
+def runs(pid: int, started: int) -> bool:
+    """Whether the process ``pid`` that started then still runs: one that nobody has reaped yet does not."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return fields[0] != "Z" and int(fields[19]) == started
+
+
 def pids() -> list[int]:
     """Pids of all processes that this one sees."""
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]

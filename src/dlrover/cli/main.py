@@ -57,6 +57,18 @@ def status(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None
 
 
 @app.command()
+def nodes(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
+    """Show what each node of a job uses: memory, cores and accelerators, beside what it has."""
+    from dlrover.cli import nodes as views, queries  # noqa: PLC0415 - loads grpc
+
+    report = queries.status(jobs.find(config.environ(), job, job_dir))
+    if output is Form.JSON:
+        print_json(report.status.nodes)
+    else:
+        views.render(report.status.nodes, Console())
+
+
+@app.command()
 def events(
     job: Job = "",
     job_dir: Dir = "",

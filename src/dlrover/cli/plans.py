@@ -1,6 +1,8 @@
-"""``dlrover plan``: what the auto-scaler of a job has done, with its predictions beside what was measured."""
+"""``dlrover plan``: what was done about a job's size, with predictions beside what was measured."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import msgspec
 
@@ -41,6 +43,18 @@ class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
     """``under way``, ``kept``, ``does not pay``, or why it was given up."""
 
 
+class NodeChange(msgspec.Struct, frozen=True, kw_only=True):
+    """A node that gives its place to another one."""
+
+    time: float
+    """When it was decided, seconds since the epoch."""
+    node: int
+    successor: int
+    reason: str
+    outcome: str = "under way"
+    """``under way``, ``done``, or why it was given up."""
+
+
 class Plans(msgspec.Struct, frozen=True, kw_only=True):
     """All plans of a job."""
 
@@ -57,6 +71,8 @@ class Plans(msgspec.Struct, frozen=True, kw_only=True):
     ended: str
     """Why auto-scaling has ended; empty if it has not."""
     plans: tuple[PlanRecord, ...]
+    nodes: tuple[NodeChange, ...] = ()
+    """Nodes that others took the place of."""
 
 
 def plans(job_dir: JobDir) -> Plans:
@@ -95,12 +111,39 @@ def plans(job_dir: JobDir) -> Plans:
         settled=settled,
         ended=ended,
         plans=tuple(found.values()),
+        nodes=_node_changes(told),
     )
+
+
+def _node_changes(told: Sequence[events.Event]) -> tuple[NodeChange, ...]:
+    found: dict[int, NodeChange] = {}  # the latest one of each node
+    done = []
+    for event in told:
+        body = event.body
+        if isinstance(body, events.NodeMigrates):
+            found[body.node] = NodeChange(
+                time=event.time, node=body.node, successor=body.successor, reason=body.reason
+            )
+        elif isinstance(body, events.MigrationEnded | events.NodeReleased | events.NodeLost):
+            change = found.pop(body.node, None)
+            if change is not None:
+                done.append(msgspec.structs.replace(change, outcome=_end(body)))
+    return tuple(sorted((*done, *found.values()), key=lambda change: change.time))
+
+
+def _end(body: events.MigrationEnded | events.NodeReleased | events.NodeLost) -> str:
+    if isinstance(body, events.MigrationEnded):
+        return f"given up: {body.reason}"
+    return "done" if isinstance(body, events.NodeReleased) else "it was lost before that"
 
 
 def render(report: Plans) -> str:
     """A job's plans for people."""
-    return "\n".join([_headline(report), *(line for plan in report.plans for line in _lines(plan))])
+    lines = [_headline(report), *(line for plan in report.plans for line in _lines(plan))]
+    for change in report.nodes:
+        lines += ["", f"node {change.successor} in place of node {change.node}: {change.reason}"]
+        lines.append(f"  {change.outcome}")
+    return "\n".join(lines)
 
 
 def _lines(plan: PlanRecord) -> list[str]:

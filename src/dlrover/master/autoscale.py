@@ -76,9 +76,10 @@ class AutoScaler:
             return  # nothing could be done about it now
         advice = self._memory.advice(node_id, usage.limit, limits.memory_horizon, now)
         if advice is not None:
+            seconds = limits.memory_horizon
             self._submit(
                 inputs.MemoryForecast(
-                    self._round, node_id, advice.memory, usage.limit, limits.memory_horizon
+                    self._round, node_id, advice.needed, usage.limit, seconds, advice.memory
                 )
             )
 

@@ -88,6 +88,27 @@ def metrics(master: Master) -> Iterator[Metric]:
         "1 from a fault to the first new step, else 0.",
         int(ledger.incidents.open is not None),
     )
+    yield from _usage(master)
+
+
+def _usage(master: Master) -> Iterator[Metric]:
+    """What the nodes of the running world use, as they said last."""
+    told = sorted(master.scaler.usage.items())
+    for name, words, values in (
+        ("memory_bytes", "Memory that a node uses.", [use.memory for _, use in told]),
+        ("memory_limit_bytes", "Memory that a node has.", [use.limit for _, use in told]),
+        ("cpu_cores", "Cores that a node keeps busy.", [use.cpu for _, use in told]),
+        ("cpu_limit_cores", "Cores that a node may keep busy.", [use.cores for _, use in told]),
+        (
+            "accelerator_busy_ratio",
+            "Share of time in which a node's accelerators work; -1 if nothing tells.",
+            [use.busy for _, use in told],
+        ),
+    ):
+        gauge = GaugeMetricFamily(f"dlrover_node_{name}", words, labels=["node"])
+        for (node_id, _), value in zip(told, values, strict=True):
+            gauge.add_metric([str(node_id)], value)
+        yield gauge
 
 
 class MetricsServer:

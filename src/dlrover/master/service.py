@@ -34,6 +34,7 @@ from dlrover.spec.check import CheckReport
 from dlrover.spec.node import NodeStatus
 from dlrover.spec.roles import WORKER
 from dlrover.spec.shards import LookShards, ShardReply, ShardRequest
+from dlrover.spec.usage import NodeUsage
 
 logger = logging.getLogger(__name__)
 
@@ -478,7 +479,9 @@ class Master:
 
     async def status(self, _request: messages.StatusRequest) -> messages.Status:
         """Where the job stands."""
-        status = status_of(self.machine, self.clock(), self._steps, self.hangs.doing())
+        status = status_of(
+            self.machine, self.clock(), self._steps, self.hangs.doing(), self.scaler.usage
+        )
         unwritten = (
             self._unwritten and f"{self._unwritten} The workers train on; it is tried again."
         )
@@ -585,10 +588,17 @@ _CARRY_OUT: dict[type, Callable[[Master, Any, float], None]] = {
 
 
 def status_of(
-    machine: JobMachine, now: float, steps: dict[int, int], doing: Mapping[int, str] | None = None
+    machine: JobMachine,
+    now: float,
+    steps: dict[int, int],
+    doing: Mapping[int, str] | None = None,
+    usage: Mapping[int, NodeUsage] | None = None,
 ) -> messages.Status:
-    """Where a job stands at time ``now``; ``steps`` are the latest ones by node, ``doing`` is what it does."""
-    doing = doing or {}
+    """Where a job stands at time ``now``.
+
+    By node: ``steps`` are the latest ones, ``doing`` is what it does, ``usage`` is what it uses.
+    """
+    doing, usage = doing or {}, usage or {}
     ranks = {node_id: rank for rank, node_id in enumerate(machine.rendezvous.members)}
     current = max([machine.steps, *(steps.get(i, 0) for i in ranks)])
     outcome = machine.outcome
@@ -603,20 +613,43 @@ def status_of(
         total_steps=machine.earlier_steps + current,
         waiting_for=waiting_for(machine, now),
         nodes=tuple(
-            messages.NodeState(
-                id=node.id,
-                node_rank=ranks[node.id] if node.status is NodeStatus.RUNNING else -1,
-                status=node.status.value,
-                hostname=node.hostname,
-                connected=node.connected,
-                steps=steps.get(node.id, 0),
-                doing=doing.get(node.id, "") if node.status is NodeStatus.RUNNING else "",
-                role=machine.told_role(node.id),
+            _state_of(
+                node,
+                ranks.get(node.id, -1),
+                steps.get(node.id, 0),
+                doing.get(node.id, ""),
+                usage.get(node.id, _UNKNOWN),
+                machine.told_role(node.id),
             )
             for node in machine.nodes.values()
         ),
         outcome=outcome,
         seconds=outcome.seconds if outcome else now - machine.submitted_at,
+    )
+
+
+_UNKNOWN = NodeUsage(0.0, 0, 0)
+
+
+def _state_of(
+    node: Node, rank: int, steps: int, doing: str, usage: NodeUsage, role: str
+) -> messages.NodeState:
+    runs = node.status is NodeStatus.RUNNING
+    usage = usage if runs else _UNKNOWN
+    return messages.NodeState(
+        id=node.id,
+        node_rank=rank if runs else -1,
+        status=node.status.value,
+        hostname=node.hostname,
+        connected=node.connected,
+        steps=steps,
+        doing=doing if runs else "",
+        memory=usage.memory,
+        memory_limit=usage.limit,
+        cpu=usage.cpu,
+        cores=usage.cores,
+        busy=usage.busy,
+        role=role,
     )
 
 

@@ -53,6 +53,8 @@ class MemoryAdvice:
     more_nodes: bool
     """Divide the model among more nodes instead: no node has so much memory."""
     reason: str
+    needed: int = 0
+    """Bytes that it is expected to need, at most; 0 where nothing was foreseen."""
 
 
 def forecast(samples: Sequence[MemorySample], end: float = 1.0) -> Forecast:
@@ -110,10 +112,9 @@ def prevent_oom(
     growth = "" if when is None else f", which it reaches at progress {when:.2f}"
     why = f"{node} is expected to need {_gib(need.high)} of its {_gib(limit)}{growth}"
     if wanted > most:
-        return MemoryAdvice(
-            most, True, f"{why}: more than a node can have, so the model is divided"
-        )
-    return MemoryAdvice(wanted, False, why)
+        divided = f"{why}: more than a node can have, so the model is divided"
+        return MemoryAdvice(most, True, divided, need.high)
+    return MemoryAdvice(wanted, False, why, need.high)
 
 
 def after_oom(

@@ -1,7 +1,7 @@
-"""``python -m dlrover.platform.enter FILE... -- COMMAND``: enter control groups, then become a command.
+"""``python enter.py FILE... -- COMMAND``: enter control groups, then become a command.
 
-A process that is in its groups from its first instruction on uses nothing outside of them. Each FILE is a
-group's ``cgroup.procs``.
+What the command uses is counted from its first instruction on. Each FILE is a group's ``cgroup.procs``. It
+imports the standard library alone: it delays the start of each node.
 """
 
 from __future__ import annotations

@@ -168,4 +168,4 @@ def _is_left_behind(name: str) -> bool:
     words = name.split("-")[1:]
     if len(words) not in (3, 4) or not all(word.isdecimal() for word in words[:2]):
         return False
-    return procs.start_time(int(words[0])) != int(words[1])
+    return not procs.runs(int(words[0]), int(words[1]))

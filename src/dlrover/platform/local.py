@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dlrover import config
 from dlrover._util import procs
 from dlrover.errors import InfrastructureError
+from dlrover.platform import enter
 from dlrover.platform.base import Found, OnExit, Setup
 from dlrover.platform.groups import NodeGroups
 from dlrover.spec.node import NodeSize
@@ -70,6 +71,8 @@ class LocalPlatform:
             for node_id in list(self._grouped):
                 self._remove_group(node_id)
             await asyncio.sleep(REMOVE_INTERVAL if self._grouped else 0)
+        if self._groups is not None:
+            self._groups.sweep()  # those of nodes that earlier masters have started
 
     def launch(
         self,
@@ -139,7 +142,7 @@ class LocalPlatform:
             return []
         files = self._groups.make(node_id, size)
         self._grouped.add(node_id)
-        return [sys.executable, "-m", "dlrover.platform.enter", *map(str, files), "--"]
+        return [sys.executable, "-I", "-S", enter.__file__, *map(str, files), "--"]
 
     def _remove_group(self, node_id: int, until: float = 0.0) -> None:
         """Remove a node's group, once what runs in it has ended; later if it has not by ``until``."""

@@ -137,6 +137,15 @@ class NodeState(msgspec.Struct, frozen=True, gc=False):
     """What its workers do, and how long they have been doing it; empty if that is not known."""
     role: str = ""
     """``worker`` or ``ps``; empty in a job without servers."""
+    memory: int = 0
+    """Bytes that it uses; with `NodeUsage` these fields say more. All are 0 as long as nothing is known."""
+    memory_limit: int = 0
+    cpu: float = 0.0
+    """Cores that it keeps busy."""
+    cores: float = 0.0
+    """Cores that it may keep busy."""
+    busy: float = -1.0
+    """Share of time in which its accelerators work; -1 if that is not known."""
 
 
 class StatusRequest(msgspec.Struct, frozen=True):

@@ -392,6 +392,8 @@ class JobEnded(msgspec.Struct, frozen=True, tag="job_ended"):
 
 
 GIB = 1 << 30
+MINUTE = 60.0
+"""Seconds."""
 
 
 def size(amount: int) -> str:
@@ -524,14 +526,20 @@ class MemoryGrows(msgspec.Struct, frozen=True, tag="memory_grows"):
     """How far ahead that is, at most."""
     ordered: bool
     """Whether another node with more memory takes its place before that."""
+    given: int = 0
+    """Bytes that the other one has; 0 if that is not known."""
 
     def sentence(self) -> str:
         """The event in words."""
-        then = "; a node with more takes its place" if self.ordered else ""
-        return (
-            f"Node {self.node} is expected to need {size(self.needed)} of memory within "
-            f"{self.seconds / 60:.3g} min, and has {size(self.limit)}{then}."
-        )
+        more = size(self.given) if self.given else "more"
+        then = f"; a node with {more} takes its place" if self.ordered else ""
+        return f"Node {self.node} is {self.need()}{then}."
+
+    def need(self) -> str:
+        """What is foreseen, as the end of a sentence."""
+        long = self.seconds >= 2 * MINUTE
+        soon = f"{self.seconds / MINUTE:.0f} min" if long else f"{self.seconds:.0f} s"
+        return f"expected to need {size(self.needed)} of memory within {soon}, and has {size(self.limit)}"
 
 
 class MemoryBound(msgspec.Struct, frozen=True, tag="memory_bound"):

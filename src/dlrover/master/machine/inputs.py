@@ -165,6 +165,8 @@ class MemoryForecast(msgspec.Struct, frozen=True, tag="memory_forecast"):
     limit: int
     seconds: float
     """How far ahead the forecast reaches."""
+    memory: int = 0
+    """Bytes that are enough, with a margin; 0: ``needed``."""
 
 
 class ServersBusy(msgspec.Struct, frozen=True, tag="servers_busy"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from dlrover.master.machine import inputs
 from dlrover.master.machine.jobmigrate import JobMigrate
 from dlrover.spec import events
@@ -23,29 +25,35 @@ class JobAuto(JobMigrate):
     def _replace_slow(self, found: events.SlowRank, now: float) -> None:
         """Go on with another node in place of a slow one, if the auto-scaler finds that worth it."""
         node = self.nodes[found.node]
-        if not (node.launched and node.status is NodeStatus.RUNNING and self.is_quiet()):
+        asked = inputs.MigrateAsked(node.id, node.cpu_factor, node.memory_factor, "it is slow")
+        if self.migration_refusal(asked):
             return
         made = self.autoscaling.slow(found, now)
         if made is None:
             return
         self._emit(made)
         self._exclude(node, f"rank {found.rank} is slow there", now)
-        self._migrate(node, "it is slow", now)
+        self._migrate_asked(asked, now)
 
     def _memory_forecast(self, event: inputs.MemoryForecast, now: float) -> None:
         """Have a node with more memory before one runs out of it, where the platform can give it that."""
         node = self.nodes[event.node_id]
         if event.round != self.rendezvous.round or node.status is not NodeStatus.RUNNING:
             return
-        asked = inputs.MigrateAsked(
-            node.id, node.cpu_factor, node.memory_factor * event.needed / event.limit, "memory"
+        more = (event.memory or event.needed) / event.limit
+        factor = self._bounded(node.memory_factor * more)
+        given = round(event.limit * factor / node.memory_factor)
+        told = events.MemoryGrows(
+            node.id, event.needed, event.limit, event.seconds, ordered=True, given=given
         )
+        asked = inputs.MigrateAsked(node.id, node.cpu_factor, factor, f"it is {told.need()}")
         replaces = self.job.grows_memory and self.job.limits.memory_action == "replace"
         ordered = replaces and self._may_grow(node) and not self.migration_refusal(asked)
-        self._emit(events.MemoryGrows(node.id, event.needed, event.limit, event.seconds, ordered))
+        if not ordered:
+            told = msgspec.structs.replace(told, ordered=False, given=0)
+        self._emit(told)
         if ordered:
-            factors = (asked.cpu_factor, asked.memory_factor)
-            self._migrate(node, "it needs more memory", now, factors)
+            self._migrate_asked(asked, now)
         elif replaces and not self._may_grow(node):
             self._emit(events.MemoryBound(node.id, node.memory_factor))
 

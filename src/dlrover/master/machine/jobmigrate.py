@@ -39,22 +39,13 @@ class JobMigrate(JobScale):
         )
 
     def _migrate_asked(self, event: inputs.MigrateAsked, now: float) -> None:
-        if not self.migration_refusal(event):
-            node = self.nodes[event.node_id]
-            self._migrate(node, event.reason, now, (event.cpu_factor, event.memory_factor))
-
-    def _migrate(
-        self, node: Node, reason: str, now: float, factors: tuple[float, float] | None = None
-    ) -> None:
-        """Start another node in the place of one that trains on until it is there.
-
-        ``factors`` are its cores and its memory, as multiples of what the job asked for; None: as of ``node``.
-        """
-        cpu, memory = factors or (node.cpu_factor, node.memory_factor)
-        factors = (cpu, self._bounded(memory))
+        if self.migration_refusal(event):
+            return
+        node = self.nodes[event.node_id]
+        factors = (event.cpu_factor, self._bounded(event.memory_factor))
         successor = self._launch(node.node_rank, now, replaces=node, factors=factors)
         self.migrations[successor] = Migration(node.id, now + self.job.limits.join_timeout)
-        self._emit(events.NodeMigrates(node.id, successor, reason))
+        self._emit(events.NodeMigrates(node.id, successor, event.reason))
 
     def _bounded(self, memory_factor: float) -> float:
         """No more memory than the platform can give."""
@@ -79,6 +70,8 @@ class JobMigrate(JobScale):
         if rdzv.collecting:
             for _, leaves in due:
                 self._call_off(self.nodes[leaves], now)
+            return
+        if self._coming() and now < self._places_due():
             return
         members = [self.nodes[i] for i in rdzv.members]
         if not any(node.status is NodeStatus.SUCCEEDED for node in members):

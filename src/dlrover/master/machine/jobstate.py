@@ -127,7 +127,10 @@ class JobState:
         times = [checked or self.rendezvous.deadline(), self.grow_at, *self.lost_at.values()]
         times.append(self.autoscaling.deadline())
         times += self.scaling.leaving.values()
-        times += (migration.until for _, migration in self._coming())
+        coming = self._coming()
+        times += (migration.until for _, migration in coming)
+        if 0 < len(coming) < len(self.migrations) and not self.rendezvous.collecting:
+            times.append(self._places_due())
         if self.adoption.pending:
             times.append(self.adoption.deadline)
         return min((t for t in times if t is not None), default=None)
@@ -147,6 +150,10 @@ class JobState:
         """The nodes that are to take another one's place, and have not joined."""
         joined = self.rendezvous.offers
         return [(i, migration) for i, migration in self.migrations.items() if i not in joined]
+
+    def _places_due(self) -> float:
+        """Until when nodes that have joined wait for others that come: they cost one round together."""
+        return self.rendezvous.last_join_at + self.job.limits.scale_up_delay
 
     def _has_ended(self) -> bool:
         return self.outcome is not None
