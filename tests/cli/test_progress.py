@@ -21,6 +21,11 @@ def test_the_line_names_what_a_user_asks_for():
     assert line == "running · 1 nodes, 4 workers · step 17 · 2 restarts"
 
 
+def test_servers_are_counted_apart():
+    status = msgspec.structs.replace(STATUS, world_size=5, servers=1)
+    assert "1 nodes, 4 workers and 1 server" in progress.status_line(status).plain
+
+
 def test_what_is_waited_for_is_part_of_the_line():
     status = msgspec.structs.replace(STATUS, waiting_for="waiting for node 3: 42 s of 600 s")
     assert progress.status_line(status).plain.endswith("waiting for node 3: 42 s of 600 s")

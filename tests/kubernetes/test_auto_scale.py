@@ -20,7 +20,7 @@ spec:
       autoScale: AUTO
       template: {spec: {containers: [{name: main, image: train, command: [dlrover-run, COMMAND, train.py]}]}}
 """
-PS = {"replicas": 2, "template": {"spec": {"containers": [{"name": "main", "image": "train"}]}}}
+TWO = {"replicas": 2, "template": {"spec": {"containers": [{"name": "main", "image": "train"}]}}}
 
 
 def manifest(*, mode: str = "single-job", auto: str = "true", flag: str = "--nnodes=1:4") -> dict:
@@ -53,7 +53,8 @@ def test_without_being_asked_for_numbers_stay():
     assert not scales(manifest(auto="false"))
 
 
-def test_jobs_with_other_roles_keep_their_numbers():
+@pytest.mark.parametrize(("role", "found"), [("chief", False), ("evaluator", False), ("ps", True)])
+def test_jobs_with_a_chief_or_an_evaluator_keep_their_numbers(role, found):
     made = manifest()
-    made["spec"]["replicaSpecs"]["ps"] = PS
-    assert not scales(made)
+    made["spec"]["replicaSpecs"][role] = TWO
+    assert scales(made) == found

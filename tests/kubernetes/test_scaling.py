@@ -18,6 +18,7 @@ from dlrover.kubernetes.types import PlannedPod, ScalePlanSpec, ScaleReplica
 from dlrover.master import scale
 from dlrover.master.machine import inputs
 from dlrover.rpc.messages import ScaleReply
+from dlrover.spec.roles import FIRST_SERVER
 from dlrover.testing.drivers import JobDriver
 from tests.kubernetes import manifests
 from tests.kubernetes.controlplane import ControlPlane
@@ -175,12 +176,15 @@ def test_a_plan_of_the_masters_own_is_recorded_with_its_reason(
         {**manifests.job(replicaSpecs={"worker": worker}), "metadata": {"name": "digits"}}
     )
     driver = JobDriver.launched(2, 4)
-    sizes: list[int] = []
+    sizes: list[tuple[str, int]] = []
 
-    def ask(number: int, reason: str, source: Literal["user", "plan"]) -> ScaleReply:
+    def ask(number: int, reason: str, source: Literal["user", "plan"], role: str) -> ScaleReply:
         before = driver.machine.scaling.workers
-        driver.give(inputs.ScaleAsked(number, reason, source))
+        driver.give(inputs.ScaleAsked(number, reason, source, role))
         return scale.told(before, driver.machine.scaling.workers)
+
+    def resize(role: str, replicas: int) -> None:
+        sizes.append((role, replicas))
 
     def plan() -> dict[str, Any]:
         path = cluster.path("elasticjobs").replace("elasticjobs", "scaleplans")
@@ -191,9 +195,9 @@ def test_a_plan_of_the_masters_own_is_recorded_with_its_reason(
         client = Client.from_config(str(control_plane.kubeconfig))
         found = validation.parse(cluster.get("elasticjobs", "digits"))
         size = functools.partial(scale.size, driver.machine, 0.0)
-        scaling = asyncio.create_task(Scaler(client, found, size, ask, sizes.append).run())
+        scaling = asyncio.create_task(Scaler(client, found, size, ask, resize).run())
         try:
-            await cluster.until(lambda: sizes == [4])
+            await cluster.until(lambda: sizes == [("worker", 4)])
             driver.give(inputs.ScaleAsked(3, "The fourth adds nothing.", "plan"))
             await cluster.until(lambda: plan().get("status", {}).get("phase") == "Scaling")
             driver.give(inputs.NodeExited(3, "its agent ended"))
@@ -210,7 +214,7 @@ def test_a_plan_of_the_masters_own_is_recorded_with_its_reason(
     assert made["spec"]["replicaResourceSpecs"] == {"worker": {"replicas": 3}}
     assert made["status"]["message"] == "The fourth adds nothing. The job has 3 workers."
     assert made["status"]["finishTime"] >= made["status"]["createTime"]
-    assert set(sizes) == {4, 3}
+    assert set(sizes) == {("worker", 4), ("worker", 3)}
     spec = cluster.get("elasticjobs", "digits")["spec"]
     assert spec["replicaSpecs"]["worker"]["replicas"] == 4, "the user's number stays"
 
@@ -223,6 +227,7 @@ BOTH = {
         "replicas": 4,
         "minReplicas": 2,
     },
+    "evaluator": {**manifests.job()["spec"]["replicaSpecs"]["worker"], "replicas": 1},
     "ps": {**manifests.job()["spec"]["replicaSpecs"]["worker"], "replicas": 3},
 }
 JOB = validation.parse(manifests.job(replicaSpecs=BOTH))
@@ -233,20 +238,22 @@ def replicas(**numbers: int | None) -> dict[str, ScaleReplica]:
 
 
 @pytest.mark.parametrize(
-    ("spec", "number"),
+    ("spec", "numbers"),
     [
-        ({"replica_resource_specs": replicas(worker=7)}, 7),
-        ({"replica_resource_specs": replicas(worker=7, ps=3)}, 7),
-        ({"replica_resource_specs": replicas(worker=None)}, 4),
-        ({"create_pods": [PlannedPod(), PlannedPod(type="worker")]}, 6),
-        ({"remove_pods": [PlannedPod(name="digits-edljob-worker-3")]}, 3),
-        ({"create_pods": [PlannedPod()], "remove_pods": [PlannedPod()]}, 4),
-        ({}, 4),
+        ({"replica_resource_specs": replicas(worker=7)}, {"worker": 7}),
+        ({"replica_resource_specs": replicas(worker=7, ps=2)}, {"worker": 7, "ps": 2}),
+        ({"replica_resource_specs": replicas(PS=5)}, {"ps": 5}),
+        ({"replica_resource_specs": replicas(worker=None)}, {"worker": 4}),
+        ({"create_pods": [PlannedPod(), PlannedPod(type="worker")]}, {"worker": 6}),
+        ({"remove_pods": [PlannedPod(name="digits-edljob-worker-3")]}, {"worker": 3}),
+        ({"create_pods": [PlannedPod()], "remove_pods": [PlannedPod()]}, {"worker": 4}),
+        ({"remove_pods": [PlannedPod(type="ps")]}, {"ps": 2}),
+        ({}, {"worker": 4}),
     ],
 )
-def test_how_many_workers_a_plan_asks_for(spec: dict[str, Any], number: int) -> None:
+def test_how_many_pods_a_plan_asks_for(spec: dict[str, Any], numbers: dict[str, int]) -> None:
     plan = ScalePlanSpec(owner_job="digits", **spec)
-    assert scaleplans.wanted(plan, JOB, 4) == number
+    assert scaleplans.wanted(plan, JOB, {"worker": 4, "ps": 3}) == numbers
 
 
 @pytest.mark.parametrize(
@@ -254,33 +261,39 @@ def test_how_many_workers_a_plan_asks_for(spec: dict[str, Any], number: int) -> 
     [
         (
             {"replica_resource_specs": replicas(chief=1)},
-            "the job has no role chief; it has worker, ps",
+            "the job has no role chief; it has worker, evaluator, ps",
         ),
         (
-            {"replica_resource_specs": replicas(ps=2)},
-            "replicas is 2: accepted is 3, the number that",
+            {"replica_resource_specs": replicas(evaluator=2)},
+            "replicas is 2: accepted is 1, the number that",
         ),
         ({"replica_resource_specs": replicas(worker=1)}, "at least 2 (minReplicas)"),
-        ({"create_pods": [PlannedPod(type="ps")]}, "a pod of type ps: accepted is worker"),
+        ({"create_pods": [PlannedPod(type="chief")]}, "of type chief: accepted are worker and ps"),
         ({"remove_pods": [PlannedPod()] * 4}, "asks for 0 workers"),
+        (
+            {"replica_resource_specs": replicas(worker=4, ps=0)},
+            "asks for 0 servers: accepted are at least 1",
+        ),
     ],
 )
 def test_a_wrong_plan_gets_a_sentence(spec: dict[str, Any], why: str) -> None:
+    plan = ScalePlanSpec(owner_job="digits", **spec)
     with pytest.raises(ConfigurationError) as caught:
-        scaleplans.wanted(ScalePlanSpec(owner_job="digits", **spec), JOB, 4)
+        scaleplans.wanted(plan, JOB, {"worker": 4, "ps": 3})
     assert why in str(caught.value)
     assert str(caught.value).endswith(".")
 
 
 def test_the_ranks_of_other_roles_stay_where_they_are_when_workers_come_and_go() -> None:
     def pods(job: Any) -> list[str]:
-        total = len(nodes.slots(job))
-        return [nodes.pod_name(job, nodes.Launch(rank, rank)) for rank in range(total)]
+        ranks = [0, 1, 4, 9, FIRST_SERVER, FIRST_SERVER + 7]
+        return [nodes.pod_name(job, nodes.Launch(i, rank)) for i, rank in enumerate(ranks)]
 
-    assert pods(nodes.resized(JOB, 5))[:5] == pods(JOB)[:5]
-    assert pods(JOB)[:4] == [f"digits-edljob-ps-{i}" for i in range(3)] + ["digits-edljob-worker-3"]
-    beyond = nodes.Launch(9, 9)
-    assert nodes.pod_name(JOB, beyond) == "digits-edljob-worker-9"
+    assert pods(nodes.resized(JOB, "worker", 9)) == pods(JOB) == pods(nodes.resized(JOB, "ps", 9))
+    assert pods(JOB) == [
+        f"digits-edljob-{role}-{i}"
+        for i, role in enumerate(["evaluator", "worker", "worker", "worker", "ps", "ps"])
+    ]
 
 
 # ---- what the operator says of plans

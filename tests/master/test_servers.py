@@ -10,6 +10,7 @@ from dlrover.master.machine.rendezvous import Rendezvous
 from dlrover.master.machine.state import Phase
 from dlrover.master.machine.waiting import waiting_for
 from dlrover.spec import events, roles
+from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec
 from dlrover.spec.node import NodeStatus
 from dlrover.spec.roles import FIRST_SERVER, Size
@@ -169,6 +170,29 @@ def test_the_job_succeeds_with_its_workers_and_the_servers_are_dismissed() -> No
     assert driver.machine.outcome is not None
     assert driver.machine.outcome.exit_code == ExitCode.SUCCESS
     assert {c.node_id for c in of(commands, inputs.Dismiss)} == {0, 1, 2, 3}
+
+
+def test_a_server_that_fails_while_workers_finish_is_no_fault() -> None:
+    """Its connection to one that has finished is closed."""
+    closed = {
+        "kind": FailureKind.EXCEPTION,
+        "exception": "RuntimeError",
+        "message": "closed by peer",
+    }
+    driver = running(2, 1)
+    driver.give(inputs.NodeSucceeded(0, 1))
+    assert driver.fail(2, closed) == []
+    assert len(driver.emitted(events.WorkerFailed)) == 1
+    driver.give(inputs.NodeSucceeded(1, 1))
+    assert driver.machine.outcome is not None
+    assert driver.machine.outcome.exit_code == ExitCode.SUCCESS
+
+
+def test_a_server_that_fails_before_that_is_one() -> None:
+    driver = running(2, 1, max_restarts=1)
+    commands = driver.fail(2, {"kind": FailureKind.EXIT, "exit_code": 3})
+    assert {c.node_id for c in of(commands, inputs.CallToRound)} == {0, 1, 2}
+    assert driver.machine.restarts.user_restarts == 1
 
 
 def test_a_server_that_ends_by_itself_ends_nothing() -> None:

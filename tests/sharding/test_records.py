@@ -172,6 +172,15 @@ def test_several_processes_without_a_master_are_refused(read, monkeypatch) -> No
         next(iter(read()))
 
 
+def test_parameter_servers_are_no_readers(read, monkeypatch) -> None:
+    """Else the states of the workers alone would be an incomplete checkpoint."""
+    place = {"RANK": "1", "ROLE_RANK": "1", "ROLE_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    state = read().state_dict()
+    assert (state["rank"], state["world_size"]) == (1, 2)
+
+
 class Flaky(LocalDealer):
     """A master that is away for a while, and whose answers get lost."""
 

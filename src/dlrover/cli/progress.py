@@ -45,7 +45,7 @@ def status_line(status: messages.Status) -> Text:
     nodes = sum(node.status == "running" for node in status.nodes)
     parts = [
         Text(status.phase, style="bold"),
-        Text(f"{nodes} nodes, {status.world_size} workers"),
+        Text(f"{nodes} nodes, {status.processes()}"),
         Text(f"step {status.steps}"),
         Text(f"{status.restarts} restarts", style="yellow" if status.restarts else ""),
     ]

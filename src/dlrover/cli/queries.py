@@ -73,10 +73,8 @@ def render_status(report: Report, console: Console) -> None:
         console.print(f"Exit code {status.outcome.exit_code}: {status.outcome.reason}")
     if status.waiting_for:
         console.print(status.waiting_for)
-    servers = f", {status.servers} servers" if status.servers else ""
     console.print(
-        f"round {status.round}, {status.world_size - status.servers} workers{servers}, "
-        f"{status.restarts} restarts, "
+        f"round {status.round}, {status.processes()}, {status.restarts} restarts, "
         f"{status.steps} steps since the last one, {status.total_steps} in all, "
         f"{status.seconds:.0f} s",
         highlight=False,

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dlrover.kubernetes.names import MASTER_ROLE
-from dlrover.kubernetes.types import ElasticJob
+from dlrover.kubernetes.types import ElasticJob, ReplicaSpec
+from dlrover.spec.roles import SERVER
 
 
 def options(template: Mapping[str, Any]) -> dict[str, str]:
@@ -27,11 +28,30 @@ def number(text: str, default: int) -> int:
 
 
 def fewest_nodes(job: ElasticJob) -> int:
-    """The fewest nodes that a job may run with."""
-    roles = {role: spec for role, spec in job.spec.replica_specs.items() if role != MASTER_ROLE}
-    if any(spec.min_replicas is not None for spec in roles.values()):
-        least = (min(spec.min_replicas or spec.replicas, spec.replicas) for spec in roles.values())
-        return max(1, sum(least))
+    """The fewest nodes that a job may run with, servers included."""
+    return _fewest_others(job) + fewest_servers(job)
+
+
+def fewest_servers(job: ElasticJob) -> int:
+    """How many of them are servers."""
+    spec = job.spec.replica_specs.get(SERVER)
+    return 0 if spec is None else _fewest(spec)
+
+
+def _fewest(spec: ReplicaSpec) -> int:
+    return min(spec.min_replicas or spec.replicas, spec.replicas)
+
+
+def _fewest_others(job: ElasticJob) -> int:
+    roles = {
+        role: spec
+        for role, spec in job.spec.replica_specs.items()
+        if role not in (MASTER_ROLE, SERVER)
+    }
+    if not roles:
+        return 0
+    if any(spec.min_replicas is not None for spec in job.spec.replica_specs.values()):
+        return max(1, sum(map(_fewest, roles.values())))
     total = sum(spec.replicas for spec in roles.values())
     worker = roles.get("worker") or next(iter(roles.values()))
     fewest, is_range, _ = options(worker.template).get("nnodes", "").partition(":")

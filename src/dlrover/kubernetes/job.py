@@ -14,6 +14,7 @@ from dlrover.kubernetes.types import ElasticJob
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.jobdir import BrainSide
 from dlrover.spec.plan import Group
+from dlrover.spec.roles import SERVER
 from dlrover.spec.rules import Rule
 
 VARIABLE = "DLROVER_KUBERNETES_JOB"
@@ -54,7 +55,7 @@ def job_spec(job: ElasticJob, limits: Limits, rules: tuple[Rule, ...] = ()) -> J
     """What the master is to know of a job.
 
     The options of ``dlrover-run`` that are the master's to follow are found in the workers' command:
-    ``--nnodes`` (its minimum, where no role has ``minReplicas``), ``--max-restarts`` (before
+    ``--nnodes`` (its minimum, where no role has ``minReplicas``; it is not for servers), ``--max-restarts`` (before
     ``restartCount``), ``--node-unit``, ``--auto-scale``, ``--network-check`` and ``--exclude-straggler``.
     """
     specs = job.spec.replica_specs
@@ -63,17 +64,26 @@ def job_spec(job: ElasticJob, limits: Limits, rules: tuple[Rule, ...] = ()) -> J
         raise ConfigurationError(
             f"ElasticJob {job.name}: spec.replicaSpecs has no {', '.join(nodes.ROLES)}; it needs one."
         )
-    total = len(nodes.slots(job))
+    servers = specs[SERVER].replicas if SERVER in specs else 0
+    total = len(nodes.slots(job)) - servers
+    if servers and not total:
+        raise ConfigurationError(
+            f"ElasticJob {job.name}: spec.replicaSpecs has no pod but {servers} of {SERVER}; servers need a "
+            "worker or a chief, with replicas of 1 or more."
+        )
     worker = specs.get("worker", specs[roles[0]])
     flags = commands.options(worker.template)
     stragglers = "exclude-straggler" in flags
     return JobSpec(
         name=job.name,
-        min_nodes=commands.fewest_nodes(job),
+        min_nodes=commands.fewest_nodes(job) - commands.fewest_servers(job),
         max_nodes=total,
         managed_nodes=total,
         auto_scale=_auto_scale(job, flags),
         other_nodes=total - (specs["worker"].replicas if "worker" in specs else 0),
+        servers=servers,
+        min_servers=commands.fewest_servers(job),
+        max_servers=servers,
         node_unit=commands.number(flags.get("node-unit", ""), 1),
         max_restarts=commands.number(flags.get("max-restarts", ""), worker.restart_count),
         node_check=stragglers or "network-check" in flags,
@@ -103,10 +113,10 @@ def brain_side(job: ElasticJob, given: BrainSide) -> BrainSide:
 
 
 def _auto_scale(job: ElasticJob, flags: Mapping[str, str]) -> bool:
-    """Whether the number of workers is to be found; other roles would have to follow it."""
+    """Whether the number of workers is to be found; a chief or an evaluator would have to follow it."""
     specs = job.spec.replica_specs
     alone = not any(
-        specs[role].replicas for role in specs if role in nodes.ROLES and role != "worker"
+        specs[role].replicas for role in specs if role in nodes.ROLES and role not in nodes.SCALED
     )
     asked = "auto-scale" in flags or ("worker" in specs and specs["worker"].auto_scale)
     return asked and alone and job.spec.optimize_mode in ("single-job", "cluster")

@@ -11,12 +11,14 @@ import msgspec
 
 from dlrover.kubernetes import names, objects, podgroups, pods, resources, tls
 from dlrover.kubernetes.types import ElasticJob, ReplicaSpec
+from dlrover.spec.roles import SERVER, WORKER, index_in_role, is_server
 
 Manifest = dict[str, Any]
 
-WORKER = "worker"
-ROLES = ("chief", "ps", "evaluator", WORKER)
-"""The roles whose pods are nodes, in the order of their ranks; last the one whose number may change."""
+ROLES = ("chief", "evaluator", WORKER, SERVER)
+"""The roles whose pods are nodes, in the order of their ranks."""
+SCALED = (WORKER, SERVER)
+"""Those whose number may change."""
 NODE_LABEL = f"{names.GROUP}/node-id"
 """The id of the node that a pod is; no two pods of a job have the same."""
 RANK_LABEL = f"{names.GROUP}/node-rank"
@@ -52,11 +54,11 @@ def slots(job: ElasticJob) -> list[Slot]:
     ]
 
 
-def resized(job: ElasticJob, workers: int) -> ElasticJob:
-    """The job with another number of workers' pods."""
+def resized(job: ElasticJob, role: str, replicas: int) -> ElasticJob:
+    """The job with another number of a role's pods."""
     specs = dict(job.spec.replica_specs)
-    if WORKER in specs:
-        specs[WORKER] = msgspec.structs.replace(specs[WORKER], replicas=workers)
+    if role in specs:
+        specs[role] = msgspec.structs.replace(specs[role], replicas=replicas)
     spec = msgspec.structs.replace(job.spec, replica_specs=specs)
     return msgspec.structs.replace(job, spec=spec)
 
@@ -110,7 +112,9 @@ def pod(job: ElasticJob, launch: Launch, master: str) -> Manifest:
 
 
 def _slot(job: ElasticJob, launch: Launch) -> Slot:
-    others = [slot for slot in slots(job) if slot.role != WORKER]
+    if is_server(launch.node_rank):
+        return Slot(SERVER, index_in_role(launch.node_rank))
+    others = [slot for slot in slots(job) if slot.role not in SCALED]
     number = launch.node_rank - len(others)
     return others[launch.node_rank] if number < 0 else Slot(WORKER, number)
 
@@ -153,7 +157,7 @@ def _own_variables(job: ElasticJob, launch: Launch, slot: Slot, master: str) -> 
         "NODE_TYPE": slot.role,
         "NODE_ID": str(launch.node_id),
         "NODE_NUM": str(len(slots(job))),
-        "NODE_RANK": str(launch.node_rank),
+        "NODE_RANK": str(index_in_role(launch.node_rank)),
     }
     fields = {
         "DLROVER_NODE_NAME": "spec.nodeName",

@@ -85,7 +85,7 @@ def role_rules(job: str) -> list[Manifest]:
     """What a master may do in its namespace: its own job, pods, plans for jobs and events."""
     return [
         _rule("", ["pods"], ["get", "list", "watch", "create", "delete"]),
-        _rule(names.GROUP, ["elasticjobs"], ["get", "list", "watch"], job),
+        _rule(names.GROUP, ["elasticjobs"], ["get", "list", "watch", "patch"], job),
         _rule(names.GROUP, ["elasticjobs/status", "elasticjobs/scale"], ["patch"], job),
         _rule(names.GROUP, ["scaleplans"], ["list", "watch", "create"]),
         _rule(names.GROUP, ["scaleplans/status"], ["patch"]),
@@ -97,7 +97,7 @@ def operator_rules() -> list[Manifest]:
     """What the operator may do where it works. It has all that it gives to masters, as it has to."""
     rbac = "rbac.authorization.k8s.io"
     return [
-        _rule(names.GROUP, ["elasticjobs"], ["get", "list", "watch", "delete"]),
+        _rule(names.GROUP, ["elasticjobs"], ["get", "list", "watch", "patch", "delete"]),
         _rule(names.GROUP, ["elasticjobs/status", "elasticjobs/scale"], ["patch"]),
         _rule(names.GROUP, ["scaleplans"], ["list", "watch", "create"]),
         _rule(names.GROUP, ["scaleplans/status"], ["patch"]),

@@ -136,9 +136,9 @@ class KubernetesPlatform:
         """Have the job scaled as its manifest and its plans say."""
         self._go_on(scaler.run())
 
-    def resize(self, workers: int) -> None:
-        """Pods that are made from now on belong to a job of so many workers."""
-        self._job = nodes.resized(self._job, workers)
+    def resize(self, role: str, replicas: int) -> None:
+        """Pods that are made from now on belong to a job with so many of a role."""
+        self._job = nodes.resized(self._job, role, replicas)
 
     @property
     def scaled_by(self) -> str:

@@ -12,9 +12,10 @@ from dlrover.kubernetes import names
 from dlrover.kubernetes.client import ApiError, Client, Resource
 from dlrover.kubernetes.decisions import status_of
 from dlrover.kubernetes.informer import Informer
-from dlrover.kubernetes.nodes import WORKER
+from dlrover.kubernetes.nodes import SCALED
 from dlrover.kubernetes.types import ElasticJob, ScalePlanSpec
 from dlrover.kubernetes.workqueue import WorkQueue
+from dlrover.spec.roles import WORKER
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +35,15 @@ RETRY = 30.0
 # ---- what a plan asks for
 
 
-def wanted(spec: ScalePlanSpec, job: ElasticJob, now: int) -> int:
-    """The number of workers' pods that a plan asks for, where there are to be ``now``.
+def wanted(spec: ScalePlanSpec, job: ElasticJob, now: Mapping[str, int]) -> dict[str, int]:
+    """The numbers of pods that a plan asks for, of each role that it is about.
+
+    ``now`` are the numbers that there are to be without it.
 
     Raises:
         ConfigurationError: it asks for what is not possible.
     """
-    found = now
+    found: dict[str, int] = {}
     for role, replica in spec.replica_resource_specs.items():
         field = f"spec.replicaResourceSpecs.{role}.replicas"
         given = job.spec.replica_specs.get(role.lower())
@@ -49,35 +52,48 @@ def wanted(spec: ScalePlanSpec, job: ElasticJob, now: int) -> int:
             raise ConfigurationError(f"{field}: the job has no role {role}; it has {has}.")
         if replica.replicas is None:
             continue
-        if role.lower() == WORKER:
-            found = replica.replicas
+        if role.lower() in SCALED:
+            found[role.lower()] = replica.replicas
         elif replica.replicas != given.replicas:
             raise ConfigurationError(
                 f"{field} is {replica.replicas}: accepted is {given.replicas}, the number that the job "
-                f"has; only {WORKER} changes while a job runs."
+                f"has; only {' and '.join(SCALED)} change while a job runs."
             )
-    for field, pods in (("createPods", spec.create_pods), ("removePods", spec.remove_pods)):
-        other = next((pod.type for pod in pods if pod.type.lower() not in ("", WORKER)), "")
-        if other:
-            raise ConfigurationError(
-                f"spec.{field} has a pod of type {other}: accepted is {WORKER}, the only role that changes "
-                "while a job runs."
-            )
-    return _bounded(found + len(spec.create_pods) - len(spec.remove_pods), job)
+    for field, pods, sign in (
+        ("createPods", spec.create_pods, 1),
+        ("removePods", spec.remove_pods, -1),
+    ):
+        for pod in pods:
+            role = pod.type.lower() or WORKER
+            if role not in SCALED:
+                raise ConfigurationError(
+                    f"spec.{field} has a pod of type {pod.type}: accepted are {' and '.join(SCALED)}, the "
+                    "roles that change while a job runs."
+                )
+            found[role] = found.get(role, now.get(role, 0)) + sign
+    found = found or {WORKER: now.get(WORKER, 0)}
+    return {role: _bounded(role, number, job) for role, number in found.items()}
 
 
-def _bounded(number: int, job: ElasticJob) -> int:
+def _bounded(role: str, number: int, job: ElasticJob) -> int:
     """The number, if the job's manifest takes it."""
-    worker = job.spec.replica_specs.get(WORKER)
-    if worker is None:
-        raise ConfigurationError(f"The job has no role {WORKER}, the only one that can be scaled.")
-    least = worker.min_replicas or 1
+    given = job.spec.replica_specs.get(role)
+    if given is None:
+        raise ConfigurationError(
+            f"The job has no role {role}; of its roles {' and '.join(SCALED)} can be scaled."
+        )
+    least = given.min_replicas or 1
     if number < least:
         raise ConfigurationError(
-            f"The plan asks for {number} workers: accepted are at least {least} "
-            f"({'minReplicas' if worker.min_replicas else 'spec.suspend stops a job'})."
+            f"The plan asks for {counted(role, number)}: accepted are at least {least} "
+            f"({'minReplicas' if given.min_replicas else 'spec.suspend stops a job'})."
         )
     return number
+
+
+def counted(role: str, number: int) -> str:
+    """``2 workers``, ``1 server``: as plans tell of them."""
+    return f"{number} {'worker' if role == WORKER else 'server'}{'' if number == 1 else 's'}"
 
 
 def notes(spec: Mapping[str, Any]) -> list[str]:
@@ -102,7 +118,7 @@ def _notes(spec: Mapping[str, Any]) -> Iterator[str]:
     if spec.get("migratePods"):
         yield _no_effect("migratePods", "A pod that is deleted is replaced.")
     if spec.get("psHosts"):
-        yield _no_effect("psHosts", "Only the number of workers changes while a job runs.")
+        yield _no_effect("psHosts", "A worker finds the servers by the ranks of its world.")
 
 
 def _no_effect(field: str, instead: str) -> str:

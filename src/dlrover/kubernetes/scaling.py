@@ -1,8 +1,8 @@
 """The master's part of scaling: it follows the replicas of its ElasticJob, and carries out its ScalePlans.
 
-A user's number is in the manifest (``spec.replicaSpecs.worker.replicas``), where a ScalePlan of a user is
-written, too: a master that starts without a journal reads it there. A plan that is not a user's leaves the
-manifest as it is.
+A user's number is in the manifest (``spec.replicaSpecs.ROLE.replicas``, for workers and for servers), where a
+ScalePlan of a user is written, too: a master that starts without a journal reads it there. A plan that is not a
+user's leaves the manifest as it is.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from dlrover.kubernetes.job import ELASTIC_JOBS
 from dlrover.kubernetes.scaleplans import FAILED, FINAL, SCALE_PLANS, SCALING, SUCCEEDED
 from dlrover.kubernetes.types import ElasticJob, ScalePlan
 from dlrover.platform.base import AskScale, JobSize
+from dlrover.spec.roles import SERVER, WORKER
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ POLL = 1.0
 PLAN_TIMEOUT = 600.0
 """Seconds that a plan gets until the job has the nodes that it asks for."""
 _COMPONENT = "dlrover-master"
+_FIELDS = {WORKER: "replicas", SERVER: "servers"}
+"""Where the status of a plan has its number of a role."""
 
 
 class Scaler:
@@ -44,30 +47,31 @@ class Scaler:
         self,
         client: Client,
         job: ElasticJob,
-        size: Callable[[], JobSize],
+        size: Callable[[str], JobSize],
         ask: AskScale,
-        resize: Callable[[int], None],
+        resize: Callable[[str, int], None],
     ) -> None:
         """Make it; `run` begins.
 
         Args:
             client: For the API server.
             job: As the master began with it.
-            size: How many nodes the job is to have now.
+            size: How many nodes of a role the job is to have now.
             ask: For another number.
-            resize: Called with each new number, before the nodes are made.
+            resize: Called with a role and its number, before the nodes are made.
         """
         self._client, self._job = client, job
         self._size, self._ask, self._resize = size, ask, resize
         self._changed = asyncio.Event()
-        # the number in the manifest that was last looked at
-        self._seen = 0
-        self._plans_seen = 0
+        self._roles = [role for role in nodes.SCALED if role in job.spec.replica_specs]
+        # by role: the number in the manifest that was last looked at, and plans that are recorded
+        self._seen: dict[str, int] = {}
+        self._plans_seen: dict[str, int] = {}
         # by uid: what was said of a plan, and the names of those of which it is not written yet
         self._said: dict[str, Manifest] = {}
         self._unwritten: dict[str, str] = {}
-        # a number that is not in the manifest yet
-        self._to_keep: int | None = None
+        # numbers that are not in the manifest yet, by role
+        self._to_keep: dict[str, int] = {}
         self._manifests = Informer(
             client,
             ELASTIC_JOBS,
@@ -100,37 +104,39 @@ class Scaler:
 
     def _begin(self) -> None:
         """Go on where the last master was, which may have left a journal or not."""
-        size = self._size()
-        self._seen, self._plans_seen = size.asked, size.plans
-        self._resize(size.wanted)
-        if size.wanted > size.asked and not size.plans:
-            # Pods that were leaving when a journal was lost are not wanted.
-            self._seen = -1
+        for role in self._roles:
+            size = self._size(role)
+            self._seen[role], self._plans_seen[role] = size.asked, size.plans
+            self._resize(role, size.wanted)
+            if size.wanted > size.asked and not size.plans:
+                # Pods that were leaving when a journal was lost are not wanted.
+                self._seen[role] = -1
 
     async def _look(self) -> None:
         try:
             for uid, name in list(self._unwritten.items()):
                 await self._write(uid, name)
             await self._keep()
-            await self._follow_manifest()
-            await self._record_plan()
+            for role in self._roles:
+                await self._follow_manifest(role)
+                await self._record_plan(role)
             await self._carry_out_plans()
         except InfrastructureError as error:
             logger.info("Scaling goes on later: %s", error)
 
     # ---- the manifest
 
-    async def _follow_manifest(self) -> None:
+    async def _follow_manifest(self, role: str) -> None:
         job = self._current()
-        worker = job.spec.replica_specs.get(nodes.WORKER) if job is not None else None
-        if worker is None or worker.replicas == self._seen:
+        spec = job.spec.replica_specs.get(role) if job is not None else None
+        if spec is None or spec.replicas == self._seen[role]:
             return
-        number, size = worker.replicas, self._size()
-        self._seen = number
+        number, size = spec.replicas, self._size(role)
+        self._seen[role] = number
         if number == size.asked and (size.plans or number == size.wanted):
             return  # a plan wrote it
-        reason = f"spec.replicaSpecs.worker.replicas is {number}"
-        sentence, refused = self._scale(number, reason, "user")
+        reason = f"spec.replicaSpecs.{role}.replicas is {number}"
+        sentence, refused = self._scale(role, number, reason, "user")
         if refused:
             sentence = f"{reason}, and the job goes on as it is. {sentence}"
         await self._event("ScaleRefused" if refused else "Scaled", sentence, warning=refused)
@@ -146,35 +152,46 @@ class Scaler:
         except ConfigurationError:
             return None  # the operator says so
 
-    def _scale(self, number: int, reason: str, source: Literal["user", "plan"]) -> tuple[str, bool]:
-        """Ask for a number of workers; what follows, and whether that is a refusal."""
-        reply = self._ask(number, reason, source)
-        self._resize(self._size().wanted)
+    def _scale(
+        self, role: str, number: int, reason: str, source: Literal["user", "plan"]
+    ) -> tuple[str, bool]:
+        """Ask for a number of a role's nodes; what follows, and whether that is a refusal."""
+        reply = self._ask(number, reason, source, role)
+        self._resize(role, self._size(role).wanted)
         return reply.sentence, reply.refused
 
     async def _keep(self) -> None:
-        """Write the number of a user's plan into the manifest."""
-        number, job = self._to_keep, self._job
-        if number is None:
-            return
-        patch = {"spec": {"replicas": number}}
-        try:
+        """Write the numbers of a user's plan into the manifest."""
+        for role, number in list(self._to_keep.items()):
+            try:
+                await self._write_replicas(role, number)
+            except ApiError as error:
+                if error.passing:
+                    raise
+                why = f"The manifest keeps its number of role {role}: {error.message.rstrip('.')}."
+                await self._event("ScaleRefused", why, warning=True)
+            del self._to_keep[role]
+
+    async def _write_replicas(self, role: str, number: int) -> None:
+        job = self._job
+        if role == WORKER:
+            patch: Manifest = {"spec": {"replicas": number}}
             await self._client.patch(ELASTIC_JOBS, job.namespace, job.name, patch, "scale")
-        except ApiError as error:
-            if error.passing:
-                raise
-            why = f"The manifest keeps its number of workers: {error.message.rstrip('.')}."
-            await self._event("ScaleRefused", why, warning=True)
-        self._to_keep = None
+            return
+        manifest = self._manifests.cache.get(f"{job.namespace}/{job.name}") or {"spec": {}}
+        given = manifest["spec"].get("replicaSpecs") or {}
+        written = next((name for name in given if name.lower() == role), role)  # it may be PS
+        patch = {"spec": {"replicaSpecs": {written: {"replicas": number}}}}
+        await self._client.patch(ELASTIC_JOBS, job.namespace, job.name, patch)
 
     # ---- plans that were made here
 
-    async def _record_plan(self) -> None:
+    async def _record_plan(self, role: str) -> None:
         """Keep a plan of the master's own where users look for it; it is carried out like any other."""
-        size, job = self._size(), self._job
-        if size.plans == self._plans_seen:
+        size, job = self._size(role), self._job
+        if size.plans == self._plans_seen[role]:
             return
-        self._resize(size.wanted)
+        self._resize(role, size.wanted)
         made = {
             "metadata": {
                 "generateName": f"{job.name}-plan-",
@@ -185,10 +202,10 @@ class Scaler:
             "spec": {
                 "ownerJob": job.name,
                 "reason": size.reason[: scaleplans.REASON_LIMIT],
-                "replicaResourceSpecs": {nodes.WORKER: {"replicas": size.wanted}},
+                "replicaResourceSpecs": {role: {"replicas": size.wanted}},
             },
         }
-        self._plans_seen = size.plans
+        self._plans_seen[role] = size.plans
         await self._client.create(SCALE_PLANS, made)
 
     # ---- plans
@@ -218,40 +235,50 @@ class Scaler:
         name = plan["metadata"]["name"]
         try:
             spec = msgspec.convert({**plan, "status": {}}, ScalePlan).spec
-            number = scaleplans.wanted(spec, job, self._size().wanted)
+            now = {role: self._size(role).wanted for role in self._roles}
+            wanted = scaleplans.wanted(spec, job, now)
         except (ConfigurationError, msgspec.ValidationError) as error:
             await self._finish(plan, FAILED, str(error))
             return
         auto = (plan["metadata"].get("labels") or {}).get(scaleplans.TYPE_LABEL) == "auto"
         why = f"ScalePlan {name} ({spec.reason})" if spec.reason else f"ScalePlan {name}"
-        plans = self._size().plans
-        sentence, refused = self._scale(number, why, "plan" if auto else "user")
-        if refused:
-            await self._finish(plan, FAILED, sentence)
-            return
-        self._plans_seen += self._size().plans - plans  # this object is its record
-        if not auto:
-            self._to_keep = number
-        about = f"{spec.reason.rstrip('.')}. {sentence}" if spec.reason else sentence
-        await self._say(plan, SCALING, about, replicas=self._size().wanted)
-        await self._event("Scaling", f"ScalePlan {name}: {sentence}")
+        told: list[str] = []
+        for role, number in wanted.items():
+            plans = self._size(role).plans
+            sentence, refused = self._scale(role, number, why, "plan" if auto else "user")
+            if refused:
+                await self._finish(plan, FAILED, " ".join([*told, sentence]))
+                return
+            told.append(sentence)
+            self._plans_seen[role] += self._size(role).plans - plans  # this object is its record
+            if not auto:
+                self._to_keep[role] = number
+        sentences = " ".join(told)
+        about = f"{spec.reason.rstrip('.')}. {sentences}" if spec.reason else sentences
+        numbers = {_FIELDS[role]: self._size(role).wanted for role in wanted}
+        await self._say(plan, SCALING, about, **numbers)
+        await self._event("Scaling", f"ScalePlan {name}: {sentences}")
         for note in scaleplans.notes(plan["spec"]):
             await self._event("NoEffect", f"ScalePlan {name}: {note}")
         await self._keep()
 
     async def _see_whether_done(self, plan: Manifest) -> None:
-        status, size = self._status_of(plan), self._size()
+        status = self._status_of(plan)
+        roles = [role for role in self._roles if status.get(_FIELDS[role]) is not None]
+        sizes = {role: self._size(role) for role in roles or [WORKER]}
+        size = next(iter(sizes.values()))
+        has = " and ".join(scaleplans.counted(role, size.wanted) for role, size in sizes.items())
         began = times.read(status.get("createTime") or "") or 0.0
         reason = plan["spec"].get("reason") or ""
         why = f"{reason.rstrip('.')}. " if reason else ""
-        if status.get("replicas") != size.wanted:
-            message = f"{why}The job is to have {size.wanted} workers now: somebody asked for that."
+        if any(status.get(_FIELDS[role]) != size.wanted for role, size in sizes.items()):
+            message = f"{why}The job is to have {has} now: somebody asked for that."
             await self._finish(plan, FAILED, message)
         elif size.complete:
-            await self._finish(plan, SUCCEEDED, f"{why}The job has {size.wanted} workers.")
+            await self._finish(plan, SUCCEEDED, f"{why}The job has {has}.")
         elif time.time() - began > PLAN_TIMEOUT:
             message = (
-                f"{why}The job does not have {size.wanted} workers after {PLAN_TIMEOUT:.0f} s; they stay "
+                f"{why}The job does not have {has} after {PLAN_TIMEOUT:.0f} s; they stay "
                 f"wanted: {size.waits_for.rstrip('.') or 'nothing says why'}."
             )
             await self._finish(plan, FAILED, message)

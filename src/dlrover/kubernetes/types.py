@@ -329,18 +329,19 @@ class PlannedPod(_Base, frozen=True):
 
 
 class ScalePlanSpec(_Base, frozen=True):
-    """A change of the number of a running job's workers."""
+    """A change of the number of a running job's workers, or of its servers (role ps)."""
 
     owner_job: Annotated[str, Meta(min_length=1, description="Name of the ElasticJob.")]
     replica_resource_specs: Annotated[
         dict[str, ScaleReplica], Meta(description="Wanted pods by role.")
     ] = {}
     create_pods: Annotated[
-        list[PlannedPod], Meta(description="So many workers' pods more; the master names them.")
+        list[PlannedPod],
+        Meta(description="So many pods more of their types; the master names them."),
     ] = []
     remove_pods: Annotated[
         list[PlannedPod],
-        Meta(description="So many workers' pods less; those of the highest ranks leave."),
+        Meta(description="So many pods less of their types; those of the highest ranks leave."),
     ] = []
     migrate_pods: Annotated[
         list[PlannedPod],
@@ -361,6 +362,7 @@ class ScalePlanStatus(_Base, frozen=True):
     replicas: Annotated[int, Meta(description="Workers that the job is to have by it.")] | None = (
         None
     )
+    servers: Annotated[int, Meta(description="Pods of ps that it is to have by it.")] | None = None
     create_time: Annotated[str, Meta(description="When the job's master took it up.")] = ""
     finish_time: Annotated[str, Meta(description="When it had succeeded or failed.")] = ""
 

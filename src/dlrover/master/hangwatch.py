@@ -209,7 +209,9 @@ class HangWatch:
             living = [worker for worker in workers if not worker.ended]
             if living:
                 longest = max(living, key=lambda worker: worker.since)
-                found[node_id] = f"{Activity(longest.doing).name.lower()} {longest.since:.0f} s"
+                serves = self._machine.is_server(node_id)
+                doing = "serve" if serves else Activity(longest.doing).name.lower()
+                found[node_id] = f"{doing} {longest.since:.0f} s"
         return found
 
     def slow(self) -> tuple[str, ...]:

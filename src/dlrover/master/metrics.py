@@ -73,7 +73,7 @@ def metrics(master: Master) -> Iterator[Metric]:
         nodes.add_metric([status.value], count[status])
     yield nodes
     yield GaugeMetricFamily(
-        "dlrover_job_world_size", "Workers of the last completed round.", machine.world_size
+        "dlrover_job_world_size", "Workers of the last completed round.", machine.workers
     )
     yield CounterMetricFamily(
         "dlrover_job_rounds",

@@ -16,7 +16,7 @@ from dlrover.spec.check import CheckOrder, CheckReport
 from dlrover.spec.events import Event
 from dlrover.spec.failure import Failure
 from dlrover.spec.outcome import Outcome
-from dlrover.spec.roles import WORKER
+from dlrover.spec.roles import WORKER, Size
 from dlrover.spec.stacks import Group, WorkerEvidence
 from dlrover.spec.usage import NodeUsage
 from dlrover.spec.world import Holding, Offer, World
@@ -172,6 +172,11 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """A sentence for each slow rank."""
     servers: int = 0
     """How many of the world's processes are servers."""
+
+    def processes(self) -> str:
+        """The world's processes in words: ``4 workers``, ``4 workers and 2 servers``."""
+        workers = Size(self.world_size - self.servers, self.servers)
+        return workers.sentence_part() if self.servers else f"{self.world_size} workers"
 
 
 class StacksRequest(msgspec.Struct, frozen=True):

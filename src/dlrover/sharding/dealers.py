@@ -117,9 +117,10 @@ def connect() -> Dealer:
 
 
 def world() -> tuple[int, int]:
-    """This process's rank, and the number of ranks."""
+    """This process's rank, and the number of ranks; parameter servers, which read no data, do not count."""
     env = config.environ()
-    return int(env.get("RANK") or 0), int(env.get("WORLD_SIZE") or 1)
+    size = env.get("ROLE_WORLD_SIZE") or env.get("WORLD_SIZE") or 1
+    return int(env.get("ROLE_RANK") or env.get("RANK") or 0), int(size)
 
 
 def _connected(address: str) -> socket.socket:

@@ -27,6 +27,7 @@ from dlrover.master.machine.state import (
     loss_of,
     released,
 )
+from dlrover.master.machine.waiting import too_few
 from dlrover.spec import events
 from dlrover.spec.failure import Action, Origin, Verdict
 from dlrover.spec.node import NodeStatus
@@ -212,6 +213,11 @@ class JobMachine(JobAuto):
             return
         failure, rdzv = event.failure, self.rendezvous
         current = failure.round == rdzv.round and not rdzv.collecting
+        if current and self.is_server(failure.node_id) and self._is_about_to_end():
+            # It may have failed because a worker left that has finished; one that needs it will fail, too.
+            verdict = diagnosis.diagnose(failure, self.job.diagnosis_rules)
+            self._emit(events.WorkerFailed(failure, verdict))
+            return
         incident = self._begin_incident(now) if current else self.incident
         if incident is None or incident.round != failure.round or failure.id in incident.seen:
             return
@@ -285,12 +291,7 @@ class JobMachine(JobAuto):
         if self._checking(now) or self._has_ended():
             return
         if rdzv.expired(now):
-            self._end(
-                ExitCode.INFRASTRUCTURE,
-                f"only {rdzv.joined_of_least()} joined round {rdzv.round} within "
-                f"{self.job.limits.join_timeout:g} s (join_timeout).",
-                now,
-            )
+            self._end(ExitCode.INFRASTRUCTURE, too_few(self), now)
         elif rdzv.ready(now):
             self._complete_round(now)
         elif not rdzv.collecting and rdzv.members and self._all_succeeded():

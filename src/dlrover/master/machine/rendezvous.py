@@ -156,12 +156,6 @@ class Rendezvous:
         """Whether so many nodes are more than a world may have."""
         return size.workers > self.most.workers or size.servers > self.most.servers
 
-    def joined_of_least(self) -> str:
-        """How many nodes have joined, and how many would be enough, in words."""
-        if not self.most.servers:
-            return f"{len(self.offers)} of at least {self.least.workers} nodes"
-        return f"{self.joined.sentence_part()} of at least {self.least.sentence_part()}"
-
     def quiet_until(self) -> float:
         """When a round that has its minimum completes even though awaited nodes are missing."""
         quiet = self.job.limits.last_call_timeout

@@ -42,18 +42,33 @@ def waiting_for(machine: JobMachine, now: float) -> str:
         rest = len(missing) - NODES_NAMED
         more = f" and {rest} more" if rest > 0 else ""
         return f"waiting for {named}{more}: {waited}; {joined} joined"
-    return f"{_joining(rdzv)}: {waited}"
+    return _joining(rdzv, waited)
 
 
-def _joining(rdzv: Rendezvous) -> str:
-    joined = rdzv.joined
-    enough = rdzv.usable(joined).nodes > 0
+def too_few(machine: JobMachine) -> str:
+    """Why a round has failed that did not get its nodes in time."""
+    rdzv, limit = machine.rendezvous, machine.job.limits.join_timeout
     if rdzv.most.servers:
-        wanted = rdzv.most if enough else rdzv.least
-        return f"waiting for {wanted.sentence_part()}, {joined.sentence_part()} joined"
+        there, least = rdzv.joined.sentence_part(), rdzv.least.sentence_part()
+        return (
+            f"only {there} of at least {least} joined round {rdzv.round} within {limit:g} s "
+            "(join_timeout)."
+        )
+    return (
+        f"only {len(rdzv.offers)} of at least {rdzv.least.nodes} nodes joined round {rdzv.round} within "
+        f"{limit:g} s (join_timeout)."
+    )
+
+
+def _joining(rdzv: Rendezvous, waited: str) -> str:
+    joined, least, most = rdzv.joined, rdzv.least, rdzv.most
+    enough = rdzv.usable(joined).nodes > 0
+    if most.servers:
+        wanted = most if enough else least
+        return f"waiting for {wanted.sentence_part()}; {joined.sentence_part()} joined: {waited}"
     if not enough:
-        return f"waiting for {rdzv.least.nodes} nodes, {joined.nodes} joined"
-    return f"{joined.nodes} of at most {rdzv.most.nodes} nodes joined; waiting for more"
+        return f"waiting for {least.nodes} nodes, {joined.nodes} joined: {waited}"
+    return f"{joined.nodes} of at most {most.nodes} nodes joined; waiting for more: {waited}"
 
 
 def _checking(run: CheckRun, machine: JobMachine, now: float) -> str:

@@ -1,0 +1,78 @@
+"""What servers report of themselves: they make no steps, and nobody is to wait for one."""
+
+from __future__ import annotations
+
+import asyncio
+
+from dlrover.master.autoscale import AutoScaler
+from dlrover.master.hangwatch import HangWatch
+from dlrover.master.machine import inputs
+from dlrover.master.service import status_of
+from dlrover.rpc import messages
+from dlrover.spec.activities import Activity
+from dlrover.spec.activity import WorkerActivity
+from dlrover.spec.job import Limits
+from dlrover.testing.drivers import JobDriver
+
+
+def driver(**limits: object) -> JobDriver:
+    """A job whose node 0 has two workers; node 1 is a server."""
+    made = JobDriver(
+        1, 2, managed_nodes=1, auto_scale=True, servers=1, min_servers=1, max_servers=1,
+        limits=Limits(**limits),
+    )  # fmt: skip
+    for node in range(2):
+        made.give(inputs.NodePlaced(node, f"process {node}"))
+        made.connect(node, claims=node)
+    made.join(0, 1, at=10.0)
+    assert made.machine.workers == 2
+    return made
+
+
+def activity(steps: int, doing: Activity, since: float) -> WorkerActivity:
+    seconds = [0.0] * len(Activity)
+    seconds[Activity.STEP] = 0.5 * steps
+    seconds[doing] += since
+    return WorkerActivity(steps, doing, since, tuple(seconds))
+
+
+def beat(steps: int, doing: Activity, since: float, count: int = 2) -> messages.Heartbeat:
+    return messages.Heartbeat(1, steps, (activity(steps, doing, since),) * count)
+
+
+def test_a_server_that_starts_for_ever_hides_no_hang_of_the_workers() -> None:
+    machine = driver(hang_sample_gap=0.02).machine
+    asked: list[int] = []
+
+    async def story() -> None:
+        watch = HangWatch(machine, lambda node, _message: asked.append(node), lambda _event: None)
+        watch.heard(1, beat(0, Activity.START, 20.0, 1), 30.0)
+        watch.heard(0, beat(5, Activity.STEP, 1000.0), 30.0)
+        assert watch.doing() == {0: "step 1000 s", 1: "serve 20 s"}
+        running = asyncio.create_task(watch.run(lambda: 31.0))
+        while not asked:
+            await asyncio.sleep(0.01)
+        running.cancel()
+
+    asyncio.run(asyncio.wait_for(story(), 10.0))
+    assert asked == [0, 1], "all are looked at"
+
+
+def test_only_workers_are_measured() -> None:
+    machine = driver(autoscale_window=5.0).machine
+    made: list[inputs.Input] = []
+    scaler = AutoScaler(machine, made.append)
+    for seconds in (0, 10):
+        scaler.heard(0, beat(10 + 2 * seconds, Activity.STEP, 0.0), 20.0 + seconds)
+        scaler.heard(1, beat(100 + 9 * seconds, Activity.STEP, 0.0, 1), 20.0 + seconds)
+    scaler.measure(30.0)
+    (measured,) = made
+    assert isinstance(measured, inputs.SpeedMeasured)
+    sample = measured.sample
+    assert (sample.nodes, sample.replicas, sample.steps) == (1, 2, 20)
+
+
+def test_the_status_tells_roles_apart() -> None:
+    status = status_of(driver().machine, 11.0, {})
+    assert [node.role for node in status.nodes] == ["worker", "ps"]
+    assert status.processes() == "2 workers and 2 servers"
