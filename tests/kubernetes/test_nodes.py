@@ -110,6 +110,15 @@ def test_memory_grows_where_it_is_asked_for(asked: str | int, factor: float, wan
     assert grown == {"requests": {"memory": wanted, "cpu": 1}, "limits": {"cpu": 2}}
 
 
+@pytest.mark.parametrize(("asked", "wanted"), [(1, "1500m"), ("500m", "750m"), ("0.1", "150m")])
+def test_cores_grow_where_they_are_asked_for(asked: str | int, wanted: str) -> None:
+    resources = {"requests": {"memory": "1Gi", "cpu": asked}, "limits": {"memory": "2Gi"}}
+    main = {"name": "main", "image": "i", "command": COMMAND, "resources": resources}
+    pod = nodes.pod(elastic_job(templated([main])), Launch(0, 0, cpu_factor=1.5), "m:1")
+    grown = pod["spec"]["containers"][0]["resources"]
+    assert grown == {"requests": {"memory": "1Gi", "cpu": wanted}, "limits": {"memory": "2Gi"}}
+
+
 def test_hosts_are_avoided_beside_what_the_template_asks() -> None:
     zone = {"key": "zone", "operator": "In", "values": ["a"]}
     terms = [{"matchExpressions": [zone]}, {"matchFields": []}]

@@ -47,9 +47,10 @@ class Kernel:
         self._file(f"{group}/memory.stat")
 
     def _file(self, path: str) -> Path:
-        (self.root / path).parent.mkdir(parents=True, exist_ok=True)
-        (self.root / path).touch()
-        return self.root / path
+        file = self.root / path.lstrip("/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+        return file
 
     def groups(self) -> NodeGroups:
         return NodeGroups(self.proc, self.root)
@@ -119,9 +120,16 @@ def test_version_2_makes_groups_beside_one_that_cannot_be_divided(kernel):
     assert file.parent.parent == kernel.root / "slice"
 
 
+def test_version_2_goes_up_until_it_may_divide(kernel):
+    kernel.version2("", "cpuset cpu io memory pids")
+    occupied(kernel, "memory pids")
+    (file,) = kernel.groups().make(3, SIZE)
+    assert file.parent.parent == kernel.root
+
+
 def test_what_a_machine_does_not_allow_is_said(kernel):
     occupied(kernel, "pids")
-    with pytest.raises(ConfigurationError, match=r"slice/box cannot be divided: it needs the cont"):
+    with pytest.raises(ConfigurationError, match=r"slice/box cannot be divided, and none above it"):
         kernel.groups()
     kernel.proc.write_text("")
     with pytest.raises(ConfigurationError, match="has no control groups for memory and cpu"):

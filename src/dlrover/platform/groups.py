@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from dlrover._util import cgroup, procs
 from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.platform import enter
 from dlrover.spec.node import NodeSize
 
 CONTROLLERS = ("memory", "cpu")
@@ -73,17 +76,26 @@ class NodeGroups:
 
 
 def check() -> None:
-    """Make a group and remove it again.
+    """Make a group, let a process enter it, and remove it again.
 
     Raises:
         ConfigurationError: this machine does not allow it.
     """
     groups = NodeGroups()
     try:
-        groups.make(-1, NodeSize(memory=1 << 30, cpu=0.1))
+        files = groups.make(-1, NodeSize(memory=1 << 30, cpu=0.1))
+        tried = subprocess.run([*entering(files), "true"], check=False, capture_output=True)
     except InfrastructureError as error:
         raise ConfigurationError(str(error).replace("Node -1", "A node")) from error
-    groups.remove(-1)
+    finally:
+        groups.remove(-1)
+    if tried.returncode != 0:
+        raise ConfigurationError(f"The control group {files[0].parent} cannot be entered.")
+
+
+def entering(files: Iterable[Path]) -> list[str]:
+    """The words before a command that make it run in the groups that these files belong to."""
+    return [sys.executable, "-I", "-S", enter.__file__, *map(str, files), "--"]
 
 
 def _parents(proc: Path, root: Path) -> tuple[list[Path], list[Path]]:
@@ -104,21 +116,21 @@ def _delegated(own: Path, root: Path) -> Path:
     """Where version 2 of the interface lets this process make groups with limits.
 
     The children of a group that holds processes cannot have any, unless it is the machine's root: then they
-    are made beside it.
+    are made beside it, or else beside the next group above it that can have some.
     """
     controllers = own / "cgroup.subtree_control"
-    try:
+    with contextlib.suppress(OSError):
         if not _has(controllers):
             controllers.write_text(" ".join(f"+{name}" for name in CONTROLLERS))
-    except OSError:
-        beside = own.parent
-        if own != root and _has(beside / "cgroup.subtree_control") and os.access(beside, os.W_OK):
-            return beside
-        raise ConfigurationError(
-            f"The control group {own} cannot be divided: it needs the controllers "
-            f"{' and '.join(CONTROLLERS)}, delegated as `systemd-run --user --scope` does."
-        ) from None
-    return own
+        return own
+    above = own.parents[: len(own.relative_to(root).parts)]
+    for group in above:
+        if _has(group / "cgroup.subtree_control") and os.access(group, os.W_OK):
+            return group
+    raise ConfigurationError(
+        f"The control group {own} cannot be divided, and none above it: they hold processes, or lack the "
+        f"controllers {' and '.join(CONTROLLERS)}."
+    )
 
 
 def _has(subtree_control: Path) -> bool:

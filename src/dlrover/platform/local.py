@@ -15,9 +15,8 @@ from collections.abc import Mapping, Sequence
 from dlrover import config
 from dlrover._util import procs
 from dlrover.errors import InfrastructureError
-from dlrover.platform import enter
+from dlrover.platform import groups
 from dlrover.platform.base import Found, OnExit, Setup
-from dlrover.platform.groups import NodeGroups
 from dlrover.spec.node import NodeSize
 
 REMOVE_INTERVAL = 0.1
@@ -42,7 +41,7 @@ class LocalPlatform:
         size: NodeSize | None = None,
     ) -> None:
         self._size = size or NodeSize()
-        self._groups = NodeGroups() if size else None
+        self._groups = groups.NodeGroups() if size else None
         self._grouped: set[int] = set()  # nodes whose groups are there
         self._before = config.node_command(env)
         self._agent_command = list(agent_command)
@@ -142,7 +141,7 @@ class LocalPlatform:
             return []
         files = self._groups.make(node_id, size)
         self._grouped.add(node_id)
-        return [sys.executable, "-I", "-S", enter.__file__, *map(str, files), "--"]
+        return groups.entering(files)
 
     def _remove_group(self, node_id: int, until: float = 0.0) -> None:
         """Remove a node's group, once what runs in it has ended; later if it has not by ``until``."""
