@@ -162,9 +162,12 @@ async def test_a_job_hears_what_the_most_similar_job_has_measured(
         ):
             await client.report(jobs.register(name, features={**features, "batch": batch}))
             await client.report(jobs.samples(name, *map(jobs.shape, sizes)))
+        await client.report(jobs.register("servers", features=features, strategy="ps"))
+        sizes_with_servers = [jobs.shape(n, servers=1) for n in (1, 2)]
+        await client.report(jobs.samples("servers", *sizes_with_servers))
         await client.report(jobs.register("new", features=features))
         nobody = await client.similar("new")
-        for name in ("far", "near", "one"):
+        for name in ("far", "near", "one", "servers"):
             await client.report(jobs.end(name))
         found = await client.similar("new")
         await client.report(jobs.register("other", features={"model": "gpt", "user": "max"}))
