@@ -47,6 +47,8 @@ set -u
 mount --make-rprivate /
 mount -t proc proc /proc
 mount --bind {folder}/hosts /etc/hosts
+mkdir -p /var/log
+mount -t tmpfs logs /var/log
 umount /sys/fs/cgroup/unified 2>/dev/null
 ip link set lo up
 ip link add node type bridge
@@ -70,6 +72,8 @@ root = "{folder}/images"
 state = "{folder}/run"
 [grpc]
   address = "{folder}/containerd.sock"
+[plugins."io.containerd.internal.v1.opt"]
+  path = "{folder}/opt"
 [plugins."io.containerd.grpc.v1.cri"]
   sandbox_image = "localhost/pause:1"
   restrict_oom_score_adj = true
