@@ -68,11 +68,10 @@ def _folder() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def redis_running() -> Iterator[int]:
-    """The port of a Redis that keeps nothing on disk."""
-    port = free_port()
-    command = [program("redis-server"), "--port", str(port), "--bind", "127.0.0.1"]
-    with _folder() as folder, running([*command, "--save", ""], port, folder):
+def redis_running(folder: Path, port: int) -> Iterator[int]:
+    """A Redis, which keeps each entry in the folder before it answers."""
+    command = [program("redis-server"), "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+    with running([*command, "--appendonly", "yes", "--appendfsync", "always"], port, folder):
         yield port
 
 
@@ -85,11 +84,11 @@ def nats_running(folder: Path, port: int) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def rabbitmq_running() -> Iterator[int]:
-    """The port of a RabbitMQ, with a port mapper of its own that ends with it."""
+def rabbitmq_running(folder: Path, port: int) -> Iterator[int]:
+    """A RabbitMQ that keeps its queues in the folder, with a port mapper of its own that ends with it."""
     program("rabbitmq-server")
-    port, mapper, distribution = free_port(), free_port(), free_port()
-    with _folder() as folder:
+    mapper, distribution = free_port(), free_port()
+    with contextlib.ExitStack() as stack:
         env = {
             "ERL_EPMD_PORT": str(mapper),
             "HOME": str(folder),
@@ -103,19 +102,17 @@ def rabbitmq_running() -> Iterator[int]:
             "RABBITMQ_ENABLED_PLUGINS_FILE": str(folder / "plugins"),
             "RABBITMQ_CONFIG_FILE": str(folder / "none"),
         }
-        (folder / "mapper").mkdir()
+        (folder / "mapper").mkdir(exist_ok=True)
         server = ["/usr/lib/rabbitmq/bin/rabbitmq-server"]  # the one in the path changes the user
-        with (
-            running(["epmd", "-port", str(mapper)], mapper, folder / "mapper"),
-            running(server, port, folder, **env),
-        ):
-            yield port
+        stack.enter_context(running(["epmd", "-port", str(mapper)], mapper, folder / "mapper"))
+        stack.enter_context(running(server, port, folder, **env))
+        yield port
 
 
 @pytest.fixture(scope="session")
 def redis_port() -> Iterator[int]:
     pytest.importorskip("redis")
-    with redis_running() as port:
+    with _folder() as folder, redis_running(folder, free_port()) as port:
         yield port
 
 
@@ -129,7 +126,7 @@ def nats_port() -> Iterator[int]:
 @pytest.fixture(scope="session")
 def rabbitmq_port() -> Iterator[int]:
     pytest.importorskip("pika")
-    with rabbitmq_running() as port:
+    with _folder() as folder, rabbitmq_running(folder, free_port()) as port:
         yield port
 
 
@@ -180,6 +177,13 @@ class Topic:
     send: Callable[[Sequence[int]], None]
     #: remove the oldest messages until this many are left
     keep: Callable[[int], None]
+    #: messages that a consumer group has not read, as the broker tells its own tools
+    lag: Callable[[str], int | None] = lambda _: pytest.skip("this broker has no groups")
+    delete: Callable[[], None] = lambda: pytest.skip("this broker cannot delete it")
+
+    def in_group(self, group: str) -> str:
+        """The address with a group."""
+        return f"{self.url}{'&' if '?' in self.url else '?'}group={group}"
 
 
 def redis_topic(port: int) -> Topic:
@@ -194,8 +198,17 @@ def redis_topic(port: int) -> Topic:
                 pipe.xadd(name, {"n": number})
             pipe.execute()
 
+    def lag(group: str) -> int | None:
+        return {g["name"].decode(): g["lag"] for g in client.xinfo_groups(name)}[group]
+
     url = f"redis://127.0.0.1:{port}/0?stream={name}"
-    return Topic(url, send, lambda count: client.xtrim(name, maxlen=count, approximate=False))
+    return Topic(
+        url,
+        send,
+        lambda count: client.xtrim(name, maxlen=count, approximate=False),
+        lag,
+        lambda: client.delete(name),
+    )
 
 
 def nats_topic(port: int) -> Topic:
@@ -203,10 +216,15 @@ def nats_topic(port: int) -> Topic:
 
     name = fresh()
 
-    async def do(work) -> None:
+    async def do(work):
         client = await nats.connect(f"nats://127.0.0.1:{port}")
-        await work(client.jetstream())
-        await client.close()
+        try:
+            return await work(client.jetstream())
+        finally:
+            await client.close()
+
+    def lag(group: str) -> int:
+        return asyncio.run(do(lambda stream: stream.consumer_info(name, group))).num_pending
 
     def send(numbers: Sequence[int]) -> None:
         async def work(stream) -> None:
@@ -220,6 +238,8 @@ def nats_topic(port: int) -> Topic:
         f"nats://127.0.0.1:{port}/{name}",
         send,
         lambda count: asyncio.run(do(lambda stream: stream.purge_stream(name, keep=count))),
+        lag,
+        lambda: asyncio.run(do(lambda stream: stream.delete_stream(name))),
     )
 
 
@@ -258,7 +278,16 @@ def kafka_topic(port: int) -> Topic:
     send([])
     producer = kafka.Producer({"bootstrap.servers": f"127.0.0.1:{port}"})
     assert producer.list_topics(name, timeout=30).topics[name].partitions
-    return Topic(f"kafka://127.0.0.1:{port}/{name}", send, _cannot)
+
+    def lag(group: str) -> int:
+        place = kafka.TopicPartition(name, 0)
+        with contextlib.closing(
+            kafka.Consumer({"bootstrap.servers": f"127.0.0.1:{port}", "group.id": group})
+        ) as consumer:
+            (known,) = consumer.committed([place], timeout=30)
+            return int(consumer.get_watermark_offsets(place, timeout=30)[1] - known.offset)
+
+    return Topic(f"kafka://127.0.0.1:{port}/{name}", send, _cannot, lag)
 
 
 def _cannot(count: int) -> None:

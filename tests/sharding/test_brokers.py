@@ -20,7 +20,9 @@ from tests.brokers import (
     fresh,
     nats_running,
     nats_topic,
+    rabbitmq_running,
     rabbitmq_topic,
+    redis_running,
     redis_topic,
 )
 from tests.services import free_port
@@ -112,29 +114,53 @@ def test_a_job_can_begin_at_the_end(topic: Topic, read) -> None:
     assert list(data) == list(range(100, 120))
 
 
-def test_a_broker_that_is_killed_and_comes_back_changes_nothing(tmp_path: Path, read) -> None:
-    pytest.importorskip("nats")
+KEEPING = {
+    "nats": (nats_running, nats_topic),
+    "redis": (redis_running, redis_topic),
+    "rabbitmq": (rabbitmq_running, rabbitmq_topic),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", ["nats", "redis", pytest.param("rabbitmq", marks=pytest.mark.long)]
+)
+def test_a_broker_that_is_killed_and_comes_back_changes_nothing(
+    tmp_path: Path, read, kind: str
+) -> None:
+    """While messages are read, and while somebody waits for further ones."""
+    pytest.importorskip({"rabbitmq": "pika"}.get(kind, kind))
+    running, made = KEEPING[kind]
     port = free_port()
-    with nats_running(tmp_path, port):
-        topic = nats_topic(port)
+    back, over = threading.Event(), threading.Event()
+    with running(tmp_path, port):
+        topic = made(port)
         topic.send(range(1000))
-        data = iter(read(topic.url, until="now"))
+        data = iter(read(topic.url))
         got = [next(data) for _ in range(100)]
-    back = threading.Event()
 
     def bring_back() -> None:
-        time.sleep(1.0)
-        with nats_running(tmp_path, port):
-            back.wait(60)
+        for numbers in (range(1000, 1010), range(1010, 1020)):
+            time.sleep(1.0)
+            with running(tmp_path, port):
+                back.wait(60)
+                back.clear()
+                topic.send(numbers)
+                if numbers.stop == 1020:
+                    over.wait(60)
 
     server = threading.Thread(target=bring_back)
     server.start()
     try:
-        got.extend(data)
+        back.set()
+        got += [next(data) for _ in range(910)]
+        back.set()  # it has died again, with nothing left to read
+        got += [next(data) for _ in range(10)]
     finally:
         back.set()
+        over.set()
         server.join()
-    assert got == list(range(1000))
+        data.close()
+    assert got == list(range(1020))
 
 
 def test_what_the_broker_has_removed_is_told(trimmed: Topic, read) -> None:
@@ -232,16 +258,79 @@ def test_a_subject_of_nats_is_a_part_of_its_stream(nats_port: int, read) -> None
     assert list(read(f"{topic.url}?subject={name}.1", until="now")) == list(range(1, 400, 3))
 
 
+def test_a_stream_of_redis_is_made_by_its_first_entry(redis_port: int, read) -> None:
+    topic = redis_topic(redis_port)
+    data = read(topic.url, idle=0.3)
+    assert list(data) == []
+    topic.send(range(3))
+    assert list(data) == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
-    "url", ["redis://127.0.0.1:{redis}/0?stream=x", "nats://127.0.0.1:{nats}/x"]
+    ("kind", "path", "told"),
+    [
+        ("nats", "nowhere", "cannot be read: NotFoundError"),
+        ("rabbitmq", "nowhere", "cannot be read: ChannelClosedByBroker: .*no queue 'nowhere'"),
+        ("rabbitmq", "a?vhost=nowhere", "cannot be read: .*vhost"),
+        ("kafka", "nowhere-at-all", "cannot be read: Broker: Unknown topic or partition"),
+        (
+            "kafka",
+            "a?no.such.option=1",
+            "librdkafka refuses the options of kafka://.*no.such.option",
+        ),
+    ],
 )
-def test_a_stream_that_is_not_there(url: str, redis_port: int, nats_port: int, read) -> None:
-    """Redis makes a stream with the first entry; elsewhere somebody has to make it."""
-    data = read(url.format(redis=redis_port, nats=nats_port), idle=0.3)
-    if url.startswith("redis"):
-        assert list(data) == []
-    else:
-        with pytest.raises(
-            (InfrastructureError, ConfigurationError), match="cannot be read: NotFoundError"
-        ):
-            list(data)
+def test_what_is_not_there_is_told_at_once(request, read, kind: str, path: str, told: str) -> None:
+    scheme = "amqp" if kind == "rabbitmq" else kind
+    port = request.getfixturevalue(f"{kind}_port")
+    began = time.monotonic()
+    with pytest.raises((InfrastructureError, ConfigurationError), match=told):
+        list(read(f"{scheme}://127.0.0.1:{port}/{path}"))
+    assert time.monotonic() - began < 30, "it is not waited for"
+
+
+def test_a_subject_that_a_stream_has_not_is_told(nats_port: int, read) -> None:
+    topic = nats_topic(nats_port)
+    topic.send(range(3))
+    with pytest.raises(InfrastructureError, match="cannot be read: BadRequestError: .*subject"):
+        list(read(f"{topic.url}?subject=elsewhere.x", until="now"))
+
+
+def test_a_stream_that_is_deleted_meanwhile_is_told(trimmed: Topic, read) -> None:
+    trimmed.send(range(20))
+    data = iter(read(trimmed.url))
+    assert [next(data) for _ in range(20)] == list(range(20))
+    trimmed.delete()
+    with pytest.raises(InfrastructureError, match="was made anew, or has lost messages|NotFound"):
+        next(data)
+
+
+def test_a_key_that_holds_something_else_is_told(redis_port: int, read) -> None:
+    import redis
+
+    topic = redis_topic(redis_port)
+    redis.Redis(port=redis_port).rpush(topic.url.rpartition("=")[2], "x")
+    with pytest.raises(InfrastructureError, match="cannot be read: .*wrong kind of value"):
+        list(read(topic.url))
+
+
+def test_large_messages_are_read_a_few_at_a_time(redis_port: int) -> None:
+    import redis
+
+    topic = redis_topic(redis_port)
+    client, name = redis.Redis(port=redis_port), topic.url.rpartition("=")[2]
+    for at in range(60):
+        client.xadd(name, {"n": at, "blob": bytes(1 << 20)})
+    asked = []
+
+    class Watching(Stream):
+        def broker(self):
+            made = super().broker()
+            fetch = made.fetch
+            made.fetch = lambda *args: (asked.append(args[-1]), fetch(*args))[1]
+            return made
+
+    with contextlib.closing(Records(Watching(topic.url, decode=number, until="now"))) as data:
+        assert list(data) == list(range(60))
+    client.delete(name)
+    assert max(asked[1:]) <= 16, "after the first ones their size is known"
