@@ -401,7 +401,7 @@ def test_what_the_store_refuses_is_told_in_one_sentence(tmp_path: Path) -> None:
         with pytest.raises(ProtocolError, match="Key key holds no number"):
             await job.client.store(messages.AddToKey("key", 1, "request"))
         with contextlib.closing(History(tmp_path / "events.jsonl")) as history:
-            assert Master(job.journal, history).store == job.master.store
+            assert Master(job.journal, history).store.contents == job.master.store.contents
 
     run(tmp_path, test)
 
@@ -414,13 +414,13 @@ def test_waits_end_when_there_is_an_answer_or_no_time_left(tmp_path: Path) -> No
         assert 0.1 <= time.monotonic() - began < 1.0
         waiting = asyncio.create_task(job.client.store(messages.GetKey("key", wait=30.0)))
         other = asyncio.create_task(job.client.store(messages.GetKey("other", wait=30.0)))
-        await eventually(lambda: len(job.master._awaited) == 2)
+        await eventually(lambda: len(job.master.store.awaited) == 2)
         await job.client.store(messages.SetKey("key", b"value"))
         assert await waiting == b"value"
         assert not other.done()
         await job.client.store(messages.AddToKey("other", 1, "request"))
         assert await other == b"1"
-        assert not job.master._awaited
+        assert not job.master.store.awaited
 
     run(tmp_path, test)
 
@@ -463,7 +463,7 @@ def test_the_journal_replays_to_the_same_machines(tmp_path: Path) -> None:
             again = Master(journal, history)
             again.machine._out = job.master.machine._out
             assert again.machine == job.master.machine
-            assert again.store == job.master.store
+            assert again.store.contents == job.master.store.contents
             assert history.events == job.history.events
         assert (tmp_path / "events.jsonl").stat().st_size == size
 

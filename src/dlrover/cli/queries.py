@@ -17,7 +17,7 @@ from dlrover.master.app import load_config
 from dlrover.master.journal import open_journal
 from dlrover.master.machine import inputs
 from dlrover.master.machine.job import JobMachine
-from dlrover.master.service import status_of
+from dlrover.master.status import status_of
 from dlrover.rpc import messages
 from dlrover.spec.events import Event
 from dlrover.spec.jobdir import JobDir

@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, Literal
-from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -23,19 +22,17 @@ from dlrover.master.machine import inputs
 from dlrover.master.machine.activities import Activities
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.ledger import Ledger
-from dlrover.master.machine.size import size_of
 from dlrover.master.machine.state import Node
-from dlrover.master.machine.store import KeyValueStore
-from dlrover.master.machine.waiting import waiting_for
 from dlrover.master.shards import ShardsService
+from dlrover.master.status import status_of
+from dlrover.master.storeside import StoreService
+from dlrover.master.waits import renewed, waited
 from dlrover.platform.base import JobSize, Platform, Progress, scaled_by
 from dlrover.rpc import messages
 from dlrover.rpc.server import Server
 from dlrover.spec.check import CheckReport
-from dlrover.spec.node import NodeStatus
 from dlrover.spec.roles import WORKER
 from dlrover.spec.shards import LookShards, ShardReply, ShardRequest
-from dlrover.spec.usage import NodeUsage
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +73,7 @@ class Master:
     def __init__(self, journal: Journal, history: History) -> None:
         self.machine = JobMachine()
         self.ledger = Ledger()
-        self.store = KeyValueStore()
+        self.store = StoreService()
         self.shards = ShardsService(history.add)
         self.ended = asyncio.Event()
         self._begun = asyncio.Event()
@@ -99,8 +96,6 @@ class Master:
         self._closing = False
         self._unwritten = ""  # why the journal could not be written the last time
         self._changed = asyncio.Event()
-        # set when there is an answer; kept by those who wait for it
-        self._awaited: WeakValueDictionary[tuple[str, int], asyncio.Event] = WeakValueDictionary()
         self.clock = Clock(self._replay())
         self._commits = Commits(self._append, self.clock)
         self._started = self.clock()
@@ -182,7 +177,7 @@ class Master:
 
     async def _wait_while(self, some: Callable[[], list[Node]], until: float) -> None:
         while some() and self.clock() < until:
-            await _wait(self._changed, until - self.clock())
+            await waited(self._changed, until - self.clock())
 
     def _uninformed(self) -> list[Node]:
         """Nodes without a connection that may be about to come back, and do not know of the end."""
@@ -209,7 +204,7 @@ class Master:
             self._progress_timer.cancel()
         for queue in self._queues.values():
             queue.put_nowait(None)
-        self._changed = _renew(self._changed)
+        self._changed = renewed(self._changed)
 
     def on_node_exit(self, node_id: int, reason: str) -> None:
         """The platform's report of a node's end."""
@@ -244,7 +239,7 @@ class Master:
         for command in commands:
             self._carry_out(command, now)
         self._set_timer()
-        self._changed = _renew(self._changed)
+        self._changed = renewed(self._changed)
 
     def _submit_finding(self, event: inputs.Input) -> None:
         """Submit what the watch over the workers has found."""
@@ -515,7 +510,7 @@ class Master:
                 return
             await asyncio.sleep(WATCH_INTERVAL)
             if since >= len(self._history.events):
-                await _wait(self._changed, WATCH_REFRESH)
+                await waited(self._changed, WATCH_REFRESH)
 
     async def stop(self, request: messages.StopRequest) -> messages.Done:
         """End the job."""
@@ -556,23 +551,7 @@ class Master:
 
     async def use_store(self, request: messages.StoreRequest) -> messages.StoreReply:
         """Carry out a request on the key-value store, waiting as long as it asks for."""
-        topic = _topic(request)
-        until = self.clock() + getattr(request, "wait", 0.0)
-        if isinstance(request, messages.GetKey):
-            value = self.store.reply(request)
-        else:
-            value = await self._commits.commit(request, lambda _now: self._apply(request))
-        while value is None and self.clock() < until:
-            answered = self._awaited.setdefault(topic, asyncio.Event())
-            await _wait(answered, until - self.clock())
-            value = self.store.reply(request)
-        if value is not None and topic in self._awaited:
-            self._awaited.pop(topic).set()
-        return messages.StoreReply(value)
-
-    def _apply(self, request: messages.StoreRequest) -> bytes | None:
-        self.store.apply(request)
-        return self.store.reply(request)
+        return await self.store.answer(request, self._commits, self.clock)
 
 
 _CARRY_OUT: dict[type, Callable[[Master, Any, float], None]] = {
@@ -586,93 +565,3 @@ _CARRY_OUT: dict[type, Callable[[Master, Any, float], None]] = {
     inputs.Dismiss: Master._dismiss,  # noqa: SLF001
     inputs.EndJob: Master._end_job,  # noqa: SLF001
 }
-
-
-def status_of(
-    machine: JobMachine,
-    now: float,
-    steps: dict[int, int],
-    doing: Mapping[int, str] | None = None,
-    usage: Mapping[int, NodeUsage] | None = None,
-) -> messages.Status:
-    """Where a job stands at time ``now``.
-
-    By node: ``steps`` are the latest ones, ``doing`` is what it does, ``usage`` is what it uses.
-    """
-    doing, usage = doing or {}, usage or {}
-    ranks = {node_id: rank for rank, node_id in enumerate(machine.rendezvous.members)}
-    current = max([machine.steps, *(steps.get(i, 0) for i in ranks)])
-    outcome = machine.outcome
-    return messages.Status(
-        name=machine.job.name,
-        phase=machine.phase.value,
-        round=machine.rendezvous.round,
-        world_size=machine.world_size,
-        servers=machine.world_size - machine.workers,
-        restarts=machine.restarts.count,
-        steps=current,
-        total_steps=machine.earlier_steps + current,
-        waiting_for=waiting_for(machine, now),
-        nodes=tuple(
-            _state_of(
-                node,
-                machine.told_role(node.id),
-                ranks.get(node.id, -1),
-                steps.get(node.id, 0),
-                doing.get(node.id, ""),
-                usage.get(node.id, _UNKNOWN),
-            )
-            for node in machine.nodes.values()
-        ),
-        outcome=outcome,
-        seconds=outcome.seconds if outcome else now - machine.submitted_at,
-        size=size_of(machine),
-    )
-
-
-_UNKNOWN = NodeUsage(0.0, 0, 0)
-
-
-def _state_of(
-    node: Node, role: str, rank: int, steps: int, doing: str, usage: NodeUsage
-) -> messages.NodeState:
-    runs = node.status is NodeStatus.RUNNING
-    usage = usage if runs else _UNKNOWN
-    return messages.NodeState(
-        id=node.id,
-        node_rank=rank if runs else -1,
-        status=node.status.value,
-        hostname=node.hostname,
-        connected=node.connected,
-        steps=steps,
-        doing=doing if runs else "",
-        role=role,
-        memory=usage.memory,
-        memory_limit=usage.limit,
-        cpu=usage.cpu,
-        cores=usage.cores,
-        busy=usage.busy,
-    )
-
-
-def _topic(request: messages.StoreRequest) -> tuple[str, int]:
-    """What a request waits for or may bring about: a key, or so many members at a barrier.
-
-    Nobody is woken who would have to go on waiting, else a barrier of n members costs n * n wake-ups.
-    """
-    if isinstance(request, messages.EnterBarrier):
-        return request.name, request.size
-    return ("", 0) if isinstance(request, messages.DeleteKeys) else (request.key, 0)
-
-
-def _renew(event: asyncio.Event) -> asyncio.Event:
-    """Wake everybody who waits for ``event``; the event for those who wait from now on."""
-    event.set()
-    return asyncio.Event()
-
-
-async def _wait(event: asyncio.Event, seconds: float) -> None:
-    try:
-        await asyncio.wait_for(event.wait(), seconds)
-    except asyncio.TimeoutError:
-        return

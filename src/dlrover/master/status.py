@@ -1,0 +1,79 @@
+"""Where a job stands, for whoever asks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dlrover.master.machine.job import JobMachine
+from dlrover.master.machine.size import size_of
+from dlrover.master.machine.state import Node
+from dlrover.master.machine.waiting import waiting_for
+from dlrover.rpc import messages
+from dlrover.spec.node import NodeStatus
+from dlrover.spec.usage import NodeUsage
+
+_UNKNOWN = NodeUsage(0.0, 0, 0)
+
+
+def status_of(
+    machine: JobMachine,
+    now: float,
+    steps: dict[int, int],
+    doing: Mapping[int, str] | None = None,
+    usage: Mapping[int, NodeUsage] | None = None,
+) -> messages.Status:
+    """Where a job stands at time ``now``.
+
+    By node: ``steps`` are the latest ones, ``doing`` is what it does, ``usage`` is what it uses.
+    """
+    doing, usage = doing or {}, usage or {}
+    ranks = {node_id: rank for rank, node_id in enumerate(machine.rendezvous.members)}
+    current = max([machine.steps, *(steps.get(i, 0) for i in ranks)])
+    outcome = machine.outcome
+    return messages.Status(
+        name=machine.job.name,
+        phase=machine.phase.value,
+        round=machine.rendezvous.round,
+        world_size=machine.world_size,
+        servers=machine.world_size - machine.workers,
+        restarts=machine.restarts.count,
+        steps=current,
+        total_steps=machine.earlier_steps + current,
+        waiting_for=waiting_for(machine, now),
+        nodes=tuple(
+            _state_of(
+                node,
+                machine.told_role(node.id),
+                ranks.get(node.id, -1),
+                steps.get(node.id, 0),
+                doing.get(node.id, ""),
+                usage.get(node.id, _UNKNOWN),
+            )
+            for node in machine.nodes.values()
+        ),
+        outcome=outcome,
+        seconds=outcome.seconds if outcome else now - machine.submitted_at,
+        size=size_of(machine),
+    )
+
+
+def _state_of(
+    node: Node, role: str, rank: int, steps: int, doing: str, usage: NodeUsage
+) -> messages.NodeState:
+    runs = node.status is NodeStatus.RUNNING
+    usage = usage if runs else _UNKNOWN
+    return messages.NodeState(
+        id=node.id,
+        node_rank=rank if runs else -1,
+        status=node.status.value,
+        hostname=node.hostname,
+        connected=node.connected,
+        steps=steps,
+        doing=doing if runs else "",
+        role=role,
+        memory=usage.memory,
+        memory_limit=usage.limit,
+        cpu=usage.cpu,
+        cores=usage.cores,
+        busy=usage.busy,
+    )

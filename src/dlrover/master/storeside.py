@@ -1,0 +1,61 @@
+"""The job's key-value store, as workers and agents use it: requests may wait for what others do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from weakref import WeakValueDictionary
+
+from dlrover.master.commits import Commits
+from dlrover.master.machine.store import KeyValueStore
+from dlrover.master.waits import waited
+from dlrover.rpc import messages
+
+
+class StoreService:
+    """Answers the requests of one job."""
+
+    def __init__(self) -> None:
+        self.contents = KeyValueStore()
+        # set when there is an answer; kept by those who wait for it
+        self.awaited: WeakValueDictionary[tuple[str, int], asyncio.Event] = WeakValueDictionary()
+
+    def apply(self, request: messages.StoreRequest) -> None:
+        """Carry out a request that is in the journal.
+
+        Raises:
+            ProtocolError: it cannot be carried out; nothing has changed.
+        """
+        self.contents.apply(request)
+
+    async def answer(
+        self, request: messages.StoreRequest, commits: Commits, clock: Callable[[], float]
+    ) -> messages.StoreReply:
+        """Journal and carry out a request, and wait for its answer for as long as it asks for."""
+        topic = _topic(request)
+        until = clock() + getattr(request, "wait", 0.0)
+        if isinstance(request, messages.GetKey):
+            value = self.contents.reply(request)
+        else:
+            value = await commits.commit(request, lambda _now: self._carried_out(request))
+        while value is None and clock() < until:
+            answered = self.awaited.setdefault(topic, asyncio.Event())
+            await waited(answered, until - clock())
+            value = self.contents.reply(request)
+        if value is not None and topic in self.awaited:
+            self.awaited.pop(topic).set()
+        return messages.StoreReply(value)
+
+    def _carried_out(self, request: messages.StoreRequest) -> bytes | None:
+        self.apply(request)
+        return self.contents.reply(request)
+
+
+def _topic(request: messages.StoreRequest) -> tuple[str, int]:
+    """What a request waits for or may bring about: a key, or so many members at a barrier.
+
+    Nobody is woken who would have to go on waiting, else a barrier of n members costs n * n wake-ups.
+    """
+    if isinstance(request, messages.EnterBarrier):
+        return request.name, request.size
+    return ("", 0) if isinstance(request, messages.DeleteKeys) else (request.key, 0)
