@@ -292,7 +292,7 @@ def test_what_is_not_there_is_told_at_once(request, read, kind: str, path: str, 
 def test_a_subject_that_a_stream_has_not_is_told(nats_port: int, read) -> None:
     topic = nats_topic(nats_port)
     topic.send(range(3))
-    with pytest.raises(InfrastructureError, match="cannot be read: BadRequestError: .*subject"):
+    with pytest.raises(InfrastructureError, match=r"cannot be read: BadRequestError: .*subject"):
         list(read(f"{topic.url}?subject=elsewhere.x", until="now"))
 
 
@@ -301,7 +301,7 @@ def test_a_stream_that_is_deleted_meanwhile_is_told(trimmed: Topic, read) -> Non
     data = iter(read(trimmed.url))
     assert [next(data) for _ in range(20)] == list(range(20))
     trimmed.delete()
-    with pytest.raises(InfrastructureError, match="was made anew, or has lost messages|NotFound"):
+    with pytest.raises(InfrastructureError, match=r"was made anew, or has lost messages|NotFound"):
         next(data)
 
 
@@ -310,7 +310,7 @@ def test_a_key_that_holds_something_else_is_told(redis_port: int, read) -> None:
 
     topic = redis_topic(redis_port)
     redis.Redis(port=redis_port).rpush(topic.url.rpartition("=")[2], "x")
-    with pytest.raises(InfrastructureError, match="cannot be read: .*wrong kind of value"):
+    with pytest.raises(InfrastructureError, match=r"cannot be read: .*wrong kind of value"):
         list(read(topic.url))
 
 
