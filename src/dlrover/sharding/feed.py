@@ -32,13 +32,21 @@ Result = TypeVar("Result")
 
 
 class Feed:
-    """One stream, read by one thread. ``pause(seconds)`` waits, and is true if that was interrupted."""
+    """One stream, read by one thread. ``pause(seconds)`` waits, and is true if that was interrupted.
 
-    def __init__(self, stream: Stream[Any], pause: Callable[[float], bool] | None = None) -> None:
+    ``ends``: where its partitions have ended already.
+    """
+
+    def __init__(
+        self,
+        stream: Stream[Any],
+        pause: Callable[[float], bool] | None = None,
+        ends: tuple[int, ...] = (),
+    ) -> None:
         self._stream, self._pause = stream, pause or threading.Event().wait
         self._broker: Broker = stream.broker()
         self._chunk = FIRST_CHUNK
-        self._ends: tuple[int, ...] = ()
+        self._ends = ends
         self._told_of = 0
 
     @property
@@ -86,11 +94,12 @@ class Feed:
     def _begins(self, bounds: list[Bounds], *, first_start: bool) -> list[int]:
         """Where the partitions begin; what is new after the first start begins with its first message."""
         start = self._stream.start
+        earliest: list[int] = self._insist(lambda: [self._broker.beginning(b) for b in bounds])
         if first_start and isinstance(start, datetime):
-            return self._offsets_at(start, bounds)
-        if first_start and start == "latest":
-            return [b.end for b in bounds]
-        return [b.first for b in bounds]
+            first = self._offsets_at(start, bounds)
+        else:
+            first = [b.end if first_start and start == "latest" else b.first for b in bounds]
+        return list(map(max, earliest, first))
 
     def _limits(self, bounds: list[Bounds], known: tuple[int, ...]) -> tuple[int, ...]:
         """Where the partitions end for the job; empty: nowhere."""
@@ -103,12 +112,13 @@ class Feed:
         found: list[int] = self._insist(lambda: self._broker.offsets_at(when, bounds))
         return [max(b.first, min(b.end, at)) for b, at in zip(bounds, found, strict=True)]
 
-    def ends(self, count: int) -> tuple[int, ...]:
-        """Where the first ``count`` partitions end now.
+    def ends(self, begins: tuple[int, ...]) -> tuple[int, ...]:
+        """Where the partitions end now that the job reads; ``begins``: where it has begun in each.
 
         Raises:
             InfrastructureError: the broker cannot be reached, or has lost messages.
         """
+        count = len(begins)
         bounds: list[Bounds] = self._insist(self._broker.bounds)
         address = self._broker.address
         if len(bounds) < count:
@@ -121,11 +131,12 @@ class Feed:
                 address, len(bounds), count,
             )  # fmt: skip
         ends = tuple(b.end for b in bounds[:count])
-        for number, (end, before) in enumerate(zip(ends, self._ends, strict=False)):
-            if end < before:
+        for number, (end, begin) in enumerate(zip(ends, begins, strict=True)):
+            before = self._ends[number] if self._ends else 0
+            if end < before or 1 < end < begin:
                 raise InfrastructureError(
-                    f"Partition {number} of {address} ends at offset {end}, and has ended at {before} before: it"
-                    " was made anew, or has lost messages."
+                    f"Partition {number} of {address} ends at offset {end}, and the job has seen {max(before, begin)}:"
+                    " it was made anew, or has lost messages."
                 )
         self._ends = ends
         return ends

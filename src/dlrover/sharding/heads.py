@@ -14,12 +14,12 @@ INTERVAL = 0.3
 
 
 class Heads:
-    """Tells a client where the partitions end, until that is closed."""
+    """Tells a client where the partitions end, until that is closed; ``ends``: where they ended when it was opened."""
 
-    def __init__(self, stream: Stream[object], client: ShardClient) -> None:
+    def __init__(self, stream: Stream[object], client: ShardClient, ends: tuple[int, ...]) -> None:
         self._client = client
-        self._feed = Feed(stream, client.wait_for_close)
-        self._count = len(client.spec.begins)
+        self._feed = Feed(stream, client.wait_for_close, ends)
+        self._begins = client.spec.begins
         self._thread = threading.Thread(target=self._run, name="dlrover-heads", daemon=True)
         self._thread.start()
 
@@ -27,7 +27,7 @@ class Heads:
         try:
             while not self._client.wait_for_close(INTERVAL):
                 if self._client.wait_for_need(INTERVAL):
-                    self._client.extend(self._feed.ends(self._count))
+                    self._client.extend(self._feed.ends(self._begins))
         except DLRoverError as error:
             self._client.break_off(error)
         finally:

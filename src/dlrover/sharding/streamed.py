@@ -47,8 +47,9 @@ class Streamed:
         client = ShardClient(
             found, dealer, dealers.world()[0], incarnation, base, self.stream.ahead
         )
-        client.extend(tuple(ends[: len(client.spec.begins)]))
-        self._client, self._heads = client, Heads(self.stream, client)
+        there = tuple(ends[: len(client.spec.begins)])
+        client.extend(there)
+        self._client, self._heads = client, Heads(self.stream, client, there)
         return client
 
     def read(self, span: Span) -> Iterator[tuple[Span, Message | None]]:

@@ -22,6 +22,8 @@ _QUIET = 0.05
 """Seconds without a message after which a chunk is taken to be over."""
 _CHUNK = 5000
 """Messages in a chunk, at most."""
+_REFUSED = {403, 404, 405, 406}
+"""Codes with which a broker closes a channel that it would close again."""
 
 
 class RabbitMq(Broker):
@@ -40,6 +42,7 @@ class RabbitMq(Broker):
         self.hopeless = (
             exceptions.ProbableAuthenticationError,
             exceptions.AuthenticationError,
+            exceptions.ProbableAccessDeniedError,
             exceptions.ChannelClosedByBroker,
         )
         self._parameters = pika.ConnectionParameters(
@@ -150,6 +153,11 @@ class RabbitMq(Broker):
         channel = self._connection.channel()
         try:
             yield channel
+        except pika.exceptions.ChannelClosedByBroker as error:
+            # A queue that its broker has not started yet is "down or inaccessible".
+            if error.reply_code not in _REFUSED or "is down" in error.reply_text:
+                raise ConnectionError(error.reply_text) from None
+            raise
         finally:
             if channel.is_open:
                 with contextlib.suppress(self.transient[1]):

@@ -102,6 +102,13 @@ class Redis(Broker):
         average = max(1, reach * SHARD // max(1, self._length))
         return average if _are_chosen(bounds) else max(average, _SHORTEST << _BITS)
 
+    def beginning(self, bounds: Bounds) -> int:
+        """The first entry, or the time if there never was one: its id will be a time, far from 0."""
+        if bounds.end > 1:
+            return bounds.first
+        seconds, microseconds = self._redis.time()
+        return (seconds * 1000 + microseconds // 1000) << _BITS
+
     def offsets_at(self, when: datetime, bounds: list[Bounds]) -> list[int]:
         """What the ids say: mostly they are milliseconds."""
         if _are_chosen(bounds):
@@ -139,6 +146,7 @@ class Redis(Broker):
         removed, first = info["entries-added"] - info["length"], _first(info)
         known, before = self._removed.get(key, (removed, first))
         left = min(before, first) if known == removed else first
+        left = left if removed else 0  # nothing ever was
         self._removed[key] = removed, left
         return left
 

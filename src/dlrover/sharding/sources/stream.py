@@ -178,6 +178,10 @@ class Broker(ABC):
         """How many offsets make a shard."""
         return SHARD
 
+    def beginning(self, bounds: Bounds) -> int:
+        """Where a job begins that reads all of a partition."""
+        return bounds.first
+
     def offsets_at(self, when: datetime, bounds: list[Bounds]) -> list[int]:
         """The first offset of each partition from a time on; its end if there is nothing.
 
