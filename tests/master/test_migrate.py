@@ -94,6 +94,16 @@ def test_a_world_that_is_about_to_end_is_left_alone_without_haste():
     assert driver.machine.deadline() == 20.0 + driver.machine.job.limits.join_timeout
 
 
+def test_the_number_of_nodes_is_not_changed_meanwhile():
+    driver = JobDriver.launched(1, 3, auto_scale=True)
+    driver.give(
+        inputs.SpeedMeasured(1, SpeedSample(nodes=3, replicas=6, step_seconds=0.2, steps=9))
+    )
+    assert driver.machine.may_scale(20.0)
+    driver.give(asked(1), at=20.0)
+    assert not driver.machine.may_scale(20.0)
+
+
 def test_a_slow_node_that_is_being_replaced_is_not_replaced_twice():
     driver = JobDriver.launched(1, 3, auto_scale=True)
     sample = SpeedSample(nodes=3, replicas=6, step_seconds=0.2, steps=9)
