@@ -16,7 +16,7 @@ from dlrover.sharding.heads import Heads
 from dlrover.sharding.sources.blocks import InBlocks, shard_of
 from dlrover.sharding.sources.stream import Message, Stream
 from dlrover.sharding.spans import Spans
-from dlrover.sharding.state import RankData, began, merged
+from dlrover.sharding.state import NO_READER, RankData, began, merged
 from dlrover.spec.shards import DataSpec, Incarnation, Span
 
 Sample_co = TypeVar("Sample_co", covariant=True)
@@ -283,6 +283,8 @@ class Records(Generic[Sample_co]):
             InfrastructureError: the worker was cut off from the master for longer than ``timeout``.
         """
         rank, world_size = dealers.world()
+        if dealers.serves():
+            rank = NO_READER
         mine = self._client.mine() if self._client is not None else b""
         return RankData(
             name=self._spec.name,
