@@ -13,11 +13,13 @@ from dlrover.master.machine.memorywatch import MemoryWatch
 from dlrover.master.machine.meter import WARM_UP_STEPS, Meter, Servers
 from dlrover.master.machine.serverwatch import ServerWatch
 from dlrover.rpc import messages
-from dlrover.spec.speed import ScaleDecision, ScaleKind
+from dlrover.spec.speed import ScaleDecision, ScaleKind, ScaleStage
 from dlrover.spec.usage import NodeUsage
 
 TICK = 0.5
 """Seconds between two looks at the clock."""
+LOOKS = 8
+"""Looks of the nodes at what they use that the first plan waits for at most, to know of uneven servers."""
 
 
 class AutoScaler:
@@ -176,6 +178,17 @@ class AutoScaler:
 
     def question(self, now: float) -> Question | None:
         """What the planner is to be asked; None while the job may not be changed."""
-        if self._suspects() or not self._machine.may_scale(now):
+        machine = self._machine
+        if self._suspects() or self._awaits_looks(now) or not machine.may_scale(now):
             return None
-        return self._machine.autoscaling.question()
+        return machine.autoscaling.question()
+
+    def _awaits_looks(self, now: float) -> bool:
+        """Whether the first size is measured while it is not known yet if its servers are uneven.
+
+        What is measured of uneven servers says little of other sizes.
+        """
+        machine, servers = self._machine, self._machine.rendezvous.size.servers
+        first = servers > 1 and machine.autoscaling.stage is ScaleStage.START
+        until = machine.world_since + LOOKS * machine.job.limits.usage_interval
+        return first and now < until and not self._servers.knows(servers)

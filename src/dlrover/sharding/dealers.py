@@ -23,6 +23,7 @@ from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolErro
 from dlrover.sharding import defaults
 from dlrover.sharding.machine import Shards
 from dlrover.sharding.queue import Answer
+from dlrover.spec.roles import SERVER
 from dlrover.spec.shards import ShardReply, ShardRequest
 
 LENGTH = struct.Struct(">I")
@@ -132,6 +133,13 @@ def world() -> tuple[int, int]:
     env = config.environ()
     size = env.get("ROLE_WORLD_SIZE") or env.get("WORLD_SIZE") or 1
     return int(env.get("ROLE_RANK") or env.get("RANK") or 0), int(size)
+
+
+def serves() -> bool:
+    """Whether this process is a parameter server, which reads no data."""
+    env = config.environ()
+    all_alike = env.get("ROLE_WORLD_SIZE") == env.get("WORLD_SIZE")
+    return env.get("ROLE_NAME") == SERVER and not all_alike
 
 
 def _connected(address: str) -> socket.socket:

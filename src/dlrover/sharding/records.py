@@ -17,7 +17,7 @@ from dlrover.sharding.parts import Part
 from dlrover.sharding.sources.blocks import InBlocks, shard_of
 from dlrover.sharding.sources.stream import Stream
 from dlrover.sharding.spans import Spans
-from dlrover.sharding.state import RankData, began, count, merged
+from dlrover.sharding.state import NO_READER, RankData, began, count, merged
 from dlrover.sharding.streamed import Streamed
 from dlrover.spec.shards import DataSpec, Incarnation, Span, data_key
 
@@ -330,6 +330,8 @@ class Records(Generic[Sample_co]):
             InfrastructureError: the worker was cut off from the master for longer than ``timeout``.
         """
         rank, world_size = dealers.world()
+        if dealers.serves():
+            rank = NO_READER
         mine = self._client.mine() if self._client is not None else b""
         stream = self._stream
         return RankData(

@@ -15,6 +15,9 @@ from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.sharding.spans import Spans
 from dlrover.spec.shards import DataSpec
 
+NO_READER = -1
+"""The rank of a parameter server, whose part says nothing: it reads no data."""
+
 
 class RankData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One rank's part."""
@@ -53,7 +56,9 @@ def merged(states: Sequence[Mapping[str, Any]], spec: DataSpec) -> tuple[Spans, 
         ConfigurationError: they are not all ranks' parts, or belong to another data set.
         InfrastructureError: they contradict each other.
     """
-    parts = [_decoded(state) for state in states]
+    parts = [part for part in map(_decoded, states) if part.rank != NO_READER]
+    if not parts:
+        raise ConfigurationError(f"No worker has saved its part of the data set {spec.name}.")
     first = parts[0]
     ranks = sorted(part.rank for part in parts)
     if ranks != list(range(first.world_size)):

@@ -46,6 +46,11 @@ class ServerWatch:
         self.used.setdefault(node, deque(maxlen=WINDOW)).append(used)
         self.cores[node] = cores
 
+    def knows(self, servers: int) -> bool:
+        """Whether there are enough looks at each of the ``servers``."""
+        known = [used for used in self.used.values() if len(used) == WINDOW]
+        return len(known) == servers
+
     def look(self, servers: int, *, rebalance: bool, migrate: bool = True) -> ServerFinding | None:
         """What is wrong; None if nothing is, or some of the ``servers`` are not known well enough.
 
@@ -54,8 +59,7 @@ class ServerWatch:
             rebalance: Whether the program may be asked to divide its parameters anew: that costs no nodes.
             migrate: Whether a node with more cores can be had for a hot server; else the job needs more servers.
         """
-        full = len(self.used) == servers and all(len(used) == WINDOW for used in self.used.values())
-        if not servers or not full or not all(self.cores.values()):
+        if not servers or not self.knows(servers) or not all(self.cores.values()):
             return None
         loads = {
             node: ServerLoad(f"the server on node {node}", self.cores[node], list(used))
