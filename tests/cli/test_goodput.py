@@ -290,8 +290,7 @@ def test_the_page_shows_the_number_of_nodes_and_each_plan(scaled: Report) -> Non
     sizes = [nodes for _, nodes in scaled.sizes]
     assert (sizes[0], sizes[-1]) == (1, scaled.plans[-1].nodes)
     assert {plan.nodes for plan in scaled.plans} <= set(sizes)
-    text = page.render(scaled)
-    reader = read(text)
+    reader = read(text := page.render(scaled))
     classes = Counter(value for name, value in reader.attributes if name == "class")
     assert (classes["plan"], classes["size"]) == (len(scaled.plans), 1)
     for plan in scaled.plans:
@@ -302,7 +301,8 @@ def test_the_page_shows_the_number_of_nodes_and_each_plan(scaled: Report) -> Non
         assert f"<td>{interval(plan.predicted)} worker steps/s" in text
         assert f"<td>{plan.measured:.3g} ({plan.error:+.0%})" in text
     line = re.findall(r'<path class=size d="([^"]+)"', text)[0]
-    assert line.count("V") == len(scaled.sizes) - 1
+    changes = len(scaled.sizes) - 1
+    assert re.fullmatch(rf"M[\d.]+ [\d.]+(H[\d.]+V[\d.]+){{{changes}}}H1110", line)
     places = [float(x) for x in re.findall(r"[MH]([\d.]+)", line)]
     assert places == sorted(places)
     assert 110.0 <= places[0] < places[-1] == 1110.0
