@@ -138,13 +138,22 @@ def test_a_broker_that_is_killed_and_comes_back_changes_nothing(
         data = iter(read(topic.url))
         got = [next(data) for _ in range(100)]
 
+    def send_when_it_can(numbers: range) -> None:
+        """RabbitMQ listens before it has started its queues."""
+        sent, end = False, time.monotonic() + 60
+        while not sent:
+            assert time.monotonic() < end, "the broker does not come back"
+            with contextlib.suppress(Exception):
+                topic.send(numbers)
+                sent = True
+
     def bring_back() -> None:
         for numbers in (range(1000, 1010), range(1010, 1020)):
             time.sleep(1.0)
             with running(tmp_path, port):
                 back.wait(60)
                 back.clear()
-                topic.send(numbers)
+                send_when_it_can(numbers)
                 if numbers.stop == 1020:
                     over.wait(60)
 
