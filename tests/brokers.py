@@ -69,9 +69,9 @@ def _folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def redis_running(folder: Path, port: int) -> Iterator[int]:
-    """A Redis, which keeps each entry in the folder before it answers."""
+    """A Redis, which keeps its streams in the folder."""
     command = [program("redis-server"), "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
-    with running([*command, "--appendonly", "yes", "--appendfsync", "always"], port, folder):
+    with running([*command, "--appendonly", "yes"], port, folder):
         yield port
 
 
@@ -84,11 +84,11 @@ def nats_running(folder: Path, port: int) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def rabbitmq_running(folder: Path, port: int) -> Iterator[int]:
-    """A RabbitMQ that keeps its queues in the folder, with a port mapper of its own that ends with it."""
+def rabbitmq_running() -> Iterator[int]:
+    """The port of a RabbitMQ, with a port mapper of its own that ends with it."""
     program("rabbitmq-server")
-    mapper, distribution = free_port(), free_port()
-    with contextlib.ExitStack() as stack:
+    port, mapper, distribution = free_port(), free_port(), free_port()
+    with _folder() as folder:
         env = {
             "ERL_EPMD_PORT": str(mapper),
             "HOME": str(folder),
@@ -102,11 +102,13 @@ def rabbitmq_running(folder: Path, port: int) -> Iterator[int]:
             "RABBITMQ_ENABLED_PLUGINS_FILE": str(folder / "plugins"),
             "RABBITMQ_CONFIG_FILE": str(folder / "none"),
         }
-        (folder / "mapper").mkdir(exist_ok=True)
+        (folder / "mapper").mkdir()
         server = ["/usr/lib/rabbitmq/bin/rabbitmq-server"]  # the one in the path changes the user
-        stack.enter_context(running(["epmd", "-port", str(mapper)], mapper, folder / "mapper"))
-        stack.enter_context(running(server, port, folder, **env))
-        yield port
+        with (
+            running(["epmd", "-port", str(mapper)], mapper, folder / "mapper"),
+            running(server, port, folder, **env),
+        ):
+            yield port
 
 
 @pytest.fixture(scope="session")
@@ -126,7 +128,7 @@ def nats_port() -> Iterator[int]:
 @pytest.fixture(scope="session")
 def rabbitmq_port() -> Iterator[int]:
     pytest.importorskip("pika")
-    with _folder() as folder, rabbitmq_running(folder, free_port()) as port:
+    with rabbitmq_running() as port:
         yield port
 
 

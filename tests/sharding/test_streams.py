@@ -111,6 +111,49 @@ def test_a_new_partition_is_read_from_its_first_message(read) -> None:
     assert list(again) == shelf.sent[10:]
 
 
+def test_a_partition_that_is_added_is_told_and_read_by_the_next_start(read, caplog) -> None:
+    shelf = Shelf()
+    shelf.send(10)
+    data = read(shelf, idle=0.2)
+    assert list(data) == shelf.sent
+    shelf.add_partition()
+    shelf.send(5, 1)
+    assert list(data) == []
+    assert (
+        caplog.text.count("memory://host/topic has 2 partitions by now, and the job reads 1") == 1
+    )
+    again = read(shelf, idle=0.1)
+    again.load_state_dict(data.state_dict())
+    assert list(again) == shelf.sent[10:]
+
+
+def test_a_stream_that_ends_before_what_was_seen_of_it_is_an_error(read) -> None:
+    shelf = Shelf()
+    shelf.send(50)
+    data = iter(read(shelf))
+    for _ in range(50):
+        next(data)
+    del shelf.offsets[0][20:]
+    with pytest.raises(
+        InfrastructureError,
+        match="Partition 0 of memory://host/topic ends at offset 20, and the job has seen 50",
+    ):
+        next(data)
+
+
+def test_as_many_messages_are_asked_for_as_are_not_too_large(read, monkeypatch) -> None:
+    monkeypatch.setattr(feed, "CHUNK", 500)
+    monkeypatch.setattr(feed, "CHUNK_BYTES", 1000)
+    shelf = Shelf()
+    shelf.size = 100
+    shelf.send(400)
+    assert len(list(read(shelf, until="now", shard=400))) == 400
+    assert set(shelf.asked[1:]) == {10}
+    shelf.size, shelf.asked = 1, []
+    assert len(list(read(shelf, until="now", shard=400))) == 400
+    assert max(shelf.asked) > 200, "small ones are read many at a time"
+
+
 def test_what_was_removed_before_it_was_read_is_an_error(read) -> None:
     shelf = Shelf()
     shelf.send(100)

@@ -225,7 +225,8 @@ class Records(Generic[Sample_co]):
                             return
                         left[0] = msgspec.structs.replace(left[0], start=part.span.stop)
                         if part.items:
-                            self._draw()
+                            if self._stream is not None:
+                                self._stream.draw()
                             yield part
                         else:
                             client.consumed([part.span])
@@ -237,10 +238,6 @@ class Records(Generic[Sample_co]):
         """Whether a stream leaves another sample to this worker."""
         stream, name = self._stream, self._spec.name
         return stream is None or stream.goes_on(name, self._incarnation, patient=self._patient)
-
-    def _draw(self) -> None:
-        if self._stream is not None:
-            self._stream.draw()
 
     def _read(self, spans: Sequence[Span]) -> Iterator[Iterator[Part]]:
         """The samples of each span, in parts; those without any are empty positions of a stream."""
@@ -380,13 +377,9 @@ class Records(Generic[Sample_co]):
         return self._stream is not None and self._stream.has_group
 
     def commit_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Tell the group in the stream's address how far a stored checkpoint is. It is never asked for it.
+        """Tell the group in the stream's address how far a stored checkpoint is: ``states`` of all its ranks.
 
-        A `Checkpointer` calls this in rank 0, in a thread of its own, when a step is stored. What goes wrong is
-        logged.
-
-        Args:
-            states: of all ranks, as they are in the checkpoint.
+        A `Checkpointer` calls this in rank 0, in a thread of its own. What goes wrong is logged.
         """
         if self._stream is not None and self.commits:
             self._stream.commit(states, self._spec)

@@ -1,7 +1,8 @@
 """Counts how often the model has learned from each message: ``count_stream.py OUT URL MESSAGES PAUSE``.
 
 Messages are numbers. The model is one count a number; all ranks add what all of them have got at each step,
-save every second step, and go on until all ``MESSAGES`` are there. Rank 0 writes the model to ``OUT/counts``.
+save every second step, and go on until all ``MESSAGES`` are there; the last step is stored. Rank 0 writes the
+model to ``OUT/counts``.
 """
 
 import contextlib
@@ -53,6 +54,7 @@ def main() -> None:
             with (OUT / f"steps-{RANK}").open("a") as file:
                 file.write(f"{state['step']}\n")
             time.sleep(PAUSE)
+        checkpointer.save(state["step"], state, "storage")
         checkpointer.wait()
     data.close()
     if RANK == "0":
