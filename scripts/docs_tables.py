@@ -88,7 +88,12 @@ SAMPLES: tuple[events.EventBody, ...] = (
     events.FirstSize(
         4, "started from 2 similar past jobs, the nearest is my-job (similarity 1.00)"
     ),
-    events.MemoryGrows(3, 28 << 30, 16 << 30, 720.0, ordered=True),
+    events.MemoryGrows(3, 28 << 30, 16 << 30, 720.0, ordered=True, given=32 << 30),
+    events.MemoryBound(3, 2.0),
+    events.NodeMigrates(
+        3, 5, "it is expected to need 28.0 GiB of memory within 12 min, and has 16.0 GiB"
+    ),
+    events.MigrationEnded(3, 5, "it did not come within 600 s (join_timeout)"),
     events.PlanMade(
         2, ScaleKind.GROW, 4, 2, "2 -> 4 nodes: +86% throughput for +100% cost", _EFFECT
     ),
@@ -183,7 +188,8 @@ def _metrics() -> str:
         with contextlib.closing(journal), contextlib.closing(history):
             for family in metrics(Master(journal, history)):
                 name = family.name + ("_total" if family.type == "counter" else "")
-                labels = "".join(f" `{label}`" for label in family.samples[0].labels)
+                known = family.samples[0].labels if family.samples else family._labelnames  # noqa: SLF001
+                labels = "".join(f" `{label}`" for label in known)
                 rows.append((f"`{name}`", family.type, labels.strip(), family.documentation))
     return _table(("Metric", "Type", "Label", "Meaning"), rows)
 
