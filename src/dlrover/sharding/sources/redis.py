@@ -107,7 +107,7 @@ class Redis(Broker):
         if bounds.end > 1:
             return bounds.first
         seconds, microseconds = self._redis.time()
-        return (seconds * 1000 + microseconds // 1000) << _BITS
+        return int(seconds * 1000 + microseconds // 1000) << _BITS
 
     def offsets_at(self, when: datetime, bounds: list[Bounds]) -> list[int]:
         """What the ids say: mostly they are milliseconds."""
