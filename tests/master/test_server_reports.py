@@ -11,6 +11,7 @@ from dlrover.master.service import status_of
 from dlrover.rpc import messages
 from dlrover.spec.activities import Activity
 from dlrover.spec.activity import WorkerActivity
+from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import Limits
 from dlrover.testing.drivers import JobDriver
 
@@ -70,6 +71,14 @@ def test_only_workers_are_measured() -> None:
     assert isinstance(measured, inputs.SpeedMeasured)
     sample = measured.sample
     assert (sample.nodes, sample.replicas, sample.steps) == (1, 2, 20)
+
+
+def test_the_steps_of_a_servers_optimizer_are_not_the_trainings() -> None:
+    job = driver()
+    job.give(inputs.Progressed(1, 5), at=20.0)
+    assert status_of(job.machine, 21.0, {0: 6, 1: 900}).steps == 6
+    job.fail(1, {"kind": FailureKind.EXIT, "exit_code": 3, "steps": 900}, at=22.0)
+    assert job.machine.total_steps == 5
 
 
 def test_the_status_tells_roles_apart() -> None:

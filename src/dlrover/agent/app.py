@@ -66,7 +66,7 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
         token = job_dir.token.read_text().strip()
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigurationError(f"{job_dir.path} is not a job directory: {error}.") from error
-    if args.node_id >= 0 and is_server(args.node_rank):
+    if args.node_id >= 0 and is_server(args.node_rank):  # by itself a node may wish for any rank
         launch = msgspec.structs.replace(settings.launch, nproc_per_node=1, role=SERVER)
         settings = msgspec.structs.replace(settings, launch=launch)
     launch = settings.launch

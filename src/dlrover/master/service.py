@@ -432,13 +432,13 @@ class Master:
         self._steps[node_id] = message.steps
         self.hangs.heard(node_id, message, self.clock())
         self.scaler.heard(node_id, message, self.clock())
-        trains = not self.machine.is_server(node_id)
-        if trains:
-            self._activities.note(node_id, message.round, message.steps, message.workers)
-        new = trains and message.steps > self.machine.steps
+        if self.machine.is_server(node_id):
+            return  # its optimizer's steps are not the training's
+        self._activities.note(node_id, message.round, message.steps, message.workers)
+        new = message.steps > self.machine.steps
         if new and (self.machine.incident is not None or self.machine.steps == 0):
             self._journal_progress()
-        elif (new or (trains and message.workers)) and self._progress_timer is None:
+        elif (new or message.workers) and self._progress_timer is None:
             wait = self._progress_journalled + PROGRESS_JOURNAL_INTERVAL - self.clock()
             loop = asyncio.get_running_loop()
             self._progress_timer = loop.call_later(max(0.0, wait), self._on_progress_timer)

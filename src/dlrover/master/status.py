@@ -28,7 +28,7 @@ def status_of(
     """
     doing, usage = doing or {}, usage or {}
     ranks = {node_id: rank for rank, node_id in enumerate(machine.rendezvous.members)}
-    current = max([machine.steps, *(steps.get(i, 0) for i in ranks)])
+    current = max([machine.steps, *(steps.get(i, 0) for i in ranks if not machine.is_server(i))])
     outcome = machine.outcome
     return messages.Status(
         name=machine.job.name,

@@ -145,7 +145,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     node_unit: int = 1
     """A world has a multiple of this many nodes."""
     managed_nodes: int = 0
-    """Nodes that the master launches through its platform; 0: they come by themselves."""
+    """Nodes that the master launches through its platform; 0: they come by themselves. Servers do not count,
+    here and in the numbers above."""
     other_nodes: int = 0
     """How many of them are of other roles than worker: those of the lowest ranks. Their number is fixed."""
     servers: int = 0

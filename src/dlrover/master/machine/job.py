@@ -225,7 +225,7 @@ class JobMachine(JobAuto):
         verdict = diagnosis.diagnose(failure, self.job.diagnosis_rules)
         reports.add(incident, failure, echo=verdict.echo)
         self._emit(events.WorkerFailed(failure, verdict))
-        if failure.round == rdzv.last_round:
+        if failure.round == rdzv.last_round and not self.is_server(failure.node_id):
             self.steps = max(self.steps, failure.steps)
         goes_on = incident.decided or verdict.echo or self._decide(incident, now)
         if goes_on and current:
@@ -327,7 +327,7 @@ class JobMachine(JobAuto):
         self.rendezvous.adopt(some_world.round, tuple(self.worlds))
         self.restarts.count = some_world.restart_count
         self.world_since = now
-        self.steps = max(held.steps for held in members.values())
+        self.steps = max(held.steps for i, held in members.items() if not self.is_server(i))
         for node_id, held in members.items():
             node = self.nodes[node_id]
             node.has_run = True

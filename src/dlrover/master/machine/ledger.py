@@ -149,7 +149,7 @@ class Ledger:
         at = max(self._now, microseconds(now))
         if isinstance(event, inputs.Submitted):
             self.submitted_at = at
-        self._note_progress(event, at)
+        self._note_progress(event, at, machine)
         self._note_absence(event, at, machine)
         self._close_round(event, at, machine)
         touched = self._touched(event, machine)
@@ -161,7 +161,7 @@ class Ledger:
             self.ended_at = at
         self._now = at
 
-    def _note_progress(self, event: inputs.Input, now: int) -> None:
+    def _note_progress(self, event: inputs.Input, now: int, machine: JobMachine) -> None:
         """Take in what is said of the workers of the running world."""
         round_ = self.round
         if round_ is None:
@@ -169,7 +169,8 @@ class Ledger:
         if isinstance(event, inputs.Progressed) and event.round == round_.number:
             report = (event.seconds, event.steps, event.first_step)
         elif isinstance(event, inputs.WorkerFailed) and event.failure.round == round_.number:
-            report = ((), event.failure.steps, -1)
+            serves = machine.is_server(event.failure.node_id)
+            report = ((), 0 if serves else event.failure.steps, -1)
         else:
             return
         since, before = round_.proved, list(round_.spent)
