@@ -84,6 +84,26 @@ def test_a_node_does_not_wait_long_for_another_one():
     assert driver.machine.rendezvous.members == (0, 3, 2)
 
 
+def test_a_world_that_is_about_to_end_is_left_alone_without_haste():
+    driver = migrating()
+    driver.give(asked(2))
+    come(driver, 3, at=30.0)
+    driver.give(inputs.NodeSucceeded(0, 1), at=30.5)
+    driver.give(inputs.DeadlinePassed(), at=driver.machine.deadline())
+    assert driver.machine.phase is Phase.RUNNING
+    assert driver.machine.deadline() == 20.0 + driver.machine.job.limits.join_timeout
+
+
+def test_the_number_of_nodes_is_not_changed_meanwhile():
+    driver = JobDriver.launched(1, 3, auto_scale=True)
+    driver.give(
+        inputs.SpeedMeasured(1, SpeedSample(nodes=3, replicas=6, step_seconds=0.2, steps=9))
+    )
+    assert driver.machine.may_scale(20.0)
+    driver.give(asked(1), at=20.0)
+    assert not driver.machine.may_scale(20.0)
+
+
 def test_a_slow_node_that_is_being_replaced_is_not_replaced_twice():
     driver = JobDriver.launched(1, 3, auto_scale=True)
     sample = SpeedSample(nodes=3, replicas=6, step_seconds=0.2, steps=9)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -174,8 +175,9 @@ class LocalPlatform:
             return "another process has its exit code"  # adopted: not a child of this process
         code = process.wait()
         reason = procs.exit_reason(-code if code < 0 else code << 8)
-        starved = code < 0 and self._groups is not None and self._groups.oom_kills(node_id)
-        return f"{reason} for want of memory (OOMKilled)" if starved else reason
+        if code == -signal.SIGKILL and self._groups is not None and self._groups.oom_kills(node_id):
+            return f"{reason} for want of memory (OOMKilled)"
+        return reason
 
 
 def _age(handle: str) -> tuple[int, int]:

@@ -71,7 +71,9 @@ class JobMigrate(JobScale):
             for _, leaves in due:
                 self._call_off(self.nodes[leaves], now)
             return
-        if self._coming() and now < self._places_due():
+        together = rdzv.last_join_at + self.job.limits.scale_up_delay
+        if self._coming() and now < together:
+            self.places_at = together
             return
         members = [self.nodes[i] for i in rdzv.members]
         if not any(node.status is NodeStatus.SUCCEEDED for node in members):
@@ -79,7 +81,9 @@ class JobMigrate(JobScale):
             self._open_round(told, now)
 
     def _give_up_migrations(self, now: float) -> None:
-        """Go on with the nodes whose successors did not come in time."""
+        """Go on with the nodes whose successors did not come in time, or that others need not wait for."""
+        if self.places_at is not None and self.places_at <= now:
+            self.places_at = None
         limit = self.job.limits.join_timeout
         for successor in [i for i, m in self._coming() if m.until <= now]:
             node = self.nodes[successor]

@@ -62,6 +62,8 @@ class JobState:
     grow_at: float | None = None
     #: nodes that are to take another one's place, by id
     migrations: dict[int, Migration] = field(default_factory=dict)
+    #: until when those that have joined wait for the others: together they cost one round
+    places_at: float | None = None
     #: by wanted rank: how often in a row a launched node ended before it was part of a world
     failed_starts: dict[int, int] = field(default_factory=dict)
     _out: list[inputs.Command] = field(default_factory=list)
@@ -127,10 +129,8 @@ class JobState:
         times = [checked or self.rendezvous.deadline(), self.grow_at, *self.lost_at.values()]
         times.append(self.autoscaling.deadline())
         times += self.scaling.leaving.values()
-        coming = self._coming()
-        times += (migration.until for _, migration in coming)
-        if 0 < len(coming) < len(self.migrations) and not self.rendezvous.collecting:
-            times.append(self._places_due())
+        times += (migration.until for _, migration in self._coming())
+        times.append(self.places_at)
         if self.adoption.pending:
             times.append(self.adoption.deadline)
         return min((t for t in times if t is not None), default=None)
@@ -150,10 +150,6 @@ class JobState:
         """The nodes that are to take another one's place, and have not joined."""
         joined = self.rendezvous.offers
         return [(i, migration) for i, migration in self.migrations.items() if i not in joined]
-
-    def _places_due(self) -> float:
-        """Until when nodes that have joined wait for others that come: they cost one round together."""
-        return self.rendezvous.last_join_at + self.job.limits.scale_up_delay
 
     def _has_ended(self) -> bool:
         return self.outcome is not None
