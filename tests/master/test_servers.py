@@ -205,6 +205,9 @@ def test_a_server_that_ends_by_itself_ends_nothing() -> None:
     assert scale.size(driver.machine, 11.0).complete
     driver.give(asked(1))
     assert driver.machine.scaling.leaving.keys() == {2}, "such a job can still be scaled"
+    driver.give(inputs.NodeExited(2, "its agent ended"))
+    driver.join(0, 1)
+    assert driver.machine.rendezvous.size == Size(1, 1)
 
 
 # ---- another number

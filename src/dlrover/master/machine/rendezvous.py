@@ -208,10 +208,9 @@ class Rendezvous:
         Nodes with a wanted rank come first, in its order, then the others by age, so that rank 0 stays
         where it is; servers come last. Nodes beyond the usable number keep their offers for the next round.
         """
-        usable = self.usable(self.joined)
-        order = self.in_order(node_ranks)
-        workers = [node for node in order if node not in self.servers]
-        servers = [node for node in order if node in self.servers]
+        joined, order = self.joined, self.in_order(node_ranks)
+        usable = self.usable(joined)
+        workers, servers = order[: joined.workers], order[joined.workers :]
         self.members = (*workers[: usable.workers], *servers[: usable.servers])
         chosen = [(node, self.offers.pop(node)) for node in self.members]
         self.collecting = False
@@ -244,6 +243,8 @@ class Rendezvous:
         assert len(set(self.members)) == len(self.members), "a node is twice in the world"
         assert self.size.workers % self.job.node_unit == 0, "the world has a wrong size"
         assert self.job.servers or not self.servers, "servers in a job without any"
+        serve = [node in self.servers for node in self.members]
+        assert serve == sorted(serve), "a server before a worker"
 
 
 def _wanted(node_ranks: dict[int, int], node_id: int) -> int:
