@@ -5,7 +5,7 @@
 
 A factorization machine whose table is spread over the servers. The workers are dealt the data, and wait for
 each other only to save. Which server has which rows is decided anew whenever the job gets another size, so
-that each has the same load; see ``table.py``. Under ``torchrun`` the last ``--servers`` ranks are the servers.
+that each has the same load; see ``table.py``. In a job without servers the last ``--servers`` ranks serve.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def parse_args() -> argparse.Namespace:
     add("--batch-size", type=int, default=100, help="samples in a step of one worker")
     add("--lr", type=float, default=0.1)
     add("--save-every", type=int, default=50, help="steps of rank 0 between two checkpoints")
-    add("--servers", type=int, default=1, help="under torchrun: how many ranks are servers")
+    add("--servers", type=int, default=1, help="how many ranks serve, if the job has no servers")
     add("--step-time", type=float, default=0.0, help="seconds that a worker idles in every step")
     add("--row-time", type=float, default=0.0, help="seconds that a server idles for every row")
     add("--row-work", type=float, default=0.0, help="seconds that it computes for every row")

@@ -70,9 +70,16 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch):
     )
 
 
-def told(tmp_path, *bodies, auto_scale=True) -> plans.Plans:
+def told(tmp_path, *bodies, auto_scale=True, servers=0) -> plans.Plans:
     job_dir = JobDir(tmp_path)
-    job = JobSpec(name="job", min_nodes=1, max_nodes=4, auto_scale=auto_scale)
+    job = JobSpec(
+        name="job",
+        min_nodes=1,
+        max_nodes=4,
+        min_servers=min(servers, 1),
+        max_servers=servers,
+        auto_scale=auto_scale,
+    )
     job_dir.job.write_bytes(msgspec.json.encode(MasterConfig(job=job)))
     history = History(job_dir.events)
     for time, body in enumerate(bodies):
@@ -93,6 +100,21 @@ def test_a_plan_is_shown_with_its_reason_and_what_came_of_it(tmp_path):
         "plan 1, more nodes: 1 -> 2 nodes: +80% throughput",
         "  predicted 20 (10 to 40) samples/s, measured 19 (-5%), kept",
     ]
+
+
+def test_of_a_job_with_servers_both_numbers_are_told(tmp_path):
+    settled = events.SizeSettled(3, 19.0, 4, "worker steps/s", 2)
+    found = told(tmp_path, MADE, MEASURED, settled, servers=3)
+    assert plans.render(found).splitlines()[0] == (
+        "Auto-scaling from 1 to 4 workers and from 1 to 3 servers: the best size is 3 workers and 2 servers, "
+        "with 19 worker steps/s; 4 sizes were measured."
+    )
+    assert settled.sentence().startswith("The job stays at 3 workers and 2 servers with 19")
+
+
+def test_a_number_that_is_fixed_is_told_once(tmp_path):
+    shown = plans.render(told(tmp_path, servers=1))
+    assert shown.startswith("Auto-scaling from 1 to 4 workers and with 1 server: ")
 
 
 def test_plans_that_are_under_way_short_or_given_up(tmp_path):

@@ -52,6 +52,7 @@ SHORTER = {
     "examples/01_digits_ddp/train.py": "examples/01_digits_ddp/train.py --epochs 5 --target-accuracy 0",
     "examples/02_char_gpt/train.py": "examples/02_char_gpt/train.py --layers 1 --width 32 --heads 2 "
     "--context 32 --corpus-mb 1 --global-batch-size 12 --steps 60 --eval-every 20 --sample 20",
+    "examples/05_parameter_server/train.py": "examples/05_parameter_server/train.py --clicks 10000",
 }
 """What is replaced in commands and programs so that they take seconds."""
 

@@ -22,7 +22,8 @@ from dlrover.spec.brain import ClusterNode, ReportCluster
 from dlrover.spec.events import Event, JobEnded, PlanDropped
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import BrainSide
-from dlrover.spec.plan import Group
+from dlrover.spec.plan import Group, Plan
+from dlrover.spec.roles import Size
 from dlrover.spec.speed import ModelProfile, ScaleKind, SpeedSample
 from dlrover.spec.usage import NodeUsage
 
@@ -156,3 +157,15 @@ def test_without_a_token_there_is_a_sentence(tmp_path):
 def test_a_job_that_keeps_its_size_needs_no_brain():
     fixed = JobSpec(name="fixed")
     assert brainside.connect(BrainSide(address="brain:1"), fixed, "", wire.Tls(), {}) is None
+
+
+def test_a_size_with_servers_in_the_brains_terms():
+    served = SpeedSample(
+        nodes=2, replicas=4, step_seconds=0.1, steps=20, servers=3, server_cpu=8.0, worker_cpu=4.0
+    )
+    shape = brainside.shape_of(served, Group(count=1, cpu=4.0))
+    assert shape.groups == {"worker": Group(count=2, cpu=4.0), "ps": Group(count=3, cpu=8.0)}
+    assert shape.per_node == 2
+    plan = Plan(groups={"ps": Group(count=1)}, reason="one is enough")
+    assert brainside.size_of(plan, served.size) == Size(2, 1)
+    assert brainside.size_of(plan, Size(2)) == Size(2), "a job without servers gets none"

@@ -109,14 +109,22 @@ def test_the_next_sample_is_one_that_tells_the_columns_apart():
     [
         ("optimus-async", lambda w, p: 0.1 + 0.02 * w / p + 0.003 * w + 0.005 * p),
         ("optimus-sync", lambda w, p: 1e-3 * 64 + 0.05 + 0.02 * w / p + 0.003 * w + 0.004 * p),
+        ("queue", lambda w, p: 0.1 + 64e-3 / p + 64 * 5e-4 * (w - 1) / p),
     ],
 )
-def test_the_forms_of_optimus(form, seconds):
+def test_the_other_forms(form, seconds):
     grid = [(w, p) for w in (1, 2, 4, 8) for p in (1, 2, 3)]
     samples = [ServerSample(ServerShape(w, p, batch=64), 64 * w / seconds(w, p)) for w, p in grid]
     model = fit_servers(samples, form)
     truth = 64 * 16 / seconds(16, 4)
     assert model.predict(ServerShape(16, 4, batch=64)).throughput == pytest.approx(truth, rel=0.01)
+
+
+def test_a_single_worker_says_nothing_of_queues_and_the_interval_says_so():
+    model = fit_servers([ServerSample(ServerShape(1, p), 10.0) for p in (1, 1, 2)], "queue")
+    alone, many = model.predict(ServerShape(1, 1)), model.predict(ServerShape(8, 1))
+    assert alone.throughput == pytest.approx(10.0, rel=0.05)
+    assert many.high / many.low > 4 * alone.high / alone.low
 
 
 def test_what_cannot_be_fitted():

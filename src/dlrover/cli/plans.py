@@ -166,10 +166,10 @@ def _lines(plan: PlanRecord) -> list[str]:
 def _headline(report: Plans) -> str:
     if not report.auto_scale:
         return "The job has a fixed number of nodes; --auto-scale lets DLRover choose it."
-    span = _span(report.min_nodes, report.max_nodes, "nodes")
+    span = _span(report.min_nodes, report.max_nodes, "node")
     if report.max_servers:
-        workers = _span(report.min_nodes, report.max_nodes, "workers")
-        span = f"{workers} and {_span(report.min_servers, report.max_servers, 'servers')}"
+        workers = _span(report.min_nodes, report.max_nodes, "worker")
+        span = f"{workers} and {_span(report.min_servers, report.max_servers, 'server')}"
     if report.ended:
         return f"Auto-scaling {span} has ended: {report.ended}."
     if report.settled is None:
@@ -182,7 +182,9 @@ def _headline(report: Plans) -> str:
 
 
 def _span(least: int, most: int, what: str) -> str:
-    return f"from {least} to {most} {what}" if least < most else f"with {least} {what}"
+    if least == most:
+        return f"with {least} {what}{'' if least == 1 else 's'}"
+    return f"from {least} to {most} {what}s"
 
 
 def interval(effect: Effect) -> str:

@@ -162,7 +162,7 @@ class AutoScaler:
             rebalance=scaling.free(ScaleKind.REBALANCE),
             migrate=self._machine.job.grows_cpu and scaling.free(ScaleKind.MIGRATE),
         )
-        if found is None:
+        if found is None or (found.more and scaling.one_more_server() is None):
             return
         self._servers.begin()  # what is done about it is seen in the looks that follow
         self._submit(

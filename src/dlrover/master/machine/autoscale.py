@@ -206,15 +206,21 @@ class AutoScaling:
         decision = ScaleDecision(kind=kind, nodes=latest.nodes, servers=latest.servers, plan=plan)
         return self._begin(decision, latest.size, now)
 
+    def one_more_server(self) -> Size | None:
+        """The size with one more server, if it may be tried now and was not measured yet."""
+        latest = self.latest
+        if latest is None or self.change is not None or not self.active:
+            return None
+        size = Size(latest.nodes, latest.servers + 1)
+        open_ = size.servers in self.sizes.servers() and size not in self.samples
+        return size if open_ else None
+
     def more_servers(
         self, gain: float, reason: str, now: float
     ) -> tuple[list[events.EventBody], ScaleDecision | None]:
         """All servers are hot: one more is tried, unless that was measured or may not be."""
-        latest = self.latest
-        if latest is None or self.change is not None or not self.active:
-            return [], None
-        size = Size(latest.nodes, latest.servers + 1)
-        if size.servers not in self.sizes.servers() or size in self.samples:
+        latest, size = self.latest, self.one_more_server()
+        if latest is None or size is None:
             return [], None
         before = latest.throughput
         effect = Effect(
