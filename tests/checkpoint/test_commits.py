@@ -90,3 +90,16 @@ def test_a_step_that_cannot_be_read_again_stops_nobody(checkpointer, monkeypatch
     checkpointer.wait()
     assert one.told == []
     assert "What step 2 holds is not told to others" in caplog.text
+
+
+def test_one_that_fails_does_not_keep_others_from_being_told(checkpointer, caplog) -> None:
+    class Failing(Committing):
+        def commit_rank_states(self, states: list[object]) -> None:
+            raise RuntimeError("no way")
+
+    failing, one = Failing(), Committing(1)
+    checkpointer.save(2, {"a": {"failing": failing}, "b": one}, to="storage")
+    checkpointer.wait()
+    assert one.told == [{"value": 1}]
+    assert "a.failing could not be told what step 2 holds" in caplog.text
+    assert "no way" in caplog.text

@@ -2,7 +2,7 @@
 
 An object takes part if it has ``commits``, which says whether it wants to be told, and
 ``commit_rank_states(states)``, which gets its states of all ranks as a stored step holds them. It is called in
-rank 0, in a thread of its own, for the newest stored step only, and must not raise.
+rank 0, in a thread of its own, for the newest stored step only.
 """
 
 from __future__ import annotations
@@ -111,8 +111,7 @@ class Commits:
             logger.warning("What step %d holds is not told to others: %s", step, error)
             return step
         for path, committer in waiting[step]:
-            states = [functools.reduce(operator.getitem, path, tree) for tree in trees]
-            committer.commit_rank_states(states)
+            _tell_one(committer, path, trees, step)
         return step
 
     def _trees(self, step: int) -> list[Any]:
@@ -120,6 +119,14 @@ class Commits:
         with StoredStep(self._store, step_folder(step)) as stored:
             ranks = range(stored.manifest.world_size)
             return [layouts.decode(stored.index(rank).skeleton) for rank in ranks]
+
+
+def _tell_one(committer: Any, path: Path, trees: list[Any], step: int) -> None:
+    try:
+        states = [functools.reduce(operator.getitem, path, tree) for tree in trees]
+        committer.commit_rank_states(states)
+    except Exception:
+        logger.exception("%s could not be told what step %d holds", layouts.name(path), step)
 
 
 def _committers(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:

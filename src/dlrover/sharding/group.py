@@ -35,11 +35,11 @@ class Group:
             spec: the data set.
             dealer: knows what is set aside, and will be in no checkpoint; None if nothing was read.
         """
-        offsets = offsets_of(states, spec, _aside(spec.name, dealer) if dealer else [])
-        if not offsets:
-            return  # nobody had begun to read
         broker = self._stream.broker()
         try:
+            offsets = offsets_of(states, spec, _aside(spec.name, dealer) if dealer else [])
+            if not offsets:
+                return  # nobody had begun to read
             broker.commit(offsets)
         except Exception as error:  # noqa: BLE001 - whatever a client raises: training goes on
             if not self._failing:
