@@ -248,7 +248,8 @@ class ShardClient:
                 self._changed.wait_for(self._due, REPORT_INTERVAL)
                 closing = self._closing
                 grown = self._extension()
-                request = self._request() if closing or self._wanted() else None
+                asks = grown is None and (closing or self._wanted())
+                request = self._request() if asks else None
             if grown is not None:
                 self._note_extended(grown, self._insist(grown))
             elif request is not None:
