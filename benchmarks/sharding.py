@@ -9,13 +9,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
+import multiprocessing
 import os
 import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ from torch.utils.data import DataLoader
 from dlrover.agent.relay import Relay
 from dlrover.elastic.dataset import ElasticDataset
 from dlrover.rpc import wire
+from dlrover.rpc.client import MasterClient
 from dlrover.sharding import defaults
 from dlrover.sharding.records import Records
 from dlrover.spec.job import JobSpec
@@ -41,6 +45,8 @@ LEASE = 10
 WORKERS = 16
 SLOWDOWN = 3.0
 BATCH = 10
+TURN = 10
+"""Batches that one training makes before the other one goes on."""
 METADATA = ((wire.TOKEN_KEY, "simulated"),)
 
 
@@ -115,13 +121,31 @@ async def flood(seconds: float) -> Row:
 
 @contextlib.asynccontextmanager
 async def relayed() -> Any:
-    """Workers in this process ask a real master by way of an agent's relay."""
-    async with a_master() as master, master.client() as client, Relay(client) as relay:
-        defaults.relay, defaults.round = relay.address, 1
+    """Workers in this process ask a real master by way of a relay, which an agent has in a process of its own."""
+    spawn = multiprocessing.get_context("spawn")
+    mine, other = spawn.Pipe()
+    async with a_master() as master:
+        agent = spawn.Process(target=relay, args=(master.address, master.token, other), daemon=True)
+        agent.start()
+        defaults.relay, defaults.round = await asyncio.to_thread(mine.recv), 1
         try:
             yield
         finally:
             defaults.relay, defaults.round = "", 0
+            agent.kill()
+            agent.join()
+
+
+def relay(address: str, token: str, told: Connection) -> None:
+    """Relay on the server core until killed; ``told`` gets the address."""
+
+    async def serve() -> None:
+        async with MasterClient(address, token) as client, Relay(client) as served:
+            told.send(served.address)
+            await asyncio.Event().wait()
+
+    pin(os.getpid(), SERVER_CORE)
+    asyncio.run(serve())
 
 
 def train(data: Records[int], per_sample: float, counts: list[int]) -> None:
@@ -178,51 +202,69 @@ class Rows:
         return self._rows[index]
 
 
-def steps(
-    batches: Iterator[Any], model: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> float:
-    """Samples a second of a training."""
-    began, count = time.perf_counter(), 0
-    for batch in batches:
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
-        count += len(batch)
-    return count / (time.perf_counter() - began)
+class Trained:
+    """A training's samples, and the seconds that it took."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self.batches, self.samples, self.seconds = batches, 0, 0.0
+
+    def go_on(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+        """Train on `TURN` batches; whether there were as many."""
+        began, count = time.perf_counter(), 0
+        for batch in itertools.islice(self.batches, TURN):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            self.samples += len(batch)
+            count += 1
+        self.seconds += time.perf_counter() - began
+        return count == TURN
+
+
+def in_turns(
+    static: Trained, dealt: Trained, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Train with both to their ends, in turns: whatever else the machine does meets both.
+
+    What this process does for dealing in the turns of the static sampler is dealing's time, too.
+    """
+    more = [True, True]
+    while any(more):
+        beside = time.process_time() - time.thread_time()
+        more[0] = static.go_on(model, optimizer)
+        beside = time.process_time() - time.thread_time() - beside
+        static.seconds -= beside
+        dealt.seconds += beside
+        more[1] = dealt.go_on(model, optimizer)
 
 
 async def throughput(rounds: int, size: int = 12800, batch: int = 64) -> Row:
-    """A training with dealt samples beside one with a static sampler, in turn."""
+    """A training with dealt samples beside one with a static sampler, on one core, from the first sample on."""
     torch.manual_seed(0)
     rows = torch.randn(size, 256)
     model = torch.nn.Sequential(
         torch.nn.Linear(256, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 256)
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    speeds = []
 
-    def with_sampler(_number: int) -> float:
-        loader = DataLoader(Rows(rows), batch_size=batch, shuffle=True)
-        return steps(iter(loader), model, optimizer)
-
-    def with_dealing(number: int) -> float:
+    def both(number: int) -> None:
+        static = Trained(iter(DataLoader(Rows(rows), batch_size=batch, shuffle=True)))
         data = ElasticDataset(Rows(rows), name=f"data-{number}", shuffle=True)
-        try:
-            return steps(iter(data.loader(batch)), model, optimizer)
-        finally:
-            data.close()
+        dealt = Trained(iter(data.loader(batch)))
+        in_turns(static, dealt, model, optimizer)
+        data.close()
+        assert static.samples == dealt.samples == size
+        speeds.append((size / static.seconds, size / dealt.seconds))
 
-    static, dealt = [], []
     async with relayed():
-        await asyncio.to_thread(with_sampler, 0)  # to warm up
-        for number in range(rounds):
-            turns = [(static, with_sampler), (dealt, with_dealing)]
-            for speeds, train_ in turns if number % 2 else turns[::-1]:
-                speeds.append(await asyncio.to_thread(train_, number))
-    ratio = statistics.median(b / a for a, b in zip(static, dealt, strict=True))
+        for number in range(rounds + 1):
+            await asyncio.to_thread(both, number)
+    del speeds[0]  # to warm up
     return {
-        "static_samples_per_second": statistics.median(static),
-        "samples_per_second": statistics.median(dealt),
-        "to_static": ratio,
+        "static_samples_per_second": statistics.median(static for static, _ in speeds),
+        "samples_per_second": statistics.median(dealt for _, dealt in speeds),
+        "to_static": statistics.median(dealt / static for static, dealt in speeds),
     }
 
 

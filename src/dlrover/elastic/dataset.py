@@ -170,7 +170,7 @@ class _Batches(Sampler[list[Any]]):  # type: ignore[misc]  # torch is not typed 
 
     def _drawn(self, batch: list[Part]) -> list[Any]:
         self.drawn.append(batch)
-        self._data._reads(batch[0])  # noqa: SLF001 - the two are one
+        self._data._reads(batch[0].span)  # noqa: SLF001 - the two are one
         return [item for part in batch for item in part.items]
 
 

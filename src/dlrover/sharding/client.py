@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 import uuid
@@ -35,7 +36,7 @@ AHEAD = 5.0
 FEWEST = 2
 """Shards that are fetched ahead at first; twice as many whenever the training had to wait for them."""
 AT_ONCE = 1024
-"""Samples that the training takes at a time: more than one shard if these are smaller."""
+"""Samples that the training takes at a time, at most."""
 REPORT_INTERVAL = 1.0
 """Seconds between two reports of what is done, where nothing has to be fetched."""
 POLL = 0.2
@@ -85,7 +86,8 @@ class ShardClient:
         self._rate = 0.0
         self.set_aside = 0
         """Samples that this worker was the last to try."""
-        self._rest_until = 0.0
+        self._unread = 0  # dealt, and not yet with the training
+        self._enough = math.inf  # while more than that is unread, it has its share
         self._grown: tuple[int, ...] = ()
         self._known: tuple[int, ...] = ()
         self._ended = spec.size >= 0
@@ -146,14 +148,17 @@ class ShardClient:
                     logger.warning("Waiting for samples of %s%s", self._spec.name, self._why())
 
     def _taken(self) -> list[Span]:
-        """The first spans that are ready."""
-        spans, count = [self._ready.popleft()], 0
-        while True:
-            count += spans[-1].stop - spans[-1].start
-            if not self._ready or count + self._ready[0].stop - self._ready[0].start > AT_ONCE:
-                break
-            spans.append(self._ready.popleft())
-        self._ahead -= count
+        """The first samples that are ready; of a stream a span, which may have many offsets and few messages."""
+        spans, room = [], AT_ONCE
+        while self._ready and room > 0:
+            span = self._ready.popleft()
+            if self._spec.size >= 0 and span.stop - span.start > room:
+                middle = span.start + room
+                self._ready.appendleft(Span(span.lane, middle, span.stop))
+                span = Span(span.lane, span.start, middle)
+            spans.append(span)
+            room -= span.stop - span.start
+        self._ahead -= sum(span.stop - span.start for span in spans)
         if self._short():
             self._changed.notify_all()
         return spans
@@ -206,12 +211,16 @@ class ShardClient:
                 self._mine.add(span)
                 self._done.add(span)
                 self._count += span.stop - span.start
+                self._unread -= span.stop - span.start
+            if self._short():
+                self._changed.notify_all()
 
     def fail(self, lane: int, position: int, error: str) -> None:
         """A sample cannot be read."""
         failed = Failed(Span(lane, position, position + 1), error[:MAX_ERROR])
         with self._changed:
             self._failed.append(failed)
+            self._unread -= 1
             self._exhausted = self._complete = False
             self._changed.notify_all()
 
@@ -265,7 +274,7 @@ class ShardClient:
 
     def _short(self) -> bool:
         """Whether more samples are to be fetched."""
-        if self._exhausted or (time.monotonic() < self._rest_until and not self._starving):
+        if self._exhausted or (self._unread > self._enough and not self._starving):
             return False
         return self._ahead < self._target() / 2
 
@@ -299,7 +308,7 @@ class ShardClient:
             )
             if not self._failed:
                 self._exhausted, self._complete = reply.exhausted, reply.complete
-            self._rest_until = 0.0
+            self._enough = math.inf
             self._changed.notify_all()
 
     def _request(self) -> TakeShards:
@@ -330,13 +339,17 @@ class ShardClient:
     def _take_in(self, request: TakeShards, reply: ShardReply) -> None:
         with self._changed:
             self._heard = time.monotonic()
-            for span in reply.spans:
-                self._ready.append(span)
-                self._ahead += span.stop - span.start
-            if reply.spans and request.starving:
+            got = sum(span.stop - span.start for span in reply.spans)
+            self._ready.extend(reply.spans)
+            self._ahead += got
+            self._unread += got
+            if got and request.starving:
                 self._fewest = min(2 * self._fewest, MAX_WANT)
-            # It has its share of what is left: more only when that is used up.
-            self._rest_until = 0.0 if reply.spans else self._heard + POLL
+                self._starving = False
+            if request.want:
+                # With less than it wanted it has its share of what is left: more when that is nearly used up.
+                wanted = request.want * self._spec.shard
+                self._enough = math.inf if got >= wanted else self._unread / 4
             if request.lane == self._lane and not self._failed and not reply.refused:
                 self._exhausted, self._complete = reply.exhausted, reply.complete
             for aside in reply.aside:

@@ -9,7 +9,7 @@ from dlrover.spec.shards import Span
 
 
 class Part(NamedTuple):
-    """Samples that follow each other within a shard."""
+    """Samples that follow each other."""
 
     span: Span
     """Where they stand. Of a stream there is one sample, at its end."""

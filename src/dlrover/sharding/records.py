@@ -140,9 +140,12 @@ class Records(Generic[Sample_co]):
         parts, left = self._parts(), Span(0, 0, 0)
         try:
             for part in parts:
-                self._reads(part)
+                shard = -1
                 for place, item in part.places():
                     left = Span(place.lane, place.stop, part.span.stop)
+                    if place.start // self._spec.shard != shard:
+                        shard = place.start // self._spec.shard
+                        self._reads(place)
                     try:
                         sample = self.source[item]
                     except Exception as error:  # noqa: BLE001 - whatever the source raises
@@ -244,20 +247,13 @@ class Records(Generic[Sample_co]):
         if self._stream is not None:
             yield from map(self._messages, spans)
         else:
-            yield from map(self._by_shard, spans, self._items(spans))
+            for span, items in zip(spans, self._items(spans), strict=True):
+                yield iter((Part(span, items),))
 
     def _messages(self, span: Span) -> Iterator[Part]:
         assert self._stream is not None
         for place, message in self._stream.read(span):
             yield Part(place, () if message is None else (message,))
-
-    def _by_shard(self, span: Span, items: Sequence[int]) -> Iterator[Part]:
-        lane, first, shard = span.lane, span.start, self._spec.shard
-        start = first
-        while start < span.stop:
-            stop = min(span.stop, (start // shard + 1) * shard)
-            yield Part(Span(lane, start, stop), items[start - first : stop - first])
-            start = stop
 
     def _items(self, spans: Sequence[Span]) -> Iterator[Sequence[int]]:
         """The records of some spans; those of spans that follow each other in a lane are found together."""
@@ -270,10 +266,10 @@ class Records(Generic[Sample_co]):
             records = iter(self._order(lane).records(positions))
             yield from (list(islice(records, span.stop - span.start)) for span in several)
 
-    def _reads(self, part: Part) -> None:
-        """The samples of this shard may be what the process dies of."""
+    def _reads(self, place: Span) -> None:
+        """The samples of the shard there may be what the process dies of."""
         if defaults.reading is not None:
-            defaults.reading(data_key(self._spec.name), part.span.lane, part.span.start)
+            defaults.reading(data_key(self._spec.name), place.lane, place.start)
 
     def _failed(self, place: Span, error: str) -> None:
         client, lane, position = self._opened(), place.lane, place.stop - 1
