@@ -238,7 +238,7 @@ def in_turns(
         more[1] = dealt.go_on(model, optimizer)
 
 
-async def throughput(rounds: int, size: int = 12800, batch: int = 64) -> Row:
+async def throughput(rounds: int, size: int = 51200, batch: int = 64) -> Row:
     """A training with dealt samples beside one with a static sampler, on one core, from the first sample on."""
     torch.manual_seed(0)
     rows = torch.randn(size, 256)
@@ -295,7 +295,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=5.0, help="Length of each flood.")
     parser.add_argument("--slow-seconds", type=float, default=30.0, help="Of the ideal split.")
-    parser.add_argument("--rounds", type=int, default=15, help="Pairs of trainings.")
+    parser.add_argument("--rounds", type=int, default=9, help="Pairs of trainings.")
     parser.add_argument("--json", type=Path, help="Where to write the results.")
     args = parser.parse_args(argv)
     pin(os.getpid(), GENERATOR_CORE)

@@ -187,11 +187,11 @@ class _Reader:
             return _Unreadable(f"{type(error).__name__}: {error}")
 
     def __getitems__(self, items: list[Any]) -> list[Any]:
-        """A batch, as PyTorch asks for it: at once, if the source can and none of it fails."""
-        many = getattr(self._source, "__getitems__", None)
-        if many is not None:
-            with contextlib.suppress(Exception):
-                return list(many(items))
+        """A batch, as PyTorch asks for it; if anything fails, one by one, to see what it is."""
+        source = self._source
+        many = getattr(source, "__getitems__", None)
+        with contextlib.suppress(Exception):
+            return [source[item] for item in items] if many is None else list(many(items))
         return [self[item] for item in items]
 
 
