@@ -128,6 +128,29 @@ def test_a_node_gets_more_memory_before_it_is_killed(run):
     launch.wait()
 
 
+@pytest.mark.torch
+@pytest.mark.long
+def test_a_server_gets_more_memory_before_it_is_killed(run):
+    conf = "usage_interval=1,heartbeat_interval=0.5,memory_horizon=15"
+    launch = run(
+        *("--nnodes=1", "--local-nodes=1", "--servers=1", "--node-memory=1Gi"),
+        *(f"--rdzv-conf={conf}", run.scripts / "server_grows.py", "3"),
+    )
+    launch.until(
+        lambda: len(launch.events_of(events.RoundCompleted)) == 2, 80, "a server with more memory"
+    )
+    (grows,) = [event.body for event in launch.events_of(events.MemoryGrows)]
+    (moved,) = [event.body for event in launch.events_of(events.NodeMigrates)]
+    launched = {e.body.node: e.body for e in launch.events_of(events.NodeLaunched)}
+    assert grows.node == moved.node
+    assert (launched[moved.node].role, launched[moved.successor].role) == ("ps", "ps")
+    assert launched[moved.successor].memory_factor * grows.limit >= grows.needed
+    assert not launch.events_of(events.WorkerFailed)
+    assert run.status(launch)["status"]["restarts"] == 0
+    run.dlrover("stop", "--job-dir", launch.job_dir)
+    launch.wait()
+
+
 SLEEPS = "import time; time.sleep(100)"
 
 
