@@ -28,7 +28,9 @@ def kill_master(launch) -> float:
 
 def lasting(status: dict) -> dict:
     """What a status says that a change of the master must not change."""
-    nodes = [{**node, "steps": 0, "connected": True} for node in status["status"]["nodes"]]
+    passing = {"steps": 0, "connected": True, "doing": ""}
+    passing |= dict.fromkeys(("memory", "memory_limit", "cpu", "cores", "busy"), 0)
+    nodes = [{**node, **passing} for node in status["status"]["nodes"]]
     return {**status["status"], "nodes": nodes, "steps": 0, "total_steps": 0, "seconds": 0}
 
 

@@ -48,6 +48,7 @@ class AutoScaler:
         self.brain: JobBrain | None = None
         """Is told what is measured, and asked for the size where it chooses that of all jobs."""
         self._round = 0
+        self._steady_since = 0.0  # when the round's first sample was taken; 0.0 before
 
     def heard(self, node_id: int, message: messages.Heartbeat, now: float) -> None:
         """A node reports what its workers do, and now and then what it uses."""
@@ -72,6 +73,7 @@ class AutoScaler:
         machine, rdzv = self._machine, self._machine.rendezvous
         if not rdzv.collecting and rdzv.round != self._round:
             self._round = rdzv.round
+            self._steady_since = 0.0
             self._meter.limits = machine.job.limits
             self._meter.begin()
             self._memory.begin()
@@ -125,6 +127,7 @@ class AutoScaler:
         servers = self._cores(size.servers) if size.servers else None
         sample = self._meter.take(size.workers, machine.workers, now, servers)
         if sample is not None:
+            self._steady_since = self._steady_since or now
             held_up = self._suspects()
             profile = self._meter.profile
             self._submit(inputs.SpeedMeasured(self._round, sample, profile, held_up))
@@ -190,5 +193,5 @@ class AutoScaler:
         """
         machine, servers = self._machine, self._machine.rendezvous.size.servers
         first = servers > 1 and machine.autoscaling.stage is ScaleStage.START
-        until = machine.world_since + LOOKS * machine.job.limits.usage_interval
+        until = self._steady_since + LOOKS * machine.job.limits.usage_interval
         return first and now < until and not self._servers.knows(servers)
