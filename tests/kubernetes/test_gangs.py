@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from dlrover.kubernetes import nodes, objects, podgroups, validation, yielding
-from dlrover.kubernetes.nodes import Launch
 from dlrover.kubernetes.yielding import Claim
+from dlrover.spec.node import LaunchNode
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.installed import Cluster
 from tests.kubernetes.kubelet import Kubelet
@@ -24,7 +24,7 @@ GROUP = "digits-edljob-uid"
 
 
 def node(manifest: dict[str, Any]) -> dict[str, Any]:
-    return nodes.pod(validation.parse(manifest), Launch(0, 0), "m:1")
+    return nodes.pod(validation.parse(manifest), LaunchNode(0, 0), "m:1")
 
 
 # ---- other schedulers: the names are those of their documentation, which `podgroups` cites

@@ -9,9 +9,9 @@ import pytest
 
 from dlrover.errors import ConfigurationError
 from dlrover.kubernetes import job as jobs, names, nodes, resources, validation
-from dlrover.kubernetes.nodes import Launch
 from dlrover.kubernetes.types import ElasticJob
 from dlrover.spec.job import Limits
+from dlrover.spec.node import LaunchNode
 
 COMMAND = ["dlrover-run", "train.py"]
 
@@ -41,7 +41,7 @@ def variables(pod: dict[str, Any], container: int = 0) -> dict[str, Any]:
 
 
 def test_a_template_without_labels_policy_or_resources_is_enough() -> None:
-    pod = nodes.pod(elastic_job(), Launch(5, 2), "master.team.svc:50001")
+    pod = nodes.pod(elastic_job(), LaunchNode(5, 2), "master.team.svc:50001")
     assert pod["metadata"]["name"] == "train-edljob-worker-5"
     assert pod["metadata"]["namespace"] == "team"
     assert pod["metadata"]["ownerReferences"][0]["uid"] == "u1"
@@ -69,7 +69,7 @@ def test_a_template_is_kept_as_it_is_given() -> None:
     worker["template"]["metadata"] = {"labels": {"team": "a"}, "annotations": {"x": "y"}}
     envs = {"any": {"name": "SHARED", "value": "all"}}
     job = elastic_job(worker, envs=envs)
-    pod = nodes.pod(job, Launch(0, 0), "m:1")
+    pod = nodes.pod(job, LaunchNode(0, 0), "m:1")
     assert pod["metadata"]["labels"]["team"] == "a"
     assert pod["metadata"]["annotations"] == {"x": "y"}
     assert pod["spec"]["tolerations"] == [{"operator": "Exists"}]
@@ -89,8 +89,8 @@ def test_roles_have_ranks_in_their_order() -> None:
     }
     job = elastic_job({"replicas": 2}, roles=roles)
     assert nodes.slots(job) == [("chief", 0), ("evaluator", 0), ("worker", 0), ("worker", 1)]
-    assert nodes.pod_name(job, Launch(9, 0)) == "train-edljob-chief-9"
-    assert variables(nodes.pod(job, Launch(9, 1), "m:1"))["NODE_TYPE"] == "evaluator"
+    assert nodes.pod_name(job, LaunchNode(9, 0)) == "train-edljob-chief-9"
+    assert variables(nodes.pod(job, LaunchNode(9, 1), "m:1"))["NODE_TYPE"] == "evaluator"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_roles_have_ranks_in_their_order() -> None:
 def test_memory_grows_where_it_is_asked_for(asked: str | int, factor: float, wanted: str) -> None:
     resources = {"requests": {"memory": asked, "cpu": 1}, "limits": {"cpu": 2}}
     main = {"name": "main", "image": "i", "command": COMMAND, "resources": resources}
-    pod = nodes.pod(elastic_job(templated([main])), Launch(0, 0, (), factor), "m:1")
+    pod = nodes.pod(elastic_job(templated([main])), LaunchNode(0, 0, (), factor), "m:1")
     grown = pod["spec"]["containers"][0]["resources"]
     assert grown == {"requests": {"memory": wanted, "cpu": 1}, "limits": {"cpu": 2}}
 
@@ -114,7 +114,7 @@ def test_memory_grows_where_it_is_asked_for(asked: str | int, factor: float, wan
 def test_cores_grow_where_they_are_asked_for(asked: str | int, wanted: str) -> None:
     resources = {"requests": {"memory": "1Gi", "cpu": asked}, "limits": {"memory": "2Gi"}}
     main = {"name": "main", "image": "i", "command": COMMAND, "resources": resources}
-    pod = nodes.pod(elastic_job(templated([main])), Launch(0, 0, cpu_factor=1.5), "m:1")
+    pod = nodes.pod(elastic_job(templated([main])), LaunchNode(0, 0, cpu_factor=1.5), "m:1")
     grown = pod["spec"]["containers"][0]["resources"]
     assert grown == {"requests": {"memory": "1Gi", "cpu": wanted}, "limits": {"memory": "2Gi"}}
 
@@ -126,14 +126,14 @@ def test_hosts_are_avoided_beside_what_the_template_asks() -> None:
     worker = templated(
         [{"name": "main", "image": "i", "command": COMMAND}], affinity={"nodeAffinity": required}
     )
-    pod = nodes.pod(elastic_job(worker), Launch(0, 0, ("b", "a")), "m:1")
+    pod = nodes.pod(elastic_job(worker), LaunchNode(0, 0, ("b", "a")), "m:1")
     away = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["a", "b"]}
     given = pod["spec"]["affinity"]["nodeAffinity"]
     assert given["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"] == [
         {"matchExpressions": [zone, away]},
         {"matchFields": [], "matchExpressions": [away]},
     ]
-    assert "affinity" not in nodes.pod(elastic_job(), Launch(0, 0), "m:1")["spec"]
+    assert "affinity" not in nodes.pod(elastic_job(), LaunchNode(0, 0), "m:1")["spec"]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_hosts_are_avoided_beside_what_the_template_asks() -> None:
 )
 def test_priorities(priority: str, classes: list[str | None]) -> None:
     job = elastic_job({"priority": priority})
-    pods = [nodes.pod(job, Launch(rank, rank), "m:1") for rank in range(4)]
+    pods = [nodes.pod(job, LaunchNode(rank, rank), "m:1") for rank in range(4)]
     assert [pod["spec"].get("priorityClassName") for pod in pods] == classes
 
 

@@ -14,6 +14,7 @@ import pytest
 from dlrover.kubernetes import names, nodes, platform as platforms, validation
 from dlrover.kubernetes.client import PODS, Client
 from dlrover.kubernetes.platform import KubernetesPlatform
+from dlrover.spec.node import LaunchNode
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.installed import define
 from tests.kubernetes.kubelet import Kubelet
@@ -106,8 +107,8 @@ def test_a_node_is_a_pod_that_ends_with_a_reason(
 
     async def story() -> None:
         async with here.platform() as platform:
-            assert platform.launch(7, 3) == "job-edljob-worker-7"
-            platform.launch(8, 0)
+            assert platform.launch(LaunchNode(7, 3)) == "job-edljob-worker-7"
+            platform.launch(LaunchNode(8, 0))
             await here.until(lambda: len(here.exits) == 2)
             assert here.exits[7] == "its container main ended with exit code 3"
             assert here.exits[8] == "its pod ended"
@@ -133,7 +134,7 @@ def test_why_a_node_was_lost_is_told(
 
     async def story() -> None:
         async with here.platform() as platform:
-            name = platform.launch(0, 0)
+            name = platform.launch(LaunchNode(0, 0))
             await here.until(lambda: here.running() == {name})
             if how == "delete":
                 here.plane.kubectl("delete", "pod", name, "--wait=false", namespace=here.namespace)
@@ -162,7 +163,7 @@ def test_nodes_on_a_machine_that_goes_dark_are_lost(
     async def story() -> None:
         async with here.platform() as platform:
             for number in range(4):
-                platform.launch(number, number)
+                platform.launch(LaunchNode(number, number))
             await here.until(lambda: len(here.running()) == 4)
             dark = machines.nodes[0]
             lost = {
@@ -187,14 +188,14 @@ def test_thirty_pods_that_are_lost_at_once_are_asked_for_again_within_ten_second
     async def story() -> None:
         async with here.platform() as platform:
             for number in range(30):
-                platform.launch(number, number)
+                platform.launch(LaunchNode(number, number))
             await here.until(lambda: len(here.running()) == 30, timeout=60)
             began = time.monotonic()
             path = f"/api/v1/namespaces/{here.namespace}/pods?gracePeriodSeconds=1"
             await asyncio.to_thread(here.plane.call, "DELETE", path)
             for number in range(30):
                 await here.until(lambda number=number: number in here.exits)
-                platform.launch(30 + number, number)
+                platform.launch(LaunchNode(30 + number, number))
             wanted = {f"job-edljob-worker-{30 + number}" for number in range(30)}
             await here.until(lambda: wanted <= set(here.pods()))
             assert time.monotonic() - began < 10.0
@@ -211,7 +212,7 @@ def test_a_pod_that_does_not_fit_is_explained(
 
     async def story() -> None:
         async with here.platform() as platform:
-            first, second = platform.launch(0, 0), platform.launch(1, 1)
+            first, second = platform.launch(LaunchNode(0, 0)), platform.launch(LaunchNode(1, 1))
             await here.until(
                 lambda: any("Insufficient nvidia.com/gpu" in w for w in here.waits.values())
             )
@@ -235,7 +236,7 @@ def test_hosts_are_avoided_and_memory_grows(
     async def story() -> None:
         async with here.platform() as platform:
             for number in range(3):
-                platform.launch(number, number, (machines.nodes[0],), 2.0)
+                platform.launch(LaunchNode(number, number, (machines.nodes[0],), 2.0))
             await here.until(lambda: len(here.running()) == 3)
             for pod in here.pods().values():
                 assert pod["spec"]["nodeName"] == machines.nodes[1]
@@ -251,7 +252,7 @@ def test_a_pod_that_the_server_refuses_is_a_node_that_ended(make: Callable[..., 
 
     async def story() -> None:
         async with here.platform() as platform:
-            platform.launch(0, 0)
+            platform.launch(LaunchNode(0, 0))
             await here.until(lambda: here.exits)
             assert here.exits[0].startswith("its pod was refused: ")
             assert 'Not found: "nowhere"' in here.exits[0]
@@ -272,7 +273,7 @@ def test_a_quota_is_waited_for_with_its_reason(
             lambda: control_plane.call("GET", f"{base}/none").get("status", {}).get("hard")
         )
         async with here.platform() as platform:
-            name = platform.launch(0, 0)
+            name = platform.launch(LaunchNode(0, 0))
             await here.until(lambda: "exceeded quota: none" in here.waits.get(0, ""))
             assert here.pods() == {}
             control_plane.call("DELETE", f"{base}/none")
@@ -290,7 +291,7 @@ def test_another_master_finds_and_adopts_the_nodes(
 
     async def story() -> None:
         async with here.platform() as platform:
-            handles = [platform.launch(number, number + 1) for number in range(3)]
+            handles = [platform.launch(LaunchNode(number, number + 1)) for number in range(3)]
             await here.until(lambda: len(here.running()) == 3)
         kubelets.kill(handles[0])
         control_plane.kubectl("delete", "pod", handles[1], namespace=here.namespace)
@@ -316,18 +317,18 @@ def test_no_pod_is_made_twice_and_what_an_earlier_run_left_makes_way(
 
     async def story() -> None:
         async with here.platform() as platform:
-            name = platform.launch(0, 0)
+            name = platform.launch(LaunchNode(0, 0))
             await here.until(lambda: here.running() == {name})
             uid = here.pods()[name]["metadata"]["uid"]
         async with here.platform() as platform:  # its master died before it knew the answer
-            platform.launch(0, 0)
+            platform.launch(LaunchNode(0, 0))
             await asyncio.sleep(1)
             assert here.pods()[name]["metadata"]["uid"] == uid
             kubelets.kill(name)
             await here.until(lambda: 0 in here.exits)
         here.exits.clear()
         async with here.platform() as platform:
-            platform.launch(0, 0)
+            platform.launch(LaunchNode(0, 0))
             await here.until(lambda: here.running() == {name})
             assert here.pods()[name]["metadata"]["uid"] != uid
             assert here.exits == {}
@@ -343,7 +344,7 @@ def test_a_node_that_is_killed_before_its_pod_is_made_gets_none(
 
     async def story() -> None:
         async with here.platform() as platform:
-            platform.kill(platform.launch(0, 0))
+            platform.kill(platform.launch(LaunchNode(0, 0)))
             await here.until(lambda: 0 in here.exits)
             await here.until(lambda: here.pods() == {})
 
@@ -360,8 +361,8 @@ def test_a_master_that_leaves_deletes_no_pod_that_it_asked_for(
     async def story() -> None:
         async with here.platform() as platform, here.platform() as other:
             for number in range(20):
-                other.launch(number, number)
-                platform.launch(number, number)
+                other.launch(LaunchNode(number, number))
+                platform.launch(LaunchNode(number, number))
             await asyncio.sleep(0.1)
             await platform.close()
             await here.until(lambda: len(here.running()) == 20)
@@ -378,10 +379,10 @@ def test_the_watch_survives_a_restart_of_the_server(
 
     async def story() -> None:
         async with here.platform() as platform:
-            first = platform.launch(0, 0)
+            first = platform.launch(LaunchNode(0, 0))
             await here.until(lambda: here.running() == {first})
             control_plane.kill("kube-apiserver")
-            second = platform.launch(1, 1)
+            second = platform.launch(LaunchNode(1, 1))
             kubelets.kill(first)
             await asyncio.to_thread(control_plane.start_api_server)
             await here.until(lambda: 0 in here.exits, timeout=60)
@@ -400,7 +401,7 @@ def test_the_pods_of_another_job_are_not_found(
     other["metadata"]["name"] = "other"
     uid = submitted(control_plane, other)["metadata"]["uid"]
     earlier = here.manifest | {"metadata": here.manifest["metadata"] | {"uid": uid}}
-    pod = nodes.pod(validation.parse(earlier), nodes.Launch(5, 5), "master:1")
+    pod = nodes.pod(validation.parse(earlier), LaunchNode(5, 5), "master:1")
     pod["metadata"]["ownerReferences"][0]["name"] = "other"
 
     async def story() -> None:

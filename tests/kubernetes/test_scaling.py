@@ -18,6 +18,7 @@ from dlrover.kubernetes.types import PlannedPod, ScalePlanSpec, ScaleReplica
 from dlrover.master import scale
 from dlrover.master.machine import inputs
 from dlrover.rpc.messages import ScaleReply
+from dlrover.spec.node import LaunchNode
 from dlrover.spec.roles import FIRST_SERVER
 from dlrover.testing.drivers import JobDriver
 from tests.kubernetes import manifests
@@ -287,7 +288,7 @@ def test_a_wrong_plan_gets_a_sentence(spec: dict[str, Any], why: str) -> None:
 def test_the_ranks_of_other_roles_stay_where_they_are_when_workers_come_and_go() -> None:
     def pods(job: Any) -> list[str]:
         ranks = [0, 1, 4, 9, FIRST_SERVER, FIRST_SERVER + 7]
-        return [nodes.pod_name(job, nodes.Launch(i, rank)) for i, rank in enumerate(ranks)]
+        return [nodes.pod_name(job, LaunchNode(i, rank)) for i, rank in enumerate(ranks)]
 
     assert pods(nodes.resized(JOB, "worker", 9)) == pods(JOB) == pods(nodes.resized(JOB, "ps", 9))
     assert pods(JOB) == [

@@ -13,6 +13,7 @@ from dlrover.errors import ConfigurationError
 from dlrover.kubernetes import commands, job as jobs, names, nodes, validation
 from dlrover.kubernetes.types import ElasticJob
 from dlrover.spec.job import Limits
+from dlrover.spec.node import LaunchNode
 from dlrover.spec.roles import FIRST_SERVER
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.installed import Cluster
@@ -82,7 +83,7 @@ def test_servers_without_a_worker_are_refused(workers: dict[str, dict[str, Any]]
 def test_the_pod_of_a_server() -> None:
     job = parsed(worker=role(2), ps=role(2, "serve.py", priority="0.5"))
     pods = [
-        nodes.pod(job, nodes.Launch(5 + i, FIRST_SERVER + i), "master.team.svc:50001")
+        nodes.pod(job, LaunchNode(5 + i, FIRST_SERVER + i), "master.team.svc:50001")
         for i in range(2)
     ]
     first = pods[0]

@@ -17,6 +17,7 @@ from dlrover.kubernetes import certificates, names, nodes, objects, tls, validat
 from dlrover.rpc import wire
 from dlrover.rpc.client import MasterClient
 from dlrover.rpc.server import Server
+from dlrover.spec.node import LaunchNode
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.installed import Cluster
 from tests.kubernetes.kubelet import Kubelet
@@ -73,14 +74,14 @@ def test_without_tls_no_pod_has_anything_of_it() -> None:
     world = World()
     world.settle()
     assert "dlrover-tls" not in str(world.objects)
-    launched = nodes.pod(validation.parse(job()), nodes.Launch(0, 0), "m:1")
+    launched = nodes.pod(validation.parse(job()), LaunchNode(0, 0), "m:1")
     assert "TLS" not in str(launched)
 
 
 def test_only_the_master_gets_the_key() -> None:
     parsed = validation.parse(job(master={"tls": True}))
     master = objects.master_pod(parsed, "i")
-    node = nodes.pod(parsed, nodes.Launch(0, 0), "m:1")
+    node = nodes.pod(parsed, LaunchNode(0, 0), "m:1")
 
     def keys(pod: dict[str, Any]) -> set[str]:
         (volume,) = [v for v in pod["spec"]["volumes"] if v["name"] == "dlrover-tls"]

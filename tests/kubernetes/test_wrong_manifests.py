@@ -14,6 +14,7 @@ from dlrover.errors import ConfigurationError
 from dlrover.kubernetes import nodes, validation
 from dlrover.kubernetes.decisions import Observed, Options
 from dlrover.kubernetes.reconcile import reconcile
+from dlrover.spec.node import LaunchNode
 from tests.kubernetes.manifests import CONTAINER, EARLY_SEED, ORIGINAL, SEED, job
 
 WORKER = "spec.replicaSpecs.worker"
@@ -253,4 +254,4 @@ def test_whatever_is_in_a_manifest_it_is_told_or_can_be_made(
     if decision.start is not None:
         job = validation.parse(manifest)
         for rank in range(len(nodes.slots(job))):
-            nodes.pod(job, nodes.Launch(rank, rank, ("host",), 2.0), "master:1")
+            nodes.pod(job, LaunchNode(rank, rank, ("host",), 2.0), "master:1")

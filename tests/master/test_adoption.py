@@ -12,7 +12,7 @@ from dlrover.master.machine.ledger import Ledger
 from dlrover.master.machine.state import Phase
 from dlrover.master.machine.waiting import waiting_for
 from dlrover.spec import events
-from dlrover.spec.node import NodeStatus
+from dlrover.spec.node import FoundNode, LaunchNode, NodeStatus
 from dlrover.spec.world import Holding, World
 from dlrover.testing.drivers import JobDriver
 
@@ -129,11 +129,11 @@ def test_an_agent_without_a_past_opens_no_adoption(driver: JobDriver) -> None:
 def test_nodes_that_the_platform_runs_are_not_started_again() -> None:
     driver = JobDriver(3, 3, managed_nodes=3)
     job = driver.machine.job
-    found = tuple(inputs.FoundNode(i, i, f"process {i}") for i in (0, 2))
+    found = tuple(FoundNode(i, i, f"process {i}") for i in (0, 2))
     driver.machine, driver.ledger = JobMachine(), Ledger()  # a master that knows nothing
     driver.events.clear()
     commands = driver.give(inputs.Submitted(job, "", found, 12))
-    assert commands == [inputs.LaunchNode(3, 1)]
+    assert commands == [LaunchNode(3, 1)]
     assert not driver.emitted(events.JobSubmitted)
     tell(driver, 0, Holding(round=4, nproc=2))
     assert driver.machine.adoption.pending

@@ -9,7 +9,6 @@ from dlrover.master.machine.inputs import (
     DeadlinePassed,
     Dismiss,
     EndJob,
-    LaunchNode,
     NodeConnected,
     NodeDisconnected,
     NodeSilent,
@@ -23,7 +22,7 @@ from dlrover.master.machine.waiting import waiting_for
 from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import Limits
-from dlrover.spec.node import NodeStatus
+from dlrover.spec.node import LaunchNode, NodeStatus
 from dlrover.testing.drivers import JobDriver
 
 KILLED = {"kind": FailureKind.SIGNAL, "signal": 9}

@@ -8,7 +8,6 @@ from dlrover.master.machine.inputs import (
     CallToRound,
     Dismiss,
     KillNode,
-    LaunchNode,
     MasterStarted,
     NodeConnected,
     NodeExited,
@@ -20,7 +19,7 @@ from dlrover.master.machine.state import Phase
 from dlrover.spec import events
 from dlrover.spec.failure import Action, FailureKind
 from dlrover.spec.job import Limits
-from dlrover.spec.node import NodeStatus
+from dlrover.spec.node import LaunchNode, NodeStatus
 from dlrover.spec.rules import Rule
 from dlrover.testing.drivers import JobDriver
 

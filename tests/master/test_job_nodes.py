@@ -11,7 +11,6 @@ from dlrover.master.machine.inputs import (
     Dismiss,
     EndJob,
     KillNode,
-    LaunchNode,
     MasterStarted,
     NodeConnected,
     NodeDisconnected,
@@ -31,7 +30,7 @@ from dlrover.master.machine.waiting import waiting_for
 from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec
-from dlrover.spec.node import NodeStatus
+from dlrover.spec.node import LaunchNode, NodeStatus
 from dlrover.testing.drivers import JobDriver
 
 KILLED = {"kind": FailureKind.SIGNAL, "signal": 9}

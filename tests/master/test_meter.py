@@ -133,7 +133,7 @@ def test_workers_of_servers_go_at_their_own_pace_and_their_rates_add_up():
     made.note({0: worker(30), 1: worker(20, step=2 * STEP)}, 100.0 + WINDOW)
     sample = made.take(2, 2, 100.0 + WINDOW, Servers(3, worker_cpu=4.0, server_cpu=2.0))
     assert sample.throughput == pytest.approx(1 / STEP + 1 / (2 * STEP))
-    assert (sample.nodes, sample.servers, sample.server_weight) == (2, 3, 0.5)
+    assert (sample.size, sample.cost(sample.size)) == ((2, 3), 3.5)
     assert sample.unit == "worker steps/s"
 
 

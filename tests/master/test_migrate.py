@@ -7,7 +7,7 @@ from dlrover.master.machine.state import Phase
 from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import Limits
-from dlrover.spec.node import NodeStatus
+from dlrover.spec.node import LaunchNode, NodeStatus
 from dlrover.spec.speed import SpeedSample
 from dlrover.testing.drivers import JobDriver
 
@@ -37,7 +37,7 @@ def leave(driver: JobDriver, node: int, at: float) -> list[inputs.Command]:
 
 def test_the_world_trains_until_the_other_node_has_joined():
     driver = JobDriver.launched(3, 3)
-    assert driver.give(asked(cpu=1.5), at=20.0) == [inputs.LaunchNode(3, 1, (), 2.0, 1.5)]
+    assert driver.give(asked(cpu=1.5), at=20.0) == [LaunchNode(3, 1, (), 2.0, 1.5)]
     assert driver.machine.phase is Phase.RUNNING
     (told,) = driver.emitted(events.NodeMigrates)
     assert told.sentence() == ("Node 1 trains on until node 3 takes its place: its queue is long.")
@@ -122,13 +122,13 @@ def test_what_replaces_the_new_node_has_its_size():
     driver.join(0, 2)
     leave(driver, 1, at=31.0)
     commands = driver.give(inputs.NodeExited(3, "it was killed"), at=40.0)
-    assert commands[-1] == inputs.LaunchNode(4, 1, (), 2.0, 1.5)
+    assert commands[-1] == LaunchNode(4, 1, (), 2.0, 1.5)
 
 
 def test_a_node_that_never_starts_changes_nothing():
     driver = migrating()
     commands = driver.give(inputs.NodeExited(3, "no room"), at=25.0)
-    assert not [c for c in commands if isinstance(c, inputs.LaunchNode)]
+    assert not [c for c in commands if isinstance(c, LaunchNode)]
     assert driver.machine.phase is Phase.RUNNING
     (told,) = driver.emitted(events.MigrationEnded)
     assert told.sentence() == "Node 1 stays: node 3 does not take its place: no room."
@@ -150,7 +150,7 @@ def test_a_node_that_does_not_come_in_time_is_called_off():
 def test_the_node_that_was_to_leave_is_lost_first():
     driver = migrating()
     commands = driver.give(inputs.NodeExited(1, "it was killed"), at=25.0)
-    assert not [c for c in commands if isinstance(c, inputs.LaunchNode)], "node 3 is coming"
+    assert not [c for c in commands if isinstance(c, LaunchNode)], "node 3 is coming"
     driver.join(0, 2)
     come(driver, 3, at=30.0)
     assert driver.machine.rendezvous.members == (0, 3, 2)
@@ -183,14 +183,14 @@ def test_a_node_that_is_lost_while_the_other_leaves_is_replaced():
     driver = migrating()
     come(driver, 3, at=30.0)
     commands = driver.give(inputs.NodeExited(3, "it was killed"), at=31.0)
-    assert commands[-1] == inputs.LaunchNode(4, 1, (), 2.0, 1.5)
+    assert commands[-1] == LaunchNode(4, 1, (), 2.0, 1.5)
     assert not driver.emitted(events.MigrationEnded)
 
 
 def test_a_killed_for_want_of_memory_before_the_larger_one_is_there():
     driver = migrating()
     commands = driver.fail(1, OOM, at=25.0)
-    assert not [c for c in commands if isinstance(c, inputs.LaunchNode)]
+    assert not [c for c in commands if isinstance(c, LaunchNode)]
     driver.join(0, 2)
     come(driver, 3, at=30.0)
     assert driver.machine.rendezvous.members == (0, 3, 2)
@@ -230,13 +230,13 @@ def test_nodes_that_came_by_themselves_stay():
 
 def test_no_node_gets_more_memory_than_the_platform_has():
     driver = JobDriver.launched(3, 3, grows_memory=True, most_memory_factor=3.0)
-    assert driver.give(asked(memory=8.0))[-1] == inputs.LaunchNode(3, 1, (), 3.0)
+    assert driver.give(asked(memory=8.0))[-1] == LaunchNode(3, 1, (), 3.0)
 
 
 def test_a_node_that_has_all_the_memory_restarts_with_it():
     driver = JobDriver.launched(1, 1, grows_memory=True, most_memory_factor=1.0)
     commands = driver.fail(0, OOM, at=20.0)
-    assert not [c for c in commands if isinstance(c, inputs.LaunchNode)]
+    assert not [c for c in commands if isinstance(c, LaunchNode)]
     (told,) = driver.emitted(events.MemoryBound)
     assert told.sentence() == "Node 0 has all the memory that it can be given: it gets no more."
 
@@ -250,7 +250,7 @@ def test_a_forecast_is_followed_where_that_is_wanted_and_possible(action, most, 
         1, 1, grows_memory=True, most_memory_factor=most, limits=Limits(memory_action=action)
     )
     commands = driver.give(inputs.MemoryForecast(1, 0, 24 << 30, 16 << 30, 1800.0), at=20.0)
-    assert commands == ([inputs.LaunchNode(1, 0, (), 1.5)] if ordered else [])
+    assert commands == ([LaunchNode(1, 0, (), 1.5)] if ordered else [])
     assert driver.machine.phase is Phase.RUNNING
     (told,) = driver.emitted(events.MemoryGrows)
     assert told.ordered == ordered

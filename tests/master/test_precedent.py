@@ -8,6 +8,7 @@ from dlrover.master.brainside import shape_of as wire_shape
 from dlrover.master.precedent import ALIKE, precedent_of
 from dlrover.spec import brain
 from dlrover.spec.plan import Group
+from dlrover.spec.roles import Size
 from dlrover.spec.speed import SpeedSample
 
 
@@ -27,15 +28,15 @@ def test_it_is_as_fast_as_the_job_itself():
     similar = past(sample(1, 0.10), sample(2, 0.11))
     found = precedent_of(similar, [sample(1, 0.12)], range(1, 5))
     assert found.name == "past"
-    assert found.throughput == {1: pytest.approx(1 / 0.12), 2: pytest.approx(2 / 0.132)}
+    assert found.throughput == {Size(1): pytest.approx(1 / 0.12), Size(2): pytest.approx(2 / 0.132)}
     assert [one.step_seconds for one in found.samples] == pytest.approx([0.12, 0.132])
 
 
 def test_a_size_that_it_has_not_measured_is_compared_with_its_model():
     similar = past(sample(1, 0.10), sample(2, 0.11), sample(8, 0.115))
     found = precedent_of(similar, [sample(4, 0.113)], range(1, 9))
-    assert set(found.throughput) == {1, 2, 8}
-    assert found.throughput[8] == pytest.approx(8 / 0.115, rel=0.05)
+    assert set(found.throughput) == {Size(1), Size(2), Size(8)}
+    assert found.throughput[Size(8)] == pytest.approx(8 / 0.115, rel=0.05)
     assert precedent_of(similar, [sample(4, 0.113 * 1.4)], range(1, 9)) is None
 
 

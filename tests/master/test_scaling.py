@@ -9,7 +9,7 @@ from dlrover.master.machine.state import Phase
 from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec
-from dlrover.spec.node import NodeStatus
+from dlrover.spec.node import LaunchNode, NodeStatus
 from dlrover.testing.drivers import JobDriver
 
 
@@ -22,7 +22,7 @@ def of(commands: list[inputs.Command], kind: type[inputs.Command]) -> list[input
 
 
 def ranks(commands: list[inputs.Command]) -> list[int]:
-    return [command.node_rank for command in of(commands, inputs.LaunchNode)]
+    return [command.node_rank for command in of(commands, LaunchNode)]
 
 
 # ---- up
@@ -85,7 +85,7 @@ def test_the_nodes_of_the_highest_ranks_leave_and_the_others_go_on() -> None:
         driver.give(inputs.NodeDisconnected(node), at=22.0)
         commands = driver.give(inputs.NodeExited(node, "its agent ended"), at=22.5)
         assert of(commands, inputs.KillNode) == [inputs.KillNode(node)]
-        assert of(commands, inputs.LaunchNode) == []
+        assert of(commands, LaunchNode) == []
         assert driver.status(node) is NodeStatus.RELEASED
     assert driver.machine.world_size == 2
     assert driver.machine.incident is None

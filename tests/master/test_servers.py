@@ -12,7 +12,7 @@ from dlrover.master.machine.waiting import waiting_for
 from dlrover.spec import events, roles
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec
-from dlrover.spec.node import NodeStatus
+from dlrover.spec.node import FoundNode, LaunchNode, NodeStatus
 from dlrover.spec.roles import FIRST_SERVER, Size
 from dlrover.spec.world import Offer
 from dlrover.testing.drivers import JobDriver
@@ -27,7 +27,7 @@ def of(commands: list[inputs.Command], kind: type[inputs.Command]) -> list[input
 
 
 def ranks(commands: list[inputs.Command]) -> list[int]:
-    return [command.node_rank for command in of(commands, inputs.LaunchNode)]
+    return [command.node_rank for command in of(commands, LaunchNode)]
 
 
 def submitted(workers: int = 2, servers: int = 2, **spec: object) -> JobDriver:
@@ -275,7 +275,7 @@ def test_a_multiple_of_the_node_unit_is_for_workers_only() -> None:
 def test_servers_that_are_found_were_asked_for() -> None:
     job = JobSpec(name="job", max_nodes=2, managed_nodes=1, servers=1, min_servers=1, max_servers=1)
     found = tuple(
-        inputs.FoundNode(node_id, rank, f"process {node_id}")
+        FoundNode(node_id, rank, f"process {node_id}")
         for node_id, rank in ((4, 0), (5, 1), (6, FIRST_SERVER), (7, FIRST_SERVER + 1))
     )
     machine = JobMachine()
@@ -290,7 +290,7 @@ def test_a_server_that_is_missing_is_started() -> None:
     job = JobSpec(name="job", managed_nodes=1, servers=2, min_servers=1, max_servers=2)
     machine = JobMachine()
     found = (
-        inputs.FoundNode(3, 0, "process 3"),
-        inputs.FoundNode(4, FIRST_SERVER + 1, "process 4"),
+        FoundNode(3, 0, "process 3"),
+        FoundNode(4, FIRST_SERVER + 1, "process 4"),
     )
     assert ranks(machine.handle(inputs.Submitted(job, "", found, 5), 1.0)) == [FIRST_SERVER]

@@ -13,7 +13,7 @@ from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.platform import groups
 from dlrover.platform.groups import NodeGroups
 from dlrover.platform.local import LocalPlatform
-from dlrover.spec.node import NodeSize
+from dlrover.spec.node import LaunchNode, NodeSize
 
 MIB = 1 << 20
 SIZE = NodeSize(memory=512 * MIB, cpu=0.5)
@@ -218,7 +218,7 @@ def test_a_node_runs_in_its_group_which_goes_with_it():
         exits: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
         sleeper = [sys.executable, "-c", "print(flush=True); import time; time.sleep(60)"]
         platform = LocalPlatform(sleeper, {}, (), lambda *ended: exits.put_nowait(ended), SIZE)
-        handle = platform.launch(7, 0, memory_factor=2.0)
+        handle = platform.launch(LaunchNode(7, 0, memory_factor=2.0))
         pid = int(handle.partition(":")[0])
         while "-7" not in group_of(pid).name:
             await asyncio.sleep(0.01)
@@ -241,7 +241,7 @@ def test_a_node_whose_agent_is_killed_for_want_of_memory_says_so():
         hungry = [sys.executable, "-c", "kept = [b'x' * 2**20 * i for i in range(1000)]"]
         size = NodeSize(memory=64 * MIB)
         platform = LocalPlatform(hungry, {}, (), lambda *ended: exits.put_nowait(ended), size)
-        platform.launch(0, 0)
+        platform.launch(LaunchNode(0, 0))
         _, reason = await exits.get()
         await platform.close()
         assert "killed by SIGKILL for want of memory (OOMKilled)" in reason

@@ -12,6 +12,7 @@ from dlrover._util import procs
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.platform.base import platform_class
 from dlrover.platform.local import LocalPlatform
+from dlrover.spec.node import LaunchNode
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +31,7 @@ def run(body: Callable[[LocalPlatform, "asyncio.Queue[tuple[int, str]]"], object
 
 def test_an_exit_is_reported_with_its_reason():
     async def body(platform: LocalPlatform, exits) -> None:
-        platform.launch(7, 0)
+        platform.launch(LaunchNode(7, 0))
         assert await exits.get() == (7, "its agent ended: it left with exit code 7")
 
     run(body, LEAVER)  # the node's id is its second argument
@@ -38,7 +39,7 @@ def test_an_exit_is_reported_with_its_reason():
 
 def test_a_killed_node_is_reported_once():
     async def body(platform: LocalPlatform, exits) -> None:
-        handle = platform.launch(0, 0)
+        handle = platform.launch(LaunchNode(0, 0))
         platform.kill(handle)
         assert await exits.get() == (0, "its agent ended: it was killed by SIGKILL")
         platform.kill(handle)
@@ -49,7 +50,7 @@ def test_a_killed_node_is_reported_once():
 
 def test_another_master_process_adopts_a_node():
     async def body(platform: LocalPlatform, exits) -> None:
-        handle = platform.launch(0, 0)
+        handle = platform.launch(LaunchNode(0, 0))
         adopted: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
         other = LocalPlatform(SLEEPER, {}, (), lambda *exited: adopted.put_nowait(exited))
         other.adopt(0, handle)
@@ -83,7 +84,7 @@ def test_a_reused_pid_is_not_killed():
 def test_a_command_that_cannot_run():
     async def body(platform: LocalPlatform, _exits) -> None:
         with pytest.raises(InfrastructureError, match="Node 0 cannot be started"):
-            platform.launch(0, 0)
+            platform.launch(LaunchNode(0, 0))
 
     before = threading.active_count()
     run(body, ["/no/such/program"])
@@ -99,7 +100,7 @@ def test_registry():
 def test_nodes_that_another_master_launched_are_found():
     async def body(platform: LocalPlatform, exits) -> None:
         assert platform.find() == []
-        handles = {node_id: platform.launch(node_id, 9 - node_id) for node_id in (3, 1)}
+        handles = {node_id: platform.launch(LaunchNode(node_id, 9 - node_id)) for node_id in (3, 1)}
         other = LocalPlatform(own, {}, (), lambda *_: None)
         while len(found := other.find()) < 2:  # between fork and exec a child is its parent's twin
             await asyncio.sleep(0.01)

@@ -9,8 +9,9 @@ from dlrover.master.machine.size import size_of
 from dlrover.spec import brain, events
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.plan import Group
-from dlrover.spec.speed import ScaleKind, ScaleStage
+from dlrover.spec.speed import ScaleKind
 from dlrover.testing.cluster import Cluster
+from tests.simulation.autoscaled import LIMITS, NOISE, WITHIN, settled, told
 
 pytest.importorskip("scipy")
 
@@ -23,23 +24,20 @@ LAWS = {
     "cliff": lambda n: 0.1 if n <= 4 else 0.3,
 }
 MOST = 8
-WITHIN = 0.85
-"""Share of the best size's worth that is to be reached."""
 
 
 def worth(law, nodes: int) -> float:
     return nodes / law(nodes) / nodes ** Limits().autoscale_cost
 
 
-def cluster_of(law, *, seed: int, start: int = 1, noise: float = 0.05, **options) -> Cluster:
-    limits = Limits(autoscale_window=10.0, autoscale_interval=120.0, autoscale_patience=120.0)
+def cluster_of(law, *, seed: int, start: int = 1, noise: float = NOISE, **options) -> Cluster:
     job = JobSpec(
         name="auto",
         min_nodes=1,
         max_nodes=MOST,
         managed_nodes=start,
         auto_scale=True,
-        limits=limits,
+        limits=LIMITS,
         **options,
     )
     cluster = Cluster(job, nproc=1, steps=100_000, seed=seed, validate_every=7)
@@ -48,17 +46,8 @@ def cluster_of(law, *, seed: int, start: int = 1, noise: float = 0.05, **options
     return cluster
 
 
-def settled(cluster: Cluster) -> bool:
-    scaling = cluster.machine.autoscaling
-    return scaling.stage is ScaleStage.RUNNING and scaling.change is None
-
-
 def size(cluster: Cluster) -> int:
     return len(cluster.machine.rendezvous.members)
-
-
-def told(cluster: Cluster, kind: type) -> list:
-    return [event.body for event in cluster.events if isinstance(event.body, kind)]
 
 
 @pytest.mark.parametrize("seed", range(2))

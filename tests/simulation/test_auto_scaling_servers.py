@@ -6,15 +6,14 @@ from dlrover.master.machine import inputs
 from dlrover.spec import events
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.roles import Size
-from dlrover.spec.speed import ScaleKind, ScaleStage
+from dlrover.spec.speed import ScaleKind
 from dlrover.spec.usage import NodeUsage
 from dlrover.testing.cluster import Cluster
+from tests.simulation.autoscaled import LIMITS, NOISE, WITHIN, settled, told
 
 pytest.importorskip("scipy")
 
 MOST = Size(6, 4)
-WITHIN = 0.85
-"""Share of the best size's worth that is to be reached."""
 
 
 def queue(compute: float, service: float):
@@ -53,7 +52,6 @@ def worth(law, size: Size) -> float:
 
 
 def cluster_of(law, *, seed: int, workers: int = 1, servers: int = 1, **options) -> Cluster:
-    limits = Limits(autoscale_window=10.0, autoscale_interval=120.0, autoscale_patience=120.0)
     fields = {"min_nodes": 1, "max_nodes": MOST.workers, "max_servers": MOST.servers}
     job = JobSpec(
         name="served",
@@ -61,26 +59,17 @@ def cluster_of(law, *, seed: int, workers: int = 1, servers: int = 1, **options)
         managed_nodes=workers,
         servers=servers,
         auto_scale=True,
-        limits=limits,
+        limits=LIMITS,
         **(fields | options),
     )
     cluster = Cluster(job, nproc=1, steps=100_000, seed=seed, validate_every=7)
     cluster.program.served_law = law
-    cluster.program.noise = 0.05
+    cluster.program.noise = NOISE
     return cluster
-
-
-def settled(cluster: Cluster) -> bool:
-    scaling = cluster.machine.autoscaling
-    return scaling.stage is ScaleStage.RUNNING and scaling.change is None
 
 
 def size(cluster: Cluster) -> Size:
     return cluster.machine.rendezvous.size
-
-
-def told(cluster: Cluster, kind: type) -> list:
-    return [event.body for event in cluster.events if isinstance(event.body, kind)]
 
 
 @pytest.mark.parametrize("name", LAWS)

@@ -15,7 +15,7 @@ from dlrover.master.machine.waiting import waiting_for
 from dlrover.spec.events import RoundOpened
 from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.job import JobSpec, Limits
-from dlrover.spec.node import NodeStatus
+from dlrover.spec.node import LaunchNode, NodeStatus
 from dlrover.spec.world import Holding, Offer, World
 from dlrover.testing.cluster import WORKER_KINDS, Cluster
 from dlrover.testing.nodes import Delays
@@ -285,7 +285,7 @@ quick = settings(
 )
 
 
-CHANGES = inputs.LaunchNode | inputs.CallToRound | inputs.AssignWorld | inputs.Emit
+CHANGES = LaunchNode | inputs.CallToRound | inputs.AssignWorld | inputs.Emit
 """What no command of an ended job is."""
 
 

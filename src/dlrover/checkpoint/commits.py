@@ -125,7 +125,9 @@ def _tell_one(committer: Any, path: Path, trees: list[Any], step: int) -> None:
     try:
         states = [functools.reduce(operator.getitem, path, tree) for tree in trees]
         committer.commit_rank_states(states)
-    except Exception:
+    except (
+        Exception
+    ):  # the user's own class: whatever it raises must not end the saving of later steps
         logger.exception("%s could not be told what step %d holds", layouts.name(path), step)
 
 

@@ -11,6 +11,7 @@ import msgspec
 
 from dlrover.kubernetes import names, objects, podgroups, pods, resources, tls
 from dlrover.kubernetes.types import ElasticJob, ReplicaSpec
+from dlrover.spec.node import LaunchNode
 from dlrover.spec.roles import SERVER, WORKER, index_in_role, is_server
 
 Manifest = dict[str, Any]
@@ -33,16 +34,6 @@ class Slot(NamedTuple):
     number: int
 
 
-class Launch(NamedTuple):
-    """What a node is to be started with."""
-
-    node_id: int
-    node_rank: int
-    avoid: tuple[str, ...] = ()
-    memory_factor: float = 1.0
-    cpu_factor: float = 1.0
-
-
 def slots(job: ElasticJob) -> list[Slot]:
     """The place of each node, by rank."""
     specs = job.spec.replica_specs
@@ -63,12 +54,12 @@ def resized(job: ElasticJob, role: str, replicas: int) -> ElasticJob:
     return msgspec.structs.replace(job, spec=spec)
 
 
-def pod_name(job: ElasticJob, launch: Launch) -> str:
+def pod_name(job: ElasticJob, launch: LaunchNode) -> str:
     """The name of a node's pod."""
     return f"{job.name}-edljob-{_slot(job, launch).role}-{launch.node_id}"
 
 
-def pod(job: ElasticJob, launch: Launch, master: str) -> Manifest:
+def pod(job: ElasticJob, launch: LaunchNode, master: str) -> Manifest:
     """The pod of a node; ``master`` is the address at which it finds the job's master.
 
     The role's template is kept as it is given. The pod gets what a node needs beyond it: labels, an
@@ -111,7 +102,7 @@ def pod(job: ElasticJob, launch: Launch, master: str) -> Manifest:
     return made
 
 
-def _slot(job: ElasticJob, launch: Launch) -> Slot:
+def _slot(job: ElasticJob, launch: LaunchNode) -> Slot:
     if is_server(launch.node_rank):
         return Slot(SERVER, index_in_role(launch.node_rank))
     others = [slot for slot in slots(job) if slot.role not in SCALED]
@@ -129,7 +120,7 @@ def _main(spec: Manifest) -> Manifest:
 
 
 def _give_variables(
-    spec: Manifest, main: Manifest, job: ElasticJob, launch: Launch, slot: Slot, master: str
+    spec: Manifest, main: Manifest, job: ElasticJob, launch: LaunchNode, slot: Slot, master: str
 ) -> None:
     """Add the variables of the job to all containers, and those of the node to the main one."""
     shared = [msgspec.to_builtins(variable) for variable in job.spec.envs.values()]
@@ -148,7 +139,7 @@ def _give_variables(
     main["env"] = [*own, *theirs]  # first: a variable may refer to those before it
 
 
-def _own_variables(job: ElasticJob, launch: Launch, slot: Slot, master: str) -> list[Manifest]:
+def _own_variables(job: ElasticJob, launch: LaunchNode, slot: Slot, master: str) -> list[Manifest]:
     plain = {
         "DLROVER_MASTER_ADDR": master,
         "DLROVER_NODE_ID": str(launch.node_id),

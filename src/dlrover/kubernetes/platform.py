@@ -23,7 +23,8 @@ from dlrover.kubernetes.informer import Informer
 from dlrover.kubernetes.reporting import Reporter
 from dlrover.kubernetes.scaling import Scaler
 from dlrover.kubernetes.types import ElasticJob
-from dlrover.platform.base import Found, OnExit, OnWait, Setup
+from dlrover.platform.base import OnExit, OnWait, Setup
+from dlrover.spec.node import FoundNode, LaunchNode
 
 logger = logging.getLogger(__name__)
 
@@ -162,19 +163,11 @@ class KubernetesPlatform:
             await self._reporter.close()
         await self._client.close()
 
-    def launch(
-        self,
-        node_id: int,
-        node_rank: int,
-        avoid: tuple[str, ...] = (),
-        memory_factor: float = 1.0,
-        cpu_factor: float = 1.0,
-    ) -> str:
+    def launch(self, node: LaunchNode) -> str:
         """Ask for a node's pod; the handle is the pod's name. It is made in the background."""
-        launch = nodes.Launch(node_id, node_rank, avoid, memory_factor, cpu_factor)
-        name = nodes.pod_name(self._job, launch)
-        watched = self._watched[name] = _Watched(node_id)
-        self._do(self._create(name, launch, watched), self._creations)
+        name = nodes.pod_name(self._job, node)
+        watched = self._watched[name] = _Watched(node.node_id)
+        self._do(self._create(name, node, watched), self._creations)
         return name
 
     def adopt(self, node_id: int, handle: str) -> None:
@@ -187,14 +180,14 @@ class KubernetesPlatform:
             reason = "its pod was deleted while the master was away"
             loop.call_soon(self._report, watched, reason)
 
-    def find(self) -> list[Found]:
+    def find(self) -> list[FoundNode]:
         """The job's pods that live."""
         found = [
-            Found(nodes.node_id(pod), nodes.node_rank(pod), pods.name(pod))
+            FoundNode(nodes.node_id(pod), nodes.node_rank(pod), pods.name(pod))
             for pod in self._informer.cache.values()
             if self._ours(pod) and not nodes.ending(pod)
         ]
-        return sorted(found)
+        return sorted(found, key=lambda node: node.node_id)
 
     def kill(self, handle: str) -> None:
         """End a pod. One that has ended is kept: its log tells why."""
@@ -206,7 +199,7 @@ class KubernetesPlatform:
 
     # ---- making and deleting
 
-    async def _create(self, name: str, launch: nodes.Launch, watched: _Watched) -> None:
+    async def _create(self, name: str, launch: LaunchNode, watched: _Watched) -> None:
         manifest = nodes.pod(self._job, launch, self._master)
         wait = FIRST_WAIT
         while not watched.unwanted:

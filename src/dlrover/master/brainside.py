@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dlrover.errors import ConfigurationError, ExitCode
-from dlrover.master.machine.changes import groups_of
+from dlrover.master.machine.changes import decided, direction, groups_of
 from dlrover.rpc import wire
 from dlrover.rpc.brain import BrainClient, BrainLink, request_id
 from dlrover.spec import brain, events
@@ -24,7 +24,7 @@ from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import BrainSide
 from dlrover.spec.plan import Group, Plan
 from dlrover.spec.roles import SERVER, Size
-from dlrover.spec.speed import ModelProfile, ScaleDecision, ScaleKind, SpeedSample
+from dlrover.spec.speed import ModelProfile, ScaleDecision, SpeedSample
 from dlrover.spec.usage import NodeUsage
 
 if TYPE_CHECKING:
@@ -190,11 +190,8 @@ class JobBrain:
         allowed = size.workers in asked.sizes and size.servers in asked.servers
         if plan is None or size == current or not allowed:
             return True, None
-        kind = ScaleKind.GROW if size.nodes > current.nodes else ScaleKind.SHRINK
-        own = Plan(groups=groups_of(size), reason=plan.reason, effect=plan.effect)
-        return True, ScaleDecision(
-            kind=kind, nodes=size.workers, servers=size.servers, plan=own, plan_id=advice.plan_id
-        )
+        kind = direction(current, size)
+        return True, decided(kind, size, plan.reason, plan.effect, advice.plan_id)
 
     async def similar(self) -> brain.Similar | None:
         """What the most similar past job has measured, once the Brain has said it; None until then."""

@@ -8,15 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from dlrover.master.machine.changes import Question
+from dlrover.master.machine.changes import Question, decided, direction, told_change
+from dlrover.master.measured import best_known, means
 from dlrover.master.planner_servers import decide_servers
 from dlrover.master.precedent import Precedent, precedent_of, resized, shape_of
 from dlrover.planning.allreduce import RingModel, RingSample, fit_ring
 from dlrover.planning.plans import RingSpace, Terms, plan_ring, sample_ring
 from dlrover.planning.search import Choice, Prices, worth
 from dlrover.spec import brain
-from dlrover.spec.plan import Effect, Group, Plan
-from dlrover.spec.roles import WORKER
+from dlrover.spec.plan import Plan
+from dlrover.spec.roles import WORKER, Size
 from dlrover.spec.speed import ScaleDecision, ScaleKind, SpeedSample
 
 PRICES = Prices(cpu=0.0, memory=0.0, accelerator=1.0)
@@ -39,13 +40,13 @@ def _decide_nodes(asked: Question, similar: brain.Similar | None) -> ScaleDecisi
     choice = Choice(weight=asked.cost)
     current = asked.current
     past = precedent_of(similar, asked.samples, asked.sizes)
-    known = _means(asked.samples)
-    better = _best_known(known, past, current, choice, asked.sizes)
+    known = means(asked.samples)
+    better = best_known(known, asked, choice, past)
     if better is not None:
         return better
     if past is not None:
         known = {**past.throughput, **known}
-    open_sizes = [nodes for nodes in asked.sizes if nodes not in known]
+    open_sizes = [nodes for nodes in asked.sizes if Size(nodes) not in known]
     if not open_sizes:
         return None
     model = fit_ring(
@@ -60,61 +61,14 @@ def _decide_nodes(asked: Question, similar: brain.Similar | None) -> ScaleDecisi
     here = shape_of(current)
     plan = plan_ring(model, space, here, terms)
     if plan is not None:
-        nodes = plan.groups[WORKER].count
-        kind = ScaleKind.GROW if nodes > current.nodes else ScaleKind.SHRINK
-        return ScaleDecision(kind=kind, nodes=nodes, plan=_told(plan, current, past))
+        size = Size(plan.groups[WORKER].count)
+        return _told(direction(current.size, size), plan, current, past)
     if not asked.explore:
         return None
     trial = sample_ring(model, space, here, terms)
     if trial is None or not _may_pay(trial, current, choice):
         return _between(known, open_sizes, model, current, choice)
-    return ScaleDecision(
-        kind=ScaleKind.MEASURE,
-        nodes=trial.groups[WORKER].count,
-        plan=_told(trial, current, past),
-    )
-
-
-def _means(samples: Sequence[SpeedSample]) -> dict[int, float]:
-    """Throughput by number of nodes."""
-    by_size: dict[int, list[float]] = {}
-    for sample in samples:
-        by_size.setdefault(sample.nodes, []).append(sample.throughput)
-    return {nodes: sum(values) / len(values) for nodes, values in by_size.items()}
-
-
-def _best_known(
-    known: Mapping[int, float],
-    past: Precedent | None,
-    current: SpeedSample,
-    choice: Choice,
-    sizes: Sequence[int],
-) -> ScaleDecision | None:
-    """A size that is better than the present one, and was measured: here, or by a similar job."""
-    seen = {**past.throughput, **known} if past is not None else known
-    allowed = [nodes for nodes in seen if nodes in sizes]
-    if not allowed:
-        return None
-    best = max(allowed, key=lambda nodes: worth(seen[nodes], nodes, choice))
-    here = known[current.nodes]
-    if worth(seen[best], best, choice) <= (1 + choice.gain) * worth(here, current.nodes, choice):
-        return None
-    faster, dearer = seen[best] / here - 1, best / current.nodes - 1
-    by = "" if best in known or past is None else f" by the similar job {past.name}"
-    reason = (
-        f"{current.nodes} -> {best} nodes: {faster:+.0%} throughput for {dearer:+.0%} cost, "
-        f"as it was measured before{by}"
-    )
-    effect = Effect(
-        throughput=seen[best],
-        low=seen[best] * 0.8,
-        high=seen[best] * 1.2,
-        before=here,
-        cost=float(best * current.replicas // current.nodes),
-    )
-    plan = Plan(groups={WORKER: Group(count=best)}, reason=reason, effect=effect)
-    kind = ScaleKind.GROW if best > current.nodes else ScaleKind.SHRINK
-    return ScaleDecision(kind=kind, nodes=best, plan=plan)
+    return _told(ScaleKind.MEASURE, trial, current, past)
 
 
 def _may_pay(trial: Plan, current: SpeedSample, choice: Choice) -> bool:
@@ -126,7 +80,7 @@ def _may_pay(trial: Plan, current: SpeedSample, choice: Choice) -> bool:
 
 
 def _between(
-    known: dict[int, float],
+    known: Mapping[Size, float],
     open_sizes: Sequence[int],
     model: RingModel,
     current: SpeedSample,
@@ -137,10 +91,10 @@ def _between(
     A model of smooth times says nothing of a cliff between them: one more switch, say.
     """
     nodes = current.nodes
-    larger = min((n for n in known if n > nodes), default=0)
+    larger = min((size.workers for size in known if size.workers > nodes), default=0)
     if larger <= 2 * nodes:
         return None
-    if worth(known[larger], larger, choice) >= worth(known[nodes], nodes, choice):
+    if worth(known[Size(larger)], larger, choice) >= worth(known[Size(nodes)], nodes, choice):
         return None
     between = [n for n in open_sizes if nodes < n < larger]
     if not between:
@@ -151,23 +105,21 @@ def _between(
         f"{nodes} -> {found} nodes: to be measured, because {larger} nodes did not pay, "
         "and the best size may lie between"
     )
-    plan = Plan(
-        groups={WORKER: Group(count=found)},
-        reason=reason,
-        effect=after.effect(before=known[nodes], cost=float(found * current.replicas // nodes)),
-    )
-    return ScaleDecision(kind=ScaleKind.MEASURE, nodes=found, plan=plan)
+    effect = after.effect(before=known[Size(nodes)], cost=current.cost(Size(found)))
+    return decided(ScaleKind.MEASURE, Size(found), reason, effect)
 
 
 def _ring(sample: SpeedSample) -> RingSample:
     return RingSample(shape_of(sample), sample.step_seconds, sample.compute_seconds)
 
 
-def _told(plan: Plan, current: SpeedSample, past: Precedent | None) -> Plan:
+def _told(
+    kind: ScaleKind, plan: Plan, current: SpeedSample, past: Precedent | None
+) -> ScaleDecision:
     """The plan in terms of nodes alone: how many workers each has stays as it is."""
-    count = plan.groups[WORKER].count
+    size = Size(plan.groups[WORKER].count)
     _, _, why = plan.reason.partition(": ")
-    reason = f"{current.nodes} -> {count} nodes: {why}"
+    reason = f"{told_change(current.size, size)}: {why}"
     if past is not None:
         reason += f", as the similar job {past.name} lets expect"
-    return Plan(groups={WORKER: Group(count=count)}, reason=reason, effect=plan.effect)
+    return decided(kind, size, reason, plan.effect)

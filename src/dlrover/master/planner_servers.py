@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-from dlrover.master.machine.changes import Question, groups_of, told_change
+from dlrover.master.machine.changes import Question, decided, direction, told_change
+from dlrover.master.measured import best_known, means
 from dlrover.planning.parameter_server import (
     Form,
     ServerModel,
@@ -17,7 +18,7 @@ from dlrover.planning.parameter_server import (
 )
 from dlrover.planning.plans import ServerSpace, Terms, plan_servers, sample_servers
 from dlrover.planning.search import Choice, Prices, worth
-from dlrover.spec.plan import Effect, Plan
+from dlrover.spec.plan import Plan
 from dlrover.spec.roles import SERVER, WORKER, Size
 from dlrover.spec.speed import ScaleDecision, ScaleKind, SpeedSample
 
@@ -37,8 +38,8 @@ def decide_servers(asked: Question) -> ScaleDecision | None:
     is not tried again.
     """
     choice = Choice(weight=asked.cost)
-    known = _means(asked)
-    better = _best_known(known, asked, choice)
+    known = means(asked.samples)
+    better = best_known(known, asked, choice)
     if better is not None:
         return better
     first, *others = _fitted(asked)
@@ -77,46 +78,6 @@ def _sampled(
     trial = sample_servers(model, _space(asked, known), _shape(asked.current, asked.current), terms)
     found = None if trial is None else _decision(trial, asked)
     return found if found is not None and _may_pay(found, asked, choice) else None
-
-
-def _means(asked: Question) -> dict[Size, float]:
-    """Throughput by size."""
-    found: dict[Size, list[float]] = {}
-    for sample in asked.samples:
-        found.setdefault(sample.size, []).append(sample.throughput)
-    return {size: sum(values) / len(values) for size, values in found.items()}
-
-
-def _cost(size: Size, current: SpeedSample) -> float:
-    return size.workers + current.server_weight * size.servers
-
-
-def _best_known(known: dict[Size, float], asked: Question, choice: Choice) -> ScaleDecision | None:
-    """A measured size that is better than the present one."""
-    current = asked.current
-    allowed = [s for s in known if s.workers in asked.sizes and s.servers in asked.servers]
-    if not allowed:
-        return None
-    best = max(allowed, key=lambda size: worth(known[size], _cost(size, current), choice))
-    here, cost = known[current.size], _cost(current.size, current)
-    if worth(known[best], _cost(best, current), choice) <= (1 + choice.gain) * worth(
-        here, cost, choice
-    ):
-        return None
-    faster, dearer = known[best] / here - 1, _cost(best, current) / cost - 1
-    reason = (
-        f"{told_change(current.size, best)}: {faster:+.0%} throughput for {dearer:+.0%} cost, "
-        "as it was measured before"
-    )
-    effect = Effect(
-        throughput=known[best],
-        low=known[best] * 0.8,
-        high=known[best] * 1.2,
-        before=here,
-        cost=_cost(best, current),
-    )
-    plan = Plan(groups=groups_of(best), reason=reason, effect=effect)
-    return _decided(plan, best, current.size)
 
 
 def _space(asked: Question, known: dict[Size, float]) -> ServerSpace:
@@ -160,13 +121,7 @@ def _decision(plan: Plan, asked: Question) -> ScaleDecision:
     size = Size(workers, plan.groups[SERVER].count)
     _, _, why = plan.reason.partition(": ")
     reason = f"{told_change(asked.current.size, size)}: {why}"
-    own = Plan(groups=groups_of(size), reason=reason, effect=plan.effect)
-    return _decided(own, size, asked.current.size)
-
-
-def _decided(plan: Plan, size: Size, current: Size) -> ScaleDecision:
-    kind = ScaleKind.GROW if size.nodes > current.nodes else ScaleKind.SHRINK
-    return ScaleDecision(kind=kind, nodes=size.workers, servers=size.servers, plan=plan)
+    return decided(direction(asked.current.size, size), size, reason, plan.effect)
 
 
 def _may_pay(
@@ -175,6 +130,6 @@ def _may_pay(
     """Whether a size is better than the present one if its speed is at the top of the interval, or at its bottom."""
     current, effect = asked.current, trial.plan.effect
     assert effect is not None
-    after = worth(effect.low if at_least else effect.high, _cost(trial.size, current), choice)
-    now = worth(current.throughput, _cost(current.size, current), choice)
+    after = worth(effect.low if at_least else effect.high, current.cost(trial.size), choice)
+    now = worth(current.throughput, current.cost(current.size), choice)
     return after > (1 if at_least else 1 + choice.gain) * now

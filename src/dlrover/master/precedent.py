@@ -9,6 +9,7 @@ from statistics import mean
 from dlrover.planning.allreduce import RingSample, RingShape, fit_ring
 from dlrover.planning.measured import latest_of_each, ring_sample
 from dlrover.spec import brain
+from dlrover.spec.roles import Size
 from dlrover.spec.speed import SpeedSample
 
 ALIKE = 1.25
@@ -22,8 +23,8 @@ class Precedent:
     name: str
     samples: Sequence[RingSample]
     """What it has measured, as fast as the job itself is."""
-    throughput: Mapping[int, float]
-    """Of the job's sizes that it has measured, by number of nodes."""
+    throughput: Mapping[Size, float]
+    """Of the job's sizes that it has measured."""
 
 
 def precedent_of(
@@ -40,7 +41,7 @@ def precedent_of(
     shapes = {nodes: resized(own[-1], nodes) for nodes in sizes}
     steps = {nodes: _measured(scaled, shape) for nodes, shape in shapes.items()}
     throughput = {
-        nodes: shapes[nodes].replicas * shapes[nodes].batch / seconds
+        Size(nodes): shapes[nodes].replicas * shapes[nodes].batch / seconds
         for nodes, seconds in steps.items()
         if seconds
     }

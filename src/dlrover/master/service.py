@@ -31,6 +31,7 @@ from dlrover.platform.base import JobSize, Platform, Progress, scaled_by
 from dlrover.rpc import messages
 from dlrover.rpc.server import Server
 from dlrover.spec.check import CheckReport
+from dlrover.spec.node import LaunchNode
 from dlrover.spec.roles import WORKER
 from dlrover.spec.shards import LookShards, ShardReply, ShardRequest
 
@@ -314,18 +315,12 @@ class Master:
         event = self._history.add(command.body, now)
         logger.info("%s", event.sentence())
 
-    def _launch_node(self, command: inputs.LaunchNode, _now: float) -> None:
+    def _launch_node(self, command: LaunchNode, _now: float) -> None:
         loop = asyncio.get_running_loop()
         if self._platform is None:
             return
         try:
-            handle = self._platform.launch(
-                command.node_id,
-                command.node_rank,
-                command.avoid,
-                command.memory_factor,
-                command.cpu_factor,
-            )
+            handle = self._platform.launch(command)
         except InfrastructureError as error:
             loop.call_soon(self.on_node_exit, command.node_id, str(error))
         else:
@@ -556,7 +551,7 @@ class Master:
 
 _CARRY_OUT: dict[type, Callable[[Master, Any, float], None]] = {
     inputs.Emit: Master._emit,  # noqa: SLF001
-    inputs.LaunchNode: Master._launch_node,  # noqa: SLF001
+    LaunchNode: Master._launch_node,  # noqa: SLF001
     inputs.KillNode: Master._kill_node,  # noqa: SLF001
     inputs.Welcome: Master._welcome,  # noqa: SLF001
     inputs.CallToRound: Master._call_to_round,  # noqa: SLF001

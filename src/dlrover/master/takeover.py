@@ -32,10 +32,9 @@ def begin(
             master.ended.set()
         return
     found = [] if platform is None else platform.find()
-    nodes = tuple(inputs.FoundNode(n.node_id, n.node_rank, n.handle) for n in found)
     earlier = history.recorded
     history.follow(earlier)
-    master.submit(inputs.Submitted(job, job_dir, nodes, earlier))
+    master.submit(inputs.Submitted(job, job_dir, tuple(found), earlier))
     for node in found:
         if platform is not None:
             platform.adopt(node.node_id, node.handle)

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from dlrover.errors import ConfigurationError
 from dlrover.rpc.messages import ScaleReply
-from dlrover.spec.node import NodeSize
+from dlrover.spec.node import FoundNode, LaunchNode, NodeSize
 
 OnExit = Callable[[int, str], None]
 """Called with a node's id and, in words, how its agent ended."""
@@ -22,14 +22,6 @@ PLATFORMS = {
     "local": "dlrover.platform.local:LocalPlatform",
 }
 """Platforms by name, as ``module:class``, so that none is imported before it is asked for."""
-
-
-class Found(NamedTuple):
-    """A node that runs, as the platform knows it."""
-
-    node_id: int
-    node_rank: int
-    handle: str
 
 
 class Progress(NamedTuple):
@@ -87,22 +79,8 @@ class Setup(NamedTuple):
 class Platform(Protocol):
     """Makes nodes. All methods are called on the master's event loop and must not block it."""
 
-    def launch(
-        self,
-        node_id: int,
-        node_rank: int,
-        avoid: tuple[str, ...] = (),
-        memory_factor: float = 1.0,
-        cpu_factor: float = 1.0,
-    ) -> str:
+    def launch(self, node: LaunchNode) -> str:
         """Start a node; the handle by which it is found again, also by another master process.
-
-        Args:
-            node_id: Of the node.
-            node_rank: The rank that it is to wish for.
-            avoid: Names of the hosts that it should not be on.
-            memory_factor: How many times the memory that the job asked for it should have.
-            cpu_factor: The same of its cores.
 
         Raises:
             InfrastructureError: the node cannot be started.
@@ -111,7 +89,7 @@ class Platform(Protocol):
     def adopt(self, node_id: int, handle: str) -> None:
         """Watch a node that an earlier master process launched. Reports its exit if it is gone."""
 
-    def find(self) -> list[Found]:
+    def find(self) -> list[FoundNode]:
         """The job's nodes that run now, whichever master launched them; by node id."""
 
     def kill(self, handle: str) -> None:

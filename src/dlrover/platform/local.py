@@ -17,8 +17,8 @@ from dlrover import config
 from dlrover._util import procs
 from dlrover.errors import InfrastructureError
 from dlrover.platform import groups
-from dlrover.platform.base import Found, OnExit, Setup
-from dlrover.spec.node import NodeSize
+from dlrover.platform.base import OnExit, Setup
+from dlrover.spec.node import FoundNode, LaunchNode, NodeSize
 
 REMOVE_INTERVAL = 0.1
 """Seconds between two attempts to remove the group of a node that has ended: its processes may still be ending."""
@@ -74,35 +74,28 @@ class LocalPlatform:
         if self._groups is not None:
             self._groups.sweep()  # those of nodes that earlier masters have started
 
-    def launch(
-        self,
-        node_id: int,
-        node_rank: int,
-        avoid: tuple[str, ...] = (),
-        memory_factor: float = 1.0,
-        cpu_factor: float = 1.0,
-    ) -> str:
+    def launch(self, node: LaunchNode) -> str:
         """Start an agent; the handle is its pid and start time.
 
-        ``avoid`` has no effect: there is one host. The factors have none without a size of nodes.
+        Hosts are not avoided: there is one. The factors have no effect without a size of nodes.
         """
-        del avoid
-        command = [*self._agent_command, "--node-id", str(node_id), "--node-rank", str(node_rank)]
-        entered = self._enter_group(node_id, self._size.times(memory_factor, cpu_factor))
+        own = ["--node-id", str(node.node_id), "--node-rank", str(node.node_rank)]
+        size = self._size.times(node.memory_factor, node.cpu_factor)
+        entered = self._enter_group(node.node_id, size)
         try:
             process = subprocess.Popen(
-                [*self._before, *entered, *command],
+                [*self._before, *entered, *self._agent_command, *own],
                 env=self._env,
                 pass_fds=self._pass_fds,
                 start_new_session=True,
             )
         except OSError as error:
-            self._remove_group(node_id)
+            self._remove_group(node.node_id)
             raise InfrastructureError(
-                f"Node {node_id} cannot be started: {error.strerror}."
+                f"Node {node.node_id} cannot be started: {error.strerror}."
             ) from error
         self._processes[process.pid] = process
-        self._watch(node_id, process.pid)
+        self._watch(node.node_id, process.pid)
         return f"{process.pid}:{procs.start_time(process.pid)}"
 
     def adopt(self, node_id: int, handle: str) -> None:
@@ -115,9 +108,9 @@ class LocalPlatform:
                 self._on_exit, node_id, "its agent ended while the master was away"
             )
 
-    def find(self) -> list[Found]:
+    def find(self) -> list[FoundNode]:
         """The agents on this machine that were started by this command."""
-        found: dict[int, Found] = {}
+        found: dict[int, FoundNode] = {}
         for pid in sorted(procs.pids()):
             words, count = procs.command(pid), len(self._agent_command)
             if words[:count] != self._agent_command or len(words) != count + 4:
@@ -127,7 +120,7 @@ class LocalPlatform:
             handle = f"{pid}:{procs.start_time(pid)}"
             older = found.get(node_id)
             if older is None or _age(handle) < _age(older.handle):
-                found[node_id] = Found(node_id, node_rank, handle)
+                found[node_id] = FoundNode(node_id, node_rank, handle)
         return [found[node_id] for node_id in sorted(found)]
 
     def kill(self, handle: str) -> None:

@@ -343,12 +343,15 @@ class ShardClient:
             self._ready.extend(reply.spans)
             self._ahead += got
             self._unread += got
+            wanted = request.want * self._spec.shard
             if got and request.starving:
-                self._fewest = min(2 * self._fewest, MAX_WANT)
                 self._starving = False
+                if (
+                    got >= wanted
+                ):  # else it was not too few that were asked for, but that few are left
+                    self._fewest = min(2 * self._fewest, MAX_WANT)
             if request.want:
                 # With less than it wanted it has its share of what is left: more when that is nearly used up.
-                wanted = request.want * self._spec.shard
                 self._enough = math.inf if got >= wanted else self._unread / 4
             if request.lane == self._lane and not self._failed and not reply.refused:
                 self._exhausted, self._complete = reply.exhausted, reply.complete

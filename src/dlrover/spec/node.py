@@ -23,6 +23,29 @@ class NodeSize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return bool(self.memory or self.cpu)
 
 
+class LaunchNode(msgspec.Struct, frozen=True):
+    """What a platform is to start a node with."""
+
+    node_id: int
+    node_rank: int
+    """The rank that the node is to wish for."""
+    avoid: tuple[str, ...] = ()
+    """Names of the hosts that it should not be on."""
+    memory_factor: float = 1.0
+    """How many times the memory that the job asked for it gets."""
+    cpu_factor: float = 1.0
+    """The same of its cores."""
+
+
+class FoundNode(msgspec.Struct, frozen=True):
+    """A node that runs, as its platform knows it."""
+
+    node_id: int
+    node_rank: int
+    handle: str
+    """By which any master finds it again."""
+
+
 class NodeStatus(str, enum.Enum):
     """Where a node stands. The value is what users see."""
 

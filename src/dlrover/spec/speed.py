@@ -38,11 +38,10 @@ class SpeedSample(msgspec.Struct, frozen=True, kw_only=True):
         """What a plan can change."""
         return Size(self.nodes, self.servers)
 
-    @property
-    def server_weight(self) -> float:
-        """What a server costs beside a worker's node: its share of the cores, or as much if nobody knows them."""
+    def cost(self, size: Size) -> float:
+        """Of a size in worker nodes: a server counts by its share of their cores, or as one if nobody knows them."""
         known = self.worker_cpu > 0 and self.server_cpu > 0
-        return self.server_cpu / self.worker_cpu if known else 1.0
+        return size.workers + size.servers * (self.server_cpu / self.worker_cpu if known else 1.0)
 
     @property
     def throughput(self) -> float:

@@ -31,6 +31,7 @@ from dlrover.spec.check import CheckReport
 from dlrover.spec.events import Event
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec
+from dlrover.spec.node import FoundNode, LaunchNode
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.roles import WORKER, is_server
 from dlrover.testing.nodes import Delays, Link, Program, SimulatedNode, Time
@@ -340,7 +341,7 @@ class Cluster:
         self._timer = None
         self.epoch = 1
         launched = [n for n in self.alive.values() if n.launched_as >= 0]
-        found = tuple(inputs.FoundNode(n.launched_as, n.node_rank, n.uid) for n in launched)
+        found = tuple(FoundNode(n.launched_as, n.node_rank, n.uid) for n in launched)
         self._submit(inputs.Submitted(self._job, "", found, self._recorded))
         if over is not None:
             self._submit(inputs.StopRequested(over.reason, over.exit_code))
@@ -354,7 +355,7 @@ class Cluster:
     def _carry_out(self, command: inputs.Command) -> None:
         if isinstance(command, inputs.Emit):
             self.events.append(Event(len(self.events) + 1, self.time.now, command.body))
-        elif isinstance(command, inputs.LaunchNode):
+        elif isinstance(command, LaunchNode):
             self._launch(command)
         elif isinstance(command, inputs.KillNode):
             doomed = self.alive.get(self.machine.nodes[command.node_id].handle)
@@ -397,7 +398,7 @@ class Cluster:
             return  # it was kept
         self._come_again(node.node_rank)
 
-    def _launch(self, command: inputs.LaunchNode) -> None:
+    def _launch(self, command: LaunchNode) -> None:
         node = self._start_node(command.node_rank, command.node_id)
         self._watch(node.uid, command.node_id)
         self._soon(0.0, inputs.NodePlaced(command.node_id, node.uid))

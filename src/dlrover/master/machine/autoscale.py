@@ -17,15 +17,15 @@ from dlrover.master.machine.changes import (
     SAME_SIZE,
     Change,
     Question,
+    decided,
     gain_without,
-    groups_of,
     told_change,
 )
 from dlrover.master.machine.sizes import Sizes
 from dlrover.planning.throughput import TrustRegion
 from dlrover.spec import events
 from dlrover.spec.job import JobSpec
-from dlrover.spec.plan import Effect, Plan, PlanOutcome
+from dlrover.spec.plan import Effect, PlanOutcome
 from dlrover.spec.roles import Size
 from dlrover.spec.speed import ModelProfile, ScaleDecision, ScaleKind, ScaleStage, SpeedSample
 
@@ -114,9 +114,8 @@ class AutoScaling:
         return float(throughput / self.cost(size) ** self.job.limits.autoscale_cost)
 
     def cost(self, size: Size) -> float:
-        """Nodes of a size, a server by its share of a worker node's cores."""
-        weight = self.latest.server_weight if self.latest is not None else 1.0
-        return size.workers + weight * size.servers
+        """Of a size, in worker nodes."""
+        return self.latest.cost(size) if self.latest is not None else float(size.nodes)
 
     def speed(self, size: Size) -> float:
         """Throughput of a size: the mean of its samples; 0 if it was not measured."""
@@ -201,10 +200,8 @@ class AutoScaling:
             before=before,
             cost=self.cost(latest.size),
         )
-        plan = Plan(groups=groups_of(latest.size), reason=reason, effect=effect)
         self.done[kind] = self.done.get(kind, 0) + 1
-        decision = ScaleDecision(kind=kind, nodes=latest.nodes, servers=latest.servers, plan=plan)
-        return self._begin(decision, latest.size, now)
+        return self._begin(decided(kind, latest.size, reason, effect), latest.size, now)
 
     def one_more_server(self) -> Size | None:
         """The size with one more server, if it may be tried now and was not measured yet."""
@@ -230,10 +227,7 @@ class AutoScaling:
             before=before,
             cost=self.cost(size),
         )
-        plan = Plan(groups=groups_of(size), reason=reason, effect=effect)
-        decision = ScaleDecision(
-            kind=ScaleKind.GROW, nodes=size.workers, servers=size.servers, plan=plan
-        )
+        decision = decided(ScaleKind.GROW, size, reason, effect)
         return [self._begin(decision, latest.size, now)], decision
 
     def expired(self, now: float) -> tuple[list[events.EventBody], ScaleDecision | None]:
@@ -352,10 +346,7 @@ class AutoScaling:
             before=self.latest.throughput if self.latest is not None else 0.0,
             cost=self.cost(size),
         )
-        plan = Plan(groups=groups_of(size), reason=reason, effect=effect if known else None)
-        return ScaleDecision(
-            kind=ScaleKind.RETURN, nodes=size.workers, servers=size.servers, plan=plan
-        )
+        return decided(ScaleKind.RETURN, size, reason, effect if known else None)
 
     def _begin(self, decision: ScaleDecision, origin: Size, now: float) -> events.PlanMade:
         self.made += 1

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from dlrover.planning.throughput import TrustRegion
 from dlrover.spec import events
-from dlrover.spec.plan import Effect, Group
+from dlrover.spec.plan import Effect, Group, Plan
 from dlrover.spec.roles import SERVER, WORKER, Size
-from dlrover.spec.speed import ScaleKind, SpeedSample
+from dlrover.spec.speed import ScaleDecision, ScaleKind, SpeedSample
 
 SAME_SIZE = (ScaleKind.REPLACE, ScaleKind.MIGRATE, ScaleKind.REBALANCE)
 """Changes that leave the numbers of nodes as they are."""
@@ -57,6 +57,21 @@ def groups_of(size: Size) -> dict[str, Group]:
     if size.servers:
         groups[SERVER] = Group(count=size.servers)
     return groups
+
+
+def direction(origin: Size, size: Size) -> ScaleKind:
+    """Whether a size is more or fewer nodes than another one."""
+    return ScaleKind.GROW if size.nodes > origin.nodes else ScaleKind.SHRINK
+
+
+def decided(
+    kind: ScaleKind, size: Size, reason: str, effect: Effect | None, plan_id: str = ""
+) -> ScaleDecision:
+    """That the job shall have this size."""
+    plan = Plan(groups=groups_of(size), reason=reason, effect=effect)
+    return ScaleDecision(
+        kind=kind, nodes=size.workers, servers=size.servers, plan=plan, plan_id=plan_id
+    )
 
 
 def told_change(origin: Size, size: Size) -> str:

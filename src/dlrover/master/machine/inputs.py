@@ -10,20 +10,13 @@ from dlrover.spec.check import CheckOrder, CheckReport
 from dlrover.spec.events import EventBody, HangFound, SlowRank, SlowRankRecovered
 from dlrover.spec.failure import Failure
 from dlrover.spec.job import JobSpec
+from dlrover.spec.node import FoundNode, LaunchNode
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.roles import WORKER
 from dlrover.spec.speed import ModelProfile, ScaleDecision, SpeedSample
 from dlrover.spec.world import Holding, Offer, World
 
 # ---- inputs
-
-
-class FoundNode(msgspec.Struct, frozen=True):
-    """A node that the platform started for an earlier master of the job."""
-
-    node_id: int
-    node_rank: int
-    handle: str
 
 
 class Submitted(msgspec.Struct, frozen=True, tag="submitted"):
@@ -263,19 +256,6 @@ Input: TypeAlias = (
 )
 
 # ---- commands
-
-
-class LaunchNode(msgspec.Struct, frozen=True):
-    """Ask the platform for a node."""
-
-    node_id: int
-    node_rank: int
-    avoid: tuple[str, ...] = ()
-    """Names of the hosts that it should not be on."""
-    memory_factor: float = 1.0
-    """How many times the memory that the job asked for."""
-    cpu_factor: float = 1.0
-    """The same of its cores."""
 
 
 class KillNode(msgspec.Struct, frozen=True):

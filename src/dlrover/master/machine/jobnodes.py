@@ -8,7 +8,7 @@ from dlrover.master.machine.jobleaving import JobLeaving
 from dlrover.master.machine.rendezvous import UNRANKED
 from dlrover.master.machine.state import Node, given_up
 from dlrover.spec import events
-from dlrover.spec.node import NodeStatus
+from dlrover.spec.node import FoundNode, LaunchNode, NodeStatus
 from dlrover.spec.roles import is_server
 
 
@@ -23,7 +23,7 @@ class JobNodes(JobLeaving):
             self.rendezvous.servers.add(node.id)
         return node
 
-    def _add_found(self, found: inputs.FoundNode, now: float) -> None:
+    def _add_found(self, found: FoundNode, now: float) -> None:
         """Take over a node that the platform started for an earlier master."""
         node = self._add_node(found.node_rank, found.node_id)
         node.launched, node.handle = True, found.handle
@@ -71,9 +71,7 @@ class JobNodes(JobLeaving):
 
     def _order(self, node: Node, now: float) -> None:
         avoid = self.faults.excluded(now)
-        self._send(
-            inputs.LaunchNode(node.id, node.node_rank, avoid, node.memory_factor, node.cpu_factor)
-        )
+        self._send(LaunchNode(node.id, node.node_rank, avoid, node.memory_factor, node.cpu_factor))
 
     def _replace(self, node: Node, now: float) -> None:
         """Launch another node in place of a lost one that the platform had launched."""

@@ -1,0 +1,63 @@
+"""What was measured of a job comes before what a model predicts. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import mean
+
+from dlrover.master.machine.changes import Question, decided, direction, told_change
+from dlrover.master.precedent import Precedent
+from dlrover.planning.search import Choice, worth
+from dlrover.spec.plan import Effect
+from dlrover.spec.roles import Size
+from dlrover.spec.speed import ScaleDecision, SpeedSample
+
+SPREAD = 0.2
+"""Relative distance within which a measured speed is expected to come again."""
+
+
+def means(samples: Sequence[SpeedSample]) -> dict[Size, float]:
+    """Throughput by size."""
+    found: dict[Size, list[float]] = {}
+    for sample in samples:
+        found.setdefault(sample.size, []).append(sample.throughput)
+    return {size: mean(values) for size, values in found.items()}
+
+
+def best_known(
+    known: Mapping[Size, float], asked: Question, choice: Choice, past: Precedent | None = None
+) -> ScaleDecision | None:
+    """A size that is better than the present one and was measured: here, or by a similar job.
+
+    ``known`` is the throughput by size that the job itself has measured, the present size included; ``past``
+    is the similar job.
+    """
+    current = asked.current
+    seen = {**past.throughput, **known} if past is not None else known
+    allowed = [
+        size for size in seen if size.workers in asked.sizes and size.servers in asked.servers
+    ]
+    if not allowed:
+        return None
+
+    def value(size: Size, throughput: float) -> float:
+        return worth(throughput, current.cost(size), choice)
+
+    best = max(allowed, key=lambda size: value(size, seen[size]))
+    here = known[current.size]
+    if value(best, seen[best]) <= (1 + choice.gain) * value(current.size, here):
+        return None
+    faster, dearer = seen[best] / here - 1, current.cost(best) / current.cost(current.size) - 1
+    by = "" if best in known or past is None else f" by the similar job {past.name}"
+    reason = (
+        f"{told_change(current.size, best)}: {faster:+.0%} throughput for {dearer:+.0%} cost, "
+        f"as it was measured before{by}"
+    )
+    effect = Effect(
+        throughput=seen[best],
+        low=seen[best] * (1 - SPREAD),
+        high=seen[best] * (1 + SPREAD),
+        before=here,
+        cost=current.cost(best),
+    )
+    return decided(direction(current.size, best), best, reason, effect)
