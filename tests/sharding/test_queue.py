@@ -320,6 +320,14 @@ def test_the_last_shards_are_dealt_one_by_one() -> None:
     assert take(shards, "b", 2, want=10, starving=True).spans == (Span(0, 60, 70),)
 
 
+def test_a_worker_that_is_alone_gets_all_that_it_wants_of_the_last_shards() -> None:
+    shards = opened(DataSpec(name="data", size=100, shard=10), "a", "b")
+    assert take(shards, "a", 1, want=10).spans == (Span(0, 0, 30),)
+    shards.handle(ForgetWorker("b"), 0.0)
+    assert take(shards, "a", 2, want=6).spans == (Span(0, 30, 90),)
+    assert take(shards, "a", 3, want=6).spans == (Span(0, 90, 100),)
+
+
 def test_a_dead_workers_shards_go_to_others_at_once() -> None:
     shards = opened(DataSpec(name="data", size=30, shard=10), "a", "b")
     take(shards, "a", 1)

@@ -206,7 +206,7 @@ class _Collate:
         self._collate = collate
 
     def __call__(self, samples: list[Any]) -> Read:
-        if not any(type(sample) is _Unreadable for sample in samples):
+        if _Unreadable not in map(type, samples):
             return Read(self._collate(samples), [])
         good = [sample for sample in samples if not isinstance(sample, _Unreadable)]
         failed = [(at, s.error) for at, s in enumerate(samples) if isinstance(s, _Unreadable)]

@@ -35,7 +35,7 @@ AHEAD = 5.0
 """Seconds of samples that are fetched ahead: more than a master needs to come back."""
 FEWEST = 2
 """Shards that are fetched ahead at first; twice as many whenever the training had to wait for them."""
-AT_ONCE = 1024
+AT_ONCE = 4096
 """Samples that the training takes at a time, at most."""
 REPORT_INTERVAL = 1.0
 """Seconds between two reports of what is done, where nothing has to be fetched."""
@@ -343,16 +343,14 @@ class ShardClient:
             self._ready.extend(reply.spans)
             self._ahead += got
             self._unread += got
-            wanted = request.want * self._spec.shard
+            as_wanted = got >= request.want * self._spec.shard
             if got and request.starving:
                 self._starving = False
-                if (
-                    got >= wanted
-                ):  # else it was not too few that were asked for, but that few are left
+                if as_wanted:
                     self._fewest = min(2 * self._fewest, MAX_WANT)
             if request.want:
                 # With less than it wanted it has its share of what is left: more when that is nearly used up.
-                self._enough = math.inf if got >= wanted else self._unread / 4
+                self._enough = math.inf if as_wanted else self._unread / 4
             if request.lane == self._lane and not self._failed and not reply.refused:
                 self._exhausted, self._complete = reply.exhausted, reply.complete
             for aside in reply.aside:

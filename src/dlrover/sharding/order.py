@@ -79,7 +79,13 @@ class Shuffled:
         numpy = _numpy()
         if numpy is None or len(positions) < BATCH:
             return [self.record(position) for position in positions]
-        found = self._moved(numpy, numpy.array(positions, dtype=numpy.uint64))
+        number = numpy.uint64
+        if isinstance(positions, range):  # without a Python number for each
+            steps = numpy.arange(len(positions), dtype=number)
+            array = number(positions.start) + steps * number(positions.step)
+        else:
+            array = numpy.array(positions, dtype=number)
+        found = self._moved(numpy, array)
         beyond = numpy.flatnonzero(found >= self._size)
         while len(beyond):
             found[beyond] = self._moved(numpy, found[beyond])

@@ -33,7 +33,8 @@ from dlrover.spec.shards import (
 )
 
 TAIL = 2
-"""A worker has one part in ``TAIL`` times the workers of what is left, at most: all end at the same time."""
+"""One of several workers has one part in ``TAIL`` times their number of what is left, at most: so all end at the
+same time."""
 FOUND = ("begins", "limits", "shard")
 """What workers find in a broker, each at another moment."""
 MAX_ASIDE = 1000
@@ -270,11 +271,13 @@ class ShardQueue:
     def _deal(self, worker: Worker, event: TakeShards) -> tuple[Span, ...]:
         spans: list[Span] = []
         lanes = self._open_lanes(event.lane)
-        left = sum(self.lanes[number].left for number in lanes)
-        share = -(-left // (self.spec.shard * TAIL * max(1, len(self.workers))))
-        if worker.held:
-            share -= -(-worker.held.count // self.spec.shard)
-        want = min(event.want, max(share, int(event.starving)))
+        want = event.want
+        if len(self.workers) > 1:
+            left = sum(self.lanes[number].left for number in lanes)
+            share = -(-left // (self.spec.shard * TAIL * len(self.workers)))
+            if worker.held:
+                share -= -(-worker.held.count // self.spec.shard)
+            want = min(want, max(share, int(event.starving)))
         for number in lanes:
             dealt = 0
             for start, stop in self.lanes[number].deal(self.spec.shard, want):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -262,9 +262,10 @@ class Records(Generic[Sample_co]):
             return
         for lane, of_lane in groupby(spans, key=lambda span: span.lane):
             several = list(of_lane)
-            positions = [at for span in several for at in range(span.start, span.stop)]
+            ranges = [range(span.start, span.stop) for span in several]
+            positions = ranges[0] if len(ranges) == 1 else list(chain.from_iterable(ranges))
             records = iter(self._order(lane).records(positions))
-            yield from (list(islice(records, span.stop - span.start)) for span in several)
+            yield from (list(islice(records, len(each))) for each in ranges)
 
     def _reads(self, place: Span) -> None:
         """The samples of the shard there may be what the process dies of."""
