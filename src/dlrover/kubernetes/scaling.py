@@ -382,7 +382,7 @@ def _spec(plan: Manifest) -> ScalePlanSpec:
 
 def _why(name: str, spec: ScalePlanSpec) -> str:
     """Why a plan has something done, as a clause."""
-    return f"ScalePlan {name} ({spec.reason})" if spec.reason else f"ScalePlan {name}"
+    return f"ScalePlan {name} ({spec.reason.rstrip('.')})" if spec.reason else f"ScalePlan {name}"
 
 
 def _age(plan: Manifest) -> tuple[str, str]:

@@ -39,7 +39,8 @@ def _standing(
     if leaves:
         return "leaves"
     between = node.status is NodeStatus.READY and node.has_run and machine.rendezvous.collecting
-    return "trains" if between or node.status is NodeStatus.RUNNING else "idle"
+    unknown = machine.adoption.pending  # a master that has lost its journal asks what it trains
+    return "trains" if node.status is NodeStatus.RUNNING or between or unknown else "idle"
 
 
 def asked(
