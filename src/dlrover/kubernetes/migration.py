@@ -55,7 +55,8 @@ def moves(
         if planned.name in placed:
             role = nodes.slot(job, placed[planned.name].node_rank).role
             field = f"spec.migratePods[{index}].resource"
-            found[planned.name] = _factors(field, planned.resource, role, job)
+            own = _factors(field, planned.resource, role, job)
+            found[planned.name] = own if planned.resource else _size(spec, job, role)
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -36,10 +36,14 @@ class Slot(NamedTuple):
 
 def slots(job: ElasticJob) -> list[Slot]:
     """The place of each node, by rank."""
+    return _slots(job, ROLES)
+
+
+def _slots(job: ElasticJob, roles: Iterable[str]) -> list[Slot]:
     specs = job.spec.replica_specs
     return [
         Slot(role, index)
-        for role in ROLES
+        for role in roles
         if role in specs
         for index in range(specs[role].replicas)
     ]
@@ -58,7 +62,7 @@ def slot(job: ElasticJob, rank: int) -> Slot:
     """The place of the node that is to wish for a rank."""
     if is_server(rank):
         return Slot(SERVER, index_in_role(rank))
-    others = [one for one in slots(job) if one.role not in SCALED]
+    others = _slots(job, (role for role in ROLES if role not in SCALED))
     number = rank - len(others)
     return others[rank] if number < 0 else Slot(WORKER, number)
 

@@ -293,7 +293,6 @@ class Scaler:
         except (ConfigurationError, msgspec.ValidationError) as error:
             await self._finish(plan, FAILED, str(error))
             return
-        moved.advance()
         roles = [role for role in self._roles if status.get(_FIELDS[role]) is not None]
         sizes = {role: self._size(role) for role in roles}
         has = " and ".join(scaleplans.counted(role, size.wanted) for role, size in sizes.items())
@@ -302,7 +301,9 @@ class Scaler:
         if any(status.get(_FIELDS[role]) != size.wanted for role, size in sizes.items()):
             message = f"{why}The job is to have {has} now: somebody asked for that."
             await self._finish(plan, FAILED, message)
-        elif moved.failed:
+            return
+        moved.advance()
+        if moved.failed:
             await self._finish(plan, FAILED, f"{why}{moved.failed}")
         elif self._size(WORKER).complete and not moved.missing:
             done = [*([f"The job has {has}."] if has else []), *migration.done(spec)]
