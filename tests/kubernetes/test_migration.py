@@ -33,7 +33,7 @@ REQUESTS = {"cpu": "500m", "memory": "1Gi"}
 
 def elastic_job(resources: dict[str, Any] | None = None, **roles: int) -> ElasticJob:
     main = {**manifests.CONTAINER, "resources": resources or {"requests": REQUESTS}}
-    template = {"spec": {"containers": [{"name": "other"}, main]}}
+    template = {"spec": {"containers": [{"name": "other", "image": "log:1"}, main]}}
     specs = {role: {"replicas": number, "template": template} for role, number in roles.items()}
     return validation.parse(manifests.job(replicaSpecs=specs))
 

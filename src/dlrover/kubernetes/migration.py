@@ -60,6 +60,16 @@ def moves(
     return found
 
 
+def size_of_new(spec: ScalePlanSpec, job: ElasticJob, role: str) -> tuple[float, float]:
+    """How many times the cores and the memory of the template pods of a role have that a plan adds.
+
+    Raises:
+        ConfigurationError: a resource is not possible.
+    """
+    cpu, memory = _size(spec, job, role)
+    return (1.0 if cpu is None else cpu, 1.0 if memory is None else memory)
+
+
 def check(spec: ScalePlanSpec, job: ElasticJob, placed: Placed, numbers: Mapping[str, int]) -> None:
     """See whether the pods can be replaced that a plan is about, when there are ``numbers`` of pods by role.
 
