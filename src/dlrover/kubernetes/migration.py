@@ -198,8 +198,7 @@ class Migration:
         self.missing = [
             pod
             for pod in self._wanted
-            if pod in placed
-            and not self._is_replaced(pod, placed[pod], trains.get(placed[pod].node_rank))
+            if not self._is_replaced(pod, placed[pod], trains.get(placed[pod].node_rank))
         ]
         self.refused = ""
         for pod in self.missing:
