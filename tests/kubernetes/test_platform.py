@@ -14,7 +14,7 @@ import pytest
 from dlrover.kubernetes import names, nodes, platform as platforms, validation
 from dlrover.kubernetes.client import PODS, Client
 from dlrover.kubernetes.platform import KubernetesPlatform
-from dlrover.spec.node import LaunchNode
+from dlrover.spec.node import FoundNode, LaunchNode
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.installed import define
 from tests.kubernetes.kubelet import Kubelet
@@ -291,13 +291,14 @@ def test_another_master_finds_and_adopts_the_nodes(
 
     async def story() -> None:
         async with here.platform() as platform:
-            handles = [platform.launch(LaunchNode(number, number + 1)) for number in range(3)]
+            launches = [LaunchNode(number, number + 1, (), 2.0, 1.5) for number in range(3)]
+            handles = [platform.launch(launch) for launch in launches]
             await here.until(lambda: len(here.running()) == 3)
         kubelets.kill(handles[0])
         control_plane.kubectl("delete", "pod", handles[1], namespace=here.namespace)
         await here.until(lambda: here.running() == {handles[2]})
         async with here.platform() as platform:
-            assert platform.find() == [(2, 3, handles[2])]
+            assert platform.find() == [FoundNode(2, 3, handles[2], 2.0, 1.5)]
             for number, handle in enumerate(handles):
                 platform.adopt(number, handle)
             await here.until(lambda: len(here.exits) == 2)

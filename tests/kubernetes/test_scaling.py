@@ -13,7 +13,7 @@ import pytest
 from dlrover.errors import ConfigurationError
 from dlrover.kubernetes import names, nodes, scaleplans, validation
 from dlrover.kubernetes.client import Client
-from dlrover.kubernetes.scaling import Scaler
+from dlrover.kubernetes.scaling import Asks, Scaler
 from dlrover.kubernetes.types import PlannedPod, ScalePlanSpec, ScaleReplica
 from dlrover.master import scale
 from dlrover.master.machine import inputs
@@ -93,7 +93,7 @@ def job(
     return Scaled(cluster, kubelet(nodes=2), tmp_path)
 
 
-TWO = {"replicaResourceSpecs": {"worker": {"replicas": 2, "resource": {"cpu": "1"}}}}
+TWO = {"replicaResourceSpecs": {"worker": {"replicas": 2}}}
 
 
 @pytest.mark.long
@@ -129,14 +129,14 @@ async def follow_replicas(job: Scaled) -> None:
 
 
 async def carry_out_a_plan(job: Scaled) -> None:
-    job.plan("grow", migratePods=[{"name": "digits-edljob-worker-0"}], **TWO)
+    job.plan("grow", psHosts=["ps-0:1"], manualScaling=True, **TWO)
     assert await job.ends("grow") == ("Succeeded", "The job has 2 workers.")
     assert job.worlds()[3:] == ["2"]
     spec = job.cluster.get("elasticjobs", "digits")["spec"]
     assert spec["replicaSpecs"]["worker"]["replicas"] == 2, "a next master reads it there"
     said = " ".join(job.events("NoEffect"))
-    assert "spec.migratePods is accepted for compatibility and has no effect" in said
-    assert "spec.replicaResourceSpecs.worker.resource is accepted for" in said
+    assert "spec.psHosts is accepted for compatibility and has no effect" in said
+    assert "spec.manualScaling is accepted for compatibility and has no effect" in said
 
 
 async def refuse_wrong_plans(job: Scaled) -> None:
@@ -179,9 +179,15 @@ def test_a_plan_of_the_masters_own_is_recorded_with_its_reason(
     driver = JobDriver.launched(2, 4)
     sizes: list[tuple[str, int]] = []
 
-    def ask(number: int, reason: str, source: Literal["user", "plan"], role: str) -> ScaleReply:
+    def ask(
+        number: int,
+        reason: str,
+        source: Literal["user", "plan"],
+        role: str,
+        factors: tuple[float, float],
+    ) -> ScaleReply:
         before = driver.machine.scaling.workers
-        driver.give(inputs.ScaleAsked(number, reason, source, role))
+        driver.give(inputs.ScaleAsked(number, reason, source, role, factors))
         return scale.told(before, driver.machine.scaling.workers)
 
     def resize(role: str, replicas: int) -> None:
@@ -196,7 +202,8 @@ def test_a_plan_of_the_masters_own_is_recorded_with_its_reason(
         client = Client.from_config(str(control_plane.kubeconfig))
         found = validation.parse(cluster.get("elasticjobs", "digits"))
         size = functools.partial(scale.size, driver.machine, 0.0)
-        scaling = asyncio.create_task(Scaler(client, found, size, ask, resize).run())
+        asks = Asks(size, ask, dict, lambda *_: "no pod is replaced here")
+        scaling = asyncio.create_task(Scaler(client, found, asks, resize).run())
         try:
             await cluster.until(lambda: sizes == [("worker", 4)])
             driver.give(inputs.ScaleAsked(3, "The fourth adds nothing.", "plan"))

@@ -129,7 +129,7 @@ def test_an_agent_without_a_past_opens_no_adoption(driver: JobDriver) -> None:
 def test_nodes_that_the_platform_runs_are_not_started_again() -> None:
     driver = JobDriver(3, 3, managed_nodes=3)
     job = driver.machine.job
-    found = tuple(FoundNode(i, i, f"process {i}") for i in (0, 2))
+    found = tuple(FoundNode(i, i, f"process {i}", 3.0, 1.5) for i in (0, 2))
     driver.machine, driver.ledger = JobMachine(), Ledger()  # a master that knows nothing
     driver.events.clear()
     commands = driver.give(inputs.Submitted(job, "", found, 12))
@@ -140,6 +140,8 @@ def test_nodes_that_the_platform_runs_are_not_started_again() -> None:
     tell(driver, 2, Holding(round=4, nproc=2))  # nobody else can hold a world
     assert driver.machine.rendezvous.round == 5
     assert driver.machine.nodes[2].handle == "process 2"
+    lost = driver.give(inputs.NodeExited(2, "it was killed"), at=20.0)
+    assert LaunchNode(4, 2, (), 3.0, 1.5) in lost, "what replaces it has its size"
 
 
 def test_a_node_that_is_gone_is_forgotten() -> None:

@@ -54,6 +54,15 @@ def test_a_job_that_was_scaled_up_trains_on_while_the_nodes_are_missing() -> Non
     assert driver.machine.world_size == 4
 
 
+def test_nodes_that_a_plan_adds_have_its_size() -> None:
+    driver = JobDriver.launched(1, 2)
+    larger = inputs.ScaleAsked(3, "it was asked for", "user", factors=(2.0, 3.0))
+    assert of(driver.give(larger), LaunchNode) == [LaunchNode(2, 2, (), 3.0, 2.0)]
+    assert of(driver.give(asked(4)), LaunchNode) == [LaunchNode(3, 3)]
+    lost = driver.give(inputs.NodeExited(2, "it was killed"), at=20.0)
+    assert of(lost, LaunchNode) == [LaunchNode(4, 2, (), 3.0, 2.0)]
+
+
 @pytest.mark.parametrize(("wanted", "launched"), [(2, []), (9, [3, 4]), (4, [3]), (1, [])])
 def test_a_plan_stays_within_the_bounds_of_the_job(wanted: int, launched: list[int]) -> None:
     driver = JobDriver(2, 5, managed_nodes=3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -36,10 +36,14 @@ class Slot(NamedTuple):
 
 def slots(job: ElasticJob) -> list[Slot]:
     """The place of each node, by rank."""
+    return _slots(job, ROLES)
+
+
+def _slots(job: ElasticJob, roles: Iterable[str]) -> list[Slot]:
     specs = job.spec.replica_specs
     return [
         Slot(role, index)
-        for role in ROLES
+        for role in roles
         if role in specs
         for index in range(specs[role].replicas)
     ]
@@ -54,9 +58,26 @@ def resized(job: ElasticJob, role: str, replicas: int) -> ElasticJob:
     return msgspec.structs.replace(job, spec=spec)
 
 
+def slot(job: ElasticJob, rank: int) -> Slot:
+    """The place of the node that is to wish for a rank."""
+    if is_server(rank):
+        return Slot(SERVER, index_in_role(rank))
+    others = _slots(job, (role for role in ROLES if role not in SCALED))
+    number = rank - len(others)
+    return others[rank] if number < 0 else Slot(WORKER, number)
+
+
+def requests(job: ElasticJob, role: str) -> dict[str, Any]:
+    """What a role's template asks for its main container; its limits where it has no requests."""
+    replica = job.spec.replica_specs.get(role, ReplicaSpec())
+    spec = copy.deepcopy(replica.template.get("spec") or {})
+    asked = _main(spec).get("resources") or {}
+    return {**(asked.get("limits") or {}), **(asked.get("requests") or {})}
+
+
 def pod_name(job: ElasticJob, launch: LaunchNode) -> str:
     """The name of a node's pod."""
-    return f"{job.name}-edljob-{_slot(job, launch).role}-{launch.node_id}"
+    return f"{job.name}-edljob-{slot(job, launch.node_rank).role}-{launch.node_id}"
 
 
 def pod(job: ElasticJob, launch: LaunchNode, master: str) -> Manifest:
@@ -66,23 +87,23 @@ def pod(job: ElasticJob, launch: LaunchNode, master: str) -> Manifest:
     owner, variables for ``dlrover-run``. It never restarts its containers, whatever the template says:
     the master makes another pod, which may be elsewhere.
     """
-    slot = _slot(job, launch)
-    replica = job.spec.replica_specs[slot.role]
+    place = slot(job, launch.node_rank)
+    replica = job.spec.replica_specs[place.role]
     template = copy.deepcopy(replica.template)
     spec: Manifest = template.get("spec") or {}
     metadata: Mapping[str, Any] = template.get("metadata") or {}
     spec["restartPolicy"] = "Never"
     container = _main(spec)
-    _give_variables(spec, container, job, launch, slot, master)
+    _give_variables(spec, container, job, launch, place, master)
     tls.give_node(spec, container, job)
     resources.grow(container, launch.memory_factor, launch.cpu_factor)
     _avoid(spec, launch.avoid)
-    priority = _priority(replica, slot.number)
+    priority = _priority(replica, place.number)
     if priority:
         spec.setdefault("priorityClassName", priority)
     labels = {
         **(metadata.get("labels") or {}),
-        **names.labels(job.name, slot.role),
+        **names.labels(job.name, place.role),
         NODE_LABEL: str(launch.node_id),
         RANK_LABEL: str(launch.node_rank),
     }
@@ -93,7 +114,7 @@ def pod(job: ElasticJob, launch: LaunchNode, master: str) -> Manifest:
             "name": pod_name(job, launch),
             "namespace": job.namespace,
             "labels": labels,
-            "annotations": dict(metadata.get("annotations") or {}),
+            "annotations": {**(metadata.get("annotations") or {}), **_factors(launch)},
             "ownerReferences": [objects.owner(job)],
         },
         "spec": spec,
@@ -102,12 +123,13 @@ def pod(job: ElasticJob, launch: LaunchNode, master: str) -> Manifest:
     return made
 
 
-def _slot(job: ElasticJob, launch: LaunchNode) -> Slot:
-    if is_server(launch.node_rank):
-        return Slot(SERVER, index_in_role(launch.node_rank))
-    others = [slot for slot in slots(job) if slot.role not in SCALED]
-    number = launch.node_rank - len(others)
-    return others[launch.node_rank] if number < 0 else Slot(WORKER, number)
+def _factors(launch: LaunchNode) -> dict[str, str]:
+    """The annotations by which a master without a journal knows the size of a pod."""
+    factors = {
+        names.CPU_FACTOR: launch.cpu_factor,
+        names.MEMORY_FACTOR: launch.memory_factor,
+    }
+    return {key: repr(factor) for key, factor in factors.items() if factor != 1.0}
 
 
 def _main(spec: Manifest) -> Manifest:

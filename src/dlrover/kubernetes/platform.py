@@ -21,7 +21,7 @@ from dlrover.kubernetes import job as jobs, names, nodes, pods
 from dlrover.kubernetes.client import PODS, ApiError, Client, jitter
 from dlrover.kubernetes.informer import Informer
 from dlrover.kubernetes.reporting import Reporter
-from dlrover.kubernetes.scaling import Scaler
+from dlrover.kubernetes.scaling import Asks, Scaler
 from dlrover.kubernetes.types import ElasticJob
 from dlrover.platform.base import OnExit, OnWait, Setup
 from dlrover.spec.node import FoundNode, LaunchNode
@@ -110,7 +110,8 @@ class KubernetesPlatform:
             await platform.close()
             raise
         platform.report(Reporter(client, job, setup.progress))
-        platform.follow(Scaler(client, job, setup.size, setup.scale, platform.resize))
+        asks = Asks(setup.size, setup.scale, setup.placed, setup.migrate)
+        platform.follow(Scaler(client, job, asks, platform.resize))
         return platform
 
     async def start(self) -> None:
@@ -183,7 +184,13 @@ class KubernetesPlatform:
     def find(self) -> list[FoundNode]:
         """The job's pods that live."""
         found = [
-            FoundNode(nodes.node_id(pod), nodes.node_rank(pod), pods.name(pod))
+            FoundNode(
+                nodes.node_id(pod),
+                nodes.node_rank(pod),
+                pods.name(pod),
+                pods.memory_factor(pod),
+                pods.cpu_factor(pod),
+            )
             for pod in self._informer.cache.values()
             if self._ours(pod) and not nodes.ending(pod)
         ]

@@ -109,10 +109,19 @@ def _fate(pod: Manifest, code: int | None, why: str) -> str:
 
 
 def memory_factor(pod: Manifest) -> float:
-    """How many times the memory of the job's first master a master's pod was given."""
+    """How many times the memory of its template a pod was given; a master's: of the job's first one."""
+    return _factor(pod, names.MEMORY_FACTOR)
+
+
+def cpu_factor(pod: Manifest) -> float:
+    """How many times the cores of its template a pod was given."""
+    return _factor(pod, names.CPU_FACTOR)
+
+
+def _factor(pod: Manifest, annotation: str) -> float:
     annotations = pod["metadata"].get("annotations") or {}
     try:
-        return float(annotations.get(names.MEMORY_FACTOR, ""))
+        return float(annotations.get(annotation, ""))
     except ValueError:
         return 1.0
 

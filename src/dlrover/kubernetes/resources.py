@@ -29,6 +29,11 @@ def grow(container: dict[str, Any], memory: float, cpu: float = 1.0) -> None:
         asked = resources.get(kind) or {}
         if memory != 1.0 and "memory" in asked:
             wanted = quantity(asked["memory"]) * Decimal(str(memory))
-            asked["memory"] = f"{math.ceil(wanted / 2**20)}Mi"
+            asked["memory"] = f"{_up(wanted / 2**20)}Mi"
         if cpu != 1.0 and "cpu" in asked:
-            asked["cpu"] = f"{math.ceil(quantity(asked['cpu']) * Decimal(str(cpu)) * 1000)}m"
+            asked["cpu"] = f"{_up(quantity(asked['cpu']) * Decimal(str(cpu)) * 1000)}m"
+
+
+def _up(amount: Decimal) -> int:
+    """The next whole number; what a factor has lost in its last digits counts for nothing."""
+    return math.ceil(round(amount, 6))

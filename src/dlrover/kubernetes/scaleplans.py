@@ -38,7 +38,7 @@ RETRY = 30.0
 def wanted(spec: ScalePlanSpec, job: ElasticJob, now: Mapping[str, int]) -> dict[str, int]:
     """The numbers of pods that a plan asks for, of each role that it is about.
 
-    ``now`` are the numbers that there are to be without it.
+    ``now`` are the numbers that there are to be without it. A plan that only replaces pods asks for none.
 
     Raises:
         ConfigurationError: it asks for what is not possible.
@@ -71,8 +71,16 @@ def wanted(spec: ScalePlanSpec, job: ElasticJob, now: Mapping[str, int]) -> dict
                     "roles that change while a job runs."
                 )
             found[role] = found.get(role, now.get(role, 0)) + sign
-    found = found or {WORKER: now.get(WORKER, 0)}
+    if not found and not replaces(spec):
+        found = {WORKER: now.get(WORKER, 0)}
     return {role: _bounded(role, number, job) for role, number in found.items()}
+
+
+def replaces(spec: ScalePlanSpec) -> bool:
+    """Whether a plan is about pods that others take the places of."""
+    return bool(
+        spec.migrate_pods or any(one.resource for one in spec.replica_resource_specs.values())
+    )
 
 
 def _bounded(role: str, number: int, job: ElasticJob) -> int:
@@ -102,11 +110,6 @@ def notes(spec: Mapping[str, Any]) -> list[str]:
 
 
 def _notes(spec: Mapping[str, Any]) -> Iterator[str]:
-    for role, replica in (spec.get("replicaResourceSpecs") or {}).items():
-        if replica.get("resource"):
-            yield _no_effect(
-                f"replicaResourceSpecs.{role}.resource", "Resources are those of the template."
-            )
     for field in ("createPods", "removePods"):
         named = ("name", "id", "rankIndex", "service")
         if any(pod.get(one) for pod in spec.get(field) or () for one in named):
@@ -116,8 +119,9 @@ def _notes(spec: Mapping[str, Any]) -> Iterator[str]:
             )
         if any(pod.get("resource") for pod in spec.get(field) or ()):
             yield _no_effect(f"{field}.resource", "Resources are those of the template.")
-    if spec.get("migratePods"):
-        yield _no_effect("migratePods", "A pod that is deleted is replaced.")
+    others = ("id", "type", "rankIndex", "service")
+    if any(pod.get(one) for pod in spec.get("migratePods") or () for one in others):
+        yield "spec.migratePods: only the name and the resource of its pods count."
     if spec.get("manualScaling"):
         yield _no_effect("manualScaling", "The label scale-type says whose plan it is.")
     if spec.get("psHosts"):

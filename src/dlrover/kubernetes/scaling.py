@@ -11,21 +11,22 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.kubernetes import names, nodes, objects, scaleplans, times, validation
+from dlrover.kubernetes import migration, names, nodes, objects, scaleplans, times, validation
 from dlrover.kubernetes.apply import tell
 from dlrover.kubernetes.client import ApiError, Client
 from dlrover.kubernetes.decisions import Event
 from dlrover.kubernetes.informer import Informer
 from dlrover.kubernetes.job import ELASTIC_JOBS
+from dlrover.kubernetes.migration import Migration
 from dlrover.kubernetes.scaleplans import FAILED, FINAL, SCALE_PLANS, SCALING, SUCCEEDED
-from dlrover.kubernetes.types import ElasticJob, ScalePlan
-from dlrover.platform.base import AskScale, JobSize
+from dlrover.kubernetes.types import ElasticJob, ScalePlan, ScalePlanSpec
+from dlrover.platform.base import AskMigrate, AskScale, JobSize, PlacedNode
 from dlrover.spec.roles import SERVER, WORKER
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,19 @@ _FIELDS = {WORKER: "replicas", SERVER: "servers"}
 """Where the status of a plan has its number of a role."""
 
 
+class Asks(NamedTuple):
+    """What a job is asked."""
+
+    size: Callable[[str], JobSize]
+    """How many nodes of a role it is to have now."""
+    scale: AskScale
+    """To have another number."""
+    placed: Callable[[], Mapping[str, PlacedNode]]
+    """The nodes that were asked for, by the names of their pods."""
+    migrate: AskMigrate
+    """To have another node in the place of one."""
+
+
 class Scaler:
     """Scales one job as its manifest and its plans say. Use it on one event loop."""
 
@@ -47,8 +61,7 @@ class Scaler:
         self,
         client: Client,
         job: ElasticJob,
-        size: Callable[[str], JobSize],
-        ask: AskScale,
+        asks: Asks,
         resize: Callable[[str, int], None],
     ) -> None:
         """Make it; `run` begins.
@@ -56,12 +69,11 @@ class Scaler:
         Args:
             client: For the API server.
             job: As the master began with it.
-            size: How many nodes of a role the job is to have now.
-            ask: For another number.
+            asks: What the job is asked.
             resize: Called with a role and its number, before the nodes are made.
         """
         self._client, self._job = client, job
-        self._size, self._ask, self._resize = size, ask, resize
+        self._asks, self._size, self._resize = asks, asks.size, resize
         self._changed = asyncio.Event()
         self._roles = [role for role in nodes.SCALED if role in job.spec.replica_specs]
         # by role: the number in the manifest that was last looked at, and plans that are recorded
@@ -70,6 +82,8 @@ class Scaler:
         # by uid: what was said of a plan, and the names of those of which it is not written yet
         self._said: dict[str, Manifest] = {}
         self._unwritten: dict[str, str] = {}
+        # the pods that the plan has replaced that is being carried out, and its uid
+        self._migration: tuple[str, Migration] | None = None
         # numbers that are not in the manifest yet, by role
         self._to_keep: dict[str, int] = {}
         self._manifests = Informer(
@@ -153,10 +167,15 @@ class Scaler:
             return None  # the operator says so
 
     def _scale(
-        self, role: str, number: int, reason: str, source: Literal["user", "plan"]
+        self,
+        role: str,
+        number: int,
+        reason: str,
+        source: Literal["user", "plan"],
+        factors: tuple[float, float] = (1.0, 1.0),
     ) -> tuple[str, bool]:
         """Ask for a number of a role's nodes; what follows, and whether that is a refusal."""
-        reply = self._ask(number, reason, source, role)
+        reply = self._asks.scale(number, reason, source, role, factors)
         self._resize(role, self._size(role).wanted)
         return reply.sentence, reply.refused
 
@@ -234,18 +253,22 @@ class Scaler:
             return
         name = plan["metadata"]["name"]
         try:
-            spec = msgspec.convert({**plan, "status": {}}, ScalePlan).spec
-            now = {role: self._size(role).wanted for role in self._roles}
-            wanted = scaleplans.wanted(spec, job, now)
+            spec = _spec(plan)
+            wanted = scaleplans.wanted(spec, job, self._numbers())
+            numbers = self._numbers() | wanted
+            migration.check(spec, self._job, self._asks.placed(), numbers)
+            moved = self._begin_migration(plan, spec, numbers)
         except (ConfigurationError, msgspec.ValidationError) as error:
             await self._finish(plan, FAILED, str(error))
             return
         auto = (plan["metadata"].get("labels") or {}).get(scaleplans.TYPE_LABEL) == "auto"
-        why = f"ScalePlan {name} ({spec.reason})" if spec.reason else f"ScalePlan {name}"
+        why = _why(name, spec)
         told: list[str] = []
         for role, number in wanted.items():
             plans = self._size(role).plans
-            sentence, refused = self._scale(role, number, why, "plan" if auto else "user")
+            factors = migration.size_of_new(spec, self._job, role)
+            source: Literal["user", "plan"] = "plan" if auto else "user"
+            sentence, refused = self._scale(role, number, why, source, factors)
             if refused:
                 await self._finish(plan, FAILED, " ".join([*told, sentence]))
                 return
@@ -253,10 +276,10 @@ class Scaler:
             self._plans_seen[role] += self._size(role).plans - plans  # this object is its record
             if not auto:
                 self._to_keep[role] = number
-        sentences = " ".join(told)
+        sentences = " ".join([*told, *migration.asked(spec, moved.pods)])
         about = f"{spec.reason.rstrip('.')}. {sentences}" if spec.reason else sentences
-        numbers = {_FIELDS[role]: self._size(role).wanted for role in wanted}
-        await self._say(plan, SCALING, about, **numbers)
+        counts = {_FIELDS[role]: self._size(role).wanted for role in wanted}
+        await self._say(plan, SCALING, about, **counts)
         await self._event("Scaling", f"ScalePlan {name}: {sentences}")
         for note in scaleplans.notes(plan["spec"]):
             await self._event("NoEffect", f"ScalePlan {name}: {note}")
@@ -264,24 +287,64 @@ class Scaler:
 
     async def _see_whether_done(self, plan: Manifest) -> None:
         status = self._status_of(plan)
+        try:
+            spec = _spec(plan)
+            moved = self._migration_of(plan, spec)
+        except (ConfigurationError, msgspec.ValidationError) as error:
+            await self._finish(plan, FAILED, str(error))
+            return
         roles = [role for role in self._roles if status.get(_FIELDS[role]) is not None]
-        sizes = {role: self._size(role) for role in roles or [WORKER]}
-        size = next(iter(sizes.values()))
+        sizes = {role: self._size(role) for role in roles}
         has = " and ".join(scaleplans.counted(role, size.wanted) for role, size in sizes.items())
         began = times.read(status.get("createTime") or "") or 0.0
-        reason = plan["spec"].get("reason") or ""
-        why = f"{reason.rstrip('.')}. " if reason else ""
+        why = f"{spec.reason.rstrip('.')}. " if spec.reason else ""
         if any(status.get(_FIELDS[role]) != size.wanted for role, size in sizes.items()):
             message = f"{why}The job is to have {has} now: somebody asked for that."
             await self._finish(plan, FAILED, message)
-        elif size.complete:
-            await self._finish(plan, SUCCEEDED, f"{why}The job has {has}.")
+            return
+        moved.advance()
+        if moved.failed:
+            await self._finish(plan, FAILED, f"{why}{moved.failed}")
+        elif self._size(WORKER).complete and not moved.missing:
+            done = [*([f"The job has {has}."] if has else []), *migration.done(spec)]
+            await self._finish(plan, SUCCEEDED, f"{why}{' '.join(done)}")
         elif time.time() - began > PLAN_TIMEOUT:
-            message = (
-                f"{why}The job does not have {has} after {PLAN_TIMEOUT:.0f} s; they stay "
-                f"wanted: {size.waits_for.rstrip('.') or 'nothing says why'}."
-            )
-            await self._finish(plan, FAILED, message)
+            await self._finish(plan, FAILED, f"{why}{self._late(has, moved)}")
+
+    def _late(self, has: str, moved: Migration) -> str:
+        """What a plan lacks whose time is up."""
+        waits = moved.refused or self._size(WORKER).waits_for or "nothing says why"
+        if moved.missing:
+            one = len(moved.missing) == 1
+            lacks = f"{migration.listed(moved.missing)} {'is' if one else 'are'} not replaced"
+            return f"{lacks} after {PLAN_TIMEOUT:.0f} s: {waits.rstrip('.')}."
+        lacks = f"does not have {has}" if has else "is not whole"
+        stays = "they stay wanted" if has else "its nodes stay wanted"
+        return f"The job {lacks} after {PLAN_TIMEOUT:.0f} s; {stays}: {waits.rstrip('.')}."
+
+    # ---- pods that others take the places of
+
+    def _begin_migration(
+        self, plan: Manifest, spec: ScalePlanSpec, numbers: Mapping[str, int]
+    ) -> Migration:
+        """What a plan has replaced of the pods that there are now, of which ``numbers`` stay by role."""
+        placed, why = self._asks.placed, _why(plan["metadata"]["name"], spec)
+        wanted = migration.moves(spec, self._job, placed(), numbers)
+        moved = Migration(wanted, placed, self._asks.migrate, why)
+        self._migration = (plan["metadata"]["uid"], moved)
+        return moved
+
+    def _migration_of(self, plan: Manifest, spec: ScalePlanSpec) -> Migration:
+        """The same of the plan that is being carried out, which an earlier master may have taken up."""
+        if self._migration is None or self._migration[0] != plan["metadata"]["uid"]:
+            return self._begin_migration(plan, spec, self._numbers())
+        return self._migration[1]
+
+    def _numbers(self) -> dict[str, int]:
+        """How many nodes there are to be, by role."""
+        return {role: self._size(role).wanted for role in self._roles}
+
+    # ---- what is said
 
     async def _finish(self, plan: Manifest, phase: str, message: str) -> None:
         await self._say(plan, phase, message, finishTime=times.written(time.time()))
@@ -311,6 +374,16 @@ class Scaler:
     async def _event(self, reason: str, message: str, *, warning: bool = False) -> None:
         manifest = {"metadata": self._job.metadata}
         await tell(self._client, manifest, Event(reason, message, warning=warning), _COMPONENT)
+
+
+def _spec(plan: Manifest) -> ScalePlanSpec:
+    """What a plan asks for."""
+    return msgspec.convert({**plan, "status": {}}, ScalePlan).spec
+
+
+def _why(name: str, spec: ScalePlanSpec) -> str:
+    """Why a plan has something done, as a clause."""
+    return f"ScalePlan {name} ({spec.reason.rstrip('.')})" if spec.reason else f"ScalePlan {name}"
 
 
 def _age(plan: Manifest) -> tuple[str, str]:

@@ -310,7 +310,7 @@ class ScaleReplica(_Base, frozen=True):
     ) = None
     resource: Annotated[
         dict[str, Quantity],
-        Meta(description="Accepted for compatibility; resources are those of the template."),
+        Meta(description="cpu and memory of its pods; those of another size are replaced."),
     ] = {}
 
 
@@ -324,12 +324,12 @@ class PlannedPod(_Base, frozen=True):
     service: Annotated[str, Meta(description="Accepted for compatibility.")] = ""
     resource: Annotated[
         dict[str, Quantity],
-        Meta(description="Accepted for compatibility; resources are those of the template."),
+        Meta(description="In migratePods: cpu and memory of the pod that takes its place."),
     ] = {}
 
 
 class ScalePlanSpec(_Base, frozen=True):
-    """A change of the number of a running job's workers, or of its servers (role ps)."""
+    """A change of a running job's workers, or of its servers (role ps): their number, their size."""
 
     owner_job: Annotated[str, Meta(min_length=1, description="Name of the ElasticJob.")]
     replica_resource_specs: Annotated[
@@ -345,7 +345,7 @@ class ScalePlanSpec(_Base, frozen=True):
     ] = []
     migrate_pods: Annotated[
         list[PlannedPod],
-        Meta(description="Accepted for compatibility; delete a pod to have it replaced."),
+        Meta(description="Pods that others take the places of, which are prepared meanwhile."),
     ] = []
     ps_hosts: Annotated[list[str], Meta(description="Accepted for compatibility.")] = []
     manual_scaling: Annotated[

@@ -101,6 +101,8 @@ async def _serve(
         master.progress,
         master.size,
         master.ask_scale,
+        master.placed,
+        master.ask_migrate,
         settings.node_size,
     )
     platform = await _platform(settings, setup)

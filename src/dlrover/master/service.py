@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from dlrover.errors import FencedError, InfrastructureError, ProtocolError
-from dlrover.master import scale
+from dlrover.master import migrate, scale
 from dlrover.master.autoscale import AutoScaler
 from dlrover.master.commits import Commits
 from dlrover.master.hangwatch import HangWatch
@@ -27,7 +27,7 @@ from dlrover.master.shards import ShardsService
 from dlrover.master.status import status_of
 from dlrover.master.storeside import StoreService
 from dlrover.master.waits import renewed, waited
-from dlrover.platform.base import JobSize, Platform, Progress, scaled_by
+from dlrover.platform.base import JobSize, PlacedNode, Platform, Progress, scaled_by
 from dlrover.rpc import messages
 from dlrover.rpc.server import Server
 from dlrover.spec.check import CheckReport
@@ -522,10 +522,15 @@ class Master:
         return self.ask_scale(request.nodes, request.reason, "user", request.role)
 
     def ask_scale(
-        self, nodes: int, reason: str, source: Literal["user", "plan"], role: str = WORKER
+        self,
+        nodes: int,
+        reason: str,
+        source: Literal["user", "plan"],
+        role: str = WORKER,
+        factors: tuple[float, float] = (1.0, 1.0),
     ) -> messages.ScaleReply:
         """Have another number of nodes of a role if that is possible; what follows."""
-        asked = inputs.ScaleAsked(nodes, reason[:REASON_LIMIT], source, role)
+        asked = inputs.ScaleAsked(nodes, reason[:REASON_LIMIT], source, role, factors)
         refused = scale.refusal(self.machine, asked)
         if refused:
             return messages.ScaleReply(refused, refused=True)
@@ -535,6 +540,20 @@ class Master:
             self._flush_progress()
             self.submit(asked)
         return scale.told(before, wanted.nodes, self.machine.scaling.told_role(role))
+
+    def placed(self) -> dict[str, PlacedNode]:
+        """The nodes that the platform was asked for, by handle."""
+        return migrate.placed(self.machine)
+
+    def ask_migrate(self, handle: str, cpu_factor: float, memory_factor: float, reason: str) -> str:
+        """Have another node in the place of one that trains; why that is not possible now, else empty."""
+        factors = (cpu_factor, memory_factor)
+        asked = migrate.asked(self.machine, handle, factors, reason[:REASON_LIMIT])
+        refused = self.machine.migration_refusal(asked)
+        if not refused:
+            self._flush_progress()
+            self.submit(asked)
+        return refused
 
     async def use_shards(self, request: ShardRequest) -> ShardReply:
         """Deal samples of a data set, or note what was done with them."""

@@ -53,8 +53,29 @@ class JobSize(NamedTuple):
     """Why the number was last changed."""
 
 
-AskScale = Callable[[int, str, Literal["user", "plan"], str], ScaleReply]
-"""Called with a wanted number of nodes, with why, with who says so, and with their role; what follows."""
+class PlacedNode(NamedTuple):
+    """A node that the platform was asked for, as its job sees it."""
+
+    node_id: int
+    node_rank: int
+    standing: Literal["idle", "trains", "leaves", "gone"]
+    """``idle``: it is being started, waits for a round, or has finished. One that ``leaves`` was called off,
+    or trains until another node takes its place."""
+    cpu_factor: float
+    """How many times the cores that the job asked for it has."""
+    memory_factor: float
+    """The same of its memory."""
+    why: str
+    """Why it is gone, and what kept it from starting; empty if nothing says so."""
+
+
+AskScale = Callable[[int, str, Literal["user", "plan"], str, tuple[float, float]], ScaleReply]
+"""Called with a wanted number of nodes, with why, with who says so, with their role, and with how many times the
+cores and the memory that the job asked for the new ones are to have; what follows."""
+
+AskMigrate = Callable[[str, float, float, str], str]
+"""Called with a node's handle, with how many times the cores and the memory that the job asked for another node is
+to have, and with why. The other one takes the place of the first; why that is not possible now, else empty."""
 
 
 class Setup(NamedTuple):
@@ -72,6 +93,9 @@ class Setup(NamedTuple):
     size: Callable[[str], JobSize]
     """Of a role."""
     scale: AskScale
+    placed: Callable[[], Mapping[str, PlacedNode]]
+    """The nodes that were ever asked for, by handle."""
+    migrate: AskMigrate
     node_size: NodeSize = NodeSize()
     """What each node gets, where the platform's nodes share one machine."""
 

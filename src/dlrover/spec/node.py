@@ -44,6 +44,10 @@ class FoundNode(msgspec.Struct, frozen=True):
     node_rank: int
     handle: str
     """By which any master finds it again."""
+    memory_factor: float = 1.0
+    """How many times the memory that the job asked for it has."""
+    cpu_factor: float = 1.0
+    """The same of its cores."""
 
 
 class NodeStatus(str, enum.Enum):

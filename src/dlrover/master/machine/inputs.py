@@ -223,6 +223,8 @@ class ScaleAsked(msgspec.Struct, frozen=True, tag="scale_asked"):
     """Who: a ``user``'s number may be any and counts for good, that of a ``plan`` stays within the bounds
     that the job was submitted with and gives way to a user's."""
     role: str = WORKER
+    factors: tuple[float, float] = (1.0, 1.0)
+    """How many times the cores and the memory that the job asked for those get that are launched for it."""
 
 
 class DeadlinePassed(msgspec.Struct, frozen=True, tag="deadline_passed"):

@@ -27,6 +27,7 @@ class JobNodes(JobLeaving):
         """Take over a node that the platform started for an earlier master."""
         node = self._add_node(found.node_rank, found.node_id)
         node.launched, node.handle = True, found.handle
+        node.memory_factor, node.cpu_factor = found.memory_factor, found.cpu_factor
         self.lost_at[node.id] = now + self.job.limits.recovery_grace
 
     def _node_of(self, event: inputs.NodeConnected) -> Node:

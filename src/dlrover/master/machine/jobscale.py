@@ -57,7 +57,7 @@ class JobScale(JobNodes):
         }
         for node_rank in scaling.ranks:
             if node_rank not in there and not self._has_ended():
-                self._launch(node_rank, now)
+                self._launch(node_rank, now, factors=scaling.factors(node_rank))
 
 
 def _count(nodes: int) -> str:

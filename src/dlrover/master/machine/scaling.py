@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from dlrover.master.machine import inputs
 from dlrover.spec.job import JobSpec
-from dlrover.spec.roles import FIRST_SERVER, SERVER, WORKER, Size, index_in_role, is_server
+from dlrover.spec.roles import FIRST_SERVER, SERVER, WORKER, Size, index_in_role, is_server, role_of
 
 MOST_NODES = 100_000
 """Nodes of a role that a job can be asked to have."""
@@ -29,6 +29,8 @@ class Wanted:
     reason: str = ""
     #: how often a plan has changed it
     plans: int = 0
+    #: how many times the cores and the memory that the job asked for those have that it brings
+    factors: tuple[float, float] = (1.0, 1.0)
 
     def __post_init__(self) -> None:
         self.asked = self.nodes
@@ -105,6 +107,11 @@ class Scaling:
         most = self.servers if is_server(node_rank) else self.wanted
         return index_in_role(node_rank) < most
 
+    def factors(self, node_rank: int) -> tuple[float, float]:
+        """How many times the cores and the memory that the job asked for a new node has."""
+        of_role = self.roles.get(role_of(node_rank))
+        return of_role.factors if of_role is not None else (1.0, 1.0)
+
     def told_role(self, role: str) -> str:
         """The role as it is told of a change; empty if all of the job's nodes have it."""
         return role if self.job.other_nodes or self.job.servers else ""
@@ -152,6 +159,7 @@ class Scaling:
             nodes = max(of_role.least, min(nodes, of_role.most))
         else:
             of_role.by_user, of_role.asked = True, nodes
+        of_role.factors = asked.factors
         if nodes != before:
             self.due, of_role.nodes, of_role.reason = True, nodes, asked.reason
             of_role.plans += asked.source == "plan"

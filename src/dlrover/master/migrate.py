@@ -1,0 +1,54 @@
+"""What a platform may know of the nodes that it was asked for, and how it has one replaced."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from dlrover.master.machine import inputs
+from dlrover.master.machine.job import JobMachine
+from dlrover.master.machine.state import Node
+from dlrover.platform.base import PlacedNode
+from dlrover.spec.node import NodeStatus
+
+_NOBODY = -1
+
+
+def placed(machine: JobMachine) -> dict[str, PlacedNode]:
+    """The nodes of a job that have a handle, by handle."""
+    leaving = {migration.node for migration in machine.migrations.values()}
+    leaving |= machine.scaling.leaving.keys()
+    return {
+        node.handle: PlacedNode(
+            node_id=node.id,
+            node_rank=node.node_rank,
+            standing=_standing(machine, node, leaves=node.id in leaving),
+            cpu_factor=node.cpu_factor,
+            memory_factor=node.memory_factor,
+            why=": ".join(filter(None, (node.reason, node.waits))),
+        )
+        for node in machine.nodes.values()
+        if node.handle
+    }
+
+
+def _standing(
+    machine: JobMachine, node: Node, *, leaves: bool
+) -> Literal["idle", "trains", "leaves", "gone"]:
+    if node.status.final:
+        return "gone"
+    if leaves:
+        return "leaves"
+    between = node.status is NodeStatus.READY and node.has_run and machine.rendezvous.collecting
+    unknown = machine.adoption.pending  # a master that has lost its journal asks what it trains
+    return "trains" if node.status is NodeStatus.RUNNING or between or unknown else "idle"
+
+
+def asked(
+    machine: JobMachine, handle: str, factors: tuple[float, float], reason: str
+) -> inputs.MigrateAsked:
+    """What the machine is asked, so that another node takes the place of the one with a handle.
+
+    ``factors`` are how many times the cores and the memory that the job asked for the other one has.
+    """
+    ids = (node.id for node in machine.nodes.values() if node.handle == handle)
+    return inputs.MigrateAsked(next(ids, _NOBODY), *factors, reason)
