@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import subprocess
 import tarfile
@@ -11,6 +12,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+OWN_ARCHITECTURE = {"x86_64": "amd64", "aarch64": "arm64"}.get(os.uname().machine, "")
+"""The architecture of this machine, as images name it."""
+
+_MACHINES = {62: "amd64", 183: "arm64"}  # numbers of ELF
 _CAPABILITIES = ("bounding", "effective", "inheritable", "permitted", "ambient")
 
 
@@ -22,6 +27,7 @@ class Image:
             (manifest,) = json.load(_member(content, "manifest.json"))
             configuration = json.load(_member(content, manifest["Config"]))
         self.tags: list[str] = manifest["RepoTags"]
+        self.architecture: str = configuration["architecture"]
         self.config: dict[str, Any] = configuration["config"]
         self.history: list[dict[str, Any]] = configuration["history"]
         self.root = folder / "root"
@@ -32,6 +38,24 @@ class Image:
                 into = ["tar", "--extract", "--numeric-owner", "--directory", str(self.root)]
                 subprocess.run(into, stdin=reading.stdout, check=True)
             assert reading.returncode == 0
+
+    def runs(self) -> bool:
+        """Whether this machine runs the image's programs, be it by an emulator."""
+        run = ["chroot", str(self.root), "/bin/true"]
+        return subprocess.run(run, capture_output=True, check=False).returncode == 0
+
+    def architectures(self) -> dict[str, Path]:
+        """The architectures that programs and libraries in the image are for, with a file of each."""
+        found: dict[str, Path] = {}
+        for folder, _, names in os.walk(self.root):
+            for path in (Path(folder) / name for name in names):
+                if path.is_file() and not path.is_symlink():
+                    with path.open("rb") as file:
+                        head = file.read(20)
+                    if head.startswith(b"\x7fELF"):
+                        machine = int.from_bytes(head[18:20], "little")
+                        found.setdefault(_MACHINES.get(machine, str(machine)), path)
+        return found
 
 
 def _member(archive: tarfile.TarFile, name: str) -> Any:
