@@ -352,3 +352,31 @@ def test_a_master_that_does_not_know_yet_what_trains_takes_up_a_plan() -> None:
 def test_long_lists_of_pods_are_cut() -> None:
     assert migration.listed(["a"]) == "a"
     assert migration.listed([f"w{i}" for i in range(8)]) == "w0, w1, w2, w3, w4 and 3 more"
+
+
+@pytest.mark.parametrize(
+    ("has", "missing", "waits", "sentence"),
+    [
+        (
+            "3 workers",
+            [],
+            "no room.",
+            "The job does not have 3 workers after 600 s; they stay wanted: no room.",
+        ),
+        ("", [], "", "The job is not whole after 600 s; its nodes stay wanted: nothing says why."),
+        (
+            "",
+            ["w1"],
+            "The job does not train.",
+            "w1 is not replaced after 600 s: The job does not train.",
+        ),
+        (
+            "3 workers",
+            ["w1", "w2"],
+            "",
+            "w1 and w2 are not replaced after 600 s: nothing says why.",
+        ),
+    ],
+)
+def test_what_a_plan_lacks_whose_time_is_up(has, missing, waits, sentence) -> None:
+    assert migration.late(has, missing, waits, 600.0) == sentence

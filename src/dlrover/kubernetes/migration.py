@@ -266,6 +266,16 @@ def done(spec: ScalePlanSpec) -> list[str]:
     return [*told, f"{rest} of {listed(named)}."]
 
 
+def late(has: str, missing: Sequence[str], waits: str, seconds: float) -> str:
+    """What a plan lacks whose time is up: pods that are ``missing``, or that the job ``has`` its number of pods."""
+    because = f"{waits.rstrip('.') or 'nothing says why'}."
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        return f"{listed(missing)} {verb} not replaced after {seconds:.0f} s: {because}"
+    lacks, stay = (f"does not have {has}", "they") if has else ("is not whole", "its nodes")
+    return f"The job {lacks} after {seconds:.0f} s; {stay} stay wanted: {because}"
+
+
 def _amounts(resource: Mapping[str, int | str]) -> str:
     """``cpu 4 and memory 16Gi``."""
     return " and ".join(f"{kind} {amount}" for kind, amount in resource.items())

@@ -309,18 +309,9 @@ class Scaler:
             done = [*([f"The job has {has}."] if has else []), *migration.done(spec)]
             await self._finish(plan, SUCCEEDED, f"{why}{' '.join(done)}")
         elif time.time() - began > PLAN_TIMEOUT:
-            await self._finish(plan, FAILED, f"{why}{self._late(has, moved)}")
-
-    def _late(self, has: str, moved: Migration) -> str:
-        """What a plan lacks whose time is up."""
-        waits = moved.refused or self._size(WORKER).waits_for or "nothing says why"
-        if moved.missing:
-            one = len(moved.missing) == 1
-            lacks = f"{migration.listed(moved.missing)} {'is' if one else 'are'} not replaced"
-            return f"{lacks} after {PLAN_TIMEOUT:.0f} s: {waits.rstrip('.')}."
-        lacks = f"does not have {has}" if has else "is not whole"
-        stays = "they stay wanted" if has else "its nodes stay wanted"
-        return f"The job {lacks} after {PLAN_TIMEOUT:.0f} s; {stays}: {waits.rstrip('.')}."
+            waits = moved.refused or self._size(WORKER).waits_for
+            late = migration.late(has, moved.missing, waits, PLAN_TIMEOUT)
+            await self._finish(plan, FAILED, f"{why}{late}")
 
     # ---- pods that others take the places of
 
