@@ -12,7 +12,7 @@ from dlrover._util import procs
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.platform.base import platform_class
 from dlrover.platform.local import LocalPlatform
-from dlrover.spec.node import LaunchNode
+from dlrover.spec.node import FoundNode, LaunchNode
 
 pytestmark = pytest.mark.slow
 
@@ -104,7 +104,7 @@ def test_nodes_that_another_master_launched_are_found():
         other = LocalPlatform(own, {}, (), lambda *_: None)
         while len(found := other.find()) < 2:  # between fork and exec a child is its parent's twin
             await asyncio.sleep(0.01)
-        assert found == [(1, 8, handles[1]), (3, 6, handles[3])]
+        assert found == [FoundNode(1, 8, handles[1]), FoundNode(3, 6, handles[3])]
         assert LocalPlatform(SLEEPER, {}, (), lambda *_: None).find() == []
         for handle in handles.values():
             platform.kill(handle)
