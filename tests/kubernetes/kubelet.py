@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import http.client
 import itertools
 import logging
 import os
@@ -156,7 +157,7 @@ class Kubelet:
 
     def _run(self) -> None:
         while not self._stopping.wait(TICK):
-            with contextlib.suppress(OSError):  # the API server is away
+            with contextlib.suppress(OSError, http.client.HTTPException):  # the API server is away
                 self._tick()
 
     def _tick(self) -> None:
