@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -123,17 +122,17 @@ class Loader:
                 self._data.handed_out([place])
 
 
-class _Batches(Sampler[list[Any]]):  # type: ignore[misc]  # torch is not typed here
+class _Batches(Sampler[Sequence[Any]]):  # type: ignore[misc]  # torch is not typed here
     """Draws the records of each batch, and remembers where they stand until the training has them."""
 
     def __init__(self, data: ElasticDataset[Any], batch_size: int) -> None:
         self._data = data
         self._size = batch_size
-        self._running: Generator[list[Any], None, None] | None = None
+        self._running: Generator[Sequence[Any], None, None] | None = None
         self.drawn: deque[list[Part]] = deque()
         """Batches that the training has not got yet."""
 
-    def __iter__(self) -> Iterator[list[Any]]:
+    def __iter__(self) -> Iterator[Sequence[Any]]:
         self._running = self._draw()
         return self._running
 
@@ -143,7 +142,7 @@ class _Batches(Sampler[list[Any]]):  # type: ignore[misc]  # torch is not typed 
             self._running.close()
             self._running = None
 
-    def _draw(self) -> Generator[list[Any], None, None]:
+    def _draw(self) -> Generator[Sequence[Any], None, None]:
         batch: list[Part] = []
         count = 0
         rest: Part | None = None
@@ -168,9 +167,11 @@ class _Batches(Sampler[list[Any]]):  # type: ignore[misc]  # torch is not typed 
             if batch:
                 self.drawn.append(batch)
 
-    def _drawn(self, batch: list[Part]) -> list[Any]:
+    def _drawn(self, batch: list[Part]) -> Sequence[Any]:
         self.drawn.append(batch)
         self._data._reads(batch[0].span)  # noqa: SLF001 - the two are one
+        if len(batch) == 1:
+            return batch[0].items
         return [item for part in batch for item in part.items]
 
 
@@ -186,13 +187,18 @@ class _Reader:
         except Exception as error:  # noqa: BLE001 - whatever the source raises
             return _Unreadable(f"{type(error).__name__}: {error}")
 
-    def __getitems__(self, items: list[Any]) -> list[Any]:
+    def __getitems__(self, items: Sequence[Any]) -> list[Any] | _OneByOne:
         """A batch, as PyTorch asks for it; if anything fails, one by one, to see what it is."""
         source = self._source
         many = getattr(source, "__getitems__", None)
-        with contextlib.suppress(Exception):
-            return [source[item] for item in items] if many is None else list(many(items))
-        return [self[item] for item in items]
+        try:
+            return [source[item] for item in items] if many is None else list(many(list(items)))
+        except Exception:  # noqa: BLE001 - whatever the source raises: it is told of the samples that fail
+            return _OneByOne(self[item] for item in items)
+
+
+class _OneByOne(tuple[Any, ...]):
+    """Samples of which some may be `_Unreadable`."""
 
 
 class _Unreadable(NamedTuple):
@@ -205,8 +211,8 @@ class _Collate:
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
 
-    def __call__(self, samples: list[Any]) -> Read:
-        if _Unreadable not in map(type, samples):
+    def __call__(self, samples: list[Any] | _OneByOne) -> Read:
+        if not isinstance(samples, _OneByOne):
             return Read(self._collate(samples), [])
         good = [sample for sample in samples if not isinstance(sample, _Unreadable)]
         failed = [(at, s.error) for at, s in enumerate(samples) if isinstance(s, _Unreadable)]
