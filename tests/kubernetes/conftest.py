@@ -15,6 +15,7 @@ import pytest
 
 from tests.kubernetes import assets
 from tests.kubernetes.controlplane import ControlPlane, available
+from tests.kubernetes.installed import Cluster
 from tests.kubernetes.kubelet import Kubelet
 
 TIMEOUT = 120
@@ -78,6 +79,12 @@ def namespace(control_plane: ControlPlane) -> Iterator[str]:
     control_plane.wait_for_account(name)
     yield name
     control_plane.call("DELETE", f"/api/v1/namespaces/{name}")
+
+
+@pytest.fixture
+def cluster(control_plane: ControlPlane, namespace: str, tmp_path: Path) -> Cluster:
+    """With what an operator needs; it is started by the test."""
+    return Cluster(control_plane, namespace, tmp_path)
 
 
 @pytest.fixture

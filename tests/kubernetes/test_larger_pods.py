@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from dlrover.kubernetes import names
-from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.installed import Cluster
 from tests.kubernetes.kubelet import Kubelet
 from tests.kubernetes.test_scaling import Scaled
@@ -18,10 +17,7 @@ REQUESTS = {"cpu": "500m", "memory": "1Gi"}
 
 
 @pytest.fixture
-def job(
-    control_plane: ControlPlane, namespace: str, tmp_path: Path, kubelet: Callable[..., Kubelet]
-) -> Scaled:
-    cluster = Cluster(control_plane, namespace, tmp_path)
+def job(cluster: Cluster, tmp_path: Path, kubelet: Callable[..., Kubelet]) -> Scaled:
     return Scaled(cluster, kubelet(nodes=2), tmp_path)
 
 

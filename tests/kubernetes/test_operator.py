@@ -19,18 +19,12 @@ from dlrover.kubernetes.client import LEASES, Client
 from dlrover.kubernetes.leader import Leader, Terms
 from dlrover.kubernetes.reporting import Reporter, duration
 from dlrover.platform.base import Progress
-from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.faults import FaultyServer
 from tests.kubernetes.installed import Cluster
 from tests.kubernetes.kubelet import Kubelet
 from tests.kubernetes.manifests import job
 
 SLEEP = ["sleep", "1000"]
-
-
-@pytest.fixture
-def cluster(control_plane: ControlPlane, namespace: str, tmp_path: Path) -> Cluster:
-    return Cluster(control_plane, namespace, tmp_path)
 
 
 def test_the_smallest_manifest_gets_a_master(cluster: Cluster) -> None:

@@ -86,10 +86,7 @@ class Scaled(Job):
 
 
 @pytest.fixture
-def job(
-    control_plane: ControlPlane, namespace: str, tmp_path: Path, kubelet: Callable[..., Kubelet]
-) -> Scaled:
-    cluster = Cluster(control_plane, namespace, tmp_path)
+def job(cluster: Cluster, tmp_path: Path, kubelet: Callable[..., Kubelet]) -> Scaled:
     return Scaled(cluster, kubelet(nodes=2), tmp_path)
 
 

@@ -15,7 +15,6 @@ from dlrover.kubernetes.types import ElasticJob
 from dlrover.spec.job import Limits
 from dlrover.spec.node import LaunchNode
 from dlrover.spec.roles import FIRST_SERVER
-from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.installed import Cluster
 from tests.kubernetes.kubelet import Kubelet
 from tests.kubernetes.test_scaling import Scaled
@@ -153,10 +152,7 @@ class Served(Scaled):
 
 
 @pytest.fixture
-def job(
-    control_plane: ControlPlane, namespace: str, tmp_path: Path, kubelet: Callable[..., Kubelet]
-) -> Served:
-    cluster = Cluster(control_plane, namespace, tmp_path)
+def job(cluster: Cluster, tmp_path: Path, kubelet: Callable[..., Kubelet]) -> Served:
     return Served(cluster, kubelet(nodes=2), tmp_path)
 
 
