@@ -19,6 +19,13 @@ from dlrover.checkpoint.ranks import ENOUGH, RankMemory, Ranks, Slot, World, res
 from dlrover.errors import InfrastructureError
 
 
+class SupersededError(InfrastructureError):
+    """The memory of a replica is used for something else by now."""
+
+    def __init__(self) -> None:
+        super().__init__("The memory of a replica is used for something else.")
+
+
 @dataclass(frozen=True)
 class Copy:
     """A generation that is being sent or received, as long as nobody else writes it."""
@@ -152,20 +159,22 @@ class Exchange:
         """Put some bytes into their place.
 
         Raises:
-            InfrastructureError: they do not belong there, or not any more.
+            SupersededError: they do not belong there any more.
+            InfrastructureError: they do not belong there.
         """
         if not 0 <= offset <= offset + len(data) <= copy.nbytes:
             raise InfrastructureError("A part of a replica lies outside of it.")
         with self._changed:  # so that nobody is granted the memory meanwhile
             if not self._is_current(copy):
-                raise InfrastructureError("The memory of a replica is used for something else.")
+                raise SupersededError
             copy.generation.data[offset : offset + len(data)] = data
 
     def admit(self, copy: Copy, sums_hash: int) -> None:
         """Check a generation that has come, and make it valid.
 
         Raises:
-            InfrastructureError: it is damaged, or not wanted any more.
+            SupersededError: it is not wanted any more.
+            InfrastructureError: it is damaged.
         """
         header, generation = copy.header, copy.generation
         layout = generation.layout(header)
@@ -184,7 +193,7 @@ class Exchange:
         with self._changed:
             mine = self._ranks.memories[header.rank]
             if not self._is_current(copy) or mine.owner:
-                raise InfrastructureError("The memory of a replica is used for something else.")
+                raise SupersededError
             generation.publish(
                 packed,
                 rank=header.rank,

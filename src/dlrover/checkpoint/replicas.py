@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import logging
+import re
 import socket
 import threading
 import time
@@ -17,7 +18,7 @@ import xxhash
 
 from dlrover.checkpoint import faults, wire
 from dlrover.checkpoint.bucket import TokenBucket
-from dlrover.checkpoint.exchange import Copy, Exchange
+from dlrover.checkpoint.exchange import Copy, Exchange, SupersededError
 from dlrover.checkpoint.protocol import Join, Peer, Replication
 from dlrover.checkpoint.ranks import World
 from dlrover.errors import InfrastructureError, ProtocolError
@@ -110,6 +111,20 @@ class _Limit:
             return self._bucket.take(nbytes, time.monotonic())
 
 
+class _Problems:
+    """Logs each problem of a rank once, whatever step or amount of memory it names by now."""
+
+    def __init__(self) -> None:
+        self._said: set[tuple[int, str]] = set()
+
+    def say(self, problem: str, rank: int = -1) -> None:
+        """Log it; rank -1: it is no rank's."""
+        kind = rank, re.sub(r"\d+", "#", problem)
+        if kind not in self._said:
+            logger.warning("%s", problem)
+            self._said.add(kind)
+
+
 class Receiver:
     """One connection of another saver."""
 
@@ -117,7 +132,7 @@ class Receiver:
         self._exchange = exchange
         self._sock = sock
         self._address = address
-        self._refused: set[str] = set()
+        self._problems = _Problems()
 
     def run(self) -> None:
         """Take what comes until the other one is gone."""
@@ -152,7 +167,7 @@ class Receiver:
         try:
             copy = self._exchange.begin(world, header)
         except (InfrastructureError, OSError) as error:
-            self._refuse(f"No replica of rank {header.rank} is taken: {error}")
+            self._refuse(header.rank, f"No replica of rank {header.rank} is taken: {error}")
             return
         if copy is None:  # it is here
             wire.send(self._sock, wire.Answer(wanted=False))
@@ -171,8 +186,11 @@ class Receiver:
     def _admit(self, copy: Copy, sums_hash: int) -> None:
         try:
             self._exchange.admit(copy, sums_hash)
+        except SupersededError:  # as when a new world begins: nothing is wrong
+            raise
         except InfrastructureError as error:
-            self._refuse(f"A replica of rank {copy.header.rank} is not taken: {error}")
+            rank = copy.header.rank
+            self._refuse(rank, f"A replica of rank {rank} is not taken: {error}")
         else:
             wire.send(self._sock, wire.Answer(wanted=True))
 
@@ -191,10 +209,8 @@ class Receiver:
             else:
                 raise ProtocolError(f"It sent {type(message).__name__} at byte {end}.")
 
-    def _refuse(self, problem: str) -> None:
-        if problem not in self._refused:
-            logger.warning("%s", problem)
-            self._refused.add(problem)
+    def _refuse(self, rank: int, problem: str) -> None:
+        self._problems.say(problem, rank)
         wire.send(self._sock, wire.Answer(wanted=False, problem=problem))
 
 
@@ -216,7 +232,7 @@ class Sender:
         self._limit = limit
         self._sent: dict[int, int] = {}
         """By rank: the newest step that was sent, or was not wanted."""
-        self._said: set[str] = set()
+        self._problems = _Problems()
 
     def run(self) -> None:
         """Until there is another world."""
@@ -226,16 +242,13 @@ class Sender:
             try:
                 self._connect_and_send()
             except (OSError, ProtocolError, InfrastructureError) as error:
-                self._say(f"No replicas reach {self._peer.host}:{self._peer.port}: {error}")
+                self._problems.say(
+                    f"No replicas reach {self._peer.host}:{self._peer.port}: {error}"
+                )
             if before != (len(self._sent), sum(self._sent.values())):
                 delay = BACK_OFF[0]
             self._exchange.wait(self._world, delay)
             delay = min(2 * delay, BACK_OFF[1])
-
-    def _say(self, problem: str) -> None:
-        if problem not in self._said:
-            logger.warning("%s", problem)
-            self._said.add(problem)
 
     def _connect_and_send(self) -> None:
         if self._exchange.next(self._world, self._sent) is None:
@@ -255,7 +268,7 @@ class Sender:
         faults.point("replicate.begun")
         wire.send(sock, wire.Offer(copy.header))
         answer = wire.expect(sock, wire.Answer)
-        self._note(answer)
+        self._note(copy, answer)
         if not answer.wanted:
             return
         sums_hash = xxhash.xxh3_64_intdigest(copy.sums)
@@ -263,14 +276,18 @@ class Sender:
             data = bytes(copy.generation.data[start : min(start + wire.CHUNK, copy.nbytes)])
             delay = self._limit.take(len(data)) if self._limit is not None else 0.0
             if not self._exchange.pause(copy, delay):
-                self._say("A step was not sent in time: saves come faster than replicas are sent.")
+                self._problems.say(
+                    "A step was not sent in time: saves come faster than replicas are sent."
+                )
                 wire.send(sock, wire.GiveUp())
                 return
             wire.send(sock, wire.Chunk(start, data))
         faults.point("replicate.sent")
         wire.send(sock, wire.Commit(sums_hash))
-        self._note(wire.expect(sock, wire.Answer))
+        self._note(copy, wire.expect(sock, wire.Answer))
 
-    def _note(self, answer: wire.Answer) -> None:
+    def _note(self, copy: Copy, answer: wire.Answer) -> None:
         if answer.problem:
-            self._say(f"{self._peer.host}:{self._peer.port} says: {answer.problem}")
+            self._problems.say(
+                f"{self._peer.host}:{self._peer.port} says: {answer.problem}", copy.header.rank
+            )
