@@ -99,3 +99,32 @@ def test_a_server_with_most_of_the_work_is_relieved(run) -> None:
     assert not of_kind(launch, events.RestartDecided)
     run.dlrover("stop", "--job-dir", launch.job_dir)
     launch.end_with(ExitCode.STOPPED)
+
+
+@pytest.mark.usefixtures("_allowed")
+def test_a_server_that_stays_hot_moves_to_more_cores_and_the_job_is_faster(run) -> None:
+    """A new round does not help here: the program gives the same server most of the work again."""
+    conf = "autoscale_window=3,heartbeat_interval=0.5,usage_interval=1"
+    launch = run(
+        *("--nnodes=1", "--local-nodes=1", "--servers=2:3", "--node-cpu=0.4", "--auto-scale"),
+        *(f"--rdzv-conf={conf}", run.scripts / "hot_server.py"),
+    )
+
+    def moved() -> list:
+        return [plan for plan in of_kind(launch, events.PlanMade) if plan.kind is ScaleKind.MIGRATE]
+
+    launch.until(moved, 90, "a plan to move the server")
+    (plan,) = moved()
+    assert plan.reason.startswith("hot: "), plan.reason
+
+    def measured() -> list:
+        return [m for m in of_kind(launch, events.PlanMeasured) if m.number == plan.number]
+
+    launch.until(measured, 60, "what the move has brought")
+    assert measured()[0].throughput > 1.5 * plan.effect.before
+    (migrates,) = of_kind(launch, events.NodeMigrates)
+    launched = {node.node: node for node in of_kind(launch, events.NodeLaunched)}
+    assert launched[migrates.successor].cpu_factor == 2.5
+    assert not of_kind(launch, events.RestartDecided)
+    run.dlrover("stop", "--job-dir", launch.job_dir)
+    launch.end_with(ExitCode.STOPPED)
