@@ -302,6 +302,8 @@ def test_a_job_that_begins_again_without_a_checkpoint_does_not_skip(read, monkey
         ("redis://host/0?stream=a&topic=b", "has an option topic; accepted: stream, group"),
         ("redis://host/0?stream=a&group=", "has an empty group"),
         ("redis://host:99999/0?stream=a", "wrong port"),
+        ("kafka://host:9092,other:99999/topic", "wrong port"),
+        ("redis://host:6379,other:6379/0?stream=a", "names 2 hosts; one is accepted"),
         ("redis://user:secret#1@host/0?stream=a", "wrong port"),
         ("redis://[::1/0?stream=a", "wrong host in brackets"),
         ("redis://host/0?stream=a#b", "has a # in it; write %23"),
@@ -323,6 +325,13 @@ def test_wrong_addresses_are_told(url: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message) as raised:
         Records(url)
     assert "secret" not in str(raised.value)
+
+
+def test_several_hosts_have_a_port_each() -> None:
+    pytest.importorskip("confluent_kafka")
+    broker = Stream("kafka://me:secret@host:9092,other:9093/topic").broker()
+    assert broker.address.servers == "host:9092,other:9093"
+    assert str(broker.address) == "kafka://host:9092,other:9093/topic"
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ class Address:
     def __init__(self, url: str) -> None:
         try:
             self._parts: SplitResult = urlsplit(url)
-            self.port = self._parts.port
+            self._ports = [urlsplit(f"//{server}").port for server in self.servers.split(",")]
         except ValueError:
             # What it found instead may be a part of the password.
             raise ConfigurationError(
@@ -99,6 +99,15 @@ class Address:
     def __str__(self) -> str:
         where = self._parts.netloc.rpartition("@")[2]
         return f"{self.scheme}://{where}/{self.path}"
+
+    @property
+    def port(self) -> int | None:
+        """The port of the only host; None if none is given."""
+        if len(self._ports) > 1:
+            raise ConfigurationError(
+                f"The address {self} names {len(self._ports)} hosts; one is accepted."
+            )
+        return self._ports[0]
 
     @property
     def servers(self) -> str:
