@@ -39,6 +39,21 @@ def test_everything_is_read_once(read, gap: int) -> None:
         assert own == sorted(own)
 
 
+def test_a_gap_that_a_broker_knows_takes_no_time(read) -> None:
+    shelf = Shelf()
+    shelf.tells_gaps = True
+    for _ in range(5):
+        shelf.send(40)
+        shelf.offsets[0].append(shelf.offsets[0][-1] + 10**12)
+        shelf.times[0].append(0.0)
+        shelf.sent.append((0, shelf.offsets[0][-1]))
+    data = read(shelf, until="now", shard=8)
+    assert list(data) == shelf.sent
+    assert len(shelf.asked) < 400
+    assert [*learned([data.state_dict()])] == [Span(0, 0, shelf.offsets[0][-1] + 1)]
+    assert data._client._rate < 10**9, "who has passed a gap does not take more for that"
+
+
 def test_what_is_sent_later_is_read_too(read) -> None:
     shelf = Shelf(2, gap=3)
     data = iter(read(shelf, start="latest"))

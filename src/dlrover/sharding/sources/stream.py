@@ -63,7 +63,7 @@ class Fetched(NamedTuple):
 
     messages: list[Message]
     stop: int
-    """Up to here there are no others."""
+    """Up to here there are no others; it may be behind the offset up to which was asked for."""
     first: int
     """Behind the offset that was asked for: what is before it has been removed."""
 
