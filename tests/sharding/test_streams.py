@@ -355,6 +355,7 @@ def test_several_hosts_have_a_port_each() -> None:
         ("redis://host/0?stream=a", "redis", "redis", "redis"),
         ("nats://host/a", "nats", "nats-py", "nats"),
         ("amqp://host/a", "pika", "pika", "rabbitmq"),
+        ("pulsar://host/a", "pulsar", "pulsar-client", "pulsar"),
         ("kafka://host/a", "confluent_kafka", "confluent-kafka", "kafka"),
     ],
 )

@@ -34,6 +34,8 @@ _BROKERS = {
     "ingest": ("ingest", "Ingest"),
     "ingests": ("ingest", "Ingest"),
     "kafka": ("kafka", "Kafka"),
+    "pulsar": ("pulsar", "Pulsar"),
+    "pulsar+ssl": ("pulsar", "Pulsar"),
 }
 """By the scheme of an address: the module below `dlrover.sharding.sources`, also the extra, and its class."""
 
