@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.pulsar_broker import ask
 from tests.services import free_port, program
 
 PR_SET_PDEATHSIG = 1
@@ -84,6 +85,23 @@ def nats_running(folder: Path, port: int) -> Iterator[int]:
 
 
 @contextlib.contextmanager
+def pulsar_running(folder: Path, port: int, token: str = "") -> Iterator[int]:
+    """A stand-in for a Pulsar, which keeps its topics in the folder; `admin` is its second port."""
+    (folder / "data").mkdir(exist_ok=True)
+    command = [sys.executable, str(Path(__file__).with_name("pulsar_broker.py")), str(port)]
+    with running([*command, str(admin(port)), str(folder / "data"), token], admin(port), folder):
+        yield port
+
+
+_admins: dict[int, int] = {}
+
+
+def admin(port: int) -> int:
+    """The port where the Pulsar of a port is told what to do."""
+    return _admins.setdefault(port, free_port())
+
+
+@contextlib.contextmanager
 def rabbitmq_running() -> Iterator[int]:
     """The port of a RabbitMQ, with a port mapper of its own that ends with it."""
     program("rabbitmq-server")
@@ -129,6 +147,13 @@ def nats_port() -> Iterator[int]:
 def rabbitmq_port() -> Iterator[int]:
     pytest.importorskip("pika")
     with rabbitmq_running() as port:
+        yield port
+
+
+@pytest.fixture(scope="session")
+def pulsar_port() -> Iterator[int]:
+    pytest.importorskip("pulsar")
+    with _folder() as folder, pulsar_running(folder, free_port()) as port:
         yield port
 
 
@@ -292,6 +317,40 @@ def kafka_topic(port: int) -> Topic:
     return Topic(f"kafka://127.0.0.1:{port}/{name}", send, _cannot, lag)
 
 
+def pulsar_topic(port: int, batch: int = 1, partitions: int = 0, **options: object) -> Topic:
+    """Small ledgers of entries, which are messages or whole batches of them, by its stand-in."""
+    import pulsar
+
+    name = fresh()
+    ask(admin(port), "make", name, **{"partitions": partitions, "entries": 20, **options})
+
+    def send(numbers: Sequence[int]) -> None:
+        logger = pulsar.ConsoleLogger(pulsar.LoggerLevel.Error)
+        client = pulsar.Client(f"pulsar://127.0.0.1:{port}", logger=logger)
+        producer = client.create_producer(
+            name, batching_enabled=batch > 1, batching_max_messages=max(2, batch),
+            batching_max_publish_delay_ms=60_000, block_if_queue_full=True,
+        )  # fmt: skip
+        results: list[object] = []
+        for number in numbers:
+            producer.send_async(str(number).encode(), lambda result, _: results.append(result))
+        producer.flush()
+        client.close()
+        assert set(results) <= {pulsar.Result.Ok}, "all are sent"
+
+    def lag(group: str) -> int:
+        # The last message that a checkpoint contains is not acknowledged, so that its ledger is kept.
+        return int(ask(admin(port), "backlog", name, subscription=group)) - 1
+
+    return Topic(
+        f"pulsar://127.0.0.1:{port}/{name}",
+        send,
+        lambda count: ask(admin(port), "keep", name, count=count),
+        lag,
+        lambda: ask(admin(port), "delete", name),
+    )
+
+
 def _cannot(count: int) -> None:
     pytest.skip("this broker cannot be told how many messages to keep")
 
@@ -301,4 +360,5 @@ TOPICS = {
     "nats": nats_topic,
     "rabbitmq": rabbitmq_topic,
     "kafka": kafka_topic,
+    "pulsar": pulsar_topic,
 }

@@ -10,15 +10,23 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from dlrover.spec import events
-from tests.brokers import TOPICS, Topic, kafka_port, nats_port, rabbitmq_port, redis_port
+from tests.brokers import (
+    TOPICS,
+    Topic,
+    kafka_port,
+    nats_port,
+    pulsar_port,
+    rabbitmq_port,
+    redis_port,
+)
 
-__all__ = ["kafka_port", "nats_port", "rabbitmq_port", "redis_port"]
+__all__ = ["kafka_port", "nats_port", "pulsar_port", "rabbitmq_port", "redis_port"]
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(120)]
 
 MESSAGES = 600
 
 
-RARE = [pytest.param(name, marks=pytest.mark.long) for name in ("rabbitmq", "kafka")]
+RARE = [pytest.param(name, marks=pytest.mark.long) for name in ("rabbitmq", "kafka", "pulsar")]
 
 
 @pytest.fixture(params=["redis", "nats", *RARE])

@@ -1,5 +1,5 @@
 """Brokers, for the tests of streams."""
 
-from tests.brokers import kafka_port, nats_port, rabbitmq_port, redis_port
+from tests.brokers import kafka_port, nats_port, pulsar_port, rabbitmq_port, redis_port
 
-__all__ = ["kafka_port", "nats_port", "rabbitmq_port", "redis_port"]
+__all__ = ["kafka_port", "nats_port", "pulsar_port", "rabbitmq_port", "redis_port"]

@@ -30,6 +30,8 @@ class Shelf:
         self.size = 0
         """Bytes of a message; 0: it is its place."""
         self.committed: list[list[int]] = []
+        self.tells_gaps = False
+        """Whether a fetch says how far there is nothing behind what was asked for."""
         self.refuses = ""
         """Why it takes no commits."""
 
@@ -75,6 +77,8 @@ class Memory(Broker):
         found = [offset for offset in offsets[at : at + most] if offset < stop]
         messages = [Message(partition, offset, self._value(partition, offset)) for offset in found]
         reached = stop if len(found) < most else found[-1] + 1
+        if self.shelf.tells_gaps and reached == stop:
+            reached = next((offset for offset in offsets[at:] if offset >= stop), stop)
         return Fetched(messages, reached, max(start, removed))
 
     def _value(self, partition: int, offset: int) -> object:

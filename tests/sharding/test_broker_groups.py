@@ -16,7 +16,7 @@ from tests.brokers import TOPICS, Topic, kafka_topic, nats_topic, redis_topic
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 
 
-@pytest.fixture(params=["redis", "nats", "kafka"])
+@pytest.fixture(params=["redis", "nats", "kafka", "pulsar"])
 def topic(request) -> Topic:
     return TOPICS[request.param](request.getfixturevalue(f"{request.param}_port"))
 
@@ -57,7 +57,7 @@ def test_a_restore_of_an_older_checkpoint_moves_the_group_back(topic: Topic) -> 
         assert topic.lag("job") == 30
 
 
-@pytest.mark.parametrize("kind", ["redis", "nats"])
+@pytest.mark.parametrize("kind", ["redis", "nats", "pulsar"])
 def test_what_was_there_before_the_job_and_was_removed(request, kind: str) -> None:
     topic = TOPICS[kind](request.getfixturevalue(f"{kind}_port"))
     topic.send(range(300))

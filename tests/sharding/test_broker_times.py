@@ -26,7 +26,7 @@ def got(url: str, **options) -> list[int]:
         return list(data)
 
 
-@pytest.fixture(params=["redis", "nats", "rabbitmq"])
+@pytest.fixture(params=["redis", "nats", "rabbitmq", "pulsar"])
 def topic(request) -> Topic:
     return TOPICS[request.param](request.getfixturevalue(f"{request.param}_port"))
 
@@ -50,7 +50,7 @@ def test_between_two_times(topic: Topic) -> None:
     assert got(topic.url, until=before) == []
 
 
-@pytest.mark.parametrize("kind", ["redis", "nats", "rabbitmq"])
+@pytest.mark.parametrize("kind", ["redis", "nats", "rabbitmq", "pulsar"])
 def test_an_empty_stream_has_no_times(request, kind: str) -> None:
     topic = TOPICS[kind](request.getfixturevalue(f"{kind}_port"))
     assert got(topic.url, until="2020-01-01T00:00:00+00:00") == []

@@ -20,6 +20,8 @@ from tests.brokers import (
     fresh,
     nats_running,
     nats_topic,
+    pulsar_running,
+    pulsar_topic,
     rabbitmq_topic,
     redis_running,
     redis_topic,
@@ -34,7 +36,7 @@ def topic(request) -> Topic:
     return TOPICS[request.param](request.getfixturevalue(f"{request.param}_port"))
 
 
-@pytest.fixture(params=["redis", "nats"])
+@pytest.fixture(params=["redis", "nats", "pulsar"])
 def trimmed(request) -> Topic:
     """One that can be told how many messages to keep."""
     return TOPICS[request.param](request.getfixturevalue(f"{request.param}_port"))
@@ -86,11 +88,12 @@ def test_a_restore_reads_on_from_the_offset_in_the_checkpoint(topic: Topic, read
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize("kind", ["redis", "pulsar"])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_what_a_loader_has_read_ahead_does_not_count(redis_port: int, num_workers: int) -> None:
+def test_what_a_loader_has_read_ahead_does_not_count(request, kind: str, num_workers: int) -> None:
     from dlrover.elastic.dataset import ElasticDataset
 
-    topic = redis_topic(redis_port)
+    topic = TOPICS[kind](request.getfixturevalue(f"{kind}_port"))
     topic.send(range(500))
     data = ElasticDataset(Stream(topic.url, decode=number, until="now"))
     batches = iter(data.loader(8, num_workers=num_workers))
@@ -115,6 +118,7 @@ def test_a_job_can_begin_at_the_end(topic: Topic, read) -> None:
 
 KEEPING = {
     "nats": (nats_running, nats_topic),
+    "pulsar": (pulsar_running, pulsar_topic),
     "redis": (redis_running, redis_topic),
 }
 """A RabbitMQ 3.10.8 that was killed does not start its streams again within a minute."""
@@ -270,6 +274,7 @@ def test_a_stream_of_redis_is_made_by_its_first_entry(redis_port: int, read) -> 
         ("rabbitmq", "nowhere", "cannot be read: ChannelClosedByBroker: .*no queue 'nowhere'"),
         ("rabbitmq", "a?vhost=nowhere", "cannot be read: .*vhost"),
         ("kafka", "nowhere-at-all", "cannot be read: Broker: Unknown topic or partition"),
+        ("pulsar", "nowhere-at-all", "cannot be read: TopicNotFound"),
         (
             "kafka",
             "a?no.such.option=1",

@@ -113,12 +113,18 @@ class Job:
             tuple(rank.done),
             tuple(rank.failed),
             starving=not rank.held,
+            gap=self.gap(rank.seq) if self.stream else None,
         )
         reply = self.ask(request)
         assert self.ask(request) == reply, "a repeated request changes nothing"
         rank.done, rank.failed, rank.heard = Spans(), [], self.now
         rank.held += reply.spans
         rank.exhausted = reply.exhausted
+
+    def gap(self, seed: int) -> Span | None:
+        """Some place that is said to be empty; that it is dealt at once changes nothing else."""
+        start = 7 * seed % 40
+        return Span(seed % len(self.ends), start, start + seed % 9) if seed % 2 else None
 
     def learn(self, rank: Rank, count: int) -> None:
         """Hand samples to the model."""
@@ -318,6 +324,24 @@ def test_the_last_shards_are_dealt_one_by_one() -> None:
     assert take(shards, "a", 2, want=10).spans == ()
     assert take(shards, "a", 3, want=10, done=(Span(0, 0, 20),)).spans == (Span(0, 50, 60),)
     assert take(shards, "b", 2, want=10, starving=True).spans == (Span(0, 60, 70),)
+
+
+def test_a_gap_that_a_worker_has_found_is_one_shard() -> None:
+    shards = opened(DataSpec(name="data", begins=(0, 0), shard=10), "a", "b")
+    shards.handle(ExtendShards("data", Incarnation(1), (10_000, 0)), 0.0)
+    assert take(shards, "a", 1, want=2).spans == (Span(0, 0, 20),)
+    assert take(shards, "b", 1, want=1).spans == (Span(0, 20, 30),)
+    done = (Span(0, 0, 20),)
+    spans = take(shards, "a", 2, want=3, done=done, gap=Span(0, 20, 9_000)).spans
+    assert spans == (Span(0, 30, 9_000), Span(0, 9_000, 9_020))
+    spans = take(shards, "b", 2, want=1, gap=Span(0, 30, 8_000), starving=True).spans
+    assert spans == (Span(0, 9_020, 9_030),), "what is dealt is dealt"
+    shards.handle(ForgetWorker("a"), 0.0)
+    gap = Span(0, 40, 9_000)
+    spans = take(shards, "b", 3, want=2, gap=gap, done=(Span(0, 20, 30),)).spans
+    assert spans == (Span(0, 30, 40), gap), "so it is when it was given back"
+    with pytest.raises(ProtocolError, match="has no lane 2"):
+        take(shards, "b", 4, gap=Span(2, 0, 10))
 
 
 def test_a_worker_that_is_alone_gets_all_that_it_wants_of_the_last_shards() -> None:

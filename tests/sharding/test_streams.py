@@ -39,6 +39,21 @@ def test_everything_is_read_once(read, gap: int) -> None:
         assert own == sorted(own)
 
 
+def test_a_gap_that_a_broker_knows_takes_no_time(read) -> None:
+    shelf = Shelf()
+    shelf.tells_gaps = True
+    for _ in range(5):
+        shelf.send(40)
+        shelf.offsets[0].append(shelf.offsets[0][-1] + 10**12)
+        shelf.times[0].append(0.0)
+        shelf.sent.append((0, shelf.offsets[0][-1]))
+    data = read(shelf, until="now", shard=8)
+    assert list(data) == shelf.sent
+    assert len(shelf.asked) < 400
+    assert [*learned([data.state_dict()])] == [Span(0, 0, shelf.offsets[0][-1] + 1)]
+    assert data._client._rate < 10**9, "who has passed a gap does not take more for that"
+
+
 def test_what_is_sent_later_is_read_too(read) -> None:
     shelf = Shelf(2, gap=3)
     data = iter(read(shelf, start="latest"))
@@ -302,6 +317,8 @@ def test_a_job_that_begins_again_without_a_checkpoint_does_not_skip(read, monkey
         ("redis://host/0?stream=a&topic=b", "has an option topic; accepted: stream, group"),
         ("redis://host/0?stream=a&group=", "has an empty group"),
         ("redis://host:99999/0?stream=a", "wrong port"),
+        ("kafka://host:9092,other:99999/topic", "wrong port"),
+        ("redis://host:6379,other:6379/0?stream=a", "names 2 hosts; one is accepted"),
         ("redis://user:secret#1@host/0?stream=a", "wrong port"),
         ("redis://[::1/0?stream=a", "wrong host in brackets"),
         ("redis://host/0?stream=a#b", "has a # in it; write %23"),
@@ -325,12 +342,20 @@ def test_wrong_addresses_are_told(url: str, message: str) -> None:
     assert "secret" not in str(raised.value)
 
 
+def test_several_hosts_have_a_port_each() -> None:
+    pytest.importorskip("confluent_kafka")
+    broker = Stream("kafka://me:secret@host:9092,other:9093/topic").broker()
+    assert broker.address.servers == "host:9092,other:9093"
+    assert str(broker.address) == "kafka://host:9092,other:9093/topic"
+
+
 @pytest.mark.parametrize(
     ("url", "module", "package", "extra"),
     [
         ("redis://host/0?stream=a", "redis", "redis", "redis"),
         ("nats://host/a", "nats", "nats-py", "nats"),
         ("amqp://host/a", "pika", "pika", "rabbitmq"),
+        ("pulsar://host/a", "pulsar", "pulsar-client", "pulsar"),
         ("kafka://host/a", "confluent_kafka", "confluent-kafka", "kafka"),
     ],
 )

@@ -88,6 +88,7 @@ class ShardClient:
         """Samples that this worker was the last to try."""
         self._unread = 0  # dealt, and not yet with the training
         self._enough = math.inf  # while more than that is unread, it has its share
+        self._gap: Span | None = None
         self._grown: tuple[int, ...] = ()
         self._known: tuple[int, ...] = ()
         self._ended = spec.size >= 0
@@ -210,10 +211,20 @@ class ShardClient:
             for span in spans:
                 self._mine.add(span)
                 self._done.add(span)
-                self._count += span.stop - span.start
+                self._count += self._weight(span)
                 self._unread -= span.stop - span.start
             if self._short():
                 self._changed.notify_all()
+
+    def _weight(self, span: Span) -> int:
+        """How many of its positions count for the speed; of a gap in a stream no more than a shard."""
+        size = span.stop - span.start
+        return min(size, self._spec.shard) if self._spec.size < 0 else size
+
+    def leave_empty(self, gap: Span) -> None:
+        """Nothing is there in the stream: it is asked for as one shard."""
+        with self._changed:
+            self._gap = gap
 
     def fail(self, lane: int, position: int, error: str) -> None:
         """A sample cannot be read."""
@@ -323,6 +334,7 @@ class ShardClient:
         done = list(self._done)
         self._done = Spans(done[MAX_SPANS:])
         failed, self._failed = self._failed[:MAX_WANT], self._failed[MAX_WANT:]
+        gap, self._gap = self._gap, None
         self._seq += 1
         return TakeShards(
             self._spec.name,
@@ -334,6 +346,7 @@ class ShardClient:
             tuple(done[:MAX_SPANS]),
             tuple(failed),
             self._starving,
+            gap,
         )
 
     def _take_in(self, request: TakeShards, reply: ShardReply) -> None:

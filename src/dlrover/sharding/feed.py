@@ -48,6 +48,8 @@ class Feed:
         self._chunk = FIRST_CHUNK
         self._ends = ends
         self._told_of = 0
+        self.gap: Span | None = None
+        """Offsets behind what was read last where nothing is, if there are such."""
 
     @property
     def identity(self) -> str:
@@ -148,6 +150,7 @@ class Feed:
             InfrastructureError: the broker cannot be reached, or has removed messages of the span.
         """
         at = span.start
+        self.gap = None
         while at < span.stop:
             start = at
             fetched = self._insist(self._fetch(span, at))
@@ -157,9 +160,12 @@ class Feed:
             for message in fetched.messages:
                 yield Span(span.lane, at, message.offset + 1), message
                 at = message.offset + 1
-            if fetched.stop > at:
-                yield Span(span.lane, at, fetched.stop), None
-                at = fetched.stop
+            if fetched.stop > span.stop:
+                self.gap = Span(span.lane, span.stop, fetched.stop)
+            stop = min(fetched.stop, span.stop)
+            if stop > at:
+                yield Span(span.lane, at, stop), None
+                at = stop
 
     def _fetch(self, span: Span, start: int) -> Callable[[], Fetched]:
         most = min(self._chunk, CHUNK)

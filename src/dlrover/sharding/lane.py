@@ -26,6 +26,8 @@ class Lane:
     aside: Ranges = field(default_factory=Ranges)
     #: everything below is in one of the sets above
     cursor: int = 0
+    #: nothing is in it; whoever gets its beginning gets all of it
+    gap: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         self.cursor = self.begin
@@ -62,7 +64,9 @@ class Lane:
     def deal(self, shard: int, count: int) -> Iterator[tuple[int, int]]:
         """Take ``count`` shards of ``shard`` positions out, those that follow each other as one."""
         while count > 0 and self.returned:
-            start, stop = self.returned.pop_first(shard)
+            start, _ = next(iter(self.returned))
+            empty = self.gap[0] <= start < self.gap[1]
+            start, stop = self.returned.pop_first(self.gap[1] - start if empty else shard)
             self.taken.add(start, stop)
             count -= 1
             yield start, stop
@@ -70,11 +74,16 @@ class Lane:
             start, limit = self._next()
             if start >= limit:
                 return
-            stop = min(limit, (start // shard + count) * shard)
+            empty = self.gap[0] <= start < self.gap[1]
+            stop = min(limit, self.gap[1] if empty else (start // shard + count) * shard)
             self.taken.add(start, stop)
             self.cursor = stop
-            count -= -(-(stop - start) // shard)
+            count -= 1 if empty else -(-(stop - start) // shard)
             yield start, stop
+
+    def leave_empty(self, start: int, stop: int) -> None:
+        """Nothing is there; what was dealt already stays with whoever has it."""
+        self.gap = start, stop
 
     def finish(self, start: int, stop: int) -> None:
         """What was taken is done."""

@@ -175,6 +175,8 @@ class ShardQueue:
             self.lanes[span.lane].finish(span.start, span.stop)
         for failure in event.failed:
             self._fail(worker, failure)
+        if event.gap is not None and self.is_stream:
+            self.lanes[event.gap.lane].leave_empty(event.gap.start, event.gap.stop)
         self._expire(now)
         spans = self._deal(worker, event)
         aside = tuple(report.what for report in self._out if isinstance(report, Report))
@@ -182,6 +184,8 @@ class ShardQueue:
         self._answer(worker.reply)
 
     def _check(self, event: TakeShards, worker: Worker) -> None:
+        if event.gap is not None and event.gap.lane not in self.lanes:
+            raise ProtocolError(f"The data set {event.data} has no lane {event.gap.lane}.")
         seen = Spans()
         for span in (*event.done, *(failure.span for failure in event.failed)):
             if not worker.held.covers(span) or seen.meets(span):

@@ -54,7 +54,9 @@ class Streamed:
 
     def read(self, span: Span) -> Iterator[tuple[Span, Message | None]]:
         """All of a span, in parts that follow each other: each ends with a message, or has none."""
-        return self._feed.read(span)
+        yield from self._feed.read(span)
+        if self._feed.gap is not None and self._client is not None:
+            self._client.leave_empty(self._feed.gap)
 
     # ---- the end after so many samples
 

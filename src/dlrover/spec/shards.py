@@ -110,6 +110,8 @@ class TakeShards(msgspec.Struct, frozen=True, array_like=True, tag="take"):
     failed: _Failures = ()
     starving: bool = False
     """It waits, and needs one more whatever it has: perhaps to fill a batch."""
+    gap: Span | None = None
+    """Positions of a stream where nothing is, as it has found: they are dealt as one shard."""
 
 
 class ExtendShards(msgspec.Struct, frozen=True, array_like=True, tag="extend"):

@@ -34,6 +34,8 @@ _BROKERS = {
     "ingest": ("ingest", "Ingest"),
     "ingests": ("ingest", "Ingest"),
     "kafka": ("kafka", "Kafka"),
+    "pulsar": ("pulsar", "Pulsar"),
+    "pulsar+ssl": ("pulsar", "Pulsar"),
 }
 """By the scheme of an address: the module below `dlrover.sharding.sources`, also the extra, and its class."""
 
@@ -63,7 +65,7 @@ class Fetched(NamedTuple):
 
     messages: list[Message]
     stop: int
-    """Up to here there are no others."""
+    """Up to here there are no others; it may be behind the offset up to which was asked for."""
     first: int
     """Behind the offset that was asked for: what is before it has been removed."""
 
@@ -74,7 +76,7 @@ class Address:
     def __init__(self, url: str) -> None:
         try:
             self._parts: SplitResult = urlsplit(url)
-            self.port = self._parts.port
+            self._ports = [urlsplit(f"//{server}").port for server in self.servers.split(",")]
         except ValueError:
             # What it found instead may be a part of the password.
             raise ConfigurationError(
@@ -99,6 +101,15 @@ class Address:
     def __str__(self) -> str:
         where = self._parts.netloc.rpartition("@")[2]
         return f"{self.scheme}://{where}/{self.path}"
+
+    @property
+    def port(self) -> int | None:
+        """The port of the only host; None if none is given."""
+        if len(self._ports) > 1:
+            raise ConfigurationError(
+                f"The address {self} names {len(self._ports)} hosts; one is accepted."
+            )
+        return self._ports[0]
 
     @property
     def servers(self) -> str:
