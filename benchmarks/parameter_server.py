@@ -96,20 +96,25 @@ class Job:
 def rate(folder: Path, law: dict[str, float], size: Size, seconds: float) -> float:
     """Worker steps per second of a size, between two saves about ``seconds`` apart.
 
-    The table is divided by the load from the second world on; a first one, left after a save, sees to that.
+    The table is divided by the load from the second world on; a first one, whose saves are stored when it is
+    stopped, sees to that. It is stopped at its second save, since the last one need not be complete.
     """
     workers, servers = size
     options = (f"--nnodes={workers}", f"--local-nodes={workers}", f"--servers={servers}")
     name = f"{workers}-{servers}"
-    first = Job(folder / f"{name}-first", folder / name, law, *options)
+    first = Job(folder / f"{name}-first", folder / name, law, *options, "--save-at-breakpoint")
     try:
-        next(first.progress(LIMIT))
+        lines = first.progress(LIMIT)
+        _, stored = next(lines)
+        next(lines)
     finally:
         first.end()
     job = Job(folder / f"{name}-second", folder / name, law, *options)
     try:
         lines = job.progress(LIMIT)
-        next(lines)
+        _, learned = next(lines)
+        if learned < 1.5 * stored:
+            raise SystemExit(f"{size} began anew: {(job.directory / 'log').read_text()}")
         began, learned = next(lines)
         for now, then in lines:
             if now - began >= seconds:
