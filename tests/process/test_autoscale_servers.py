@@ -106,15 +106,15 @@ def test_a_server_that_stays_hot_moves_to_more_cores_and_the_job_is_faster(run) 
     """A new round does not help here: the program gives the same server most of the work again."""
     conf = "autoscale_window=3,heartbeat_interval=0.5,usage_interval=1"
     launch = run(
-        *("--nnodes=1", "--local-nodes=1", "--servers=2:3", "--node-cpu=0.4", "--auto-scale"),
+        *("--nnodes=1", "--local-nodes=1", "--servers=2:3", "--node-cpu=0.25", "--auto-scale"),
         *(f"--rdzv-conf={conf}", run.scripts / "hot_server.py"),
     )
 
     def moved() -> list:
         return [plan for plan in of_kind(launch, events.PlanMade) if plan.kind is ScaleKind.MIGRATE]
 
-    launch.until(moved, 90, "a plan to move the server")
-    (plan,) = moved()
+    launch.until(moved, 110, "a plan to move the server")
+    plan = moved()[0]
     assert plan.reason.startswith("hot: "), plan.reason
 
     def measured() -> list:
@@ -122,9 +122,9 @@ def test_a_server_that_stays_hot_moves_to_more_cores_and_the_job_is_faster(run) 
 
     launch.until(measured, 60, "what the move has brought")
     assert measured()[0].throughput > 1.5 * plan.effect.before
-    (migrates,) = of_kind(launch, events.NodeMigrates)
+    migrates = of_kind(launch, events.NodeMigrates)[0]
     launched = {node.node: node for node in of_kind(launch, events.NodeLaunched)}
-    assert launched[migrates.successor].cpu_factor == 2.5
+    assert launched[migrates.successor].cpu_factor == 4.0
     assert not of_kind(launch, events.RestartDecided)
     run.dlrover("stop", "--job-dir", launch.job_dir)
     launch.end_with(ExitCode.STOPPED)

@@ -6,7 +6,7 @@ import time
 import torch
 import torch.distributed as dist
 
-WORK = (0.08, 0.01)
+WORK = (0.04, 0.005)
 """Seconds of a core that each server computes for a request."""
 
 

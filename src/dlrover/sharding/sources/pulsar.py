@@ -276,9 +276,8 @@ class Pulsar(Broker):
         readers = [*self._readers.values(), *self._tails.values()]
         if self._process == os.getpid():
             self._client.shutdown()
-            for (
-                reader
-            ) in readers:  # nobody waits for that any more; it and the client know each other
+            # Now a reader waits for nobody; it and the client know each other.
+            for reader in readers:
                 with contextlib.suppress(self._pulsar.PulsarException):
                     reader.close()
         else:
