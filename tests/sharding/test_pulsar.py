@@ -472,6 +472,15 @@ def test_addresses_that_are_wrong(url: str, told: str) -> None:
         Stream(url).broker()
 
 
+def test_an_address_that_the_client_refuses() -> None:
+    with (
+        broker_of("pulsar://secret@[::1]:6650,h/a") as broker,
+        pytest.raises(ConfigurationError, match="is not accepted by pulsar-client") as told,
+    ):
+        broker.bounds()
+    assert "secret" not in str(told.value)
+
+
 @pytest.mark.parametrize(
     ("parts", "fits"),
     [

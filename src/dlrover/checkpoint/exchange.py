@@ -16,14 +16,16 @@ from dlrover.checkpoint import faults, memory
 from dlrover.checkpoint.layout import PackedLayout, name
 from dlrover.checkpoint.memory import INDEX_ROOM, PAGE, Generation, Header
 from dlrover.checkpoint.ranks import ENOUGH, RankMemory, Ranks, Slot, World, reserve
-from dlrover.errors import InfrastructureError
+from dlrover.errors import DLRoverError, InfrastructureError, ProtocolError
 
 
-class SupersededError(InfrastructureError):
-    """The memory of a replica is used for something else by now."""
+class SupersededError(DLRoverError):
+    """A replica is not wanted any more: nothing is wrong."""
 
     def __init__(self) -> None:
-        super().__init__("The memory of a replica is used for something else.")
+        super().__init__(
+            "There is another world, or the memory of the replica is used for something else."
+        )
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ class Exchange:
         """Where to put a generation; None if it is here. Call `end` when it is done.
 
         Raises:
+            SupersededError: there is another world.
             InfrastructureError: it cannot be taken.
         """
         rank, joined = header.rank, world.joined
@@ -151,7 +154,7 @@ class Exchange:
 
     def _check(self, world: World, mine: RankMemory) -> None:
         if self._ranks.world is not world or mine.owner:
-            raise InfrastructureError("There is another world.")
+            raise SupersededError
         if all(slot.pinned for slot in mine.slots):
             raise InfrastructureError("All memory of the replica is being stored.")
 
@@ -160,10 +163,10 @@ class Exchange:
 
         Raises:
             SupersededError: they do not belong there any more.
-            InfrastructureError: they do not belong there.
+            ProtocolError: they never belonged there.
         """
         if not 0 <= offset <= offset + len(data) <= copy.nbytes:
-            raise InfrastructureError("A part of a replica lies outside of it.")
+            raise ProtocolError("A part of a replica lies outside of it.")
         with self._changed:  # so that nobody is granted the memory meanwhile
             if not self._is_current(copy):
                 raise SupersededError

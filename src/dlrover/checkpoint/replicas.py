@@ -149,6 +149,8 @@ class Receiver:
                     self._take(world, offer)
             except ProtocolError as error:
                 logger.warning("The saver at %s is not listened to: %s", self._address, error)
+            except SupersededError as error:  # what is on its way is of no use
+                logger.info("A replica of the saver at %s is given up: %s", self._address, error)
 
     def _greet(self) -> World | None:
         hello = wire.expect(self._sock, wire.Hello, wire.MAX_HELLO)
@@ -177,17 +179,12 @@ class Receiver:
             sums_hash = self._receive(copy)
             if sums_hash is not None:
                 self._admit(copy, sums_hash)
-        except InfrastructureError as error:
-            logger.info("A replica of rank %d is given up: %s", header.rank, error)
-            raise ConnectionAbortedError from error  # what is on its way is of no use
         finally:
             self._exchange.end(header)
 
     def _admit(self, copy: Copy, sums_hash: int) -> None:
         try:
             self._exchange.admit(copy, sums_hash)
-        except SupersededError:  # as when a new world begins: nothing is wrong
-            raise
         except InfrastructureError as error:
             rank = copy.header.rank
             self._refuse(rank, f"A replica of rank {rank} is not taken: {error}")

@@ -48,8 +48,6 @@ class Feed:
         self._chunk = FIRST_CHUNK
         self._ends = ends
         self._told_of = 0
-        self.gap: Span | None = None
-        """Offsets behind what was read last where nothing is, if there are such."""
 
     @property
     def identity(self) -> str:
@@ -143,14 +141,19 @@ class Feed:
         self._ends = ends
         return ends
 
-    def read(self, span: Span) -> Iterator[tuple[Span, Message | None]]:
+    def read(
+        self, span: Span, leave_empty: Callable[[Span], None]
+    ) -> Iterator[tuple[Span, Message | None]]:
         """All of a span, in parts that follow each other: each ends with a message, or has none.
+
+        Args:
+            span: What is read.
+            leave_empty: Told of offsets behind the span where nothing is, if the broker knows of such.
 
         Raises:
             InfrastructureError: the broker cannot be reached, or has removed messages of the span.
         """
         at = span.start
-        self.gap = None
         while at < span.stop:
             start = at
             fetched = self._insist(self._fetch(span, at))
@@ -161,7 +164,7 @@ class Feed:
                 yield Span(span.lane, at, message.offset + 1), message
                 at = message.offset + 1
             if fetched.stop > span.stop:
-                self.gap = Span(span.lane, span.stop, fetched.stop)
+                leave_empty(Span(span.lane, span.stop, fetched.stop))
             stop = min(fetched.stop, span.stop)
             if stop > at:
                 yield Span(span.lane, at, stop), None

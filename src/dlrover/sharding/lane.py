@@ -65,8 +65,8 @@ class Lane:
         """Take ``count`` shards of ``shard`` positions out, those that follow each other as one."""
         while count > 0 and self.returned:
             start, _ = next(iter(self.returned))
-            empty = self.gap[0] <= start < self.gap[1]
-            start, stop = self.returned.pop_first(self.gap[1] - start if empty else shard)
+            most = self.gap[1] - start if self._is_empty(start) else shard
+            start, stop = self.returned.pop_first(most)
             self.taken.add(start, stop)
             count -= 1
             yield start, stop
@@ -74,12 +74,15 @@ class Lane:
             start, limit = self._next()
             if start >= limit:
                 return
-            empty = self.gap[0] <= start < self.gap[1]
+            empty = self._is_empty(start)
             stop = min(limit, self.gap[1] if empty else (start // shard + count) * shard)
             self.taken.add(start, stop)
             self.cursor = stop
             count -= 1 if empty else -(-(stop - start) // shard)
             yield start, stop
+
+    def _is_empty(self, position: int) -> bool:
+        return self.gap[0] <= position < self.gap[1]
 
     def leave_empty(self, start: int, stop: int) -> None:
         """Nothing is there; what was dealt already stays with whoever has it."""

@@ -54,9 +54,11 @@ class Streamed:
 
     def read(self, span: Span) -> Iterator[tuple[Span, Message | None]]:
         """All of a span, in parts that follow each other: each ends with a message, or has none."""
-        yield from self._feed.read(span)
-        if self._feed.gap is not None and self._client is not None:
-            self._client.leave_empty(self._feed.gap)
+        return self._feed.read(span, self._leave_empty)
+
+    def _leave_empty(self, gap: Span) -> None:
+        if self._client is not None:  # else the rest is read of a data set that was closed
+            self._client.leave_empty(gap)
 
     # ---- the end after so many samples
 

@@ -259,14 +259,19 @@ class Pulsar(Broker):
         if self._client is None:
             pulsar, address = self._pulsar, self.address
             self._process = os.getpid()
-            self._client = pulsar.Client(
-                f"{address.scheme}://{address.servers}",
-                authentication=_credentials(address),
-                operation_timeout_seconds=int(TIMEOUT),
-                connection_timeout_ms=int(TIMEOUT * 1000),
-                tls_validate_hostname=True,
-                logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error),
-            )
+            try:
+                self._client = pulsar.Client(
+                    f"{address.scheme}://{address.servers}",
+                    authentication=_credentials(address),
+                    operation_timeout_seconds=int(TIMEOUT),
+                    connection_timeout_ms=int(TIMEOUT * 1000),
+                    tls_validate_hostname=True,
+                    logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error),
+                )
+            except ValueError as error:
+                raise ConfigurationError(
+                    f"The address {address} is not accepted by pulsar-client: {error}."
+                ) from None
         return self._client
 
     def close(self) -> None:
