@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pulsar_broker import ask
+from tests.pulsar.broker import ask
 from tests.services import free_port, program
 
 PR_SET_PDEATHSIG = 1
@@ -88,8 +88,9 @@ def nats_running(folder: Path, port: int) -> Iterator[int]:
 def pulsar_running(folder: Path, port: int, token: str = "") -> Iterator[int]:
     """A stand-in for a Pulsar, which keeps its topics in the folder; `admin` is its second port."""
     (folder / "data").mkdir(exist_ok=True)
-    command = [sys.executable, str(Path(__file__).with_name("pulsar_broker.py")), str(port)]
-    with running([*command, str(admin(port)), str(folder / "data"), token], admin(port), folder):
+    command = [sys.executable, "-m", "tests.pulsar.broker", str(port), str(admin(port))]
+    env = {"PYTHONPATH": str(Path(__file__).parents[1])}
+    with running([*command, str(folder / "data"), token], admin(port), folder, **env):
         yield port
 
 

@@ -19,7 +19,7 @@ from dlrover.sharding.records import Records
 from dlrover.sharding.sources import Message, Stream
 from dlrover.sharding.sources.stream import Bounds
 from tests.brokers import Topic, admin, fresh, pulsar_running, pulsar_topic
-from tests.pulsar_broker import ask
+from tests.pulsar.broker import ask
 from tests.services import free_port
 
 pulsar = pytest.importorskip("pulsar")
