@@ -151,6 +151,20 @@ class World:
         pod["status"]["containerStatuses"] = [{"state": {"terminated": terminated}}]
 
 
+def running(**spec: Any) -> World:
+    """A job whose master and two workers run."""
+    world = World(job(**spec))
+    world.settle()
+    assert world.master is not None
+    world.run(world.master)
+    for index in range(2):
+        world.run(world.create_worker(index))
+    world.settle()
+    assert world.status["phase"] == "Running"
+    world.now += 1000.0
+    return world
+
+
 def merge(old: Any, patch: Any) -> Any:
     """A JSON merge patch (RFC 7386)."""
     if not isinstance(patch, dict):

@@ -1,0 +1,229 @@
+"""What the operator does when a job's master has ended, is lost, or is not the job's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from dlrover.kubernetes import names, objects, validation
+from dlrover.kubernetes.reconcile import QUICK, QUICK_ENDS
+from tests.kubernetes.manifests import job
+from tests.kubernetes.world import World, running
+
+MASTER = names.master_name("digits")
+
+
+ENDS: list[tuple[int, str, str]] = [
+    (0, "Succeeded", "Succeeded"),
+    (1, "Failed", "UserCode"),
+    (2, "Failed", "Usage"),
+    (3, "Failed", "Infrastructure"),
+    (4, "Failed", "NoProgress"),
+    (5, "Failed", "Stopped"),
+    (127, "Failed", "NoCommand"),
+]
+
+
+@pytest.mark.parametrize(("code", "phase", "reason"), ENDS)
+def test_the_masters_exit_code_ends_the_job(code: int, phase: str, reason: str) -> None:
+    world = running()
+    assert world.master is not None
+    world.end(world.master, code)
+    world.settle()
+    assert world.status["phase"] == phase
+    (ended,) = [c for c in world.status["conditions"] if c["type"] == phase]
+    assert ended["status"] == "True"
+    assert ended["reason"] == reason
+    assert world.status["completionTime"] == "2027-01-15T08:16:40Z"
+    assert world.events[-1] == phase
+    assert world.workers == [] or all("deletionTimestamp" in w["metadata"] for w in world.workers)
+
+
+LOSSES: list[tuple[int | None, str]] = [
+    (137, "OOMKilled"),
+    (1, "OOMKilled"),
+    (137, "Error"),
+    (143, "Error"),
+    (139, "Error"),
+    (None, "Evicted"),
+    (None, "NodeLost"),
+    (None, ""),
+]
+
+
+@pytest.mark.parametrize(("code", "reason"), LOSSES)
+def test_a_lost_master_comes_back_and_its_workers_stay(code: int | None, reason: str) -> None:
+    world = running()
+    assert world.master is not None
+    lost = world.master["metadata"]["uid"]
+    workers = copy.deepcopy(world.workers)
+    world.end(world.master, code, reason)
+    world.settle()
+    assert world.master is not None
+    assert world.master["metadata"]["uid"] != lost
+    assert world.workers == workers
+    assert world.status["master"]["starts"] == 2
+    assert world.status["phase"] == "Restarting"
+    world.run(world.master)
+    world.settle()
+    assert world.status["phase"] == "Running"
+    assert "completionTime" not in world.status
+
+
+def memory_of(master: dict[str, Any] | None) -> tuple[str, str]:
+    assert master is not None
+    (container,) = master["spec"]["containers"]
+    asked = container["resources"]
+    return asked["requests"]["memory"], asked["limits"]["memory"]
+
+
+def test_a_master_that_ran_out_of_memory_comes_back_with_more_up_to_a_limit() -> None:
+    world = running()
+    had = [memory_of(world.master)]
+    for loss in ("OOMKilled", "Error", "OOMKilled", *["OOMKilled"] * 5):
+        assert world.master is not None
+        world.now += 100.0
+        world.end(world.master, 137, loss)
+        world.settle()
+        had.append(memory_of(world.master))
+    grown = [("256Mi", "2Gi"), ("512Mi", "4096Mi"), ("512Mi", "4096Mi"), ("1024Mi", "8192Mi")]
+    assert had[:4] == grown
+    assert had[-1] == ("2048Mi", "16384Mi")
+
+
+def test_one_death_for_want_of_memory_counts_once_however_often_it_is_seen() -> None:
+    world = running()
+    assert world.master is not None
+    world.end(world.master, 137, "OOMKilled")
+    seen = copy.deepcopy(world.objects)
+    for _ in range(3):
+        world.objects = copy.deepcopy(seen)  # the operator's cache may be behind
+        world.step()
+    assert world.status["master"]["memoryFactor"] == 2.0
+
+
+def test_a_deleted_master_comes_back_once_it_is_gone() -> None:
+    world = running()
+    first = world.master
+    assert first is not None
+    world.delete(first)
+    world.settle()
+    assert world.master is first, "its name is taken while it ends"
+    assert world.status["phase"] == "Restarting"
+    world.gone(first)
+    world.settle()
+    assert world.master is not None
+    assert world.master is not first
+
+
+def test_a_master_that_ended_its_job_while_it_was_deleted_has_ended_it() -> None:
+    world = running()
+    assert world.master is not None
+    world.delete(world.master)
+    world.end(world.master, 0)
+    world.settle()
+    assert world.status["phase"] == "Succeeded"
+
+
+def test_a_master_on_a_lost_machine_is_deleted_by_force_after_its_time() -> None:
+    world = running()
+    assert world.master is not None
+    world.delete(world.master)
+    world.step()
+    assert world.decision.again == 60.0
+    world.now += 59.0
+    world.settle()
+    assert "MasterForced" not in world.events
+    world.now += 1.0
+    world.settle()
+    assert world.events.count("MasterForced") == 1
+    assert world.master is not None
+    assert "deletionTimestamp" not in world.master["metadata"]
+
+
+def test_a_master_that_ends_quickly_again_and_again_is_started_later_each_time() -> None:
+    world = World()
+    waits = []
+    for _ in range(8):
+        world.settle()
+        while world.master is None:
+            waits.append(world.decision.again)
+            assert world.decision.again is not None
+            world.now += world.decision.again
+            world.settle()
+        world.now += 1.0
+        world.end(world.master, 137)
+    assert waits == [3.0, 7.0, 15.0, 31.0, 59.0]
+    world.settle()
+    world.now += 1000.0
+    world.settle()
+    assert world.status["master"]["quickEnds"] == 0
+
+
+def test_a_master_that_cannot_work_yet_is_tried_some_times_before_the_job_fails() -> None:
+    world = World()
+    tries = 0
+    while "completionTime" not in world.status:
+        world.settle()
+        if world.master is None:
+            assert world.decision.again is not None
+            world.now += world.decision.again
+            continue
+        if world.status.get("completionTime"):
+            break
+        tries += 1
+        world.end(world.master, 3, ran=QUICK - 1)
+        world.step()
+    assert tries == QUICK_ENDS + 1
+    assert world.status["phase"] == "Failed"
+
+
+def test_a_missing_service_is_made_again() -> None:
+    world = running()
+    del world.objects["Service", MASTER]
+    world.settle()
+    assert ("Service", MASTER) in world.objects
+
+
+def foreign_pod(world: World, **owner: str) -> dict[str, Any]:
+    """A pod with the name of the master's, which runs."""
+    manifest = objects.master_pod(validation.parse(job()), "old")
+    manifest["metadata"]["ownerReferences"] = [owner]
+    pod = world.create_pod(manifest)
+    world.run(pod)
+    return pod
+
+
+def test_the_master_of_an_earlier_job_of_the_name_is_removed() -> None:
+    world = World()
+    old = foreign_pod(world, kind="ElasticJob", name="digits", uid="uid-0")
+    world.settle()
+    assert "deletionTimestamp" in old["metadata"]
+    assert world.master is old
+    world.gone(old)
+    world.settle()
+    assert world.master is not None
+    assert world.master["metadata"]["ownerReferences"][0]["uid"] == "uid-1"
+
+
+def test_a_pod_of_somebody_else_with_the_masters_name_has_to_go_first() -> None:
+    world = World()
+    old = foreign_pod(world, kind="ReplicaSet", name="digits", uid="uid-0")
+    world.settle()
+    assert world.master is old
+    assert "deletionTimestamp" not in old["metadata"], "it is not ours to delete"
+    assert world.decision.again == 5.0
+    assert "is not this job's: it has to go first." in world.status["message"]
+
+
+def test_a_start_that_was_not_written_down_is_remembered() -> None:
+    world = World()
+    world.settle()
+    assert world.job is not None
+    del world.job["status"]
+    world.now += 30.0
+    world.settle()
+    assert world.status["master"]["starts"] == 1
+    assert world.status["startTime"] == world.status["master"]["lastStartTime"]
