@@ -24,8 +24,7 @@ from typing import Any
 
 import psutil
 
-from dlrover.testing.chaos.observe import steps_lost
-from dlrover.testing.chaos.sources import StepsFile
+from dlrover.elastic.bootstrap import recorded_step
 from dlrover.testing.chaos.verbs import VERBS
 
 WORKER = Path(__file__).with_name("chaos_worker.py")
@@ -80,9 +79,13 @@ class Torchrun:
         self._folder = folder
         self._nodes = nodes
         self._log = (folder / "torchrun.txt").open("wb")
-        self.steps = StepsFile(folder / "out" / "steps.jsonl")
+        self._steps = folder / "out" / "steps.jsonl"
         (folder / "out").mkdir()
         self.agents = [self._start() for _ in range(nodes)]
+
+    def step(self) -> int:
+        """The last step that the program has recorded."""
+        return recorded_step(self._steps)
 
     def _start(self) -> psutil.Popen:
         options = ["--nnodes", self._nodes, "--nproc-per-node", 1, "--max-restarts", 20]
@@ -135,27 +138,24 @@ def theirs(folder: Path, fault: str, nodes: int, limit: float) -> dict[str, Any]
     job = Torchrun(folder, nodes)
     try:
         until = time.monotonic() + START_LIMIT
-        while (job.steps.last() or 0) < STEPS_BEFORE:
+        while job.step() < STEPS_BEFORE:
             if time.monotonic() > until:
                 raise SystemExit(
                     f"torchrun did not start:\n{(folder / 'torchrun.txt').read_text()}"
                 )
             time.sleep(0.05)
         starts = begun(folder)
-        numbers = [job.steps.last() or 0]
+        numbers = [job.step()]
         struck = time.time()
         job.strike(fault)
         while time.time() - struck < limit:
-            number = job.steps.last()
-            if number is not None:
-                numbers.append(number)
-                if begun(folder) > starts and number > numbers[-2]:
-                    seconds = time.time() - struck
-                    return {
-                        "fault": fault,
-                        "training_again": seconds,
-                        "steps_lost": steps_lost(numbers),
-                    }
+            numbers.append(job.step())
+            if begun(folder) > starts and numbers[-1] > numbers[-2]:
+                return {
+                    "fault": fault,
+                    "training_again": time.time() - struck,
+                    "steps_lost": max(numbers) - min(numbers[numbers.index(max(numbers)) :]),
+                }
             time.sleep(0.02)
         return {"fault": fault, "training_again": None, "steps_lost": None}
     finally:

@@ -12,11 +12,8 @@ import numpy as np
 from dlrover.planning.allreduce import Form, RingModel, RingSample, RingShape, fit_ring
 from dlrover.planning.cluster import Demand, Size, allocate
 from dlrover.planning.efficiency import BatchLimits, GradientNoise, best_batches
-from dlrover.planning.warmstart import expected_remaining
+from dlrover.planning.warmstart import FIRST_SECONDS, expected_remaining
 from dlrover.testing.workload import Placement, Setting, SimulatedJob
-
-FIRST_SECONDS = 600.0
-"""How long a job of unknown length is expected to run on one replica at least."""
 
 
 def fixed_batch(job: SimulatedJob, total: int) -> tuple[int, int]:
@@ -273,9 +270,12 @@ def sizes_up_to(most: int, slots: int) -> list[int]:
 class Ours(Modelled):
     """`dlrover.planning`: models, efficiency, marginal gain, with or without knowledge of the length."""
 
-    def __init__(self, length: Literal["unknown", "history", "declared"]) -> None:
+    def __init__(
+        self, length: Literal["unknown", "history", "declared"], *, adaptive: bool = True
+    ) -> None:
         super().__init__()
-        self.name = f"ours, length {length}"
+        self.name = f"{'ours' if adaptive else 'the Brain'}, length {length}"
+        self.adaptive = adaptive
         self.length = length
         self.shared = length == "history"
         self._past: dict[str, dict[str, float]] = defaultdict(dict)

@@ -12,6 +12,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from cluster_policies import Fixed, Optimus, Ours, PolluxLike, Tiresias
 from pollux_data import DATA, NAMES, application, workload
 
 from dlrover.planning import search
-from dlrover.planning.allreduce import RingModel, RingSample, RingShape, fit_ring
+from dlrover.planning.allreduce import Form, RingModel, RingSample, RingShape, fit_ring
 from dlrover.planning.cluster import Demand, Size, allocate
 from dlrover.planning.efficiency import BatchLimits, GradientNoise, best_batches
 from dlrover.planning.parameter_server import ServerSample, ServerShape, fit_servers
@@ -77,10 +78,17 @@ def published_curves() -> dict[str, Any]:
         predictions = [model.predict(sample.shape) for sample in samples]
         pairs = list(zip(predictions, samples, strict=True))
         errors = [abs(p.throughput / s.throughput - 1) for p, s in pairs]
+        left_out = [
+            fit_servers([s for s in samples if s is not one]).predict(one.shape).throughput
+            / one.throughput
+            - 1
+            for one in samples
+        ]
         found[name] = {
             "points": len(samples),
             "mean_error": float(np.mean(errors)),
             "largest_error": float(np.max(errors)),
+            "left_out_error": float(np.mean(np.abs(left_out))),
             "covered": float(np.mean([p.low <= s.throughput <= p.high for p, s in pairs])),
         }
     return found
@@ -103,6 +111,47 @@ def judge(model: RingModel, samples: Sequence[RingSample]) -> dict[str, float]:
     }
 
 
+FOLDS = 5
+
+
+def out_of_sample(samples: Sequence[RingSample], form: Form) -> dict[str, float]:
+    """`judge` of fits that have not seen the sizes that they are judged by, weighted over the folds."""
+    sizes = sorted({(s.shape.nodes, s.shape.replicas) for s in samples})
+    random.Random(0).shuffle(sizes)
+    rows = []
+    for fold in range(FOLDS):
+        left_out = set(sizes[fold::FOLDS])
+        parts: dict[bool, list[RingSample]] = {True: [], False: []}
+        for sample in samples:
+            parts[(sample.shape.nodes, sample.shape.replicas) in left_out].append(sample)
+        rows.append(judge(fit_ring(parts[False], form), parts[True]))
+    weights = [row["samples"] for row in rows]
+    return {key: float(np.average([row[key] for row in rows], weights=weights)) for key in rows[0]}
+
+
+def outliers(count: int, times: int = 15) -> dict[str, float]:
+    """Mean error over all sizes of fits to a few samples: as they are, and with one step tripled."""
+    found: dict[str, list[float]] = {"clean": [], "tripled": []}
+    for name in NAMES:
+        samples = [s for s in application(name).samples() if s.shape.replicas <= 4 * FEW]
+        draw = random.Random(1)
+        for _ in range(times):
+            few = draw.sample(samples, count)
+            number = draw.randrange(count)
+            wrong = replace(few[number], step_seconds=3 * few[number].step_seconds)
+            tripled = [*few[:number], wrong, *few[number + 1 :]]
+            for key, chosen in (("clean", few), ("tripled", tripled)):
+                found[key].append(step_error(fit_ring(chosen), samples))
+    return {key: float(np.mean(errors)) for key, errors in found.items()}
+
+
+def step_error(model: RingModel, samples: Sequence[RingSample]) -> float:
+    """Mean relative error of step times."""
+    rows = [(s.shape.nodes, s.shape.replicas, s.shape.batch, s.step_seconds) for s in samples]
+    nodes, replicas, batch, seconds = np.array(rows).T
+    return float(np.mean(np.abs(model.step_time(nodes, replicas, batch) / seconds - 1)))
+
+
 def measured_steps() -> dict[str, Any]:
     """Fit both forms to the step times of each application: all of them, and few to judge by many."""
     found: dict[str, Any] = {}
@@ -111,7 +160,10 @@ def measured_steps() -> dict[str, Any]:
         many = [s for s in samples if s.shape.replicas >= 2 * FEW]
         found[name] = {}
         for form in ("pollux", "ring"):
-            rows = {"all": judge(fit_ring(samples, form), samples)}
+            rows = {
+                "all": judge(fit_ring(samples, form), samples),
+                "other sizes": out_of_sample(samples, form),
+            }
             for what, chosen in EXTRAPOLATIONS.items():
                 few = [s for s in samples if chosen(s.shape)]
                 rows[what] = judge(fit_ring(few, form), many)
@@ -123,13 +175,17 @@ def show_fits() -> dict[str, Any]:
     """Print and return both."""
     curves, steps = published_curves(), measured_steps()
     table(
-        ("published sweep of DLRover-RM", "points", "mean error", "largest"),
+        ("published sweep of DLRover-RM", "points", "mean error", "largest", "of a point left out"),
         [
-            (name, str(r["points"]), per_cent(r["mean_error"]), per_cent(r["largest_error"]))
+            (
+                name,
+                str(r["points"]),
+                *[per_cent(r[key]) for key in ("mean_error", "largest_error", "left_out_error")],
+            )
             for name, r in curves.items()
         ],
     )
-    parts = ("all", *EXTRAPOLATIONS)
+    parts = ("all", "other sizes", *EXTRAPOLATIONS)
     table(
         ("measured step times", *[f"{part}: Pollux' form, ours (in 90 %)" for part in parts]),
         [
@@ -145,7 +201,12 @@ def show_fits() -> dict[str, Any]:
             for name, forms in steps.items()
         ],
     )
-    return {"curves": curves, "steps": steps}
+    wrong = {str(count): outliers(count) for count in (6, 12, 24)}
+    table(
+        ("samples, of which one step is tripled", "mean error as measured", "with the wrong step"),
+        [(n, per_cent(r["clean"]), per_cent(r["tripled"])) for n, r in wrong.items()],
+    )
+    return {"curves": curves, "steps": steps, "outliers": wrong}
 
 
 # ---- cluster
@@ -157,6 +218,7 @@ def policies() -> list[Callable[[], Policy]]:
         lambda: Ours("declared"),
         lambda: Ours("history"),
         lambda: Ours("unknown"),
+        lambda: Ours("unknown", adaptive=False),
         PolluxLike,
         Tiresias,
         Optimus,

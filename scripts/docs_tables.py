@@ -84,6 +84,7 @@ SAMPLES: tuple[events.EventBody, ...] = (
         "clicks", 0, 4711, 4712, "offset 4711 of partition 0: ValueError: not JSON"
     ),
     events.Recovered(2, 5.31),
+    events.StepsUndone(2, 412, 400),
     events.NodeSucceeded(0),
     events.FirstSize(
         4, "started from 2 similar past jobs, the nearest is my-job (similarity 1.00)"

@@ -7,8 +7,13 @@ unknown key is an error wherever it stands.
 
 from __future__ import annotations
 
+import difflib
+import math
 import os
+import re
 import shlex
+import tempfile
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,10 +32,18 @@ TORCH_RDZV_KEYS = frozenset(
 ALIASES = {"lastcall_timeout": "last_call_timeout"}
 """Other spellings of settings: the original DLRover's."""
 OTHER_VARIABLES = frozenset(
-    {"MASTER_ADDR", "JOB_DIR", "CONFIG", "TOKEN", "STATE_DIR", "KUBERNETES_JOB", "NODE_ID", "NODE_NAME",
-     "NODE_RANK", "NODE_COMMAND", "BRAIN_TOKEN", "BRAIN_DATABASE", "INGEST_TOKEN"}
+    {"MASTER_ADDR", "JOB_DIR", "CONFIG", "TOKEN", "STATE_DIR", "KUBERNETES_JOB", "KUBERNETES_JOB_UID", "NODE_ID",
+     "NODE_NAME", "NODE_RANK", "NODE_COMMAND", "STEPS_FILE", "BRAIN_TOKEN", "BRAIN_DATABASE", "REPLICA_SECRET"}
 )  # fmt: skip
 """``DLROVER_...`` variables that are not settings of the file."""
+REPLICA_SECRET = f"{ENV_PREFIX}REPLICA_SECRET"
+"""The variable by which an agent of a job with TLS gives its workers what their savers know each other by."""
+TEST_VARIABLES = frozenset({"PROBE_FAULTS", "CHAOS_MARK", "REAL_KUBELET", "APIEXTENSIONS_SERVER"})
+"""Those of tests; the names of others begin with ``DLROVER_TEST_``."""
+_SERVICE = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP|SCTP)(_.+)?)")
+"""What Kubernetes adds to the environment for each Service, also for one named ``dlrover``."""
+_SERVICE_URL = re.compile(r"(tcp|udp|sctp)://", re.IGNORECASE)
+"""How the value of a Service's ``_PORT`` begins."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,17 +110,111 @@ def settings(
     Raises:
         ConfigurationError: a key is unknown, a value has the wrong type, or the file cannot be read.
     """
-    values: dict[str, Any] = _from_file(config_file or env.get(f"{ENV_PREFIX}CONFIG", ""))
-    values.update(_from_environment(env))
-    values.update(_from_rdzv_conf(rdzv_conf or {}))
+    file = config_file or env.get(f"{ENV_PREFIX}CONFIG", "")
+    values: dict[str, Any] = {}
+    for source, found in (
+        (f"{file}: {{}} = ", _from_file(file)),
+        (f"{ENV_PREFIX}{{}}=", _from_environment(env)),
+        ("--rdzv-conf {}=", _from_rdzv_conf(rdzv_conf or {})),
+    ):
+        _check_types(found, source)
+        values.update(found)
     limits = {key: values.pop(key) for key in Limits.__struct_fields__ if key in values}
     if isinstance(limits.get("cause_budgets"), str):
         limits["cause_budgets"] = _budgets(limits["cause_budgets"])
     values["limits"] = limits
-    try:
-        return msgspec.convert(values, Settings, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigurationError(f"A setting has a wrong value: {error}.") from error
+    converted = msgspec.convert(values, Settings, strict=False)
+    if "slow_rank_window" not in limits:  # its default fits the default of heartbeat_interval
+        given = converted.limits
+        window = max(given.slow_rank_window, given.heartbeat_interval)
+        fitting = msgspec.structs.replace(given, slow_rank_window=window)
+        converted = msgspec.structs.replace(converted, limits=fitting)
+    _check(converted.limits)
+    return converted
+
+
+def _check_types(values: Mapping[str, Any], source: str) -> None:
+    """Refuse the first value that is not of its setting's type; ``source`` has ``{}`` for the setting's name."""
+    types = {
+        **typing.get_type_hints(Limits, include_extras=True),
+        **typing.get_type_hints(Settings, include_extras=True),
+    }
+    for key, value in values.items():
+        if key == "cause_budgets" and isinstance(value, str):
+            continue
+        try:
+            msgspec.convert(value, types[key], strict=False)
+        except msgspec.ValidationError as error:
+            name = key.upper() if source.startswith(ENV_PREFIX) else key
+            raise ConfigurationError(
+                f"{source.format(name)}{value}: the setting has a wrong value; it takes {_accepted(types[key])}."
+            ) from error
+
+
+def _accepted(kind: Any) -> str:
+    if typing.get_origin(kind) is Literal:
+        return " or ".join(map(str, typing.get_args(kind)))
+    if typing.get_origin(kind) is Annotated:
+        kind, bounds = typing.get_args(kind)
+        return f"{_accepted(kind)} from {bounds.ge} to {bounds.le}"
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+    return words.get(kind, "a table")
+
+
+ABOVE_ZERO = (
+    "heartbeat_interval", "restart_window", "hang_sample_gap", "slow_rank_window", "usage_interval",
+    "autoscale_window", "autoscale_interval", "check_timeout",
+)  # fmt: skip
+"""Limits that cannot be 0; all others can, unless `RANGES` says so."""
+RANGES = {
+    "hang_factor": (1.0, math.inf),
+    "slow_rank_ratio": (1.0, math.inf),
+    "straggler_ratio": (1.0, math.inf),
+    "slow_rank_windows": (1, math.inf),
+    "check_rounds": (1, math.inf),
+    "node_start_attempts": (1, math.inf),
+    "autoscale_cost": (0.0, 1.0),
+}
+"""The least and the most that a limit may be."""
+RELATIONS = (
+    ("heartbeat_timeout", 2.0, "heartbeat_interval", "one late heartbeat must not lose a node"),
+    ("slow_rank_window", 1.0, "heartbeat_interval", "heartbeats tell how long steps take"),
+    ("memory_horizon", 1.0, "usage_interval", "a node's memory is looked at that often"),
+    ("autoscale_patience", 1.0, "autoscale_window", "a change is measured for so long"),
+)
+"""Limits that must be at least so many times another one, and why."""
+
+
+def _check(limits: Limits) -> None:
+    """Refuse limits that cannot be meant, by themselves or beside others.
+
+    Raises:
+        ConfigurationError: one is out of its range, or too small for another.
+    """
+    for name in Limits.__struct_fields__:
+        value = getattr(limits, name)
+        if not isinstance(value, int | float):
+            continue
+        if not math.isfinite(value):
+            raise ConfigurationError(
+                f"The setting {name} is {value:g}; it must be a finite number."
+            )
+        least, most = RANGES.get(name, (0.0, math.inf))
+        if not least <= value <= most:
+            accepted = (
+                f"{least:g} or more" if most == math.inf else f"between {least:g} and {most:g}"
+            )
+            raise ConfigurationError(f"The setting {name} is {value:g}; it must be {accepted}.")
+        if name in ABOVE_ZERO and not value:
+            raise ConfigurationError(f"The setting {name} is 0; it must be above 0.")
+    for name, factor, other, why in RELATIONS:
+        least = factor * getattr(limits, other)
+        value = getattr(limits, name)
+        if value < least:
+            raise ConfigurationError(
+                f"The setting {name} is {value:g} and {other} is {getattr(limits, other):g}: {name} must be "
+                f"{least:g} or more, since {why}."
+            )
 
 
 def node_place(env: Mapping[str, str]) -> tuple[int, int]:
@@ -125,6 +232,11 @@ def node_place(env: Mapping[str, str]) -> tuple[int, int]:
     return place[0], place[1]
 
 
+def steps_file(env: Mapping[str, str]) -> str:
+    """The file in which the program of this worker records its steps; empty if it has none, or on other ranks."""
+    return env.get("DLROVER_STEPS_FILE", "") if env.get("RANK", "0") == "0" else ""
+
+
 def node_command(env: Mapping[str, str]) -> list[str]:
     """The words before the command of each local node, which give it an address of its own; mostly none."""
     return shlex.split(env.get("DLROVER_NODE_COMMAND", ""))
@@ -135,12 +247,18 @@ def setting_names() -> frozenset[str]:
     return (frozenset(Settings.__struct_fields__) - {"limits"}) | set(Limits.__struct_fields__)
 
 
-def state_dir(env: Mapping[str, str]) -> Path:
-    """Where job directories go by default: the user's state directory."""
+def state_dirs(env: Mapping[str, str]) -> list[Path]:
+    """Where job directories go by default, the first that can be written to: the user's state directory.
+
+    One for temporary files stands in for it, unless a variable names the place.
+    """
     if env.get("DLROVER_STATE_DIR"):
-        return Path(env["DLROVER_STATE_DIR"])
-    base = env.get("XDG_STATE_HOME") or str(Path(env.get("HOME", "/tmp")) / ".local" / "state")  # noqa: S108
-    return Path(base) / "dlrover"
+        return [Path(env["DLROVER_STATE_DIR"])]
+    temporary = Path(tempfile.gettempdir()) / f"dlrover-{os.getuid()}"
+    if env.get("XDG_STATE_HOME"):
+        return [Path(env["XDG_STATE_HOME"]) / "dlrover", temporary]
+    home = [Path(env["HOME"]) / ".local" / "state" / "dlrover"] if env.get("HOME") else []
+    return [*home, temporary]
 
 
 def _budgets(text: str) -> dict[str, int]:
@@ -179,10 +297,25 @@ def _from_environment(env: Mapping[str, str]) -> dict[str, Any]:
     names = setting_names()
     values = {}
     for variable, value in env.items():
-        key = variable[len(ENV_PREFIX) :].lower()
-        if variable.startswith(ENV_PREFIX) and key in names:
-            values[key] = value
+        name = variable.removeprefix(ENV_PREFIX)
+        if name == variable or not value or name in OTHER_VARIABLES | TEST_VARIABLES:
+            continue
+        if _is_of_a_service(name, value):
+            continue
+        if name.lower() in names and name == name.upper():
+            values[name.lower()] = value
+        elif not name.startswith("TEST_"):
+            known = [*(key.upper() for key in names), *OTHER_VARIABLES]
+            near = difflib.get_close_matches(name.upper(), known, n=1)
+            nearest = f"; the nearest one is {ENV_PREFIX}{near[0]}" if near else ""
+            raise ConfigurationError(f"{variable} is set and is no variable of DLRover{nearest}.")
     return values
+
+
+def _is_of_a_service(name: str, value: str) -> bool:
+    """Whether Kubernetes has set a variable, for a Service whose name begins with ours."""
+    url = re.fullmatch(r"(.*_)?PORT", name) and _SERVICE_URL.match(value)
+    return bool(url or _SERVICE.fullmatch(name))
 
 
 def _from_rdzv_conf(conf: Mapping[str, str]) -> dict[str, Any]:

@@ -5,7 +5,9 @@
     DLRoverError
     ├── UserCodeError         the user's program failed            exit code 1
     ├── ConfigurationError    a flag, file or variable is wrong    exit code 2
+    │   └── FormatError       another version wrote what is to be read    exit code 2
     ├── InfrastructureError   a machine, network or limit failed   exit code 3
+    │   ├── CheckpointsLostError   none of the checkpoints can be loaded    exit code 3
     │   └── FencedError       another master has taken over        exit code 3
     └── ProtocolError         a peer sent what it must not send    exit code 3
 
@@ -55,10 +57,18 @@ class ConfigurationError(DLRoverError):
     exit_code = ExitCode.USAGE
 
 
+class FormatError(ConfigurationError):
+    """What is to be read has the format of another version of DLRover: no attempt will succeed."""
+
+
 class InfrastructureError(DLRoverError):
     """A machine, the network or a limit failed."""
 
     exit_code = ExitCode.INFRASTRUCTURE
+
+
+class CheckpointsLostError(InfrastructureError):
+    """There were checkpoints, and none can be loaded: a restart would find no more of them."""
 
 
 class FencedError(InfrastructureError):

@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 
-from dlrover.agent.environment import worker_arguments, worker_environment
+from dlrover import config
+from dlrover.agent.environment import secrets, worker_arguments, worker_environment
 from dlrover.errors import ConfigurationError
 from dlrover.spec.launch import Entry, LaunchSpec
 from dlrover.spec.world import World
@@ -65,3 +66,17 @@ def test_the_role_is_as_it_was_given_in_a_job_without_servers():
 def test_the_local_rank_in_arguments():
     spec = launch(args=("--gpu", "${local_rank}", "$other", "$$"))
     assert worker_arguments(spec, 1) == ["--gpu", "1", "$other", "$"]
+
+
+def test_all_nodes_of_a_world_with_tls_have_a_secret_which_no_other_world_has():
+    world = msgspec.structs.replace(WORLD, salt="a")
+    other_node = msgspec.structs.replace(world, node_rank=0, first_rank=0)
+    assert secrets(world, "token") == secrets(other_node, "token")
+    others = [
+        (msgspec.structs.replace(world, salt="b"), "token"),
+        (msgspec.structs.replace(world, round=4), "token"),
+        (world, "another"),
+    ]
+    found = {secrets(*each)[config.REPLICA_SECRET] for each in [(world, "token"), *others]}
+    assert len(found) == 4
+    assert secrets(world, "") == {}

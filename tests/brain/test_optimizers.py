@@ -14,6 +14,7 @@ from dlrover.brain.single import SingleJobOptimizer, first_plan
 from dlrover.planning.measured import ring_sample
 from dlrover.planning.warmstart import PastJob
 from dlrover.spec import brain
+from dlrover.spec.batches import Batches
 from dlrover.spec.plan import Effect, Group, PlanOutcome
 from tests.brain import jobs
 
@@ -59,6 +60,30 @@ def test_a_plan_keeps_within_what_the_user_has_set() -> None:
     assert workers(single(job("one", (2, 4), 4, space=space))) == 6
     fixed = brain.Space(workers=brain.Range(4, 4))
     assert single(job("one", (4,), 4, space=fixed)).plan is None
+
+
+def followed(speeds: dict[int, float], start: int) -> list[int]:
+    """The numbers of workers that a job has which follows each plan, until there is none."""
+    sizes, measured = [start], []
+    for _ in range(12):
+        current = jobs.shape(sizes[-1])
+        measured.append(brain.Sample(shape=current, throughput=speeds[sizes[-1]]))
+        space = brain.Space(workers=brain.Range(1, len(speeds)))
+        description = jobs.register("one", space=space).description
+        advice = single(Job("one", description, current, tuple(measured), (), 0.0, len(measured)))
+        if advice.plan is None:
+            return sizes
+        sizes.append(workers(advice))
+    raise AssertionError(f"no end: {sizes}")
+
+
+@pytest.mark.parametrize(
+    ("speeds", "start", "best"),
+    [((10, 19, 27.3, 20), 1, 3), ((10, 16, 23.9, 20), 4, 3), ((10, 10, 10, 10), 4, 1)],
+)
+def test_a_job_finds_the_best_size_that_no_model_describes(speeds, start, best) -> None:
+    sizes = followed(dict(enumerate(speeds, 1)), start)
+    assert sizes[-1] == best, sizes
 
 
 def test_wrong_predictions_shorten_the_steps() -> None:
@@ -123,6 +148,63 @@ def test_the_cluster_goes_where_it_brings_most() -> None:
     advice = ClusterOptimizer().advise([fast, slow], NO_PAST, cluster(9))
     assert workers(advice["fast"]) == 8
     assert workers(advice["slow"]) == 1
+
+
+def batching(
+    variance: float, *, most: int = 1024, least: int = 128, batch: int = 64, exchange: float = 1.0
+) -> Job:
+    """Two workers that exchange gradients for some seconds in each step."""
+    found = Batches(least=least, most=most, pass_most=max(64, batch), square=1.0, variance=variance)
+
+    def measured(share: int) -> brain.Sample:
+        compute = 0.01 + 0.002 * share
+        return brain.Sample(
+            shape=jobs.shape(2, batch=share),
+            throughput=2 * share / (compute + exchange),
+            compute_seconds=compute,
+            batches=found,
+        )
+
+    space = brain.Space(workers=brain.Range(2, 2))
+    description = jobs.register("one", space=space).description
+    samples = (measured(batch // 2), measured(batch))
+    return Job("one", description, jobs.shape(2, batch=batch), samples, (), 0.0, 2)
+
+
+def test_noisy_gradients_get_a_larger_batch() -> None:
+    advice = ClusterOptimizer().advise([batching(1e5)], NO_PAST, cluster(8))["one"]
+    assert advice.plan is not None, advice.reason
+    assert advice.plan.groups["worker"].count == 2
+    assert advice.plan.batch == 256  # twice what was measured
+    assert "2 nodes with batches of 256 samples" in advice.reason
+    assert advice.plan.effect is not None
+    assert advice.plan.effect.throughput > 1.2 * advice.plan.effect.before
+
+
+@pytest.mark.parametrize(
+    "of", [batching(1.0), batching(0.0), batching(1e5, most=128), batching(1e5, most=64, least=64)]
+)
+def test_the_batch_stays_without_noise_or_room(of: Job) -> None:
+    advice = ClusterOptimizer().advise([of], NO_PAST, cluster(8))["one"]
+    assert advice.plan is None, advice.plan
+
+
+def test_a_batch_that_has_become_too_large_shrinks() -> None:
+    of = batching(10.0, batch=512, exchange=0.3)
+    advice = ClusterOptimizer().advise([of], NO_PAST, cluster(8))["one"]
+    assert advice.plan is not None, advice.reason
+    assert advice.plan.batch == 512  # half of what was measured
+
+
+def test_a_fixed_global_batch_is_divided_among_more_workers() -> None:
+    """What a worker does beside the others gets less: the speed of more of them is no multiple."""
+    one = batching(0.0, most=128)
+    wide = brain.Space(workers=brain.Range(1, 4))
+    of = msgspec.structs.replace(one.description, space=wide)
+    advice = ClusterOptimizer().advise(
+        [Job("one", of, one.current, one.samples, (), 0.0, 2)], NO_PAST, cluster(8)
+    )["one"]
+    assert advice.plan is None or workers(advice) < 4
 
 
 def test_a_job_that_runs_is_never_left_without_nodes() -> None:

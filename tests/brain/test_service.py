@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 
 import msgspec
@@ -36,7 +37,8 @@ async def test_a_job_is_planned_by_what_it_measured(database: str, serve: Serve)
         for _ in range(4):
             await client.report(jobs.samples("one", now))
             advice = await client.plan("one", now)
-            if advice.plan is None:
+            assert advice.plan is not None
+            if "no measurement rules out" in advice.reason:
                 break
             following = jobs.shape(advice.plan.groups["worker"].count)
             assert jobs.throughput(following) > jobs.throughput(now)
@@ -44,13 +46,13 @@ async def test_a_job_is_planned_by_what_it_measured(database: str, serve: Serve)
             await client.report(jobs.outcome("one", advice.plan_id, jobs.throughput(now)))
         assert now.groups["worker"].count == 16
         story = await client.explain("one")
-    assert [record.state for record in story.plans] == ["applied"] * len(story.plans)
+    assert [r.state for r in story.plans] == ["applied"] * (len(story.plans) - 1) + [None]
     first = story.plans[0]
     assert first.plan.effect is not None
     assert first.error == pytest.approx(first.measured / first.plan.effect.throughput - 1)
     assert first.before == jobs.shape(1)
     assert story.job.shape == now
-    assert len(story.samples) == len(story.plans) + (advice.plan is None)
+    assert len(story.samples) == len(story.plans)
 
 
 async def test_the_same_question_has_the_same_answer(database: str, serve: Serve) -> None:
@@ -349,7 +351,8 @@ async def test_a_lost_connection_to_the_database_is_made_again(database: str, se
                 mine = connection.scalar(sa.text("SELECT connection_id()"))
                 for row in connection.execute(sa.text("SHOW PROCESSLIST")).all():
                     if row.Id != mine and row.db == engine.url.database:
-                        connection.execute(sa.text(f"KILL {row.Id}"))
+                        with contextlib.suppress(sa.exc.OperationalError):  # it ended by itself
+                            connection.execute(sa.text(f"KILL {row.Id}"))
             else:
                 connection.execute(sa.text(kill))
         engine.dispose()

@@ -12,8 +12,9 @@ from dlrover.checkpoint.memory import Generation
 from dlrover.checkpoint.policies import KeepLast
 from dlrover.checkpoint.protocol import Join, SaverGoneError
 from dlrover.checkpoint.saver import Saver
+from dlrover.checkpoint.saves import SaveId
 from dlrover.checkpoint.stores import open_store
-from dlrover.errors import InfrastructureError, ProtocolError
+from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
 
 ENTRIES = layouts.place([TensorSpec(("a",), "uint8", (8,))], [0])
 PACKED = layouts.packed(msgspec.Raw(msgspec.msgpack.encode(ENTRIES)), b"\x80", (8, 1, 0))
@@ -41,17 +42,19 @@ class Worker:
             book._ranks.drop_last(book._ranks.memories[rank])
         book.join(rank, Join(session, self.size, world, save_at_breakpoint=stores))
 
-    def write(self, step: int) -> int:
-        slot = self.book.begin(self.rank, step)
+    def id(self, step: int, number: int = 0) -> SaveId:
+        return SaveId(0, number or step, step, self.session)
+
+    def write(self, step: int, number: int = 0) -> int:
+        save = self.id(step, number)
+        slot = self.book.begin(self.rank, save)
         os.ftruncate(self.fds[slot], memory.room_for(PACKED))
-        Generation(self.fds[slot]).publish(
-            PACKED, rank=self.rank, world_size=self.size, step=step, session=self.session
-        )
+        Generation(self.fds[slot]).publish(PACKED, rank=self.rank, world_size=self.size, save=save)
         return slot
 
-    def save(self, step: int, *, to_storage: bool = False) -> int:
-        slot = self.write(step)
-        self.book.publish(self.rank, slot, step, to_storage=to_storage)
+    def save(self, step: int, number: int = 0, *, to_storage: bool = False) -> int:
+        slot = self.write(step, number)
+        self.book.publish(self.rank, slot, self.id(step, number), to_storage=to_storage)
         return slot
 
     def leave(self) -> None:
@@ -59,7 +62,7 @@ class Worker:
 
     @property
     def steps(self) -> list[int]:
-        return sorted(held.step for held in self.book.look() if held.rank == self.rank)
+        return sorted(held.save.step for held in self.book.look() if held.rank == self.rank)
 
 
 def test_the_last_two_steps_are_held():
@@ -127,6 +130,118 @@ def test_a_step_that_a_rank_cannot_publish_any_more_fails():
     assert book.settled(0) == ()
 
 
+def saved_twice(*saves: int) -> tuple[Book, list[Worker]]:
+    """A book whose ranks have each saved step 1 that often, for the storage."""
+    book = Book()
+    ranks = tuple(range(len(saves)))
+    workers = [Worker(book, rank, ranks, generations=3) for rank in ranks]
+    for worker, count in zip(workers, saves, strict=True):
+        for number in range(1, count + 1):
+            worker.save(1, number, to_storage=True)
+    return book, workers
+
+
+def stored(book: Book) -> list[tuple[int, ...]]:
+    """Persist what there is; of each task the numbers of the saves that the ranks' parts are of."""
+    found = []
+    while book.tasks.ready:
+        task = book.tasks.next()
+        found.append(tuple(task.slots[rank].saved.number for rank in task.ranks))
+        book.tasks.sources(task)
+        book.tasks.finish(task, "")
+    return found
+
+
+def pins(book: Book) -> int:
+    return sum(slot.pins for mine in book._ranks.memories.values() for slot in mine.slots)
+
+
+def test_each_save_of_a_step_is_persisted_by_itself_and_the_last_one_last():
+    book, _ = saved_twice(2, 2)
+    assert stored(book) == [(1, 1), (2, 2)]
+    assert [book.settled(rank) for rank in range(2)] == [(), ()]
+    assert pins(book) == 0
+
+
+@pytest.mark.parametrize("dies_first", [True, False])
+def test_a_second_save_that_a_rank_did_not_live_to_make_is_given_up(dies_first):
+    book, workers = saved_twice(1 if dies_first else 2, 1)
+    workers[1].leave()
+    if dies_first:
+        workers[0].save(1, 2, to_storage=True)
+    assert stored(book) == [(1, 1)]
+    (problem,) = book.settled(0)
+    assert problem.startswith("Step 1 was not stored: rank 1 ended before.")
+    assert pins(book) == 0
+
+
+def test_a_rank_that_is_a_save_behind_still_has_one_in_common():
+    book, _ = saved_twice(2, 1)
+    held = {(held.rank, held.save.number) for held in book.look()}
+    assert held == {(0, 1), (0, 2), (1, 1)}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_save_that_one_rank_passed_over_holds_up_nothing(first):
+    book, workers = saved_twice(0, 0)
+    save = workers[0].id(1)
+    steps = [
+        lambda: workers[0].save(1, to_storage=True),
+        lambda: book.pass_over(1, save, written=False),
+    ]
+    for step in steps if first == 0 else steps[::-1]:
+        step()
+    assert book.settled(0) == ("Step 1 was not stored: rank 1 did not save it.",)
+    assert pins(book) == 0
+    for worker in workers:
+        worker.save(2, to_storage=True)
+    assert stored(book) == [(2, 2)]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_part_that_its_worker_writes_itself_is_not_waited_for(first):
+    book, workers = saved_twice(0, 0)
+    save = workers[0].id(1)
+    steps = [
+        lambda: workers[0].save(1, to_storage=True),
+        lambda: book.pass_over(1, save, written=True),
+    ]
+    for step in steps if first == 0 else steps[::-1]:
+        step()
+    task = book.tasks.next()
+    assert list(book.tasks.sources(task)) == [0]
+    book.tasks.finish(task, "")
+    assert book.settled(0) == ()
+    book.pass_over(0, workers[0].id(2), written=True)
+    book.pass_over(1, workers[0].id(2), written=True)
+    assert not book.tasks._tasks
+
+
+def test_ranks_that_do_not_make_the_same_saves_are_told_at_once():
+    _, workers = saved_twice(0, 0)
+    workers[0].save(1)
+    workers[0].save(2)
+    workers[1].save(1)
+    with pytest.raises(ConfigurationError, match="saves step 3 where rank 0 has saved step 2"):
+        workers[1].save(3, 2)
+
+
+def test_a_step_that_was_gone_back_to_is_newer_than_what_was_abandoned():
+    worker = Worker(Book(), 0)
+    for step in (1, 2):
+        worker.save(step)
+    worker.save(1, 3)
+    assert worker.steps == [1, 2]
+    worker.save(2, 4)
+    assert {(held.save.step, held.save.number) for held in worker.book.look()} == {(1, 3), (2, 4)}
+
+
+def test_a_saver_says_what_the_newest_save_was_that_it_has_seen():
+    book, _ = saved_twice(2, 1)
+    attached, *_ = book.attach(2, HERE)
+    assert attached.newest.number == 2
+
+
 def test_storage_that_fails_is_told_once_and_so_is_its_return():
     book = Book()
     workers = [Worker(book, rank, (0, 1), generations=3) for rank in range(2)]
@@ -172,7 +287,7 @@ def test_the_step_that_was_loaded_is_kept_until_two_others_are_there():
     old.save(101)
     old.leave()
     new = Worker(book, 0, session=2)
-    book.keep(0, 100, old.session)
+    book.keep(0, old.id(100))
     assert new.steps == [100]
     assert new.save(101) != kept
     assert new.steps == [100, 101]
@@ -187,11 +302,11 @@ def test_the_step_of_a_larger_world_is_kept_whole_until_the_second_save():
         worker.save(100)
         worker.leave()
     new = Worker(book, 0, (0,), session=2)
-    book.keep(0, 100, 1)
+    book.keep(0, old[0].id(100))
     new.save(101)
-    assert [(held.rank, held.step) for held in book.look()] == [(0, 100), (0, 101), (1, 100)]
+    assert [(held.rank, held.save.step) for held in book.look()] == [(0, 100), (0, 101), (1, 100)]
     new.save(102)
-    assert [(held.rank, held.step) for held in book.look()] == [(0, 102), (0, 101)]
+    assert [(held.rank, held.save.step) for held in book.look()] == [(0, 102), (0, 101)]
     with pytest.raises(InfrastructureError, match="Nothing of rank 1"):
         book.open(1)
 
@@ -237,7 +352,7 @@ def test_more_memory_than_there_is_is_refused_with_a_sentence():
     book = Book()
     Worker(book, 0)
     with pytest.raises(InfrastructureError, match="MiB are available"):
-        book.reserve(0, 1 << 50)
+        book.reserve(0, 0, 1 << 50)
 
 
 def test_a_worker_that_publishes_what_it_did_not_write_is_refused():
@@ -245,9 +360,9 @@ def test_a_worker_that_publishes_what_it_did_not_write_is_refused():
     worker = Worker(book, 0)
     slot = worker.write(1)
     with pytest.raises(ProtocolError, match="does not hold step 2"):
-        book.publish(0, slot, 2, to_storage=False)
+        book.publish(0, slot, worker.id(2), to_storage=False)
     with pytest.raises(ProtocolError, match="no generation 7"):
-        book.publish(0, 7, 1, to_storage=False)
+        book.publish(0, 7, worker.id(1), to_storage=False)
 
 
 def test_the_saver_leaves_after_the_linger_time_and_then_takes_no_more_connections():
@@ -287,12 +402,13 @@ def broken_world(*last):
 
 
 def test_what_is_in_memory_stays_until_it_is_decided():
-    book, _ = broken_world(3, 2)
+    book, old = broken_world(3, 2)
     ended = book.breaks.next()
-    assert {rank: sorted(steps) for rank, steps in ended.steps.items()} == {0: [2, 3], 1: [1, 2]}
+    held = {rank: sorted(save.step for save in saves) for rank, saves in ended.saves.items()}
+    assert held == {0: [2, 3], 1: [1, 2]}
     new = [Worker(book, rank, (0, 1), session=2) for rank in range(2)]
     for worker in new:
-        book.keep(worker.rank, 2, 1)
+        book.keep(worker.rank, old[0].id(2))
     saving = threading.Thread(target=new[0].save, args=(3,))
     saving.start()
     assert book.breaks.pause(ended, 5.0), "the savers hear that the memory is wanted"
@@ -303,16 +419,16 @@ def test_what_is_in_memory_stays_until_it_is_decided():
 
 
 def test_the_step_is_persisted_and_the_other_memory_is_free():
-    book, _ = broken_world(3, 2)
+    book, old = broken_world(3, 2)
     ended = book.breaks.next()
-    storing = threading.Thread(target=book.breaks.store, args=(ended, 2, (0, 1)))
+    storing = threading.Thread(target=book.breaks.store, args=(ended, old[0].id(2), (0, 1)))
     storing.start()
     task = book.tasks.next()
     assert (task.step, sorted(book.tasks.sources(task))) == (2, [0, 1])
     new = Worker(book, 0, (0, 1), session=2)
     new.save(3)
     new.save(4)
-    assert [h.step for h in book.look() if h.rank == 0 and h.session == 1] == [2], (
+    assert [h.save.step for h in book.look() if h.rank == 0 and h.save.session == 1] == [2], (
         "it is not overwritten"
     )
     assert storing.is_alive()
@@ -330,7 +446,7 @@ def test_a_step_that_was_asked_for_but_is_not_complete_elsewhere_is_given_up():
     task = book.tasks.next()
     leave(worker)
     ended = book.breaks.next()
-    storing = threading.Thread(target=book.breaks.store, args=(ended, 1, (0,)))
+    storing = threading.Thread(target=book.breaks.store, args=(ended, worker.id(1), (0,)))
     storing.start()
     with pytest.raises(Exception, match="Step 2 was not stored: its world ended"):
         book.tasks.pause(task, 5.0, yielding=False)
@@ -413,7 +529,7 @@ def test_what_a_rank_left_is_not_written_over_before_its_peers_have_ended():
         new.save(step)
     assert new.steps == [1, 6]
     leave(old[1])
-    assert book.breaks.next().steps == {0: (1,), 1: (1,)}
+    assert book.breaks.next().saves == {0: (old[0].id(1),), 1: (old[1].id(1),)}
 
 
 def test_other_nodes_do_not_hold_up_a_training_for_long(tmp_path, monkeypatch):
@@ -433,3 +549,16 @@ def test_other_nodes_do_not_hold_up_a_training_for_long(tmp_path, monkeypatch):
         saver._book.tasks.finish(task, problem)
         saving.join(5)
         assert worker.steps == [2, 3]
+
+
+def test_a_generation_without_its_memory_is_not_granted():
+    book = Book()
+    worker = Worker(book, 0, generations=3)
+    assert book.begin(0, 1, ready=0) == 0, "none is there yet: wait for the first"
+    assert worker.steps == []
+    worker.save(1)
+    assert book.begin(0, 2, ready=1) == 1, "the only one holds the newest step"
+    assert worker.steps == [1]
+    worker.save(2)
+    assert book.begin(0, 3, ready=2) == 0, "the third one is not waited for"
+    assert worker.steps == [2]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dlrover.checkpoint import Checkpointer, commits
-from dlrover.checkpoint.storage import is_stored
+from dlrover.checkpoint.storage import steps
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
@@ -67,7 +67,7 @@ def test_a_step_is_told_when_it_is_durable(checkpointer) -> None:
 
     class Looking(Committing):
         def commit_rank_states(self, states: list[object]) -> None:
-            seen.append(is_stored(checkpointer._store, 3))
+            seen.append(3 in steps(checkpointer._store))
 
     checkpointer.save(3, {"one": Looking()}, to="storage")
     checkpointer.wait()

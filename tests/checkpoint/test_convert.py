@@ -27,6 +27,7 @@ from dlrover.checkpoint.convert import convert
 from dlrover.checkpoint.copying import Copier
 from dlrover.checkpoint.memory import Generation
 from dlrover.checkpoint.persist import Job, Source
+from dlrover.checkpoint.saves import SaveId
 from dlrover.checkpoint.stores import open_store
 from dlrover.checkpoint.tree import DTYPES, Shard
 from dlrover.cli import main
@@ -62,7 +63,8 @@ def store(directory: Path, step: int, *states: dict) -> None:
     sources = {rank: source(state) for rank, state in enumerate(states)}
     clock = threading.Event()
     pause = lambda seconds: clock.wait(seconds) and None  # noqa: E731
-    persist.persist(Job(open_store(directory), step, 1, len(states), sources, pause, 10.0))
+    save = SaveId(0, step, step, 1)
+    persist.persist(Job(open_store(directory), save, len(states), sources, pause, 10.0))
 
 
 def file_of(directory: Path, state: dict, name: str = "state.pt") -> Path:
@@ -74,7 +76,7 @@ def file_of(directory: Path, state: dict, name: str = "state.pt") -> Path:
 def read(path: Path, directory: Path) -> dict:
     """A checkpoint of any format as ``torch.load`` gives it."""
     target = directory / f"{path.name}.read.pt"
-    convert(path, target, "torch")
+    convert(path, target, "torch", trusted=True)
     return torch.load(target, weights_only=True)
 
 
@@ -142,7 +144,7 @@ def test_every_pair_of_formats_keeps_every_bit(tmp_path: Path, one: str, other: 
     state = state_of(DTYPES.keys() - (UNKNOWN_TO_SAFETENSORS if through_safetensors else set()))
     first, second = (tmp_path / f"{n}{SUFFIXES.get(to, '')}" for n, to in enumerate((one, other)))
     convert(file_of(tmp_path, state), first, one)
-    done = convert(first, second, other)
+    done = convert(first, second, other, trusted=True)
     found = read(second, tmp_path)
     assert equal(found, as_dcp_keeps_it(state) if "dcp" in (one, other) else state)
     assert done.step == (40 if "flash" in (one, other) else None)
@@ -228,11 +230,24 @@ def test_views_are_saved_without_what_they_are_views_of(tmp_path: Path):
         assert sum(file.stat().st_size for file in files) < 40_000
 
 
+def test_the_metadata_of_dcp_is_read_only_if_it_is_trusted(tmp_path: Path):
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").write_bytes(b"cbuiltins\nexec\n(Vraise SystemExit\ntR.")
+    with pytest.raises(
+        ConfigurationError, match=r"\.metadata is a pickle.*trusted=True .*--trusted"
+    ):
+        convert(tmp_path / "dcp", tmp_path / "x", "flash")
+    with pytest.raises(SystemExit):
+        convert(tmp_path / "dcp", tmp_path / "x", "flash", trusted=True)
+
+
 def test_a_file_that_a_dcp_directory_lacks(tmp_path: Path):
     convert(file_of(tmp_path, {"w": torch.ones(2)}), tmp_path / "dcp", "dcp")
     (tmp_path / "dcp" / "__0_0.distcp").unlink()
-    with pytest.raises(InfrastructureError, match=r"w cannot be read: .*__0_0\.distcp"):
-        convert(tmp_path / "dcp", tmp_path / "x", "flash")
+    with pytest.raises(
+        InfrastructureError, match=r"w in .*__0_0\.distcp cannot be read: No such file"
+    ):
+        convert(tmp_path / "dcp", tmp_path / "x", "flash", trusted=True)
     assert sorted(os.listdir(tmp_path)) == ["dcp", "state.pt"]
 
 
@@ -372,7 +387,7 @@ def test_objects_in_files_are_refused_and_not_run(tmp_path: Path):
     dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     for path in (file_of(tmp_path, state), tmp_path / "dcp"):
         with pytest.raises(ConfigurationError, match=r"(cannot be kept|can read): .*mkdir"):
-            convert(path, tmp_path / "x", "flash")
+            convert(path, tmp_path / "x", "flash", trusted=True)
     assert not (tmp_path / "made").exists()
 
 
@@ -401,7 +416,7 @@ def test_sources_that_are_none(tmp_path: Path, name: str):
     (tmp_path / name).write_bytes(b"nonsense, nonsense")
     path = tmp_path / name if name.startswith("x.") else (tmp_path / name).parent
     with pytest.raises((ConfigurationError, InfrastructureError), match=r"cannot|can read"):
-        convert(path, tmp_path / "y", "flash")
+        convert(path, tmp_path / "y", "flash", trusted=True)
     assert not (tmp_path / "y").exists()
 
 
@@ -449,7 +464,7 @@ def test_only_a_tensor_at_a_time_is_in_memory(tmp_path: Path, to: str):
     code = (
         "import resource, sys; from pathlib import Path; from dlrover.checkpoint.convert import convert\n"
         "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "before = peak(); convert(Path('dcp'), Path('x.safetensors'), sys.argv[1]); print(peak() - before)"
+        "before = peak(); convert(Path('dcp'), Path('x.safetensors'), sys.argv[1], trusted=True); print(peak() - before)"
     )
     ended = subprocess.run(
         [sys.executable, "-c", code, to], cwd=tmp_path, capture_output=True, text=True, check=True
@@ -462,6 +477,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "sharded.py"
 
 @pytest.mark.slow
 @pytest.mark.long
+@pytest.mark.heavy
 @pytest.mark.timeout(180)
 def test_what_four_ranks_saved_is_loaded_by_others_after_a_conversion(directory, tmp_path: Path):
     def run(verb: str, layout: str, path: Path, ranks: int) -> str:

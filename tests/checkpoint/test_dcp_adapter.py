@@ -21,7 +21,7 @@ def run(verb: str, directory: Path, where: str, ranks: int) -> str:
     return ended.stdout
 
 
-@pytest.mark.parametrize("where", ["memory", "storage"])
+@pytest.mark.parametrize("where", ["storage", pytest.param("memory", marks=pytest.mark.heavy)])
 def test_two_ranks_save_and_others_load(directory, where):
     run("save", directory, where, 2)
     if where == "storage":

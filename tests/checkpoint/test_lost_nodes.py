@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dlrover import config
 from dlrover.checkpoint import Checkpointer, storage
 from dlrover.checkpoint.stores import open_store
 
@@ -26,6 +27,7 @@ class World:
     def __init__(self, nodes: list[Path], last: list[int], held: int = 0, **options) -> None:
         self._processes: list[subprocess.Popen] = []
         self._number = 0
+        self.env: dict[str, str] = {}
         self._meet = nodes[0].parent
         self._plan = {
             "nodes": [str(node) for node in nodes], "last": last, "options": options,
@@ -43,7 +45,7 @@ class World:
         self._processes = [
             subprocess.Popen(
                 [sys.executable, str(SCRIPT), str(rank), json.dumps(plan)],
-                stdout=subprocess.PIPE, text=True, env={**os.environ, **ENV},
+                stdout=subprocess.PIPE, text=True, env={**os.environ, **ENV, **self.env},
             )
             for rank in range(len(self._plan["last"]))
         ]  # fmt: skip
@@ -111,7 +113,13 @@ def test_a_saver_that_is_stopped_stores_first(directory):
     assert torch.equal(state["w"], torch.full((9,), 2.0))
 
 
-@pytest.mark.parametrize(("last", "stored"), [([3, 3, 3, 3], 3), ([3, 4, 3, 4], 3)])
+@pytest.mark.parametrize(
+    ("last", "stored"),
+    [
+        ([3, 4, 3, 4], 3),
+        pytest.param([3, 3, 3, 3], 3, marks=pytest.mark.heavy),
+    ],
+)
 def test_two_nodes_store_the_newest_step_that_all_ranks_have(
     two_nodes, directory, world, last, stored
 ):
@@ -126,9 +134,11 @@ def test_two_nodes_store_the_newest_step_that_all_ranks_have(
     assert ended.load() == [f"{stored} from storage"] * 4
 
 
-def test_what_a_lost_node_had_comes_from_its_replica(two_nodes, directory, world):
+@pytest.mark.parametrize("secret", ["", "5" * 64])
+def test_what_a_lost_node_had_comes_from_its_replica(two_nodes, directory, world, secret):
     """Its workers and its saver are gone; the other node's workers end, as they do in a restart."""
     lost = world(two_nodes, [3, 3, 3, 3], held=4, replicas=1)
+    lost.env = {config.REPLICA_SECRET: secret}
     lost.save()
     lost.kill(2, 3)
     two_nodes[1].kill_savers()

@@ -8,6 +8,7 @@ from dlrover.checkpoint import layout as layouts, memory
 from dlrover.checkpoint.layout import TensorSpec
 from dlrover.checkpoint.limits import available_memory
 from dlrover.checkpoint.memory import PAGE, Generation, State
+from dlrover.checkpoint.saves import SaveId
 from dlrover.errors import InfrastructureError
 
 ENTRIES = layouts.place(
@@ -30,7 +31,7 @@ def fd() -> Iterator[int]:
 def generation(fd: int) -> Generation:
     made = Generation(fd)
     made.data[: PACKED.data_bytes] = os.urandom(PACKED.data_bytes)
-    made.publish(PACKED, rank=1, world_size=2, step=40, session=9)
+    made.publish(PACKED, rank=1, world_size=2, save=SaveId(3, 5, 40, 9))
     return made
 
 
@@ -45,7 +46,7 @@ def test_what_is_published_is_read_through_another_mapping(fd, generation):
     sums = with_sums(generation)
     other = Generation(fd)
     header = other.header()
-    assert (header.rank, header.world_size, header.step, header.session) == (1, 2, 40, 9)
+    assert (header.rank, header.world_size, header.save) == (1, 2, SaveId(3, 5, 40, 9))
     layout = other.layout(header)
     assert layout.entries == ENTRIES
     assert layout.hash == 77
@@ -66,7 +67,7 @@ def test_given_up_memory_is_not_read(fd, generation, state):
 def test_sums_are_of_the_generation_that_they_were_computed_for(generation):
     with_sums(generation)
     generation.invalidate(State.WRITING)
-    generation.publish(PACKED, rank=1, world_size=2, step=41, session=9)
+    generation.publish(PACKED, rank=1, world_size=2, save=SaveId(3, 6, 41, 9))
     assert generation.sums(generation.header()) is None
 
 
@@ -110,7 +111,7 @@ def test_truncated_memory_is_refused(generation):
 def test_a_state_that_does_not_fit_is_not_published(fd, generation):
     os.ftruncate(fd, PAGE)
     with pytest.raises(InfrastructureError, match="does not fit"):
-        Generation(fd).publish(PACKED, rank=0, world_size=1, step=1, session=1)
+        Generation(fd).publish(PACKED, rank=0, world_size=1, save=SaveId(0, 1, 1, 1))
 
 
 def test_the_control_group_limits_the_memory(tmp_path):

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from dlrover.checkpoint import Checkpointer, faults
+from dlrover.checkpoint.copying import Copier
+from dlrover.checkpoint.saves import SaveId
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(60)]
@@ -103,14 +105,102 @@ def test_a_change_that_is_no_optimizers_step_is_noticed(directory, begun):
     checkpointer.close()
 
 
+@pytest.fixture
+def copied(monkeypatch) -> dict[str, object]:
+    """``then``: what to do between the copy and the look at what has changed."""
+    after = {"then": lambda: None}
+    copy = Copier.copy
+
+    def copy_and(self, buffer):
+        copy(self, buffer)
+        after["then"]()
+
+    monkeypatch.setattr(Copier, "copy", copy_and)
+    return after
+
+
+def clip(training: Training) -> None:
+    training.model[2].weight.data.clamp_(-0.01, 0.01)
+
+
+def average(training: Training) -> None:
+    for parameter in training.model.parameters():
+        parameter.data.mul_(0.9)
+
+
+def one_element(training: Training) -> None:
+    training.model[2].weight.detach().numpy()[1, 2] = 7.0
+
+
+@pytest.mark.parametrize("write", [clip, average, one_element])
+def test_a_write_during_the_copy_that_torch_does_not_count_is_noticed(directory, copied, write):
+    training = Training()
+    training.step()
+    checkpointer = Checkpointer(directory, overlap=True, linger=0.0)
+    versions = [parameter._version for parameter in training.model.parameters()]
+    copied["then"] = lambda: write(training)
+    checkpointer.save(1, training.state)
+    with pytest.raises(InfrastructureError, match="Step 1 was not kept"):
+        checkpointer.wait()
+    assert versions == [parameter._version for parameter in training.model.parameters()]
+    checkpointer.save(2, training.state)
+    checkpointer.wait()
+    checkpointer.close()
+
+
+@pytest.mark.parametrize("write", [clip, average])
+def test_a_write_before_the_copy_begins_is_noticed(directory, begun, write):
+    training = Training()
+    training.step()
+    checkpointer = Checkpointer(directory, overlap=True, linger=0.0)
+    begun.clear()
+    checkpointer.save(1, training.state)
+    write(training)
+    begun.set()
+    with pytest.raises(InfrastructureError, match="Step 1 was not kept"):
+        checkpointer.wait()
+    checkpointer.close()
+
+
+def test_a_state_of_all_kinds_of_tensors_is_as_it_was(directory):
+    weights = [
+        torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last),
+        torch.randn(5, 7).t(),
+        torch.randn(6, 6)[::2, ::2],
+        torch.tensor([float("nan"), -0.0]),
+        torch.randn(9, dtype=torch.complex128),
+        torch.randn(9).to(torch.bfloat16),
+        torch.randn(9).to(torch.float8_e4m3fn),
+        torch.zeros(0, 3),
+        torch.tensor(3.0),
+    ]
+    model = torch.nn.Module()
+    for number, weight in enumerate(weights):
+        model.register_parameter(f"w{number}", torch.nn.Parameter(weight, requires_grad=False))
+    checkpointer = Checkpointer(directory, overlap=True, linger=0.0)
+    checkpointer.save(1, {"model": model})
+    checkpointer.wait()
+    _, found = checkpointer.read()
+    for number, weight in enumerate(weights):
+        kept = found["model"][f"w{number}"]
+        assert kept.shape == weight.shape
+        assert (
+            kept.contiguous()
+            .view(-1)
+            .view(torch.uint8)
+            .equal(weight.contiguous().view(-1).view(torch.uint8))
+        )
+    checkpointer.close()
+
+
 def test_an_error_of_the_copy_is_raised_by_the_next_call(directory, monkeypatch):
     checkpointer = Checkpointer(directory, overlap=True, linger=0.0)
     state = {"w": torch.ones(10)}
     checkpointer.save(1, state)
     checkpointer.wait()
 
-    def refuse(step: int) -> int:
-        raise InfrastructureError(f"no memory for step {step}")
+    def refuse(save: SaveId, ready: int) -> int:
+        raise InfrastructureError(f"no memory for step {save.step}")
 
     monkeypatch.setattr(checkpointer._client, "begin", refuse)
     checkpointer.save(2, state)

@@ -8,8 +8,10 @@ from hypothesis import given, strategies as st
 
 from dlrover.checkpoint import joining
 from dlrover.checkpoint.bucket import TokenBucket
+from dlrover.checkpoint.formats import FORMAT
 from dlrover.checkpoint.placement import holders, ring
 from dlrover.checkpoint.protocol import Peer, Replication
+from dlrover.checkpoint.saves import Newest
 from dlrover.errors import ConfigurationError
 
 HOST = "127.0.0.1"
@@ -91,25 +93,32 @@ def test_wrong_wishes_are_refused_with_a_sentence(wishes, words):
         joining.Wishes(**wishes)
 
 
+def facts(saver: int, session: int, token: bytes, peer: Peer | None) -> joining._Facts:
+    return joining._Facts(FORMAT, saver, session, token, Newest(), peer, b"")
+
+
 def test_nodes_are_numbered_by_their_lowest_rank_and_get_the_token_of_the_first():
     peers = {saver: Peer(HOST, 1000 + saver) for saver in (5, 3, 4)}
     every = [
-        joining._Facts(saver, rank, bytes([rank]), peers[saver])
+        facts(saver, rank, bytes([rank]), peers[saver])
         for rank, saver in enumerate([5, 5, 3, 3, 4, 4])
     ]
     wishes = joining.Wishes(replicas=1, bandwidth=7.0)
-    found = {saver: joining._replication(saver, every, wishes) for saver in peers}
+    found = {saver: joining._replication(every, wishes, saver, "", "") for saver in peers}
     assert {saver: plan.peers for saver, plan in found.items()} == {
         5: (peers[3],), 3: (peers[4],), 4: (peers[5],)
     }  # fmt: skip
     assert found[3] == Replication(b"\0", peers[3], (peers[4],), 7.0)
-    assert joining._replication(5, every[:2], wishes) is None, "there is no other node"
+    assert joining._replication(every[:2], wishes, 5, "", "") is None, "there is no other node"
 
 
 def test_a_node_that_cannot_be_reached_gets_no_replicas():
-    every = [joining._Facts(1, 0, b"", Peer(HOST, 1)), joining._Facts(2, 0, b"", None)]
-    assert joining._replication(1, every, joining.Wishes(replicas=1)).peers == ()
-    assert joining._replication(2, every, joining.Wishes(replicas=1)) is None
+    every = [
+        facts(1, 0, b"", Peer(HOST, 1)),
+        facts(2, 0, b"", None),
+    ]
+    assert joining._replication(every, joining.Wishes(replicas=1), 1, "", "").peers == ()
+    assert joining._replication(every, joining.Wishes(replicas=1), 2, "", "") is None
 
 
 def test_the_own_address_is_of_the_loopback_only_where_the_others_are():

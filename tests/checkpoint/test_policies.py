@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from dlrover.checkpoint import Checkpointer, policies, storage
+from dlrover.checkpoint.formats import FORMAT
 from dlrover.checkpoint.policies import (
     KeepAny,
     KeepBest,
@@ -30,9 +31,15 @@ simple = st.one_of(
     ),
 )
 any_policy = st.one_of(simple, st.builds(lambda a, b: a | b, simple, simple))
+
+
+def info(step: int, metrics: dict) -> StepInfo:
+    return StepInfo(step, number=step, metrics=metrics)
+
+
 infos = st.lists(
     st.builds(
-        StepInfo,
+        info,
         st.integers(0, 200),
         st.dictionaries(st.sampled_from(["loss", "score"]), st.sampled_from([-1.0, 0.0, 0.5, 7.0])),
     ),
@@ -84,6 +91,32 @@ def test_a_step_that_was_let_go_is_not_wanted_again(policy, steps, data):
 @given(counts, infos)
 def test_the_last_are_the_newest(count, steps):
     assert KeepLast(count).kept(steps) == set(sorted(numbers(steps))[-count:])
+
+
+WENT_BACK = [
+    StepInfo(5, 20, 5),
+    StepInfo(10, 20, 10),
+    StepInfo(12, 0, 12),
+    StepInfo(30, 0, 30),
+    StepInfo(13, 20, 33),
+]
+"""A training that had saved up to step 30 went back to step 10, and has saved step 13."""
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [
+        (KeepLast(1), {13}),
+        (KeepLast(3), {5, 10, 13}),
+        (KeepLast(4), {5, 10, 13, 30}),
+        (KeepEvery(4), {5, 10, 13, 30}),
+        (KeepEvery(12), {13, 30}),
+    ],
+)
+def test_after_going_back_the_new_line_is_the_newest(policy, kept):
+    assert policy.kept(WENT_BACK) == kept
+    stored = [info for info in WENT_BACK if info.step in kept]
+    assert policy.kept(stored) == kept
 
 
 @given(st.integers(1, 40), infos)
@@ -175,7 +208,10 @@ def test_metrics_become_numbers_and_what_is_not_finite_is_left_out():
 def store(directory: Path, step: int, metrics: dict[str, float] | None = None) -> None:
     path = directory / f"step-{step}"
     path.mkdir(parents=True)
-    manifest = {"format": 1, "step": step, "world_size": 1, "replicated": True, "files": {}}
+    save = {"line": 0, "number": step, "step": step, "session": 1}
+    manifest = {
+        "format": FORMAT, "step": step, "save": save, "world_size": 1, "replicated": True, "files": {},
+    }  # fmt: skip
     if metrics is not None:
         manifest["metrics"] = metrics
     (path / MANIFEST).write_text(json.dumps(manifest))
@@ -205,7 +241,7 @@ def test_a_damaged_manifest_does_not_stop_pruning(tmp_path: Path):
         store(tmp_path, step, {"loss": float(step)})
     (tmp_path / "step-2" / MANIFEST).write_text("{")
     storage.prune(open_store(tmp_path), KeepBest(1, "loss"))
-    assert storage.steps(open_store(tmp_path)) == [3, 1]
+    assert storage.steps(open_store(tmp_path)) == [3, 2, 1], "it is left to a load"
 
 
 @pytest.mark.slow

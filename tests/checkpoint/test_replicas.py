@@ -6,6 +6,8 @@ import logging
 import os
 import secrets
 import socket
+import socketserver
+import ssl
 import threading
 import time
 from typing import ClassVar
@@ -17,6 +19,7 @@ from hypothesis import given, settings
 from random_trees import assert_same, blank, trees
 
 from dlrover.checkpoint import (
+    certificates,
     copying,
     exchange,
     faults,
@@ -28,11 +31,13 @@ from dlrover.checkpoint import (
     wire,
 )
 from dlrover.checkpoint.book import Book
+from dlrover.checkpoint.formats import FORMAT
 from dlrover.checkpoint.layout import TensorSpec
 from dlrover.checkpoint.memory import Generation
 from dlrover.checkpoint.protocol import Join, Peer, Replication
 from dlrover.checkpoint.replicas import Replicas
 from dlrover.checkpoint.restore import Restoration
+from dlrover.checkpoint.saves import SaveId
 from dlrover.errors import ProtocolError
 
 HOST = "127.0.0.1"
@@ -57,16 +62,20 @@ class Node:
 
     all: ClassVar[list["Node"]] = []
 
-    def __init__(self, rank: int, port: int = 0) -> None:
+    def __init__(self, rank: int, port: int = 0, *, tls: bool = False, pem: str = "") -> None:
         self.rank = rank
         self.owner = 0
         self.book = Book()
         self.replicas = Replicas(self.book.exchange)
-        self.peer = Peer(HOST, self.replicas.listen(HOST, port))
+        self.pem = pem or self.replicas.certify(tls=tls)
+        shown = certificates.fingerprint(self.pem) if self.pem else b""
+        self.peer = Peer(HOST, self.replicas.listen(HOST, port), shown)
         Node.all.append(self)
 
     def join(self, *others, session=1, token=b"secret", size=2, bandwidth=None) -> None:
-        plan = Replication(token, self.peer, tuple(other.peer for other in others), bandwidth)
+        plan = Replication(
+            token, self.peer, tuple(other.peer for other in others), bandwidth, self.pem
+        )
         joined = Join(session, size, (self.rank,), replication=plan)
         _, self.owner, fds = self.book.attach(self.rank, os.getpid())
         self.fds = fds[:2]
@@ -75,41 +84,40 @@ class Node:
         self.book.join(self.rank, joined)
         self.replicas.join(joined)
 
-    def save(self, step: int, state: dict | None = None) -> bytes:
-        slot = self.book.begin(self.rank, step)
-        data = self._write(slot, step) if state is None else self._copy(slot, step, state)
-        self.book.publish(self.rank, slot, step, to_storage=False)
+    def save(self, step: int, state: dict | None = None, number: int = 0) -> bytes:
+        save = SaveId(0, number or step, step, self.book.exchange.world().joined.session)
+        slot = self.book.begin(self.rank, save)
+        data = self._write(slot, save) if state is None else self._copy(slot, save, state)
+        self.book.publish(self.rank, slot, save, to_storage=False)
         self.book.sums.compute_next()
         return data
 
-    def _write(self, slot: int, step: int) -> bytes:
-        self.book.reserve(self.rank, memory.room_for(PACKED))
+    def _write(self, slot: int, save: SaveId) -> bytes:
+        self.book.reserve(self.rank, slot, memory.room_for(PACKED))
         generation = Generation(self.fds[slot])
-        data = (secrets.token_bytes(1000) + bytes([step])) * (SIZE // 1001 + 1)
+        data = (secrets.token_bytes(1000) + bytes([save.step])) * (SIZE // 1001 + 1)
         generation.data[:SIZE] = data[:SIZE]
-        self._publish(generation, PACKED, step)
+        self._publish(generation, PACKED, save)
         return data[:SIZE]
 
-    def _copy(self, slot: int, step: int, state: dict) -> bytes:
+    def _copy(self, slot: int, save: SaveId, state: dict) -> bytes:
         copier = copying.Copier()
         packed = copier.layout(tree.flatten(state))
-        self.book.reserve(self.rank, memory.room_for(packed))
+        self.book.reserve(self.rank, slot, memory.room_for(packed))
         generation = Generation(self.fds[slot])
         copier.copy(torch.frombuffer(generation.data, dtype=torch.uint8))
-        self._publish(generation, packed, step)
+        self._publish(generation, packed, save)
         return bytes(generation.data[: packed.data_bytes])
 
-    def _publish(self, generation: Generation, packed: layouts.PackedLayout, step: int) -> None:
+    def _publish(self, generation: Generation, packed: layouts.PackedLayout, save: SaveId) -> None:
         world = self.book.exchange.world().joined
-        generation.publish(
-            packed, rank=self.rank, world_size=world.world_size, step=step, session=world.session
-        )
+        generation.publish(packed, rank=self.rank, world_size=world.world_size, save=save)
 
     def steps(self, rank: int) -> list[int]:
-        return sorted(held.step for held in self.book.look() if held.rank == rank)
+        return sorted(held.save.step for held in self.book.look() if held.rank == rank)
 
     def data(self, rank: int, step: int) -> bytes:
-        (held,) = [h for h in self.book.look() if (h.rank, h.step) == (rank, step)]
+        (held,) = [h for h in self.book.look() if (h.rank, h.save.step) == (rank, step)]
         assert self.book.verify(rank, held.slot) == ""
         return bytes(Generation(self.book.open(rank)[1][held.slot]).data[:SIZE])
 
@@ -121,8 +129,8 @@ class Node:
         self.book.join(self.rank, Join(99, 9, (self.rank,)))
 
 
-def pair(**options):
-    nodes = Node(0), Node(1)
+def pair(*, tls=False, **options):
+    nodes = Node(0, tls=tls), Node(1, tls=tls)
     nodes[0].join(nodes[1], **options)
     nodes[1].join(nodes[0], **options)
     return nodes
@@ -152,7 +160,19 @@ def test_the_last_two_steps_are_on_the_other_node():
     assert b.steps(0) == [2, 3], "a save lets go of no replica of its own world"
 
 
+def test_a_step_that_is_saved_again_reaches_the_other_node_and_so_does_an_older_one():
+    a, b = pair()
+    a.save(5)
+    until(lambda: b.steps(0) == [5])
+    for step, number in ((5, 6), (3, 7)):
+        kept = a.save(step, number=number)
+        until(lambda n=number: n in {held.save.number for held in b.book.look()})
+    assert b.steps(0) == [3, 5]
+    assert b.data(0, 3) == kept
+
+
 @pytest.mark.torch
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_any_tree_is_equal_on_the_other_node():
     a, b = pair()
     steps = itertools.count(1)
@@ -163,7 +183,7 @@ def test_any_tree_is_equal_on_the_other_node():
         step = next(steps)
         a.save(step, state)
         until(lambda: step in b.steps(0))
-        (held,) = [h for h in b.book.look() if (h.rank, h.step) == (0, step)]
+        (held,) = [h for h in b.book.look() if (h.rank, h.save.step) == (0, step)]
         generation = Generation(b.book.open(0)[1][held.slot])
         layout = generation.layout(generation.header())
         buffer = torch.frombuffer(generation.data, dtype=torch.uint8)
@@ -179,7 +199,7 @@ def test_bytes_that_change_on_their_way_are_refused(monkeypatch, caplog):
     fill = exchange.Exchange.fill
 
     def corrupt(self, copy, offset, data):
-        if copy.header.step == 1 and offset:
+        if copy.header.save.step == 1 and offset:
             data = bytes([data[0] ^ 1]) + data[1:]
         fill(self, copy, offset, data)
 
@@ -217,29 +237,31 @@ def test_a_wrong_token_is_refused_and_logged(caplog):
     assert b.steps(0) == []
 
 
-@pytest.mark.parametrize("data", [b"\xff" * 64, b"\0\0\0\4junk", b"\0\0\0\1"])
-def test_what_is_no_message_ends_the_connection_only(data):
-    a, b = pair()
+@pytest.mark.parametrize("tls", [False, True])
+@pytest.mark.parametrize("data", [b"\xff" * 64, b"\0\0\0\4junk", b"\0\0\0\1", b"\x16\x03\x01" * 99])
+def test_what_is_no_message_ends_the_connection_only(data, tls):
+    a, b = pair(tls=tls)
     with socket.create_connection((b.peer.host, b.peer.port)) as sock:
         sock.sendall(data)
         with contextlib.suppress(ConnectionResetError):
             with contextlib.suppress(OSError):  # it may have ended the connection already
                 sock.shutdown(socket.SHUT_WR)
-            assert sock.recv(10) == b""
+            answer = sock.recv(1000)  # under TLS there may be an alert
+            assert tls or answer == b""
     a.save(1)
     until(lambda: b.steps(0) == [1])
 
 
 def greeted(node):
     sock = socket.create_connection((node.peer.host, node.peer.port))
-    wire.send(sock, wire.Hello(1, b"secret"))
+    wire.send(sock, wire.Hello(1, b"secret", FORMAT))
     assert wire.expect(sock, wire.Answer).wanted
     return sock
 
 
 def header(**changed):
     fields = {
-        "rank": 0, "world_size": 2, "step": 1, "session": 1, "layout_hash": 0, "data_bytes": 100,
+        "rank": 0, "world_size": 2, "save": SaveId(0, 1, 1, 1), "layout_hash": 0, "data_bytes": 100,
         "index_bytes": 10, "index_hash": 0, "tensors": 1,
     }  # fmt: skip
     return memory.Header(**{**fields, **changed})
@@ -250,7 +272,7 @@ def header(**changed):
     [
         ({"rank": 1}, "Rank 1 is not one of another node"),
         ({"rank": 2}, "Rank 2 is not"),
-        ({"session": 7}, "not of this world"),
+        ({"save": SaveId(0, 1, 1, 7)}, "not of this world"),
         ({"world_size": 3}, "not of this world"),
         ({"data_bytes": -1}, "not of this world"),
         ({"data_bytes": 1 << 50}, "MiB are available"),
@@ -380,8 +402,8 @@ def test_a_new_world_continues_from_a_replica_and_then_lets_go_of_it():
     until(lambda: b.steps(0) == [1])
     b.book.detach(1, b.owner)
     b.join(session=2)
-    assert b.book.look()[0].session == 1
-    b.book.keep(1, 1, 1)
+    assert b.book.look()[0].save.session == 1
+    b.book.keep(1, SaveId(0, 1, 1, 1))
     assert b.data(0, 1) == kept
     b.save(2)
     assert b.steps(0) == [1]
@@ -398,7 +420,7 @@ def test_a_rank_that_comes_to_the_node_takes_its_memory_over():
     b.rank = 0
     b.join(session=2)
     assert b.data(0, 1) == kept
-    b.book.keep(0, 1, 1)
+    b.book.keep(0, SaveId(0, 1, 1, 1))
     b.save(2)
     assert b.steps(0) == [1, 2]
 
@@ -432,7 +454,7 @@ def test_what_comes_from_an_earlier_world_is_not_taken():
         with pytest.raises(ConnectionError):
             wire.receive(sock)
     with socket.create_connection((b.peer.host, b.peer.port)) as sock:
-        wire.send(sock, wire.Hello(1, b"secret"))
+        wire.send(sock, wire.Hello(1, b"secret", FORMAT))
         assert wire.expect(sock, wire.Answer).problem == "There is another world."
 
 
@@ -442,3 +464,98 @@ def test_nothing_is_logged_when_all_is_well(caplog):
         a.save(1)
         until(lambda: b.steps(0) == [1])
     assert caplog.text == ""
+
+
+class Between(socketserver.ThreadingTCPServer):
+    """Passes on what goes to a node, and keeps it; or answers itself, with a certificate of its own."""
+
+    daemon_threads = True
+
+    def __init__(self, target: Peer, pem: str = "") -> None:
+        super().__init__((HOST, 0), None)
+        self.target, self.pem, self.seen = target, pem, bytearray()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def finish_request(self, request, _address) -> None:
+        with contextlib.suppress(OSError, ProtocolError):
+            if self.pem:
+                with certificates.accept(request, self.pem) as sock:
+                    self.seen += sock.recv(1 << 16)
+                return
+            with socket.create_connection((self.target.host, self.target.port)) as there:
+                threading.Thread(target=self._pass_on, args=(there, request), daemon=True).start()
+                self._pass_on(request, there)
+
+    def _pass_on(self, here, there) -> None:
+        with contextlib.suppress(OSError):
+            while data := here.recv(1 << 16):
+                self.seen += data
+                there.sendall(data)
+
+    def __exit__(self, *_) -> None:
+        self.shutdown()
+        self.server_close()
+
+    @property
+    def peer(self) -> Peer:
+        return Peer(HOST, self.server_address[1], self.target.fingerprint)
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_with_tls_whoever_passes_replicas_on_reads_nothing_of_them(tls):
+    a, b = Node(0, tls=tls), Node(1, tls=tls)
+    with Between(b.peer) as between:
+        b.join(a)
+        a.join(between)
+        kept = a.save(1)
+        until(lambda: b.steps(0) == [1])
+        assert b.data(0, 1) == kept
+        for part in (b"secret", kept[:50]):
+            assert (part in between.seen) is not tls
+        a.end()
+
+
+def test_a_saver_with_another_certificate_gets_nothing(caplog):
+    a, b = Node(0, tls=True), Node(1, tls=True)
+    with Between(b.peer, certificates.make()) as between:
+        b.join(a)
+        a.join(between)
+        a.save(1)
+        until(lambda: "shows another certificate" in caplog.text)
+        a.end()
+        assert between.seen == b""
+    assert b.steps(0) == []
+
+
+def test_without_tls_nothing_is_sent_to_a_saver_that_has_it_nor_the_other_way(caplog):
+    a, b = Node(0, tls=True), Node(1)
+    a.join(b)
+    b.join(a)
+    a.save(1)
+    until(lambda: "No replicas reach" in caplog.text)
+    b.save(1)
+    until(lambda: caplog.text.count("does not speak TLS") > 1)
+    assert (a.steps(1), b.steps(0)) == ([], [])
+
+
+def test_a_saver_that_starts_again_shows_the_certificate_that_the_others_expect():
+    a, b = pair(tls=True)
+    a.save(1)
+    until(lambda: b.steps(0) == [1])
+    b.end()
+    a.save(2)
+    again = Node(1, b.peer.port, pem=b.pem)
+    again.join(a)
+    until(lambda: again.steps(0) == [2])
+
+
+def test_with_tls_a_wrong_token_is_refused_too(caplog):
+    _, b = pair(tls=True)
+    with socket.create_connection((HOST, b.peer.port)) as plain:
+        sock = certificates.connect(plain, b.peer.fingerprint)
+        assert sock.version() == "TLSv1.3"
+        wire.send(sock, wire.Hello(1, b"another", FORMAT))
+        with pytest.raises((ConnectionError, ssl.SSLError)):
+            wire.receive(sock)
+        sock.close()
+    until(lambda: "does not know the token" in caplog.text)

@@ -31,7 +31,12 @@ def run(verb: str, layout: str, where: str, *nodes: Path, ranks: int) -> str:
 
 @pytest.mark.parametrize(
     ("saved", "where"),
-    [("fsdp2", "memory"), ("tp x dp", "memory"), ("tp x dp", "storage"), ("hsdp", "storage")],
+    [
+        ("fsdp2", "memory"),
+        ("tp x dp", "storage"),
+        pytest.param("tp x dp", "memory", marks=pytest.mark.heavy),
+        pytest.param("hsdp", "storage", marks=pytest.mark.heavy),
+    ],
 )
 def test_four_ranks_saved_and_others_load(directory, saved, where):
     run("save", saved, where, directory, ranks=4)

@@ -26,6 +26,7 @@ from dlrover.checkpoint.copying import Copier
 from dlrover.checkpoint.memory import Generation
 from dlrover.checkpoint.persist import Job, Source
 from dlrover.checkpoint.policies import KeepLast
+from dlrover.checkpoint.saves import SaveId
 from dlrover.checkpoint.stores import IDENTITY, MANIFEST, open_store
 from dlrover.errors import ConfigurationError, InfrastructureError
 
@@ -36,7 +37,7 @@ pytestmark = [
 
 
 def unfinished(directory: Path, step: int, session: int) -> Path:
-    return directory / f".step-{step}.{session:016x}"
+    return directory / f".step-{step}.{session:016x}-{step}"
 
 
 @pytest.mark.parametrize("dtype", sorted(tree.DTYPES))
@@ -69,13 +70,16 @@ def source(state: dict) -> Source:
 
 
 def job(
-    directory: Path, sources: dict[int, Source], world_size: int, patience: float = 10.0
+    directory: Path,
+    sources: dict[int, Source],
+    world_size: int,
+    patience: float = 10.0,
+    number: int = 7,
 ) -> Job:
     clock = threading.Event()
     return Job(
         store=open_store(directory),
-        step=7,
-        session=1,
+        save=SaveId(0, number, 7, 1),
         world_size=world_size,
         sources=sources,
         pause=lambda seconds: clock.wait(seconds) and None,
@@ -132,11 +136,11 @@ def test_a_worker_without_memory_writes_its_part_beside_those_of_savers(tmp_path
     mine = state(1)
     copier = Copier()
     packed = copier.layout(tree.flatten(mine))
-    worker = direct.Writer(open_store(tmp_path), "", KeepLast(1), rank=1, world_size=2, session=1)
+    worker = direct.Writer(open_store(tmp_path), "", KeepLast(1), rank=1, world_size=2)
     saver = job(tmp_path, {0: source(state())}, 2)
     storing = threading.Thread(target=persist.persist, args=(saver,))
     storing.start()
-    assert worker.write(7, packed, copier.sources, {}) == ""
+    assert worker.write(SaveId(0, 7, 7, 1), packed, copier.sources, {}) == ""
     storing.join(20)
     with storage.StoredStep(open_store(tmp_path), "step-7") as stored:
         assert stored.manifest.replicated
@@ -162,7 +166,7 @@ def test_a_node_that_never_comes_is_named(tmp_path):
 
 def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path):
     for value in (1, 2):
-        persist.persist(job(tmp_path, {0: source({"value": value})}, 1))
+        persist.persist(job(tmp_path, {0: source({"value": value})}, 1, number=value))
     with storage.StoredStep(open_store(tmp_path), "step-7") as stored:
         assert layouts.decode(stored.index(0).skeleton) == {"value": 2}
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-7"]
@@ -175,13 +179,20 @@ def test_a_manifest_holds_what_was_measured(tmp_path):
 
 
 def test_a_directory_that_is_another_one_is_left_alone(tmp_path):
-    mine = dataclasses.replace(job(tmp_path, {0: source(state())}, 1), identity="another")
+    def guard(expected: str) -> None:
+        storage.check_identity(open_store(tmp_path), expected)
+
+    mine = job(tmp_path, {0: source(state())}, 1)
     for found in ([], [IDENTITY]):
         with pytest.raises(OSError, match="not the directory any more"):
-            persist.persist(mine)
+            persist.persist(dataclasses.replace(mine, guard=lambda: guard("another")))
         assert os.listdir(tmp_path) == found
         storage.identity(open_store(tmp_path))
-    persist.persist(dataclasses.replace(mine, identity=storage.identity(open_store(tmp_path))))
+    (tmp_path / IDENTITY).write_bytes(b"\xff" * 32)
+    with pytest.raises(OSError, match="not the directory any more"):
+        guard("another")
+    name = storage.identity(open_store(tmp_path))
+    persist.persist(dataclasses.replace(mine, guard=lambda: guard(name)))
     assert storage.steps(open_store(tmp_path)) == [7]
 
 

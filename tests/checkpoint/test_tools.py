@@ -17,6 +17,7 @@ from dlrover.checkpoint import layout as layouts, memory, persist, storage, tool
 from dlrover.checkpoint.copying import Copier
 from dlrover.checkpoint.memory import Generation
 from dlrover.checkpoint.persist import Job, Source
+from dlrover.checkpoint.saves import SaveId
 from dlrover.checkpoint.stores import open_store
 from dlrover.checkpoint.tree import Shard
 from dlrover.cli import main
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.torch
 
 
 def unfinished(directory: Path, step: int, session: int) -> Path:
-    return directory / f".step-{step}.{session:016x}"
+    return directory / f".step-{step}.{session:016x}-{step}"
 
 
 def source(state: dict) -> Source:
@@ -48,7 +49,8 @@ def store(directory: Path, step: int, *states: dict) -> None:
     sources = {rank: source(state) for rank, state in enumerate(states)}
     clock = threading.Event()
     pause = lambda seconds: clock.wait(seconds) and None  # noqa: E731
-    persist.persist(Job(open_store(directory), step, 1, len(states), sources, pause, 10.0))
+    save = SaveId(0, step, step, 1)
+    persist.persist(Job(open_store(directory), save, len(states), sources, pause, 10.0))
 
 
 def state(rank: int, step: int) -> dict:
@@ -110,13 +112,13 @@ def test_steps_are_listed_newest_first_with_what_can_be_seen_of_them(stored: Pat
     (stored / "saver-host.log").touch()
     found = tools.listing(stored)
     assert [(item.name, item.state, item.latest) for item in found] == [
-        (".step-50.0000000000000001", "unfinished", False),
+        (".step-50.0000000000000001-50", "unfinished", False),
         ("step-40.bad", "bad", False),
         ("step-30", "complete", False),
         ("step-20", "damaged", False),
         ("step-10", "complete", False),
     ]
-    assert storage.tracked(open_store(stored)) == 40
+    assert storage.tracked(open_store(stored)).step == 40
     whole = found[2]
     sizes = [file.stat().st_size for file in (stored / "step-30").iterdir()]
     assert (whole.ranks, whole.files, whole.nbytes) == (2, len(sizes), sum(sizes))
@@ -315,7 +317,7 @@ def test_what_was_put_aside_or_is_being_written_stays(stored: Path):
     storage.quarantine(open_store(stored), 10)
     unfinished(stored, 40, 1).mkdir()
     assert [item.step for item in tools.prune(stored, 1).deleted] == [20]
-    assert {"step-10.bad", ".step-40.0000000000000001", "step-30"} < set(os.listdir(stored))
+    assert {"step-10.bad", ".step-40.0000000000000001-40", "step-30"} < set(os.listdir(stored))
 
 
 def test_a_step_that_cannot_be_deleted(stored: Path, monkeypatch):

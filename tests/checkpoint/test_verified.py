@@ -7,6 +7,7 @@ import torch
 
 from dlrover.checkpoint import Checkpointer, copying, memory, tree
 from dlrover.checkpoint.memory import Generation
+from dlrover.checkpoint.saves import SaveId
 from dlrover.checkpoint.verified import LARGE, VerifiedCopy
 from dlrover.errors import InfrastructureError
 
@@ -31,7 +32,7 @@ def generation() -> tuple[Generation, list, list[torch.Tensor]]:
     os.close(fd)
     buffer = torch.frombuffer(found.data, dtype=torch.uint8)
     copier.copy(buffer)
-    found.publish(packed, rank=0, world_size=1, step=1, session=7)
+    found.publish(packed, rank=0, world_size=1, save=SaveId(0, 1, 1, 7))
     layout = found.layout(found.header())
     return found, layout.entries, copying.views(buffer, layout.entries)
 
@@ -67,7 +68,7 @@ def test_a_load_refuses_a_large_tensor_that_changed_in_memory(directory):
     checkpointer = Checkpointer(directory, linger=0.0)
     checkpointer.save(1, state)
     assert checkpointer.load(state).source == "memory"  # now there are checksums
-    held = next(held for held in checkpointer._client.look() if held.step == 1)
+    held = next(held for held in checkpointer._client.look().held if held.save.step == 1)
     generation = checkpointer._client.generation(held.slot)
     generation.data[LARGE] ^= 1
     with pytest.raises(InfrastructureError, match=r"The tensor large .*in memory is damaged"):

@@ -41,7 +41,7 @@ OWN = Rule(
             "  exitcode  : -11 (pid: 7)\n  traceback : Signal 11 (SIGSEGV) received by PID 7",
             "segfault",
         ),
-        ("./run.sh: line 1: 7 Illegal instruction (core dumped)", "exit"),
+        ("./run.sh: line 1: 7 Illegal instruction (core dumped)", "illegal_instruction"),
         ("Illegal instruction (core dumped)", "illegal_instruction"),
         ("subprocess.CalledProcessError: Command 'x' died with <Signals.SIGSEGV: 11>.", "segfault"),
         ("The node was low on resource: ephemeral-storage.", "evicted"),

@@ -117,7 +117,8 @@ def test_what_the_tables_leave_out_is_said() -> None:
     )
     earlier, unknown = goodput.notes(found, goodput.Amounts(1.0))
     assert earlier == "7 earlier incidents cost 30.0 s in all."
-    assert unknown.startswith("Recomputed steps are not known")
+    assert unknown.startswith("Recomputed steps are not measured")
+    assert found.in_words() == "at most 0.0 %"
     assert "in 2 of the later rounds" in unknown
 
 
@@ -125,9 +126,13 @@ def test_a_job_without_any_time_can_be_shown(tmp_path: Path) -> None:
     cluster = Cluster(JobSpec(name="new", min_nodes=1, max_nodes=1))
     report = goodput.report(journal_of(cluster, tmp_path))
     assert report.goodput.wall_seconds == 0.0
-    assert report.goodput.goodput_ratio == 0.0
-    goodput.render(report, Console(file=io.StringIO()))
-    assert "<svg" in page.render(report)
+    assert report.goodput.goodput_ratio is None
+    text = io.StringIO()
+    goodput.render(report, Console(file=text))
+    assert "Goodput is not measured: the program has reported no training step." in text.getvalue()
+    drawn = page.render(report)
+    assert "<svg" in drawn
+    assert "Goodput is not measured" in drawn
     json.loads(chrometrace.render(report))
 
 

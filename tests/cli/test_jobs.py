@@ -1,14 +1,26 @@
 """Job directories: made, locked, put aside, found again."""
 
+import contextlib
+import os
+import socket
+import sqlite3
 import stat
 import subprocess
 import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
+import psutil
 import pytest
 
-from dlrover.cli import jobs
-from dlrover.errors import ConfigurationError
+from dlrover.cli import jobs, queries
+from dlrover.errors import ConfigurationError, ExitCode, FormatError, InfrastructureError
+from dlrover.master.app import load_config, read_outcome
+from dlrover.spec.job import JobSpec
+from dlrover.spec.jobdir import FORMAT, JobDir, MasterAddress, MasterConfig
+from dlrover.spec.outcome import Outcome
 
 
 @pytest.fixture
@@ -83,7 +95,167 @@ def test_tokens(env: dict[str, str], tmp_path: Path):
     jobs.write_token(job, "secret")
     assert jobs.kept_token(job) == "secret"
     assert stat.S_IMODE(job.token.stat().st_mode) == 0o600
-    assert jobs.shared_token({"DLROVER_TOKEN": "t"}, "id") == ("t", "")
-    derived, notice = jobs.shared_token({}, "id")
-    assert derived == jobs.shared_token({}, "id")[0] != jobs.shared_token({}, "other")[0]
-    assert "DLROVER_TOKEN" in notice
+
+
+def test_nodes_of_several_machines_need_a_token(env: dict[str, str]) -> None:
+    with_token = {**env, "DLROVER_TOKEN": "t"}
+    assert jobs.shared_token(with_token, "id", "host0", 29400) == "t"
+    for host in ("no-such-host.invalid", "192.0.2.1"):
+        with pytest.raises(ConfigurationError, match=r"DLROVER_TOKEN is not set: .* openssl rand"):
+            jobs.shared_token(env, "id", host, 29400)
+
+
+@pytest.mark.parametrize(
+    "host", ["LOCALHOST", "0.0.0.0", "::", "127.1.2.3", "::1", "a-name-of-this-machine"]
+)
+def test_nodes_that_meet_at_an_address_of_their_own_machine_need_none(
+    env: dict[str, str], host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = next(a for n in psutil.net_if_addrs().values() for a in n if a.family == socket.AF_INET)
+    known = {"a-name-of-this-machine": own.address, "LOCALHOST": "127.0.0.1"}
+
+    def resolve(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
+        return [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", (known.get(host, host), port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    assert len(jobs.shared_token(env, "id", host, 29400)) == 32
+
+
+def test_without_a_home_nodes_find_their_token_among_the_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    env = {"HOME": "/dev/null"}
+    token = jobs.shared_token(env, "id", "localhost", 1)
+    assert jobs.shared_token(env, "id", "localhost", 1) == token
+    (kept,) = (tmp_path / f"dlrover-{os.getuid()}" / "tokens").iterdir()
+    assert kept.read_text() == token
+    assert str(kept) in caplog.text
+    assert token not in caplog.text
+
+
+def test_a_token_is_found_on_a_disk_that_has_become_full(
+    env: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = jobs.shared_token(env, "id", "localhost", 1)
+    monkeypatch.setattr(jobs.files, "write_atomically", None)
+    assert jobs.shared_token(env, "id", "localhost", 1) == token
+
+
+def test_nodes_of_one_machine_share_a_token_that_nobody_can_guess(
+    env: dict[str, str], tmp_path: Path
+) -> None:
+    def token(run_id: str, port: int = 1, state: str = "state") -> str:
+        place = {"DLROVER_STATE_DIR": str(tmp_path / state)}
+        return jobs.shared_token(place, run_id, "localhost", port)
+
+    with ThreadPoolExecutor(8) as nodes:
+        (shared,) = set(nodes.map(token, ["a/b"] * 32))
+    assert len({shared, token("other"), token("a/b", 2), token("a/b", 1, "elsewhere")}) == 4
+    kept = list((tmp_path / "state" / "tokens").iterdir())
+    assert len(kept) == 3
+    assert {stat.S_IMODE(path.stat().st_mode) for path in kept} == {0o600}
+
+
+def test_without_a_home_a_job_is_kept_among_the_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    env = {"HOME": "/dev/null"}
+    job = jobs.create(env, "one", "")
+    job.job.touch()
+    assert job.path.is_relative_to(tmp_path / f"dlrover-{os.getuid()}" / "jobs")
+    assert stat.S_IMODE((tmp_path / f"dlrover-{os.getuid()}").stat().st_mode) == 0o700
+    assert "/dev/null/.local/state/dlrover cannot be written (Not a directory)" in caplog.text
+    assert str(job.path) in caplog.text
+    assert jobs.find(env, "", "").path == job.path
+    assert jobs.find(env, "one", "").path == job.path
+
+
+def test_a_place_that_was_named_is_not_replaced_by_another() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"/dev/null/x cannot be written .*DLROVER_STATE_DIR"
+    ):
+        jobs.create({"DLROVER_STATE_DIR": "/dev/null/x"}, "x", "")
+
+
+QUESTIONS = {
+    "stacks": queries.stacks,
+    "scale": lambda job: queries.scale(job, 2, "why"),
+    "stop": lambda job: queries.stop(job, "why"),
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_question_to_a_job_that_has_ended_is_answered_in_one_sentence(
+    question: str, tmp_path: Path
+) -> None:
+    job = JobDir(tmp_path)
+    config = MasterConfig(job=JobSpec(name="job"))
+    job.job.write_bytes(msgspec.json.encode(config))
+    job.token.write_text("token")
+    job.master.write_bytes(msgspec.json.encode(MasterAddress("127.0.0.1:1", 1)))
+    with pytest.raises(InfrastructureError) as away:
+        QUESTIONS[question](job)
+    assert str(away.value) == "The master at 127.0.0.1:1 cannot be reached: Connection refused."
+    outcome = Outcome(exit_code=0, reason="All workers succeeded.")
+    job.outcome.write_bytes(msgspec.json.encode(outcome))
+    with pytest.raises(ConfigurationError) as ended:
+        QUESTIONS[question](job)
+    assert str(ended.value) == f"The job in {tmp_path} has ended: All workers succeeded."
+
+
+def begun_by_another_version(path: Path, journal: str) -> JobDir:
+    """A job directory as the first version wrote it: without a format, with a field that went."""
+    job = JobDir(path)
+    job.path.mkdir()
+    job.job.write_text(f'{{"job": {{"name": "old", "gone": 1}}, "journal": "{journal}"}}')
+    job.events.write_text('{"seq": 1, "time": 0.0, "body": {"type": "gone"}}\n')
+    job.lock.touch()
+    return job
+
+
+def test_a_job_of_another_version_is_refused_and_stays_as_it_is(
+    env: dict[str, str], tmp_path: Path
+) -> None:
+    job = begun_by_another_version(tmp_path / "job", "file:")
+    before = {path.name: path.read_bytes() for path in job.path.iterdir()}
+    with pytest.raises(FormatError) as asked:
+        jobs.find(env, "", str(job.path))
+    assert str(asked.value) == (
+        f"{job.job} has format 1, of another version of DLRover; this one reads format {FORMAT}. Finish the job "
+        "with the version that began it, or start a new job in another directory: this file stays as it is."
+    )
+    with pytest.raises(FormatError, match="has format 1"), jobs.locked(job, resume=True):
+        pass  # dlrover master, in the directory of an earlier one
+    with pytest.raises(FormatError, match="has format 1"):
+        load_config(job)
+    assert {path.name: path.read_bytes() for path in job.path.iterdir()} == before
+
+
+def test_a_new_run_puts_a_journal_elsewhere_of_another_version_aside(tmp_path: Path) -> None:
+    journal = tmp_path / "elsewhere.sqlite"
+    journal.write_text("of the first version")
+    job = begun_by_another_version(tmp_path / "job", f"file:{journal}")
+    with jobs.locked(job):
+        assert not journal.exists()
+    assert (job.path / "run-1" / journal.name).read_text() == "of the first version"
+
+
+@pytest.mark.slow
+def test_a_master_that_finds_the_journal_of_another_version_ends_its_job_at_once(
+    tmp_path: Path,
+) -> None:
+    job = JobDir(tmp_path)
+    job.job.write_bytes(msgspec.json.encode(MasterConfig(job=JobSpec(name="job"))))
+    job.token.write_text("token")
+    job.master.write_bytes(msgspec.json.encode(MasterAddress("127.0.0.1:1", 1)))  # it has served
+    with contextlib.closing(sqlite3.connect(job.journal)) as db:
+        db.execute("PRAGMA user_version=1")
+    ended = subprocess.run(
+        [sys.executable, "-m", "dlrover.master", "--job-dir", str(tmp_path)], check=False
+    )
+    outcome = read_outcome(job.outcome)
+    assert outcome is not None
+    assert ended.returncode == outcome.exit_code == ExitCode.USAGE
+    assert outcome.reason.startswith(f"{job.journal} has format 1, of another version of DLRover")

@@ -8,6 +8,27 @@ import pytest
 
 from dlrover.cli import network
 
+
+@pytest.mark.parametrize(
+    ("addresses", "listens"),
+    [
+        (["127.0.0.1"], "127.0.0.1"),
+        (["::1", "127.0.0.1"], "127.0.0.1"),
+        (["127.0.1.1"], "127.0.1.1"),
+        (["::1"], "::1"),
+        (["0.0.0.0"], "127.0.0.1"),
+        (["10.0.0.1"], ""),
+        (["127.0.0.1", "10.0.0.1"], ""),
+    ],
+)
+def test_where_nodes_of_one_machine_meet(
+    addresses: list[str], listens: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", (address, 0)) for address in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    assert network.loopback_of("host") == listens
+
+
 NOWHERE = "192.0.2.1"
 """An address that belongs to no machine (RFC 5737)."""
 

@@ -12,18 +12,29 @@ from dlrover.rpc import messages
 
 STATUS = messages.Status(
     name="job", phase="running", round=1, world_size=4, restarts=2, steps=17, total_steps=40,
+    step=412,
     waiting_for="", nodes=(messages.NodeState(0, 0, "running", "host", True, 17),),
 )  # fmt: skip
 
 
 def test_the_line_names_what_a_user_asks_for():
     line = progress.status_line(STATUS).plain
-    assert line == "running · 1 nodes, 4 workers · step 17 · 2 restarts"
+    assert line == "running · 1 node, 4 workers · step 412 · 2 restarts"
+
+
+def test_a_program_that_does_not_number_its_steps_has_their_count():
+    status = msgspec.structs.replace(STATUS, step=-1)
+    assert "40 steps" in progress.status_line(status).plain
+
+
+def test_an_ended_job_has_no_nodes_on_its_line():
+    ended = msgspec.structs.replace(STATUS, phase="succeeded", nodes=())
+    assert progress.status_line(ended).plain == "succeeded · step 412 · 2 restarts"
 
 
 def test_servers_are_counted_apart():
     status = msgspec.structs.replace(STATUS, world_size=5, servers=1)
-    assert "1 nodes, 4 workers and 1 server" in progress.status_line(status).plain
+    assert "1 node, 4 workers and 1 server" in progress.status_line(status).plain
 
 
 def test_what_is_waited_for_is_part_of_the_line():

@@ -11,7 +11,7 @@ from rich.cells import cell_len
 
 from dlrover.cli.report import SCREEN_ROWS, render, render_json
 from dlrover.errors import ExitCode
-from dlrover.master.diagnosis import diagnose
+from dlrover.master.diagnosis_rules import table
 from dlrover.spec.failure import Failure, FailureKind, Origin, Verdict
 from dlrover.spec.goodput import Cause, Goodput
 from dlrover.spec.outcome import Outcome
@@ -24,7 +24,7 @@ TRAIN = "/home/ann/project/train.py"
 
 
 def ended_by(failure: Failure, **facts: object) -> Outcome:
-    verdict = diagnose(failure)
+    verdict = table().diagnose(failure)
     usual = {
         "exit_code": ExitCode.USER_CODE,
         "reason": f"{verdict.title}; all 2 restarts are used.",
@@ -287,7 +287,7 @@ def spent(**seconds: float) -> Goodput:
     )
 
 
-GOODPUT = spent(productive=150.0, start_up=42.0, hang_detection=8.0)
+GOODPUT = spent(productive=150.0, start_up=42.0, fault_detection=8.0)
 LINE = "Goodput:  75.0 %; the largest loss is start-up: 42 s of all nodes (21.0 %)"
 
 

@@ -52,6 +52,13 @@ def test_a_job_of_one_node_may_have_a_size():
             ("--node-cpu", "half"),
             "--node-cpu half: must be a number of cores, as 0.5, 500m or 2 are.",
         ),
+        *(
+            (
+                ("--node-memory", text),
+                f"--node-memory {text}: must be a number of bytes, as 512Mi or 2Gi are.",
+            )
+            for text in ("512mi", "512MB", "1.2.3Gi", "1mi", ".", "1e999", "1 Gi")
+        ),
         (("--node-memory", "1Mi"), "--node-memory 1Mi: must be 128Mi or more."),
         (("--node-memory", "0"), "--node-memory 0: must be 128Mi or more."),
         (("--node-cpu", "0"), "--node-cpu 0: must be 0.05 or more."),

@@ -126,6 +126,29 @@ def test_each_alert_says_which_job_and_what_to_do() -> None:
             assert rule["annotations"]["description"].endswith(".")
 
 
+OPERATOR = "operator-alerts.yaml"
+
+
+def test_alerts_about_the_operator_name_what_it_exports() -> None:
+    pytest.importorskip("prometheus_client")
+    from dlrover.kubernetes.health import metrics
+    from dlrover.kubernetes.stats import Stats
+
+    class Idle:
+        stats, waiting = Stats(), 0
+
+        @staticmethod
+        def phases() -> Iterator[str]:
+            return iter(())
+
+    Idle.stats.called("GET", "200")
+    names = {sample.name for family in metrics(Idle()) for sample in family.samples}  # type: ignore[arg-type]
+    for group in rules(OPERATOR)["groups"]:
+        for rule in group["rules"]:
+            assert set(re.findall(r"dlrover_operator_\w+", rule["expr"])) <= names
+            assert rule["labels"]["severity"] in ("critical", "warning", "info")
+
+
 def test_the_board_is_laid_out_without_overlaps() -> None:
     taken: set[tuple[int, int]] = set()
     numbers = [panel["id"] for panel in board()["panels"]]
@@ -159,6 +182,7 @@ FIRES = {
     "DLRoverJobGoodputIsLow": {
         'dlrover_job_seconds_total{cause="productive"': "0+20x240",
         'dlrover_job_seconds_total{cause="rendezvous"': "0+40x240",
+        "dlrover_job_steps_total": "0+10x240",
     },
     "DLRoverJobRestartsOften": {
         'dlrover_job_restarts_total{origin="user_code"': "0+0.05x240",
@@ -208,10 +232,12 @@ def test_promtool_takes_the_rules(promtool: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def fired(promtool: str, directory: Path, case: dict[str, Any]) -> set[str]:
+def fired(
+    promtool: str, directory: Path, case: dict[str, Any], file: str = "alerts.yaml"
+) -> set[str]:
     """The alerts that fire in a unit test of promtool."""
     path = directory / "unit.yaml"
-    content = {"rule_files": [str(MONITORING / "alerts.yaml")], "tests": [case]}
+    content = {"rule_files": [str(MONITORING / file)], "tests": [case]}
     path.write_text(yaml.safe_dump(content))
     done = subprocess.run(
         [promtool, "test", "rules", path], capture_output=True, text=True, check=False
@@ -230,3 +256,22 @@ def test_no_alert_fires_for_a_healthy_job(promtool: str, tmp_path: Path) -> None
     alerts = [rule["alert"] for group in rules()["groups"] for rule in group["rules"]]
     assert sorted(alerts) == sorted(FIRES)
     assert fired(promtool, tmp_path, unit_test(HEALTHY, *alerts)) == set()
+
+
+@pytest.mark.parametrize(
+    ("series", "alerts"),
+    [
+        ({}, {"DLRoverOperatorHasNoLeader"}),
+        ({"dlrover_operator_leader": "0x90"}, {"DLRoverOperatorHasNoLeader"}),
+        ({"dlrover_operator_reconcile_errors_total": "0+3x90"}, {"DLRoverOperatorCannotDecide"}),
+        ({"dlrover_operator_queue_depth": "40x90"}, {"DLRoverOperatorIsBehind"}),
+        ({"dlrover_operator_queue_depth": "0x20 40 0x70"}, set()),
+    ],
+)
+def test_alerts_about_the_operator_fire_for_their_causes(
+    promtool: str, tmp_path: Path, series: dict[str, str], alerts: set[str]
+) -> None:
+    leads = {"dlrover_operator_leader": "1x90"} if series else {}
+    known = [rule["alert"] for group in rules(OPERATOR)["groups"] for rule in group["rules"]]
+    case = unit_test({**leads, **series}, *known)
+    assert fired(promtool, tmp_path, case, OPERATOR) == alerts

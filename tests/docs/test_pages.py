@@ -26,10 +26,9 @@ from dlrover.cli import arguments, main
 from dlrover.cli.doctor import examine
 from dlrover.cli.probe import collect
 from dlrover.errors import ExitCode
-from dlrover.master.diagnosis import diagnose
-from dlrover.master.diagnosis_rules import built_in
+from dlrover.master.diagnosis_rules import built_in, table
 from dlrover.spec import events
-from dlrover.spec.failure import Action, Failure, FailureKind, Verdict
+from dlrover.spec.failure import Action, Failure, FailureKind, Origin, Verdict
 from dlrover.spec.job import Limits
 from dlrover.spec.launch import Entry, LaunchSpec
 from dlrover.spec.node import NodeStatus
@@ -112,7 +111,9 @@ def test_the_doctor_page_has_each_topic_in_the_order_of_the_code(tmp_path: Path)
 
 
 def failed(kind: FailureKind, **facts: Any) -> Verdict:
-    return diagnose(Failure(id="1", kind=kind, node_id=0, rank=0, local_rank=0, round=1, **facts))
+    return table().diagnose(
+        Failure(id="1", kind=kind, node_id=0, rank=0, local_rank=0, round=1, **facts)
+    )
 
 
 def raised(error: str, message: str = "") -> Verdict:
@@ -123,24 +124,29 @@ def killed(number: int, **facts: Any) -> Verdict:
     return failed(FailureKind.SIGNAL, signal=number, **facts)
 
 
-def left_with(code: int, stderr: str = "") -> Verdict:
-    return failed(FailureKind.EXIT, exit_code=code, stderr_tail=stderr)
+def left_with(code: int, stderr: str = "", **facts: Any) -> Verdict:
+    return failed(FailureKind.EXIT, exit_code=code, stderr_tail=stderr, **facts)
+
+
+CALL = 'Traceback (most recent call last):\n  File "/home/me/train.py", line 3, in f\n    sys.exit(7)\n'
 
 
 VERDICTS = {
     "cannot be compiled": [raised("SyntaxError"), raised("ImportError"), raised("NameError")],
     "rejects its arguments": [left_with(2, "usage: train.py\ntrain.py: error: unknown\n")],
     "not found or not executable": [left_with(126), left_with(127)],
-    "any other exception": [raised("ValueError"), raised("AssertionError")],
-    "exit code other than 0": [left_with(7)],
+    "own files raise": [raised("ValueError"), raised("AssertionError")],
+    "calls `sys.exit`": [left_with(7, exception="SystemExit", traceback=CALL)],
+    "without a known cause": [raised("EngineError"), left_with(7)],
     "out of memory on the device": [raised("OutOfMemoryError", "CUDA out of memory")],
     "killed by SIGKILL": [killed(signal.SIGKILL)],
     "for want of memory": [killed(signal.SIGKILL, oom_killed=True)],
     "SIGTERM from outside": [killed(signal.SIGTERM)],
-    "a collective times out": [
+    "to a peer is lost": [
         raised("RuntimeError", "Connection reset by peer"),
         raised("DistBackendError", "the watchdog gave up"),
     ],
+    "a collective times out": [killed(signal.SIGABRT, stderr_tail="Watchdog caught a timeout")],
     "the disk is full": [
         raised("OSError", "[Errno 28] No space left on device"),
         raised("OSError", "[Errno 98] Address already in use"),
@@ -152,12 +158,17 @@ VERDICTS = {
 
 
 def test_verdicts_are_those_of_the_code() -> None:
-    table = rows(text_of("failures.md"), "What happened")
-    assert len(table) == len(VERDICTS) + 1  # a lost node is no failure of a worker
-    for (words, verdicts), (what, fault, restarted) in zip(VERDICTS.items(), table, strict=False):
+    found = rows(text_of("failures.md"), "What happened")
+    assert len(found) == len(VERDICTS) + 1  # a lost node is no failure of a worker
+    for (words, verdicts), (what, fault, restarted) in zip(VERDICTS.items(), found, strict=False):
         assert words in what
         for verdict in verdicts:
-            own = "`--max-restarts` times" if verdict.origin.value == "user code" else "yes"
+            undetermined = "yes, until it [comes back](diagnosis.md#whose-fault)"
+            own = {
+                Origin.USER: "`--max-restarts` times",
+                Origin.INFRASTRUCTURE: "yes",
+                Origin.UNKNOWN: undetermined,
+            }[verdict.origin]
             if verdict.action is Action.RELAUNCH:
                 own = "yes, without the node"
             hopeless = "no: it would fail in the same way"
@@ -188,8 +199,8 @@ def _constant(part: ast.expr) -> str:
 
 
 def messages() -> Iterator[str]:
-    for table in re.split(r"^## ", text_of("troubleshooting.md"), flags=re.MULTILINE)[1:]:
-        for cells in rows(table, "Message"):
+    for part in re.split(r"^## ", text_of("troubleshooting.md"), flags=re.MULTILINE)[1:]:
+        for cells in rows(part, "Message"):
             yield from re.findall(r"`([^`]+)`", cells[0])
 
 

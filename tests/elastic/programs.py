@@ -58,6 +58,10 @@ class Zygote:
 
     def __init__(self, directory: Path, preload: dict | None = None, **variables: str) -> None:
         self.problem = ""
+        self.patient = False
+        """Whether workers are held back until it is ready."""
+        self.unfit = 0
+        """How many of them it could not start."""
         self._directory = directory
         self._env = {**os.environ, **variables}
         self._board_fd = make_board()
@@ -66,18 +70,33 @@ class Zygote:
             self._preload = str(directory / "preload.json")
             Path(self._preload).write_text(json.dumps({"own": {}, **preload}))
 
-    def run(self, *programs: Sequence[str], strike: signal.Signals | None = None) -> list[Worker]:
-        """Run programs, given as the arguments of python, one after another."""
+    def run(
+        self,
+        *programs: Sequence[str],
+        strike: signal.Signals | None = None,
+        strike_zygote: signal.Signals | None = None,
+    ) -> list[Worker]:
+        """Run programs, given as the arguments of python, one after another.
+
+        ``strike`` hits each once it is ready, ``strike_zygote`` the zygote once it has its orders.
+        """
         os_directory = os.getcwd()
         os.chdir(self._directory)
         try:
-            return asyncio.run(self._run(programs, strike))
+            return asyncio.run(self._run(programs, strike, strike_zygote))
         finally:
             os.chdir(os_directory)
             os.close(self._board_fd)
 
-    async def _run(self, programs, strike: signal.Signals | None) -> list[Worker]:
+    async def _run(
+        self, programs, strike: signal.Signals | None, strike_zygote: signal.Signals | None
+    ) -> list[Worker]:
         exited: asyncio.Queue[int] = asyncio.Queue()
+
+        def give_up(orders: list[Order]) -> None:
+            self.unfit += len(orders)
+            exited.put_nowait(-1)
+
         pids: list[int] = []
         zygote = ZygoteProcess(
             sys.executable,
@@ -87,6 +106,7 @@ class Zygote:
             lambda _, pid: pids.append(pid),
             lambda _, status: exited.put_nowait(status),
             lambda _: exited.put_nowait(-1),
+            give_up if self.patient else None,
         )
         workers = []
         for number, program in enumerate(programs):
@@ -96,7 +116,12 @@ class Zygote:
                 while b"ready" not in Path(order.stdout).read_bytes():
                     await asyncio.sleep(0.01)
                 os.kill(pids[-1], strike)
+            if strike_zygote is not None:
+                zygote.process.send_signal(strike_zygote)
             status = await asyncio.wait_for(exited.get(), 20)
+            await asyncio.sleep(0)
+            if self.unfit:
+                continue
             workers.append(self._worker(order, status))
         self.problem = zygote.problem
         zygote.close()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dlrover.elastic import bootstrap
 from tests.elastic.programs import ERRORS, Zygote, check_same, run_both, write
 
 pytestmark = [pytest.mark.slow]
@@ -31,14 +32,34 @@ EXITS = {
     "exit in a thread": "import threading, sys; threading.Thread(target=sys.exit, args=(9,)).start()",
     "exit in an exit handler": "import atexit, sys; atexit.register(sys.exit, 8)",
     "stdout lost": "import os; print('x'); os.close(1); print('y')",
+    "kill": "import os; os.kill(os.getpid(), 9)",
+    "raise_signal": "import signal; signal.raise_signal(signal.SIGTERM)",
+    "handled": "import signal, os; signal.signal(15, lambda *_: print(5)); os.kill(os.getpid(), 15)",
+    "kill of a child": (
+        "import os, signal\nif os.fork(): print(os.wait()[1])\nelse: os.kill(os.getpid(), 9)"
+    ),
 }
+ENDS = {
+    "os._exit": "os._exit",
+    "abort": "os.abort",
+    "kill": "os.kill",
+    "raise_signal": "signal.raise_signal",
+}
+QUIET = frozenset(
+    {
+        "falls off the end", "exit", "exit 0", "exit in a thread", "exit in an exit handler", "handled",
+        "kill of a child",
+    }
+)  # fmt: skip
+"""Ends that are not the program's own doing, or no failures."""
 
 
 @pytest.mark.parametrize("case", EXITS)
 def test_exit_codes_are_the_interpreters(tmp_path: Path, case: str) -> None:
     worker = check_same(tmp_path, EXITS[case])
     if "lost" not in case:
-        assert worker.error is None
+        ends = (worker.error or {}).get("message", {}).get("errorType")
+        assert ends == ENDS.get(case, None if case in QUIET else "SystemExit")
 
 
 @pytest.mark.parametrize("case", ERRORS)
@@ -233,3 +254,12 @@ def test_a_crash_shows_where_the_program_was(tmp_path: Path) -> None:
     assert worker.ended.code == -signal.SIGSEGV
     assert "Fatal Python error: Segmentation fault" in worker.ended.stderr
     assert f'File "{tmp_path}/program.py", line 4 in crash' in worker.ended.stderr
+
+
+def test_the_last_step_that_a_program_has_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    assert bootstrap.recorded_step(path) == 0
+    path.write_text("")
+    assert bootstrap.recorded_step(path) == 0
+    path.write_text('{"step": 1}\n{"step": 2, "loss": 0.5}\n{"ste')
+    assert bootstrap.recorded_step(path) == 2

@@ -191,6 +191,22 @@ def test_our_own_checkpointer_tells_the_first_step(tmp_path: Path) -> None:
     assert again.did.first_step == 7
 
 
+def test_a_file_of_steps_tells_the_first_step_of_a_training_that_saves_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "losses.jsonl"
+    path.write_text('{"step": 40}\n')
+    monkeypatch.setenv("DLROVER_STEPS_FILE", str(path))
+    record = """
+    step()
+    open("losses.jsonl", "a").write('{"step": 41}\\n')
+    step()
+    """
+    assert Worked(tmp_path, TRAINING, record).did.first_step == 40
+    monkeypatch.setenv("RANK", "1")
+    assert Worked(tmp_path, TRAINING, record).did.first_step == -1
+
+
 def test_a_save_tells_the_first_step_of_a_training_that_loads_by_itself(tmp_path: Path) -> None:
     pytest.importorskip("xxhash")
     source = """

@@ -12,6 +12,7 @@ from dlrover.agent.zygotes import make_board
 from dlrover.elastic.progress import BOARD_BYTES, MAX_SLOTS, Board
 from dlrover.elastic.tracker import Tracker, activity, guarded
 from dlrover.spec.activities import Activity
+from dlrover.spec.batches import Batches
 
 
 @pytest.fixture
@@ -43,6 +44,18 @@ def test_a_worker_reads_one_shard_at_a_time(board):
     board.set_reading(3, 2**32, 1, 2**62)
     assert board.reading(3) == (2**32, 1, 2**62)
     assert board.reading(2) is board.reading(4) is None
+
+
+def test_a_worker_tells_which_batches_it_allows_and_how_noisy_its_gradients_are(board):
+    board.begin(3, 1)
+    assert board.activity(3, 2).batches is None
+    board.set_batches(3, 96, 768, 32)
+    board.set_noise(3, 1.5e-9, 2.25e12)
+    assert board.activity(3, 2).batches == Batches(
+        least=96, most=768, pass_most=32, square=1.5e-9, variance=2.25e12
+    )
+    board.begin(4, 1)
+    assert board.activity(4, 2).batches is None
 
 
 def test_a_program_that_is_not_watched_has_no_activity(board):

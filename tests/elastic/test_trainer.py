@@ -247,6 +247,53 @@ def test_what_workers_fetched_ahead_is_not_lost(stateful) -> None:
     assert sorted(seen) == list(range(100))
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(("stateful", "persistent"), [(False, False), (False, True), (True, False)])
+def test_a_resume_at_the_last_step_of_an_epoch_goes_on_with_the_next(
+    num_workers, stateful, persistent
+) -> None:
+    """PyTorch's iterators of several processes call ``iter`` on their batch sampler twice."""
+    kind = DataLoader
+    if stateful:
+        kind = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    options = {"num_workers": num_workers, "persistent_workers": persistent and num_workers > 0}
+    dataset, state = TensorDataset(torch.arange(40)), None
+    for steps, begins_with, samples in ((3, [0], 40), (100, [0, 1, 2], 80)):
+        model, trainer, _ = elastic(
+            dataset, model=Replica(nn.Linear(1, 1)), global_batch_size=16, micro_batch_size=8
+        )
+        sampler = trainer.batches.sampler
+        loader = kind(dataset, batch_sampler=trainer.batches, **options)
+        if state is not None:
+            (loader if stateful else sampler).load_state_dict(state)
+        epochs, taken = [], []
+        for epoch in range(sampler.epoch, 3):
+            sampler.set_epoch(epoch)
+            epochs.append(epoch)
+            taken += take(trainer, model, loader, steps)
+            if len(taken) >= samples:
+                break
+        assert epochs == begins_with
+        assert sorted(taken) == sorted([*range(40)] * (samples // 40))
+        state = (loader if stateful else sampler).state_dict()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_forgotten_set_epoch_is_an_error_of_the_second_loop(num_workers) -> None:
+    model, trainer, _ = elastic(
+        TensorDataset(torch.arange(16)), model=Replica(nn.Linear(1, 1)), global_batch_size=16
+    )
+    loader = DataLoader(
+        TensorDataset(torch.arange(16)), batch_sampler=trainer.batches, num_workers=num_workers
+    )
+    assert len(take(trainer, model, loader, 100)) == 16
+    with pytest.raises(ConfigurationError, match=r"^Epoch 0 is over; call set_epoch\(1\)"):
+        take(trainer, model, loader, 100)
+
+
 def take(trainer, model, loader, steps) -> list[int]:
     """Train for so many steps, or to the end of the epoch; the samples."""
     taken = []

@@ -1,6 +1,7 @@
 """A zygote that has imported modules ahead: its workers cannot tell, but for the time."""
 
 import os
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,6 +92,34 @@ def test_modules_with_threads_are_not_imported_ahead(tmp_path: Path, packages: P
     assert problem_of(tmp_path, {"names": ["installed"]}) == "importing started threads: beat"
 
 
+@pytest.mark.parametrize("case", ["ready", "unfit", "killed"])
+def test_workers_wait_for_a_zygote_that_still_imports(
+    tmp_path: Path, packages: Path, case: str
+) -> None:
+    """It began to import before they would; what it cannot start is started elsewhere."""
+    unfit = "import threading; threading.Timer(9, print).start()" if case == "unfit" else ""
+    write(packages, installed=f"import time; time.sleep(0.5)\n{unfit}")
+    write(tmp_path, program="import sys; print('installed' in sys.modules)")
+    zygote = Zygote(tmp_path, {"names": ["installed"]}, PYTHONPATH=str(packages))
+    zygote.patient = True
+    strike = signal.SIGKILL if case == "killed" else None
+    workers = zygote.run(["program.py"], strike_zygote=strike)
+    assert [worker.ended.stdout for worker in workers] == (["True\n"] if case == "ready" else [])
+    assert zygote.unfit == (0 if case == "ready" else 1)
+
+
+def test_modules_with_native_threads_are_not_imported_ahead(tmp_path: Path, packages: Path) -> None:
+    """As of OpenMP or MPI: Python does not know of them, and a fork would not have them."""
+    source = """
+        import ctypes
+        libc = ctypes.CDLL(None)
+        assert not libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, libc.pause, None)
+        """
+    write(packages, installed=source)
+    write(tmp_path, program="")
+    assert problem_of(tmp_path, {"names": ["installed"]}) == "importing started 1 native thread"
+
+
 def test_modules_that_open_a_device_are_not_imported_ahead(tmp_path: Path, packages: Path) -> None:
     """As asking a driver for its accelerators does."""
     device = next((path for path in ("/dev/fuse", "/dev/net/tun") if os.access(path, os.R_OK)), "")
@@ -176,6 +205,44 @@ def test_forks_draw_different_random_numbers(tmp_path: Path) -> None:
     drawn = [set(worker.ended.stdout.split()) for worker in (first, second)]
     assert len(drawn[0]) == 4
     assert not drawn[0] & drawn[1]
+
+
+def test_generators_made_at_import_are_as_in_a_new_process(tmp_path: Path, packages: Path) -> None:
+    """Those seeded by the system differ from fork to fork, those given a seed are what they would be."""
+    pytest.importorskip("numpy")
+    source = """
+        import random
+        import numpy
+        random.seed(7)
+        numpy.random.seed(7)
+        given = [random, random.Random(5), numpy.random, numpy.random.RandomState(42)]
+        own = [random.Random(), numpy.random.RandomState(), random.Random(3)]
+        own[2].seed()
+        given_new, own_new = numpy.random.default_rng(0), numpy.random.default_rng()
+        """
+    write(packages, installed=source)
+    source = """
+        from installed import *
+        print(*(each.random() for each in [*given, given_new]), given_new.spawn(1)[0].random())
+        print(*(each.random() for each in [*own, own_new]), own_new.spawn(1)[0].random())
+        """
+    write(tmp_path, program=source)
+    names = ["random", "numpy", "numpy.random", "installed"]
+    cold = plain(tmp_path, "program.py", PYTHONPATH=str(packages))
+    warm = run_warm(tmp_path, {"names": names}, ["program.py"], ["program.py"])
+    ended = [cold.stdout.splitlines(), *(worker.ended.stdout.splitlines() for worker in warm)]
+    assert len({given for given, _ in ended}) == 1
+    drawn = [set(own.split()) for _, own in ended]
+    assert len(set.union(*drawn)) == 3 * 5
+
+
+@pytest.mark.torch
+@pytest.mark.timeout(60)
+def test_forks_have_different_generators_of_torch(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    write(tmp_path, program="import torch; print(torch.rand(1).item())")
+    workers = run_warm(tmp_path, {"names": ["torch"]}, ["program.py"], ["program.py"])
+    assert len({worker.ended.stdout for worker in workers}) == 2
 
 
 @pytest.mark.parametrize("case", ["exception", "context", "syntax", "own hook", "exit handler"])

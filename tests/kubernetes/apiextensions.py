@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from dlrover.kubernetes import crd, names
-from tests.kubernetes.controlplane import ControlPlane, free_ports, request
+from tests.kubernetes.controlplane import Connections, ControlPlane, free_ports
 
 VARIABLE = "DLROVER_APIEXTENSIONS_SERVER"
 PROGRAM = os.environ.get(VARIABLE, "")
@@ -38,6 +38,7 @@ class ApiExtensions:
 
     def __init__(self, plane: ControlPlane, folder: Path) -> None:
         (self._port,) = free_ports(1)
+        self._connections = Connections(self._port)
         self._log = folder / "apiextensions-apiserver.log"
         kubeconfig = plane.kubeconfig
         command = [
@@ -65,6 +66,7 @@ class ApiExtensions:
     def stop(self) -> None:
         self._process.kill()
         self._process.wait()
+        self._connections.close()
 
     def define(self) -> None:
         """Install the definitions, and wait until their resources are served."""
@@ -84,7 +86,7 @@ class ApiExtensions:
     def call(self, method: str, where: str, body: dict[str, Any] | None = None) -> Answer:
         """The status and the object of an answer."""
         try:
-            content = request(f"https://127.0.0.1:{self._port}{where}", method, body)
+            content = self._connections.call(method, where, body)
         except urllib.error.HTTPError as error:
             return error.code, _object(error.read())
         return (201 if method == "POST" else 200), _object(content)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import io
 import json
 import shutil
 import socket
@@ -26,11 +29,14 @@ class ControlPlane:
     def __init__(self, programs: Path, directory: Path) -> None:
         self.directory = directory
         self.kubeconfig = directory / "kubeconfig"
+        self.knows_jobs = False
+        """Whether the definitions of this release are installed."""
         self._programs = programs
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         # A process ends with the thread that started it: one thread starts them all.
         self._starter = ThreadPoolExecutor(max_workers=1)
         self._etcd_port, self._peer_port, self.port = free_ports(3)
+        self._connections = Connections(self.port)
 
     @property
     def server(self) -> str:
@@ -69,6 +75,7 @@ class ControlPlane:
         for name in reversed(list(self._processes)):
             self.kill(name)
         self._starter.shutdown()
+        self._connections.close()
 
     def kill(self, name: str) -> None:
         process = self._processes.pop(name)
@@ -127,8 +134,14 @@ class ControlPlane:
         self, method: str, path: str, body: dict[str, Any] | None = None, *, plain: bool = False
     ) -> Any:
         """One call as the administrator; for the fixtures, which are not to rest on what they test."""
-        content = request(self.server + path, method, body)
+        content = self._connections.call(method, path, body)
         return content if plain else json.loads(content)
+
+    def make(self, manifest: dict[str, Any], namespace: str) -> Any:
+        """Create an object, in a tenth of the time that kubectl takes."""
+        version, plural = manifest["apiVersion"], f"{manifest['kind'].lower()}s"
+        base = f"/api/{version}" if version == "v1" else f"/apis/{version}"
+        return self.call("POST", f"{base}/namespaces/{namespace}/{plural}", manifest)
 
     def kubectl(self, *arguments: str, namespace: str = "default", text: str = "") -> str:
         """Run kubectl; its output. Raises `subprocess.CalledProcessError` if it fails."""
@@ -213,18 +226,60 @@ def free_ports(count: int) -> list[int]:
             one.close()
 
 
-def request(url: str, method: str, body: dict[str, Any] | None = None) -> bytes:
-    """One call as the administrator; raises `urllib.error.HTTPError` for an answer that is an error."""
-    asked = urllib.request.Request(url, method=method)
-    asked.add_header("Authorization", f"Bearer {ADMIN}")
-    if body is not None:
-        kind = "merge-patch+json" if method == "PATCH" else "json"
-        asked.add_header("Content-Type", f"application/{kind}")
-        asked.data = json.dumps(body).encode()
-    insecure = ssl._create_unverified_context()
-    with urllib.request.urlopen(asked, context=insecure, timeout=10) as answer:
-        content: bytes = answer.read()
-    return content
+class Connections:
+    """Connections to a server that calls of any thread share: most of a short call is its TLS handshake."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._context = ssl._create_unverified_context()
+        self._idle: list[http.client.HTTPSConnection] = []
+
+    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+        """One call as the administrator; raises `urllib.error.HTTPError` for an answer that is an error."""
+        while self._idle:
+            with contextlib.suppress(IndexError):  # another thread was quicker
+                one = self._idle.pop()
+                try:
+                    return self._ask(one, method, path, body)
+                except (ConnectionError, ssl.SSLError):  # the server closed it in the meantime
+                    continue
+        return self._ask(
+            http.client.HTTPSConnection("127.0.0.1", self._port, timeout=10, context=self._context),
+            method,
+            path,
+            body,
+        )
+
+    def _ask(
+        self,
+        connection: http.client.HTTPSConnection,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+    ) -> bytes:
+        headers = {"Authorization": f"Bearer {ADMIN}"}
+        if body is not None:
+            kind = "merge-patch+json" if method == "PATCH" else "json"
+            headers["Content-Type"] = f"application/{kind}"
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body), headers)
+            answer = connection.getresponse()
+            content = answer.read()
+        except BaseException:
+            connection.close()
+            raise
+        self._idle.append(connection)
+        if answer.status >= 400:
+            url = f"https://127.0.0.1:{self._port}{path}"
+            raise urllib.error.HTTPError(
+                url, answer.status, answer.reason, answer.headers, io.BytesIO(content)
+            )
+        return content
+
+    def close(self) -> None:
+        """Close those that are idle."""
+        while self._idle:
+            self._idle.pop().close()
 
 
 def _quiet() -> list[str]:

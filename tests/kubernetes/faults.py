@@ -21,7 +21,7 @@ class FaultyServer:
     """Passes requests on to ``port`` of this machine; about every second one goes wrong.
 
     Each kind of fault comes as often as another: 429 and 503 before anything is done, 409 to who changes an
-    object, and a connection that is closed after the request was carried out. Watches are left alone.
+    object or makes a pod, and a connection that is closed after the request was carried out. Watches are left alone.
     """
 
     def __init__(self, port: int, seed: int) -> None:
@@ -43,7 +43,8 @@ class FaultyServer:
     def _fault(self, method: str, path: str) -> str:
         if "watch=true" in path:
             return ""
-        kinds = ["429", "503", "lost", *(["409"] if method in ("PATCH", "PUT") else [])]
+        conflicts = method in ("PATCH", "PUT") or (method == "POST" and path.endswith("/pods"))
+        kinds = ["429", "503", "lost", *(["409"] if conflicts else [])]
         with self._lock:
             kind = self._chance.choice([*kinds, *[""] * len(kinds)])
             self.faults[kind] += 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import json
 import shutil
 import subprocess
 import time
@@ -40,10 +39,13 @@ def kustomize(folder: str) -> list[dict[str, Any]]:
 
 
 def define(plane: ControlPlane) -> None:
-    """Make a control plane know ElasticJobs. It is one from before CEL: its kubectl objects to that."""
-    plane.kubectl("apply", "--validate=false", "-k", str(DEPLOY / "crds"))
+    """Make a control plane know ElasticJobs, once. It is one from before CEL."""
+    if plane.knows_jobs:
+        return
+    plane.kubectl("apply", "-k", str(DEPLOY / "crds"))
     definition = f"crd/elasticjobs.{names.GROUP}"
     plane.kubectl("wait", "--for=condition=Established", definition, "--timeout=20s")
+    plane.knows_jobs = True
 
 
 class Cluster:
@@ -57,10 +59,12 @@ class Cluster:
 
     def _install(self) -> str:
         """Give the operator its account and rights; its token."""
-        self.plane.kubectl("create", "serviceaccount", ACCOUNT, namespace=self.namespace)
+        account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": ACCOUNT}}
+        self.plane.make(account, self.namespace)
         for file in ("namespaced/rights.yaml", "operator/lease.yaml"):
             text = (DEPLOY / file).read_text().replace("dlrover-system", self.namespace)
-            self.plane.kubectl("apply", "-f", "-", namespace=self.namespace, text=text)
+            for manifest in yaml.safe_load_all(text):
+                self.plane.make(manifest, self.namespace)
         late = time.monotonic() + 20.0
         while not (account := self.get("serviceaccounts", ACCOUNT)).get("secrets"):
             assert time.monotonic() < late
@@ -93,8 +97,7 @@ class Cluster:
         return names.master_name("digits")
 
     def create(self, manifest: dict[str, Any]) -> None:
-        text = json.dumps(manifest)
-        self.plane.kubectl("create", "-f", "-", namespace=self.namespace, text=text)
+        self.plane.make(manifest, self.namespace)
 
     def change(self, **spec: Any) -> None:
         self.plane.call("PATCH", self.path("elasticjobs", "digits"), {"spec": spec})

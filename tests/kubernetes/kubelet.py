@@ -128,6 +128,17 @@ class Kubelet:
     def _register(self, name: str) -> None:
         labels = {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux"}
         self._plane.call("POST", "/api/v1/nodes", {"metadata": {"name": name, "labels": labels}})
+        self._post_ready(name)
+        lease = {
+            "metadata": {"name": name, "namespace": "kube-node-lease"},
+            "spec": {"holderIdentity": name, "leaseDurationSeconds": 8, "renewTime": micro()},
+        }
+        self._plane.call(
+            "POST", "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases", lease
+        )
+
+    def _post_ready(self, name: str) -> None:
+        """Say that the node is ready: it is not taken to be, any more, once the API server was away for long."""
         condition = {"type": "Ready", "status": "True", "reason": "KubeletReady"}
         times = {"lastHeartbeatTime": now(), "lastTransitionTime": now()}
         status = {
@@ -136,13 +147,6 @@ class Kubelet:
             "conditions": [condition | times],
         }
         self._plane.call("PATCH", f"/api/v1/nodes/{name}/status", {"status": status})
-        lease = {
-            "metadata": {"name": name, "namespace": "kube-node-lease"},
-            "spec": {"holderIdentity": name, "leaseDurationSeconds": 8, "renewTime": micro()},
-        }
-        self._plane.call(
-            "POST", "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases", lease
-        )
 
     def _renew(self) -> None:
         if time.monotonic() - self._renewed < LEASE_PERIOD:
@@ -152,6 +156,7 @@ class Kubelet:
             if name not in self._lost:
                 path = f"/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/{name}"
                 self._plane.call("PATCH", path, {"spec": {"renewTime": micro()}})
+                self._post_ready(name)
 
     # ---- pods
 
@@ -288,11 +293,15 @@ class Kubelet:
             folder = pod.folder / "volumes" / volume["name"]
         folder.mkdir(parents=True, exist_ok=True)
         content: dict[str, bytes] = {}
-        if "secret" in volume:
-            content = self._content("secrets", volume["secret"]["secretName"])
-        elif "configMap" in volume:
-            content = self._content("configmaps", volume["configMap"]["name"])
         source = volume.get("secret") or volume.get("configMap") or {}
+        if "secret" in volume or "configMap" in volume:
+            plural = "secrets" if "secret" in volume else "configmaps"
+            name = source.get("secretName") or source.get("name")
+            try:
+                content = self._content(plural, name)
+            except urllib.error.HTTPError as error:
+                if error.code != http.client.NOT_FOUND or not source.get("optional"):
+                    raise
         chosen = {item["key"]: item["path"] for item in source.get("items") or ()}
         for name, data in content.items():
             if not chosen or name in chosen:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import subprocess
+import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -66,8 +67,14 @@ def test_the_chart_is_sound() -> None:
 @pytest.mark.slow
 def test_the_chart_makes_an_operator_for_the_cluster() -> None:
     found = rendered()
-    (role,) = found["ClusterRole"]
+    role, edit, view = found["ClusterRole"]
     assert role["rules"] == objects.operator_rules()
+    for kind, given in (("edit", edit), ("view", view)):
+        (own,) = (
+            one for one in kustomize("crds/cel") if one["metadata"]["name"] == f"dlrover-{kind}"
+        )
+        assert given["rules"] == own["rules"] == objects.aggregated_rules()[kind]
+        assert own["metadata"]["labels"].items() <= given["metadata"]["labels"].items()
     assert found["Role"][0]["rules"] == objects.lease_rules()
     (deployment,) = found["Deployment"]
     pod = deployment["spec"]["template"]["spec"]
@@ -165,6 +172,66 @@ def test_the_chart_and_kustomize_secure_the_operator_alike() -> None:
 
 
 @pytest.mark.slow
+def test_the_chart_keeps_an_operator_there_and_others_out() -> None:
+    found = rendered()
+    (deployment,) = found["Deployment"]
+    pods = deployment["spec"]["selector"]["matchLabels"]
+    (budget,) = found["PodDisruptionBudget"]
+    assert budget["apiVersion"] == "policy/v1"
+    assert budget["spec"] == {"maxUnavailable": 1, "selector": {"matchLabels": pods}}
+    (policy,) = found["NetworkPolicy"]
+    assert policy["spec"] == {
+        "podSelector": {"matchLabels": pods},
+        "policyTypes": ["Ingress"],
+        "ingress": [{"ports": [{"port": 8080}]}],
+    }
+    (spread,) = deployment["spec"]["template"]["spec"]["topologySpreadConstraints"]
+    assert spread["labelSelector"]["matchLabels"] == pods
+    old = rendered("--kube-version", "1.20.2", "--set", "replicas=3")
+    assert old["PodDisruptionBudget"][0]["apiVersion"] == "policy/v1beta1"
+    spare = rendered(
+        *("--set", "podDisruptionBudget=false,networkPolicy=false,aggregatedRoles=false"),
+        *(
+            "--set",
+            "affinity.podAntiAffinity.any=1",
+            "--set",
+            "topologySpreadConstraints[0].maxSkew=2",
+        ),
+        *("--set", "topologySpreadConstraints[0].topologyKey=zone"),
+        *("--set", "topologySpreadConstraints[0].whenUnsatisfiable=DoNotSchedule"),
+    )
+    assert not spare.keys() & {"PodDisruptionBudget", "NetworkPolicy"}
+    assert len(spare["ClusterRole"]) == 1
+    pod = spare["Deployment"][0]["spec"]["template"]["spec"]
+    assert pod["affinity"] == {"podAntiAffinity": {"any": 1}}
+    assert [one["maxSkew"] for one in pod["topologySpreadConstraints"]] == [2]
+    assert "PodDisruptionBudget" not in rendered("--set", "replicas=1")
+
+
+@pytest.mark.slow
+def test_the_chart_and_the_folder_have_the_same_alerts_about_the_operator() -> None:
+    assert not rendered().keys() & {"PodMonitor", "PrometheusRule"}
+    found = rendered(
+        *("--set", "monitoring.podMonitor=true,monitoring.alerts=true"),
+        *("--set", "monitoring.labels.release=prometheus"),
+    )
+    alerts = yaml.safe_load((DEPLOY / "monitoring/operator-alerts.yaml").read_text())
+    (rule,) = found["PrometheusRule"]
+    (plain,) = (
+        one
+        for one in yaml.safe_load_all((DEPLOY / "monitoring/operator.yaml").read_text())
+        if one["kind"] == "PrometheusRule"
+    )
+    assert rule["spec"] == plain["spec"] == alerts
+    (monitor,) = found["PodMonitor"]
+    (deployment,) = found["Deployment"]
+    pods = deployment["spec"]["template"]["metadata"]["labels"]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= pods.items()
+    for one in (rule, monitor):
+        assert one["metadata"]["labels"]["release"] == "prometheus"
+
+
+@pytest.mark.slow
 def test_the_longest_name_of_a_release_gives_names_that_kubernetes_takes() -> None:
     done = helm("template", "r" * 53, str(CHART), "--namespace", "here")
     made = [one for one in yaml.safe_load_all(done.stdout) if one]
@@ -219,6 +286,36 @@ def test_what_kustomize_installs_runs_jobs_with_the_rights_that_it_gets(
             lambda: not [p for p in cluster.list("pods") if "operator" in p["metadata"]["name"]]
         )
     )
+
+
+def test_the_documented_command_installs_on_a_cluster_before_cel(
+    control_plane: ControlPlane,
+) -> None:
+    """With the machine's kubectl, as a user's; helm sends definitions as server-side apply does."""
+    command = ["kubectl", f"--kubeconfig={control_plane.kubeconfig}"]
+    done = subprocess.run(
+        [*command, "apply", "-k", DEPLOY], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "deployment.apps/dlrover-operator created" in done.stdout
+    path = "/apis/rbac.authorization.k8s.io/v1/clusterroles/edit"
+
+    def editors_may() -> bool:
+        rules = control_plane.call("GET", path)["rules"]
+        return any("elasticjobs" in rule.get("resources", ()) for rule in rules)
+
+    late = time.monotonic() + 30.0
+    while not editors_may():
+        assert time.monotonic() < late, "the controller of roles aggregates them"
+        time.sleep(0.1)
+    control_plane.kubectl("delete", "namespace", "dlrover-system", "--wait=false")
+    helms = ["apply", "--server-side", "--force-conflicts", "--dry-run=server", "-f"]
+    control_plane.kubectl(*helms, str(CHART / "crds"))
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        control_plane.kubectl(
+            *helms, str(DEPLOY / "crds/cel/elasticjobs.elastic.iml.github.io.yaml")
+        )
+    assert "x-kubernetes-validations" in caught.value.stderr
 
 
 def test_helm_installs_the_chart_and_takes_it_away(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dlrover.errors import ConfigurationError
-from dlrover.kubernetes import job as jobs, names, nodes, resources, validation
+from dlrover.kubernetes import job as jobs, names, nodes, objects, resources, validation
 from dlrover.kubernetes.types import ElasticJob
 from dlrover.spec.job import Limits
 from dlrover.spec.node import LaunchNode
@@ -79,6 +79,18 @@ def test_a_template_is_kept_as_it_is_given() -> None:
     env = variables(pod, 1)
     assert (env["MINE"], env["SHARED"], env["NODE_RANK"]) == ("1", "all", "0")
     assert job.spec.replica_specs["worker"].template == worker["template"], "it is not changed"
+
+
+@pytest.mark.parametrize("given", [{}, {"enableServiceLinks": True}])
+def test_services_are_no_variables_of_a_pod_unless_its_template_wants_them(
+    given: dict[str, bool],
+) -> None:
+    containers = [{"name": "main", "image": "training:1", "command": COMMAND}]
+    master = {"replicas": 1} | templated([{"name": "main"}], **given)
+    job = elastic_job(templated(containers, **given), roles={"dlrover-master": master})
+    wanted = given.get("enableServiceLinks", False)
+    assert nodes.pod(job, LaunchNode(0, 0), "m:1")["spec"]["enableServiceLinks"] is wanted
+    assert objects.master_pod(job, "dlrover:1")["spec"]["enableServiceLinks"] is wanted
 
 
 def test_roles_have_ranks_in_their_order() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dlrover.errors import InfrastructureError
-from dlrover.kubernetes import names, times, validation
+from dlrover.kubernetes import names, scaleplans, times, validation
 from dlrover.kubernetes.client import LEASES, Client
 from dlrover.kubernetes.leader import Leader, Terms
 from dlrover.kubernetes.reporting import Reporter, duration
@@ -34,6 +34,8 @@ def test_the_smallest_manifest_gets_a_master(cluster: Cluster) -> None:
             manifest["metadata"] = {"name": "digits"}
             cluster.create(manifest)
             await cluster.phase("Pending")
+            # the scheduler's own reason
+            await cluster.until(lambda: "no nodes available" in cluster.status["message"])
         master = names.master_name("digits")
         pod = cluster.get("pods", master)
         own = names.own_name("digits", cluster.get("elasticjobs", "digits")["metadata"]["uid"])
@@ -41,7 +43,6 @@ def test_the_smallest_manifest_gets_a_master(cluster: Cluster) -> None:
         assert pod["metadata"]["ownerReferences"][0]["kind"] == "ElasticJob"
         assert cluster.get("services", master)["spec"]["ports"][0]["port"] == 50001
         assert cluster.get("secrets", own)["data"]["token"]
-        assert "no nodes available" in cluster.status["message"], "the scheduler's own reason"
         assert cluster.told == {"Accepted": 1, "MasterStarted": 1}
 
     asyncio.run(scenario())
@@ -245,8 +246,74 @@ def test_what_the_server_refuses_for_good_is_told(cluster: Cluster) -> None:
             await cluster.until(lambda: cluster.told == {"Refused": 1})
             message = cluster.status["message"]
             assert "spec.containers[0].ports[0].containerPort" in message
+            assert cluster.status["phase"] == "Rejected"
             await asyncio.sleep(3.0)
             assert cluster.told == {"Refused": 1}, "it is tried again, and told once"
+
+    asyncio.run(scenario())
+
+
+def make_service(cluster: Cluster, name: str) -> None:
+    spec = {"selector": {"app": "another"}, "ports": [{"port": 80}]}
+    cluster.plane.call("POST", cluster.path("services"), {"metadata": {"name": name}, "spec": spec})
+
+
+def test_anothers_service_and_pod_of_the_masters_name_are_told_and_survived(
+    cluster: Cluster, kubelet: Callable[..., Kubelet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dlrover.kubernetes.operator.TAKEN_AGAIN", 0.5)
+    monkeypatch.setattr("dlrover.kubernetes.reconcile.FOREIGN_CHECK", 0.5)
+    kubelet()
+    master = names.master_name("digits")
+    container = {"name": "main", "image": "another:1", "command": SLEEP}
+    spec = {"containers": [container], "terminationGracePeriodSeconds": 0}
+    make_service(cluster, master)
+    cluster.plane.call("POST", cluster.path("pods"), {"metadata": {"name": master}, "spec": spec})
+
+    async def scenario() -> None:
+        async with cluster.operator():
+            cluster.submit(SLEEP)
+            for kind in ("services", "pods"):
+                said = f"The {kind[:-1].title()} {master} is not this job's".lower()
+                await cluster.until(
+                    lambda said=said: said in cluster.status.get("message", "").lower()
+                )
+                assert cluster.status["phase"] == "Pending"
+                cluster.plane.call("DELETE", cluster.path(kind, master))
+            await cluster.until(lambda: cluster.told.get("MasterReady") == 1)
+            assert cluster.told["NameTaken"] == 2
+            # A master's pod that loses its label is seen no more by nodes: there has to be another one.
+            first = cluster.get("pods", master)["metadata"]["uid"]
+            labels = {names.JOB_LABEL: None}
+            cluster.plane.call(
+                "PATCH", cluster.path("pods", master), {"metadata": {"labels": labels}}
+            )
+            await cluster.until(lambda: cluster.told.get("MasterReady") == 2)
+            assert cluster.get("pods", master)["metadata"]["uid"] != first
+            events = [event["message"] for event in cluster.list("events")]
+            assert any("lost its label" in message for message in events)
+
+    asyncio.run(scenario())
+
+
+def test_a_plan_goes_with_its_job_and_never_scales_the_next_of_its_name(cluster: Cluster) -> None:
+    plans = cluster.path("elasticjobs").replace("elasticjobs", "scaleplans")
+
+    def there() -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = cluster.plane.call("GET", plans)["items"]
+        return found
+
+    async def scenario() -> None:
+        async with cluster.operator():
+            spec = {"ownerJob": "digits", "replicaResourceSpecs": {"worker": {"replicas": 4}}}
+            plan = {"apiVersion": names.API_VERSION, "kind": "ScalePlan", "spec": spec}
+            cluster.submit(SLEEP)
+            cluster.create({**plan, "metadata": {"name": "grow"}})
+            uid = cluster.get("elasticjobs", "digits")["metadata"]["uid"]
+            await cluster.until(lambda: scaleplans.owner_of(there()[0]) == uid)
+            path = cluster.path("elasticjobs", "digits")
+            cluster.plane.call("DELETE", path, {"propagationPolicy": "Background"})
+            await cluster.until(lambda: there() == [], timeout=90)
 
     asyncio.run(scenario())
 

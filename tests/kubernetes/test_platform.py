@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dlrover.kubernetes import names, nodes, platform as platforms, validation
-from dlrover.kubernetes.client import PODS, Client
+from dlrover.kubernetes.client import PODS, ApiError, Client
 from dlrover.kubernetes.platform import KubernetesPlatform
 from dlrover.spec.node import FoundNode, LaunchNode
 from tests.kubernetes.controlplane import ControlPlane
@@ -53,6 +53,8 @@ class Nodes:
         self.namespace = namespace
         self.manifest = manifest
         self.exits: dict[int, str] = {}
+        self.codes: dict[int, int] = {}
+        self.refused: set[int] = set()
         self.waits: dict[int, str] = {}
 
     @contextlib.asynccontextmanager
@@ -66,9 +68,14 @@ class Nodes:
         finally:
             await one.close()
 
-    def _ended(self, node_id: int, reason: str) -> None:
+    def _ended(
+        self, node_id: int, reason: str, /, *, exit_code: int = 0, refused: bool = False
+    ) -> None:
         assert node_id not in self.exits, "reported once"
         self.exits[node_id] = reason
+        self.codes[node_id] = exit_code
+        if refused:
+            self.refused.add(node_id)
 
     def pods(self) -> dict[str, dict[str, Any]]:
         path = f"/api/v1/namespaces/{self.namespace}/pods"
@@ -112,6 +119,7 @@ def test_a_node_is_a_pod_that_ends_with_a_reason(
             await here.until(lambda: len(here.exits) == 2)
             assert here.exits[7] == "its container main ended with exit code 3"
             assert here.exits[8] == "its pod ended"
+            assert here.codes == {7: 3, 8: 0}
 
     asyncio.run(story())
 
@@ -165,13 +173,13 @@ def test_nodes_on_a_machine_that_goes_dark_are_lost(
             for number in range(4):
                 platform.launch(LaunchNode(number, number))
             await here.until(lambda: len(here.running()) == 4)
-            dark = machines.nodes[0]
+            # The other machine may have been ready first, and have all of them.
+            dark = here.pods()["job-edljob-worker-0"]["spec"]["nodeName"]
             lost = {
                 int(pod["metadata"]["labels"][nodes.NODE_LABEL])
                 for pod in here.pods().values()
                 if pod["spec"]["nodeName"] == dark
             }
-            assert lost
             machines.lose(dark)
             await here.until(lambda: set(here.exits) == lost, timeout=120)
             await here.until(lambda: len(here.pods()) == 4 - len(lost), timeout=30)
@@ -256,6 +264,7 @@ def test_a_pod_that_the_server_refuses_is_a_node_that_ended(make: Callable[..., 
             await here.until(lambda: here.exits)
             assert here.exits[0].startswith("its pod was refused: ")
             assert 'Not found: "nowhere"' in here.exits[0]
+            assert here.refused == {0}, "and another one would be refused, too"
 
     asyncio.run(story())
 
@@ -414,3 +423,30 @@ def test_the_pods_of_another_job_are_not_found(
         assert set(here.pods()) == {"job-edljob-worker-5"}
 
     asyncio.run(story())
+
+
+CONFLICT = (
+    'Operation cannot be fulfilled on resourcequotas "gpu": the object has been modified; please apply your '
+    "changes to the latest version and try again"
+)
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "at_once", "later"),
+    [
+        (409, CONFLICT, True, True),
+        (401, "Unauthorized", True, True),
+        (404, 'serviceaccount "x" not found', True, False),
+        (403, "pods is forbidden", True, False),
+        (403, "exceeded quota: gpu", True, True),
+        (422, "spec.containers: Required value", False, False),
+        (503, "etcd has no leader", True, True),
+    ],
+)
+def test_what_may_be_otherwise_later_is_asked_for_again(
+    status: int, message: str, at_once: bool, later: bool
+) -> None:
+    error = ApiError(status, "Reason", message)
+    may_pass = platforms._may_pass
+    assert may_pass(error, 0.0) is at_once
+    assert may_pass(error, platforms.FORBIDDEN_GRACE + 1) is later

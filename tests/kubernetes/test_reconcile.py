@@ -53,6 +53,7 @@ def test_the_master_is_reached_by_its_service_and_reads_its_token_from_the_secre
     assert container["ports"][0]["containerPort"] == service["spec"]["ports"][0]["port"] == 50001
     env = {entry["name"]: entry for entry in container["env"]}
     assert env["DLROVER_KUBERNETES_JOB"]["value"] == "default/digits"
+    assert env["DLROVER_KUBERNETES_JOB_UID"]["value"] == "uid-1"
     reference = env["DLROVER_TOKEN"]["valueFrom"]["secretKeyRef"]
     assert reference == {"name": OWN, "key": "token"}
     assert secret["stringData"]["token"]
@@ -238,6 +239,7 @@ def test_a_wrong_manifest_is_told_once_and_runs_when_it_is_right() -> None:
 def test_what_has_no_effect_is_told_once_a_generation() -> None:
     manifest = yaml.safe_load(ORIGINAL)
     manifest["metadata"].update(uid="uid-1", generation=1, name="digits")
+    manifest["spec"]["replicaSpecs"]["worker"]["replicas"] = 1
     world = World(manifest)
     world.settle()
     # distributionStrategy, resourceLimits, enableElasticScheduling, enableDynamicSharding; restartTimeout of ps
@@ -379,3 +381,61 @@ def test_a_decision_depends_on_nothing_but_what_it_is_told() -> None:
     seen = Observed(job())
     first = reconcile(seen, START, Options(), "t")
     assert reconcile(seen, START, Options(), "t") == first
+
+
+# ---- conditions, and the time that a job may be active
+
+
+def test_conditions_say_whether_it_runs_and_whether_it_is_complete() -> None:
+    world = running()
+    assert world.condition("Running") == "True"
+    assert world.master is not None
+    world.end(world.master, 137)
+    world.settle()
+    assert world.condition("Running") == "False"
+    world.end(world.master, 0)
+    world.settle()
+    assert world.condition("Complete") == world.condition("Succeeded") == "True"
+    assert world.condition("Running") == "False"
+
+
+@pytest.mark.parametrize("policy", ["Running", "None"])
+def test_a_job_that_was_active_for_too_long_fails_and_its_pods_go(policy: str) -> None:
+    world = running(activeDeadlineSeconds=1800, cleanPodPolicy=policy)
+    world.step()
+    assert world.decision.again == 800.0
+    world.now += 800.0
+    world.step()
+    assert [gone.name for gone in world.decision.delete] == [MASTER], "it would replace its workers"
+    world.settle()
+    assert world.status["phase"] == "Failed"
+    (failed,) = [c for c in world.status["conditions"] if c["type"] == "Failed"]
+    assert failed["reason"] == "DeadlineExceeded"
+    assert world.status["message"] == "The job was active for 1800 s (spec.activeDeadlineSeconds)."
+    assert all("deletionTimestamp" in pod["metadata"] for pod in world.pods)
+    assert world.condition("MasterReady") == "False"
+
+
+def test_a_suspended_job_has_its_time_anew_when_it_resumes() -> None:
+    world = running(activeDeadlineSeconds=1800)
+    assert world.job is not None
+    world.job["spec"]["suspend"] = True
+    world.settle()
+    for pod in list(world.pods):
+        world.gone(pod)
+    world.now += 5000.0
+    world.settle()
+    assert world.status["phase"] == "Suspended"
+    world.job["spec"]["suspend"] = False
+    world.settle()
+    assert world.status["phase"] != "Failed"
+    assert world.decision.again == 1800.0
+
+
+def test_a_job_that_ended_in_time_has_not_failed_however_late_that_is_seen() -> None:
+    world = running(activeDeadlineSeconds=1800)
+    assert world.master is not None
+    world.end(world.master, 0)
+    world.now += 5000.0
+    world.settle()
+    assert world.status["phase"] == "Succeeded"

@@ -227,3 +227,18 @@ def test_a_start_that_was_not_written_down_is_remembered() -> None:
     world.settle()
     assert world.status["master"]["starts"] == 1
     assert world.status["startTime"] == world.status["master"]["lastStartTime"]
+
+
+@pytest.mark.parametrize("label", [names.JOB_LABEL, names.ROLE_LABEL])
+def test_a_master_without_a_label_by_which_it_is_found_is_started_again(label: str) -> None:
+    world = running()
+    first = world.master
+    assert first is not None
+    del first["metadata"]["labels"][label]
+    world.step()
+    assert world.status["message"].startswith(f"The master's pod lost its label {label}")
+    world.gone(first)
+    world.settle()
+    assert world.status["master"]["starts"] == 2
+    assert world.events.count("MasterLost") == 1
+    assert len(world.workers) == 2

@@ -152,13 +152,15 @@ async def refuse_wrong_plans(job: Scaled) -> None:
     assert phase == "Failed"
     assert message.startswith("A user has set the number of nodes to 2")
     job.scale(0)
-    await job.until(lambda: job.events("ScaleRefused") != [])
-    (told,) = job.events("ScaleRefused")
-    assert told.startswith("spec.replicaSpecs.worker.replicas is 0, and the job goes on as it is.")
+    await job.until(lambda: job.cluster.told.get("Rejected") == 1)
+    assert "spec.replicaSpecs is worker with 0 replicas" in job.cluster.status["message"]
+    assert job.cluster.status["phase"] == "Running"
     job.scale(2)
     job.plan("other", ownerJob="letters")
     await job.until(lambda: job.told_of("other")[0] == "Pending")
-    assert job.told_of("other")[1] == "There is no ElasticJob letters in this namespace."
+    assert job.told_of("other")[1] == (
+        "There is no ElasticJob letters in this namespace; create the plan after its job."
+    )
     assert job.events("ScaleFailed"), "it is told with the job, too"
 
 
@@ -320,5 +322,6 @@ def test_the_ranks_of_other_roles_stay_where_they_are_when_workers_come_and_go()
 def test_what_the_operator_says_of_a_plan(
     before: dict[str, str], job: dict[str, Any] | None, phase: str | None
 ) -> None:
-    status = scaleplans.standing(before, "digits", job)
+    plan = {"metadata": {}, "spec": {"ownerJob": "digits"}, "status": before}
+    status = scaleplans.standing(plan, job)
     assert (status["phase"] if status else None) == phase

@@ -72,10 +72,10 @@ def test_servers_are_counted_beside_the_other_nodes(
 @pytest.mark.parametrize("workers", [{}, {"worker": role(0)}])
 def test_servers_without_a_worker_are_refused(workers: dict[str, dict[str, Any]]) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        jobs.job_spec(parsed(ps=role(2), **workers), Limits())
+        parsed(ps=role(2), **workers)
     assert str(caught.value) == (
-        "ElasticJob train: spec.replicaSpecs has no pod but 2 of ps; servers need a worker or a chief, with "
-        "replicas of 1 or more."
+        "spec.replicaSpecs has no pod but 2 of ps: servers need a worker or a chief, with replicas of 1 or "
+        "more."
     )
 
 

@@ -39,6 +39,11 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_a_job_of_servers_alone_is_not_submitted(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="servers need a worker or a chief"):
+        submit.submit(saved(tmp_path, ORIGINAL))
+
+
 def test_a_dry_run_shows_the_job_and_all_that_is_made_of_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,7 +81,7 @@ def test_the_output_as_json_is_the_same(tmp_path: Path, capsys: pytest.CaptureFi
         ("- a", f"apiVersion is None: accepted is {names.API_VERSION}."),
         ({**manifest(), "kind": "Job"}, "kind is Job: accepted is ElasticJob."),
         ({**manifest(), "apiVersion": "v1"}, f"apiVersion is v1: accepted is {names.API_VERSION}."),
-        (manifest(ttlSeconds=3), "spec.ttlSeconds is unknown: accepted are brainService"),
+        (manifest(ttlSeconds=3), "spec.ttlSeconds is unknown: accepted are activeDeadlineSeconds"),
     ],
 )
 def test_a_wrong_file_gets_a_sentence(tmp_path: Path, content: Any, sentence: str) -> None:

@@ -48,6 +48,12 @@ WRONG: dict[str, tuple[str, Any, str]] = {
         {"dlrover-master": {}},
         "spec.replicaSpecs is dlrover-master: accepted is at least one role that trains",
     ),
+    "no pod": (
+        f"{WORKER}.replicas",
+        0,
+        "spec.replicaSpecs is worker with 0 replicas: accepted is at least one pod that trains "
+        "(spec.suspend stops a job).",
+    ),
     "negative replicas": (
         f"{WORKER}.replicas",
         -1,
@@ -199,13 +205,17 @@ def test_a_field_that_nobody_knows_is_a_fault_where_the_manifest_is_submitted() 
     manifest = job(ttlSeconds=1)
     assert validation.faults(manifest) == []  # the API server drops it before the operator sees it
     (fault,) = validation.faults(manifest, strict=True)
-    assert fault.startswith("spec.ttlSeconds is unknown: accepted are brainService, ")
+    assert fault.startswith("spec.ttlSeconds is unknown: accepted are activeDeadlineSeconds, ")
 
 
 @pytest.mark.parametrize("text", [SEED, EARLY_SEED, ORIGINAL], ids=["seed", "early", "original"])
 def test_manifests_of_the_original_are_right_as_they_are(text: str) -> None:
     manifest = yaml.safe_load(text)
     assert validation.faults(manifest, strict=True) == []
+    for replica in manifest["spec"]["replicaSpecs"].values():
+        replica["replicas"] = (
+            replica.get("replicas") or 1
+        )  # the original finds the number by itself
     assert "worker" in validation.parse(manifest).spec.replica_specs
 
 

@@ -2,8 +2,9 @@
 
 import pytest
 
-from dlrover.master.machine.autoscale import DRIFT_WINDOWS, AutoScaling
+from dlrover.master.machine.autoscale import DRIFT_WINDOWS, MOST_CHANGES, AutoScaling
 from dlrover.spec import events
+from dlrover.spec.batches import Batches
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.plan import Effect, Group, Plan
 from dlrover.spec.roles import Size
@@ -342,3 +343,118 @@ def test_a_slow_worker_costs_its_own_share_where_nobody_waits_for_it():
     story = ServerStory()
     story.measure(12, 1, 40.0)
     assert story.machine.slow(slow, story.now) is None  # 12 / 11.5
+
+
+@pytest.mark.parametrize("nodes", [2, 6])
+def test_a_size_that_could_not_be_measured_is_closed_until_a_new_search(nodes):
+    story = Story()
+    story.measure(4, 10.0)
+    story.plan(nodes)
+    machine = story.machine
+    machine.expired(machine.deadline())
+    story.measure(4, 10.0, round_=2)
+    assert machine.sizes.workers() == ([3, 4, 5, 6, 7, 8] if nodes == 2 else [1, 2, 3, 4, 5])
+    for _ in range(DRIFT_WINDOWS):
+        story.measure(4, 20.0, round_=2)
+    assert machine.sizes.workers() == list(range(1, 9))
+
+
+def test_after_many_changes_of_one_search_only_measured_sizes_are_taken():
+    story = Story()
+    story.measure(4, 10.0)
+    for number in range(MOST_CHANGES):
+        assert story.machine.question().sizes == list(range(1, 9))
+        round_ = 2 * number + 2
+        story.plan(2 + number % 2)
+        assert story.measure(2 + number % 2, 5.0, round_=round_) is not None
+        story.measure(4, 10.0, round_=round_ + 1)
+    assert story.machine.question().sizes == [2, 3, 4]
+
+
+def test_a_search_that_ends_where_the_last_one_did_doubles_the_pause_before_the_next():
+    """Another job's load comes and goes, and the best size stays what it is."""
+    story = Story()
+    story.measure(1, 10.0)
+    story.plan(None)
+    pauses, speed = [], 10.0
+    for _ in range(5):
+        began, speed = story.now, 30.0 - speed
+        while story.machine.stage is ScaleStage.RUNNING:
+            story.measure(1, speed)
+        pauses.append(story.now - began)
+        story.plan(None)
+    assert pauses[0] == DRIFT_WINDOWS * 30.0
+    assert pauses[1:] == [LIMITS.autoscale_interval * times for times in (1, 2, 4, 8)]
+
+
+def batch_story(**options) -> Story:
+    """Two nodes, for which the Brain has chosen a batch of 64 instead of 32."""
+    story = Story(least=2, **options)
+    told, _ = story.machine.measured(1, of_batch(32), ModelProfile(), 0.0)
+    assert not told
+    plan = Plan(groups={"worker": Group(count=2)}, reason="noisy", batch=64)
+    decision = ScaleDecision(kind=ScaleKind.BATCH, nodes=2, plan=plan, plan_id="p", batch=64)
+    story.told += story.machine.planned(decision, 0.0)
+    return story
+
+
+def of_batch(batch: int, step: float = 1.0) -> SpeedSample:
+    batches = Batches(least=32, most=256, pass_most=32)
+    return SpeedSample(
+        nodes=2, replicas=2, step_seconds=step, steps=9, total_batch=batch, batches=batches
+    )
+
+
+def test_a_batch_is_measured_in_its_own_round():
+    story = batch_story()
+    assert story.machine.batch == 64
+    story.machine.measured(1, of_batch(32), ModelProfile(), 10.0)
+    assert story.machine.change is not None
+    _, back = story.machine.measured(2, of_batch(64, 1.2), ModelProfile(), 20.0)
+    assert (story.machine.change, back) == (None, None)
+    assert {s.total_batch for known in story.machine.samples.values() for s in known} == {64}
+
+
+def test_a_batch_with_which_the_program_fails_is_taken_back_for_good():
+    story = batch_story()
+    assert story.machine.failed(Size(2), 1, "out of memory", 10.0) == ([], None)
+    (dropped,), back = story.machine.failed(Size(2), 2, "out of memory", 10.0)
+    assert "batches of 64 samples" in dropped.reason
+    assert (back, story.machine.change, story.machine.batch) == (None, None, 0)
+    story.machine.measured(3, of_batch(32), ModelProfile(), 20.0)
+    assert story.machine.question().current.batches.most == 63
+    story.machine.validate()
+
+
+@pytest.mark.parametrize(("size", "trial"), [(2, True), (3, True), (1, False), (4, False)])
+def test_a_program_that_fails_with_a_part_of_the_new_nodes_has_failed_by_the_trial(size, trial):
+    story = Story()
+    story.measure(1, 10.0)
+    story.plan(3, throughput=20.0)
+    told, back = story.machine.failed(Size(size), 2, "it cannot", story.now)
+    assert bool(told) is trial
+    if trial:
+        assert back.size == Size(1)
+        assert max(story.machine.sizes.workers()) < size
+    story.machine.validate()
+
+
+@pytest.mark.parametrize("by", ["a user", "another node"])
+def test_a_search_with_the_same_end_pauses_before_the_next_whatever_begins_it(by):
+    story = Story(servers=3)
+    machine = story.machine
+    for _ in range(2):  # two searches with the same end
+        story.measure(2, 10.0)
+        story.plan(None)
+        machine._search_anew()
+        machine.next_at = 0.0
+    story.measure(2, 10.0)
+    assert machine.search_at > story.now
+    if by == "a user":
+        machine.overruled("a user asked for 2 nodes", "worker", 2)
+    else:
+        machine.same_size(ScaleKind.MIGRATE, 0.5, "it is hot", story.now)
+        story.measure(2, 20.0, round_=2)
+    assert machine.change is None
+    assert not machine.due(story.now)
+    assert machine.due(machine.search_at)

@@ -18,6 +18,7 @@ from dlrover.planning.throughput import TrustRegion
 from dlrover.rpc import wire
 from dlrover.rpc.brain import BrainClient, request_id
 from dlrover.rpc.server import Server
+from dlrover.spec.batches import Batches
 from dlrover.spec.brain import ClusterNode, ReportCluster
 from dlrover.spec.events import Event, JobEnded, PlanDropped
 from dlrover.spec.job import JobSpec
@@ -106,6 +107,28 @@ def test_it_hears_once_what_a_similar_job_has_measured(tmp_path):
             assert await job.similar() is found
             decision = decide(question(sample(1, 0.1)), found)
             assert decision.plan.reason.endswith("by the similar job my job")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("most", "larger"), [(1024, True), (128, False)])
+def test_a_noisy_job_that_allows_it_gets_another_batch(tmp_path, most, larger):
+    batches = Batches(least=128, most=most, pass_most=32, square=1.0, variance=1e6)
+    noisy = SpeedSample(
+        nodes=2, replicas=2, step_seconds=0.35, steps=20, compute_seconds=0.2, total_batch=128,
+        batches=batches,
+    )  # fmt: skip
+
+    async def run() -> None:
+        async with story(tmp_path) as (job, look):
+            job.measured(noisy, ModelProfile(), {})
+            answered, decision = await job.size(question(noisy))
+            assert answered
+            assert (decision is not None and decision.batch in range(200, 257)) is larger
+            seen = (await look.explain(job.id)).samples[0]
+            assert (seen.shape.batch, seen.shape.passes) == (32, 2)
+            assert seen.compute_seconds == pytest.approx(0.1)
+            assert seen.batches == batches
 
     asyncio.run(run())
 

@@ -5,10 +5,14 @@ import re
 import pytest
 
 from dlrover.errors import ConfigurationError
-from dlrover.master.diagnosis import diagnose, is_echo, root_cause
-from dlrover.master.diagnosis_rules import built_in, load, load_own
+from dlrover.master.diagnosis_rules import built_in, load, load_own, table
 from dlrover.spec.failure import FACT_LIMIT, FACTS_LIMIT, Action, Failure, FailureKind, Origin
 from dlrover.spec.rules import Rule
+
+
+def diagnose(failure, own=()):
+    return table(own).diagnose(failure)
+
 
 ROW = {
     "cause": "license_server",
@@ -40,6 +44,24 @@ def toml(value):
 def failed(kind=FailureKind.EXCEPTION, **facts):
     numbers = {"id": "1", "node_id": 3, "rank": 1, "local_rank": 1, "round": 0}
     return Failure(**(numbers | {"kind": kind} | facts))
+
+
+def test_an_error_of_dlrover_itself_is_not_the_programs() -> None:
+    error = "The master knows no data set data: it has lost its journal."
+    frames = """Traceback (most recent call last):
+  File "/home/me/train.py", line 12, in <module>
+    for batch in data:
+  File "/env/lib/python3.11/site-packages/dlrover/sharding/client.py", line 139, in take
+    raise self._error
+"""
+    for kind in ("InfrastructureError", "FencedError", "ProtocolError"):
+        name = f"dlrover.errors.{kind}"
+        verdict = diagnose(
+            failed(exception=name, message=error, traceback=f"{frames}{name}: {error}\n")
+        )
+        assert (verdict.origin, verdict.action) == (Origin.INFRASTRUCTURE, Action.RESTART)
+    told = failed(exception="dlrover.errors.UserCodeError", message="x", traceback=frames)
+    assert diagnose(told).origin is Origin.USER
 
 
 # ---- rows of the user's
@@ -74,9 +96,9 @@ def test_the_users_rows_decide_about_echoes_too(tmp_path):
     own = load(written(tmp_path / "rules.toml", ROW | {"echo": True}))
     first = failed(exception="LicenseError", message="no license left", time=1.0)
     second = failed(id="2", exception="ValueError", time=2.0)
-    assert (is_echo(first, own), is_echo(first)) == (True, False)
-    assert root_cause([first, second], own) is second
-    assert root_cause([first, second]) is first
+    assert (table(own).is_echo(first), table().is_echo(first)) == (True, False)
+    assert table(own).root_cause([first, second]) is second
+    assert table().root_cause([first, second]) is first
 
 
 def test_without_a_file_there_are_no_rows_of_the_user():
@@ -196,7 +218,7 @@ def test_an_xid_decides_by_its_number(number, cause, action):
 def test_a_fact_explains_only_what_it_can_have_caused():
     lost = (xid(79),)
     peer = failed(exception="RuntimeError", message="Connection closed by peer", node_facts=lost)
-    assert (diagnose(peer).cause, is_echo(peer)) == ("device_lost", False)
+    assert (diagnose(peer).cause, table().is_echo(peer)) == ("device_lost", False)
     assert (
         diagnose(failed(exception="KeyError", message="'x'", node_facts=lost)).cause == "exception"
     )
@@ -236,3 +258,70 @@ def test_a_lost_node_is_named_by_its_number():
     lost = failed(FailureKind.NODE, message="it sent no heartbeat for 60 s", hostname="h7")
     assert diagnose(lost).title == "node 3 (h7) was lost: it sent no heartbeat for 60 s"
     assert diagnose(lost).cause == "node_lost"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "KeyError: 'throttle'",
+        "AttributeError: 'Config' object has no attribute 'rdma_down'",
+        "AssertionError: too many open files",
+        "TypeError: f() got an unexpected keyword argument 'no_device'",
+    ],
+)
+def test_the_words_of_a_mistake_in_the_users_own_file_do_not_matter(error):
+    name, _, message = error.partition(": ")
+    trace = f'Traceback (most recent call last):\n  File "/w/train.py", line 3, in f\n    g(x)\n{error}\n'
+    mistake = failed(exception=name, message=message, traceback=trace)
+    assert diagnose(mistake).origin is Origin.USER
+    own = Rule(
+        cause="ours", text=message.split()[-1], origin=Origin.INFRASTRUCTURE, title="", advice=""
+    )
+    assert diagnose(mistake, (own,)).cause == "ours"
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("lines", [1600, 26_000])
+def test_many_lines_of_usage_are_read_quickly(lines):
+    text = "usage: x\n" * lines
+    assert (
+        diagnose(failed(FailureKind.EXIT, exit_code=2, stderr_tail=text)).cause == "bad_arguments"
+    )
+    told = diagnose(
+        failed(FailureKind.EXIT, exit_code=2, stderr_tail=f"{text} [-h]\nx: error: no such file\n")
+    )
+    assert told.evidence == "x: error: no such file"
+
+
+@pytest.mark.parametrize(
+    ("text", "cause", "origin"),
+    [
+        ("RuntimeError: ibv_reg_mr_iova2 failed with error Cannot allocate memory", "fabric_error", Origin.INFRASTRUCTURE),
+        ("UCX ERROR Please set max locked memory (ulimit -l)", "fabric_error", Origin.INFRASTRUCTURE),
+        ("RuntimeError: CUDA error: invalid device ordinal", "launch_failure", Origin.UNKNOWN),
+        ("RuntimeError: OS call failed or operation not supported on this OS", "launch_failure", Origin.UNKNOWN),
+        ("PermissionError: [Errno 1] Operation not permitted: '/dev/nvidia0'", "driver_mismatch", Origin.INFRASTRUCTURE),
+        ("ValueError: UNAVAILABLE: Error reading: CURL error", "network", Origin.INFRASTRUCTURE),
+        ("OSError: Operation category READ is not supported in state standby", "network", Origin.INFRASTRUCTURE),
+        ("RuntimeError: Found no NVIDIA driver on your system.", "driver_mismatch", Origin.INFRASTRUCTURE),
+        ('docker: could not select device driver "".', "driver_mismatch", Origin.INFRASTRUCTURE),
+        ("OSError: x is not a local folder and is not a valid model identifier", "exception", Origin.USER),
+        ("run.sh: line 3: torchrunn: command not found", "command_missing", Origin.USER),
+        ("In 'config': Could not find 'model/x'", "bad_arguments", Origin.USER),
+    ],
+)  # fmt: skip
+def test_words_of_libraries_and_tools_are_known(text, cause, origin):
+    name, _, message = text.partition(": ")
+    if name.endswith("Error"):
+        trace = f"""Traceback (most recent call last):
+  File "/w/train.py", line 3, in f
+    g(x)
+  File "/env/lib/python3.11/site-packages/engine/core.py", line 3, in g
+    h(x)
+{text}
+"""
+        failure = failed(exception=name, message=message, traceback=trace)
+    else:
+        failure = failed(FailureKind.EXIT, exit_code=1, stderr_tail=text)
+    verdict = diagnose(failure)
+    assert (verdict.cause, verdict.origin) == (cause, origin)

@@ -5,10 +5,14 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from dlrover.master import diagnosis
-from dlrover.master.diagnosis import diagnose, is_echo, other_failures, root_cause
-from dlrover.master.diagnosis_facts import is_user_file
-from dlrover.master.diagnosis_rules import by_kind
+from dlrover.master.diagnosis_rules import table
+from dlrover.master.diagnosis_traceback import is_user_file
 from dlrover.spec.failure import Failure, FailureKind, Origin
+from dlrover.spec.rules import Rule
+
+TABLE = table()
+diagnose, is_echo = TABLE.diagnose, TABLE.is_echo
+root_cause, other_failures = TABLE.root_cause, TABLE.other_failures
 
 TRAIN = "/home/ann/project/train.py"
 USER, INFRASTRUCTURE, UNKNOWN = Origin.USER, Origin.INFRASTRUCTURE, Origin.UNKNOWN
@@ -65,7 +69,7 @@ def test_signals_are_decoded(number: int, name: str, origin: Origin, *, echo: bo
     [
         (137, "a program that it ran was killed by SIGKILL (signal 9)", False),
         (143, "a program that it ran was asked to stop by SIGTERM (signal 15)", True),
-        (255, "left with exit code 255 (the program called exit or os._exit)", False),
+        (255, "left with exit code 255", False),
     ],
 )
 def test_exit_codes_of_wrappers(code: int, title: str, *, echo: bool) -> None:
@@ -79,19 +83,36 @@ def test_exit_code_2_without_a_usage_text_may_be_tried_again() -> None:
 
 
 @pytest.mark.parametrize(
-    "last_words",
-    ["/opt/venv/bin/python: No module named train", "SyntaxError: '(' was never closed"],
+    ("last_words", "title"),
+    [
+        (
+            "/opt/venv/bin/python: No module named train",
+            "could not load the program (exit code 1) on node 3",
+        ),
+        (
+            "SyntaxError: '(' was never closed",
+            "could not compile the program (SyntaxError) on node 3: '(' was never closed",
+        ),
+    ],
 )
-def test_a_program_that_python_cannot_load(last_words: str) -> None:
+def test_a_program_that_python_cannot_load(last_words: str, title: str) -> None:
     failure = failed(FailureKind.EXIT, exit_code=1, stderr_tail=f"  File\n{last_words}\n")
     verdict = diagnose(failure)
-    assert verdict.title == "rank 1 could not load the program (exit code 1) on node 3"
+    assert verdict.title == f"rank 1 {title}"
     assert (verdict.hopeless, verdict.evidence) == (True, last_words)
 
 
 def test_a_failed_assertion_on_the_device_says_what_to_check() -> None:
     verdict = diagnose(raised("AcceleratorError", "CUDA error: device-side assert triggered"))
     assert "index and label" in verdict.advice
+
+
+def test_checkpoints_that_are_lost_are_not_looked_for_again() -> None:
+    verdict = diagnose(
+        raised("dlrover.errors.CheckpointsLostError", "Step 400 was saved to memory")
+    )
+    assert (verdict.origin, verdict.hopeless) == (INFRASTRUCTURE, True)
+    assert "start_afresh" in verdict.advice
 
 
 def test_long_messages_are_cut_in_titles() -> None:
@@ -175,7 +196,7 @@ def test_spawn(message: str, origin: Origin, *, hopeless: bool) -> None:
                 signal=6,
                 stderr_tail="[rank1]:[E] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5)",
             ),
-            INFRASTRUCTURE,
+            UNKNOWN,
             True,
         ),
         (
@@ -217,7 +238,7 @@ def test_frames_of_a_cause_are_not_those_of_the_exception() -> None:
     )
     verdict = diagnose(raised("ImportError", "Error while finding", traceback=chain))
     assert verdict.evidence == "ImportError: Error while finding"
-    assert verdict.signature == "exception:ImportError"
+    assert verdict.signature == "exception:ImportError:error while finding"
 
 
 def test_what_was_being_handled_is_no_cause() -> None:
@@ -381,13 +402,244 @@ def test_any_failure_gets_a_verdict(
 
 
 CONDITIONS = (
-    "types", "codes", "signals", "text", "facts", "raised_in", "before_first_step", "oom_killed",
+    "types", "codes", "signals", "text", "facts", "raised_in", "own_code", "before_first_step", "oom_killed",
 )  # fmt: skip
+DEFAULTS = Rule(cause="x", origin=Origin.USER, title="x", advice="x")
 
 
 def test_every_kind_ends_with_a_rule_that_fits_all() -> None:
-    assert by_kind().keys() == set(FailureKind)
-    for rules in by_kind().values():
-        assert not any(getattr(rules[-1], condition) for condition in CONDITIONS)
-        for rule in rules[:-1]:
-            assert any(getattr(rule, condition) for condition in CONDITIONS), rule
+    for kind in FailureKind:
+        rules = [rule for rule in TABLE.rules if rule.is_for(kind)]
+        for rule in rules:
+            named = [c for c in CONDITIONS if getattr(rule, c) != getattr(DEFAULTS, c)]
+            assert (named == []) is (rule is rules[-1]), rule
+
+
+# ---- whose code it was
+
+
+def stack(*frames: tuple[str, str], error: str) -> str:
+    lines = [f'  File "{file}", line 7, in f\n    {source}\n' for file, source in frames]
+    return f"Traceback (most recent call last):\n{''.join(lines)}{error}\n"
+
+
+LIBRARY = "/opt/venv/lib/python3.11/site-packages/engine/core.py"
+
+
+@pytest.mark.parametrize(
+    ("frames", "error", "origin"),
+    [
+        ([(TRAIN, 'raise EngineError("x")')], "EngineError", USER),
+        ([(TRAIN, "engine.run()"), (LIBRARY, 'raise EngineError("x")')], "EngineError", UNKNOWN),
+        ([(TRAIN, "engine.run()")], "RuntimeError", UNKNOWN),
+        ([(TRAIN, "engine.run()"), (LIBRARY, "raise KeyError(name)")], "KeyError", USER),
+        ([(LIBRARY, "raise KeyError(name)")], "KeyError", UNKNOWN),
+        ([(TRAIN, "assert done")], "AssertionError", USER),
+        ([(LIBRARY, "assert done")], "AssertionError", UNKNOWN),
+        ([], "ValueError", USER),
+        ([], "EngineError", UNKNOWN),
+    ],
+)
+def test_the_program_is_at_fault_where_its_own_files_are(
+    frames: list[tuple[str, str]], error: str, origin: Origin
+) -> None:
+    trace = stack(*frames, error=f"{error}: x") if frames else ""
+    verdict = diagnose(raised(f"engine.{error}", "x", traceback=trace))
+    assert (verdict.cause in ("exception", "assertion"), verdict.origin) == (True, origin)
+
+
+def test_a_syntax_error_at_run_time_is_not_one_of_the_program() -> None:
+    literal = (
+        'Traceback (most recent call last):\n  File "'
+        + TRAIN
+        + '", line 3, in load\n    ast.literal_eval(x)\n'
+        '  File "<unknown>", line 1\n    {"a":\n         ^\nSyntaxError: \'{\' was never closed\n'
+    )
+    verdict = diagnose(raised("SyntaxError", "'{' was never closed", traceback=literal))
+    assert (verdict.cause, verdict.origin, verdict.hopeless) == ("exception", USER, False)
+    assert "train.py:3" in verdict.advice
+
+
+BOILERPLATE = (
+    "CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below "
+    "might be incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
+    "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("what", "cause"),
+    [
+        ("an illegal memory access was encountered", "illegal_address"),
+        ("unspecified launch failure", "launch_failure"),
+        ("device-side assert triggered", "device_assert"),
+        ("uncorrectable ECC error encountered", "ecc"),
+    ],
+)
+def test_what_torch_says_of_every_error_of_the_device_is_no_evidence(what: str, cause: str) -> None:
+    message = f"CUDA error: {what}\n{BOILERPLATE}"
+    assert diagnose(raised("torch.AcceleratorError", message)).cause == cause
+    assert diagnose(failed(signal=6, stderr_tail=message)).cause == cause
+
+
+def test_signatures_of_one_failure_are_equal_on_all_nodes() -> None:
+    first = raised("EngineError", "state 7 at 0x7f00 in /data/a.bin", rank=1)
+    second = raised("EngineError", "state 9 at 0x8e10 in /mnt/b.bin", rank=5)
+    other = raised("EngineError", "phase 7 at 0x7f00 in /data/a.bin", rank=1)
+    assert diagnose(first).signature == diagnose(second).signature != diagnose(other).signature
+
+
+@pytest.mark.parametrize("last_line", ["", "SystemExit: 7\n"])
+@pytest.mark.parametrize(
+    ("kind", "facts", "call", "cause"),
+    [
+        (FailureKind.EXIT, {"exit_code": 7}, "SystemExit", "exit"),
+        (FailureKind.EXIT, {"exit_code": 7}, "os._exit", "exit"),
+        (FailureKind.SIGNAL, {"signal": 9}, "os.kill", "ended_itself"),
+        (FailureKind.SIGNAL, {"signal": 6}, "os.abort", "ended_itself"),
+    ],
+)
+def test_a_program_that_ends_itself_is_not_ended_from_outside(
+    kind: FailureKind, facts: dict[str, int], call: str, cause: str, last_line: str
+) -> None:
+    trace = stack((TRAIN, "end()"), error="")[:-1] + last_line
+    own = diagnose(failed(kind, exception=call, traceback=trace, **facts))
+    assert (own.cause, own.origin) == (cause, USER)
+    library = diagnose(
+        failed(kind, exception=call, traceback=trace.replace(TRAIN, LIBRARY), **facts)
+    )
+    assert library.origin is not USER
+    if cause == "ended_itself":
+        assert "train.py:7" in own.advice
+        crash = diagnose(failed(kind, exception="SystemExit", traceback=trace, **facts))
+        assert crash.cause != "ended_itself"
+
+
+@pytest.mark.parametrize(
+    ("facts", "cause"),
+    [
+        ({"exit_code": 143}, "terminated"),
+        ({"exit_code": 137}, "killed"),
+        ({"exit_code": 137, "oom_killed": True}, "host_oom"),
+        ({"exit_code": 130}, "interrupted"),
+    ],
+)
+def test_an_exit_code_that_tells_of_a_signal_is_passed_on(
+    facts: dict[str, object], cause: str
+) -> None:
+    trace = f"""Traceback (most recent call last):
+  File "{TRAIN}", line 9, in on_term
+    sys.exit(code)
+SystemExit
+"""
+    verdict = diagnose(failed(FailureKind.EXIT, exception="SystemExit", traceback=trace, **facts))
+    assert (verdict.origin, verdict.cause) == (INFRASTRUCTURE, cause)
+
+
+@pytest.mark.parametrize(
+    ("kind", "facts", "title"),
+    [
+        (
+            FailureKind.EXIT,
+            {"exit_code": 1, "exception": "SystemExit"},
+            "left with exit code 1 on node 3: it was asked to stop by SIGTERM (signal 15), which its program handles",
+        ),
+        (
+            FailureKind.EXIT,
+            {"exit_code": 3, "exception": "os._exit"},
+            "left with exit code 3 on node 3",
+        ),
+        (FailureKind.SIGNAL, {"signal": 15, "exception": "os.kill"}, "ended itself with SIGTERM"),
+        (
+            FailureKind.EXCEPTION,
+            {"exit_code": 1, "exception": "Preempted"},
+            "left with exit code 1",
+        ),
+    ],
+)
+def test_a_program_that_handles_a_signal_from_outside_is_not_at_fault(
+    kind: FailureKind, facts: dict[str, object], title: str
+) -> None:
+    trace = stack((TRAIN, "sys.exit(1)"), error="SystemExit: 1")
+    failure = failed(kind, traceback=trace, asked_by=15, **facts)
+    verdict = diagnose(failure)
+    assert (verdict.origin, verdict.cause, verdict.echo) == (INFRASTRUCTURE, "terminated", True)
+    assert title in verdict.title
+    assert diagnose(msgspec.structs.replace(failure, asked_by=0)).cause != "terminated"
+
+
+OWN_WORDS = {
+    "ValueError: connection of layer 3 refused": "exception",
+    "ValueError: timeout must be positive": "exception",
+    "RuntimeError: out of memory budget: 3": "exception",
+    "RuntimeError: pipeline stage 2: broken pipe schedule": "exception",
+    "ValueError: no space left on device list: 8 experts for 4 devices": "exception",
+    "ValueError: Xid 79 is not in the vocabulary": "exception",
+    "ShardError: 503 service unavailable slots": "exception",
+    "RuntimeError: loss is NaN at step 3": "nan_loss",
+}
+
+
+@pytest.mark.parametrize("error", OWN_WORDS)
+def test_words_of_the_program_itself_are_no_evidence(error: str) -> None:
+    name, _, message = error.partition(": ")
+    trace = stack((TRAIN, "check(i)"), (TRAIN, f"raise {name}(text)"), error=error)
+    verdict = diagnose(raised(name, message, traceback=trace))
+    assert (verdict.origin, verdict.cause) == (USER, OWN_WORDS[error])
+
+
+@pytest.mark.parametrize(
+    "line", ["if not ok: raise {}(text)", "i += 1; raise {}", "raise({}(text))"]
+)
+def test_the_program_raises_in_any_place_of_its_line(line: str) -> None:
+    trace = stack((TRAIN, line.format("RuntimeError")), error="RuntimeError: no step left")
+    assert diagnose(raised("RuntimeError", "no step left", traceback=trace)).origin == USER
+
+
+@pytest.mark.parametrize(
+    ("first", "link", "message", "cause"),
+    [
+        ("OSError: [Errno 28] No space left on device", "direct cause", "save failed", "disk_full"),
+        ("OSError: [Errno 28] No space left on device", "handling", "save failed", "disk_full"),
+        ("KeyError: 'throttle'", "handling", "bad options", "exception"),
+        ("", "", "save failed: [Errno 28] No space left on device", "disk_full"),
+    ],
+)
+def test_what_the_program_passes_on_is_evidence(
+    first: str, link: str, message: str, cause: str
+) -> None:
+    own = stack((TRAIN, "raise RuntimeError(text) from error"), error=f"RuntimeError: {message}")
+    links = {
+        "direct cause": "The above exception was the direct cause of the following exception:",
+        "handling": "During handling of the above exception, another exception occurred:",
+    }
+    trace = f"{stack((TRAIN, 'write(data)'), error=first)}\n{links[link]}\n\n{own}" if link else own
+    assert diagnose(raised("RuntimeError", message, traceback=trace)).cause == cause
+
+
+def test_a_kill_for_want_of_memory_is_not_the_programs_own_signal() -> None:
+    trace = (
+        f'Traceback (most recent call last):\n  File "{TRAIN}", line 9, in f\n    os.kill(pid, 9)\n'
+    )
+    own = failed(signal=9, exception="os.kill", traceback=trace)
+    assert diagnose(own).cause == "ended_itself"
+    assert diagnose(msgspec.structs.replace(own, oom_killed=True)).cause == "host_oom"
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "origin"),
+    [
+        ("requests.exceptions.HTTPError: 503 Server Error: for url: x", "network", INFRASTRUCTURE),
+        ("torch.distributed.DistBackendError: NCCL error in: x", "peer_lost", INFRASTRUCTURE),
+        ("OutsideError: no words that anybody knows", "exit", USER),
+    ],
+)
+@pytest.mark.parametrize("code", [1, 3])
+def test_a_wrapper_that_leaves_with_the_code_of_its_program_does_not_hide_its_words(
+    code: int, error: str, cause: str, origin: Origin
+) -> None:
+    wrapper = stack((TRAIN, "sys.exit(subprocess.call(command))"), error=f"SystemExit: {code}")
+    facts = {"exception": "SystemExit", "traceback": wrapper, "exit_code": code}
+    child = stack((LIBRARY, "run()"), error=error)
+    verdict = diagnose(failed(FailureKind.EXIT, stderr_tail=child, **facts))
+    assert (verdict.cause, verdict.origin) == (cause, origin)

@@ -13,6 +13,7 @@ import pytest
 
 from dlrover.errors import ExitCode
 from dlrover.master import history
+from dlrover.master.diagnosis_rules import table
 from dlrover.master.history import OLD_TEXT, RECENT_TEXT, History
 from dlrover.master.journal_file import FileJournal
 from dlrover.master.machine import inputs, reports
@@ -32,7 +33,8 @@ def failure(number: int, time: float, *, round_: int = 1, echo: bool = False) ->
     """A failure with three texts of the largest size."""
     reason = "Connection closed by peer [10.0.0.1]:40404" if echo else f"bad value {number}"
     name = "RuntimeError" if echo else "ValueError"
-    frame = f'  File "/home/me/train.py", line {number}, in step\n    raise {name}("x")\n'
+    call = "all_reduce(grads)" if echo else f'raise {name}("x")'
+    frame = f'  File "/home/me/train.py", line {number}, in step\n    {call}\n'
     body = "Traceback (most recent call last):\n" + frame * (TEXT_LIMIT // len(frame) + 1)
     traceback = body[: TEXT_LIMIT - 200] + f"\n{frame}{name}: {reason}"
     return Failure(
@@ -128,7 +130,7 @@ def test_the_first_failures_and_those_that_may_be_the_cause_keep_their_texts(
 def test_reports_that_come_backwards_in_time_are_bounded_too() -> None:
     incident = reports.Incident(since=0.0, round=1)
     for n in range(500):
-        admitted = reports.admitted(incident, failure(n, 1000.0 - n), ())
+        admitted = reports.admitted(incident, failure(n, 1000.0 - n), table())
         reports.add(incident, admitted, echo=False)
     whole = sum(size(f) > 3 * LATER_TEXT for f in incident.failures)
     assert whole == WHOLE

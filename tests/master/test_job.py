@@ -108,7 +108,7 @@ def test_a_node_that_joins_a_moment_too_late_is_called_and_taken_in():
     assert job.join(2, round_=1) == calls(2, reason="round 1 is over")
     assert 2 not in job.machine.rendezvous.offers
     assert job.join(2, round_=2) == []
-    assert job.give(DeadlinePassed(), at=41.0) == calls(0, 1, reason="1 more nodes joined")
+    assert job.give(DeadlinePassed(), at=41.0) == calls(0, 1, reason="1 more node joined")
 
 
 def test_newcomers_that_come_together_cost_one_round():
@@ -345,6 +345,38 @@ def test_the_first_step_ends_an_incident_and_faults_before_it_prolong_it():
     job.give(Progressed(3, 1), at=109.0)
     assert job.emitted(events.Recovered) == [events.Recovered(3, 9.0)]
     assert job.machine.incident is None
+
+
+def test_steps_that_are_done_again_are_told():
+    job = JobDriver.running()
+    job.give(Progressed(1, 0, (), 400), Progressed(1, 5, (), 400))
+    job.fail(0, KILLED, steps=12)
+    job.join(0, 1, 2)
+    job.give(Progressed(2, 0), Progressed(2, 1, (), 400), Progressed(2, 3, (), 400))
+    (undone,) = job.emitted(events.StepsUndone)
+    assert undone == events.StepsUndone(2, 412, 400)
+    assert undone.sentence() == "Step 412 -> 400: 12 steps are done again."
+    assert events.StepsUndone(2, 401, 400).sentence() == "Step 401 -> 400: 1 step is done again."
+
+
+@pytest.mark.parametrize(("before", "after"), [(-1, 0), (0, -1), (0, 5)])
+def test_nothing_is_told_to_be_done_again_where_that_is_not_known(before: int, after: int):
+    job = JobDriver.running()
+    job.give(Progressed(1, 5, (), before))
+    job.fail(0, KILLED)
+    job.join(0, 1, 2)
+    job.give(Progressed(2, 1, (), after))
+    assert job.emitted(events.StepsUndone) == []
+
+
+def test_a_round_without_a_step_does_not_hide_how_far_the_one_before_came():
+    job = JobDriver.running()
+    job.give(Progressed(1, 5, (), 0))
+    for _ in range(2):
+        job.fail(0, KILLED)
+        job.join(0, 1, 2)
+    job.give(Progressed(3, 1, (), 2))
+    assert job.emitted(events.StepsUndone) == [events.StepsUndone(3, 5, 2)]
 
 
 def test_steps_are_summed_over_the_rounds():

@@ -12,13 +12,14 @@ from dlrover.master.machine.inputs import (
     NodeConnected,
     NodeExited,
     Progressed,
+    Submitted,
     Welcome,
 )
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.state import Phase
 from dlrover.spec import events
-from dlrover.spec.failure import Action, FailureKind
-from dlrover.spec.job import Limits
+from dlrover.spec.failure import Action, Failure, FailureKind, Origin
+from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.node import LaunchNode, NodeStatus
 from dlrover.spec.rules import Rule
 from dlrover.testing.drivers import JobDriver
@@ -73,6 +74,14 @@ def test_a_broken_device_has_its_node_launched_elsewhere():
     assert actions(job) == [Action.RELAUNCH]
     job.connect(3, claims=3)
     assert {c.node_id for c in rejoin(job, 0, 2, 3)} == {0, 2, 3}
+
+
+def test_where_there_is_one_host_it_is_not_kept_out():
+    job = JobDriver.launched(one_host=True)
+    commands = job.fail(1, BROKEN, at=100.0)
+    assert commands[:2] == [KillNode(1), LaunchNode(3, 1)]
+    assert job.emitted(events.HostExcluded) == []
+    assert actions(job) == [Action.RELAUNCH]
 
 
 def test_every_launch_avoids_the_host_until_its_time_has_passed():
@@ -271,3 +280,50 @@ def test_the_journal_gives_the_state_back_whatever_was_done(monkeypatch):
         copy.handle(event, now)
     assert copy == job.machine
     assert copy.faults.excluded(300.0) == ("host1", "host2")
+
+
+# ---- what no row knows
+
+
+def test_an_unknown_failure_that_comes_back_on_one_host_alone_is_that_hosts():
+    job = JobDriver.launched()
+    for at in (100.0, 200.0):
+        commands = job.fail(1, CRASHED, at=at, id=f"{at}", steps=17)
+        if at == 100.0:
+            rejoin(job, 0, 1, 2, at=101.0)
+    assert actions(job) == [Action.RESTART_FRESH, Action.RELAUNCH]
+    assert [c for c in commands if isinstance(c, LaunchNode)] == [LaunchNode(3, 1, ("host1",))]
+    assert job.emitted(events.RestartDecided)[1].reason.endswith(
+        "at step 17, and only on host host1"
+    )
+
+
+def test_an_unknown_failure_that_comes_back_elsewhere_is_the_programs():
+    job = JobDriver.launched()
+    job.fail(1, CRASHED, at=100.0, steps=17)
+    rejoin(job, 0, 1, 2, at=101.0)
+    job.fail(2, CRASHED, at=200.0, steps=17)
+    outcome = job.machine.outcome
+    assert outcome.exit_code == ExitCode.USER_CODE
+    assert "in the same way at step 17 on the hosts host1 and host2" in outcome.reason
+
+
+def test_where_the_training_resumed_tells_whether_it_is_the_same_step():
+    job = JobDriver.launched()
+    job.fail(1, CRASHED, at=100.0, steps=130, first_step=0)
+    job.join(0, 1, 2, at=101.0)
+    job.fail(2, CRASHED, at=200.0, steps=30, first_step=100)
+    assert "at step 130 on the hosts host1 and host2" in job.machine.outcome.reason
+
+
+def test_the_table_is_the_one_that_the_job_began_with():
+    """A newer release has other rows; a journal of an older one replays as it was written."""
+    row = Rule(cause="old_row", types=("RuntimeError",), origin=Origin.USER, title="x", advice="x")
+    machine = JobMachine()
+    machine.handle(Submitted(JobSpec(name="job"), rules=(row,)), 0.0)
+    failure = Failure(
+        id="1", kind=FailureKind.EXCEPTION, node_id=0, rank=0, local_rank=0, round=1,
+        exception="RuntimeError", message="CUDA error: uncorrectable ECC error encountered",
+    )  # fmt: skip
+    assert machine.table.diagnose(failure).cause == "old_row"
+    assert JobMachine().table.diagnose(failure).cause == "unknown"

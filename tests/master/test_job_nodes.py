@@ -154,6 +154,37 @@ def test_only_what_the_platform_launched_is_replaced():
     assert len(job.machine.nodes) == 4
 
 
+def test_a_node_that_its_platform_refuses_ends_the_job_at_once():
+    job = JobDriver(1, 1, managed_nodes=1)
+    outcome = job.give(NodeExited(0, "its pod was refused: no such volume", refused=True))[
+        -1
+    ].outcome
+    assert (outcome.exit_code, outcome.reason) == (
+        ExitCode.USAGE,
+        "node 0 cannot be made: its pod was refused: no such volume.",
+    )
+
+
+def test_a_job_that_trains_without_a_refused_node_goes_on():
+    job = JobDriver.launched(2, 3)
+    (launched,) = [c for c in job.give(NodeExited(2, "killed")) if isinstance(c, LaunchNode)]
+    assert job.give(NodeExited(launched.node_id, "its pod was refused", refused=True)) == []
+    assert job.machine.outcome is None
+
+
+def test_a_wrong_command_is_no_fault_of_the_machines():
+    job = JobDriver(1, 1, managed_nodes=1)
+    for node in range(3):
+        last = job.give(NodeExited(node, "its container main ended with exit code 2", exit_code=2))
+    assert last[-1].outcome.exit_code == ExitCode.USAGE
+
+
+def test_restarts_that_earlier_masters_counted_are_counted_on():
+    job = JobDriver.running(2, 1, 2, max_restarts=1, earlier_restarts=4)
+    assert job.machine.restarts.count == 4
+    job.machine.validate()
+
+
 def test_nodes_that_cannot_be_started_end_the_job():
     job = JobDriver(1, 1, managed_nodes=1)
     assert job.give(NodeExited(0, "no room")) == [LaunchNode(1, 0)]

@@ -12,11 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.errors import ConfigurationError, FencedError, InfrastructureError, ProtocolError
+from dlrover.errors import (
+    ConfigurationError,
+    FencedError,
+    FormatError,
+    InfrastructureError,
+    ProtocolError,
+)
 from dlrover.master import history
 from dlrover.master.history import History
 from dlrover.master.journal import JOURNALS, Journal, open_journal
-from dlrover.master.journal_file import FORMAT, FileJournal
+from dlrover.master.journal_file import FileJournal
 from dlrover.master.machine import inputs
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.store import KeyValueStore
@@ -24,6 +30,7 @@ from dlrover.rpc.messages import AddToKey, DeleteKeys, EnterBarrier, SetKey, Sto
 from dlrover.spec import events
 from dlrover.spec.failure import Action, Origin
 from dlrover.spec.job import JobSpec, Limits
+from dlrover.spec.jobdir import FORMAT
 from dlrover.spec.rules import Rule
 from dlrover.testing.cluster import WORKER_KINDS, Cluster
 from dlrover.testing.nodes import Delays
@@ -323,15 +330,21 @@ def eventful(seed: int) -> Cluster:
 # ---- journals that cannot be used
 
 
-def test_a_journal_of_another_format_is_refused(journal, path):
+@pytest.mark.parametrize("other", [1, FORMAT + 1])
+@pytest.mark.parametrize("read_only", [True, False])
+def test_a_journal_of_another_format_is_refused_and_left_as_it_is(journal, path, other, read_only):
+    journal.append(inputs.DeadlinePassed(), 1.0)
     journal.close()
     with contextlib.closing(sqlite3.connect(path)) as db:
-        db.execute(f"PRAGMA user_version={FORMAT + 1}")
-    for read_only in (True, False):
-        with pytest.raises(
-            InfrastructureError, match=f"has format {FORMAT + 1}; this version reads {FORMAT}"
-        ):
-            FileJournal(path, read_only=read_only)
+        db.execute(f"PRAGMA user_version={other}")
+    before = path.read_bytes()
+    with pytest.raises(FormatError) as refused:
+        FileJournal(path, read_only=read_only)
+    assert str(refused.value) == (
+        f"{path} has format {other}, of another version of DLRover; this one reads format {FORMAT}. Finish the "
+        "job with the version that began it, or start a new job in another directory: this file stays as it is."
+    )
+    assert path.read_bytes() == before
 
 
 def test_a_file_that_is_no_journal_is_refused(tmp_path):

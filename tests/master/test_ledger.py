@@ -9,7 +9,9 @@ from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
 from dlrover.master.machine.incidents import KEPT
 from dlrover.master.machine.roundtime import RoundTime
+from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
+from dlrover.spec.goodput import IncidentKind
 from dlrover.spec.job import Limits
 from dlrover.testing.drivers import JobDriver
 
@@ -56,18 +58,56 @@ def test_time_until_the_workers_processes_begin_is_start_up(job: JobDriver) -> N
 
 
 def test_clocks_of_workers_that_run_fast_or_slow_only_divide_the_time(job: JobDriver) -> None:
-    progress(job, 20.0, 1, 30.0, 10.0)
-    assert job.spent() == {"rendezvous": 20.0, "start_up": 15.0, "productive": 5.0}
-    progress(job, 30.0, 2, 30.0, 11.0, 1.0)
-    assert job.spent() == {"rendezvous": 20.0, "start_up": 15.0, "productive": 15.0, "data": 10.0}
+    progress(job, 20.0, 1, 5.0, 5.0)
+    progress(job, 30.0, 2, 5.0, 15.0, 10.0)
+    assert job.spent() == {"rendezvous": 20.0, "start_up": 10.0, "productive": 20.0, "data": 10.0}
 
 
-def test_a_program_that_tells_nothing_is_productive_from_the_start(job: JobDriver) -> None:
+def test_what_workers_did_before_the_master_knew_of_their_round_is_left_out(job: JobDriver) -> None:
+    progress(job, 20.0, 1, 30.0, 8.0, 2.0)
+    assert job.spent() == {"rendezvous": 20.0, "productive": 16.0, "data": 4.0}
+
+
+def test_a_first_report_of_activities_is_set_against_what_is_booked(job: JobDriver) -> None:
+    progress(job, 18.0, 1)
+    progress(job, 28.0, 9, 8.0, 8.0, 2.0)
+    assert job.spent() == {"rendezvous": 20.0, "start_up": 16.0, "productive": 16.0, "data": 4.0}
+
+
+def test_a_program_that_reports_nothing_is_not_measured(job: JobDriver) -> None:
     job.now = 50.0
-    assert job.spent() == {"rendezvous": 20.0, "productive": 80.0}
-    job.give(inputs.NodeSucceeded(0, 1), at=60.0)
-    job.give(inputs.NodeSucceeded(1, 1), at=70.0)
-    assert job.spent() == {"rendezvous": 20.0, "productive": 110.0, "shutdown": 10.0}
+    assert job.spent() == {"rendezvous": 20.0, "not_measured": 80.0}
+    killed(job, 0, 60.0, time=60.0)
+    job.join(0, 1, at=60.0)
+    job.give(inputs.NodeSucceeded(0, 2), at=70.0)
+    job.give(inputs.NodeSucceeded(1, 2), at=80.0)
+    assert job.spent() == {"rendezvous": 20.0, "not_measured": 130.0, "shutdown": 10.0}
+    assert job.ledger.goodput(80.0).goodput_ratio is None
+    assert job.ledger.goodput(80.0).in_words() == "not measured"
+
+
+def test_a_program_that_ends_well_without_a_step_was_not_starting(job: JobDriver) -> None:
+    progress(job, 20.0, 0, 10.0)
+    assert job.spent() == {"rendezvous": 20.0, "start_up": 20.0}
+    assert job.ledger.goodput(20.0).goodput_ratio is None
+    job.give(inputs.NodeSucceeded(0, 1), inputs.NodeSucceeded(1, 1), at=23.0)
+    assert job.spent() == {"rendezvous": 20.0, "not_measured": 26.0}
+
+
+def test_a_round_after_the_last_step_is_start_up(job: JobDriver) -> None:
+    progress(job, 20.0, 10, 0.0, 10.0)
+    killed(job, 0, 20.0, time=20.0)
+    job.join(0, 1, at=20.0)
+    progress(job, 25.0, 0, 5.0)
+    job.give(inputs.NodeSucceeded(0, 2), inputs.NodeSucceeded(1, 2), at=30.0)
+    assert job.spent() == {"rendezvous": 20.0, "productive": 20.0, "start_up": 20.0}
+
+
+def test_a_start_that_fails_is_no_hang(job: JobDriver) -> None:
+    progress(job, 12.0, 0, 1.0)
+    failure = {"kind": FailureKind.EXCEPTION, "exception": "ModuleNotFoundError"}
+    job.fail(0, failure, at=17.0, time=13.0)
+    assert job.spent() == {"rendezvous": 20.0, "start_up": 14.0}
 
 
 def test_a_program_that_tells_only_steps_is_starting_until_the_first(job: JobDriver) -> None:
@@ -148,6 +188,15 @@ def test_nodes_of_an_ended_job_count_as_long_as_they_are_connected(job: JobDrive
     assert job.ledger.goodput(90.0).wall_seconds == 64.0
 
 
+def test_a_step_that_the_user_ends_is_not_made_again(job: JobDriver) -> None:
+    """As of a hang that somebody stops."""
+    progress(job, 20.0, 1, 1.0, 1.0, first_step=1)
+    job.give(inputs.StopRequested("stopped", ExitCode.STOPPED), at=80.0)
+    seconds = job.ledger.goodput(80.0).seconds
+    assert seconds["recomputed_steps"] == 0.0
+    assert seconds["shutdown"] == 120.0
+
+
 # ---- faults
 
 
@@ -163,24 +212,24 @@ def test_silence_that_ends_a_world_is_detection_as_far_as_no_step_was_made() -> 
     progress(job, 40.0, 20, 0.0, 30.0, first_step=0)
     job.give(inputs.NodeSilent(1, 60.0), at=100.0)
     spent = job.spent()
-    assert (spent["productive"], spent["hang_detection"]) == (60.0, 120.0)
+    assert (spent["productive"], spent["fault_detection"]) == (60.0, 120.0)
     (incident,) = job.ledger.goodput(job.now).incidents
     assert (incident.since, incident.node, incident.round) == (40.0, 1, 1)
     assert incident.title == "node 1 (host1) was lost: it sent no heartbeat for 60 s"
-    assert incident.seconds == {"hang_detection": 120.0}
+    assert incident.seconds == {"fault_detection": 120.0}
 
 
 def test_silence_while_others_step_is_no_detection(job: JobDriver) -> None:
     progress(job, 99.0, 10, 0.0, 89.0)
     job.give(inputs.NodeSilent(1, 60.0), at=100.0)
-    assert job.spent()["hang_detection"] == 2.0
+    assert job.spent()["fault_detection"] == 2.0
 
 
 def test_a_step_that_is_cut_off_is_lost_and_the_report_of_it_is_detection(job: JobDriver) -> None:
     progress(job, 20.0, 10, 0.0, 10.0)
     killed(job, 0, 23.0, time=22.5)
     spent = job.spent()
-    assert (spent["hang_detection"], spent["recomputed_steps"]) == (1.0, 5.0)
+    assert (spent["fault_detection"], spent["recomputed_steps"]) == (1.0, 5.0)
     assert spent["productive"] == 20.0
 
 
@@ -196,7 +245,7 @@ def test_a_clock_that_is_wrong_moves_no_fault_into_the_future(
 ) -> None:
     progress(job, 20.0, 10, 0.0, 10.0)
     killed(job, 0, 23.0, time=claimed)
-    assert "hang_detection" not in job.spent()
+    assert "fault_detection" not in job.spent()
 
 
 def test_a_broken_connection_is_the_first_sign(job: JobDriver) -> None:
@@ -204,7 +253,7 @@ def test_a_broken_connection_is_the_first_sign(job: JobDriver) -> None:
     job.give(inputs.NodeDisconnected(1), at=21.0)
     job.give(inputs.DeadlinePassed(), at=24.0)
     spent = job.spent()
-    assert (spent["hang_detection"], spent["recomputed_steps"]) == (6.0, 2.0)
+    assert (spent["fault_detection"], spent["recomputed_steps"]) == (6.0, 2.0)
 
 
 def test_a_connection_that_came_back_is_none(job: JobDriver) -> None:
@@ -213,7 +262,7 @@ def test_a_connection_that_came_back_is_none(job: JobDriver) -> None:
     job.now = 22.0
     job.connect(1, claims=1, runs=1)
     job.give(inputs.NodeExited(1, "killed"), at=24.0)
-    assert "hang_detection" not in job.spent()
+    assert "fault_detection" not in job.spent()
 
 
 def test_a_node_that_died_with_its_master_was_lost_when_that_was_last_there(job: JobDriver) -> None:
@@ -221,7 +270,55 @@ def test_a_node_that_died_with_its_master_was_lost_when_that_was_last_there(job:
     job.give(inputs.MasterStarted(7), at=40.0)
     job.connect(0, claims=0, runs=1)
     job.give(inputs.DeadlinePassed(), at=55.0)
-    assert job.spent()["hang_detection"] == 70.0
+    assert job.spent()["fault_detection"] == 70.0
+
+
+# ---- the master's death
+
+
+def test_a_masters_death_that_stops_nobody_is_an_incident_that_costs_nothing(
+    job: JobDriver,
+) -> None:
+    progress(job, 20.0, 10, 0.0, 10.0)
+    job.give(inputs.MasterStarted(7), at=26.0)
+    job.connect(0, claims=0, runs=1)
+    (incident,) = job.ledger.goodput(26.0).incidents
+    assert not incident.over
+    job.now = 27.0
+    job.connect(1, claims=1, runs=1)
+    progress(job, 28.0, 18, 0.0, 18.0)
+    (incident,) = job.ledger.goodput(28.0).incidents
+    assert (incident.kind, incident.since, incident.until) == (IncidentKind.MASTER, 20.0, 27.0)
+    assert (incident.title, incident.over) == ("the master died; training went on", True)
+    assert (incident.lost, incident.steps_lost, incident.node) == (0.0, 0, -1)
+    assert job.ledger.incidents.count == 0, "training was not interrupted"
+    assert job.spent() == {"rendezvous": 20.0, "productive": 36.0}
+
+
+def test_nodes_that_wait_for_a_master_that_died_are_its_cost() -> None:
+    job = JobDriver(2, 2)
+    for node in (0, 1):
+        job.connect(node)
+    job.join(0, at=5.0)
+    job.give(inputs.MasterStarted(4), at=15.0)
+    for node in (0, 1):
+        job.connect(node, claims=node)
+    job.join(0, 1, at=16.0)
+    (incident,) = job.ledger.goodput(16.0).incidents
+    assert (incident.title, incident.since, incident.until) == ("the master died", 5.0, 15.0)
+    assert incident.lost == 20.0
+
+
+def test_a_fault_while_the_master_is_away_is_charged_once(job: JobDriver) -> None:
+    progress(job, 20.0, 10, 0.0, 10.0)
+    killed(job, 1, 20.0, time=20.0)
+    job.give(inputs.MasterStarted(7), at=26.0)
+    for node in (0, 1):
+        job.connect(node, claims=node)
+    recover(job, 27.0)
+    fault, master = job.ledger.goodput(job.now).incidents
+    assert (fault.kind, fault.lost) == (IncidentKind.TRAINING, 14.0 + 2.0)
+    assert (master.kind, master.lost, master.title) == (IncidentKind.MASTER, 0.0, "the master died")
 
 
 def test_steps_made_again_are_not_productive(job: JobDriver) -> None:
@@ -239,6 +336,42 @@ def test_steps_made_again_are_not_productive(job: JobDriver) -> None:
     progress(job, 43.0, 17, 1.0, 17.0, first_step=106)
     assert job.spent()["recomputed_steps"] == 8.0
     assert not job.ledger.goodput(job.now).rounds_without_first_step
+
+
+def test_a_step_counts_as_lost_each_time_that_it_is_undone(job: JobDriver) -> None:
+    progress(job, 20.0, 10, 0.0, 10.0, first_step=100)
+    killed(job, 0, 20.0, time=20.0)
+    recover(job, 25.0, first_step=106)
+    progress(job, 29.0, 2, 1.0, 2.0, first_step=106)
+    killed(job, 0, 30.0, time=30.0)  # 106 and 107 were made again, 108 and 109 were not
+    recover(job, 35.0, first_step=106)
+    progress(job, 55.0, 20, 1.0, 20.0, first_step=106)
+    first, second = job.ledger.goodput(job.now).incidents
+    assert (first.steps_lost, second.steps_lost) == (4, 2)
+    undone = job.emitted(events.StepsUndone)
+    assert [event.reached - event.first_step for event in undone] == [4, 2]
+
+
+def test_a_fault_before_the_first_step_undoes_only_what_it_falls_back_by(job: JobDriver) -> None:
+    progress(job, 20.0, 10, 0.0, 10.0, first_step=100)
+    killed(job, 0, 20.0, time=20.0)
+    job.join(0, 1, at=25.0)
+    progress(job, 26.0, 0, 1.0, first_step=106)  # loaded
+    killed(job, 0, 27.0, time=27.0)
+    recover(job, 30.0, first_step=103)
+    (incident,) = job.ledger.goodput(job.now).incidents
+    assert incident.steps_lost == 7
+    undone = job.emitted(events.StepsUndone)
+    assert [event.reached - event.first_step for event in undone] == [4, 3]
+
+
+def test_steps_lost_are_not_known_where_the_round_before_did_not_tell_of_its_steps(
+    job: JobDriver,
+) -> None:
+    progress(job, 20.0, 10, 0.0, 10.0)
+    killed(job, 0, 20.0, time=20.0)
+    recover(job, 25.0, first_step=6)
+    assert job.ledger.goodput(job.now).incidents[0].steps_lost == -1
 
 
 def test_without_the_first_step_nothing_is_called_made_again(job: JobDriver) -> None:
@@ -305,7 +438,7 @@ def test_an_incident_that_ends_the_job_is_over() -> None:
 
 
 def test_the_memory_for_incidents_is_bounded() -> None:
-    limits = Limits(max_infrastructure_restarts=1000)
+    limits = Limits(max_infrastructure_restarts=1000, no_progress_restarts=1000)
     job, count = JobDriver.running(2, 2, 2, limits=limits), KEPT + 7
     at = 20.0
     for _ in range(count):

@@ -86,9 +86,17 @@ def test_the_mean_is_over_all_workers_of_the_round() -> None:
     latest = Activities()
     latest.note(0, 3, 7, (worker(1.0, 6.0, first_step=4), worker(3.0, 4.0)))
     latest.note(1, 3, 6, (worker(5.0, 2.0, first_step=5),))
-    assert latest.progress() == inputs.Progressed(3, 7, (3.0, 4.0, 0.0, 0.0, 0.0, 0.0), 5)
+    assert latest.progress([0, 1]) == inputs.Progressed(3, 7, (3.0, 4.0, 0.0, 0.0, 0.0, 0.0), 5)
     latest.note(1, 3, 8, (worker(5.0, 5.0),))
-    assert latest.progress() == inputs.Progressed(3, 8, (3.0, 5.0, 0.0, 0.0, 0.0, 0.0), 4)
+    assert latest.progress([0, 1]) == inputs.Progressed(3, 8, (3.0, 5.0, 0.0, 0.0, 0.0, 0.0), 4)
+
+
+def test_a_mean_over_some_of_the_workers_is_left_out() -> None:
+    latest = Activities()
+    latest.note(1, 3, 7, (worker(60.0, 40.0),))
+    assert latest.progress([0, 1]) == inputs.Progressed(3, 7, (), -1)
+    latest.note(0, 3, 7, ())
+    assert latest.progress([0, 1]).seconds[:2] == (60.0, 40.0), "node 0 reports no activities"
 
 
 def test_a_new_round_forgets_the_last_one_and_old_news_is_left_out() -> None:
@@ -96,14 +104,14 @@ def test_a_new_round_forgets_the_last_one_and_old_news_is_left_out() -> None:
     latest.note(0, 3, 7, (worker(1.0, 6.0),))
     latest.note(1, 4, 2, ())
     latest.note(0, 3, 9, (worker(1.0, 9.0),))
-    assert latest.progress() == inputs.Progressed(4, 2)
+    assert latest.progress([1]) == inputs.Progressed(4, 2)
     assert not latest.known
 
 
 def test_a_record_of_another_shape_is_left_out() -> None:
     latest = Activities()
     latest.note(0, 1, 5, (WorkerActivity(5, 1, 1.0, (1.0, 2.0)),))
-    assert latest.progress() == inputs.Progressed(1, 5)
+    assert latest.progress([0]) == inputs.Progressed(1, 5)
 
 
 # ---- what is journalled
@@ -111,6 +119,7 @@ def test_a_record_of_another_shape_is_left_out() -> None:
 
 def test_the_first_step_is_journalled_at_once_with_what_workers_did(tmp_path: Path) -> None:
     async def test(job: Job) -> None:
+        job.beat(1, 0)
         job.beat(0, 1, worker(2.0, 1.0, first_step=0), worker(4.0, 1.0))
         assert job.progressed == [inputs.Progressed(1, 1, (3.0, 1.0, 0.0, 0.0, 0.0, 0.0), 0)]
         job.beat(0, 2, worker(2.0, 2.0), worker(4.0, 2.0))
@@ -126,6 +135,7 @@ def test_what_workers_do_is_journalled_without_a_new_step(
     monkeypatch.setattr(service, "FLUSH_INTERVAL", 0.01)
 
     async def test(job: Job) -> None:
+        job.beat(1, 0)
         job.beat(0, 0, worker(2.0, 0.0))
         assert job.progressed == []
         await asyncio.sleep(0.1)
@@ -154,6 +164,7 @@ def test_steps_that_no_later_heartbeat_follows_are_journalled(
 
 def test_what_ends_a_round_is_preceded_by_the_latest_activity(tmp_path: Path) -> None:
     async def test(job: Job) -> None:
+        job.beat(1, 0)
         job.beat(0, 1, worker(2.0, 1.0))
         job.beat(0, 9, worker(2.0, 9.0))
         job.master.on_node_exit(1, "killed")

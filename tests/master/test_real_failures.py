@@ -7,8 +7,11 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from dlrover.master.diagnosis import diagnose, is_echo, root_cause
+from dlrover.master.diagnosis_rules import table
 from dlrover.spec.failure import Failure, FailureKind, Origin
+
+TABLE = table()
+diagnose, is_echo, root_cause = TABLE.diagnose, TABLE.is_echo, TABLE.root_cause
 
 FIXTURES = Path(__file__).parent / "fixtures"
 _spec = importlib.util.spec_from_file_location("gather", FIXTURES / "gather.py")
@@ -111,14 +114,14 @@ EXPECTED = {
         hopeless=True,
     ),
     "exit_3": Expected(
-        "rank 0 left with exit code 3 (the program called exit or os._exit) on node 0 (gpu-0)",
-        USER,
+        "rank 0 left with exit code 3 on node 0 (gpu-0)",
+        UNKNOWN,
         "it wrote nothing to its standard error",
         "exit:3",
     ),
     "exit_message": Expected(
-        "rank 0 left with exit code 1 (the program called exit or os._exit) on node 0 (gpu-0)",
-        USER,
+        "rank 0 left with exit code 1 on node 0 (gpu-0)",
+        UNKNOWN,
         "no data under /data/train",
         "exit:1",
     ),
@@ -153,7 +156,7 @@ EXPECTED = {
     "killed": Expected(
         "rank 0 was killed by SIGKILL (signal 9) on node 0 (gpu-0)",
         INFRASTRUCTURE,
-        "killed from outside",
+        "SIGKILL; who sent it is not known",
         "signal:SIGKILL",
         "scheduler",
     ),
@@ -253,7 +256,7 @@ EXPECTED = {
         "rank 0 left with exit code 137 on node 0 (gpu-0): a program that it ran was killed by SIGKILL "
         "(signal 9)",
         INFRASTRUCTURE,
-        "killed from outside",
+        "SIGKILL; who sent it is not known",
         "exit:137",
         "scheduler",
     ),

@@ -114,7 +114,7 @@ def test_the_time_of_a_node_that_leaves_is_shutdown_and_that_of_the_others_rende
     after = driver.spent()
     assert after["shutdown"] - before.get("shutdown", 0.0) == 4.0
     assert after["rendezvous"] - before.get("rendezvous", 0.0) == 6.0
-    assert after.get("hang_detection", 0.0) == 0.0
+    assert after.get("fault_detection", 0.0) == 0.0
 
 
 def test_a_node_that_was_not_placed_yet_is_killed_when_it_is() -> None:

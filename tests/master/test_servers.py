@@ -190,7 +190,8 @@ def test_a_server_that_fails_while_workers_finish_is_no_fault() -> None:
 
 def test_a_server_that_fails_before_that_is_one() -> None:
     driver = running(2, 1, max_restarts=1)
-    commands = driver.fail(2, {"kind": FailureKind.EXIT, "exit_code": 3})
+    wrong = {"kind": FailureKind.EXCEPTION, "exception": "KeyError", "message": "KeyError: 'w'"}
+    commands = driver.fail(2, wrong)
     assert {c.node_id for c in of(commands, inputs.CallToRound)} == {0, 1, 2}
     assert driver.machine.restarts.user_restarts == 1
 

@@ -55,6 +55,28 @@ def test_coefficients_are_recovered():
     assert model.coefficients == pytest.approx(list(COEFFICIENTS.values()), rel=0.01)
 
 
+@pytest.mark.parametrize("factor", [3.0, 1 / 3])
+def test_one_wrong_sample_changes_little(factor):
+    """One throughput of 28 was measured three times as high, or as low, as it was."""
+    draw = random.Random(1)
+    samples = [measured(shape, 0.05, draw) for shape in shapes(draw, 28)]
+    others, errors = shapes(draw, 10), []
+    for wrong in range(0, len(samples), 3):
+        sample, fitted = samples[wrong], list(samples)
+        fitted[wrong] = ServerSample(sample.shape, factor * sample.throughput)
+        model = fit_servers(fitted)
+        errors += [abs(model.predict(s).throughput / true_throughput(s) - 1) for s in others]
+    assert np.mean(errors) < 0.04
+
+
+def test_no_step_is_predicted_to_take_no_time():
+    """All that grows with the workers alone is left of the form: one worker would need nothing."""
+    samples = [ServerSample(ServerShape(w, 2), 10.0 * w / (w - 1)) for w in (2, 4, 8)]
+    for form in ("queue", "optimus-async"):
+        model = fit_servers(samples, form)
+        assert 0 < model.predict(ServerShape(1, 2)).throughput < 1000
+
+
 def test_noise_is_recovered_and_the_intervals_hold_it():
     draw = random.Random(5)
     model = fit_servers([measured(shape, 0.08, draw) for shape in shapes(draw, 60)])

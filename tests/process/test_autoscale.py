@@ -33,7 +33,13 @@ def of_kind(launch, kind: type) -> list:
     return [event.body for event in launch.events_of(kind)]
 
 
-@pytest.mark.parametrize("law", [SCALES, TWO_PAY], ids=["four pay", "two pay"])
+@pytest.mark.parametrize(
+    "law",
+    [
+        pytest.param(SCALES, id="four pay", marks=pytest.mark.heavy),
+        pytest.param(TWO_PAY, id="two pay"),
+    ],
+)
 def test_a_job_reaches_the_best_size_from_one_worker(run, law) -> None:
     out = run.directory / "out"
     out.mkdir()

@@ -23,6 +23,10 @@ USAGE = {
         ["--nnodes", "2", "--rdzv-backend", "c10d", "SCRIPT"],
         "give --rdzv-endpoint HOST:PORT",
     ),
+    "no token": (
+        ["--nnodes", "2", "--rdzv-endpoint", "host0:29400", "SCRIPT"],
+        "DLROVER_TOKEN is not set: nodes that meet at host0 need a secret in common.",
+    ),
 }
 
 
@@ -36,6 +40,12 @@ def test_a_missing_interpreter_is_named(run) -> None:
     launch = run(run.scripts / "hello.py", env={"PYTHON_EXEC": "/no/such/python"})
     (sentence,) = sentences(launch.end_with(ExitCode.USAGE)[1])
     assert "PYTHON_EXEC=/no/such/python" in sentence
+
+
+def test_a_node_of_a_master_that_is_elsewhere_needs_its_token(run) -> None:
+    launch = run(run.scripts / "hello.py", env={"DLROVER_MASTER_ADDR": "localhost:1"})
+    (sentence,) = sentences(launch.end_with(ExitCode.USAGE)[1])
+    assert "DLROVER_TOKEN is not set: it must be the token of the master at localhost:1" in sentence
 
 
 def test_an_interpreter_that_starts_nothing_is_named(run) -> None:
@@ -68,7 +78,8 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(run, case: str) -> None:
 def test_an_unknown_host_is_given_up_after_connect_timeout(run) -> None:
     endpoint = ["--rdzv-backend=c10d", "--rdzv-endpoint=no-such-host.invalid:1"]
     conf = "--rdzv-conf=connect_timeout=3"
-    launch = run("--nnodes=2", *endpoint, conf, run.scripts / "hello.py")
+    env = {"DLROVER_TOKEN": "secret"}
+    launch = run("--nnodes=2", *endpoint, conf, run.scripts / "hello.py", env=env)
     _, stderr = launch.end_with(ExitCode.INFRASTRUCTURE, timeout=10)
     waiting, end = sentences(stderr)
     assert "waiting up to 3 s (connect_timeout) for the master's host" in waiting
@@ -81,7 +92,7 @@ def test_node_0_of_the_static_rendezvous_runs_the_master_whatever_its_address(ru
     """As with torchrun: the address may be that of a service in front of the machine."""
     static = ["--nnodes=2", f"--node-rank={rank}", "--master-addr=192.0.2.1"]
     conf = "--rdzv-conf=connect_timeout=1,join_timeout=2"
-    launch = run(*static, conf, run.scripts / "hello.py")
+    launch = run(*static, conf, run.scripts / "hello.py", env={"DLROVER_TOKEN": "secret"})
     launch.end_with(ExitCode.INFRASTRUCTURE, timeout=15)
     assert (launch.job_dir / "job.json").exists() == (rank == 0)
 
@@ -101,6 +112,14 @@ def test_a_job_directory_in_use_is_refused_and_the_job_in_it_unharmed(run) -> No
     assert f"another dlrover-run uses it (process {first.process.pid})" in sentence
     (first.job_dir.parent / "go").touch()
     first.succeed()
+
+
+def test_a_taken_port_for_rank_0_is_named_before_anything_starts(run) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = taken.getsockname()[1]
+        launch = run("--master-port", port, run.scripts / "hello.py")
+        (sentence,) = sentences(launch.end_with(ExitCode.USAGE)[1])
+    assert sentence.startswith(f"dlrover-run: --master-port {port}: the port is taken by")
 
 
 def test_a_taken_port_for_the_master_is_named(run) -> None:

@@ -29,6 +29,7 @@ class Chaos:
     """One ``dlrover chaos`` on ``scripts/train.py``."""
 
     def __init__(self, run, *options: str | Path) -> None:
+        self.run = run
         self.out = run.directory / "out"
         self.job_dir = run.directory / "job"
         self.out.mkdir()
@@ -109,7 +110,15 @@ def test_each_fault_is_seen_and_recovered_from(chaos) -> None:
         assert 0 <= row["steps_lost"] < 100
     assert master["detected"] < 5
     assert (master["training_again"], master["steps_lost"]) == (0.0, 0)
-    assert 0 < report["goodput_ratio"] < 1
+    shown = run.run.dlrover("goodput", "--job-dir", run.job_dir, "-o", "json")
+    ledger = json.loads(shown.stdout)
+    assert 0 < ledger["goodput_ratio"] < 1
+    assert report["goodput"]["goodput_ratio"] == pytest.approx(ledger["goodput_ratio"], abs=1e-3)
+    assert [i["kind"] for i in ledger["incidents"]] == ["training", "training", "master"]
+    lost = [incident["steps_lost"] for incident in ledger["incidents"]]
+    assert [row["steps_lost"] for row in report["faults"]] == lost
+    assert lost[2] == 0
+    assert ledger["incidents"][2]["title"] == "the master died; training went on"
     assert (report["not_injected"], report["left_behind"], report["unmet"]) == ([], [], [])
 
 

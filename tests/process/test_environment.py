@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from dlrover import config
+from dlrover.kubernetes import certificates, tls
+
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(120)]
 
 MAY_DIFFER = {
@@ -128,6 +131,28 @@ def test_workers_of_two_nodes_are_numbered_as_by_torchrun(run, project: Path) ->
     for rank, worker in ours.items():
         check_environ(theirs[rank]["environ"], worker["environ"])
         assert worker["argv"] == theirs[rank]["argv"]
+
+
+def test_with_tls_the_workers_of_all_nodes_have_one_secret(run, project: Path) -> None:
+    """`certificates` of Kubernetes makes one for this machine here."""
+    files = {name: run.directory / name for name in (tls.AUTHORITY, tls.CERTIFICATE, tls.KEY)}
+    for name, text in certificates.make(["localhost", "127.0.0.1"]).items():
+        files[name].write_text(text)
+    env = {
+        "DLROVER_TOKEN": "guessed",
+        "DLROVER_TLS_CA": str(files[tls.AUTHORITY]),
+        "DLROVER_TLS_CERT": str(files[tls.CERTIFICATE]),
+        "DLROVER_TLS_KEY": str(files[tls.KEY]),
+    }
+    endpoint = f"--rdzv-endpoint=localhost:{run.free_port()}"
+    options = ["--rdzv-backend=c10d", "--rdzv-id=pair", endpoint, "--nnodes=2", "facts.py"]
+    seen = []
+    for name in ("first", "second"):
+        facts = facts_of(run, project / name, *options, nodes=2, cwd=project, env=env)
+        (secret,) = {worker["environ"][config.REPLICA_SECRET] for worker in facts.values()}
+        assert len(bytes.fromhex(secret)) == 32
+        seen.append(secret)
+    assert seen[0] != seen[1], "it is made of more than the token"
 
 
 def test_a_command_has_the_signal_dispositions_that_torchrun_leaves_it(run) -> None:

@@ -112,6 +112,7 @@ def test_digits_are_learnt_to_the_target(undisturbed_digits: tuple[str, list[flo
     assert len(losses) == 280
 
 
+@pytest.mark.heavy
 def test_digits_have_the_same_losses_under_torchrun(
     tmp_path: Path, undisturbed_digits: tuple[str, list[float]]
 ) -> None:
@@ -136,6 +137,7 @@ def test_digits_killed_twice_end_with_the_losses_of_an_undisturbed_run(
 
 
 @pytest.mark.long
+@pytest.mark.heavy
 def test_digits_resume_exactly_where_the_order_of_sums_matters(
     tmp_path: Path,
 ) -> None:
@@ -148,6 +150,7 @@ def test_digits_resume_exactly_where_the_order_of_sums_matters(
 
 
 @pytest.mark.long
+@pytest.mark.heavy
 def test_digits_follow_the_same_curve_on_any_number_of_workers(
     tmp_path: Path,
 ) -> None:
@@ -162,6 +165,7 @@ def test_digits_follow_the_same_curve_on_any_number_of_workers(
     assert read_losses(tmp_path / "changing") == expected
 
 
+@pytest.mark.heavy
 def test_digits_below_the_target_fail_in_one_sentence(tmp_path: Path) -> None:
     printed = run(PYTHON, DIGITS, tmp_path / "out", "--epochs", "1", code=1)
     assert printed.splitlines()[-1].endswith(" % is below the 95.0 % of --target-accuracy")

@@ -106,6 +106,7 @@ def failures(master: MasterProcess) -> list[events.Event]:
     return [event for event in stored if isinstance(event.body, events.WorkerFailed)]
 
 
+@pytest.mark.heavy
 def test_ten_thousand_long_failures_over_two_thousand_streams(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

@@ -57,7 +57,11 @@ def waiting_accelerators(run) -> Path:
 @pytest.mark.long
 @pytest.mark.parametrize("by", ["py-spy", "faulthandler"])
 @pytest.mark.parametrize(
-    ("fault", "shape"), [("sleep", ["--nproc-per-node=3"]), ("spin", ["--local-nodes=2"])]
+    ("fault", "shape"),
+    [
+        ("sleep", ["--nproc-per-node=3"]),
+        pytest.param("spin", ["--local-nodes=2"], marks=pytest.mark.heavy),
+    ],
 )
 def test_a_hang_is_reported_with_rank_and_line_and_restarted(
     run, training, fault: str, shape: list[str], by: str
@@ -116,7 +120,13 @@ def test_a_hang_that_is_only_to_be_reported_goes_on_and_can_be_looked_at(run, tr
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "fault", ["long start", "long compile", "long evaluation", "long checkpoint"]
+    "fault",
+    [
+        "long start",
+        "long checkpoint",
+        pytest.param("long compile", marks=pytest.mark.heavy),
+        pytest.param("long evaluation", marks=pytest.mark.heavy),
+    ],
 )
 def test_what_takes_long_is_no_hang(training, fault: str) -> None:
     launch = training(fault, "--nproc-per-node=2")

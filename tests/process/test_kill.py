@@ -13,7 +13,11 @@ STEPS = 30
 SHAPES = {"one node": ["--nproc-per-node=2"], "two nodes": ["--local-nodes=2"]}
 KINDS = ["worker", "agent", "zygote", "node", "master"]
 CASES = [
-    pytest.param(seed, KINDS[seed % 5], list(SHAPES)[seed // 5 % 2], id=f"{seed}")
+    pytest.param(
+        *(seed, KINDS[seed % 5], list(SHAPES)[seed // 5 % 2]),
+        id=f"{seed}",
+        marks=[pytest.mark.heavy] if seed >= 10 else [],
+    )
     for seed in range(20)
 ]
 

@@ -1,6 +1,5 @@
 """What the last screen tells of a failure, next to what torchrun tells of the same one."""
 
-import contextlib
 import json
 import os
 import re
@@ -49,7 +48,7 @@ EXPECTED = {
         fault=USER,
         code=ExitCode.USER_CODE,
         torchrun=UNEXPLAINED,
-        evidence="leaving without a word",
+        evidence=r"fails.py:\d+: in leave: os._exit\(3\)",
         detail="^leaving without a word",
         next="Look in the program for what leaves with this code",
     ),
@@ -58,8 +57,8 @@ EXPECTED = {
         fault=INFRASTRUCTURE,
         code=ExitCode.NO_PROGRESS,
         torchrun="Signal 9 .SIGKILL. received by PID",
-        evidence="killed from outside",
-        next="who killed it",
+        evidence="who sent it is not known",
+        next="who sent it",
         restarts=3,
     ),
     "segfault": Expected(
@@ -140,7 +139,8 @@ def test_the_first_failing_rank_is_explained(run, kind: str) -> None:
     screen = check_screen(stderr, expected)
     log = Path(screen.field("Log").partition(" on node ")[0])
     assert log.exists()
-    assert log.read_text() in stderr
+    # The launcher's own lines may come between those of a worker.
+    assert set(log.read_text().splitlines()) <= set(stderr.splitlines())
     assert screen.field("Job") == str(ours.job_dir)
     recovered = [event.sentence() for event in ours.events_of(events.RestartDecided)]
     assert len(recovered) == expected.restarts
@@ -165,22 +165,10 @@ def test_the_last_screen_is_there_as_json(run) -> None:
 def test_a_program_of_another_language_is_explained(run) -> None:
     script = 'if [ "$RANK" = 1 ]; then echo "no data" >&2; exit 9; fi; exec sleep 60'
     launch = run("--nproc-per-node=2", "--no-python", "sh", "-c", script)
-    _, stderr = launch.end_with(ExitCode.USER_CODE)
-    expected = Expected("rank 1 left with exit code 9", USER, ExitCode.USER_CODE, "")
+    code = ExitCode.NO_PROGRESS  # on one host nothing tells the program from the machine
+    _, stderr = launch.end_with(code)
+    expected = Expected("rank 1 left with exit code 9", UNKNOWN, code, "", restarts=3)
     assert check_screen(stderr, expected).has_line("^no data")
-
-
-def test_a_taken_port_of_the_store_is_explained(run) -> None:
-    """The workers' own error names it: `--master-port` is theirs, not the master's."""
-    pytest.importorskip("torch")
-    with contextlib.closing(run.listener()) as listener:
-        port = listener.getsockname()[1]
-        launch = run(f"--master-port={port}", run.scripts / "meets.py")
-        _, stderr = launch.end_with(ExitCode.NO_PROGRESS, timeout=40)
-    screen = Screen(stderr)
-    assert re.match("rank 0 found its port taken", screen.title)
-    assert screen.field("Fault") == INFRASTRUCTURE
-    assert f"holds the port ({port})" in screen.field("Next")
 
 
 @pytest.fixture

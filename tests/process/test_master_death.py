@@ -92,6 +92,23 @@ def test_a_job_that_ends_while_the_master_is_away_succeeds(run, tmp_path) -> Non
     assert not launch.events_of(events.RestartDecided)
 
 
+def test_a_master_that_dies_after_a_long_quiet_time_is_waited_for(run, tmp_path) -> None:
+    """Its absence counts from its death, not from its last message."""
+    options = ["--rdzv-conf", "master_timeout=6"]
+    launch = run(*options, run.scripts / "wait_for_file.py", tmp_path / "go")
+    launch.wait_for("worker")
+    time.sleep(6.5)
+    launch.process.suspend()
+    (master,) = launch.of_kind("master")
+    master.kill()
+    time.sleep(0.7)
+    launch.process.resume()
+    launch.until(lambda: launch.events_of(events.MasterRecovered), 10, "a new master")
+    (tmp_path / "go").touch()
+    launch.succeed()
+    assert not launch.events_of(events.RestartDecided)
+
+
 def test_the_master_may_die_before_the_first_round_is_complete(run) -> None:
     port = run.free_port()
     meeting = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}"]

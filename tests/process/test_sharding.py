@@ -2,6 +2,7 @@
 
 import json
 import signal
+import time
 from collections import Counter
 
 import pytest
@@ -75,6 +76,35 @@ def test_every_sample_counts_once_on_other_numbers_of_ranks(run, tmp_path) -> No
     last = Counting(run, out, "--nproc-per-node=1", pause=0.0, name="of-1")
     assert last.counts() == {EPOCHS: SAMPLES}
     assert (out / "began-0-0").read_text() in ("memory", "peer", "storage")
+
+
+@pytest.mark.parametrize(("stopped", "restarts"), [("master", 0), ("worker", 1)])
+def test_who_is_stopped_for_longer_than_the_timeout_goes_on(
+    run, tmp_path, stopped, restarts
+) -> None:
+    """A worker whose shards went to others meanwhile is refused, which is not the program's fault."""
+    counting = Counting(
+        run, tmp_path / "out", "--standalone", "--nproc-per-node=2", env={"DATA_TIMEOUT": "4"}
+    )
+    counting.wait_for_steps(7)
+    process = counting.launch.of_kind(stopped)[0]
+    process.suspend()
+    time.sleep(6)
+    process.resume()
+    assert counting.counts() == {EPOCHS: SAMPLES}
+    assert len(counting.launch.events_of(events.RestartDecided)) == restarts
+
+
+def test_a_master_that_lost_its_journal_refuses_the_workers_and_they_go_on(run, tmp_path) -> None:
+    options = "--standalone", "--nproc-per-node=2", "--rdzv-conf=journal=memory:"
+    counting = Counting(run, tmp_path / "out", *options)
+    launch = counting.launch
+    counting.wait_for_steps(7)
+    (master,) = launch.of_kind("master")
+    master.kill()
+    assert counting.counts() == {EPOCHS: SAMPLES}
+    (decided,) = launch.events_of(events.RestartDecided)
+    assert "The master knows no data set data" in decided.sentence()
 
 
 def test_reading_processes_count_too(run, tmp_path) -> None:

@@ -77,7 +77,12 @@ def test_a_second_signal_kills_at_once(run, out: Path, second: signal.Signals) -
     launch.process.send_signal(second)
     _, stderr = launch.end_with(ExitCode.SIGNAL_BASE + signal.SIGINT)
     assert time.monotonic() - began < 3.0
-    assert stderr.startswith("The job was killed after SIGINT.\n")
+    first, rest = stderr.split("\n", 1)
+    assert first == (
+        "dlrover: SIGINT: the job is being stopped. Its workers have 30 s to end (--shutdown-timeout); after "
+        "90 s everything is killed. To kill it now, press Ctrl-C again."
+    )
+    assert rest.startswith("The job was killed after SIGINT.\n")
 
 
 @pytest.mark.parametrize("kind", ["master", "agent", "zygote"])
@@ -115,7 +120,7 @@ def test_a_signal_where_the_nodes_meet_ends_the_job(run, out: Path, nodes: str) 
 @pytest.mark.parametrize("kind", ["agent", "zygote"])
 def test_a_signal_to_one_of_several_machines_ends_its_node(run, out: Path, kind: str) -> None:
     """The master is elsewhere, and never answers."""
-    env = {"DLROVER_MASTER_ADDR": f"127.0.0.1:{run.free_port()}"}
+    env = {"DLROVER_MASTER_ADDR": f"127.0.0.1:{run.free_port()}", "DLROVER_TOKEN": "secret"}
     launch = run(run.scripts / "obedient.py", out, env=env)
     launch.wait_for(kind)
     launch.process.send_signal(signal.SIGTERM)

@@ -23,6 +23,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.torch,
     pytest.mark.long,
+    pytest.mark.heavy,
     pytest.mark.timeout(420),
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 
 import pytest
@@ -108,18 +109,26 @@ class MemoryStream(Stream):
         return Memory(Address(self._url), self.shelf)
 
 
-@pytest.fixture
-def fast_and_clean(monkeypatch) -> Iterator[None]:
+@contextmanager
+def quick() -> Iterator[pytest.MonkeyPatch]:
     """Short pauses; no thread stays."""
-    monkeypatch.setattr(heads, "INTERVAL", 0.01)
-    monkeypatch.setattr(feed, "PAUSE", 0.01)
-    monkeypatch.setattr(client, "POLL", 0.01)
-    monkeypatch.setattr(client, "REPORT_INTERVAL", 0.02)
-    monkeypatch.setattr(feed, "CHUNK", 7)
     before = set(threading.enumerate())
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heads, "INTERVAL", 0.01)
+        patch.setattr(feed, "PAUSE", 0.01)
+        patch.setattr(client, "POLL", 0.01)
+        patch.setattr(client, "REPORT_INTERVAL", 0.02)
+        patch.setattr(feed, "CHUNK", 7)
+        yield patch
     for thread in set(threading.enumerate()) - before:
         assert not thread.name.startswith("dlrover-")
+
+
+@pytest.fixture
+def fast_and_clean() -> Iterator[None]:
+    """Short pauses; no thread stays."""
+    with quick():
+        yield
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ import time
 import msgspec
 import pytest
 
+from dlrover.errors import InfrastructureError
+from dlrover.sharding import client as sharding_client
 from dlrover.sharding.client import FEWEST, ShardClient
 from dlrover.sharding.dealers import LocalDealer
 from dlrover.spec.shards import (
@@ -44,10 +46,12 @@ class Noted:
         self.most = most
         self.dealer = LocalDealer()
         self.wants: list[int] = []
+        self.requests: list[TakeShards] = []
 
     def ask(self, request: ShardRequest) -> ShardReply:
         if isinstance(request, TakeShards):
             self.wants.append(request.want)
+            self.requests.append(request)
             request = msgspec.structs.replace(request, want=min(request.want, self.most))
         return self.dealer.ask(request)
 
@@ -71,3 +75,57 @@ def test_who_has_to_wait_asks_for_more_unless_it_does_not_get_it_anyway(most, gr
     finally:
         client.close()
     assert (max(dealer.wants) > FEWEST) is grows, dealer.wants
+
+
+def test_a_loop_that_ends_takes_nothing_into_the_next() -> None:
+    """What others give back of an epoch whose loop has ended here is for them."""
+    dealer = Noted(1000)
+    spec = DataSpec(name="data", size=4, shard=1, epochs=2)
+    client = ShardClient(spec, dealer, 0, Incarnation(), ahead=0)
+    try:
+        while spans := client.take():
+            client.consumed(spans)
+        end = time.monotonic() + 5
+        while dealer.requests[-1].lane == 0:
+            assert time.monotonic() < end, "it reports no more"
+            with client._changed:
+                client._renewed -= spec.timeout  # it is time to report
+            time.sleep(0.01)
+        assert dealer.wants[-1] == 0
+        client.enter(1)
+        assert client.take()[0].lane == 1
+    finally:
+        client.close()
+
+
+class Late(Noted):
+    """A dealer whose answers take so many seconds of a clock."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(1000)
+        self.seconds, self.now = seconds, 0.0
+
+    def ask(self, request: ShardRequest) -> ShardReply:
+        reply = super().ask(request)
+        if isinstance(request, TakeShards):
+            self.now += self.seconds
+        return reply
+
+
+@pytest.mark.parametrize(("late", "has_them"), [(4.0, True), (11.0, False)])
+def test_the_timeout_is_counted_from_the_request(monkeypatch, late, has_them) -> None:
+    """The dealer counts from then, and gives the shards to others in the end."""
+    dealer = Late(late)
+    monkeypatch.setattr(sharding_client, "_now", lambda: dealer.now)
+    monkeypatch.setattr(sharding_client, "RENEWAL_WAIT", 0.05)
+    spec = DataSpec(name="data", size=9, shard=1, timeout=10.0)
+    client = ShardClient(spec, dealer, 0, Incarnation())
+    try:
+        client.consumed(client.take())
+        if has_them:
+            assert client.mine()
+        else:
+            with pytest.raises(InfrastructureError, match="may belong to others by now"):
+                client.mine()
+    finally:
+        client.close()

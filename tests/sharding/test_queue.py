@@ -45,6 +45,7 @@ class Rank:
     mine: Spans = field(default_factory=Spans)
     done: Spans = field(default_factory=Spans)
     failed: list[Failed] = field(default_factory=list)
+    returned: list[Span] = field(default_factory=list)
     exhausted: bool = False
 
 
@@ -114,10 +115,14 @@ class Job:
             tuple(rank.failed),
             starving=not rank.held,
             gap=self.gap(rank.seq) if self.stream else None,
+            returned=tuple(rank.returned),
         )
         reply = self.ask(request)
         assert self.ask(request) == reply, "a repeated request changes nothing"
-        rank.done, rank.failed, rank.heard = Spans(), [], self.now
+        rank.done, rank.failed, rank.returned, rank.heard = Spans(), [], [], self.now
+        for span in reply.spans:
+            reads = [other.lane <= span.lane for other in self.ranks if other is not rank]
+            assert self.stream or span.lane == rank.lane or not any(reads), "it is another loop's"
         rank.held += reply.spans
         rank.exhausted = reply.exhausted
 
@@ -142,6 +147,14 @@ class Job:
                 rank.held.insert(0, Span(span.lane, span.start + 1, span.stop))
             count -= 1
 
+    def give_back(self, rank: Rank, keep: int) -> None:
+        """Leave what is left of the last span to others."""
+        if rank.held:
+            last = rank.held.pop()
+            middle = min(last.stop, last.start + keep)
+            rank.returned += [Span(last.lane, middle, last.stop)] * (middle < last.stop)
+            rank.held += [Span(last.lane, last.start, middle)] * (last.start < middle)
+
     def save(self) -> None:
         late = any(self.now - rank.heard > TIMEOUT for rank in self.ranks)
         if self.torn or late:
@@ -163,15 +176,11 @@ class Job:
 
     def silence(self, rank: Rank) -> None:
         """A worker is cut off; when it is back it learns that its shards are others' now."""
-        for other in self.ranks:
-            if other is not rank:
-                self.take(other, 0)
-        self.now += TIMEOUT * 0.7
-        for other in self.ranks:
-            if other is not rank:
-                self.take(other, 0)
-        self.now += TIMEOUT * 0.7
         others = [other for other in self.ranks if other is not rank]
+        for _ in range(3):
+            for other in others:
+                self.take(other, 0)
+            self.now += TIMEOUT * 0.45
         for other in others:
             self.take(other, 3)
         if others:
@@ -210,6 +219,8 @@ class Job:
             self.silence(rank)
         elif kind == EXTEND:
             self.extend(a, b)
+        elif kind == RETURN:
+            self.give_back(rank, b - 1)
         elif kind == NEXT and not self.stream and rank.exhausted and not rank.held:
             rank.lane = min(rank.lane + 1, max(0, self.spec.epochs - 1))
 
@@ -261,9 +272,9 @@ streams = st.builds(
     attempts=st.integers(1, 3),
     timeout=st.just(TIMEOUT),
 )
-TAKE, LEARN, SAVE, BEGIN, MASTER, SILENCE, EXTEND, NEXT = range(8)
+TAKE, LEARN, SAVE, BEGIN, MASTER, SILENCE, EXTEND, NEXT, RETURN = range(9)
 kinds = st.sampled_from(
-    [TAKE] * 4 + [LEARN] * 4 + [SAVE] * 2 + [BEGIN, MASTER, SILENCE, EXTEND, NEXT]
+    [TAKE] * 4 + [LEARN] * 4 + [SAVE] * 2 + [BEGIN, MASTER, SILENCE, EXTEND, NEXT, RETURN]
 )
 programs = st.lists(
     st.tuples(kinds, st.integers(0, 5), st.integers(1, 12)), min_size=30, max_size=60
@@ -326,6 +337,50 @@ def test_the_last_shards_are_dealt_one_by_one() -> None:
     assert take(shards, "b", 2, want=10, starving=True).spans == (Span(0, 60, 70),)
 
 
+def test_what_is_tried_again_stays_in_its_epoch() -> None:
+    """It goes to a worker that reads this epoch; only what nobody reads any more goes to a later loop."""
+    shards = opened(DataSpec(name="data", size=20, shard=10, epochs=2, timeout=100.0), "a", "b")
+    _, (of_b,) = (take(shards, worker, 1).spans for worker in "ab")
+    assert take(shards, "b", 2, done=(of_b,)).exhausted
+    first = take(shards, "a", 2, 0, failed=(Failed(Span(0, 0, 1), "x"),))
+    assert not first.exhausted
+    later = take(shards, "b", 3, lane=1)
+    assert later.spans == (Span(1, 0, 10),)
+    assert take(shards, "a", 3, starving=True).spans == (Span(0, 0, 1),)
+    for seq, now in enumerate((40.0, 80.0, 110.0), 4):
+        take(shards, "b", seq, 0, now=now, lane=1)
+    lost = take(shards, "b", 7, now=115.0, lane=1, starving=True).spans
+    assert lost == (Span(0, 0, 10),), "nobody reads this epoch any more"
+
+
+def test_a_late_request_changes_nothing() -> None:
+    """An agent may have passed on one that the worker has long repeated, and got an answer to."""
+    shards = opened(DataSpec(name="data", begins=(0,), shard=10), "a")
+    shards.handle(ExtendShards("data", Incarnation(1), (90,)), 0.0)
+    for seq in (1, 2):
+        take(shards, "a", seq)
+    with pytest.raises(ProtocolError, match="Request 1 of worker a came after its request 2"):
+        take(shards, "a", 1)
+    assert take(shards, "a", 3).spans == (Span(0, 20, 30),)
+    shards.handle(OpenShards(shards.queues["data"].spec, "b", Incarnation(2)), 0.0)
+    with pytest.raises(ProtocolError, match="have begun anew"):
+        shards.handle(ExtendShards("data", Incarnation(1), (95,)), 0.0)
+
+
+def test_who_has_unread_messages_learns_that_others_have_none() -> None:
+    shards = opened(DataSpec(name="data", begins=(0,), shard=10), "a", "b")
+    shards.handle(ExtendShards("data", Incarnation(1), (10,)), 0.0)
+    assert take(shards, "a", 1).spans == (Span(0, 0, 10),)
+    assert not take(shards, "a", 2, 0).others_starve
+    assert take(shards, "b", 1, starving=True).spans == ()
+    assert take(shards, "a", 3, 0).others_starve
+    take(shards, "a", 4, 0, returned=(Span(0, 6, 10),))
+    assert take(shards, "b", 2, starving=True).spans == (Span(0, 6, 10),)
+    assert not take(shards, "a", 5, 0).others_starve
+    with pytest.raises(ProtocolError, match="which it has not taken"):
+        take(shards, "a", 6, 0, returned=(Span(0, 5, 7),))
+
+
 def test_a_gap_that_a_worker_has_found_is_one_shard() -> None:
     shards = opened(DataSpec(name="data", begins=(0, 0), shard=10), "a", "b")
     shards.handle(ExtendShards("data", Incarnation(1), (10_000, 0)), 0.0)
@@ -364,12 +419,26 @@ def test_a_dead_workers_shards_go_to_others_at_once() -> None:
         shards.handle(OpenShards(shards.queues["data"].spec, "a", Incarnation(1)), 0.0)
 
 
+def test_silence_is_not_counted_while_nobody_was_heard_of() -> None:
+    """The dealer was stopped and continued, or the whole machine was; workers report four times in a timeout."""
+    shards = opened(DataSpec(name="data", size=100, shard=10, timeout=100.0), "a", "b")
+    first = take(shards, "a", 1, now=1.0).spans
+    take(shards, "b", 1, now=2.0)
+    take(shards, "b", 2, now=1000.0)
+    assert take(shards, "a", 2, now=1001.0, done=first).done == 10
+    for seq, now in enumerate((1030.0, 1060.0, 1090.0, 1102.0), 3):
+        take(shards, "b", seq, now=now)
+    with pytest.raises(ProtocolError, match="were dealt to others"):
+        take(shards, "a", 3, now=1103.0)
+
+
 def test_silence_is_not_counted_while_the_dealer_is_away() -> None:
     shards = opened(DataSpec(name="data", size=30, shard=10, timeout=5.0), "a", "b")
     take(shards, "a", 1)
     shards.forgive(100.0)
-    assert take(shards, "b", 1, now=104.0).spans == (Span(0, 10, 20),)
-    take(shards, "b", 2, now=106.0)
+    for seq, now in enumerate((102.0, 104.0), 1):
+        take(shards, "b", seq, now=now)
+    take(shards, "b", 3, now=106.0)
     with pytest.raises(ProtocolError):
         take(shards, "a", 2, now=106.0)
 
@@ -470,3 +539,24 @@ def test_a_checkpoint_of_a_larger_data_set_is_refused() -> None:
 def test_a_data_set_that_is_not_known_is_told() -> None:
     with pytest.raises(ProtocolError, match="lost its journal"):
         take(Shards(), "a", 1)
+
+
+def test_a_look_at_a_data_set_changes_nothing() -> None:
+    """No journal has it: a master that comes back has never seen it."""
+
+    def dealt(*, look: bool) -> tuple[object, ...]:
+        spec = DataSpec(name="d", size=-1, shard=1, timeout=TIMEOUT, begins=(0,))
+        shards, me = Shards(), Incarnation(0, 0)
+        for worker in ("0-a", "1-b"):
+            shards.handle(OpenShards(spec, worker, me, b""), 0)
+        shards.handle(ExtendShards("d", me, (8,)), 0)
+        answers = []
+        for worker, seq, now in (("0-a", 1, 0), ("1-b", 1, 0), ("0-a", 2, 80), ("0-a", 3, 120)):
+            if now == 80 and look:
+                shards.handle(LookShards("d"), 45)
+            asked = TakeShards("d", worker, me, seq, 0, 2, (), (), True, None, ())
+            found = shards.handle(asked, now)
+            answers += [command.reply.spans for command in found if isinstance(command, Answer)]
+        return tuple(answers)
+
+    assert dealt(look=True) == dealt(look=False)

@@ -221,6 +221,7 @@ def test_a_refusal_reaches_the_training(read, monkeypatch) -> None:
 
 
 def test_a_worker_that_was_cut_off_for_too_long_does_not_save(read, monkeypatch) -> None:
+    monkeypatch.setattr(client, "RENEWAL_WAIT", 0.1)
     data = read(timeout=0.05)
     samples = iter(data)
     next(samples)

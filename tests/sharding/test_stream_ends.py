@@ -266,7 +266,7 @@ def test_what_a_loader_has_read_ahead_does_not_count(fast_and_clean, num_workers
 )
 def test_wrong_ends_are_told(options: dict, told: str) -> None:
     with pytest.raises(ConfigurationError, match=told):
-        Stream("ingest://host/a", **options)
+        Stream("redis://host/0?stream=a", **options)
 
 
 def test_another_broker_without_times(monkeypatch, read) -> None:

@@ -288,7 +288,7 @@ def test_what_another_worker_gives_back_is_read(read, monkeypatch) -> None:
     rest = iter(second)
     giving_back = threading.Timer(0.2, first.close)
     giving_back.start()
-    assert [next(rest, None) for _ in range(29)] == shelf.sent[1:]
+    assert sorted(next(rest) for _ in range(29)) == shelf.sent[1:]
     giving_back.join()
     rest.close()
 
@@ -327,7 +327,6 @@ def test_a_job_that_begins_again_without_a_checkpoint_does_not_skip(read, monkey
             "has the group 'a.b'; letters, digits, _ and - are accepted",
         ),
         ("amqp://host/clicks?group=a", "has an option group; accepted: vhost"),
-        ("ingest://host/clicks?group=a", "has an option group; accepted: none"),
         ("kafka://host/a,b", "names 2 topics; one is read"),
         ("kafka://host/a?group.id=b", "has an option group.id; it is not accepted"),
         ("nats:///clicks", "names no host"),

@@ -226,8 +226,12 @@ def test_a_process_that_was_forked_has_a_connection_of_its_own(url, open_table) 
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:  # a reading process of a loader
-        os.write(writing, bytes(ids(table)))
-        os._exit(0)
+        status = 1
+        try:
+            os.write(writing, bytes(ids(table)))
+            status = 0
+        finally:
+            os._exit(status)
     os.close(writing)
     with open(reading, "rb") as answer:
         assert list(answer.read()) == list(range(20))

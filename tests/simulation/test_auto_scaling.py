@@ -7,6 +7,7 @@ from dlrover.master.brainside import shape_of
 from dlrover.master.machine import inputs
 from dlrover.master.machine.size import size_of
 from dlrover.spec import brain, events
+from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.plan import Group
 from dlrover.spec.speed import ScaleKind
@@ -197,6 +198,32 @@ def test_nodes_that_never_come_are_called_off_and_not_asked_for_again():
     assert len(cluster.alive) == 2
     cluster.run(600)
     assert size(cluster) == 2
+
+
+def test_a_size_at_which_the_program_fails_is_left_and_costs_no_restart():
+    """Fewer than eight nodes have not enough memory."""
+    cluster = cluster_of(lambda n: 0.1 + 0.05 * (n - 1), seed=1, start=8)
+    struck: set[int] = set()
+    message = "CUDA out of memory. Tried to allocate 20.00 GiB"
+
+    def too_small() -> bool:
+        change = cluster.machine.autoscaling.change
+        small = size(cluster) < 8 and cluster.training and change is not None
+        if small and change.number not in struck:
+            struck.add(change.number)
+            victim = next(iter(cluster.alive.values()))
+            victim.fail(FailureKind.EXCEPTION, exception="torch.OutOfMemoryError", message=message)
+        return cluster.machine.outcome is not None or settled(cluster)
+
+    cluster.run_until(too_small, 7200)
+    assert struck
+    assert cluster.machine.outcome is None
+    assert size(cluster) == 8
+    assert cluster.machine.restarts.user_restarts == 0
+    assert 4 not in cluster.machine.autoscaling.sizes.workers()
+    assert "the program failed with 4 nodes" in told(cluster, events.PlanDropped)[0].reason
+    tried = [plan.nodes for plan in told(cluster, events.PlanMade) if plan.nodes < 8]
+    assert tried[0] >= 4
 
 
 def test_a_users_number_of_nodes_ends_auto_scaling():

@@ -3,6 +3,7 @@
 import pytest
 
 from dlrover.master.machine import inputs
+from dlrover.master.machine.autoscale import MOST_CHANGES
 from dlrover.spec import events
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.roles import Size
@@ -82,7 +83,7 @@ def test_a_job_reaches_the_best_size_from_one_worker_and_one_server(name):
     assert worth(law, size(cluster)) >= WITHIN * worth(law, best), (size(cluster), best)
     assert cluster.machine.restarts.count == 0
     plans = told(cluster, events.PlanMade)
-    assert len(plans) <= 10
+    assert len(plans) <= MOST_CHANGES
     assert all(plan.reason and plan.effect is not None for plan in plans)
     assert len(told(cluster, events.PlanMeasured)) == len(plans)
 

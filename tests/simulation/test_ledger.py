@@ -79,7 +79,7 @@ def coarse(machine: JobMachine, node_id: int) -> set[str]:
         return {"waiting_for_resources", "rendezvous"}
     if status is NodeStatus.RUNNING:
         return {
-            "productive", "start_up", "recomputed_steps", "hang_detection", "shutdown"
+            "productive", "start_up", "recomputed_steps", "fault_detection", "shutdown", "not_measured",
         }  # fmt: skip
     return {"shutdown"} if status is NodeStatus.SUCCEEDED else {"idle"}
 

@@ -1,17 +1,17 @@
-"""What a run makes of the events, the steps and the rows that it has seen."""
+"""What a run makes of the events, the incidents and the rows that it has seen."""
 
 from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given, strategies as st
 
 from dlrover.spec import events
 from dlrover.spec.events import Event
 from dlrover.spec.failure import Failure, FailureKind, Origin, Verdict
-from dlrover.testing.chaos.observe import Interruption, Sighting, goodput_ratio, sight, steps_lost
-from dlrover.testing.chaos.report import FaultRow, Report, ratio, unmet
-from dlrover.testing.chaos.sources import EventLog, StepsFile
+from dlrover.spec.goodput import Goodput, IncidentCost
+from dlrover.testing.chaos.observe import Sighting, sight, steps_lost
+from dlrover.testing.chaos.report import FaultRow, Report, unmet
+from dlrover.testing.chaos.sources import EventLog
 
 FAILED = events.WorkerFailed(
     Failure(id="1", kind=FailureKind.SIGNAL, node_id=1, rank=2, local_rank=0, round=1, signal=9),
@@ -61,35 +61,35 @@ def test_a_second_interruption_counts_until_its_own_end() -> None:
     assert sight(happened, 0.0).recovered == 4.0
 
 
+def incident(until: float, steps_lost: int) -> IncidentCost:
+    return IncidentCost(
+        since=until - 1.0, until=until, over=True, title="", node=0, round=1, seconds={},
+        steps_lost=steps_lost,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("numbers", "lost"),
+    ("incidents", "lost"),
     [
-        ([], None),
-        ([7], 0),
-        ([7, 8, 9], 0),
-        ([7, 8, 9, 5, 6], 4),
-        ([9, 0, 1], 9),
-        ([9, 8, 9, 10, 4, 5], 6),
+        ([], 0),
+        ([incident(9.0, 7)], 0),
+        ([incident(20.0, 7)], 0),
+        ([incident(11.0, 4)], 4),
+        ([incident(11.0, 4), incident(15.0, 6)], 10),
+        ([incident(11.0, 4), incident(15.0, -1)], None),
     ],
 )
-def test_steps_lost_are_how_far_the_numbers_fell_back(numbers: list[int], lost: int | None) -> None:
-    assert steps_lost(numbers) == lost
-
-
-@given(st.integers(0, 1000), st.integers(0, 1000), st.integers(0, 50))
-def test_steps_lost_do_not_depend_on_how_often_one_looks(
-    start: int, count: int, again: int
+def test_steps_lost_are_those_of_the_ledger_between_two_faults(
+    incidents: list[IncidentCost], lost: int | None
 ) -> None:
-    back = max(0, start + count - again)
-    numbers = [*range(start, start + count + 1), back, back, back + 1]
-    assert steps_lost(numbers) == start + count - back
+    assert steps_lost(incidents, 10.0, 20.0) == lost
 
 
-def test_goodput_leaves_out_start_up_interruptions_and_repeated_steps() -> None:
-    assert goodput_ratio(100.0, 10.0, 50, []) == pytest.approx(0.9)
-    assert goodput_ratio(100.0, 10.0, 50, [Interruption(40.0, 5)]) == pytest.approx(0.5 * 0.9)
-    assert goodput_ratio(100.0, 10.0, 50, [Interruption(200.0, 0)]) == 0.0
-    assert goodput_ratio(100.0, 100.0, 0, []) == 0.0
+def spent(ratio: float | None, unknown: int = 0) -> Goodput:
+    return Goodput(
+        goodput_ratio=ratio, wall_seconds=10.0, job_seconds=10.0, nodes=1, seconds={},
+        rounds_without_first_step=unknown,
+    )  # fmt: skip
 
 
 def row(fault: str, again: float | None) -> FaultRow:
@@ -106,14 +106,8 @@ def row(fault: str, again: float | None) -> FaultRow:
 
 REPORT = Report(
     job_dir="job", seed=0, exit_code=0, reason="", wall_seconds=10.0, start_up_seconds=1.0, steps=5,
-    goodput_ratio=0.6, faults=(row("kill-rank", 2.0), row("hang", 11.0), row("slow", 0.0)),
+    goodput=spent(0.6), faults=(row("kill-rank", 2.0), row("hang", 11.0), row("slow", 0.0)),
 )  # fmt: skip
-
-
-def test_a_fault_that_is_never_over_costs_the_rest_of_the_time() -> None:
-    rows = [row("slow", 0.0), row("kill-rank", None)]
-    assert ratio(11.0, 0.0, 5, rows[:1]) == pytest.approx(1.0)
-    assert ratio(11.0, 0.0, 5, rows) == pytest.approx(1.0 / 11.0)
 
 
 def test_assertions_that_hold_are_not_mentioned() -> None:
@@ -125,7 +119,19 @@ def test_assertions_that_do_not_hold_are_named() -> None:
     (sentence,) = unmet(REPORT, 10.0, None)
     assert sentence == "hang (rank 1, pid 5): training again after 11.00 s, --assert-recovery 10"
     (sentence,) = unmet(REPORT, None, 0.61)
-    assert sentence == "goodput 0.600, --assert-goodput 0.61"
+    assert sentence == "goodput 60.0 %, --assert-goodput 0.61"
+
+
+@pytest.mark.parametrize(
+    ("goodput", "words"),
+    [(None, "not measured"), (spent(None), "not measured"), (spent(0.5, 1), "at most 50.0 %")],
+)
+def test_a_goodput_that_was_not_measured_meets_no_assertion(
+    goodput: Goodput | None, words: str
+) -> None:
+    report = msgspec.structs.replace(REPORT, goodput=goodput)
+    assert unmet(report, None, None) == ()
+    assert unmet(report, None, 0.6) == (f"goodput {words}, --assert-goodput 0.6",)
 
 
 def test_a_job_that_never_trained_again_or_ended_early_meets_nothing() -> None:
@@ -152,16 +158,3 @@ def test_events_are_read_as_they_are_written(tmp_path) -> None:
         assert [event.seq for event in log.refresh()] == [1]
         file.write(lines[1][10:])
     assert [event.seq for event in log.refresh()] == [1, 2]
-
-
-def test_the_last_step_of_a_file(tmp_path) -> None:
-    path = tmp_path / "steps.jsonl"
-    steps = StepsFile(path)
-    assert steps.last() is None
-    path.write_text("")
-    assert steps.last() == 0
-    path.write_text('{"step": 1}\n{"step": 2, "loss": 0.5}\n{"ste')
-    assert steps.last() == 2
-    path.write_text("no json\n")
-    assert steps.last() is None
-    assert StepsFile(None).last() is None

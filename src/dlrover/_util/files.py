@@ -1,22 +1,73 @@
-"""Files that are read by other processes."""
+"""Files that are read by other processes, and writing on a disk that may be full."""
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from pathlib import Path
 
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""What a write fails with where it would succeed once somebody has made room."""
+
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Replace ``path`` so that a reader sees the old content or all of the new, never a part."""
+    """Replace ``path`` so that a reader sees the old content or all of the new, never a part.
+
+    Where the disk is full, room that was reserved for ``path`` is used.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        _fill(fd, data)
         temporary.replace(path)
-    except OSError:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise
+        if error.errno not in NO_ROOM or not _replace_by_reserved(path, data):
+            raise
+    else:
+        release(path)
+
+
+def reserve(path: Path, size: int) -> None:
+    """Reserve room for a later `write_atomically` of at most ``size`` bytes to ``path``.
+
+    Raises:
+        OSError: there is no such room.
+    """
+    fd = os.open(_reserved(path), os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, size)
+    finally:
+        os.close(fd)
+
+
+def release(path: Path) -> None:
+    """Give back what was reserved for ``path``, if that was not used."""
+    _reserved(path).unlink(missing_ok=True)
+
+
+def _reserved(path: Path) -> Path:
+    return path.with_name(f".{path.name}.reserved")
+
+
+def _replace_by_reserved(path: Path, data: bytes) -> bool:
+    """Write into the file that holds the room for ``path``; False if there is none, or too little."""
+    try:
+        fd = os.open(_reserved(path), os.O_WRONLY)
+    except FileNotFoundError:
+        return False
+    if os.fstat(fd).st_size < len(data):
+        os.close(fd)
+        return False
+    _fill(fd, data)
+    _reserved(path).replace(path)
+    return True
+
+
+def _fill(fd: int, data: bytes) -> None:
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.ftruncate(fd, len(data))
+        os.fsync(fd)

@@ -8,6 +8,7 @@ import ctypes
 import os
 import select
 import signal
+import sys
 import time
 from collections.abc import Callable, Container, Iterable
 from pathlib import Path
@@ -18,6 +19,27 @@ PR_SET_CHILD_SUBREAPER = 36
 def become_subreaper() -> None:
     """Make orphaned descendants children of this process instead of the system's init."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def open_standard_streams() -> None:
+    """Open the null device in the place of each standard stream that this process was started without.
+
+    Call it first: another file would get the number, and children would take it for their stream.
+    """
+    for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is not None:
+            continue
+        null = os.open(os.devnull, os.O_RDWR)
+        if null != fd:
+            os.dup2(null, fd)
+            os.close(null)
+        os.set_inheritable(fd, True)
+        setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115 - open as long as the process
+
+
+def survives_hangup(number: signal.Signals) -> bool:
+    """Whether this is the signal of a lost terminal and was ignored before this process began, as by nohup."""
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 def start_time(pid: int) -> int:
@@ -83,6 +105,15 @@ async def end(pids: Iterable[int], timeout: float) -> None:
     kill(pids)
     for pid in pids:
         _reap(pid, timeout)
+
+
+def end_in_order(pids: Iterable[int], timeout: float) -> None:
+    """Ask children to end, and wait until they have, at most ``timeout`` seconds."""
+    pids = list(pids)
+    kill(pids, signal.SIGTERM)
+    until = time.monotonic() + timeout
+    for pid in pids:
+        _reap(pid, until - time.monotonic())
 
 
 def _parent(pid: int) -> int:

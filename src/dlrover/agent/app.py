@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import functools
 import logging
 import signal
 import socket
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from dlrover import config
-from dlrover._util import files, procs
+from dlrover._util import files, logs, procs
 from dlrover._util.sockets import address_towards
 from dlrover.agent.checking import Checker
 from dlrover.agent.logs import RunLogs
@@ -25,7 +27,7 @@ from dlrover.errors import ConfigurationError, DLRoverError, ExitCode, Infrastru
 from dlrover.rpc import wire
 from dlrover.rpc.client import MasterClient
 from dlrover.spec.failure import Failure
-from dlrover.spec.jobdir import AgentConfig, JobDir, MasterAddress
+from dlrover.spec.jobdir import AgentConfig, JobDir, MasterAddress, decode
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.roles import SERVER, is_server
 
@@ -44,11 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     job_dir = JobDir(args.job_dir)
     env = config.environ()
     name = str(args.node_id) if args.node_id >= 0 else "joined"
-    logging.basicConfig(
-        filename=job_dir.agent_log(name),
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    logs.log_to(job_dir.agent_log(name))
     procs.become_subreaper()
     try:
         outcome = asyncio.run(_serve(job_dir, env, args))
@@ -62,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace) -> Outcome:
     try:
-        settings = msgspec.json.decode(job_dir.agent.read_bytes(), type=AgentConfig)
+        settings = decode(job_dir.agent, job_dir.agent.read_bytes(), AgentConfig)
         token = job_dir.token.read_text().strip()
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigurationError(f"{job_dir.path} is not a job directory: {error}.") from error
@@ -77,6 +75,8 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
         agent.worker_ended(local_rank, failure)
 
     workers = WorkerGroup(launch, env, RunLogs(launch, base), hostname, on_exit)
+    # Not the node's id: the agent that takes the place of one that died finds its memory, as on a machine.
+    workers.place = f"{args.node_rank} of {job_dir.path}"
     checker = Checker(job_dir.path, settings.accelerator, env)
     workers.others = lambda: checker.pids
     tls = wire.Tls(settings.tls.cert, settings.tls.key, settings.tls.ca, settings.tls.server_name)
@@ -88,6 +88,7 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
     )
     async with MasterClient(address, token, tls) as client, Relay(client) as relay:
         workers.relay = relay.address
+        workers.token = token if tls.ca else ""
         agent = Agent(
             client,
             workers,
@@ -97,15 +98,25 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
             node_id=args.node_id,
             node_rank=args.node_rank,
             locate=locate,
+            tell=None if job_dir.master.exists() else _tell,
         )
         _handle_ends(agent, launch.signals_to_handle, args.lifeline_fd)
         return await agent.run()
+
+
+def _tell(line: str) -> None:
+    """Show something to the user of a machine on which the job's master is not."""
+    with contextlib.suppress(OSError, ValueError):  # standard error may be closed
+        sys.stderr.write(f"dlrover: {line}\n")
+        sys.stderr.flush()
 
 
 def _handle_ends(agent: Agent, signals: str, lifeline_fd: int) -> None:
     loop = asyncio.get_running_loop()
     for name in signals.split(","):
         number = signal.Signals[name]
+        if procs.survives_hangup(number):
+            continue
         loop.add_signal_handler(
             number,
             agent.abandon,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
 import logging
 import os
 import select
@@ -26,6 +27,10 @@ LINE_LIMIT = 1 << 20
 """Bytes after which a line that does not end is shown as several: bounds the memory per stream."""
 READ_SIZE = 1 << 16
 """Bytes read from one file before the next file has its turn."""
+KEPT = 1 << 17
+"""Bytes at the end of what was read from memory that stay there: the last words of a worker."""
+KEEP_SIZE, PUNCH_HOLE = 1, 2
+"""Modes of fallocate(2)."""
 
 
 class LineSplitter:
@@ -94,10 +99,16 @@ class LineFormatter:
 
 
 class Source:
-    """A file that another process appends to, read from its beginning as it grows."""
+    """A file that another process appends to, read from its beginning as it grows.
 
-    def __init__(self, path: Path, formatter: LineFormatter | None = None) -> None:
+    With ``frees`` the file is memory, which is freed once it was read, but for its end.
+    """
+
+    def __init__(
+        self, path: Path, formatter: LineFormatter | None = None, *, frees: bool = False
+    ) -> None:
         self._path = path
+        self._frees = frees
         self._formatter = formatter
         self._descriptor: int | None = None
         self._offset = 0
@@ -131,13 +142,16 @@ class Source:
     def _read_bytes(self) -> bytes:
         if self._descriptor is None:
             try:
-                self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+                mode = os.O_RDWR if self._frees else os.O_RDONLY
+                self._descriptor = os.open(self._path, mode | os.O_CLOEXEC)
             except FileNotFoundError:  # the worker has not been started yet
                 return b""
         data = os.pread(self._descriptor, READ_SIZE, self._offset)
         if len(data) == READ_SIZE:  # there is more: do not let another worker's turn cut a line
             data = data[: data.rfind(b"\n") + 1] or data
         self._offset += len(data)
+        if data and self._frees and self._offset > KEPT:
+            _free(self._descriptor, self._offset - KEPT)
         return data
 
 
@@ -283,6 +297,12 @@ class Copier:
             _await_room(blocked, POLL_INTERVAL)
         else:
             (self._given_up if final else self._stopping).wait(POLL_INTERVAL)
+
+
+def _free(descriptor: int, size: int) -> None:
+    """Give the system back the first ``size`` bytes of a file, which keeps its length."""
+    fallocate = ctypes.CDLL(None).fallocate
+    fallocate(descriptor, KEEP_SIZE | PUNCH_HOLE, ctypes.c_int64(0), ctypes.c_int64(size))
 
 
 def _await_room(descriptors: Iterable[int], timeout: float) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hmac
 import string
 from collections.abc import Mapping
 
+from dlrover import config
 from dlrover.errors import ConfigurationError
 from dlrover.spec.launch import LaunchSpec
 from dlrover.spec.roles import SERVER
@@ -50,6 +52,17 @@ def worker_environment(
         environment["LOCAL_RANK"] = "0"
         environment[VISIBLE_DEVICES] = _device_of(local_rank, base.get(VISIBLE_DEVICES))
     return environment
+
+
+def secrets(world: World, token: str) -> dict[str, str]:
+    """What a world's savers know each other by, as a variable; ``token``: the job's, empty without TLS.
+
+    It is in the environment because a program may start the processes that train.
+    """
+    if not token:
+        return {}
+    secret = hmac.new(token.encode(), f"{world.salt} {world.round}".encode(), "sha256").hexdigest()
+    return {config.REPLICA_SECRET: secret}
 
 
 def _place_in_role(launch: LaunchSpec, world: World, local_rank: int) -> tuple[str, int, int]:

@@ -2,8 +2,9 @@
 
 Every worker writes to files, always; a background thread copies from the files to the console what
 the launch options ask for. So the console can be slow, blocked or closed without a worker noticing,
-and the last lines of a failed worker are at hand whatever the options were. The layout is
-torchrun's::
+and the last lines of a failed worker are at hand whatever the options were. What a full disk does not
+take of a Python program's output goes to memory of the agent, an *overflow*, and from there to the
+console. The layout is torchrun's::
 
     <base>/<run_id>_<random>/attempt_<restart_count>/<local_rank>/{stdout.log,stderr.log,error.json}
     <base>/<run_id>_<random>/attempt_<restart_count>/filtered_{stdout,stderr}.log
@@ -83,6 +84,11 @@ class AttemptLogs:
         self._launch = launch
         self._ranks = dict(ranks)
         self._copier: Copier | None = None
+        self._overflows = {
+            (rank, stream): os.memfd_create(f"dlrover-{_NAMES[stream]}")
+            for rank in ranks
+            for stream in _NAMES
+        }
 
     def stdout(self, local_rank: int) -> Path:
         """The file for the worker's standard output; whoever starts the worker opens it."""
@@ -95,6 +101,10 @@ class AttemptLogs:
     def error_file(self, local_rank: int) -> Path:
         """The file in which the worker records its exception (``TORCHELASTIC_ERROR_FILE``)."""
         return self.directory / str(local_rank) / "error.json"
+
+    def overflow(self, local_rank: int, stream: Std) -> str:
+        """The path by which a worker opens the memory for what a full disk does not take."""
+        return f"/proc/{os.getpid()}/fd/{self._overflows[local_rank, stream]}"
 
     def start(self, console_out: BinaryIO, console_err: BinaryIO) -> None:
         """Begin to copy, in one background thread. The files need not exist yet. Call it once."""
@@ -117,17 +127,17 @@ class AttemptLogs:
                 timeout,
                 self.directory,
             )
+        for fd in self._overflows.values():
+            os.close(fd)
+        self._overflows = {}
 
     def stderr_tail(self, local_rank: int, limit: int = TEXT_LIMIT) -> str:
         """The last ``limit`` characters of the worker's standard error; empty if unreadable."""
         room = 4 * limit  # bytes: UTF-8 takes up to four for a character
-        try:
-            with self.stderr(local_rank).open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(max(0, size - room))
-                text = file.read(room).decode(errors="replace")
-        except OSError:
-            return ""
+        tail = _end_of(self.stderr(local_rank), room)
+        if (local_rank, Std.ERR) in self._overflows:
+            tail += _end_of(self.overflow(local_rank, Std.ERR), room)
+        text = tail.decode(errors="replace")
         return text[max(0, len(text) - limit) :]
 
     def _path(self, local_rank: int, stream: Std) -> Path:
@@ -145,6 +155,9 @@ class AttemptLogs:
         teed = [rank for rank, mode in modes.items() if mode is ConsoleMode.PREFIXED]
         sources = [Source(self._path(rank, stream)) for rank in raw]
         sources += self._teed_sources(stream, teed, ())
+        for rank in [*raw, *teed]:
+            formatter = self._formatter(rank, ()) if rank in teed else None
+            sources.append(Source(Path(self.overflow(rank, stream)), formatter, frees=True))
         yield Pump(f"the console's {_NAMES[stream]}", Sink(console), sources)
         if needles:
             path = self.directory / f"filtered_{_NAMES[stream]}.log"
@@ -155,14 +168,13 @@ class AttemptLogs:
         self, stream: Std, local_ranks: Iterable[int], needles: tuple[str, ...]
     ) -> list[Source]:
         return [
-            Source(
-                self._path(local_rank, stream),
-                LineFormatter(
-                    line_prefix(self._launch, local_rank, self._ranks[local_rank]), needles
-                ),
-            )
+            Source(self._path(local_rank, stream), self._formatter(local_rank, needles))
             for local_rank in local_ranks
         ]
+
+    def _formatter(self, local_rank: int, needles: tuple[str, ...]) -> LineFormatter:
+        rank = self._ranks[local_rank]
+        return LineFormatter(line_prefix(self._launch, local_rank, rank), needles)
 
 
 class RunLogs:
@@ -207,3 +219,13 @@ def _make_fresh(path: Path) -> Path:
     fresh = next(name for name in itertools.chain([path], numbered) if not name.exists())
     fresh.mkdir(parents=True)
     return fresh
+
+
+def _end_of(path: Path | str, size: int) -> bytes:
+    """The last ``size`` bytes of a file; none if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - size))
+            return file.read(size)
+    except OSError:
+        return b""

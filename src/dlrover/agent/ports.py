@@ -17,6 +17,11 @@ class PortReservation:
         self._socket = _bind(port)
         self.port: int = self._socket.getsockname()[1] if self._socket is not None else port
 
+    @property
+    def held(self) -> bool:
+        """Whether the port was free and is held."""
+        return self._socket is not None
+
     def release(self) -> None:
         """Let go of the port."""
         if self._socket is not None:

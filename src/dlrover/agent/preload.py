@@ -4,7 +4,7 @@ A fork must be as good as a process that imports the same by itself. What import
 stays: variables it set, warning filters, exit handlers. What does not survive a fork, or would have come
 out differently in a worker, is a problem: a zygote with a problem forks no workers.
 
-Only the standard library is imported here.
+Besides our own, only the standard library is imported here.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from dlrover.agent.generators import Generators
 
 PER_WORKER = frozenset(
     {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
@@ -41,6 +43,8 @@ class Preloaded:
     """Why forks would not be as good as new processes; empty if they are."""
     variables: dict[str, str | None] = field(default_factory=dict)
     """Environment variables that were set, or removed (None)."""
+    generators: Generators = field(default_factory=Generators)
+    """Random generators that were made."""
 
 
 def preload(names: list[str], own: Mapping[str, str]) -> Preloaded:
@@ -54,7 +58,8 @@ def preload(names: list[str], own: Mapping[str, str]) -> Preloaded:
             loaded from another place.
     """
     before = dict(os.environ)  # noqa: TID251 - to see what importing changes
-    with _quiet(), _watched() as asked:
+    generators = Generators()
+    with _quiet(), generators.watched(), _watched() as asked:
         for name in names:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
@@ -62,13 +67,16 @@ def preload(names: list[str], own: Mapping[str, str]) -> Preloaded:
     changed = {
         k: after.get(k) for k in before.keys() | after.keys() if before.get(k) != after.get(k)
     }
-    return Preloaded("; ".join(_problems(asked, own)), changed)
+    generators.find()
+    return Preloaded("; ".join(_problems(asked, own)), changed, generators)
 
 
 def _problems(asked: set[str], own: Mapping[str, str]) -> Iterator[str]:
     if threading.active_count() > 1:
         others = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
         yield f"importing started threads: {', '.join(others)}"
+    if native := _native_threads():
+        yield f"importing started {native} native thread{'' if native == 1 else 's'}"
     if initialised := _initialised_devices():
         yield f"importing initialised {', '.join(initialised)}"
     if opened := _open_devices():
@@ -77,6 +85,24 @@ def _problems(asked: set[str], own: Mapping[str, str]) -> Iterator[str]:
         yield f"importing read {', '.join(sorted(asked))}, which only workers have"
     if taken := [name for name, file in own.items() if _file_of(name) not in ("", file)]:
         yield f"importing loaded other modules than the program's: {', '.join(taken)}"
+
+
+def _native_threads() -> int:
+    """Threads that Python does not know of, and that are still here after a fork.
+
+    A library that handles forks, as OpenBLAS does, ends its threads before each one and starts them again when it
+    needs them.
+    """
+    if _other_threads():
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+    return _other_threads()
+
+
+def _other_threads() -> int:
+    return len(os.listdir("/proc/self/task")) - threading.active_count()
 
 
 def _initialised_devices() -> list[str]:

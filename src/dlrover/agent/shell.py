@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import signal
 import time
 import uuid
@@ -17,6 +18,7 @@ from dlrover.agent import machine as agent_machine
 from dlrover.agent.checking import Checker
 from dlrover.agent.ports import PortReservation
 from dlrover.agent.usage import UsageMeter
+from dlrover.agent.waits import Waits
 from dlrover.agent.workers import WorkerGroup
 from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
 from dlrover.rpc import messages
@@ -35,6 +37,8 @@ PROGRESS_REPORT = 1.0
 """Seconds between two progress reports of the node with rank 0; the others report with heartbeats."""
 RECONNECT_DELAYS = (0.05, 0.1, 0.2, 0.5, 1.0)
 """Seconds between attempts to reach the master; the last one is repeated."""
+NOTICE_POLL = 0.5
+"""Seconds between two looks at what the node waits for."""
 REAP_INTERVAL = 5.0
 """Seconds between two looks for orphans to reap."""
 
@@ -53,8 +57,13 @@ class Agent:
         node_id: int = -1,
         node_rank: int = -1,
         locate: Callable[[], str] | None = None,
+        tell: Callable[[str], None] | None = None,
     ) -> None:
-        """Make an agent; ``locate`` says where its master is now, if that may change."""
+        """Make an agent.
+
+        ``locate`` says where its master is now, if that may change; ``tell`` shows the user of this machine
+        what the node waits for, where the master does not.
+        """
         launch, limits = settings.launch, settings.limits
         self._client = client
         self._locate = locate
@@ -68,12 +77,14 @@ class Agent:
         self._claimed_id = node_id
         self._node_rank = node_rank
         self._uid = uuid.uuid4().hex
+        self._salt = secrets.token_hex(16)
         self._machine = agent_machine.AgentMachine(launch.nproc_per_node)
         self._port: PortReservation | None = None
         self._port_used = False
         self._outgoing: asyncio.Queue[messages.AgentMessage] | None = None
         self._heartbeat_interval = limits.heartbeat_interval
-        self._last_contact = time.monotonic()
+        self._waits = Waits(limits, time.monotonic())
+        self._tell = tell
         self._left: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._stopping: asyncio.Task[None] | None = None
         alone = bool(settings.master_address)
@@ -92,6 +103,7 @@ class Agent:
         tasks = [
             asyncio.create_task(self._stay_connected()),
             asyncio.create_task(self._report_progress()),
+            asyncio.create_task(self._tell_waits()),
         ]
         waits: list[asyncio.Future[Any]] = [*tasks, self._left]
         try:
@@ -126,14 +138,13 @@ class Agent:
     async def _stay_connected(self) -> None:
         attempt = 0
         while not self._left.done():
-            began = time.monotonic()
             try:
                 await self._attend()
             except InfrastructureError as error:
                 logger.debug("%s", error)
-            self._outgoing = None
-            if self._last_contact > began:
+            if self._outgoing is not None:
                 attempt = 0
+            self._outgoing = None
             self._check_master_absence()
             await asyncio.sleep(RECONNECT_DELAYS[min(attempt, len(RECONNECT_DELAYS) - 1)])
             attempt += 1
@@ -164,7 +175,7 @@ class Agent:
                 if self._machine.refuses(message):
                     logger.error("%s is refused: another master has taken over", message)
                     return
-                self._last_contact = time.monotonic()
+                self._show(self._waits.heard(time.monotonic(), self._client.address))
                 self._outgoing = outgoing
                 if isinstance(message, messages.Welcome):
                     self._heartbeat_interval = message.heartbeat_interval
@@ -176,17 +187,25 @@ class Agent:
                     self._handle(message)
 
     def _check_master_absence(self) -> None:
-        limits = self._limits
-        absent = time.monotonic() - self._last_contact
-        never = self._machine.stage is agent_machine.Stage.CONNECTING
-        name = "connect_timeout" if never else "master_timeout"
-        limit = limits.connect_timeout if never else limits.master_timeout
-        if absent > limit:
-            answered = "answered" if never else "came back"
-            self.abandon(
-                ExitCode.INFRASTRUCTURE,
-                f"No DLRover master {answered} at {self._client.address} within {limit:g} s ({name}).",
-            )
+        """Count how long there has been no connection, and leave when that is too long."""
+        now = time.monotonic()
+        self._waits.lost(now)
+        outcome = self._waits.expired(now, self._client.address)
+        if outcome is not None:
+            self.abandon(outcome.exit_code, outcome.reason)
+
+    async def _tell_waits(self) -> None:
+        while True:
+            await asyncio.sleep(NOTICE_POLL)
+            machine, now = self._machine, time.monotonic()
+            address = self._client.address
+            self._show(self._waits.notice(now, machine.stage, machine.node_id, address))
+
+    def _show(self, line: str) -> None:
+        if line:
+            logger.info("%s", line)
+        if line and self._tell is not None:
+            self._tell(line)
 
     def _say(self, message: messages.AgentMessage) -> None:
         if self._outgoing is not None:
@@ -256,6 +275,7 @@ class Agent:
             self._checker.start(command.order, self._machine.node_id, self._checked)
         elif isinstance(command, agent_machine.StartWorkers):
             self._checker.stop()
+            self._waits.started()
             self._start(command.world, command.fresh)
         elif isinstance(command, agent_machine.StopWorkers):
             self._stopping = asyncio.create_task(self._stop_workers())
@@ -272,7 +292,8 @@ class Agent:
         if self._port is None:
             self._port = PortReservation(self._store_port)
             self._port_used = False
-        offer = Offer(self._launch.nproc_per_node, self._address, self._port.port)
+        offer = Offer(self._launch.nproc_per_node, self._address, self._port.port, self._salt)
+        self._waits.joined(time.monotonic())
         self._say(messages.Join(round_, offer))
 
     def _start(self, world: World, fresh: bool) -> None:

@@ -25,8 +25,8 @@ from dlrover.agent.zygote import Order
 from dlrover.elastic.progress import MAX_SLOTS, Board
 from dlrover.errors import ConfigurationError
 from dlrover.spec.activity import WorkerActivity
-from dlrover.spec.failure import Failure, FailureKind
-from dlrover.spec.launch import Entry, LaunchSpec
+from dlrover.spec.failure import OWN_ENDS, Failure, FailureKind
+from dlrover.spec.launch import Entry, LaunchSpec, Std
 from dlrover.spec.stacks import WorkerEvidence
 from dlrover.spec.world import World
 
@@ -78,8 +78,12 @@ class WorkerGroup:
         self.node_id = -1
         self.others: Callable[[], set[int]] = set
         """Pids of the agent's children that are neither workers nor left by them."""
+        self.place = ""
+        """Which of the nodes on this machine this one is: its checkpoint saver serves no other."""
         self.relay = ""
         """Where the workers' requests for data go; empty: nowhere."""
+        self.token = ""
+        """The job's token, if the job uses TLS: the workers get a secret that is made of it."""
         self._launch = launch
         self._base_env = base_env
         self._devices = Devices(base_env)
@@ -145,7 +149,8 @@ class WorkerGroup:
             args=environment.worker_arguments(launch, local_rank),
             env=environment.worker_environment(
                 launch, world, local_rank, self._base_env, error_file
-            ),
+            )
+            | environment.secrets(world, self.token),
             stdout=str(logs.stdout(local_rank)),
             stderr=str(logs.stderr(local_rank)),
             error_file=error_file,
@@ -153,9 +158,13 @@ class WorkerGroup:
             modules_file=str(logs.directory / "modules.json") if local_rank == 0 else "",
             cpus=self._cpus(local_rank),
             save_at_breakpoint=launch.save_at_breakpoint,
+            node=self.place,
             relay=self.relay,
             round=world.round,
             auto_tuning=launch.auto_tuning,
+            global_batch=world.global_batch,
+            stdout_overflow=logs.overflow(local_rank, Std.OUT),
+            stderr_overflow=logs.overflow(local_rank, Std.ERR),
         )
 
     def _cpus(self, local_rank: int) -> list[int]:
@@ -182,16 +191,25 @@ class WorkerGroup:
             self._started,
             self._exited,
             self._zygote_lost,
+            self._start_cold if preload_file else None,
         )
 
     def _pick_zygote(self) -> zygotes.ZygoteProcess:
-        """The warmest zygote that is ready; one without preloaded modules is always at hand."""
+        """The warmest zygote: one that still imports will be ready before a worker that begins to do so now."""
         warm = self._warm
-        if warm is not None and warm.ready and not warm.problem:
-            if self._cold is not None:
+        if warm is not None and not warm.problem:
+            if self._cold is not None and warm.ready:
                 self._retire(self._cold)
                 self._cold = None
             return warm
+        return self._cold_zygote()
+
+    def _start_cold(self, orders: list[Order]) -> None:
+        """Start workers that waited for a zygote in vain."""
+        for order in orders:
+            self._cold_zygote().spawn(order)
+
+    def _cold_zygote(self) -> zygotes.ZygoteProcess:
         self.prepare()
         assert self._cold is not None
         return self._cold
@@ -265,7 +283,7 @@ class WorkerGroup:
         error = _recorded_error(self._logs.error_file(worker.local_rank))
         signaled = os.WIFSIGNALED(status)
         kind = FailureKind.SIGNAL if signaled else FailureKind.EXIT
-        if error and not signaled:
+        if error and not signaled and error.type not in OWN_ENDS:
             kind = FailureKind.EXCEPTION
         return Failure(
             id=uuid.uuid4().hex,
@@ -279,11 +297,13 @@ class WorkerGroup:
             exit_code=None if signaled else os.WEXITSTATUS(status),
             signal=os.WTERMSIG(status) if signaled else None,
             exception=error.type,
+            asked_by=error.asked_by,
             message=error.message,
             traceback=error.traceback,
             stderr_tail=self._logs.stderr_tail(worker.local_rank),
             log_path=str(stderr),
             steps=self._board.read(worker.local_rank).steps,
+            first_step=self._board.began_with(worker.local_rank),
             reading=self._board.reading(worker.local_rank),
             hostname=self._hostname,
             oom_killed=cgroup.oom_kills() > self._oom_kills,
@@ -350,6 +370,8 @@ class WorkerGroup:
         data loaders while it saves; after ``grace`` seconds everything is killed.
         """
         self._stopped_at = time.time()
+        for order in self._warm.take_held() if self._warm is not None else ():
+            self._exited(order.spawn, int(signal.SIGKILL))  # it was never started
         running = [w for w in self._workers.values() if w.status is None]
         pids = [w.pid for w in running if w.pid]
         procs.kill(pids, number)
@@ -401,6 +423,8 @@ class RecordedError:
     message: str = ""
     traceback: str = ""
     time: float = 0.0
+    asked_by: int = 0
+    """As in `Failure`."""
 
     def __bool__(self) -> bool:
         return bool(self.type or self.message or self.traceback)
@@ -422,11 +446,15 @@ def _recorded_error(path: Path) -> RecordedError:
         when = float(extra.get("time") or extra.get("timestamp") or 0)
     except (TypeError, ValueError):
         when = 0.0
+    asked_by = extra.get("asked_by")
+    if not isinstance(asked_by, int) or not 0 < asked_by < signal.NSIG:
+        asked_by = 0
     return RecordedError(
         type=str(message.get("errorType") or name.partition("(")[0]),
         message=rest if colon and name.isidentifier() else text,
         traceback=str(extra.get("py_callstack", "")),
         time=when,
+        asked_by=asked_by,
     )
 
 

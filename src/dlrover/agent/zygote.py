@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from dlrover.agent import output
 from dlrover.agent.preload import Preloaded, preload
 from dlrover.elastic import bootstrap
 from dlrover.elastic.progress import Board
@@ -62,10 +63,16 @@ class Order:
     cpus: list[int] = field(default_factory=list)
     """CPUs to run on; empty: as inherited."""
     save_at_breakpoint: bool = False
+    node: str = ""
+    """Which of the nodes on this machine the worker is on."""
     relay: str = ""
     """Where the worker's requests for data go."""
     round: int = 0
     auto_tuning: bool = False
+    global_batch: int = 0
+    stdout_overflow: str = ""
+    """Where standard output goes while the disk of ``stdout`` is full."""
+    stderr_overflow: str = ""
 
 
 def pack(message: dict[str, Any]) -> bytes:
@@ -133,7 +140,7 @@ class Zygote:
         """Fork; True in the new process."""
         with warnings.catch_warnings():
             # Python 3.12 warns of threads that a fork does not copy. `preload` has made sure that
-            # Python has none; the native pools of BLAS libraries handle forks themselves.
+            # there are none but those of libraries that handle forks.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
@@ -169,6 +176,7 @@ def become_worker(order: Order, board: Board, variables: Mapping[str, str | None
     if order.entry == "command":
         _replace_by_command(order)
     module = ["-m"] if order.entry == "module" else []
+    output.use_overflows(order.stdout_overflow, order.stderr_overflow)
     show_command_line([sys.executable, "-u", *module, order.target, *order.args])
     program = bootstrap.Program(
         entry=order.entry,
@@ -178,9 +186,11 @@ def become_worker(order: Order, board: Board, variables: Mapping[str, str | None
         slot=order.slot,
         modules_file=order.modules_file,
         save_at_breakpoint=order.save_at_breakpoint,
+        node=order.node,
         relay=order.relay,
         round=order.round,
         auto_tuning=order.auto_tuning,
+        global_batch=order.global_batch,
     )
     bootstrap.run(program, board)
 
@@ -216,20 +226,14 @@ def leave_zygote(order: Order, sock: socket.socket, zygote_pid: int) -> None:
     if os.getppid() != zygote_pid:
         os._exit(1)  # the zygote died before the kernel knew that this process depends on it
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(
+        signal.SIGHUP, signal.SIG_DFL
+    )  # as under torchrun, also where nohup is the launcher's
     sock.close()
-    _redirect(order.stdout, 1)
-    _redirect(order.stderr, 2)
+    output.redirect(order.stdout, order.stdout_overflow, 1)
+    output.redirect(order.stderr, order.stderr_overflow, 2)
     if order.cpus:
         os.sched_setaffinity(0, order.cpus)
-    _seed_anew()
-
-
-def _seed_anew() -> None:
-    """Forks of one process must not draw the same numbers; the standard library sees to its own."""
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()
-    if "torch" in sys.modules:
-        sys.modules["torch"].default_generator.seed()
 
 
 def _set_environment(env: Mapping[str, str], imported: Mapping[str, str | None]) -> None:
@@ -241,12 +245,6 @@ def _set_environment(env: Mapping[str, str], imported: Mapping[str, str | None])
             os.environ.pop(name, None)  # noqa: TID251
         else:
             os.environ[name] = value  # noqa: TID251
-
-
-def _redirect(path: str, fd: int) -> None:
-    opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(opened, fd)
-    os.close(opened)
 
 
 def main(sock_fd: int, board_fd: int, preload_file: str) -> None:
@@ -271,4 +269,5 @@ def main(sock_fd: int, board_fd: int, preload_file: str) -> None:
     if order is None:
         os._exit(0)  # the exit handlers of what was imported are the workers' to run
     leave_zygote(order, sock, zygote_pid)
+    imported.generators.renew()
     become_worker(order, board, imported.variables)

@@ -33,6 +33,9 @@ _START = (
 END_WAIT = 1.0
 """Seconds in which a process ends that has closed its socket by ending."""
 
+READY_WAIT = 60.0
+"""Seconds that workers wait for a zygote that is importing ahead, in all: it began before they would."""
+
 OnStarted = Callable[[int, int], None]
 """Called with a worker's id and pid."""
 OnExited = Callable[[int, int], None]
@@ -42,7 +45,7 @@ OnExited = Callable[[int, int], None]
 class ZygoteProcess:
     """One zygote, from its start to its end."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is needed once
         self,
         python: str,
         env: Mapping[str, str],
@@ -51,8 +54,18 @@ class ZygoteProcess:
         on_started: OnStarted,
         on_exited: OnExited,
         on_lost: Callable[[ZygoteProcess], None],
+        on_unfit: Callable[[list[zygote.Order]], None] | None = None,
     ) -> None:
+        """Start the process.
+
+        With ``on_unfit``, workers are held back until it is ready; if its forks would not be as good as new
+        processes, or are not there in time, it is called with their orders. `problem` says so, to whoever looks
+        for a zygote next; one that is late can be used when it is ready.
+        """
         self.ready = False
+        self._on_unfit = on_unfit
+        self._held: list[zygote.Order] = []
+        self._timer: asyncio.TimerHandle | None = None
         self._python = python
         self.problem = ""
         self.workers: set[int] = set()
@@ -77,9 +90,46 @@ class ZygoteProcess:
         asyncio.get_running_loop().add_reader(ours.fileno(), self._receive)
 
     def spawn(self, order: zygote.Order) -> None:
-        """Start a worker."""
-        self.workers.add(order.spawn)
-        self._send(zygote.pack(asdict(order)))
+        """Start a worker, now or once the process is ready."""
+        if self.ready or self._on_unfit is None:
+            self.workers.add(order.spawn)
+            self._send(zygote.pack(asdict(order)))
+            return
+        if self.problem:
+            self._on_unfit([order])
+            return
+        if self._timer is None:
+            logger.info(
+                "The workers wait for zygote %d, %g s at most", self.process.pid, READY_WAIT
+            )
+            self._timer = asyncio.get_running_loop().call_later(READY_WAIT, self._expire)
+        self._held.append(order)
+
+    def _expire(self) -> None:
+        self.problem = f"it was not ready after {READY_WAIT:g} s"
+        logger.warning(
+            "Zygote %d is not ready after %g s: until it is, workers start without it",
+            self.process.pid, READY_WAIT,
+        )  # fmt: skip
+        self.release()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def take_held(self) -> list[zygote.Order]:
+        """The orders of workers that were held back; they are not carried out."""
+        held, self._held = self._held, []
+        return held
+
+    def release(self) -> None:
+        """Start the workers that are held back: here if this process can, else elsewhere."""
+        held = self.take_held()
+        if self.ready and not self.problem:
+            for order in held:
+                self.spawn(order)
+        elif held and self._on_unfit is not None:
+            self._on_unfit(held)
 
     def start_problem(self) -> str:
         """Why the process, which has let go of its socket, never got ready; empty if it was killed."""
@@ -95,6 +145,7 @@ class ZygoteProcess:
 
     def close(self) -> None:
         """Let the zygote go: it ends, and kills what workers it still has."""
+        self._stop_timer()
         with contextlib.suppress(ValueError, OSError):
             asyncio.get_running_loop().remove_reader(self._socket.fileno())
         self._socket.close()
@@ -129,6 +180,7 @@ class ZygoteProcess:
         if not data:
             asyncio.get_running_loop().remove_reader(self._socket.fileno())
             self._on_lost(self)
+            self.release()
             return
         self._buffer += data
         for message in zygote.frames(self._buffer):
@@ -137,10 +189,12 @@ class ZygoteProcess:
     def _take(self, message: dict[str, object]) -> None:
         if "ready" in message:
             self.ready = True
+            self._stop_timer()
             self.problem = str(message["problem"])
             if self.problem:
                 logger.warning("Restarts will import everything anew: %s", self.problem)
             logger.info("Zygote %d is ready after %s s", self.process.pid, message["ready"])
+            self.release()
         elif "started" in message:
             self._on_started(int(str(message["started"])), int(str(message["pid"])))
         elif "exited" in message:

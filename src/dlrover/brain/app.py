@@ -11,6 +11,7 @@ from typing import NamedTuple
 from dlrover.brain import monitor
 from dlrover.brain.database import open_database
 from dlrover.brain.service import Brain
+from dlrover.brain.tenants import read_tenants
 from dlrover.rpc import wire
 from dlrover.rpc.server import Server
 
@@ -29,6 +30,8 @@ class Options(NamedTuple):
     host: str = "127.0.0.1"
     port: int = 0
     """0: any free one."""
+    tenants: str = ""
+    """Directory with the files of tenants, as `read_tenants` takes it."""
     tls: wire.Tls = wire.Tls()
     retention_days: float = 90.0
     """Ended jobs, samples and usages are forgotten after so many days."""
@@ -44,11 +47,14 @@ async def serve(options: Options, ready: Callable[[int], None]) -> None:
         ConfigurationError: an option is wrong.
         InfrastructureError: the database or the port cannot be used.
     """
-    server = Server(options.token, options.tls, wire.BRAIN_SERVICE, "Brain")
+    tenants = read_tenants(options.tenants, options.token)
+    tokens = {name: tenant.token for name, tenant in tenants.items()}
+    server = Server(options.token, options.tls, wire.BRAIN_SERVICE, "Brain", tokens)
     inventory = None
     if options.monitor:
         inventory = monitor.open_inventory(options.monitor, options.monitor_source)
-    brain = Brain(await asyncio.to_thread(open_database, options.database))
+    engine = await asyncio.to_thread(open_database, options.database)
+    brain = Brain(engine, tenants=tenants)
     tasks = [asyncio.create_task(brain.keep_pruned(options.retention_days))]
     if inventory is not None:
         tasks.append(asyncio.create_task(monitor.watch(inventory, brain.report)))

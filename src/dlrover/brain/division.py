@@ -7,34 +7,43 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 
 from dlrover.brain.known import Job, Past, added
 from dlrover.brain.shapes import (
     Models,
+    batches_of,
     counts_near,
     predict,
     resized,
     server_shape,
     terms_of,
+    total_batch,
     use_of,
+    with_batch,
 )
 from dlrover.brain.single import first_plan
 from dlrover.planning.allreduce import RingModel
 from dlrover.planning.cluster import Demand, Share, Size, allocate
+from dlrover.planning.efficiency import BatchLimits, GradientNoise, best_batches
 from dlrover.planning.measured import ring_shape
 from dlrover.planning.parameter_server import ServerModel
 from dlrover.planning.search import pareto
-from dlrover.planning.warmstart import LEAST_SIMILARITY, expected_remaining, similarity
+from dlrover.planning.warmstart import (
+    FIRST_SECONDS,
+    LEAST_SIMILARITY,
+    expected_remaining,
+    similarity,
+)
 from dlrover.spec import brain
+from dlrover.spec.batches import Batches
 from dlrover.spec.plan import Plan
 
 SIZES = 24
 """Sizes of a job that are compared, at most."""
 AXIS = 32
 """Numbers of workers, and of servers, among which those are looked for."""
-FIRST_LENGTH = 3600.0
-"""Seconds that a job is expected to need, if nothing is known of any like it."""
 
 
 T = TypeVar("T")
@@ -76,14 +85,14 @@ class ClusterOptimizer:
         return {name: self._advice(case, shares[name]) for name, case in cases.items()}
 
     def _case(self, job: Job, past: Past, cluster: brain.Cluster) -> _Case:
-        model = self._models.of(job)
+        model, past = self._models.of(job), past.of(job.id)
         shapes = _shapes(job, model, past)
         sizes = [
             Size(name, _use(job, shape, cluster), _speed(job, model, shape))
             for name, shape in shapes.items()
         ]
         sizes.sort(key=lambda size: size.speed)
-        current = None if job.current is None else _name(job.current)
+        current = None if job.current is None else _name(job.current, batches_of(job))
         kept = _smallest(sizes) if current else {}
         sizes = [Size(size.name, _less(size.use, kept), size.speed) for size in sizes]
         demand = Demand(
@@ -105,30 +114,71 @@ class ClusterOptimizer:
         if model is not None and job.current is not None:
             before = predict(model, job.current).throughput
             effect = predict(model, shape).effect(before=before)
-        plan = Plan(groups=shape.groups, reason=share.reason, effect=effect)
+        batch = _other_batch(job, shape)
+        plan = Plan(groups=shape.groups, reason=share.reason, effect=effect, batch=batch)
         return brain.Advice(plan=plan, reason=share.reason)
+
+
+def _other_batch(job: Job, shape: brain.Shape) -> int | None:
+    """The global batch of a shape; None: it stays, but for what rounding makes of each worker's share."""
+    batches, current = batches_of(job), job.current
+    if current is None or batches is None or batches.least == batches.most:
+        return None
+    same = with_batch(shape, total_batch(current), batches.pass_most)
+    if shape.batch * shape.passes == same.batch * same.passes:
+        return None
+    return min(max(total_batch(shape), batches.least), batches.most)
 
 
 def _shapes(job: Job, model: RingModel | ServerModel | None, past: Past) -> dict[str, brain.Shape]:
     """The sizes that a job may have next, by name: those near what was measured."""
     if job.current is None:
         first = brain.Shape(groups=first_plan(job.description, past).groups)
-        return {_name(first): first}
+        return {_name(first, None): first}
+    batches = batches_of(job)
     if model is None:
-        return {_name(job.current): job.current}
+        return {_name(job.current, batches): job.current}
     shapes = (
         _ring(job, job.current, model)
         if isinstance(model, RingModel)
         else _servers(job, job.current, model)
     )
-    return {_name(shape): shape for shape in [*shapes, job.current]}
+    return {_name(shape, batches): shape for shape in [*shapes, job.current]}
 
 
 def _ring(job: Job, current: brain.Shape, model: RingModel) -> list[brain.Shape]:
     region, measured = terms_of(job).region, [sample.shape for sample in model.samples]
-    shapes = [resized(current, count) for count in counts_near(job, "worker")]
-    near = [shape for shape in shapes if region.contains(ring_shape(shape), measured)]
-    return _spread(near)
+    shapes = [resized(current, count) for count in _spread(counts_near(job, "worker"))]
+    batches = batches_of(job)
+    if batches is not None:
+        total = total_batch(current)
+        same = [with_batch(shape, total, batches.pass_most) for shape in shapes]
+        shapes = [*same, *_with_best_batches(shapes, total, batches, model, region.factor)]
+    return [shape for shape in shapes if region.contains(ring_shape(shape), measured)]
+
+
+def _with_best_batches(
+    shapes: list[brain.Shape], total: int, batches: Batches, model: RingModel, factor: float
+) -> list[brain.Shape]:
+    """Each with the global batch that makes the most progress, near the present ``total``; none without noise."""
+    noise = GradientNoise.of(batches)
+    if noise is None or batches.least == batches.most:
+        return []
+    limits = BatchLimits(
+        max(batches.least, math.ceil(total / factor)),
+        min(batches.most, math.floor(total * factor)),
+        replica_most=batches.pass_most,
+    )
+    sizes = [ring_shape(shape) for shape in shapes]
+    nodes, replicas = ([getattr(s, name) for s in sizes] for name in ("nodes", "replicas"))
+    best = best_batches(model, noise, limits, nodes, replicas)
+    return [
+        msgspec.structs.replace(shape, batch=int(batch), passes=int(passes))
+        for shape, batch, passes, goodput in zip(
+            shapes, best.batch, best.passes, best.goodput, strict=True
+        )
+        if goodput > 0
+    ]
 
 
 def _servers(job: Job, current: brain.Shape, model: ServerModel) -> list[brain.Shape]:
@@ -158,10 +208,13 @@ def _spread(values: list[T], most: int = SIZES) -> list[T]:
     return [values[round(number * step)] for number in range(most)]
 
 
-def _name(shape: brain.Shape) -> str:
+def _name(shape: brain.Shape, batches: Batches | None) -> str:
     worker, server = shape.groups["worker"], shape.groups.get("ps")
     unit = "node" if worker.count == 1 else "nodes"
-    return f"{worker.count} {unit}" + (f" and {server.count} ps" if server else "")
+    name = f"{worker.count} {unit}" + (f" and {server.count} ps" if server else "")
+    if batches is not None and batches.least < batches.most:
+        name += f" with batches of {total_batch(shape)} samples"
+    return name
 
 
 def _remaining(job: Job, past: Past, sizes: Sequence[Size]) -> float:
@@ -174,16 +227,18 @@ def _remaining(job: Job, past: Past, sizes: Sequence[Size]) -> float:
         for one, total in zip(past.jobs, past.done, strict=True)
         if total > 0 and similarity(described.features, one.features) >= LEAST_SIMILARITY
     ]
-    speed = max((size.speed for size in sizes), default=1.0)
-    return expected_remaining(job.done, similar, FIRST_LENGTH * speed)
+    slowest = min((size.speed for size in sizes if size.speed > 0), default=1.0)
+    return expected_remaining(job.done, similar, FIRST_SECONDS * slowest)
 
 
 def _speed(job: Job, model: RingModel | ServerModel | None, shape: brain.Shape) -> float:
-    """Samples per second, the fewer the less sure they are; 1 where nothing was measured yet."""
+    """Useful samples per second, the fewer the less sure they are; 1 where nothing was measured yet."""
     if model is None:
         return 1.0
-    expected = predict(model, shape)
-    return expected.throughput * math.exp(-terms_of(job).choice.caution * expected.spread)
+    expected, noise = predict(model, shape), GradientNoise.of(batches_of(job))
+    efficiency = float(noise.efficiency(total_batch(shape))) if noise is not None else 1.0
+    caution = math.exp(-terms_of(job).choice.caution * expected.spread)
+    return expected.throughput * efficiency * caution
 
 
 def _use(job: Job, shape: brain.Shape, cluster: brain.Cluster) -> dict[str, float]:

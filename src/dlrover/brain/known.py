@@ -11,6 +11,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from dlrover.brain import tables
+from dlrover.brain.tenants import tenant_of
 from dlrover.errors import ConfigurationError
 from dlrover.planning.warmstart import LEAST_SIMILARITY, SIMILAR, PastJob, similarity
 from dlrover.spec import brain
@@ -52,6 +53,15 @@ class Past:
     """With the most memory that any of their nodes had used."""
     done: tuple[float, ...]
     """Samples that each of them has processed; 0 if that is not known."""
+    tenants: tuple[str, ...] = ()
+    """Whose each of them was; empty: all are of one tenant."""
+
+    def of(self, job: str) -> Past:
+        """Those of the tenant of a job."""
+        if not self.tenants:
+            return self
+        own = [index for index, one in enumerate(self.tenants) if one == tenant_of(job)]
+        return Past(tuple(self.jobs[n] for n in own), tuple(self.done[n] for n in own))
 
 
 def one_job(connection: Connection, job: str) -> Job:
@@ -127,12 +137,23 @@ def _outcomes(connection: Connection, chosen: Any) -> dict[str, list[PlanOutcome
     return {job: of_job[-OUTCOMES:] for job, of_job in found.items()}
 
 
-def past_jobs(connection: Connection) -> Past:
-    """The latest jobs that ended well."""
+def _of_tenant(tenant: str) -> Any:
+    """The jobs of a tenant; of an empty one those that have none."""
+    job = tables.jobs.c.id
+    if not tenant:
+        return ~job.contains(" ")
+    # LIKE takes no notice of case in SQLite; MySQL's "=" takes none of a blank at the end.
+    prefix = f"{tenant} "
+    return job.contains(" ") & (sa.func.substr(job, 1, len(prefix)) == prefix)
+
+
+def past_jobs(connection: Connection, tenant: str | None = None) -> Past:
+    """The latest jobs that ended well: of one tenant, or of all."""
     jobs, nodes = tables.jobs, tables.nodes
     query = (
         sa.select(jobs)
         .where(jobs.c.state == "succeeded", jobs.c.shape.is_not(None))
+        .where(sa.true() if tenant is None else _of_tenant(tenant))
         .order_by(jobs.c.ended.desc())
         .limit(PAST)
     )
@@ -145,7 +166,11 @@ def past_jobs(connection: Connection) -> Past:
         .group_by(nodes.c.job, nodes.c.kind)
     )
     most = {(row.job, row.kind): int(row.memory) for row in connection.execute(memory)}
-    return Past(tuple(_past(row, most) for row in rows), tuple(row.done for row in rows))
+    return Past(
+        tuple(_past(row, most) for row in rows),
+        tuple(row.done for row in rows),
+        tuple(tenant_of(row.id) for row in rows),
+    )
 
 
 def _past(row: Any, most: dict[tuple[str, str], int]) -> PastJob:
@@ -166,7 +191,9 @@ def similar(connection: Connection, job: str) -> brain.Similar:
     """
     asking = one_job(connection, job).description
     jobs = tables.jobs
-    query = sa.select(jobs.c.id, jobs.c.description).where(jobs.c.state == "succeeded")
+    query = sa.select(jobs.c.id, jobs.c.description).where(
+        jobs.c.state == "succeeded", _of_tenant(tenant_of(job))
+    )
     near = []
     for row in connection.execute(query.order_by(jobs.c.ended.desc()).limit(PAST)):
         past = msgspec.json.decode(row.description, type=brain.Description)
@@ -214,10 +241,14 @@ def added(uses: Any) -> dict[str, float]:
 # ---- what is shown
 
 
-def job_rows(connection: Connection, asked: brain.AskJobs) -> tuple[brain.JobRow, ...]:
-    """Jobs, the latest first."""
+def job_rows(
+    connection: Connection, asked: brain.AskJobs, tenant: str = ""
+) -> tuple[brain.JobRow, ...]:
+    """Jobs, the latest first: of a tenant, or all."""
     jobs = tables.jobs
     query = sa.select(jobs).order_by(jobs.c.registered.desc(), jobs.c.id).limit(asked.limit)
+    if tenant:
+        query = query.where(_of_tenant(tenant))
     if asked.running:
         query = query.where(jobs.c.state == "running")
     return _rows(connection, connection.execute(query).all())

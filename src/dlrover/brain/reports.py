@@ -110,6 +110,12 @@ def _register(batch: Batch, report: brain.RegisterJob, now: float) -> None:
 
 
 def _samples(batch: Batch, report: brain.ReportSamples, now: float) -> None:
+    for sample in report.samples:
+        if sample.batches is not None and sample.batches.least > sample.batches.most:
+            raise ProtocolError(
+                f"batches.least is {sample.batches.least}: it must be at most batches.most, "
+                f"{sample.batches.most}."
+            )
     samples = [
         msgspec.structs.replace(sample, at=sample.at or now, shape=checked(sample.shape))
         for sample in report.samples

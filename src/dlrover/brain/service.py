@@ -7,22 +7,37 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
-from dlrover.brain import known, reports, retention
+from dlrover.brain import known, reports, retention, tenants
 from dlrover.brain.batch import Batch
 from dlrover.brain.database import reason
 from dlrover.brain.optimizers import Optimizer, Optimizers
-from dlrover.brain.shapes import Models, predict, resized, server_shape, terms_of
+from dlrover.brain.shapes import (
+    Models,
+    batches_of,
+    predict,
+    resized,
+    server_shape,
+    terms_of,
+    total_batch,
+    with_batch,
+)
+from dlrover.brain.tenants import Tenant
 from dlrover.brain.writer import Writer
-from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
+from dlrover.errors import (
+    ConfigurationError,
+    DLRoverError,
+    InfrastructureError,
+    ProtocolError,
+)
 from dlrover.planning.measured import ring_shape
-from dlrover.rpc.server import Server
+from dlrover.rpc.server import Server, Unary, caller
 from dlrover.spec import brain
 from dlrover.spec.plan import Plan
 
@@ -56,8 +71,7 @@ class _Division:
         found = self.advice[job.id]
         if self.had[job.id] == job.current:
             return found
-        given = found.plan.groups if found.plan is not None else None
-        if job.current is not None and job.current.groups == given:
+        if found.plan is not None and job.current is not None and _has(job.current, found.plan):
             return brain.Advice(reason=f"has what it was given: {found.reason}")
         return None
 
@@ -65,11 +79,17 @@ class _Division:
 class Brain:
     """The Brain over one database. All methods run on one event loop; nothing here blocks it.
 
-    ``clock`` gives the seconds since the epoch.
+    ``clock`` gives the seconds since the epoch; ``tenants`` says what those may claim that have limits.
     """
 
-    def __init__(self, engine: Engine, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        clock: Callable[[], float] = time.time,
+        tenants: Mapping[str, Tenant] | None = None,
+    ) -> None:
         self._engine = engine
+        self._tenants = tenants or {}
         self._clock = clock
         self._writer = Writer(engine)
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="brain-reader")
@@ -81,14 +101,27 @@ class Brain:
 
     def register(self, server: Server) -> None:
         """Serve the Brain's methods."""
-        server.unary("Report", brain.Report, self.report)
-        server.unary("Plan", brain.AskPlan, self.plan)
-        server.unary("Effect", brain.AskEffect, self.effect)
-        server.unary("Similar", brain.AskSimilar, self.similar)
-        server.unary("Jobs", brain.AskJobs, self.jobs)
-        server.unary("Explain", brain.Explain, self.explain)
-        server.unary("Cluster", brain.AskCluster, self.cluster)
-        server.unary("Divide", brain.AskDivision, self.divide)
+        for name, request, call in (
+            ("Report", brain.Report, self.report),
+            ("Plan", brain.AskPlan, self.plan),
+            ("Effect", brain.AskEffect, self.effect),
+            ("Similar", brain.AskSimilar, self.similar),
+            ("Jobs", brain.AskJobs, self.jobs),
+            ("Explain", brain.Explain, self.explain),
+            ("Cluster", brain.AskCluster, self.cluster),
+            ("Divide", brain.AskDivision, self.divide),
+        ):
+            server.unary(name, request, self._of_caller(call))
+
+    def _of_caller(self, call: Callable[[Any], Any]) -> Unary:
+        """A method for callers that are tenants: what they name are their own jobs."""
+
+        async def scoped(request: Any) -> Any:
+            tenant = caller.get()
+            own = tenants.own(request, tenant, self._tenants.get(tenant))
+            return tenants.shown(await call(own), tenant)
+
+        return scoped
 
     def close(self) -> None:
         """Write what waits, and leave the database."""
@@ -117,12 +150,13 @@ class Brain:
         if earlier is not None:
             return _advice_again(earlier)
         job = await self._read(lambda c: known.one_job(c, asked.job))
+        _check_reported(job, asked.current)
         job = dataclasses.replace(job, current=asked.current)
         name, optimizer = self._optimizers.of(job.description)
         if optimizer.whole:
             advice = await self._from_division(name, optimizer, job)
         else:
-            past, cluster = await self._surroundings()
+            past, cluster = await self._surroundings(tenants.tenant_of(job.id))
             advice = (await self._advise(optimizer, [job], past, cluster))[job.id]
         return await self._keep(asked, advice, name)
 
@@ -141,7 +175,8 @@ class Brain:
 
     async def jobs(self, asked: brain.AskJobs) -> brain.Jobs:
         """The jobs, the latest first."""
-        return brain.Jobs(await self._read(lambda c: known.job_rows(c, asked)))
+        tenant = caller.get()
+        return brain.Jobs(await self._read(lambda c: known.job_rows(c, asked, tenant)))
 
     async def explain(self, asked: brain.Explain) -> brain.Story:
         """All that is known of a job."""
@@ -162,8 +197,8 @@ class Brain:
 
     # ---- plans
 
-    async def _surroundings(self) -> tuple[known.Past, brain.Cluster]:
-        return await self._read(lambda c: (known.past_jobs(c), known.the_cluster(c)))
+    async def _surroundings(self, tenant: str | None = None) -> tuple[known.Past, brain.Cluster]:
+        return await self._read(lambda c: (known.past_jobs(c, tenant), known.the_cluster(c)))
 
     async def _from_division(self, name: str, optimizer: Optimizer, job: known.Job) -> brain.Advice:
         """A job's part of the latest division, which is made anew if it is old or lacks the job."""
@@ -256,6 +291,27 @@ class Brain:
         return await loop.run_in_executor(self._planner, _planned, plan)
 
 
+def _check_reported(job: known.Job, current: brain.Shape | None) -> None:
+    """Refuse a size that a tenant's job claims to have, and has not reported: it keeps a part of what it has.
+
+    Raises:
+        ProtocolError: no recent sample has it.
+    """
+    if current is None or not tenants.tenant_of(job.id):
+        return
+    if all(current.groups != sample.shape.groups for sample in job.samples):
+        count = current.groups["worker"].count
+        raise ProtocolError(
+            f"current has {count} worker nodes, of which the job has reported no sample: report one first."
+        )
+
+
+def _has(shape: brain.Shape, plan: Plan) -> bool:
+    """Whether a job has what it was given."""
+    share = None if plan.batch is None else -(-plan.batch // ring_shape(shape).replicas)
+    return shape.groups == plan.groups and share in (None, shape.batch * shape.passes)
+
+
 def _planned(plan: Callable[[], T]) -> T:
     """What an optimiser says; an optimiser may be anybody's, and may fail in any way."""
     try:
@@ -285,7 +341,9 @@ def _expected(models: Models, job: known.Job, asked: brain.AskEffect) -> brain.E
     model, current = models.of(job), job.current
     assert model is not None
     assert current is not None
-    shape = resized(current, asked.workers, asked.servers)
+    shape, batches = resized(current, asked.workers, asked.servers), batches_of(job)
+    if batches is not None:
+        shape = with_batch(shape, total_batch(current), batches.pass_most)
     axes = server_shape if job.description.strategy == "ps" else ring_shape
     region = terms_of(job).region
     measured = [sample.shape for sample in model.samples]

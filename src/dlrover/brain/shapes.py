@@ -13,6 +13,7 @@ from dlrover.planning.parameter_server import ServerModel, ServerSample, ServerS
 from dlrover.planning.plans import Terms
 from dlrover.planning.throughput import Prediction
 from dlrover.spec import brain
+from dlrover.spec.batches import Batches
 from dlrover.spec.plan import Group
 
 KEPT = 20_000
@@ -90,8 +91,25 @@ def counts_near(job: Job, kind: str) -> list[int]:
     return allowed(msgspec.structs.replace(bounds, least=least, most=most))
 
 
+def batches_of(job: Job) -> Batches | None:
+    """Which global batches a job allows; None: each worker's batch stays."""
+    return job.samples[-1].batches if job.samples else None
+
+
+def total_batch(shape: brain.Shape) -> int:
+    """Samples of a step of all workers."""
+    return ring_shape(shape).replicas * shape.batch * shape.passes
+
+
+def with_batch(shape: brain.Shape, total: int, pass_most: int) -> brain.Shape:
+    """A shape with another global batch, which each worker computes in as few passes as its memory allows."""
+    share = -(-total // ring_shape(shape).replicas)
+    passes = -(-share // pass_most)
+    return msgspec.structs.replace(shape, batch=-(-share // passes), passes=passes)
+
+
 def resized(shape: brain.Shape, workers: int, servers: int | None = None) -> brain.Shape:
-    """A shape with other numbers of the same nodes."""
+    """A shape with other numbers of the same nodes; each worker's batch stays."""
     groups = dict(shape.groups)
     groups["worker"] = msgspec.structs.replace(groups["worker"], count=workers)
     if servers is not None and "ps" in groups:

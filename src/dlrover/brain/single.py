@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import mean
 
 import msgspec
 
@@ -10,13 +11,19 @@ from dlrover.brain.known import Job, Past
 from dlrover.brain.shapes import (
     Models,
     allowed,
+    batches_of,
     counts_near,
+    predict,
+    resized,
     server_shape,
     terms_of,
+    total_batch,
     use_of,
+    with_batch,
 )
 from dlrover.planning.allreduce import RingModel
-from dlrover.planning.measured import ring_shape
+from dlrover.planning.measured import latest_of_each, ring_shape
+from dlrover.planning.neighbours import beside, neighbours, possible, within_reach
 from dlrover.planning.parameter_server import ServerModel
 from dlrover.planning.plans import (
     RingSpace,
@@ -26,9 +33,11 @@ from dlrover.planning.plans import (
     sample_ring,
     sample_servers,
 )
+from dlrover.planning.search import Prices, worth
 from dlrover.planning.warmstart import warm_start
 from dlrover.spec import brain
 from dlrover.spec.plan import Group, Plan
+from dlrover.spec.roles import Size
 
 STAYS = "no size near what was measured is worth a change"
 NO_SAMPLES = "no throughput of the job has been reported yet"
@@ -55,10 +64,12 @@ class SingleJobOptimizer:
         model = self._models.of(job)
         if model is None:
             return brain.Advice(reason=NO_SAMPLES)
-        if isinstance(model, RingModel):
+        plan = _back_to_best(job, job.current, cluster)
+        if plan is None and isinstance(model, RingModel):
             plan = _plan_ring(job, job.current, model, cluster)
-        else:
+        elif plan is None and isinstance(model, ServerModel):
             plan = _plan_servers(job, job.current, model, cluster)
+        plan = plan or _plan_neighbour(job, job.current, model, cluster)
         if plan is None:
             return brain.Advice(reason=STAYS)
         return brain.Advice(plan=plan, reason=plan.reason)
@@ -95,8 +106,14 @@ def _plan_ring(
 ) -> Plan | None:
     worker = current.groups["worker"]
     most = worker.count + room(cluster, worker)
-    nodes = [count for count in counts_near(job, "worker") if count <= most]
-    space = RingSpace(nodes=nodes, per_node=current.per_node, cpu=worker.cpu)
+    known = _known(job, current)  # what was measured comes before what is predicted
+    nodes = [n for n in counts_near(job, "worker") if n <= most and Size(n) not in known]
+    space = RingSpace(
+        nodes=nodes,
+        per_node=current.per_node,
+        cpu=worker.cpu,
+        total_batch=total_batch(current) if batches_of(job) is not None else 0,
+    )
     shape, terms = ring_shape(current), terms_of(job)
     plan = plan_ring(model, space, shape, terms) or sample_ring(model, space, shape, terms)
     if plan is None:
@@ -119,11 +136,95 @@ def _plan_servers(
         server_cpu=bounds.server_cpu or (shape.server_cpu,),
         worker_memory=worker.memory,
         server_memory=server.memory * server.count,
+        closed=frozenset(_known(job, current)),
     )
     plan = plan_servers(model, space, shape, terms) or sample_servers(model, space, shape, terms)
     if plan is None or not fits(cluster, current.groups, plan.groups):
         return None
     return plan
+
+
+def _back_to_best(job: Job, current: brain.Shape, cluster: brain.Cluster) -> Plan | None:
+    """The best size that was measured and is free, if it is worth more than the present one."""
+    here, known, choice = _size(current), _known(job, current), terms_of(job).choice
+    values = {size: worth(speed, _cost(current, size), choice) for size, speed in known.items()}
+    free = [s for s in known if fits(cluster, current.groups, _resized(job, current, s).groups)]
+    best = max(free, key=lambda size: values[size], default=here)
+    if here not in known or values[best] <= (1 + choice.gain) * values[here]:
+        return None
+    faster = known[best] / known[here] - 1
+    return Plan(
+        groups=_resized(job, current, best).groups,
+        reason=f"{_told(here)} -> {_told(best)}: {faster:+.0%} throughput, as it was measured before",
+    )
+
+
+def _plan_neighbour(
+    job: Job, current: brain.Shape, model: RingModel | ServerModel, cluster: brain.Cluster
+) -> Plan | None:
+    """A size beside the present one, the best that was measured, that no measurement rules out."""
+    here, known, choice = _size(current), _known(job, current), terms_of(job).choice
+    if here not in known:
+        return None
+
+    def value(throughput: float, size: Size) -> float:
+        return worth(throughput, _cost(current, size), choice)
+
+    servers = counts_near(job, "ps") if here.servers else ()
+    sizes = beside(here, counts_near(job, "worker"), servers)
+    open_ = [size for size in sizes if size not in known]
+    least = (1 + choice.gain) * value(known[here], here)
+    near = within_reach(known.keys(), possible(open_, known, value, least))
+    shapes = {size: _resized(job, current, size) for size in neighbours(here, known.keys(), near)}
+    tops = {
+        size: value(predict(model, shape).high, size)
+        for size, shape in shapes.items()
+        if fits(cluster, current.groups, shape.groups)
+    }
+    if not tops:
+        return None
+    target = max(tops, key=lambda size: tops[size])
+    effect = predict(model, shapes[target]).effect(before=known[here], cost=_cost(current, target))
+    return Plan(
+        groups=shapes[target].groups,
+        reason=f"{_told(here)} -> {_told(target)}: to be measured, because no measurement rules out that it is "
+        "the best size",
+        effect=effect,
+    )
+
+
+def _size(shape: brain.Shape) -> Size:
+    groups = shape.groups
+    return Size(groups["worker"].count, groups["ps"].count if "ps" in groups else 0)
+
+
+def _told(size: Size) -> str:
+    return size.sentence_part() if size.servers else f"{size.workers} nodes"
+
+
+def _resized(job: Job, current: brain.Shape, size: Size) -> brain.Shape:
+    shape, batches = resized(current, size.workers, size.servers or None), batches_of(job)
+    if batches is None:
+        return shape
+    return with_batch(shape, total_batch(current), batches.pass_most)
+
+
+def _known(job: Job, current: brain.Shape) -> dict[Size, float]:
+    """Mean throughput by size, of the latest samples that differ from the present shape in their size alone."""
+    found: dict[Size, list[float]] = {}
+    for sample in latest_of_each(job.samples):
+        size = _size(sample.shape)
+        if sample.shape == _resized(job, current, size):
+            found.setdefault(size, []).append(sample.throughput)
+    return {size: mean(values) for size, values in found.items()}
+
+
+def _cost(current: brain.Shape, size: Size) -> float:
+    """Of an hour of the nodes of a size; their number where nobody knows what they have."""
+    prices = Prices()
+    use = use_of(resized(current, size.workers, size.servers or None).groups)
+    each = {"accelerator": prices.accelerator, "cpu": prices.cpu}
+    return sum(use.get(name, 0.0) * price for name, price in each.items()) or float(size.nodes)
 
 
 def room(cluster: brain.Cluster, group: Group) -> int:

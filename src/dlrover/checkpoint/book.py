@@ -15,7 +15,9 @@ from dlrover._util import procs
 from dlrover.checkpoint import protocol
 from dlrover.checkpoint.breaks import Breaks
 from dlrover.checkpoint.exchange import Exchange
-from dlrover.checkpoint.ranks import RankMemory, Ranks, World, reserve
+from dlrover.checkpoint.first_save import FirstSaves
+from dlrover.checkpoint.ranks import ENOUGH, NoMemoryError, RankMemory, Ranks, World, reserve
+from dlrover.checkpoint.saves import SaveId
 from dlrover.checkpoint.sums import Checksums
 from dlrover.checkpoint.tasks import Tasks
 from dlrover.errors import InfrastructureError, ProtocolError
@@ -42,6 +44,8 @@ class Book:
         self.exchange = Exchange(self._ranks)
         self.saver = secrets.randbits(63)
         """The saver's name for itself."""
+        self._first: list[FirstSaves] = []
+        """Of the world that was joined last, and of earlier ones whose saves are not recorded."""
         self._connections = 0
         self._owners = 0
         self._stopping = False
@@ -98,7 +102,8 @@ class Book:
         return bool(self._connections) and not self._stopping
 
     def _is_busy(self) -> bool:
-        return self.tasks.ready or self.breaks.pending
+        pending = any(first.pending for first in self._first)
+        return self.tasks.ready or self.breaks.pending or pending
 
     def only(self, session: int) -> bool:
         """Whether no other world has anything left to persist."""
@@ -112,27 +117,42 @@ class Book:
 
     # ---- workers
 
-    def attach(self, rank: int, pid: int) -> tuple[protocol.Attached, int, list[int]]:
-        """Give a worker its rank's memory; waits for the rank's former process to end.
+    def attach(
+        self, rank: int, pid: int, job: str = ""
+    ) -> tuple[protocol.Attached, int, list[int]]:
+        """Give a worker its rank's memory; waits for the rank's former process and for other jobs to end.
 
         Also returns what `detach` is to be called with.
+
+        Raises:
+            InfrastructureError: they live.
         """
         with self._changed:
-            mine = self._ranks.of(rank)
             until = time.monotonic() + PREDECESSOR_WAIT
-            while mine.owner and (not mine.pid or procs.start_time(mine.pid)):
+            while (other := self._living(rank, job)) is not None:
                 if time.monotonic() > until:
+                    pid_of = self._ranks.memories[other].pid
                     raise InfrastructureError(
-                        f"Process {mine.pid} uses this checkpoint directory as rank {rank}; two jobs cannot"
-                        " share one."
+                        f"Process {pid_of} uses this checkpoint directory as rank {other}; two jobs cannot share"
+                        " one. A program that only reads it makes its Checkpointer with read_only=True."
                     )
                 self._changed.wait(PREDECESSOR_POLL)
+            mine = self._ranks.of(rank)
             if mine.owner:
                 self._end_worker(rank, mine, goodbye=False)
             self._owners += 1
-            mine.owner, mine.pid, mine.world = self._owners, pid, None
+            mine.owner, mine.pid, mine.job, mine.world = self._owners, pid, job, None
             self._changed.notify_all()
-            return protocol.Attached(self.saver), mine.owner, [slot.fd for slot in mine.slots]
+            attached = protocol.Attached(self.saver, self._ranks.newest)
+            return attached, mine.owner, [slot.fd for slot in mine.slots]
+
+    def _living(self, rank: int, job: str) -> int | None:
+        """A rank whose worker lives and is of another job, or is this rank's; None if there is none."""
+        for other, known in self._ranks.memories.items():
+            concerned = other == rank or known.job != job
+            if known.owner and concerned and (not known.pid or procs.start_time(known.pid)):
+                return other
+        return None
 
     def open(self, rank: int) -> tuple[protocol.Attached, list[int]]:
         """The memory of any rank, to be read."""
@@ -167,44 +187,47 @@ class Book:
             world = self._ranks.world
             if world is None or world.joined.session != joined.session:
                 world = self._ranks.world = World(joined)
+                self._first = [*(first for first in self._first if first.due), FirstSaves(joined)]
             mine = self._ranks.memories[rank]
-            mine.world, mine.told = world, 0
+            mine.world, mine.told, mine.passed = world, 0, 0
             self.tasks.drop_others(joined.session)
             self._changed.notify_all()
 
-    def reserve(self, rank: int, nbytes: int) -> int:
-        """Have the kernel provide that much memory for each generation; how many generations there are.
+    def reserve(self, rank: int, number: int, nbytes: int) -> int:
+        """Have the kernel provide memory for one generation; how many generations there are.
 
-        Where there is not enough for all, fewer are kept from then on. Waits while one that is to go is
+        Where memory is short, the last ones are given up, that one too. Waits while one that is to go is
         to be persisted.
 
         Raises:
-            InfrastructureError: there is not enough for one.
+            NoMemoryError: there is not enough for even one.
         """
         mine = self._known(rank)
-        while not self._try_to_reserve(mine, nbytes, rank):
-            with self._changed:
-                self._changed.wait_for(lambda: not mine.slots[-1].pinned)
-                self._ranks.drop_last(mine)
-        return len(mine.slots)
+        with mine.providing:
+            while number < len(mine.slots) and not self._try_to_reserve(mine, number, nbytes, rank):
+                with self._changed:
+                    self._changed.wait_for(lambda: not mine.slots[-1].pinned)
+                    self._ranks.drop_last(mine)
+            return len(mine.slots)
 
-    def _try_to_reserve(self, mine: RankMemory, nbytes: int, rank: int) -> bool:
+    def _try_to_reserve(self, mine: RankMemory, number: int, nbytes: int, rank: int) -> bool:
         try:
-            reserve(mine.slots, nbytes, rank)
-        except InfrastructureError as error:
+            # A third generation is a convenience: it must not take what the training needs.
+            reserve([mine.slots[number]], nbytes, rank, spare=number >= ENOUGH)
+        except NoMemoryError as error:
             if len(mine.slots) == 1:
                 raise
             logger.warning("%s One less is kept", error)
             return False
         return True
 
-    def keep(self, rank: int, step: int, session: int) -> None:
-        """Continue from a step, or from none in memory: what else there is becomes invalid.
+    def keep(self, rank: int, save: SaveId | None) -> None:
+        """Continue from a save, or from none in memory: what else there is becomes invalid.
 
         It stays valid until the rank's second save, even if other ranks than now's saved it.
         """
         with self._changed:
-            self._ranks.continue_from(self._known(rank), step, session)
+            self._ranks.continue_from(self._known(rank), save)
 
     def _known(self, rank: int) -> RankMemory:
         mine = self._ranks.memories.get(rank)
@@ -214,14 +237,23 @@ class Book:
 
     # ---- saves
 
-    def begin(self, rank: int, step: int) -> int:
-        """The generation to write; waits while both are to be persisted."""
+    def begin(self, rank: int, save: SaveId, ready: int = protocol.GENERATIONS) -> int:
+        """The generation to write; waits while all are to be persisted.
+
+        Only the first ``ready`` ones have their memory. Where none of them may be written, or only the
+        newest, the answer is the next one, which is not granted: ask again when it has its memory.
+        """
         with self._changed:
             mine = self._known(rank)
+            if self._ranks.must_wait(mine, ready):
+                return ready
             if all(slot.pinned for slot in mine.slots):
-                logger.warning("Step %d waits: storage is slower than the steps sent to it", step)
+                logger.warning(
+                    "Step %d waits: storage is slower than the steps sent to it", save.step
+                )
                 self.tasks.wait_for_memory(rank, mine)
-            return mine.slots.index(self._ranks.grant(mine, mine.session, to_worker=True))
+            granted = self._ranks.grant(mine, mine.session, to_worker=True, ready=ready)
+            return mine.slots.index(granted)
 
     def news(self, rank: int) -> str:
         """What the rank is to tell the user of the storage; empty if nothing, or if another rank tells it."""
@@ -236,12 +268,16 @@ class Book:
         self,
         rank: int,
         number: int,
-        step: int,
+        save: SaveId,
         *,
         to_storage: bool,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """A generation is valid; persist it once all ranks of the node have published the step."""
+        """A generation is valid; persist it once all ranks of the node have published the save.
+
+        Raises:
+            ConfigurationError: another rank has saved another step instead.
+        """
         with self._changed:
             mine = self._known(rank)
             if not 0 <= number < len(mine.slots):
@@ -251,15 +287,63 @@ class Book:
             slot = mine.slots[number]
             slot.remap()
             header = slot.generation.header()
-            if header is None or header.step != step or slot.pinned:
-                raise ProtocolError(f"Generation {number} does not hold step {step}.")
-            slot.step, slot.session = step, mine.session
+            if header is None or header.save != save or slot.pinned:
+                raise ProtocolError(f"Generation {number} does not hold step {save.step}.")
+            if save.session != mine.session:
+                raise ProtocolError(f"Rank {rank} saves for another world than its own.")
+            self._ranks.check_agreement(mine, save)
+            self._ranks.admit(slot, save)
             slot.metrics = dict(metrics or {})
-            self._ranks.supersede(mine, slot)
+            mine.passed = save.number
+            for first in self._first:
+                if first.joined.session == save.session:
+                    first.publish(save, rank)
             if to_storage:
-                self.tasks.publish(mine.world, step, rank, slot)
+                self.tasks.publish(mine.world, save, rank, slot)
+            self.tasks.drop_passed(rank, mine)
             self.sums.ask(slot)
             self._changed.notify_all()
+
+    def pass_over(self, rank: int, save: SaveId, *, written: bool) -> None:
+        """A rank's part of a save does not come; ``written``: its worker stores it."""
+        with self._changed:
+            mine = self._known(rank)
+            if mine.world is not None and save.session == mine.session:
+                mine.passed = max(mine.passed, save.number)
+                if written:
+                    self.tasks.exempt(mine.world, save, rank)
+                self.tasks.drop_passed(rank, mine)
+                self._changed.notify_all()
+
+    def next_first_saves(self) -> tuple[FirstSaves, tuple[SaveId, ...]]:
+        """Wait for saves that all ranks of the node have published and that the record was not tried with."""
+        with self._changed:
+            self._changed.wait_for(lambda: any(first.due for first in self._first))
+            due = [first for first in self._first if first.due]
+            chosen = next((first for first in due if first.pending), due[0])
+            return chosen, tuple(chosen.whole)
+
+    def note_first_saves(
+        self, first: FirstSaves, tried: int, *, recorded: bool, problem: str = ""
+    ) -> None:
+        """The record was tried with so many saves of a world, and is there, or cannot be read or written."""
+        with self._changed:
+            first.note(tried, recorded=recorded, problem=problem)
+            for other in self._first if problem else ():
+                if other.pending:  # it would fare no better, and nobody is to wait for it
+                    other.problem = problem
+            if recorded:
+                self._first = [first] if first is self._first[-1] else self._first[-1:]
+            world = self._ranks.world
+            if problem and world is not None:
+                world.news = world.news or problem
+            self._changed.notify_all()
+
+    @property
+    def unrecorded(self) -> str:
+        """Why it is not recorded that there were whole saves; empty: it is, or there were none."""
+        with self._changed:
+            return next((first.problem for first in self._first if first.problem), "")
 
     def verify(self, rank: int, number: int, below: int = 0) -> str:
         """Compare a generation with its checksums; what is wrong with it, or an empty text.
@@ -279,8 +363,8 @@ class Book:
             told, mine.told = mine.told, len(problems)
             return tuple(problems[told:])
 
-    def stored(self, rank: int) -> int:
-        """The newest step of the rank's world that was stored; -1: none."""
+    def stored(self, rank: int) -> SaveId | None:
+        """The newest save of the rank's world that was stored."""
         with self._changed:
             world = self._known(rank).world
-            return world.stored if world is not None else -1
+            return world.stored if world is not None else None

@@ -19,6 +19,7 @@ import msgspec
 
 from dlrover.checkpoint import storage
 from dlrover.checkpoint.breaks import Break, Breaks
+from dlrover.checkpoint.saves import SaveId
 from dlrover.checkpoint.stores import Store, join
 
 logger = logging.getLogger(__name__)
@@ -35,17 +36,17 @@ class Vote(msgspec.Struct, frozen=True):
     saver: int
     ranks: tuple[int, ...]
     """Those of its node."""
-    held: dict[int, tuple[int, ...]]
-    """By rank: the steps in memory here, of these ranks and of replicas."""
-    stored: int
-    """The newest step of this world that was stored; -1: none."""
+    held: dict[int, tuple[SaveId, ...]]
+    """By rank: the saves in memory here, of these ranks and of replicas."""
+    stored: SaveId | None
+    """The newest save of this world that was stored."""
 
 
 class Decision(msgspec.Struct, frozen=True):
     """What becomes of a world's steps."""
 
-    step: int
-    """The newest one that can be had from storage when this is done; -1: none."""
+    save: SaveId | None
+    """The newest one that can be had from storage when this is done; None: there is none."""
     parts: dict[int, tuple[int, ...]]
     """By saver: the ranks whose parts of it are written there; empty if it is stored."""
 
@@ -56,17 +57,17 @@ def complete(votes: Sequence[Vote], world_size: int) -> bool:
 
 
 def decide(votes: Sequence[Vote], world_size: int) -> Decision:
-    """Store the newest step that is in memory for all ranks, unless it is stored.
+    """Store the newest save that is in memory for all ranks, unless it is stored.
 
     A rank's part is written by its own node if that has it, else by the first one with a replica.
     """
-    common: set[int] | None = None
+    common: set[SaveId] | None = None
     for rank in range(world_size):
-        steps = {step for vote in votes for step in vote.held.get(rank, ())}
-        common = steps if common is None else common & steps
-    newest = max(common or (), default=-1)
-    stored = max((vote.stored for vote in votes), default=-1)
-    if newest <= stored:
+        saves = {save for vote in votes for save in vote.held.get(rank, ())}
+        common = saves if common is None else common & saves
+    newest = max(common or (), default=None)
+    stored = max((vote.stored for vote in votes if vote.stored is not None), default=None)
+    if newest is None or (stored is not None and newest <= stored):
         return Decision(stored, {})
     parts: dict[int, list[int]] = {vote.saver: [] for vote in votes}
     for rank in range(world_size):
@@ -145,16 +146,17 @@ class Breakpoints:
 
     def _carry_out(self, ended: Break) -> None:
         session, size = ended.world.joined.session, ended.world.joined.world_size
-        vote = Vote(self._saver, ended.world.joined.ranks, ended.steps, ended.world.stored)
+        vote = Vote(self._saver, ended.world.joined.ranks, ended.saves, ended.world.stored)
         ballot = Ballot(self._store, session)
         ballot.cast(vote)
         try:
             votes = self._collect(ballot, ended)
             decision = decide(votes, size)
-            if decision.parts:
-                logger.info("The world has ended; step %d is stored from memory", decision.step)
+            if decision.save is not None and decision.parts:
+                step = decision.save.step
+                logger.info("The world has ended; step %d is stored from memory", step)
             if decision.parts or complete(votes, size):
-                self._breaks.store(ended, decision.step, decision.parts.get(self._saver, ()))
+                self._breaks.store(ended, decision.save, decision.parts.get(self._saver, ()))
         finally:
             ballot.close(self._saver)
 

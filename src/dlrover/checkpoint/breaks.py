@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dlrover.checkpoint.ranks import RankMemory, Ranks, Slot, World
+from dlrover.checkpoint.saves import SaveId
 from dlrover.checkpoint.tasks import Task, Tasks
 
 SETTLE = 2.0
@@ -21,8 +23,8 @@ class Break:
     since: float
     slots: dict[int, list[Slot]] = field(default_factory=dict)
     """By rank, pinned."""
-    steps: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """By rank: the steps in memory, once the workers have ended."""
+    saves: dict[int, tuple[SaveId, ...]] = field(default_factory=dict)
+    """By rank: what is in memory, once the workers have ended."""
 
 
 class Breaks:
@@ -49,17 +51,15 @@ class Breaks:
         """A world has ended, or is about to: at least one of its workers is gone."""
         if not world.joined.save_at_breakpoint or any(b.world is world for b in self._open):
             return
-        newest = max(
-            (slot.step for slots in self._slots(world).values() for slot in slots), default=-1
-        )
-        if newest > world.voted:
+        held = {rank: _slots_of(mine, world) for rank, mine in self._ranks.memories.items()}
+        if world.voted is None or _newest(_saves(held)) > world.voted:
             self._open.append(Break(world, time.monotonic()))
             self._changed.notify_all()
 
     def left(self, rank: int, mine: RankMemory) -> None:
         """A rank's worker has left a world: what it saved last may be needed, and is not written over."""
         for ended in self._open:
-            if ended.world is mine.world and not ended.steps:
+            if ended.world is mine.world and not ended.saves:
                 self._pin(ended, rank, mine)
 
     def _pin(self, ended: Break, rank: int, mine: RankMemory) -> None:
@@ -68,9 +68,6 @@ class Breaks:
             if all(slot is not other for other in kept):
                 slot.pins += 1
                 kept.append(slot)
-
-    def _slots(self, world: World) -> dict[int, list[Slot]]:
-        return {rank: _slots_of(mine, world) for rank, mine in self._ranks.memories.items()}
 
     def _is_settled(self, ended: Break) -> bool:
         memories = self._ranks.memories
@@ -88,8 +85,8 @@ class Breaks:
             self._changed.wait_for(lambda: self._is_settled(ended), max(0.0, left))
             for rank, mine in self._ranks.memories.items():
                 self._pin(ended, rank, mine)
-            ended.steps = {r: tuple(s.step for s in slots) for r, slots in ended.slots.items()}
-            ended.world.voted = max((max(s, default=-1) for s in ended.steps.values()), default=-1)
+            ended.saves = _saves(ended.slots)
+            ended.world.voted = _newest(ended.saves)
             return ended
 
     def pause(self, ended: Break, seconds: float) -> bool:
@@ -99,31 +96,31 @@ class Breaks:
                 lambda: any(self._tasks.is_starved(rank) for rank in ended.slots), seconds
             )
 
-    def store(self, ended: Break, step: int, ranks: tuple[int, ...]) -> None:
-        """Persist some ranks' parts of a step; newer ones that were asked for are given up.
+    def store(self, ended: Break, save: SaveId | None, ranks: tuple[int, ...]) -> None:
+        """Persist some ranks' parts of a save; newer ones that were asked for are given up.
 
         Waits until nothing of the world is left that can be persisted.
         """
         session = ended.world.joined.session
         with self._changed:
             for task in self._tasks.of(session):
-                other = task.step == step and ranks and set(task.ranks) != set(ranks)
-                if task.step > step or other:
+                other = task.save == save and ranks and set(task.ranks) != set(ranks)
+                if save is None or task.save > save or other:
                     self._tasks.cancel(task, _NOT_COMMON.format(task.step))
             self._changed.wait_for(lambda: not self._is_cancelling(session))
-            if ranks and self._tasks.find(session, step) is None:
-                self._tasks.add(self._task(ended, step, ranks))
+            if save is not None and ranks and self._tasks.find(save) is None:
+                self._tasks.add(self._task(ended, save, ranks))
             self._unpin(ended)
             self._changed.wait_for(lambda: not any(t.complete for t in self._tasks.of(session)))
 
     def _is_cancelling(self, session: int) -> bool:
         return any(task.given_up for task in self._tasks.of(session))
 
-    def _task(self, ended: Break, step: int, ranks: tuple[int, ...]) -> Task:
-        slots = {rank: next(s for s in ended.slots[rank] if s.step == step) for rank in ranks}
+    def _task(self, ended: Break, save: SaveId, ranks: tuple[int, ...]) -> Task:
+        slots = {rank: next(s for s in ended.slots[rank] if s.saved == save) for rank in ranks}
         for slot in slots.values():
             slot.pins += 1
-        return Task(ended.world, step, ranks, slots, at_breakpoint=True)
+        return Task(ended.world, save, ranks, slots, at_breakpoint=True)
 
     def finish(self, ended: Break) -> None:
         """It has been stored, or cannot be."""
@@ -141,4 +138,17 @@ class Breaks:
 
 
 def _slots_of(mine: RankMemory, world: World) -> list[Slot]:
-    return [s for s in mine.slots if s.step >= 0 and s.session == world.joined.session]
+    session = world.joined.session
+    return [s for s in mine.slots if s.saved is not None and s.saved.session == session]
+
+
+def _saves(slots: Mapping[int, Sequence[Slot]]) -> dict[int, tuple[SaveId, ...]]:
+    return {
+        rank: tuple(slot.saved for slot in held if slot.saved is not None)
+        for rank, held in slots.items()
+    }
+
+
+def _newest(saves: Mapping[int, Sequence[SaveId]]) -> tuple[SaveId, ...]:
+    """The newest one; empty if there is none."""
+    return tuple(sorted({save for held in saves.values() for save in held})[-1:])

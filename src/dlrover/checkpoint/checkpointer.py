@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,10 +20,13 @@ from dlrover.checkpoint import (
     defaults,
     direct,
     faults,
+    first_save,
+    fresh,
     hooks,
     joining,
     pace,
     restore,
+    shared,
     storage,
     tree,
 )
@@ -31,17 +35,24 @@ from dlrover.checkpoint.commits import Commits
 from dlrover.checkpoint.copying import Copier
 from dlrover.checkpoint.joining import Wishes
 from dlrover.checkpoint.layout import PackedLayout, Tensor
-from dlrover.checkpoint.loader import Loader
+from dlrover.checkpoint.lease import Lease, job_of
+from dlrover.checkpoint.loader import Found, Loader, Lost
 from dlrover.checkpoint.overlap import Background, Guarded, Snapshot, torn
 from dlrover.checkpoint.plan import Planner, RankState, Target, restoring, taking
 from dlrover.checkpoint.policies import Policy, checked_metrics, policy_of
 from dlrover.checkpoint.protocol import SaverGoneError
 from dlrover.checkpoint.restore import Prepare, Reading
 from dlrover.checkpoint.room import Room
-from dlrover.checkpoint.stores import open_shared
+from dlrover.checkpoint.saves import Newest, SaveId
+from dlrover.checkpoint.stores import open_shared, reason
 from dlrover.checkpoint.tree import State
 from dlrover.checkpoint.world import World
-from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.errors import (
+    CheckpointsLostError,
+    ConfigurationError,
+    DLRoverError,
+    InfrastructureError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +69,7 @@ class LoadRecord(msgspec.Struct, frozen=True):
 class _Order(NamedTuple):
     """What one save is to do."""
 
-    step: int
+    save: SaveId
     to_storage: bool
     metrics: dict[str, float]
 
@@ -86,6 +97,9 @@ class Checkpointer:
             if the launcher was told so (``dlrover-run --save-at-breakpoint``).
         replicas: other nodes whose memory each step is copied to, in the background.
         replica_bandwidth: bytes per second that a node sends for that; by default as many as it can.
+        start_afresh: let `load` return None where all that was saved is lost, instead of raising an error.
+        read_only: only load stored steps, as an evaluation does beside a training that saves here: no memory is
+            used, nothing in the directory changes, and `save` is an error.
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -105,6 +119,8 @@ class Checkpointer:
         save_at_breakpoint: bool | None = None,
         replicas: int = 0,
         replica_bandwidth: float | None = None,
+        start_afresh: bool = False,
+        read_only: bool = False,
     ) -> None:
         policy = policy_of(keep)
         if not linger >= 0:
@@ -116,28 +132,63 @@ class Checkpointer:
         self._world = World()
         self._leave_world = weakref.finalize(self, self._world.close)
         self._local = frozenset(local)
-        self._store = open_shared(path)
-        identity = storage.identity(self._store)
+        self._start_afresh = start_afresh
+        self._read_only = read_only
+        self._store = self._world.agree(lambda: open_shared(path))
+        self._identity = self._identified()
+        shared.check(self._world, self._store, self._identity, read_only=read_only)
         self._client = SaverClient(
-            self._store, identity, keep=policy, linger=linger, env=config.environ()
-        )
+            self._store, self._identity, node=defaults.node, keep=policy, linger=linger,
+            env=config.environ(),
+        )  # fmt: skip
         self._pace = pace.Pace(interval, hours_between_failures, self._world)
         self._copier = Copier()
         self._guarded = Guarded()
         self._background = Background() if overlap else None
         self._room = Room(self._client)
         self._problems: list[str] = []
+        self._damaged: dict[int, bytes] = {}
+        """Stored steps that a load found damaged; whoever only reads leaves them where they are."""
+        self._went_back: tuple[int, int] | None = None
+        """The stored step that a training that went back goes on from, and its line, until a save follows."""
         self._commits = Commits(self._store, self._client.stored)
+        if not read_only:
+            self._join(wishes, policy)
+
+    def _identified(self) -> str:
+        """The name of the directory. Collective."""
+        return self._world.agree(lambda: storage.identity(self._store, create=not self._read_only))
+
+    def _join(self, wishes: Wishes, policy: Policy) -> None:
+        """Connect to the saver, and begin a session with the other ranks. Collective."""
         try:
-            saver = self._client.attach(self._world.rank)
-            self._joined = joining.join(self._world, self._client, saver, wishes, config.environ())
-            self._session = self._joined.session
-            self._direct = direct.Writer(
-                self._store, identity, policy, self._world.rank, self._world.size, self._session
+            attached = self._world.agree(lambda: self._client.attach(self._world.rank))
+            self._joined, self._numbering = joining.join(
+                self._world, self._client, attached, self._newest_stored(), wishes, config.environ()
             )
+            self._direct = direct.Writer(
+                self._store, self._identity, policy, self._world.rank, self._world.size,
+                self._world.agree(self._lease),
+            )  # fmt: skip
         except BaseException:
             self._client.close()
             raise
+
+    def _lease(self) -> Lease | None:
+        if self._world.rank:
+            return None
+        lease = Lease(self._store, job_of(config.environ()))
+        lease.refuse_other(threading.Event().wait)
+        lease.join(self._joined.session)
+        return lease
+
+    def _newest_stored(self) -> Newest:
+        """What rank 0 sees. Collective."""
+
+        def look() -> Newest:
+            return storage.newest(self._store) if self._world.rank == 0 else Newest()
+
+        return self._world.agree(look)
 
     # ---- save
 
@@ -152,8 +203,9 @@ class Checkpointer:
         """Copy ``state`` to memory; with ``to="storage"`` it is also stored, in the background.
 
         Without ``to`` the interval decides about storage. Returns when the copy is done; with ``overlap``
-        at once. All ranks save the same steps, but do not wait for each other. Rank 0's ``metrics`` are
-        stored with the step, for `KeepBest`; one that is not finite is left out.
+        at once. All ranks make the same saves in the same order, but do not wait for each other. A step
+        may be saved again: the last save of it counts, for all ranks. Rank 0's ``metrics`` are stored with
+        the step, for `KeepBest`; one that is not finite is left out.
 
         Where memory has no room for the state, a step for storage is written there before `save` returns,
         and any other one is not kept.
@@ -162,27 +214,90 @@ class Checkpointer:
             ConfigurationError: the state holds something that cannot be kept, or an argument is wrong.
             InfrastructureError: a copy that overlapped with the training failed: the message says which.
         """
-        if to not in ("memory", "storage", None):
-            raise ConfigurationError(f"to is {to!r}; it must be 'memory' or 'storage'.")
-        if step < 0:
-            raise ConfigurationError(f"step is {step}; it must be 0 or more.")
-        measured = checked_metrics(metrics or {})
-        self._world.check()
+        if self._read_only:
+            raise ConfigurationError(
+                "This Checkpointer only reads, as read_only=True says; make one without it to save."
+            )
+        save = self._numbering.next(
+            step
+        )  # first: what goes wrong on one rank must count there, too
+        try:
+            self._do_save(save, state, to, metrics or {})
+        except BaseException:
+            if self._background is not None:
+                self._background.finish()  # the saver hears of the saves in their order
+            self._pass_over(save)
+            raise
+
+    def _pass_over(self, save: SaveId) -> None:
+        """Tell the saver that this rank has not made a save, so that no other rank of the node waits for it."""
+        with contextlib.suppress(DLRoverError):  # then it is gone, and knows of no save
+            self._client.pass_over(save)
+
+    def _give_up(self, save: SaveId) -> None:
+        """Let no other node wait for this rank's part of a save."""
+        if self._world.size > 1:
+            self._direct.give_up(save)
+
+    def _do_save(
+        self,
+        save: SaveId,
+        state: State,
+        to: Literal["memory", "storage"] | None,
+        metrics: Mapping[str, float],
+    ) -> None:
+        step = save.step
         began = time.monotonic()
         hooks.saving(step)
         with hooks.blocked():
             do = to or self._pace.due(step, self._client)
-            if do != "nothing":
-                self._copy(_Order(step, do == "storage", measured), state)
-                self._pace.saved(began)
-            if to is None:
-                self._pace.settle()
+            try:
+                _check_arguments(step, to)
+                measured = checked_metrics(metrics)
+                self._world.check()
+                if do != "nothing":
+                    self._mark_what_was_found(save.session)
+                    self._copy(_Order(save, do == "storage", measured), state)
+                    self._pace.saved(began)
+            except BaseException:
+                if do == "storage":
+                    self._give_up(save)
+                raise
+            finally:
+                if to is None:  # the other ranks do, whatever went wrong here
+                    self._pace.settle()
 
-    def _is_stored(self, step: int) -> bool:
-        try:
-            return storage.is_stored(self._store, step)
-        except OSError:
-            return False  # not as far as it is known
+    def _mark_what_was_found(self, session: int) -> None:
+        """Put damaged steps out of the way before new ones come, and begin the line of a training that went back."""
+        if not self._damaged and self._went_back is None:
+            return
+        if self._world.rank == 0:
+            try:
+                self._direct.guard(session)
+            except (OSError, InfrastructureError) as error:
+                logger.warning("What the load found is not marked in storage yet: %s", error)
+                return
+        self._quarantine()
+        self._begin_line()
+
+    def _quarantine(self) -> None:
+        damaged, self._damaged = self._damaged, {}
+        if self._world.rank == 0:
+            for step, manifest in damaged.items():
+                storage.quarantine(self._store, step, manifest)
+
+    def _begin_line(self) -> None:
+        """Make it known that the training went back to a stored step, when it has gone on from there."""
+        if self._went_back is None:
+            return
+        step, line = self._went_back
+        if self._world.rank == 0:
+            try:
+                storage.begin_line(self._store, step, line)
+            except (OSError, InfrastructureError) as error:
+                logger.warning("It is not noted that step %d is the newest one: %s", step, error)
+                return
+        self._went_back = None
 
     def _copy(self, order: _Order, state: State) -> None:
         if self._background is not None:
@@ -190,7 +305,7 @@ class Checkpointer:
         with tree.no_collection():
             layout = self._copier.layout(tree.flatten(state))
         if order.to_storage and self._world.rank == 0:
-            self._commits.expect(order.step, state)
+            self._commits.expect(order.save, state)
         if not self._has_room(layout):
             self._save_without_memory(order, layout)
             return
@@ -198,16 +313,17 @@ class Checkpointer:
             self._copier.mark()
             self._save(order, layout, self._copy_all)
             return
-        snapshot = Snapshot(self._copier, self._guarded.unguarded(state, self._copier))
+        self._guarded.look_at(state, self._copier)
+        snapshot = Snapshot(self._copier, self._guarded)
         self._copier.mark()
 
         def copy(buffer: torch.Tensor) -> None:
             changed = snapshot.copy(buffer)
             if changed:
                 self._guarded.distrust(changed)
-                raise torn(order.step, self._copier, changed)
+                raise torn(order.save.step, self._copier, changed)
 
-        self._background.start(lambda: self._save(order, layout, copy))
+        self._background.start(lambda: self._save_or_pass_over(order, layout, copy))
 
     def _has_room(self, layout: PackedLayout) -> bool:
         """Whether a state fits in memory."""
@@ -220,19 +336,23 @@ class Checkpointer:
 
     def _save_without_memory(self, order: _Order, layout: PackedLayout) -> None:
         """Write a step that is for storage straight there, and wait for it; any other one is not kept."""
+        with contextlib.suppress(
+            SaverGoneError
+        ):  # the ranks of its node are told when they reconnect
+            self._client.pass_over(order.save, written=order.to_storage)
         if not order.to_storage:
             return
         self._wait_for_saver()  # steps are stored one after the other
         began = time.monotonic()
-        problem = self._direct.write(order.step, layout, self._copier.sources, order.metrics)
+        problem = self._direct.write(order.save, layout, self._copier.sources, order.metrics)
         if problem:
             logger.error("%s", problem)
             self._problems.append(problem)
             return
         self._pace.stored(began)
-        self._commits.stored(order.step)
+        self._commits.stored(order.save)
         with contextlib.suppress(SaverGoneError):
-            self._client.keep(-1, 0)  # what is in memory is older
+            self._client.keep(None)  # what is in memory is older
 
     def _copy_all(self, buffer: torch.Tensor) -> None:
         self._copier.copy(buffer)
@@ -247,28 +367,33 @@ class Checkpointer:
             self._reconnect()
             self._save_once(order, layout, copy)
 
+    def _save_or_pass_over(
+        self, order: _Order, layout: PackedLayout, copy: Callable[[torch.Tensor], None]
+    ) -> None:
+        try:
+            self._save(order, layout, copy)
+        except BaseException:
+            self._pass_over(order.save)
+            if order.to_storage:
+                self._give_up(order.save)
+            raise
+
     def _save_once(
         self, order: _Order, layout: PackedLayout, copy: Callable[[torch.Tensor], None]
     ) -> None:
-        step = order.step
+        save = order.save
         if not self._room.make(layout):  # not since the saver was started again
-            raise InfrastructureError(f"There is no memory for step {step} any more.")
-        slot = self._client.begin(step)
+            raise InfrastructureError(f"There is no memory for step {save.step} any more.")
+        slot = self._room.begin(save)
         faults.point("save.begun")
         generation, buffer = self._room.buffer(slot, self._copier.device)
         copy(buffer)
         faults.point("save.copied")
-        generation.publish(
-            layout,
-            rank=self._world.rank,
-            world_size=self._world.size,
-            step=step,
-            session=self._session,
-        )
-        self._client.publish(slot, step, to_storage=order.to_storage, metrics=order.metrics)
+        generation.publish(layout, rank=self._world.rank, world_size=self._world.size, save=save)
+        self._client.publish(slot, save, to_storage=order.to_storage, metrics=order.metrics)
         faults.point("save.published")
         if order.to_storage:
-            self._pace.asked[step] = time.monotonic()
+            self._pace.asked[save] = time.monotonic()
 
     def wait(self) -> None:
         """Wait until all that was asked for is copied, and durable if it was for storage.
@@ -276,6 +401,8 @@ class Checkpointer:
         Raises:
             InfrastructureError: something was not, since the last call; the message says what.
         """
+        if self._read_only:
+            return
         with hooks.blocked():
             if self._background is not None:
                 self._background.wait()
@@ -304,20 +431,29 @@ class Checkpointer:
 
     def _reconnect(self) -> None:
         """Find a new saver; the memory of the old one is gone with it."""
-        for step in sorted(self._pace.asked):
-            if not self._is_stored(step):
-                self._problems.append(f"Step {step} was not stored: the saver ended before.")
+        self._problems += filter(None, map(self._lost, sorted(self._pace.asked)))
         self._pace.asked.clear()
         self._room.forget()
         self._client.attach(self._world.rank)
         self._client.join(self._joined)
+
+    def _lost(self, save: SaveId) -> str:
+        """What to say of a save whose saver has ended; empty if it is stored."""
+        step = save.step
+        try:
+            if storage.is_published(self._store, save):
+                return ""
+        except (OSError, InfrastructureError) as error:
+            return f"The saver ended, and whether step {step} is stored cannot be read: {reason(error)}."
+        return f"Step {step} was not stored: the saver ended before."
 
     # ---- load
 
     def load(self, state: State, step: int | None = None) -> LoadRecord | None:
         """Restore the newest step that all ranks can, in place: from memory, else from storage.
 
-        With ``step`` that one is restored, from storage; what is in memory is not used any more.
+        With ``step`` that one is restored, from storage; what is in memory is not used any more. What is
+        saved from then on is newer than all that was saved before.
 
         Objects with ``load_state_dict`` get their state by it, tensors their content; plain values are
         set in the dicts. None if nothing was ever saved.
@@ -328,17 +464,32 @@ class Checkpointer:
         Raises:
             ConfigurationError: the saved state has other keys, types or shapes than ``state``; or there
                 is no such step.
-            InfrastructureError: there were checkpoints, and none can be loaded.
+            CheckpointsLostError: there were checkpoints, in memory too, and none can be loaded.
+            InfrastructureError: the storage cannot be read now.
         """
         with hooks.blocked(), tree.no_collection():
             prepare = restore.in_place(state, self._local)
             record = self._load(prepare, step)
-            if step is not None:
-                self._client.keep(-1, 0)
-            layout = self._copier.layout(tree.flatten(state))
-            self._room.reserve_ahead(layout, tree.expected_bytes(state))
+            if self._read_only:
+                return record
+            self._go_on_from(record, step)
+            self._world.agree(lambda: self._reserve_ahead(state))
         hooks.loaded(0 if record is None else record.step)
         return record
+
+    def _go_on_from(self, record: LoadRecord | None, step: int | None) -> None:
+        """Begin a new line after a load of a ``step`` by its number. Collective."""
+        if step is not None:
+            self._world.agree(lambda: self._client.keep(None))
+            self._went_back = step, self._numbering.go_back()
+        elif self._went_back is not None and (record is None or record.source == "storage"):
+            # What was loaded since is where the training goes on, perhaps the newest step after all.
+            line = self._went_back[1]
+            self._went_back = None if record is None else (record.step, line)
+
+    def _reserve_ahead(self, state: State) -> None:
+        layout = self._copier.layout(tree.flatten(state))
+        self._room.reserve_ahead(layout, tree.expected_bytes(state))
 
     def read(
         self, keys: Collection[str] | None = None, step: int | None = None
@@ -390,7 +541,8 @@ class Checkpointer:
         """
         with hooks.blocked():
             record = self._carry_out(functools.partial(taking, choose))
-        hooks.loaded(0 if record is None else record.step)
+        if not self._read_only:
+            hooks.loaded(0 if record is None else record.step)
         return record
 
     def _load(self, prepare: Prepare, step: int | None) -> LoadRecord | None:
@@ -398,28 +550,74 @@ class Checkpointer:
 
     def _carry_out(self, planner: Planner, step: int | None = None) -> LoadRecord | None:
         self._world.check()
-        if self._background is not None:
-            self._background.wait()
-        self._room.wait()
+        self._world.agree(self._prepare_to_load)
         began = time.monotonic()
-        loader = Loader(self._world, self._client, self._store, planner)
+        if self._read_only and not self._identity:
+            self._identity = self._identified()  # there was no directory before
+        client = None if self._read_only else self._client
+        loader = Loader(self._world, client, self._store, self._identity, planner)
         found = loader.load() if step is None else loader.load_stored(step)
+        self._damaged |= loader.damaged
         if found is None:
-            self._refuse_fresh_start(loader.problems)
+            self._refuse_fresh_start(loader)
+            if client is not None:
+                self._world.agree(lambda: client.keep(None))
             return None
+        self._tell_what_was_lost(loader.lost, found)
+        if found.save is not None and not self._read_only:
+            self._numbering.pass_over(found.save)
         record = LoadRecord(found.step, found.source, time.monotonic() - began)
         logger.info("Step %d was loaded from %s in %.2f s", *msgspec.structs.astuple(record))
         return record
 
-    def _refuse_fresh_start(self, refused: list[str]) -> None:
-        tracked = storage.tracked(self._store)
-        if tracked is None and not refused:
+    def _prepare_to_load(self) -> None:
+        if self._background is not None:
+            self._background.wait()
+        self._room.wait()
+        if self._world.rank == 0 and not self._read_only:
+            storage.adopt(self._store)
+
+    def _tell_what_was_lost(self, lost: Lost | None, found: Found) -> None:
+        """Warn if the training falls back further than to the save before: ranks may be one save apart."""
+        if lost is None or self._world.rank:
             return
-        was = "no step was stored"
-        if tracked is not None:
-            was = f"step {tracked} was stored" if tracked >= 0 else "the file latest is damaged"
-        reasons = " ".join(refused) or f"There is no {self._store.where('step-*')}."
-        raise InfrastructureError(
-            f"No checkpoint in {self._store.location} can be loaded ({was}): {reasons} Remove the directory"
-            " to start afresh."
+        if found.save is None or lost.save.number > found.save.number + 1:
+            logger.warning("%s The training goes back to step %d", lost.sentence, found.step)
+
+    def _refuse_fresh_start(self, loader: Loader) -> None:
+        """Nothing can be loaded: raise an error if there was ever a checkpoint."""
+        evidence = fresh.gather(
+            self._world, self._store, self._identity, job_of(config.environ()), loader.unrecorded
         )
+        if self._read_only:  # what is in memory is another program's
+            evidence = msgspec.structs.replace(evidence, recorded="none")
+        loss = fresh.loss(evidence, self._store, loader.problems, loader.lost)
+        if loss and self._read_only:
+            raise CheckpointsLostError(loss)
+        if loss and not self._start_afresh:
+            raise CheckpointsLostError(
+                f"{loss} Remove the directory to start afresh, or give Checkpointer start_afresh=True."
+            )
+        if loss:
+            self._world.agree(self._forget_first_save)
+        if self._world.rank == 0:
+            level = logging.WARNING if loss or evidence.recorded == "earlier" else logging.INFO
+            said = fresh.said(loss, self._store, loader.lost, evidence.recorded)
+            logger.log(level, "%s", said)
+
+    def _forget_first_save(self) -> None:
+        """What was saved is given up: the record waits for the first save that follows."""
+        if self._world.rank == 0:
+            try:
+                first_save.forget(self._store)
+            except OSError as error:
+                logger.warning(
+                    "%s still says that steps were saved: %s", self._store.location, reason(error)
+                )
+
+
+def _check_arguments(step: int, to: str | None) -> None:
+    if to not in ("memory", "storage", None):
+        raise ConfigurationError(f"to is {to!r}; it must be 'memory' or 'storage'.")
+    if step < 0:
+        raise ConfigurationError(f"step is {step}; it must be 0 or more.")

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,11 +16,13 @@ from typing import TypeVar
 
 import dlrover
 from dlrover.checkpoint import policies, protocol
+from dlrover.checkpoint.lease import job_of
 from dlrover.checkpoint.memory import Generation
 from dlrover.checkpoint.policies import Policy
 from dlrover.checkpoint.protocol import SaverGoneError
+from dlrover.checkpoint.saves import SaveId
 from dlrover.checkpoint.stores import Store
-from dlrover.errors import InfrastructureError, ProtocolError
+from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
 
 logger = logging.getLogger(__name__)
 
@@ -35,30 +38,40 @@ class SaverClient:
     """The connection of one rank. One request at a time; the methods may be called from any thread."""
 
     def __init__(
-        self, store: Store, identity: str, *, keep: Policy, linger: float, env: Mapping[str, str]
+        self,
+        store: Store,
+        identity: str,
+        *,
+        node: str = "",
+        keep: Policy,
+        linger: float,
+        env: Mapping[str, str],
     ) -> None:
         self._store = store
-        self._address = protocol.address(store.location, identity)
+        self._address = protocol.address(store.location, identity, node)
         root = str(Path(dlrover.__file__).parent.parent)
         path = [root, env["PYTHONPATH"]] if env.get("PYTHONPATH") else [root]
         self._env = {**env, "PYTHONPATH": os.pathsep.join(path)}
         self._command = [
             sys.executable, "-m", "dlrover.checkpoint.saver",
-            "--directory", store.location, "--identity", identity,
+            "--directory", store.location, "--identity", identity, "--node", node,
             "--keep", policies.encode(keep), "--linger", str(linger),
         ]  # fmt: skip
+        self._job = job_of(env)
+        self._rank = -1
         self._lock = threading.Lock()
         self._sock = protocol.new_socket()
         self._fds: list[int] = []
         self._generations: list[Generation] = []
 
-    def attach(self, rank: int) -> int:
-        """Connect, and start the saver if there is none; the saver's name for itself.
+    def attach(self, rank: int) -> protocol.Attached:
+        """Connect, and start the saver if there is none; what it says of itself.
 
         Raises:
             InfrastructureError: it cannot be started, or refuses.
         """
         with self._lock:
+            self._rank = rank
             for _ in range(START_ATTEMPTS):
                 reply = self._try_to_attach(rank)
                 if reply is not None:
@@ -74,7 +87,7 @@ class SaverClient:
             if not 1 <= len(fds) <= protocol.GENERATIONS:
                 raise ProtocolError(f"The saver sent {len(fds)} descriptors of memory.")
             self._generations = [Generation(fd) for fd in fds]
-            return attached.saver
+            return attached
 
     def _try_to_attach(self, rank: int) -> protocol.Reply | None:
         """None if there is no saver, or one that is just leaving."""
@@ -87,7 +100,7 @@ class SaverClient:
                 # If somebody has stopped it, it would not answer. It may still be the one that starts it.
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(saver, signal.SIGCONT)
-            protocol.send(self._sock, protocol.Attach(rank))
+            protocol.send(self._sock, protocol.Attach(rank, self._job))
             reply, self._fds = protocol.receive_reply(self._sock)
         except (ConnectionError, SaverGoneError):
             return None
@@ -120,13 +133,13 @@ class SaverClient:
         """Say which world this rank belongs to."""
         self._ask(world, protocol.Done)
 
-    def listen(self, host: str, port: int = 0) -> int:
-        """Have replicas taken at an address of this node; the port."""
-        return self._ask(protocol.Listen(host, port), protocol.Listening).port
+    def listen(self, host: str, *, tls: bool) -> protocol.Listening:
+        """Have replicas taken at an address of this node."""
+        return self._ask(protocol.Listen(host, 0, tls), protocol.Listening)
 
-    def look(self) -> tuple[protocol.Held, ...]:
+    def look(self) -> protocol.Holding:
         """The valid generations of this node, of any rank."""
-        return self._ask(protocol.Look(), protocol.Holding).held
+        return self._ask(protocol.Look(), protocol.Holding)
 
     def open(self, rank: int) -> list[Generation]:
         """The generations of any rank of this node, to be read."""
@@ -142,31 +155,42 @@ class SaverClient:
         """All of this rank's; fewer than usual if there was no memory for them."""
         return [self.generation(slot) for slot in range(len(self._fds))]
 
-    def reserve(self, nbytes: int) -> str:
-        """Have all generations made that large, or fewer of them if there is not enough memory.
+    def reserve(self, slot: int, nbytes: int) -> str:
+        """Have memory provided for a generation; where it is short, the last ones are given up.
 
-        Returns why there is not even one; else an empty text.
+        Returns why there is none for even one; else an empty text. Other requests do not wait for this one.
         """
-        reserved = self._ask(protocol.Reserve(nbytes), protocol.Reserved)
+        request = protocol.Reserve(self._rank, slot, nbytes)
+        with contextlib.closing(protocol.new_socket()) as sock:
+            reserved = _expected(_exchange(sock, request, self._address)[0], protocol.Reserved)
         while len(self._fds) > max(1, reserved.generations):
             os.close(self._fds.pop())
             self._generations.pop()
         return reserved.problem
 
-    def begin(self, step: int) -> int:
-        """The generation to write; the user is told what there is to tell of the storage."""
-        granted = self._ask(protocol.Begin(step), protocol.Granted)
+    def begin(self, save: SaveId, ready: int = protocol.GENERATIONS) -> int:
+        """The generation to write, of the first ``ready`` ones; ``ready`` if another one must be awaited.
+
+        Logs a pending message about the storage.
+        """
+        granted = self._ask(protocol.Begin(save, ready), protocol.Granted)
         if granted.news:
             logger.warning("%s", granted.news)
         return granted.slot
 
-    def publish(self, slot: int, step: int, *, to_storage: bool, metrics: dict[str, float]) -> None:
+    def publish(
+        self, slot: int, save: SaveId, *, to_storage: bool, metrics: dict[str, float]
+    ) -> None:
         """Say that a generation is valid."""
-        self._ask(protocol.Publish(slot, step, to_storage, metrics), protocol.Done)
+        self._ask(protocol.Publish(slot, save, to_storage, metrics), protocol.Done)
 
-    def keep(self, step: int, session: int) -> None:
-        """Say which step is continued from; -1: none in memory."""
-        self._ask(protocol.Keep(step, session), protocol.Done)
+    def pass_over(self, save: SaveId, *, written: bool = False) -> None:
+        """Say that this rank's part of a save does not come; ``written``: this process stores it."""
+        self._ask(protocol.PassOver(save, written), protocol.Done)
+
+    def keep(self, save: SaveId | None) -> None:
+        """Say which save is continued from; None: none in memory."""
+        self._ask(protocol.Keep(save), protocol.Done)
 
     def verify(self, rank: int, slot: int, below: int = 0) -> str:
         """What is wrong with a generation's tensors of less than ``below`` bytes, 0: all; empty: nothing."""
@@ -176,9 +200,9 @@ class SaverClient:
         """Wait until everything asked for is durable; what was not stored."""
         return self._ask(protocol.Wait(), protocol.Settled).problems
 
-    def stored(self) -> int:
-        """The newest step of this rank's world that was stored; -1: none."""
-        return self._ask(protocol.Stored(), protocol.Newest).step
+    def stored(self) -> SaveId | None:
+        """The newest save of this rank's world that was stored."""
+        return self._ask(protocol.Stored(), protocol.NewestStored).save
 
     def close(self) -> None:
         """Say goodbye and disconnect."""
@@ -198,19 +222,26 @@ class SaverClient:
 
     def _request(self, request: protocol.Message, kind: type[_Reply]) -> tuple[_Reply, list[int]]:
         with self._lock:
-            try:
-                protocol.send(self._sock, request)
-                reply, fds = protocol.receive_reply(self._sock)
-            except OSError as error:
-                raise SaverGoneError(
-                    f"The checkpoint saver of this node is gone: {error}."
-                ) from error
+            reply, fds = _exchange(self._sock, request)
         return _expected(reply, kind), fds
+
+
+def _exchange(
+    sock: socket.socket, request: protocol.Message, connect_to: str = ""
+) -> tuple[protocol.Reply, list[int]]:
+    try:
+        if connect_to:
+            sock.connect(connect_to)
+            protocol.check_peer(sock)
+        protocol.send(sock, request)
+        return protocol.receive_reply(sock)
+    except OSError as error:
+        raise SaverGoneError(f"The checkpoint saver of this node is gone: {error}.") from error
 
 
 def _expected(reply: protocol.Reply, kind: type[_Reply]) -> _Reply:
     if isinstance(reply, protocol.Refused):
-        raise InfrastructureError(reply.reason)
+        raise (ConfigurationError if reply.wrong else InfrastructureError)(reply.reason)
     if not isinstance(reply, kind):
         raise ProtocolError(f"The saver answered with {type(reply).__name__}, not {kind.__name__}.")
     return reply

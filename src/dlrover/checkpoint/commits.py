@@ -16,8 +16,9 @@ from typing import Any
 
 from dlrover.checkpoint import layout as layouts
 from dlrover.checkpoint.layout import Path
+from dlrover.checkpoint.saves import SaveId
 from dlrover.checkpoint.storage import StoredStep
-from dlrover.checkpoint.stores import Store, step_folder
+from dlrover.checkpoint.stores import Store, is_damage, step_folder
 from dlrover.errors import InfrastructureError
 
 logger = logging.getLogger(__name__)
@@ -29,38 +30,38 @@ LAST_WAIT = 15.0
 
 
 class Commits:
-    """What is to be told. ``newest`` says which step was stored last, -1: none."""
+    """What is to be told. ``newest`` says which save was stored last."""
 
-    def __init__(self, store: Store, newest: Callable[[], int]) -> None:
+    def __init__(self, store: Store, newest: Callable[[], SaveId | None]) -> None:
         self._store, self._newest = store, newest
         self._changed = threading.Condition()
         # ---- all below are guarded by _changed
-        self._waiting: dict[int, list[tuple[Path, Any]]] = {}
-        """By step that is being stored: who wants to be told, and where in the state it is."""
-        self._stored = -1
-        """A step that was stored without the saver."""
+        self._waiting: dict[SaveId, list[tuple[Path, Any]]] = {}
+        """By save that is being stored: who wants to be told, and where in the state it is."""
+        self._stored: SaveId | None = None
+        """A save that was stored without the saver."""
         self._asked = self._served = 0
         """How often somebody has waited, and for how many of these it was looked."""
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def expect(self, step: int, state: Any) -> None:
-        """A step with this state is to be stored."""
+    def expect(self, save: SaveId, state: Any) -> None:
+        """A save with this state is to be stored."""
         found = list(_committers(state, ()))
         if not found:
             return
         with self._changed:
-            self._waiting[step] = found
+            self._waiting[save] = found
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name="dlrover-commits", daemon=True
                 )
                 self._thread.start()
 
-    def stored(self, step: int) -> None:
-        """A step was stored without the saver."""
+    def stored(self, save: SaveId) -> None:
+        """A save was stored without the saver."""
         with self._changed:
-            self._stored = step
+            self._stored = save
 
     def settle(self) -> None:
         """Everything is stored that will be: wait until it is told, `LAST_WAIT` seconds at most."""
@@ -87,32 +88,36 @@ class Commits:
                 if self._closed:
                     return
                 asked, waiting = self._asked, dict(self._waiting)
-            told = self._tell(waiting) if waiting else -1
+            told = self._tell(waiting) if waiting else None
             with self._changed:
-                for step in [step for step in self._waiting if step <= told]:
-                    del self._waiting[step]
+                for save in [save for save in self._waiting if told is not None and save <= told]:
+                    del self._waiting[save]
                 self._served = asked
                 self._changed.notify_all()
 
     def _wanted(self) -> bool:
         return self._closed or self._served < self._asked
 
-    def _tell(self, waiting: dict[int, list[tuple[Path, Any]]]) -> int:
-        """Tell what the newest stored step holds; up to which step nothing is left to tell."""
+    def _tell(self, waiting: dict[SaveId, list[tuple[Path, Any]]]) -> SaveId | None:
+        """Tell what the newest stored step holds; up to which save nothing is left to tell."""
         try:
-            step = max(self._stored, self._newest())
+            known = (self._stored, self._newest())
         except InfrastructureError:
-            return -1  # the saver is gone; the next save starts another
-        if step not in waiting:
-            return step
+            return None  # the saver is gone; the next save starts another
+        save = max((one for one in known if one is not None), default=None)
+        if save is None or save not in waiting:
+            return save
         try:
-            trees = self._trees(step)
+            trees = self._trees(save.step)
         except (OSError, InfrastructureError) as error:
-            logger.warning("What step %d holds is not told to others: %s", step, error)
-            return step
-        for path, committer in waiting[step]:
-            _tell_one(committer, path, trees, step)
-        return step
+            if not is_damage(error):
+                logger.warning("What step %d holds cannot be read yet: %s", save.step, error)
+                return None  # the next look may be better
+            logger.warning("What step %d holds is not told to others: %s", save.step, error)
+            return save
+        for path, committer in waiting[save]:
+            _tell_one(committer, path, trees, save.step)
+        return save
 
     def _trees(self, step: int) -> list[Any]:
         """What each rank has stored, without its tensors."""

@@ -19,6 +19,7 @@ from dlrover.checkpoint import layout as layouts, persist, safetensorsfile, sour
 from dlrover.checkpoint.content import Content
 from dlrover.checkpoint.layout import Layout, TensorEntry, TensorRef, TensorSpec
 from dlrover.checkpoint.local import sync_directory
+from dlrover.checkpoint.saves import SaveId
 from dlrover.checkpoint.stores import (
     DCP_METADATA,
     MANIFEST,
@@ -52,7 +53,9 @@ class Conversion(msgspec.Struct, frozen=True, kw_only=True):
     """What several ranks had saved, each its own: the lowest rank's was taken."""
 
 
-def convert(source: Place, destination: Place, to: Format, step: int | None = None) -> Conversion:
+def convert(
+    source: Place, destination: Place, to: Format, step: int | None = None, *, trusted: bool = False
+) -> Conversion:
     """Read ``source``, of any format, and write ``destination``, which appears when it is whole.
 
     Args:
@@ -63,6 +66,7 @@ def convert(source: Place, destination: Place, to: Format, step: int | None = No
             URL is written to this machine's temporary files first.
         to: the format of the destination.
         step: which one of a checkpoint directory; for sources without steps the number of the new one.
+        trusted: whether the metadata of a DCP directory may be read, a pickle, which runs whatever it says.
 
     Raises:
         ConfigurationError: an argument is wrong, or something cannot be kept; the message names it.
@@ -71,7 +75,7 @@ def convert(source: Place, destination: Place, to: Format, step: int | None = No
     text = os.fspath(destination)
     target = _Remote(text) if is_url(text) else _Local(Path(text))
     target.check()
-    content = sources.read(source, step)
+    content = sources.read(source, step, trusted=trusted)
     number = _step(content, step, to)
     try:
         with target.published() as temporary:
@@ -129,8 +133,7 @@ def _write_flash(content: Content, temporary: Path, step: int) -> None:
     persist.persist(
         persist.Job(
             store=open_store(temporary),
-            step=step,
-            session=secrets.randbits(63),
+            save=SaveId(0, 1, step, secrets.randbits(63)),
             world_size=1,
             sources={0: source},
             pause=lambda _: None,

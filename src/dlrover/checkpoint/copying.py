@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import operator
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from dlrover.checkpoint.layout import SMALL, PackedLayout, Tensor, TensorEntry
 from dlrover.checkpoint.protocol import GENERATIONS
 from dlrover.checkpoint.tree import Flat
 
+_libc = ctypes.CDLL(None)
 _shape = operator.attrgetter("shape")
 _dtype = operator.attrgetter("dtype")
 
@@ -92,10 +94,11 @@ class Copier:
         assert self._known is not None
         if self._plan is None or self._plan.buffer is not buffer:
             self._plan = self._known.plan(buffer)
-        with self._beside():
+        with self.beside():
             self._plan.run()
 
-    def _beside(self) -> contextlib.AbstractContextManager[None]:
+    def beside(self) -> contextlib.AbstractContextManager[None]:
+        """What is ordered of an accelerator in the block runs beside the training, after `mark`."""
         if self.device is None or self._stream is None:
             return contextlib.nullcontext()
         return self._stream.use()
@@ -115,13 +118,32 @@ class Copier:
     def put(self, buffer: torch.Tensor, index: int, tensor: torch.Tensor) -> None:
         """Write one tensor of the layout."""
         assert self._known is not None
-        with self._beside():
+        with self.beside():
             views(buffer, [self._known.entries[index]])[0].copy_(tensor)
+
+    def differing(self, buffer: torch.Tensor, indices: Sequence[int]) -> list[int]:
+        """Those of the tensors whose bytes in ``buffer`` are not the ones that the state has now."""
+        assert self._known is not None
+        known = self._known
+        with self.beside():
+            return [
+                index
+                for index in indices
+                if not _equal_bytes(known.sources[index], views(buffer, [known.entries[index]])[0])
+            ]
 
     def path(self, index: int) -> layouts.Path:
         """Where a tensor is in the state."""
         assert self._known is not None
         return self._known.entries[index].path
+
+
+def _equal_bytes(source: torch.Tensor, copied: torch.Tensor) -> bool:
+    """Compare memory: a NaN is equal to itself, and 0.0 is not -0.0."""
+    plain = source.is_cpu and source.is_contiguous() and not (source.is_conj() or source.is_neg())
+    again = source if plain else torch.empty_like(copied).copy_(source)
+    pointers = ctypes.c_void_p(again.data_ptr()), ctypes.c_void_p(copied.data_ptr())
+    return not _libc.memcmp(*pointers, ctypes.c_size_t(copied.nbytes))
 
 
 class _Known:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -16,9 +16,11 @@ import xxhash
 
 from dlrover.checkpoint import layout as layouts, persist, storage
 from dlrover.checkpoint.layout import Layout, PackedLayout, TensorEntry
+from dlrover.checkpoint.lease import Lease
 from dlrover.checkpoint.persist import PEER_PATIENCE, RETRY_DELAYS, Job, Source
 from dlrover.checkpoint.policies import Policy
-from dlrover.checkpoint.stores import StorageAwayError, Store
+from dlrover.checkpoint.saves import SaveId
+from dlrover.checkpoint.stores import Store
 from dlrover.errors import InfrastructureError
 
 logger = logging.getLogger(__name__)
@@ -33,11 +35,12 @@ class Writer:
     keep: Policy
     rank: int
     world_size: int
-    session: int
+    lease: Lease | None = None
+    """Of rank 0."""
 
     def write(
         self,
-        step: int,
+        save: SaveId,
         packed: PackedLayout,
         tensors: Sequence[torch.Tensor],
         metrics: Mapping[str, float],
@@ -51,15 +54,23 @@ class Writer:
         sums = [xxhash.xxh3_64_intdigest(live.tensor_bytes(entry)) for entry in layout.entries]
         job = Job(
             store=self.store,
-            step=step,
-            session=self.session,
+            save=save,
             world_size=self.world_size,
             sources={self.rank: Source(live, layout, sums)},
             pause=_pause,
             patience=PEER_PATIENCE,
-            identity=self.identity,
+            guard=lambda: self._guard(save.session, _pause),
             metrics=metrics,
         )
+        problem = "it was interrupted"
+        try:
+            problem = self._carry_out(job)
+        finally:
+            if problem:
+                self.give_up(save)
+        return problem
+
+    def _carry_out(self, job: Job) -> str:
         for delay in RETRY_DELAYS:
             problem, again = self._attempt(job)
             if not again:
@@ -67,6 +78,28 @@ class Writer:
             logger.warning("It is tried again in %g s: %s", delay, problem)
             _pause(delay)
         return self._attempt(job)[0]
+
+    def give_up(self, save: SaveId) -> None:
+        """Let the other ranks, and savers of other nodes, see at once that a save will not be whole."""
+        try:
+            storage.give_up(self.store, self.identity, save)
+        except OSError as error:
+            logger.warning("Other ranks may wait for step %d in vain: %s", save.step, error)
+
+    def guard(self, session: int) -> None:
+        """Raise when this world may not change anything in the directory, or that is not known yet.
+
+        Raises:
+            OSError: the directory is another one, or cannot be read.
+            InfrastructureError: another training has taken it, or may still be at it.
+        """
+        self._guard(session, _refuse_to_wait)
+
+    def _guard(self, session: int, pause: Callable[[float], None]) -> None:
+        if self.identity:
+            storage.check_identity(self.store, self.identity)
+        if self.lease is not None:
+            self.lease.check(session, pause)
 
     def _attempt(self, job: Job) -> tuple[str, bool]:
         """Persist once; what went wrong, and whether it may go better next time."""
@@ -79,14 +112,18 @@ class Writer:
             return str(error), False
         if self.rank == 0:
             try:
-                storage.prune(self.store, self.keep)
-            except (OSError, StorageAwayError) as error:
+                storage.prune(self.store, self.keep, job.guard)
+            except (OSError, InfrastructureError) as error:
                 logger.warning("Old checkpoints in %s stay: %s", self.store.location, error)
         return "", False
 
 
 def _pause(seconds: float) -> None:
     threading.Event().wait(seconds)
+
+
+def _refuse_to_wait(_: float) -> None:
+    raise InfrastructureError("Another training may still use the directory.")
 
 
 class _Live:

@@ -73,7 +73,10 @@ class Exchange:
     # ---- to other nodes
 
     def next(self, world: World, sent: Mapping[int, int]) -> Copy | None:
-        """Wait for a step newer than what was sent of its rank; None when there is another world."""
+        """Wait for a save newer than what was sent of its rank; None when there is another world.
+
+        ``sent``: by rank, the number of the newest save that was.
+        """
         with self._changed:
             while self._ranks.world is world:
                 found = self._newest(world, sent)
@@ -83,13 +86,17 @@ class Exchange:
             return None
 
     def _newest(self, world: World, sent: Mapping[int, int]) -> Copy | None:
-        """The newest step of the rank of which the oldest was sent."""
+        """The newest save of the rank of which the oldest was sent."""
         for rank in sorted(world.joined.ranks, key=lambda rank: (sent.get(rank, -1), rank)):
             mine = self._ranks.memories.get(rank)
-            slots = mine.slots if mine is not None else []
-            for slot in sorted(slots, key=lambda slot: -slot.step):
-                ours = slot.session == world.joined.session and slot.step > sent.get(rank, -1)
-                header = slot.header() if ours else None
+            ours = {
+                slot.saved: slot
+                for slot in (mine.slots if mine is not None else ())
+                if slot.saved is not None and slot.saved.session == world.joined.session
+            }
+            for save in sorted(ours, reverse=True):
+                slot = ours[save]
+                header = slot.header() if save.number > sent.get(rank, -1) else None
                 if header is not None and _is_summed(slot.generation, header):
                     return Copy(world, header, slot, slot.epoch, slot.generation)
         return None
@@ -119,8 +126,8 @@ class Exchange:
             InfrastructureError: it cannot be taken.
         """
         rank, joined = header.rank, world.joined
-        sizes = (header.data_bytes, header.index_bytes, header.tensors, header.step)
-        if min(sizes) < 0 or (header.session, header.world_size) != (
+        sizes = (header.data_bytes, header.index_bytes, header.tensors, header.save.step)
+        if min(sizes) < 0 or (header.save.session, header.world_size) != (
             joined.session, joined.world_size
         ):  # fmt: skip
             raise InfrastructureError("It is not of this world.")
@@ -129,7 +136,7 @@ class Exchange:
         with self._changed:
             mine = self._ranks.of(rank, ENOUGH)
             self._check(world, mine)
-            if any((s.step, s.session) == (header.step, header.session) for s in mine.slots):
+            if any(slot.saved == header.save for slot in mine.slots):
                 return None
             mine.receiving += 1
         try:
@@ -138,7 +145,6 @@ class Exchange:
             with self._changed:
                 self._check(world, mine)
                 slot = self._ranks.grant(mine, joined.session, to_worker=False)
-                slot.session = joined.session
                 slot.remap()
                 return Copy(world, header, slot, slot.epoch, slot.generation)
         except BaseException:
@@ -182,13 +188,13 @@ class Exchange:
         header, generation = copy.header, copy.generation
         layout = generation.layout(header)
         if xxhash.xxh3_64_intdigest(copy.sums) != sums_hash:
-            raise InfrastructureError(f"The checksums of step {header.step} are damaged.")
+            raise InfrastructureError(f"The checksums of step {header.save.step} are damaged.")
         sums = array("Q", copy.sums).tolist()
         found = memory.compute_sums(generation, layout)
         for entry, expected, actual in zip(layout.entries, sums, found, strict=True):
             if expected != actual:
                 raise InfrastructureError(
-                    f"The tensor {name(entry.path)} of step {header.step} of rank {header.rank} was damaged"
+                    f"The tensor {name(entry.path)} of step {header.save.step} of rank {header.rank} was damaged"
                     " on its way."
                 )
         faults.point("replicate.received")
@@ -201,11 +207,10 @@ class Exchange:
                 packed,
                 rank=header.rank,
                 world_size=header.world_size,
-                step=header.step,
-                session=header.session,
+                save=header.save,
             )
             generation.store_sums(header, sums)
-            copy.slot.step = header.step
+            self._ranks.admit(copy.slot, header.save)
             self._changed.notify_all()
         faults.point("replicate.kept")
 

@@ -4,33 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import torch
 
-from dlrover.checkpoint import copying, peers, storage
+from dlrover.checkpoint import copying, peers, shared, storage
 from dlrover.checkpoint.client import SaverClient
 from dlrover.checkpoint.extent import Piece
 from dlrover.checkpoint.layout import ITEM_BYTES, Layout, TensorEntry
 from dlrover.checkpoint.memory import Generation
 from dlrover.checkpoint.pieces import assemble, cut
 from dlrover.checkpoint.plan import Plan, Planner, Question, RankState
-from dlrover.checkpoint.protocol import Held
-from dlrover.checkpoint.stores import StorageAwayError, Store, failure, step_folder
+from dlrover.checkpoint.protocol import Held, Holding
+from dlrover.checkpoint.saves import Order, SaveId
+from dlrover.checkpoint.stores import MANIFEST, StorageAwayError, Store, failure, join, step_folder
 from dlrover.checkpoint.tree import DTYPES
-from dlrover.checkpoint.verified import LARGE, VerifiedCopy
+from dlrover.checkpoint.verified import LARGE, THREADS, VerifiedCopy, is_plain
 from dlrover.checkpoint.world import World
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 logger = logging.getLogger(__name__)
 
 MAX_STORED = 64
-"""Stored steps that a load considers, newest first."""
+"""Stored steps that a load considers, newest first, unless it is told which one."""
+ATTEMPTS = 3
+"""Times that a stored step is read which is stored again meanwhile."""
 
+_stored = msgspec.msgpack.Decoder(list[tuple[int, SaveId | None]])
+_tracked = msgspec.msgpack.Decoder(SaveId | None)
 _held = msgspec.msgpack.Decoder(list[Held])
 _described = msgspec.msgpack.Decoder(dict[int, tuple[tuple[TensorEntry, ...], bytes, list[int]]])
 
@@ -40,26 +48,81 @@ class Found(NamedTuple):
 
     step: int
     source: Literal["memory", "peer", "storage"]
+    save: SaveId | None
+    """Which save of the step; None if that is not known."""
 
 
 class Loader:
     """Loads a state on every rank. All of them call `load` at the same time."""
 
-    def __init__(self, world: World, client: SaverClient, store: Store, planner: Planner) -> None:
+    def __init__(
+        self,
+        world: World,
+        client: SaverClient | None,
+        store: Store,
+        identity: str,
+        planner: Planner,
+    ) -> None:
+        """Without a client nothing is loaded from memory."""
         self._world = world
         self._client = client
         self._store = store
+        self._identity = identity
         self._planner = planner
         self.problems: list[str] = []
         """Why steps were passed over."""
+        self.damaged: dict[int, bytes] = {}
+        """Stored steps that were passed over, with their manifests."""
+        self.lost: Lost | None = None
+        """The newest save in memory of which too little is left."""
+        self.unrecorded = ""
+        """Why this node's saver has not recorded that there were whole saves."""
 
     def load(self) -> Found | None:
-        """Restore the newest step that all ranks can; None if there is none.
+        """Restore the newest step that all ranks can; None if there is none: then memory is left as it is.
 
         Raises:
             ConfigurationError: a step is whole, but does not fit the state.
         """
-        return self._from_memory() or self._from_storage()
+        holding = self._world.agree(self._look)
+        mine, self.unrecorded = holding.held, holding.unrecorded
+        everyone = [_held.decode(data) for data in self._world.gather(msgspec.msgpack.encode(mine))]
+        held, self.lost = candidates(everyone), newest_lost(everyone)
+        last = self._last_stored()
+        fresh = [one for one in held if last is None or one.save >= last]
+        for candidate in fresh:
+            if found := self._try_memory(candidate, mine):
+                return found
+        # Memory may be older than what is stored: a node was away, or the training went back.
+        for attempt in self._older(held[len(fresh) :], mine):
+            if found := attempt():
+                return found
+        return None
+
+    def _look(self) -> Holding:
+        return self._client.look() if self._client is not None else Holding(())
+
+    def _keep(self, save: SaveId | None) -> None:
+        """Say which save is continued from; None: none in memory. Collective."""
+        client = self._client
+        if client is not None:
+            self._world.agree(lambda: client.keep(save))
+
+    def _older(
+        self, held: Sequence[Candidate], mine: Sequence[Held]
+    ) -> list[Callable[[], Found | None]]:
+        """Ways to load what is stored, and what is in memory beside it; the newest first. Collective."""
+        stored = dict(itertools.islice(self._stored_steps().items(), MAX_STORED))
+        order = Order(save for save in stored.values() if save is not None)
+        attempts: list[tuple[tuple[int, ...], Callable[[], Found | None]]] = [
+            ((*order.key(step, save), 0), functools.partial(self._try_stored, step, save))
+            for step, save in stored.items()
+        ]
+        attempts += [
+            ((*order.key(one.step, one.save), 1), functools.partial(self._try_memory, one, mine))
+            for one in held
+        ]
+        return [attempt for _, attempt in sorted(attempts, key=lambda pair: pair[0], reverse=True)]
 
     def _plan(
         self, known: Mapping[int, RankState], saved_size: int, *, complete: bool, own: bool = False
@@ -77,21 +140,19 @@ class Loader:
 
     # ---- memory
 
-    def _from_memory(self) -> Found | None:
-        mine = self._client.look()
-        everyone = [_held.decode(data) for data in self._world.gather(msgspec.msgpack.encode(mine))]
-        for candidate in candidates(everyone):
-            step = MemoryStep(self._world, self._client, candidate, mine)
-            try:
-                source = self._restore_from_memory(step, candidate.world_size)
-            except InfrastructureError as error:
-                logger.warning("Step %d is not loaded from memory: %s", candidate.step, error)
-                self.problems.append(str(error))
-            else:
-                self._client.keep(candidate.step, candidate.key[1])
-                return Found(candidate.step, source)
-        self._client.keep(-1, 0)
-        return None
+    def _try_memory(self, candidate: Candidate, mine: Sequence[Held]) -> Found | None:
+        assert self._client is not None, "there is something in memory"
+        step = MemoryStep(self._world, self._client, candidate, mine)
+        try:
+            source = self._restore_from_memory(step, candidate.world_size)
+        except StorageAwayError:
+            raise  # another rank cannot go on
+        except InfrastructureError as error:
+            logger.warning("Step %d is not loaded from memory: %s", candidate.step, error)
+            self.problems.append(str(error))
+            return None
+        self._keep(candidate.save)
+        return Found(candidate.step, source, candidate.save)
 
     def _restore_from_memory(self, step: MemoryStep, saved_size: int) -> Literal["memory", "peer"]:
         world = self._world
@@ -111,26 +172,56 @@ class Loader:
 
     # ---- storage
 
-    def _from_storage(self) -> Found | None:
-        for step in self._stored_steps():
-            if self._try_stored(step):
-                return Found(step, "storage")
-        return None
+    def _last_stored(self) -> SaveId | None:
+        """The newest save that rank 0 knows to be stored; None if there is none. Collective.
 
-    def _try_stored(self, step: int) -> bool:
-        """Restore a step; one that is damaged is put out of the way."""
+        Raises:
+            StorageAwayError: it cannot be read now: what is in memory may be older.
+        """
+
+        def look() -> SaveId | None:
+            return None if self._world.rank else storage.tracked(self._store)
+
+        last = self._world.agree(look)
+        agreed: SaveId | None = _tracked.decode(self._world.gather(msgspec.msgpack.encode(last))[0])
+        return agreed
+
+    def _try_stored(self, step: int, save: SaveId | None) -> Found | None:
+        """Restore a step; None if it is damaged.
+
+        Raises:
+            StorageAwayError: a rank cannot read it now; an older step would be no better.
+        """
+        seen = self._world.agree(functools.partial(self._manifest, step))
         try:
-            self._world.agree(functools.partial(self._restore_stored, step))
+            save = self._restore_same(step, save)
+        except StorageAwayError:
+            raise
         except InfrastructureError as error:
+            self._world.agree(self._check_directory)  # else all of it would be missing
             self.problems.append(str(error))
-            away = self._world.exchange([isinstance(error, StorageAwayError)])
-            if any(flag for (flag,) in away):
-                raise  # an older step would be no better
-            if self._world.rank == 0:
-                bad = storage.quarantine(self._store, step)
-                logger.error("Step %d cannot be loaded and is now %s: %s", step, bad, error)  # noqa: TRY400
-            return False
-        return True
+            self.damaged[step] = seen
+            logger.error("Step %d cannot be loaded: %s", step, error)  # noqa: TRY400
+            return None
+        self._keep(None)
+        return Found(step, "storage", save)
+
+    def _manifest(self, step: int) -> bytes:
+        """What step this is, should another one of its number take its place; for rank 0."""
+        if self._world.rank:
+            return b""
+        try:
+            return self._store.read(join(step_folder(step), MANIFEST))
+        except FileNotFoundError:
+            return b""
+        except (OSError, MemoryError) as error:
+            raise failure(error, f"Step {step} in {self._store.location} cannot be read") from error
+
+    def _check_directory(self) -> None:
+        try:
+            storage.check_identity(self._store, self._identity)
+        except (OSError, MemoryError) as error:
+            raise failure(error, f"{self._store.location} cannot be read") from error
 
     def load_stored(self, step: int) -> Found:
         """Restore one stored step.
@@ -145,27 +236,76 @@ class Loader:
             raise ConfigurationError(
                 f"step is {step}, which is not stored in {self._store.location}; there is: {known}."
             )
-        self._world.agree(functools.partial(self._restore_stored, step))
-        return Found(step, "storage")
+        return Found(step, "storage", self._restore_same(step, there[step]))
 
-    def _stored_steps(self) -> list[int]:
+    def _stored_steps(self) -> dict[int, SaveId | None]:
         """Those that rank 0 sees, newest first. Collective."""
-        listed = self._world.agree(self._listed)
-        return [step for step in self._world.exchange(listed)[0] if step >= 0]
+        listed = msgspec.msgpack.encode(self._world.agree(self._listed))
+        return dict(_stored.decode(self._world.gather(listed)[0]))
 
-    def _listed(self) -> list[int]:
-        found: list[int] = []
+    def _listed(self) -> list[tuple[int, SaveId | None]]:
+        found: dict[int, SaveId | None] = {}
         if self._world.rank == 0:
+            self._check_directory()
             try:
-                found = storage.steps(self._store)
-            except OSError as error:
-                raise failure(
-                    error, f"{self._store.location} cannot be read: {error.strerror}."
-                ) from error
-        return [*found, *[-1] * MAX_STORED][:MAX_STORED]
+                found = storage.saves(self._store)
+            except (OSError, MemoryError) as error:
+                raise failure(error, f"{self._store.location} cannot be read") from error
+        return list(found.items())
 
-    def _restore_stored(self, step: int) -> None:
+    def _restore_same(
+        self, step: int, save: SaveId | None, attempts: int = ATTEMPTS
+    ) -> SaveId | None:
+        """Restore the same save of a step on all ranks: this one, or one that replaces it; which. Collective."""
+        try:
+            self._await_sight(step)
+            self._world.agree(functools.partial(self._restore_stored, step, save))
+        except StorageAwayError:
+            raise
+        except InfrastructureError:
+            replaced = self._world.agree(functools.partial(self._is_replaced, step, save))
+            again = attempts > 1 and any(flag for (flag,) in self._world.exchange([replaced]))
+            there = self._stored_steps() if again else {}
+            if step not in there:
+                raise
+        else:
+            return save
+        logger.info("Step %d was stored again while it was read", step)
+        return self._restore_same(step, there[step], attempts - 1)
+
+    def _is_replaced(self, step: int, save: SaveId | None) -> bool:
+        try:
+            return _differ(storage.save_of(self._store, step), save)
+        except (OSError, MemoryError) as error:
+            raise failure(error, f"Step {step} in {self._store.location} cannot be read") from error
+
+    def _await_sight(self, step: int) -> None:
+        """Wait until all ranks see a step that rank 0 sees. Collective.
+
+        Raises:
+            StorageAwayError: one does not see it, and rank 0 still does.
+            InfrastructureError: it is not there any more.
+        """
+        world, manifest = self._world, join(step_folder(step), MANIFEST)
+        sees = world.agree(lambda: world.rank == 0 or shared.until_seen(self._store, manifest))
+        blind = [rank for rank, (flag,) in enumerate(world.exchange([sees])) if not flag]
+        if not blind:
+            return
+        there = world.agree(lambda: world.rank == 0 and self._store.exists(manifest))
+        where = self._store.where(manifest)
+        if not world.exchange([there])[0][0]:
+            raise InfrastructureError(f"{where} was deleted while it was loaded.")
+        raise StorageAwayError(
+            f"Rank {blind[0]} does not see {where} after {shared.PATIENCE:g} s, and rank 0 does: look whether"
+            " the directory is mounted on its node."
+        )
+
+    def _restore_stored(self, step: int, save: SaveId | None) -> None:
         with storage.StoredStep(self._store, step_folder(step)) as stored:
+            if save is not None and _differ(stored.manifest.save, save):
+                raise InfrastructureError(
+                    f"Step {step} in {self._store.location} was stored again while it was read."
+                )
             size, alike = stored.manifest.world_size, stored.manifest.replicated
             base = self._world.rank if self._world.rank < size else 0
             moved = size != self._world.size
@@ -178,13 +318,20 @@ class Loader:
             planned.restoration.run(_Stored(stored).tensors(planned))
 
 
+def _differ(found: SaveId | None, save: SaveId | None) -> bool:
+    """Whether another save is found in place of one; beginning a line changes none of them."""
+    if found is None or save is None:
+        return found is not None
+    return (found.session, found.number) != (save.session, save.number)
+
+
 class _Stored:
     """Reads pieces of a stored step."""
 
     def __init__(self, stored: storage.StoredStep) -> None:
         self._stored = stored
 
-    def tensors(self, planned: Plan) -> list[torch.Tensor]:
+    def tensors(self, planned: Plan) -> Sequence[torch.Tensor]:
         """What the plan needs.
 
         Raises:
@@ -193,18 +340,49 @@ class _Stored:
         if planned.needed is None:
             tensors = self._stored.index(planned.base).tensors
             self._stored.expect(tensors)
-            return [self._view(tensor) for tensor in tensors]
+            return _OnDemand(self._stored, tensors)
         self._stored.expect(self._tensor(piece) for piece in planned.pieces)
         return assemble(planned, planned.needed, self._read)
 
     def _read(self, piece: Piece) -> torch.Tensor:
-        return cut(self._view(self._tensor(piece)), piece)
+        tensor = self._tensor(piece)
+        part = cut(copying.view(self._stored.verified(tensor), tensor), piece)
+        return part.clone() if part.nbytes < tensor.nbytes else part  # the rest is let go
 
     def _tensor(self, piece: Piece) -> storage.StoredTensor:
         return self._stored.index(piece.chunk.rank).tensors[piece.chunk.index]
 
-    def _view(self, tensor: storage.StoredTensor) -> torch.Tensor:
+
+class _OnDemand(Sequence[torch.Tensor]):
+    """The tensors of one rank, read and checked one by one, where possible straight to where they belong."""
+
+    def __init__(self, stored: storage.StoredStep, tensors: Sequence[storage.StoredTensor]) -> None:
+        self._stored = stored
+        self._tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getitem__(self, index: Any) -> Any:
+        tensor = self._tensors[index]
         return copying.view(self._stored.verified(tensor), tensor)
+
+    def fill(self, pending: list[tuple[torch.Tensor, int]]) -> list[tuple[torch.Tensor, int]]:
+        """Read each tensor that is plain memory; the others."""
+        direct = [self._fits(target, self._tensors[index]) for target, index in pending]
+        with ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0)))) as pool:
+            for done in pool.map(self._fill, itertools.compress(pending, direct)):
+                assert done is None
+        return [item for item, is_direct in zip(pending, direct, strict=True) if not is_direct]
+
+    def _fits(self, target: torch.Tensor, tensor: storage.StoredTensor) -> bool:
+        same = (tuple(target.shape), target.dtype) == (tensor.shape, DTYPES[tensor.dtype])
+        return same and is_plain(target)
+
+    def _fill(self, item: tuple[torch.Tensor, int]) -> None:
+        target, index = item
+        flat = target.detach().view(-1).view(torch.uint8)
+        self._stored.fill(self._tensors[index], memoryview(flat.numpy()))
 
 
 def _rank_state(stored: storage.StoredStep, rank: int) -> RankState:
@@ -240,7 +418,7 @@ class MemoryStep:
             mine = rank == self._world.rank
             generation = self._client.generation(slot) if mine else self._client.open(rank)[slot]
             header = generation.header()
-            if header is None or header.step != self._candidate.step:
+            if header is None or header.save != self._candidate.save:
                 raise InfrastructureError(f"Step {self._candidate.step} is not in memory any more.")
             buffer = torch.frombuffer(generation.data, dtype=torch.uint8)
             found = self._generations[rank] = generation, buffer, generation.layout(header)
@@ -355,36 +533,68 @@ class MemoryStep:
 class Candidate(NamedTuple):
     """A step that is in memory, all of it, on one node or several."""
 
-    key: tuple[int, int, int]
-    """Step, session, and how many ranks saved it."""
+    key: tuple[SaveId, int]
+    """The save, and how many ranks made it."""
     servers: dict[int, int]
     """By saved rank: the rank that reads it for others."""
 
     @property
+    def save(self) -> SaveId:
+        """Which save it is."""
+        return self.key[0]
+
+    @property
     def step(self) -> int:
         """The step."""
-        return self.key[0]
+        return self.save.step
 
     @property
     def world_size(self) -> int:
         """How many ranks saved it."""
-        return self.key[2]
+        return self.key[1]
 
 
-def _key(item: Held) -> tuple[int, int, int]:
-    return item.step, item.session, item.world_size
+def _key(item: Held) -> tuple[SaveId, int]:
+    return item.save, item.world_size
+
+
+class Lost(NamedTuple):
+    """A save of which the parts of some ranks are nowhere."""
+
+    save: SaveId
+    ranks: tuple[int, ...]
+
+    @property
+    def sentence(self) -> str:
+        """What was lost."""
+        ranks = ", ".join(map(str, self.ranks))
+        several = len(self.ranks) > 1
+        return (
+            f"Step {self.save.step} was saved to memory, and the part{'s' if several else ''} of"
+            f" rank{'s' if several else ''} {ranks} {'are' if several else 'is'} gone."
+        )
+
+
+def newest_lost(everyone: Sequence[Sequence[Held]]) -> Lost | None:
+    """The newest save that some ranks see in memory, unless all of it is there."""
+    items = [item for held in everyone for item in held]
+    if not items:
+        return None
+    key = max(map(_key, items))
+    missing = set(range(key[1])) - {item.rank for item in items if _key(item) == key}
+    return Lost(key[0], tuple(sorted(missing))) if missing else None
 
 
 def candidates(everyone: Sequence[Sequence[Held]]) -> list[Candidate]:
     """The steps that can be loaded, newest first, from what each rank sees."""
-    seen: dict[tuple[int, int, int], dict[int, list[int]]] = {}
+    seen: dict[tuple[SaveId, int], dict[int, list[int]]] = {}
     for viewer, held in enumerate(everyone):
         for item in held:
             seen.setdefault(_key(item), {}).setdefault(item.rank, []).append(viewer)
     found = []
     for key in sorted(seen, reverse=True):
         viewers = seen[key]
-        if viewers.keys() >= set(range(key[2])):
+        if viewers.keys() >= set(range(key[1])):
             servers = {rank: who[rank % len(who)] for rank, who in viewers.items()}
             found.append(Candidate(key, servers))
     return found

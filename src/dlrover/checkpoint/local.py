@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import logging
 import math
 import mmap
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+import stat
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
 from dlrover._util import files
+from dlrover.checkpoint.saves import SaveId
 from dlrover.checkpoint.stores import (
+    MANIFEST,
     Draft,
     FileInfo,
     Leftover,
@@ -25,6 +33,9 @@ from dlrover.checkpoint.stores import (
     Writer,
     step_folder,
 )
+from dlrover.errors import InfrastructureError
+
+logger = logging.getLogger(__name__)
 
 BUFFER = 1 << 20
 """Bytes of small writes that are collected."""
@@ -35,7 +46,13 @@ EAGER = 8 << 20
 """Bytes after which the disk is given something to do, while more comes."""
 
 _SYNC_FILE_RANGE_WRITE = 2
-_libc = ctypes.CDLL(None)
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_REPLACED = ".replaced"
+"""The end of the name of a step that a newer copy has replaced."""
+_TAKEN = ".taken"
+"""The end of the name of a save that is being published: nobody else writes there, or takes it away."""
+_libc = ctypes.CDLL(None, use_errno=True)
 _UNFINISHED = re.compile(r"\.step-(\d+)\.(.*)")
 
 
@@ -45,7 +62,7 @@ def local_store(root: Path) -> Store:
 
 
 class _LocalStore:
-    """A directory: a step is written under another name, synced and renamed; tensors are mapped."""
+    """A directory: a step is written under another name, synced and renamed; tensors are read as they are needed."""
 
     poll = POLL
     renames = True
@@ -59,26 +76,29 @@ class _LocalStore:
         return str(self._root / name)
 
     def is_there(self) -> bool:
-        return self._root.is_dir()
+        return stat.S_ISDIR(_mode(self._root))
 
     def names(self, folder: str = "") -> list[str]:
-        path = self._root / folder
-        return [entry.name for entry in path.iterdir()] if path.is_dir() else []
+        try:
+            return os.listdir(self._root / folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
 
     def folders(self) -> list[str]:
-        return [entry.name for entry in self._root.iterdir() if entry.is_dir()]
+        return [name for name in os.listdir(self._root) if stat.S_ISDIR(_mode(self._root / name))]
 
     def files(self, folder: str) -> dict[str, FileInfo]:
         top = self._root / folder
         found = {}
-        for path in top.rglob("*"):
-            if path.is_file():
+        for folder_path, _, names in os.walk(top, onerror=_raise):
+            for name in names:
+                path = Path(folder_path, name)
                 known = path.stat()
                 found[str(path.relative_to(top))] = FileInfo(known.st_size, known.st_mtime)
         return found
 
     def exists(self, file: str) -> bool:
-        return (self._root / file).is_file()
+        return stat.S_ISREG(_mode(self._root / file))
 
     def read(self, file: str) -> bytes:
         return (self._root / file).read_bytes()
@@ -87,7 +107,7 @@ class _LocalStore:
         return (self._root / file).open("rb")
 
     def reader(self, folder: str) -> Reader:
-        return _Maps(self._root / folder)
+        return _Files(self._root / folder)
 
     @contextlib.contextmanager
     def create(self, file: str) -> Iterator[Writer]:
@@ -98,7 +118,8 @@ class _LocalStore:
 
     def write(self, file: str, data: bytes) -> None:
         path = self._root / file
-        if path.parent != self._root:  # which is not made again: its disk may not be mounted
+        # Neither the directory is made again, whose disk may not be mounted, nor a save that was given up.
+        if path.parent != self._root and not _UNFINISHED.fullmatch(path.parent.name):
             path.parent.mkdir(exist_ok=True)
         files.write_atomically(path, data)
 
@@ -126,40 +147,68 @@ class _LocalStore:
 
     # ---- steps
 
-    def draft(self, step: int, session: int) -> Draft:
-        draft = Draft(step, _unfinished(step, session), "")
+    def draft(self, save: SaveId) -> Draft:
+        draft = Draft(save, _unfinished(save), "", f"{_unfinished(save)}.marks")
         (self._root / draft.top).mkdir(exist_ok=True)
         return draft
 
-    def publish(self, draft: Draft) -> None:
-        """Give the finished directory its name; a step of that name is replaced."""
-        target, final = self._root / draft.top, self._root / step_folder(draft.step)
+    def publish(self, draft: Draft, files: Collection[str]) -> None:
+        """Give the finished directory its name; a step of that name is replaced.
+
+        It is taken first, so that nobody can give it up any more. The two are exchanged. Where the file system
+        cannot do that, the old one is put aside for a moment; if the process dies in it, `adopt` gives the name
+        to one of the two.
+        """
+        target = self._root / f"{draft.top}{_TAKEN}"
+        final = self._root / step_folder(draft.save.step)
+        old = self._root / f"{target.name}{_REPLACED}"
+        if _mode(target):  # an attempt before failed
+            shutil.rmtree(target)
+        (self._root / draft.top).rename(target)
+        missing = set(files) - set(os.listdir(target))
+        if missing:  # it was given up, and begun again by a rank that came late
+            shutil.rmtree(target)
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(min(missing)))
         sync_directory(target)
-        old = None
-        if final.exists():
-            old = target.with_name(target.name + ".replaced")
+        if not _mode(final):
+            target.rename(final)
+            sync_directory(self._root)
+            return
+        if _exchange(target, final):
+            target.rename(old)
+        else:
             final.rename(old)
-        target.rename(final)
+            target.rename(final)
         sync_directory(self._root)
-        if old is not None:
-            shutil.rmtree(old)
+        doomed = self._root / f"{target.name}.doomed.{secrets.token_hex(4)}"
+        old.rename(doomed)  # else `adopt` would take what is left of it for the step
+        shutil.rmtree(doomed)
 
-    def is_published(self, draft: Draft) -> bool:
-        return (
-            not (self._root / draft.top).exists()
-            and (self._root / step_folder(draft.step)).exists()
-        )
+    def adopt(self) -> None:
+        for left in self.leftovers():
+            final = self._root / step_folder(left.step)
+            if not left.name.endswith(_REPLACED) or _mode(final):
+                continue
+            new = self._root / left.folder.removesuffix(_REPLACED)
+            chosen = new if _mode(new / MANIFEST) else self._root / left.folder
+            if not _mode(chosen / MANIFEST):
+                continue  # it was being deleted
+            chosen.rename(final)
+            logger.warning("%s is %s again: a saver died while it replaced it", chosen, final.name)
 
-    def give_up(self, step: int, session: int) -> None:
-        """Take its name away first: nobody can publish it any more."""
-        name = _unfinished(step, session)
+    def give_up(self, save: SaveId, mark: str) -> None:
+        """Take its name away: nobody can publish it any more."""
+        name = _unfinished(save)
+        marks = self._root / f"{name}.marks"
+        marks.mkdir(exist_ok=True)
+        files.write_atomically(marks / mark, b"")
         doomed = self._root / f"{name}.given-up.{secrets.token_hex(4)}"
         with contextlib.suppress(FileNotFoundError):
             (self._root / name).rename(doomed)
             shutil.rmtree(doomed)
 
     def is_given_up(self, draft: Draft) -> bool:
-        return not (self._root / draft.top).exists()
+        return not _mode(self._root / draft.top) and not _mode(self._root / f"{draft.top}{_TAKEN}")
 
     def set_aside(self, step: int) -> str:
         bad = self._root / f"step-{step}.bad"
@@ -186,9 +235,22 @@ class _LocalStore:
             return math.inf  # somebody is at it
 
 
-def _unfinished(step: int, session: int) -> str:
-    """The folder of a step that is being written."""
-    return f".step-{step}.{session:016x}"
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two names change places, at once; False where kernel, C library or file system cannot do that."""
+    if not hasattr(_libc, "renameat2"):
+        return False
+    names = os.fsencode(one), os.fsencode(other)
+    if _libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+        return False
+    raise OSError(number, os.strerror(number), str(other))
+
+
+def _unfinished(save: SaveId) -> str:
+    """The folder of a save that is being written."""
+    return f".step-{save.step}.{save.folder}"
 
 
 class _Eager:
@@ -210,31 +272,84 @@ class _Eager:
             self._begun = self._size
 
 
-class _Maps:
-    """The files of a folder, mapped as they are needed."""
+class _Files:
+    """The files of a folder, read as they are needed.
+
+    They are not mapped: a mapped file that goes away, as a deleted one on NFS or a bad sector, ends the
+    process with SIGBUS, and reading it is an error that can be dealt with.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._maps: dict[str, memoryview] = {}
+        self._lock = threading.Lock()
+        self._current: dict[str, int] = {}
+        self._opened: list[FileIO] = []
+        weakref.finalize(self, _close, self._opened)
 
     def size(self, file: str) -> int:
-        return len(self._mapped(file))
+        return self._asked(file, lambda fd: os.fstat(fd).st_size)
 
     def expect(self, wanted: Iterable[Range]) -> None:
         pass
 
     def view(self, wanted: Range) -> memoryview:
-        return self._mapped(wanted.file)[wanted.offset : wanted.offset + wanted.nbytes]
+        # New memory of the kernel is zero already; that of a bytearray is written for it.
+        size = wanted.nbytes
+        buffer = memoryview(mmap.mmap(-1, size) if size >= BUFFER else bytearray(size))
+        self.fill(wanted, buffer)
+        return buffer
 
-    def _mapped(self, file: str) -> memoryview:
-        found = self._maps.get(file)
-        if found is None:
-            with (self._folder / file).open("rb") as opened:
-                size = os.fstat(opened.fileno()).st_size
-                # Private, not read-only: torch warns of tensors that must not be written.
-                mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY) if size else b""
-            found = self._maps[file] = memoryview(mapped)
-        return found
+    def fill(self, wanted: Range, buffer: memoryview) -> None:
+        done = 0
+        while done < wanted.nbytes:
+            at = wanted.offset + done
+            rest = buffer[done : wanted.nbytes]
+            got = self._asked(wanted.file, lambda fd, rest=rest, at=at: os.preadv(fd, [rest], at))  # type: ignore[misc]
+            if not got:
+                where = self._folder / wanted.file
+                raise InfrastructureError(f"{where} ends at {at} bytes, within a tensor.")
+            done += got
+
+    def _asked(self, file: str, ask: Callable[[int], int]) -> int:
+        """What the kernel says of a file; it is opened again if another machine has replaced it."""
+        try:
+            try:
+                return ask(self._fd(file))
+            except OSError as error:
+                if error.errno != errno.ESTALE:
+                    raise
+                return ask(self._fd(file, again=True))
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._folder / file)) from error
+
+    def _fd(self, file: str, *, again: bool = False) -> int:
+        with self._lock:
+            if again or file not in self._current:
+                opened = (self._folder / file).open("rb", buffering=0)
+                self._opened.append(opened)  # another thread may still read the one before
+                self._current[file] = opened.fileno()
+            return self._current[file]
+
+
+def _close(opened: list[FileIO]) -> None:
+    for file in opened:
+        file.close()
+
+
+def _mode(path: Path) -> int:
+    """The type and mode of what is there, 0 for nothing; `Path.exists` may hide why it cannot tell.
+
+    Raises:
+        OSError: it cannot be found out.
+    """
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def sync_directory(path: Path) -> None:

@@ -11,30 +11,41 @@ range is checked against the file, the header and the index against their checks
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import enum
 import mmap
 import os
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 import xxhash
 
-from dlrover.checkpoint import layout as layouts
+from dlrover.checkpoint import formats, layout as layouts
 from dlrover.checkpoint.layout import Layout, PackedLayout
+from dlrover.checkpoint.saves import SaveId
 from dlrover.errors import InfrastructureError
 
 PAGE = mmap.PAGESIZE
 MAGIC = b"DLROVER\0"
-FORMAT = 1
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+"""Says whether the kernel gives huge pages to shared memory: always, on advice, or never."""
+MADV_POPULATE_WRITE = 23
+POPULATE_CHUNK = 1 << 26
+"""Bytes for which page tables are made at a time."""
 INDEX_ROOM = 1 << 16
 """Bytes kept for an index to grow in before the memory must be made larger."""
 
-_FIELDS = struct.Struct("<8sIIqQQQQQQQ")
+_FIELDS = struct.Struct("<8sIIqQQQQQQQQQ")
+_START = struct.Struct("<8sI")
+"""Magic and format; the same in every format."""
 _STATE_AT = 256
 _SUMMED_AT = 264
 _WORD = struct.Struct("<Q")
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class State(enum.IntEnum):
@@ -50,9 +61,7 @@ class Header(msgspec.Struct, frozen=True):
 
     rank: int
     world_size: int
-    step: int
-    session: int
-    """The run of the world that wrote it: equal on all its ranks, different in each run."""
+    save: SaveId
     layout_hash: int
     data_bytes: int
     index_bytes: int
@@ -65,6 +74,8 @@ class Generation:
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, os.fstat(fd).st_size or _grow(fd, PAGE))
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            self._map.madvise(mmap.MADV_HUGEPAGE)
         self.buffer = memoryview(self._map)
 
     @property
@@ -84,20 +95,18 @@ class Generation:
         _WORD.pack_into(self._map, _STATE_AT, state)
         _WORD.pack_into(self._map, _SUMMED_AT, 0)
 
-    def publish(
-        self, packed: PackedLayout, *, rank: int, world_size: int, step: int, session: int
-    ) -> None:
+    def publish(self, packed: PackedLayout, *, rank: int, world_size: int, save: SaveId) -> None:
         """Write index and header for data that is in place, then say that it is valid."""
         index, data_bytes = packed.encoded, packed.data_bytes
         if needed_for(packed) > self.size:
             raise InfrastructureError(
-                f"The state of step {step} does not fit in {self.size} bytes of memory."
+                f"The state of step {save.step} does not fit in {self.size} bytes of memory."
             )
         start = PAGE + data_bytes
         self._map[start : start + len(index)] = index
         fields = _FIELDS.pack(
-            MAGIC, FORMAT, rank, step, world_size, session, packed.layout_hash, data_bytes, len(index),
-            xxhash.xxh3_64_intdigest(index), packed.tensors,
+            MAGIC, formats.FORMAT, rank, save.step, world_size, save.session, save.number, save.line,
+            packed.layout_hash, data_bytes, len(index), xxhash.xxh3_64_intdigest(index), packed.tensors,
         )  # fmt: skip
         self._map[: len(fields)] = fields
         _WORD.pack_into(self._map, len(fields), xxhash.xxh3_64_intdigest(fields))
@@ -129,24 +138,22 @@ class Generation:
         if self.state is not State.VALID:
             return None
         fields = bytes(self._map[: _FIELDS.size])
+        magic, version = _START.unpack_from(fields)
+        if magic == MAGIC:
+            formats.check(version, "A memory checkpoint")
         (digest,) = _WORD.unpack_from(self._map, _FIELDS.size)
         if digest != xxhash.xxh3_64_intdigest(fields):
             raise InfrastructureError("The header of a memory checkpoint is damaged.")
         (
-            magic, version, rank, step, world_size, session, layout_hash, data_bytes, index_bytes,
-            index_hash, tensors,
+            _, _, rank, step, world_size, session, number, line, layout_hash, data_bytes,
+            index_bytes, index_hash, tensors,
         ) = _FIELDS.unpack(fields)  # fmt: skip
-        if magic != MAGIC or version != FORMAT:
-            raise InfrastructureError(
-                f"A memory checkpoint has format {version}; this version reads format {FORMAT}."
-            )
         if required(data_bytes, index_bytes, tensors) > self.size:
             raise InfrastructureError(f"The memory checkpoint of step {step} is truncated.")
         return Header(
             rank,
             world_size,
-            step,
-            session,
+            SaveId(line, number, step, session),
             layout_hash,
             data_bytes,
             index_bytes,
@@ -163,15 +170,15 @@ class Generation:
         start = PAGE + header.data_bytes
         index = bytes(self._map[start : start + header.index_bytes])
         if xxhash.xxh3_64_intdigest(index) != header.index_hash:
-            raise InfrastructureError(f"The index of step {header.step} in memory is damaged.")
+            raise InfrastructureError(f"The index of step {header.save.step} in memory is damaged.")
         try:
             layout = msgspec.msgpack.decode(index, type=Layout)
         except msgspec.DecodeError as error:
             raise InfrastructureError(
-                f"The index of step {header.step} in memory cannot be read: {error}."
+                f"The index of step {header.save.step} in memory cannot be read: {error}."
             ) from error
         if len(layout.entries) != header.tensors:
-            raise InfrastructureError(f"The index of step {header.step} has a wrong length.")
+            raise InfrastructureError(f"The index of step {header.save.step} has a wrong length.")
         layouts.check(layout, header.data_bytes)
         return layout
 
@@ -187,7 +194,9 @@ class Generation:
         end = start + 8 * header.tensors
         data = bytes(self._map[start:end])
         if _WORD.unpack_from(self._map, end) != (xxhash.xxh3_64_intdigest(data),):
-            raise InfrastructureError(f"The checksums of step {header.step} in memory are damaged.")
+            raise InfrastructureError(
+                f"The checksums of step {header.save.step} in memory are damaged."
+            )
         return list(array("Q", data))
 
     def tensor_bytes(self, entry: layouts.TensorEntry) -> memoryview:
@@ -209,6 +218,45 @@ def room_for(packed: PackedLayout, more: int = 0) -> int:
     """Bytes to reserve for a state like this one and ``more`` bytes of tensors that it will get."""
     size = needed_for(packed) + more + more // 8 + len(packed.encoded) + INDEX_ROOM
     return -(-size // PAGE) * PAGE
+
+
+def provide(fd: int, nbytes: int) -> None:
+    """Have the kernel provide ``nbytes`` of memory for a generation, in huge pages where it gives them on advice.
+
+    Raises:
+        OSError: there is not that much; the generation is as large as before.
+    """
+    before = os.fstat(fd).st_size
+    try:
+        if _huge_pages_on_advice():
+            os.ftruncate(
+                fd, nbytes
+            )  # the advice counts for memory that is touched, not for allocations
+            populate(Generation(fd))
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError:
+        os.ftruncate(fd, before)
+        raise
+
+
+def _huge_pages_on_advice() -> bool:
+    try:
+        return "[advise]" in HUGE_PAGES.read_text()
+    except OSError:
+        return False  # a kernel without huge pages
+
+
+def populate(generation: Generation, wanted: Callable[[], bool] = lambda: True) -> None:
+    """Enter the memory in this process's page tables, so that the first copy does not have to.
+
+    A kernel before 5.14 cannot; then the first copy is slower. Ends early when ``wanted`` returns False.
+    """
+    address = ctypes.addressof(ctypes.c_char.from_buffer(generation.buffer))
+    for start in range(0, generation.size, POPULATE_CHUNK):
+        if not wanted():
+            return
+        size = min(POPULATE_CHUNK, generation.size - start) // PAGE * PAGE
+        _libc.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(size), MADV_POPULATE_WRITE)
 
 
 def compute_sums(generation: Generation, layout: Layout) -> list[int]:

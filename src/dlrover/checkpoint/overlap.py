@@ -1,15 +1,18 @@
 """Copies that run beside the training, and what keeps them from being torn.
 
 A parameter and its optimizer's state change only when the optimizer steps: a hook makes that wait for the
-copy. All other tensors are copied before `save` returns. Should one change all the same, torch's count of
-in-place changes tells, and the copy is not used.
+copy. All other tensors are copied before `save` returns. A write that no hook sees voids the copy, however it
+is made. torch counts changes in place, except those through ``.data``, a graph of an accelerator or a kernel
+of somebody else's. So the state is read again after the copy and compared byte for byte, and a sample of it
+is compared with what it was when `save` was called.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -20,6 +23,13 @@ from dlrover.checkpoint.copying import Copier
 from dlrover.checkpoint.layout import name
 from dlrover.checkpoint.tree import Spread, State
 from dlrover.errors import InfrastructureError
+
+SAMPLED_TENSORS = 1024
+"""Of more tensors than this, some are sampled: an optimizer's step changes all of them."""
+SAMPLES = 16
+"""Elements of a tensor, at equal distances. Each is a miss of the cache."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+"""Types to look at the bits of elements with, by the elements' size."""
 
 _version = operator.attrgetter("_version")
 
@@ -46,9 +56,13 @@ class Background:
         if running is not None:
             running.result()
 
-    def _before_step(self, *_: Any) -> None:
+    def finish(self) -> None:
+        """Wait for the copy, if there is one; `wait` raises what went wrong."""
         if self._running is not None:
-            self._running.exception()  # waits; `wait` raises what it was
+            self._running.exception()
+
+    def _before_step(self, *_: Any) -> None:
+        self.finish()
 
     def close(self) -> None:
         """Let optimizers go on without this."""
@@ -56,17 +70,82 @@ class Background:
         self._pool.shutdown()
 
 
+class Guarded:
+    """Tells which tensors of a state only its optimizers change."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._changed: set[int] = set()
+        self.unguarded: list[int] = []
+        """The others, by their number in the layout."""
+        self.guarded: list[int] = []
+        self.sample = Sample([])
+
+    def look_at(self, state: State, copier: Copier) -> None:
+        """Find them; at once if the state's tensors lie where they lay."""
+        sources = copier.sources
+        key = [source.data_ptr() for source in sources]
+        if key == self._key:
+            return
+        safe = {tensor.data_ptr() for tensor in _guarded(state)}
+        self.unguarded, self.guarded = [], []
+        for index, source in enumerate(sources):
+            trusted = source.data_ptr() in safe and index not in self._changed
+            known = self.guarded if trusted and _can_be_sampled(source) else self.unguarded
+            known.append(index)
+        self.sample = Sample([sources[index] for index in self.guarded])
+        self._key = key
+
+    def distrust(self, changed: list[int]) -> None:
+        """Do not rely on these any more."""
+        self._changed.update(changed)
+        self._key = None
+
+
+class Sample:
+    """Some elements of tensors, seen as integers: writes to a whole tensor change them."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        every = -(-len(tensors) // SAMPLED_TENSORS) or 1
+        views = [_elements(tensor) for tensor in tensors[::every] if tensor.numel()]
+        kinds = operator.attrgetter("device.type", "device.index", "dtype")
+        views.sort(key=lambda view: str(kinds(view)))
+        self._kinds = [list(alike) for _, alike in groupby(views, key=kinds)]
+
+    def take(self) -> list[torch.Tensor]:
+        """What the elements are now."""
+        with torch.no_grad():
+            return [torch.cat(views) for views in self._kinds]
+
+    def equals(self, before: list[torch.Tensor]) -> bool:
+        """Whether they are what they were."""
+        return all(map(torch.equal, self.take(), before))
+
+
+def _can_be_sampled(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie one behind the other, in whatever order, and are what they seem."""
+    places = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    dense = not tensor.numel() or places == tensor.numel()
+    return dense and not (tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
+
+
+def _elements(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.as_strided((tensor.numel(),), (1,)).view(_INTEGERS[tensor.itemsize])
+    return flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES]
+
+
 class Snapshot:
     """What of a state must be known before `save` returns, so that the copy can be made later."""
 
-    def __init__(self, copier: Copier, unguarded: list[int]) -> None:
+    def __init__(self, copier: Copier, guarded: Guarded) -> None:
         self._copier = copier
         sources = copier.sources
         with torch.no_grad():
-            self._copies = [(index, sources[index].clone()) for index in unguarded]
-        taken = set(unguarded)
-        self._guarded = [index for index in range(len(sources)) if index not in taken]
+            self._copies = [(index, sources[index].clone()) for index in guarded.unguarded]
+        self._guarded = guarded.guarded
         self._versions = self._current()
+        self._sample = guarded.sample
+        self._sampled = self._sample.take()
 
     def _current(self) -> list[int]:
         sources = self._copier.sources
@@ -77,45 +156,24 @@ class Snapshot:
         self._copier.copy(buffer)
         for index, tensor in self._copies:
             self._copier.put(buffer, index, tensor)
-        now = self._current()
-        return [
+        counted = [
             index
-            for index, before, after in zip(self._guarded, self._versions, now, strict=True)
+            for index, before, after in zip(
+                self._guarded, self._versions, self._current(), strict=True
+            )
             if before != after
         ]
-
-
-class Guarded:
-    """Tells which tensors of a state only its optimizers change."""
-
-    def __init__(self) -> None:
-        self._key: object = None
-        self._unguarded: list[int] = []
-        self._changed: set[int] = set()
-
-    def unguarded(self, state: State, copier: Copier) -> list[int]:
-        """The others, by their number in the layout."""
-        key = [source.data_ptr() for source in copier.sources]
-        if key != self._key:
-            safe = {tensor.data_ptr() for tensor in _guarded(state)}
-            self._unguarded = [
-                index
-                for index, source in enumerate(copier.sources)
-                if source.data_ptr() not in safe or source.is_inference() or index in self._changed
-            ]
-            self._key = key
-        return self._unguarded
-
-    def distrust(self, changed: list[int]) -> None:
-        """Do not rely on these any more."""
-        self._changed.update(changed)
-        self._key = None
+        changed = counted or self._copier.differing(buffer, self._guarded)
+        with self._copier.beside():
+            same = self._sample.equals(self._sampled)
+        return changed if changed or same else self._guarded
 
 
 def torn(step: int, copier: Copier, changed: list[int]) -> InfrastructureError:
     """The error of a copy that must not be used."""
+    others = f" and {len(changed) - 1} other tensors were" if len(changed) > 1 else " was"
     return InfrastructureError(
-        f"Step {step} was not kept: {name(copier.path(changed[0]))} was changed in place while it was"
+        f"Step {step} was not kept: {name(copier.path(changed[0]))}{others} changed in place while it was"
         " copied, and not by an optimizer's step. From now on it is copied before save returns."
     )
 

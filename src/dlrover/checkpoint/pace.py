@@ -10,6 +10,7 @@ from typing import Literal
 from dlrover.checkpoint.client import SaverClient
 from dlrover.checkpoint.interval import HOURS_BETWEEN_FAILURES, Auto, Costs, Do
 from dlrover.checkpoint.protocol import SaverGoneError
+from dlrover.checkpoint.saves import SaveId
 from dlrover.checkpoint.world import World
 from dlrover.errors import ConfigurationError
 
@@ -42,14 +43,15 @@ class Pace:
         self._interval = interval
         self._auto = Auto(hours * 3600)
         self._world = world
-        self.asked: dict[int, float] = {}
-        """When steps that are not durable yet were sent to storage, by this process's clock."""
+        self.asked: dict[SaveId, float] = {}
+        """When saves that are not durable yet were sent to storage, by this process's clock."""
 
     def due(self, step: int, client: SaverClient) -> Do:
         """Where a step goes."""
         if self._interval == "auto":
+            do = self._auto.ask(time.monotonic())  # first: all ranks have to count the same
             self._note_durable(client)
-            return self._auto.ask(time.monotonic())
+            return do
         return "storage" if self._interval and step % self._interval == 0 else "memory"
 
     def _note_durable(self, client: SaverClient) -> None:
@@ -57,9 +59,9 @@ class Pace:
             return
         with contextlib.suppress(SaverGoneError):  # the save that follows starts it again
             newest = client.stored()
-            for step in [step for step in self.asked if step <= newest]:
-                began = self.asked.pop(step)
-                if step == newest:
+            for save in [save for save in self.asked if newest is not None and save <= newest]:
+                began = self.asked.pop(save)
+                if save == newest:
                     self.stored(began)
 
     def saved(self, began: float) -> None:

@@ -8,6 +8,7 @@ metadata and the manifest, and makes the step count.
 from __future__ import annotations
 
 import importlib
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -17,16 +18,22 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import xxhash
 
-from dlrover.checkpoint import faults, storage, torchfile
+from dlrover.checkpoint import faults, formats, storage, torchfile
+from dlrover.checkpoint.formats import OtherFormatError
 from dlrover.checkpoint.layout import ALIGNMENT, Layout, TensorEntry
+from dlrover.checkpoint.saves import SaveId
 from dlrover.checkpoint.storage import FileRecord, Manifest, RankIndex, StoredTensor
 from dlrover.checkpoint.stores import DCP_METADATA, MANIFEST, Draft, Store, Writer, join
 from dlrover.errors import InfrastructureError
+
+logger = logging.getLogger(__name__)
 
 RETRY_DELAYS = (0.5, 2.0, 8.0)
 """Seconds to wait before a failed storage is tried again."""
 PEER_PATIENCE = 600.0
 """Seconds that the nodes of a world may differ in storing their parts of a step."""
+SAY_EVERY = 30.0
+"""Seconds between two lines that say what is waited for."""
 CHUNK = 4 << 20
 """Bytes that are hashed and written at a time."""
 WRITERS = 4
@@ -52,11 +59,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Job:
-    """One step to persist."""
+    """One save to persist."""
 
     store: Store
-    step: int
-    session: int
+    save: SaveId
     world_size: int
     sources: Mapping[int, Source]
     """By rank: those of this node."""
@@ -66,30 +72,61 @@ class Job:
     """Seconds to wait for other nodes."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What the training measured at this step; those of rank 0's node count."""
-    identity: str = ""
-    """The directory's; empty: it is not checked."""
+    guard: Callable[[], None] = lambda: None
+    """Raises when this world may not publish anything in the directory."""
+    at_breakpoint: bool = False
+    """Whether the world has ended: what failed before that may be tried again."""
+
+    @property
+    def step(self) -> int:
+        """Which one is saved."""
+        return self.save.step
 
 
 def persist(job: Job) -> None:
-    """Write the step and return when it is durable, on all nodes.
+    """Write the save and return when it is durable, on all nodes.
 
     Raises:
         OSError: the storage failed; it can be tried again.
-        InfrastructureError: another node did not write its part in time.
+        InfrastructureError: another node did not write its part in time, or a newer save of the step is stored.
     """
     faults.point("persist.begun")
-    if job.identity:
-        storage.check_identity(job.store, job.identity)
+    job.guard()
     if 0 in job.sources:
-        storage.remove_given_up(job.store, job.session, before=job.step)
-    draft = job.store.draft(job.step, job.session)
-    _write_ranks(job, draft)
-    job.store.sync(draft.top)
-    faults.point("persist.written")
+        storage.remove_given_up(job.store, job.save.session, before=job.save.number)
+    if not _is_stored(job):  # or it was published the last time, and what came after failed
+        draft = job.store.draft(job.save)
+        _refuse_given_up(job, draft)
+        _write_ranks(job, draft)
+        job.store.sync(draft.top)
+        faults.point("persist.written")
+        if 0 in job.sources:
+            _finish(job, draft)
+        else:
+            _await(job, draft, lambda: _is_stored(job) or None, "the other nodes' parts")
     if 0 in job.sources:
-        _finish(job, draft)
-    else:
-        _await(job, draft, lambda: job.store.is_published(draft) or None, "the other nodes' parts")
+        storage.track(job.store, job.save)
+        faults.point("persist.tracked")
+
+
+def _is_stored(job: Job) -> bool:
+    try:
+        return storage.is_published(job.store, job.save)
+    except OtherFormatError as error:
+        raise InfrastructureError(f"Step {job.step} was not stored: {error}") from error
+
+
+def _refuse_older(job: Job) -> None:
+    """Refuse to replace a step by an older save of it."""
+    known = storage.save_of(job.store, job.step)
+    if known is not None and known > job.save:
+        raise InfrastructureError(f"Step {job.step} was not stored: a newer save of it is.")
+
+
+def _refuse_given_up(job: Job, draft: Draft) -> None:
+    """Go no further with a save that another writer of it has given up."""
+    if storage.is_given_up(job.store, draft, at_breakpoint=job.at_breakpoint):
+        raise InfrastructureError(f"Step {job.step} was not stored: another node gave it up.")
 
 
 def _write_ranks(job: Job, draft: Draft) -> None:
@@ -158,15 +195,15 @@ def _written_by_others(job: Job, draft: Draft, rank: int) -> dict[tuple[object, 
 
 def _finish(job: Job, draft: Draft) -> None:
     indices = [_await_index(job, draft, rank) for rank in range(job.world_size)]
-    files = _write_metadata(job, draft, indices)
+    metadata, files = _encode_metadata(job, draft, indices)
     for index in indices:
         name = storage.index_file(index.rank)
         files[draft.named(name)] = storage.record_of(job.store.read(draft.path(name)))
         files.update(index.files)
     own = {draft.named(f"__{index.rank}_0.distcp") for index in indices[1:]}
     manifest = Manifest(
-        format=storage.FORMAT,
         step=job.step,
+        save=job.save,
         world_size=job.world_size,
         replicated=not own & files.keys(),
         files=files,
@@ -174,15 +211,22 @@ def _finish(job: Job, draft: Draft) -> None:
         place=draft.place,
     )
     faults.point("persist.manifest")
-    job.store.write(join(draft.top, MANIFEST), msgspec.json.encode(manifest))
-    job.store.publish(draft)
+    job.guard()  # it may have taken long to write all that
+    _refuse_older(job)
+    _refuse_given_up(job, draft)
+    if job.at_breakpoint:
+        storage.remove_marks(job.store, draft)
+    # These two may take the place of those of a stored step: nothing of it is touched before.
+    job.store.write(join(draft.top, DCP_METADATA), metadata)
+    job.store.write(join(draft.top, MANIFEST), formats.encode(manifest))
+    job.store.publish(draft, {*files, MANIFEST})
     faults.point("persist.renamed")
-    storage.track(job.store, job.step)
-    faults.point("persist.tracked")
 
 
-def _write_metadata(job: Job, draft: Draft, indices: Sequence[RankIndex]) -> dict[str, FileRecord]:
-    """DCP's metadata, and the plain values of rank 0."""
+def _encode_metadata(
+    job: Job, draft: Draft, indices: Sequence[RankIndex]
+) -> tuple[bytes, dict[str, FileRecord]]:
+    """Write the plain values of rank 0; DCP's metadata, and the records of both files."""
     dcp: Any = importlib.import_module("dlrover.checkpoint.dcp")  # torch, only when it is needed
     source = job.sources[0]
 
@@ -201,8 +245,7 @@ def _write_metadata(job: Job, draft: Draft, indices: Sequence[RankIndex]) -> dic
                 objects[leaf.name] = dcp.Item(name, file.size, len(data))
                 file.write(data)
     metadata = dcp.metadata([(index.skeleton, index.tensors) for index in indices], objects)
-    job.store.write(join(draft.top, DCP_METADATA), metadata)
-    return {name: file.record(), DCP_METADATA: storage.record_of(metadata)}
+    return metadata, {name: file.record(), DCP_METADATA: storage.record_of(metadata)}
 
 
 def _await_index(job: Job, draft: Draft, rank: int) -> RankIndex:
@@ -219,19 +262,26 @@ def _finished_index(job: Job, draft: Draft, rank: int) -> RankIndex | None:
 
 
 def _await(job: Job, draft: Draft, condition: Callable[[], _Value | None], what: str) -> _Value:
-    waited = 0.0
-    while True:
-        given_up = job.store.is_given_up(draft)  # first: what was published looks like that, too
-        if (value := condition()) is not None:
-            return value
-        if given_up:
-            raise InfrastructureError(f"Step {job.step} was not stored: another node gave it up.")
+    waited, said = 0.0, 0.0
+    while (value := condition()) is None:
+        try:
+            _refuse_given_up(job, draft)
+        except InfrastructureError:
+            if (value := condition()) is not None:  # what was just published looks like that, too
+                return value
+            raise
         if waited >= job.patience:
             raise InfrastructureError(
                 f"Step {job.step} was not stored: {what} did not come within {job.patience:g} s."
             )
+        if waited >= said + SAY_EVERY:
+            said = waited
+            logger.warning(
+                "Waiting for %s of step %d: %.0f s of %.0f s", what, job.step, waited, job.patience
+            )
         job.pause(job.store.poll)
         waited += job.store.poll
+    return value
 
 
 class _File:

@@ -26,7 +26,16 @@ class StepInfo(msgspec.Struct, frozen=True):
     """What a policy knows of a stored step."""
 
     step: int
+    line: int = 0
+    """Which line of the training it belongs to; the newest has the greatest."""
+    number: int = 0
+    """Greater for one that was saved later."""
     metrics: dict[str, float] = {}
+
+    @property
+    def age(self) -> tuple[int, int, int]:
+        """Greater for the newer one: the newest line comes first."""
+        return self.line, self.number, self.step
 
 
 class Policy(msgspec.Struct, frozen=True, tag=True):
@@ -69,6 +78,8 @@ class KeepLast(Policy, frozen=True):
 class KeepEvery(Policy, frozen=True):
     """Keep the first step stored at or after each multiple of ``interval`` steps, for ever.
 
+    Where the training went back and came by again, the step of the newer line.
+
     Raises:
         ConfigurationError: ``interval`` is less than 1.
     """
@@ -80,8 +91,8 @@ class KeepEvery(Policy, frozen=True):
 
     def _wanted(self, steps: Sequence[StepInfo]) -> set[int]:
         first: dict[int, int] = {}
-        for step in sorted(info.step for info in steps):
-            first.setdefault(step // self.interval, step)
+        for info in sorted(steps, key=lambda info: (-info.line, info.step)):
+            first.setdefault(info.step // self.interval, info.step)
         return {step for multiple, step in first.items() if multiple > 0}
 
 
@@ -115,11 +126,11 @@ class KeepBest(Policy, frozen=True):
     def _wanted(self, steps: Sequence[StepInfo]) -> set[int]:
         sign = 1 if self.mode == "max" else -1
         measured = [
-            (sign * info.metrics[self.metric], info.step)
+            (sign * info.metrics[self.metric], info.age)
             for info in steps
             if self.metric in info.metrics
         ]
-        return {step for _, step in heapq.nlargest(self.count, measured)}
+        return {age[-1] for _, age in heapq.nlargest(self.count, measured)}
 
 
 class KeepAny(Policy, frozen=True):
@@ -204,7 +215,7 @@ def _members(policy: Policy) -> tuple[Any, ...]:
 
 
 def _newest(steps: Sequence[StepInfo], count: int) -> set[int]:
-    return set(heapq.nlargest(count, (info.step for info in steps)))
+    return {age[-1] for age in heapq.nlargest(count, (info.age for info in steps))}
 
 
 def _is_name(value: object) -> bool:

@@ -18,6 +18,8 @@ import msgspec
 import xxhash
 
 from dlrover._util.sockets import peer
+from dlrover.checkpoint.formats import FORMAT
+from dlrover.checkpoint.saves import Newest, SaveId
 from dlrover.checkpoint.stores import is_url
 from dlrover.errors import InfrastructureError, ProtocolError
 
@@ -39,6 +41,8 @@ class Attach(Message, frozen=True):
     """A worker introduces itself; answered by `Attached`, with its generations' descriptors."""
 
     rank: int
+    job: str = ""
+    """The job's identifier; empty if it has none."""
 
 
 class Peer(msgspec.Struct, frozen=True, array_like=True):
@@ -46,6 +50,8 @@ class Peer(msgspec.Struct, frozen=True, array_like=True):
 
     host: str
     port: int
+    fingerprint: bytes = b""
+    """Of the certificate that it shows; empty: it speaks no TLS."""
 
 
 class Replication(msgspec.Struct, frozen=True, array_like=True):
@@ -57,6 +63,8 @@ class Replication(msgspec.Struct, frozen=True, array_like=True):
     peers: tuple[Peer, ...]
     bandwidth: float | None
     """Bytes per second that are sent; None: as many as can be."""
+    pem: str = ""
+    """The saver's private key and certificate; empty: no saver of this world speaks TLS."""
 
 
 class Join(Message, frozen=True):
@@ -76,35 +84,50 @@ class Listen(Message, frozen=True):
 
     host: str
     port: int
+    tls: bool = False
 
 
 class Reserve(Message, frozen=True):
-    """Make the generations at least ``nbytes`` large, in memory; answered by `Reserved` when they are."""
+    """Provide ``nbytes`` of memory for one generation; answered by `Reserved` when it is there.
 
+    It may take seconds, so it may come on a connection that is attached to no rank.
+    """
+
+    rank: int
+    slot: int
     nbytes: int
 
 
 class Begin(Message, frozen=True):
     """Which generation may be written? Answered by `Granted`, when one is free."""
 
-    step: int
+    save: SaveId
+    ready: int = GENERATIONS
+    """The generations that memory is provided for; the first of the others may be named, but is not granted."""
 
 
 class Publish(Message, frozen=True):
     """The generation is valid."""
 
     slot: int
-    step: int
+    save: SaveId
     to_storage: bool
     metrics: dict[str, float] = {}
     """What the training measured; rank 0's counts."""
 
 
-class Keep(Message, frozen=True):
-    """The step that was chosen to continue from; -1: none in memory. Others are given up."""
+class PassOver(Message, frozen=True):
+    """This rank's part of a save does not come."""
 
-    step: int
-    session: int
+    save: SaveId
+    written: bool
+    """Whether the worker itself writes it to the storage."""
+
+
+class Keep(Message, frozen=True):
+    """The save that was chosen to continue from; None: none in memory. Others are given up."""
+
+    save: SaveId | None
 
 
 class Open(Message, frozen=True):
@@ -127,7 +150,7 @@ class Wait(Message, frozen=True):
 
 
 class Stored(Message, frozen=True):
-    """What is the newest step of this world that was stored? Answered by `Newest`."""
+    """What is the newest save of this world that was stored? Answered by `NewestStored`."""
 
 
 class Goodbye(Message, frozen=True):
@@ -143,8 +166,7 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
 
     rank: int
     slot: int
-    step: int
-    session: int
+    save: SaveId
     world_size: int
 
 
@@ -152,26 +174,32 @@ class Attached(Message, frozen=True):
     """The saver's name for itself."""
 
     saver: int
+    newest: Newest = Newest()
+    """Of all saves that this saver has seen."""
 
 
 class Reserved(Message, frozen=True):
-    """How many generations there are, of the old size if there is no memory for one."""
+    """How many generations there are; fewer than before where memory is short."""
 
     generations: int
     problem: str = ""
-    """Why there is no memory for one."""
+    """Why there is no memory for even one; the only one keeps its size."""
 
 
 class Holding(Message, frozen=True):
     """All valid generations here."""
 
     held: tuple[Held, ...]
+    unrecorded: str = ""
+    """Why it is not recorded in the directory that there were whole saves; empty: it is, or there were none."""
 
 
 class Listening(Message, frozen=True):
     """Where replicas are taken."""
 
     port: int
+    pem: str = ""
+    """The saver's private key and certificate, if it was asked for TLS."""
 
 
 class Done(Message, frozen=True):
@@ -198,16 +226,18 @@ class Settled(Message, frozen=True):
     problems: tuple[str, ...]
 
 
-class Newest(Message, frozen=True):
-    """A step; -1: none."""
+class NewestStored(Message, frozen=True):
+    """A save; None: none."""
 
-    step: int
+    save: SaveId | None
 
 
 class Refused(Message, frozen=True):
     """What was asked cannot be done."""
 
     reason: str
+    wrong: bool = False
+    """Whether it should not have been asked: the program has to be changed."""
 
 
 Request = (
@@ -219,6 +249,7 @@ Request = (
     | Reserve
     | Begin
     | Publish
+    | PassOver
     | Keep
     | Verify
     | Wait
@@ -234,7 +265,7 @@ Reply = (
     | Granted
     | Verified
     | Settled
-    | Newest
+    | NewestStored
     | Refused
 )
 
@@ -242,10 +273,14 @@ _requests = msgspec.msgpack.Decoder(Request)
 _replies = msgspec.msgpack.Decoder(Reply)
 
 
-def address(location: str, identity: str) -> str:
-    """The abstract address of the saver for a checkpoint directory and its identity."""
-    text = f"{location}\0{identity}".encode()
-    return f"\0dlrover-ckpt-{os.getuid()}-{xxhash.xxh3_128_hexdigest(text)}"
+def address(location: str, identity: str, node: str = "") -> str:
+    """The abstract address of a node's saver for a checkpoint directory and its identity.
+
+    ``node`` tells nodes on one machine apart: each has memory of its own, as machines have. The format is in it, too:
+    a saver and workers of different versions do not meet.
+    """
+    text = f"{location}\0{identity}\0{node}".encode()
+    return f"\0dlrover-ckpt-{FORMAT}-{os.getuid()}-{xxhash.xxh3_128_hexdigest(text)}"
 
 
 def log_file(location: str) -> Path:

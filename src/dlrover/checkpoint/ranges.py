@@ -64,6 +64,10 @@ class Ranges:
         found = self._found.get(wanted)
         return self._read({wanted})[wanted] if found is None else found
 
+    def fill(self, wanted: Range, buffer: memoryview) -> None:
+        """Copy the bytes of one range."""
+        buffer[:] = self.view(wanted)
+
     def _read(self, wanted: Iterable[Range]) -> dict[Range, memoryview]:
         groups = _neighbours(sorted(wanted))
         spans = [_span(group) for group in groups]

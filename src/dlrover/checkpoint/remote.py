@@ -4,7 +4,7 @@ There are no directories that could be renamed, so a step counts when it has a m
 
     step-40/manifest.json              put last; taken away first
     step-40/.metadata                  what DCP reads first
-    step-40/0123456789abcdef/…         the files, in a folder with the name of the session that wrote them
+    step-40/0123456789abcdef-7/…       the files, in a folder with the name of the save: session and number
     step-30/manifest.json.bad          the manifest of a step that was found to be damaged
 """
 
@@ -17,12 +17,15 @@ import importlib
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, BinaryIO, TypeVar, cast
 
 import msgspec
 
+from dlrover.checkpoint import formats
+from dlrover.checkpoint.formats import OtherFormatError
 from dlrover.checkpoint.ranges import Ranges, again
+from dlrover.checkpoint.saves import SaveId
 from dlrover.checkpoint.stores import (
     BAD,
     DCP_METADATA,
@@ -255,31 +258,24 @@ class _RemoteStore:
 
     # ---- steps
 
-    def draft(self, step: int, session: int) -> Draft:
-        """A folder that no step that counts, or did, uses: it may be the same session that saves it again."""
-        top = step_folder(step)
-        used = -1
-        for name in (MANIFEST, BAD):
-            place, _, number = self._place(join(top, name)).partition("-")
-            if place == f"{session:016x}":
-                used = max(used, int(number or 0))
-        suffix = f"-{used + 1}" if used >= 0 else ""
-        return Draft(step, top, f"{session:016x}{suffix}")
+    def draft(self, save: SaveId) -> Draft:
+        top = step_folder(save.step)
+        return Draft(save, top, save.folder, join(top, save.folder))
 
     def _place(self, manifest: str) -> str:
         try:
-            return msgspec.json.decode(self.read(manifest), type=_Place).place
+            return formats.decode(self.read(manifest), _Place, self.where(manifest)).place
         except (FileNotFoundError, msgspec.DecodeError):
             return ""
 
-    def publish(self, draft: Draft) -> None:
+    def publish(self, draft: Draft, files: Collection[str]) -> None:
         """The manifest is there: that is all."""
 
-    def is_published(self, draft: Draft) -> bool:
-        return self._place(join(draft.top, MANIFEST)) == draft.place
+    def adopt(self) -> None:
+        """A manifest is replaced at once."""
 
-    def give_up(self, step: int, session: int) -> None:
-        pass
+    def give_up(self, save: SaveId, mark: str) -> None:
+        self.write(join(self.draft(save).marks, mark), b"")
 
     def is_given_up(self, draft: Draft) -> bool:
         return False
@@ -305,7 +301,10 @@ class _RemoteStore:
             others = [name for name in names if name not in manifests]
             if manifests:
                 others = [name for name in others if name != DCP_METADATA]
-                used = {self._place(join(top, name)) for name in manifests}
+                try:
+                    used = {self._place(join(top, name)) for name in manifests}
+                except OtherFormatError:  # where its files are is not known
+                    continue
                 others = [name for name in others if "" not in used and name not in used]
             found += [Leftover(int(match[1]), name, join(top, name)) for name in others]
         return found

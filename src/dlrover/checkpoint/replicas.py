@@ -11,14 +11,16 @@ import hmac
 import logging
 import re
 import socket
+import ssl
 import threading
 import time
 
 import xxhash
 
-from dlrover.checkpoint import faults, wire
+from dlrover.checkpoint import certificates, faults, formats, wire
 from dlrover.checkpoint.bucket import TokenBucket
 from dlrover.checkpoint.exchange import Copy, Exchange, SupersededError
+from dlrover.checkpoint.formats import FORMAT, OtherFormatError
 from dlrover.checkpoint.protocol import Join, Peer, Replication
 from dlrover.checkpoint.ranks import World
 from dlrover.errors import InfrastructureError, ProtocolError
@@ -41,6 +43,20 @@ class Replicas:
         self._lock = threading.Lock()
         self._listeners: dict[str, socket.socket] = {}
         self._sending: World | None = None
+        self._pem = ""
+
+    def certify(self, *, tls: bool) -> str:
+        """Speak TLS with whoever connects from now on, or do not; this saver's key and certificate for it.
+
+        Raises:
+            ConfigurationError: it cannot be made.
+        """
+        with self._lock:
+            if not tls:
+                self._pem = ""
+            elif not self._pem:
+                self._pem = certificates.make()
+            return self._pem
 
     def listen(self, host: str, port: int) -> int:
         """Take replicas at an address of this node; the port. With port 0 any free one.
@@ -75,6 +91,7 @@ class Replicas:
             if self._sending is world:
                 return
             self._sending = world
+            self._pem = plan.pem
         try:  # this saver may be a new one, which the others do not know of
             self.listen(plan.own.host, plan.own.port)
         except OSError as error:
@@ -95,7 +112,7 @@ class Replicas:
             except OSError:  # it is closed
                 return
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            receiver = Receiver(self._exchange, sock, str(address[0]))
+            receiver = Receiver(self._exchange, sock, str(address[0]), self._pem)
             threading.Thread(target=receiver.run, daemon=True).start()
 
 
@@ -128,32 +145,45 @@ class _Problems:
 class Receiver:
     """One connection of another saver."""
 
-    def __init__(self, exchange: Exchange, sock: socket.socket, address: str) -> None:
+    def __init__(self, exchange: Exchange, sock: socket.socket, address: str, pem: str) -> None:
         self._exchange = exchange
         self._sock = sock
         self._address = address
+        self._pem = pem
         self._problems = _Problems()
 
     def run(self) -> None:
         """Take what comes until the other one is gone."""
-        with self._sock, contextlib.suppress(ConnectionError, TimeoutError):
+        with contextlib.suppress(ConnectionError, TimeoutError):
             try:
                 self._sock.settimeout(CONNECT_TIMEOUT)
-                world = self._greet()
-                while world is not None:
-                    self._sock.settimeout(None)  # until there is a new step
-                    offer = wire.expect(self._sock, wire.Offer)
-                    if not self._exchange.wait(world, 0.0):
-                        return
-                    self._sock.settimeout(PATIENCE)
-                    self._take(world, offer)
-            except ProtocolError as error:
+                with self._secured() as self._sock:
+                    self._attend()
+            except (ProtocolError, OtherFormatError, ssl.SSLError) as error:
                 logger.warning("The saver at %s is not listened to: %s", self._address, error)
             except SupersededError as error:  # what is on its way is of no use
                 logger.info("A replica of the saver at %s is given up: %s", self._address, error)
 
+    def _secured(self) -> socket.socket:
+        return certificates.accept(self._sock, self._pem) if self._pem else self._sock
+
+    def _attend(self) -> None:
+        world = self._greet()
+        while world is not None:
+            self._sock.settimeout(None)  # until there is a new step
+            offer = wire.expect(self._sock, wire.Offer)
+            if not self._exchange.wait(world, 0.0):
+                return
+            self._sock.settimeout(PATIENCE)
+            self._take(world, offer)
+
     def _greet(self) -> World | None:
         hello = wire.expect(self._sock, wire.Hello, wire.MAX_HELLO)
+        try:
+            formats.check(hello.format, f"The replica from {self._address}")
+        except OtherFormatError as error:
+            wire.send(self._sock, wire.Answer(wanted=False, problem=str(error)))
+            raise
         world = self._exchange.world()
         plan = world.joined.replication if world is not None else None
         if world is None or plan is None or hello.session != world.joined.session:
@@ -228,7 +258,7 @@ class Sender:
         self._peer = peer
         self._limit = limit
         self._sent: dict[int, int] = {}
-        """By rank: the newest step that was sent, or was not wanted."""
+        """By rank: the number of the newest save that was sent, or was not wanted."""
         self._problems = _Problems()
 
     def run(self) -> None:
@@ -250,16 +280,19 @@ class Sender:
     def _connect_and_send(self) -> None:
         if self._exchange.next(self._world, self._sent) is None:
             return
-        address = (self._peer.host, self._peer.port)
-        with socket.create_connection(address, CONNECT_TIMEOUT) as sock:
-            wire.send(sock, wire.Hello(self._world.joined.session, self._plan.token))
+        with self._connected() as sock:
+            wire.send(sock, wire.Hello(self._world.joined.session, self._plan.token, FORMAT))
             answer = wire.expect(sock, wire.Answer)
             if not answer.wanted:
                 raise InfrastructureError(answer.problem)
             sock.settimeout(PATIENCE)
             while (copy := self._exchange.next(self._world, self._sent)) is not None:
                 self._send(sock, copy)
-                self._sent[copy.header.rank] = copy.header.step
+                self._sent[copy.header.rank] = copy.header.save.number
+
+    def _connected(self) -> socket.socket:
+        sock = socket.create_connection((self._peer.host, self._peer.port), CONNECT_TIMEOUT)
+        return certificates.connect(sock, self._peer.fingerprint) if self._plan.pem else sock
 
     def _send(self, sock: socket.socket, copy: Copy) -> None:
         faults.point("replicate.begun")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -27,6 +27,14 @@ Prepare = Callable[[Any, Sequence[Tensor], bool], "Restoration | Reading"]
 
 Copy = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], object]
 """Gives each of the first the content of the second."""
+
+
+@runtime_checkable
+class Filler(Protocol):
+    """Saved tensors that can be read straight to where they are needed."""
+
+    def fill(self, pending: list[tuple[torch.Tensor, int]]) -> list[tuple[torch.Tensor, int]]:
+        """Overwrite tensors with saved ones, given by number; those that it leaves to be copied."""
 
 
 def in_place(state: State, local: Collection[str]) -> Prepare:
@@ -74,8 +82,8 @@ class Restoration:
         _check_keys(restored, self._tree, ())
         self._match(restored, self._tree, ())
         self._copy: Copy = torch._foreach_copy_
-        self._pending: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-        """Tensors to overwrite, and with what."""
+        self._pending: list[tuple[torch.Tensor, int]] = []
+        """Tensors to overwrite, and with which saved ones."""
 
     # ---- plan
 
@@ -227,16 +235,17 @@ class Restoration:
         """A live tensor with the saved content."""
         target = trees.local_part(value) if isinstance(value, Spread) else value
         if target.numel():
-            self._pending[0].append(target)
-            self._pending[1].append(self._tensors[index])
+            self._pending.append((target, index))
         return value
 
     def _overwrite(self) -> None:
         """Do it: one call for all, for there may be very many."""
-        targets, contents = self._pending
-        if targets:
+        pending, self._pending = self._pending, []
+        if pending and isinstance(self._tensors, Filler):
+            pending = self._tensors.fill(pending)
+        if pending:
+            targets, contents = zip(*((t, self._tensors[i]) for t, i in pending), strict=True)
             self._copy(targets, contents)
-        self._pending = [], []
 
     def _load(self, value: Any, saved: Any) -> None:
         """Hand an object its state.
@@ -245,7 +254,12 @@ class Restoration:
         content, or copies. What others do is not known: they get copies.
         """
         if isinstance(value, torch.nn.Module):
-            state = self._filled(saved, copy=False)
+            if isinstance(self._tensors, Filler) and not _has_load_hooks(value):
+                state = self._reused(
+                    value.state_dict(), saved
+                )  # new memory costs more than reading
+            else:
+                state = self._filled(saved, copy=False)
         elif isinstance(value, torch.optim.Optimizer):
             state = self._reused(self._live[id(value)], saved)
         else:
@@ -285,16 +299,21 @@ class Restoration:
     def _reused(self, live: Any, saved: Any) -> Any:
         """The saved tree, with the live tree's tensors where they fit."""
         if isinstance(saved, TensorRef):
-            found = self._tensors[saved.index]
             if isinstance(live, torch.Tensor | Spread):
                 mine = trees.local_part(live) if isinstance(live, Spread) else live
-                if (mine.shape, mine.dtype) == (found.shape, found.dtype):
+                dtype, part = DTYPES[self._specs[saved.index].dtype], self.wanted[saved.index]
+                if part is not None and (mine.shape, mine.dtype) == (part.shape, dtype):
                     return self._overwritten(live, saved.index)
-            return self._like_model(saved.index, found.clone())
+            return self._like_model(saved.index, self._tensors[saved.index].clone())
         if isinstance(saved, dict):
             inner = live if isinstance(live, dict) else {}
             return {key: self._reused(inner.get(key), item) for key, item in saved.items()}
         return self._filled(saved, copy=True)
+
+
+def _has_load_hooks(module: torch.nn.Module) -> bool:
+    """Whether a state may be changed before it is loaded: it must not be in the module's own memory then."""
+    return any(part._load_state_dict_pre_hooks for part in module.modules())  # noqa: SLF001
 
 
 class Reading:

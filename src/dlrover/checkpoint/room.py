@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 
@@ -11,27 +10,81 @@ import torch
 from dlrover.checkpoint import devices, memory
 from dlrover.checkpoint.client import SaverClient
 from dlrover.checkpoint.layout import PackedLayout
-from dlrover.checkpoint.memory import PAGE, Generation
-from dlrover.errors import DLRoverError
+from dlrover.checkpoint.memory import Generation
+from dlrover.checkpoint.saves import SaveId
+from dlrover.checkpoint.stores import reason
+from dlrover.errors import DLRoverError, InfrastructureError
 
 logger = logging.getLogger(__name__)
 
-MADV_POPULATE_WRITE = 23
-POPULATE_CHUNK = 1 << 26
-"""Bytes for which page tables are made at a time."""
-_libc = ctypes.CDLL(None, use_errno=True)
-
 
 class Room:
-    """The generations of this rank, as its worker sees them."""
+    """The generations of this rank, as its worker sees them.
+
+    A thread has their memory provided one after the other, so that a save waits for the generation that it
+    writes to, and not for the others.
+    """
 
     def __init__(self, client: SaverClient) -> None:
         self._client = client
         self._buffers: dict[int, tuple[Generation, torch.Tensor]] = {}
-        self._told: set[str] = set()
-        self._reserved = threading.Event()
-        """Cleared while memory is reserved in the background."""
-        self._reserved.set()
+        self._warned: set[str] = set()
+        self._changed = threading.Condition()
+        self._provider: threading.Thread | None = None
+        """Provides memory; None: it is done, or was not begun."""
+        self._wanted = 0
+        """Bytes that each generation is to have."""
+        self._ready = 0
+        """The generations that have them; those that follow are still to come."""
+        self._problem = ""
+        """Why there is no memory for even one."""
+        self._error: DLRoverError | None = None
+        """Why memory could not be asked for."""
+
+    def make(self, layout: PackedLayout) -> bool:
+        """Wait until a state fits in one generation at least; False if there is no memory for it.
+
+        The others follow in the background.
+        """
+        with self._changed:
+            if self._problem or self._error or self._wanted < memory.needed_for(layout):
+                self._provide(memory.room_for(layout))
+            self._changed.wait_for(lambda: self._ready or self._provider is None)
+            problem, error = self._problem, self._error
+        if error is not None:
+            raise error
+        if problem:
+            self._warn("none", f"{problem} Only steps for storage are saved, and `save` waits")
+        return not problem
+
+    def reserve_ahead(self, layout: PackedLayout, more: int) -> None:
+        """Have memory provided in the background, and entered in this process's tables.
+
+        ``more``: bytes of tensors that the state will get.
+        """
+        with self._changed:
+            self._provide(memory.room_for(layout, more))
+
+    def begin(self, save: SaveId) -> int:
+        """The generation to write next, when it has its memory.
+
+        Raises:
+            DLRoverError: memory for another one is needed, and could not be asked for.
+        """
+        while True:
+            with self._changed:
+                done = self._provider is None and self._error is None
+                ready = len(self._client.generations) if done else self._ready
+            slot = self._client.begin(save, ready)
+            if slot < ready:
+                return slot
+            self._wait_for(slot)
+
+    def _wait_for(self, slot: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready > slot or self._provider is None)
+            if self._error is not None and self._ready <= slot:
+                raise self._error
 
     def buffer(
         self, slot: int, device: torch.device | None = None
@@ -49,77 +102,72 @@ class Room:
             known = self._buffers[slot] = generation, data
         return known
 
-    def make(self, layout: PackedLayout) -> bool:
-        """See to it that a state fits in each generation; whether there is memory for one at least."""
-        self.wait()
-        needed = memory.needed_for(layout)
-        if min(generation.size for generation in self._client.generations) < needed:
-            problem = self._client.reserve(memory.room_for(layout))
-            if problem:
-                self._tell("none", f"{problem} Only steps for storage are saved, and `save` waits")
-                return False
-            self._note_generations()
-        return True
-
-    def _tell(self, subject: str, warning: str) -> None:
-        """Warn once."""
-        if subject not in self._told:
-            self._told.add(subject)
-            logger.warning("%s", warning)
-
-    def _note_generations(self) -> None:
-        count = len(self._client.generations)
-        for slot in [slot for slot in self._buffers if slot >= count]:
-            del self._buffers[slot]
-        if count == 1:
-            self._tell(
-                "one",
-                "There is memory for one generation only: a process that dies during a save costs the"
-                " memory checkpoint",
-            )
-
-    def reserve_ahead(self, layout: PackedLayout, more: int) -> None:
-        """Have memory provided in the background, and entered in this process's tables.
-
-        ``more``: bytes of tensors that the state will get.
-        """
-        nbytes = memory.room_for(layout, more)
-
-        def reserve() -> None:
-            try:
-                problem = self._client.reserve(nbytes)
-                if problem:
-                    logger.warning("No memory is reserved ahead: %s", problem)
-                generations = self._client.generations
-            except DLRoverError as error:
-                logger.warning("No memory is reserved ahead: %s", error)
-                generations = []
-            finally:
-                self._reserved.set()
-            for generation in generations:
-                _populate(generation)
-
-        self._reserved.clear()
-        threading.Thread(target=reserve, name="reserve").start()
-
     def wait(self) -> None:
-        """Wait for what is reserved in the background."""
-        self._reserved.wait()
+        """Wait for what is provided in the background."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._provider is None)
 
     def forget(self) -> None:
         """Let go of the memory."""
         self.wait()
         self._buffers.clear()
+        self._wanted = self._ready = 0
 
+    # ---- in the background
 
-def _populate(generation: Generation) -> None:
-    """Enter the memory in this process's page tables, so that the first copy does not have to.
+    def _provide(self, nbytes: int) -> None:
+        """Begin, or begin again with more. Hold the lock."""
+        self._wanted = max(self._wanted, nbytes)
+        self._ready, self._problem, self._error = 0, "", None
+        if self._provider is None:
+            self._provider = threading.Thread(target=self._run, name="memory")
+            self._provider.start()
 
-    A kernel before 5.14 does not know how; then the first copy is slower. Ends early with the program.
-    """
-    address = ctypes.addressof(ctypes.c_char.from_buffer(generation.buffer))
-    for start in range(0, generation.size, POPULATE_CHUNK):
-        if not threading.main_thread().is_alive():
-            return
-        size = min(POPULATE_CHUNK, generation.size - start) // PAGE * PAGE
-        _libc.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(size), MADV_POPULATE_WRITE)
+    def _run(self) -> None:
+        failed = InfrastructureError("No memory is provided any more: its thread has ended.")
+        try:
+            self._provide_all()
+        except OSError as error:
+            failed = InfrastructureError(f"Memory cannot be asked for: {reason(error)}.")
+        finally:
+            with self._changed:
+                if self._provider is threading.current_thread():  # it has failed
+                    self._provider, self._error = None, failed
+                    self._changed.notify_all()
+
+    def _provide_all(self) -> None:
+        while True:
+            with self._changed:
+                if self._problem or self._error or self._ready >= len(self._client.generations):
+                    self._provider = None
+                    self._changed.notify_all()
+                    break
+                slot, nbytes = self._ready, self._wanted
+            self._provide_one(slot, nbytes)
+        if self._ready == 1:
+            self._warn(
+                "one",
+                "There is memory for one generation only: a process that dies during a save costs the"
+                " memory checkpoint",
+            )
+
+    def _provide_one(self, slot: int, nbytes: int) -> None:
+        problem, failed = "", None
+        try:
+            problem = self._client.reserve(slot, nbytes)
+        except DLRoverError as error:
+            failed = error
+        generations = self._client.generations
+        if not (problem or failed) and slot < len(generations):
+            memory.populate(generations[slot], threading.main_thread().is_alive)
+        with self._changed:
+            if self._wanted == nbytes:  # else more was asked for meanwhile
+                self._problem, self._error = problem, failed
+                self._ready = slot if problem or failed else min(slot + 1, len(generations))
+                self._changed.notify_all()
+
+    def _warn(self, subject: str, warning: str) -> None:
+        """Warn once."""
+        if subject not in self._warned:
+            self._warned.add(subject)
+            logger.warning("%s", warning)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import functools
 import importlib
 import logging
 import os
@@ -21,17 +22,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dlrover.checkpoint import persist, policies, protocol, storage
+from dlrover import config
+from dlrover.checkpoint import first_save, lease, persist, policies, protocol, storage
 from dlrover.checkpoint.book import Book
 from dlrover.checkpoint.breakpoint import Breakpoints, remove_votes
+from dlrover.checkpoint.lease import Lease
 from dlrover.checkpoint.persist import PEER_PATIENCE, RETRY_DELAYS
 from dlrover.checkpoint.policies import Policy
 from dlrover.checkpoint.protocol import SaverGoneError
 from dlrover.checkpoint.ranks import NoMemoryError
 from dlrover.checkpoint.replicas import Replicas
-from dlrover.checkpoint.stores import StorageAwayError, Store, location_of, open_store
+from dlrover.checkpoint.stores import Store, location_of, open_store, reason
 from dlrover.checkpoint.tasks import Task
-from dlrover.errors import DLRoverError, InfrastructureError, ProtocolError
+from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError, ProtocolError
 
 logger = logging.getLogger(__name__)
 
@@ -58,13 +61,18 @@ class Saver:
         self._listener = listener
         self._book = Book()
         self._replicas = Replicas(self._book.exchange)
+        self._lease = Lease(store, lease.job_of(config.environ()))
 
     def serve(self) -> None:
         """Run until nobody needs this process any more."""
         breakpoints = Breakpoints(self._store, self._book.breaks, self._book.saver)
-        for target in (self._accept, self._compute_sums, self._persist, breakpoints.run):
+        targets = (
+            self._accept, self._compute_sums, self._persist, self._record, self._beat, breakpoints.run,
+        )  # fmt: skip
+        for target in targets:
             threading.Thread(target=target, daemon=True, name=target.__name__).start()
         self._book.wait_until_idle(self._linger)
+        self._lease.release()
         logger.info("The saver leaves")
 
     def stop(self) -> None:
@@ -81,7 +89,8 @@ class Saver:
     def _attend(self, sock: socket.socket) -> None:
         with sock, contextlib.suppress(ConnectionError, SaverGoneError):
             try:
-                client = Client(self._book, self._replicas, sock, protocol.check_peer(sock))
+                pid = protocol.check_peer(sock)
+                client = Client(self._book, self._replicas, self._lease, sock, pid)
                 with self._book.connection():
                     client.attend()
             except ProtocolError as error:
@@ -92,6 +101,35 @@ class Saver:
     def _compute_sums(self) -> None:
         while True:
             self._book.sums.compute_next()
+
+    def _record(self) -> None:
+        said = False
+        while True:
+            first, saves = self._book.next_first_saves()
+            recorded, problem = False, ""
+            try:
+                storage.check_identity(self._store, self._identity)
+                recorded = first_save.record(
+                    self._store, self._identity, self._lease.job, first.joined, saves
+                )
+            except Exception as error:  # noqa: BLE001 - or the thread ends, and the saver stays for ever
+                problem = (
+                    f"It is not recorded in {self._store.location} that steps were saved to memory:"
+                    f" {reason(error)}."
+                )
+            self._book.note_first_saves(first, len(saves), recorded=recorded, problem=problem)
+            if problem:
+                logger.log(logging.INFO if said else logging.WARNING, "%s", problem)
+                said = True
+                threading.Event().wait(first_save.RETRY)
+
+    def _beat(self) -> None:
+        while True:
+            try:
+                self._lease.beat()
+            except (OSError, DLRoverError) as error:
+                logger.warning("The lease of %s cannot be renewed: %s", self._store.location, error)
+            threading.Event().wait(lease.BEAT)
 
     def _persist(self) -> None:
         self._book.wait_for_world()
@@ -122,45 +160,69 @@ class Saver:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 self._make_room(task)
-            reason = error.strerror or error
-            return f"Step {task.step} was not stored in {self._store.location}: {reason}.", True
+            where = self._store.location
+            return f"Step {task.step} was not stored in {where}: {reason(error)}.", True
         except DLRoverError as error:
             return str(error), False
+        except Exception as error:
+            # Whatever it is, this thread must not end: all workers would wait for ever.
+            logger.exception("Step %d was not stored", task.step)
+            return f"Step {task.step} was not stored: {error!r}.", False
         return "", False
 
     def _persist_task(self, task: Task) -> None:
         began = time.monotonic()
+
+        guard = functools.partial(self._guard, task)
         job = persist.Job(
             store=self._store,
-            step=task.step,
-            session=task.session,
+            save=task.save,
             world_size=task.world_size,
             sources=self._book.tasks.sources(task),
             pause=lambda seconds: self._wait_for_peers(task, seconds, began),
             patience=BREAKPOINT_PATIENCE if task.at_breakpoint else PEER_PATIENCE,
-            identity=self._identity,
+            guard=guard,
             metrics=task.metrics,
+            at_breakpoint=task.at_breakpoint,
         )
         persist.persist(job)
         if 0 in job.sources:
             try:
-                storage.prune(self._store, self._keep)
+                storage.prune(self._store, self._keep, guard)
                 if self._book.only(task.session):
+                    guard()
                     storage.remove_unfinished(self._store, task.session)
                     remove_votes(self._store, task.session)
-            except (OSError, StorageAwayError) as error:
+            except (OSError, InfrastructureError) as error:
                 logger.warning("Old checkpoints in %s stay: %s", self._store.location, error)
         logger.info("Step %d is stored", task.step)
+
+    def _guard(self, task: Task) -> None:
+        """Raise when a task may not publish or delete anything in the directory."""
+        storage.check_identity(self._store, self._identity)
+        if 0 in task.ranks:
+            self._lease.check(task.session, lambda seconds: self._pause(task, seconds))
+
+    def _pause(self, task: Task, seconds: float) -> None:
+        self._book.tasks.pause(task, seconds, yielding=False)
 
     def _make_room(self, task: Task) -> None:
         """Delete what other worlds have not touched for so long that they cannot be at it."""
         if 0 in task.ranks:
-            storage.remove_unfinished(self._store, task.session, idle=PEER_PATIENCE)
+            try:
+                self._guard(task)
+                storage.remove_unfinished(self._store, task.session, idle=PEER_PATIENCE)
+            except (OSError, InfrastructureError) as error:
+                logger.warning("What others left in %s stays: %s", self._store.location, error)
 
     def _give_up(self, task: Task) -> None:
         """Let other nodes see that they wait in vain."""
-        with contextlib.suppress(OSError):
-            self._store.give_up(task.step, task.session)
+        try:
+            storage.give_up(
+                self._store, self._identity, task.save, at_breakpoint=task.at_breakpoint
+            )
+        except Exception as error:  # noqa: BLE001 - or the thread ends, and all workers wait for ever
+            logger.warning("Other nodes may wait for step %d in vain: %s", task.step, error)
 
     def _wait_for_peers(self, task: Task, seconds: float, began: float) -> None:
         """Wait; not for long if a rank of this node cannot go on."""
@@ -175,9 +237,13 @@ class Saver:
 class Client:
     """One worker's connection."""
 
-    def __init__(self, book: Book, replicas: Replicas, sock: socket.socket, pid: int) -> None:
+    def __init__(
+        self, book: Book, replicas: Replicas, lease: Lease, sock: socket.socket, pid: int
+    ) -> None:
         self._book = book
         self._replicas = replicas
+        self._lease = lease
+        self._session = 0
         self._sock = sock
         self._pid = pid
         self._rank = -1
@@ -195,43 +261,46 @@ class Client:
         finally:
             if self._rank >= 0:
                 self._book.detach(self._rank, self._owner, goodbye=self._goodbye)
+                self._lease.leave(self._session)
 
     def _answer(self, request: protocol.Request) -> None:
         fds: list[int] = []
         reply: protocol.Reply
         try:
-            if isinstance(request, protocol.Attach) == (self._rank >= 0):
+            known = self._rank >= 0 or isinstance(request, protocol.Reserve)
+            if isinstance(request, protocol.Attach) == known:
                 raise ProtocolError("A worker attaches once, before it asks for anything.")
             if isinstance(request, protocol.Attach):
-                reply, self._owner, fds = self._book.attach(request.rank, self._pid)
+                reply, self._owner, fds = self._book.attach(request.rank, self._pid, request.job)
                 self._rank = request.rank
             elif isinstance(request, protocol.Open):
                 reply, fds = self._book.open(request.rank)
             else:
                 reply = self._reply(request)
         except (DLRoverError, OSError) as error:
-            reply = protocol.Refused(str(error))
+            reply = protocol.Refused(str(error), isinstance(error, ConfigurationError))
         protocol.send(self._sock, reply, fds)
 
     def _reply(self, request: protocol.Request) -> protocol.Reply:  # noqa: PLR0911 - one a question
         book, rank = self._book, self._rank
         if isinstance(request, protocol.Look):
-            return protocol.Holding(book.look())
+            return protocol.Holding(book.look(), book.unrecorded)
         if isinstance(request, protocol.Begin):
-            return protocol.Granted(book.begin(rank, request.step), book.news(rank))
+            return protocol.Granted(book.begin(rank, request.save, request.ready), book.news(rank))
         if isinstance(request, protocol.Verify):
             return protocol.Verified(book.verify(request.rank, request.slot, request.below))
         if isinstance(request, protocol.Wait):
             return protocol.Settled(book.settled(rank))
         if isinstance(request, protocol.Stored):
-            return protocol.Newest(book.stored(rank))
+            return protocol.NewestStored(book.stored(rank))
         if isinstance(request, protocol.Reserve):
             try:
-                return protocol.Reserved(book.reserve(rank, request.nbytes))
+                return protocol.Reserved(book.reserve(request.rank, request.slot, request.nbytes))
             except NoMemoryError as error:
                 return protocol.Reserved(1, str(error))
         if isinstance(request, protocol.Listen):
-            return protocol.Listening(self._replicas.listen(request.host, request.port))
+            pem = self._replicas.certify(tls=request.tls)
+            return protocol.Listening(self._replicas.listen(request.host, request.port), pem)
         self._do(request)
         return protocol.Done()
 
@@ -241,15 +310,20 @@ class Client:
             book.publish(
                 rank,
                 request.slot,
-                request.step,
+                request.save,
                 to_storage=request.to_storage,
                 metrics=request.metrics,
             )
         elif isinstance(request, protocol.Join):
             book.join(rank, request)
             self._replicas.join(request)
+            if rank == 0:
+                self._session = request.session
+                self._lease.join(request.session)
         elif isinstance(request, protocol.Keep):
-            book.keep(rank, request.step, request.session)
+            book.keep(rank, request.save)
+        elif isinstance(request, protocol.PassOver):
+            book.pass_over(rank, request.save, written=request.written)
         elif isinstance(request, protocol.Goodbye):
             self._goodbye = True
 
@@ -263,12 +337,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m dlrover.checkpoint.saver")
     parser.add_argument("--directory", required=True)
     parser.add_argument("--identity", required=True)
+    parser.add_argument("--node", default="")
     parser.add_argument("--keep", type=policies.decode, required=True)
     parser.add_argument("--linger", type=float, required=True)
     args = parser.parse_args(argv)
     place = sys.stdin.read() or args.directory  # with a password, which no command line should show
     location = location_of(place)
-    address = protocol.address(location, args.identity)
+    address = protocol.address(location, args.identity, args.node)
     listener = protocol.new_socket()
     try:
         listener.bind(address)
@@ -279,7 +354,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.fork():
         return 0
     _log_to(protocol.log_file(location))
-    logger.info("Saver %d serves %s", os.getpid(), location)
+    node = f" on node {args.node}" if args.node else ""
+    logger.info("Saver %d serves %s%s", os.getpid(), location, node)
     listener.listen(BACKLOG)  # once more: whoever connects is told the process that did this last
     saver = Saver(open_store(place), args.identity, args.keep, args.linger, listener)
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=saver.stop).start())
@@ -301,7 +377,7 @@ def _log_to(path: Path) -> None:
         os.dup2(log, fd)
     os.close(log)
     logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        level=logging.INFO, format="%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"
     )
 
 

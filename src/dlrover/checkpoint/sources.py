@@ -27,7 +27,15 @@ from dlrover.checkpoint.content import Content, Held, content_of
 from dlrover.checkpoint.extent import Box, Chunk, Extent
 from dlrover.checkpoint.layout import TensorRef, name
 from dlrover.checkpoint.storage import StoredStep, StoredTensor
-from dlrover.checkpoint.stores import DCP_METADATA, MANIFEST, Store, is_url, open_store, step_folder
+from dlrover.checkpoint.stores import (
+    DCP_METADATA,
+    MANIFEST,
+    Store,
+    failure,
+    is_url,
+    open_store,
+    step_folder,
+)
 from dlrover.checkpoint.tree import DTYPES
 from dlrover.errors import ConfigurationError, InfrastructureError
 
@@ -39,10 +47,13 @@ _UNPICKLING = (
 _DTYPE_NAMES = {dtype: key for key, dtype in DTYPES.items()}
 
 
-def read(place: str | os.PathLike[str], step: int | None = None) -> Content:
+def read(
+    place: str | os.PathLike[str], step: int | None = None, *, trusted: bool = False
+) -> Content:
     """What is in a directory or file; its kind is found out.
 
-    ``step`` picks one of a checkpoint directory's steps; by default the newest.
+    ``step`` picks one of a checkpoint directory's steps; by default the newest. A DCP directory must be
+    ``trusted``.
 
     Raises:
         ConfigurationError: it is of no kind that we know, or holds what cannot be kept.
@@ -60,7 +71,7 @@ def read(place: str | os.PathLike[str], step: int | None = None) -> Content:
         if store.exists(MANIFEST):
             return _read_step(store, "")
         if store.exists(DCP_METADATA):
-            return _read_dcp(store)
+            return _read_dcp(store, trusted=trusted)
         return _read_step(store, step_folder(tools.chosen(place, step)))
 
 
@@ -172,7 +183,12 @@ def _slices(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
 # ---- DCP
 
 
-def _read_dcp(store: Store) -> Content:
+def _read_dcp(store: Store, *, trusted: bool) -> Content:
+    if not trusted:
+        raise ConfigurationError(
+            f"{store.where(DCP_METADATA)} is a pickle, and to read it runs whatever it says; pass trusted=True"
+            " (dlrover ckpt convert: --trusted) if you trust whoever wrote it."
+        )
     reader = (FsspecReader if is_url(store.location) else FileSystemReader)(store.url)
     try:
         metadata = reader.read_metadata()
@@ -229,7 +245,10 @@ class _Reading:
             self._reader.read_data(self._reader.prepare_local_plan(plan), self).wait()
         except pickle.UnpicklingError as error:
             raise ConfigurationError(f"{self._key} cannot be kept: {_reason(error)}") from error
-        except (OSError, RuntimeError, EOFError) as error:
+        except OSError as error:
+            where = f"{self._key} in {error.filename}" if error.filename else self._key
+            raise failure(error, f"{where} cannot be read") from error
+        except (RuntimeError, EOFError) as error:
             raise InfrastructureError(f"{self._key} cannot be read: {_reason(error)}") from error
         return self._value
 

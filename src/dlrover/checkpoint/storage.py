@@ -4,12 +4,12 @@
 
     <directory>/
     ├── checkpoint-id          names the directory; a new one gets a new name
-    ├── latest                 the newest step that was stored (JSON)
+    ├── latest                 the `SaveId` of the newest step that was stored (JSON)
     ├── step-40/               one checkpoint: what DCP reads, and
     │   ├── manifest.json      a `Manifest`; written last
     │   └── rank-0.index       a `RankIndex`: where each tensor of a rank lies, with its checksum
     ├── step-30.bad/           was found to be damaged
-    └── .step-50.<session>/    is being written
+    └── .step-50.<session>-<number>/    a save that is being written
 
 Where nothing can be renamed it looks a little different, see `dlrover.checkpoint.remote`.
 """
@@ -22,20 +22,23 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
 import xxhash
 
-from dlrover.checkpoint import faults, layout as layouts
+from dlrover.checkpoint import faults, formats, layout as layouts
 from dlrover.checkpoint.extent import Extent
+from dlrover.checkpoint.formats import OtherFormatError
 from dlrover.checkpoint.layout import Layout, TensorEntry, name
 from dlrover.checkpoint.policies import Policy, StepInfo
+from dlrover.checkpoint.saves import Newest, Order, SaveId
 from dlrover.checkpoint.stores import (
     IDENTITY,
     MANIFEST,
     TRACKER,
+    Draft,
     Range,
     StorageAwayError,
     Store,
@@ -51,7 +54,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+CHUNK = 4 << 20
+"""Bytes that are read and hashed at a time: they must fit in a cache that the cores share."""
+GIVEN_UP, BREAKPOINT_GIVEN_UP = "given-up", "given-up.breakpoint"
+"""Files that say so in the folder of a save that is being written: the training's attempt, and the last one."""
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -66,8 +72,8 @@ class FileRecord(msgspec.Struct, frozen=True):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint consists of."""
 
-    format: int
     step: int
+    save: SaveId
     world_size: int
     replicated: bool
     """Whether all ranks hold the same tensors: then any number of ranks can load it."""
@@ -109,10 +115,13 @@ class RankIndex(msgspec.Struct, frozen=True):
     """Those that this rank wrote."""
 
 
-class Tracker(msgspec.Struct, frozen=True):
-    """The newest step that was stored."""
+class _Saved(msgspec.Struct):
+    """What of a manifest says which save it is."""
 
-    step: int
+    save: SaveId
+
+
+_DAMAGED = SaveId(0, 0, -1, 0)
 
 
 # ---- names
@@ -123,20 +132,22 @@ def index_file(rank: int, place: str = "") -> str:
     return join(place, f"rank-{rank}.index")
 
 
-def identity(store: Store) -> str:
+def identity(store: Store, *, create: bool = True) -> str:
     """The name of this directory, made at its first use; the same for all who ask.
+
+    Without ``create`` nothing is written, and a directory that has no name yet has an empty one.
 
     Raises:
         InfrastructureError: it cannot be read or written.
     """
     try:
         if not store.exists(IDENTITY):
+            if not create:
+                return ""
             store.write_once(IDENTITY, secrets.token_hex(16).encode())
-        return store.read(IDENTITY).decode().strip()
-    except OSError as error:
-        raise failure(
-            error, f"The checkpoint directory {store.location} cannot be used: {error.strerror}."
-        ) from error
+        return store.read(IDENTITY).decode(errors="replace").strip()
+    except (OSError, MemoryError) as error:
+        raise failure(error, f"The checkpoint directory {store.location} cannot be used") from error
 
 
 def check_identity(store: Store, expected: str) -> None:
@@ -146,7 +157,7 @@ def check_identity(store: Store, expected: str) -> None:
         OSError: it is another one, or none.
     """
     try:
-        found = store.read(IDENTITY).decode().strip()
+        found = store.read(IDENTITY).decode(errors="replace").strip()
     except FileNotFoundError:
         found = ""
     if found != expected:
@@ -158,72 +169,197 @@ def check_identity(store: Store, expected: str) -> None:
 
 def steps(store: Store) -> list[int]:
     """The steps that look whole, newest first."""
+    return list(saves(store))
+
+
+def saves(store: Store) -> dict[int, SaveId | None]:
+    """The steps that look whole, newest first, and which save each one is.
+
+    None: its manifest is damaged, or another version of DLRover has written it.
+
+    Raises:
+        OSError: they cannot be read.
+    """
     matches = map(_STEP.fullmatch, store.names())
-    found = [int(match[1]) for match in matches if match]
-    return sorted((step for step in found if is_stored(store, step)), reverse=True)
+    found: dict[int, SaveId | None] = {}
+    for match in matches:
+        if match:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                found[int(match[1])] = _saved_here(store, int(match[1]))
+    order = Order(save for save in found.values() if save is not None)
+    return dict(sorted(found.items(), key=lambda item: order.key(*item), reverse=True))
 
 
-def is_stored(store: Store, step: int) -> bool:
-    """Whether a step looks whole."""
-    return store.exists(join(step_folder(step), MANIFEST))
+def save_of(store: Store, step: int) -> SaveId | None:
+    """Which save a stored step is; None if there is no such step, or its manifest is damaged.
+
+    Raises:
+        OSError: it cannot be read.
+        OtherFormatError: another version of DLRover has written it.
+    """
+    try:
+        return _saved(store, step)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
-def tracked(store: Store) -> int | None:
-    """The newest step that was ever stored; None if none was, -1 if the tracker is damaged.
+def _saved(store: Store, step: int) -> SaveId | None:
+    try:
+        data = store.read(join(step_folder(step), MANIFEST))
+        return formats.decode(data, _Saved, store.where(step_folder(step))).save
+    except msgspec.DecodeError:
+        return None
+
+
+def _saved_here(store: Store, step: int) -> SaveId | None:
+    try:
+        return _saved(store, step)
+    except OtherFormatError:
+        return None
+
+
+def is_published(store: Store, save: SaveId) -> bool:
+    """Whether a save is stored, or a later one of its session that is of the same step.
+
+    Raises:
+        OSError: that cannot be found out.
+        OtherFormatError: another version of DLRover has stored the step.
+    """
+    known = save_of(store, save.step)
+    return known is not None and known.session == save.session and known.number >= save.number
+
+
+def newest(store: Store) -> Newest:
+    """The greatest line and number that are known of here.
 
     Raises:
         InfrastructureError: it cannot be read.
     """
+    last = tracked(store)
     try:
-        return msgspec.json.decode(store.read(TRACKER), type=Tracker).step
+        known = [save for save in saves(store).values() if save is not None]
+    except (OSError, MemoryError) as error:
+        raise failure(error, f"{store.location} cannot be read") from error
+    return Newest().including(*known, *([last] if last is not None else []))
+
+
+def begin_line(store: Store, step: int, line: int) -> None:
+    """Put a step, and those that led to it, into a new line: what is newer is abandoned from now on.
+
+    Raises:
+        OSError: that cannot be written.
+        InfrastructureError: the manifest of a step is damaged.
+    """
+    known = saves(store)
+    last = known.get(step)
+    if last is None or last.line > line:
+        return
+    for other, save in sorted(known.items(), key=lambda item: item[0] == step):  # it is the last
+        if save is not None and save.line == last.line and save.number <= last.number:
+            manifest = read_manifest(store, step_folder(other))
+            moved = msgspec.structs.replace(save, line=line)
+            renewed = msgspec.structs.replace(manifest, save=moved)
+            store.write(join(step_folder(other), MANIFEST), formats.encode(renewed))
+    track(store, msgspec.structs.replace(last, line=line))
+
+
+def tracked(store: Store) -> SaveId | None:
+    """The newest save that was ever stored; None if none was, one of step -1 if the tracker is damaged.
+
+    Raises:
+        InfrastructureError: it cannot be read, or another version of DLRover has written it.
+    """
+    try:
+        return formats.decode(store.read(TRACKER), SaveId, store.where(TRACKER))
     except FileNotFoundError:
         return None
     except msgspec.DecodeError:
-        return -1
-    except OSError as error:
-        raise failure(error, f"{store.where(TRACKER)} cannot be read: {error.strerror}.") from error
+        return _DAMAGED
+    except (OSError, MemoryError) as error:
+        raise failure(error, f"{store.where(TRACKER)} cannot be read") from error
 
 
-def track(store: Store, step: int) -> None:
-    """Say that ``step`` is the newest one."""
-    store.write(TRACKER, msgspec.json.encode(Tracker(step)))
-    store.sync("")
+def track(store: Store, save: SaveId) -> None:
+    """Say that a save is stored, unless a newer one is."""
+    last = tracked(store)
+    if last is None or last <= save:
+        store.write(TRACKER, formats.encode(save))
+        store.sync("")
 
 
-def quarantine(store: Store, step: int) -> str:
-    """Put a damaged step out of the way; its new name, or the old one where nothing can be changed."""
+def quarantine(store: Store, step: int, manifest: bytes | None = None) -> None:
+    """Put a damaged step out of the way, unless its manifest is not ``manifest`` any more."""
     try:
-        return store.set_aside(step)
+        if manifest is None or store.read(join(step_folder(step), MANIFEST)) == manifest:
+            logger.warning("Step %d is damaged and is now %s", step, store.set_aside(step))
     except OSError as error:
-        logger.warning("Step %d stays in its place: %s", step, error)
-        return store.where(step_folder(step))
+        logger.warning("Step %d is damaged and stays in its place: %s", step, error)
 
 
-def prune(store: Store, policy: Policy) -> None:
+def prune(store: Store, policy: Policy, guard: Callable[[], None] = lambda: None) -> None:
     """Delete the steps that the policy does not keep.
+
+    Args:
+        store: the directory.
+        policy: which steps are kept.
+        guard: is called before each of them is deleted, and raises when it may not be.
 
     Raises:
         OSError: one cannot be deleted.
         StorageAwayError: what the policy asks for cannot be read now.
     """
-    stored = steps(store)
-    kept = policy.kept([_info(store, step, policy) for step in stored])
+    try:
+        stored = {step: save for step, save in saves(store).items() if save is not None}
+    except (OSError, MemoryError) as error:
+        raise failure(error, f"{store.location} cannot be read") from error
+    kept = policy.kept([_info(store, save, policy) for save in stored.values()])
     for step in stored:
         if step in kept:
             continue
         faults.point("prune.begun")
+        guard()
         store.remove_step(step)
 
 
-def _info(store: Store, step: int, policy: Policy) -> StepInfo:
-    if not policy.uses_metrics:
-        return StepInfo(step)
-    try:
-        return StepInfo(step, read_manifest(store, step_folder(step)).metrics)
-    except StorageAwayError:
-        raise
-    except InfrastructureError:
-        return StepInfo(step)  # damaged: its metrics are not known
+def _info(store: Store, save: SaveId, policy: Policy) -> StepInfo:
+    metrics: dict[str, float] = {}
+    if policy.uses_metrics:
+        try:
+            metrics = read_manifest(store, step_folder(save.step)).metrics
+        except StorageAwayError:
+            raise
+        except InfrastructureError:
+            pass  # damaged: its metrics are not known
+    return StepInfo(save.step, save.line, save.number, metrics)
+
+
+def give_up(store: Store, identity: str, save: SaveId, *, at_breakpoint: bool = False) -> None:
+    """Let all that write a save, now or later, see that it will not be whole.
+
+    Raises:
+        OSError: it cannot be written, or the directory is another one than ``identity``.
+    """
+    if identity:
+        check_identity(store, identity)
+    store.give_up(save, BREAKPOINT_GIVEN_UP if at_breakpoint else GIVEN_UP)
+
+
+def is_given_up(store: Store, draft: Draft, *, at_breakpoint: bool = False) -> bool:
+    """Whether a writer of a save has given it up, or it has been published.
+
+    At a breakpoint only what was given up there counts: a save that failed before is tried again.
+
+    Raises:
+        OSError: that cannot be found out.
+    """
+    marks = [BREAKPOINT_GIVEN_UP] if at_breakpoint else [GIVEN_UP, BREAKPOINT_GIVEN_UP]
+    return store.is_given_up(draft) or any(store.exists(join(draft.marks, mark)) for mark in marks)
+
+
+def remove_marks(store: Store, draft: Draft) -> None:
+    """Delete those of an attempt before, which would become part of the step."""
+    for mark in (GIVEN_UP, BREAKPOINT_GIVEN_UP):
+        store.delete(join(draft.marks, mark))
 
 
 def remove_unfinished(store: Store, session: int, idle: float = 0.0) -> None:
@@ -231,6 +367,7 @@ def remove_unfinished(store: Store, session: int, idle: float = 0.0) -> None:
 
     Only what has not changed for ``idle`` seconds; what cannot be deleted stays.
     """
+    store.adopt()
     for left in store.leftovers():
         if f"{session:016x}" not in left.name and (
             time.time() - store.modified(left.folder) >= idle
@@ -240,14 +377,24 @@ def remove_unfinished(store: Store, session: int, idle: float = 0.0) -> None:
 
 
 def remove_given_up(store: Store, session: int, before: int | None = None) -> None:
-    """Delete what this world did not finish before a step: steps are stored one after the other.
+    """Delete what this world did not finish before the save of a number: they are stored one after the other.
 
     What cannot be deleted stays.
     """
+    store.adopt()
     for left in store.leftovers():
-        if f"{session:016x}" in left.name and (before is None or left.step < before):
+        match = re.search(f"{session:016x}-(\\d+)", left.name)
+        if match and (before is None or int(match[1]) < before):
             with contextlib.suppress(OSError):
                 store.remove(left.folder)
+
+
+def adopt(store: Store) -> None:
+    """Make steps count again whose replacement was cut short, where that is possible."""
+    try:
+        store.adopt()
+    except OSError as error:
+        logger.warning("What a saver left in %s stays: %s", store.location, error)
 
 
 # ---- read
@@ -278,7 +425,7 @@ class StoredStep:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._reader = self._store.reader(self._folder)  # a mapping ends with its last view
+        self._reader = self._store.reader(self._folder)  # what it has read goes with its last view
 
     def index(self, rank: int) -> RankIndex:
         """What a rank saved.
@@ -312,10 +459,29 @@ class StoredStep:
             data = self._reader.view(self._range(tensor))
         if (tensor.file, tensor.offset) not in self._verified:
             if xxhash.xxh3_64_intdigest(data) != tensor.xxh3:
-                where = self._where(tensor.file)
-                raise InfrastructureError(f"The tensor {name(tensor.path)} in {where} is damaged.")
+                raise self._damaged(tensor)
             self._verified.add((tensor.file, tensor.offset))
         return data
+
+    def fill(self, tensor: StoredTensor, buffer: memoryview) -> None:
+        """Read a tensor into a buffer of its size, and compare it with its checksum. Any thread may.
+
+        Raises:
+            InfrastructureError: it is missing or damaged; the buffer is written all the same.
+        """
+        where = self._range(tensor)
+        digest = xxhash.xxh3_64()
+        with self._told():
+            for start in range(0, tensor.nbytes, CHUNK):
+                part = buffer[start : start + CHUNK]
+                self._reader.fill(Range(where.file, where.offset + start, len(part)), part)
+                digest.update(part)  # while the processor has it at hand
+        if digest.intdigest() != tensor.xxh3:
+            raise self._damaged(tensor)
+
+    def _damaged(self, tensor: StoredTensor) -> InfrastructureError:
+        where = self._where(tensor.file)
+        return InfrastructureError(f"The tensor {name(tensor.path)} in {where} is damaged.")
 
     def _range(self, tensor: StoredTensor) -> Range:
         """Where it is, in a file that is as large as it should be."""
@@ -339,27 +505,23 @@ class StoredStep:
     def _told(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
-            where = error.filename or self._where("")
-            raise failure(error, f"{where} cannot be read: {error.strerror}.") from error
+        except (OSError, MemoryError) as error:
+            where = getattr(error, "filename", None) or self._where("")
+            raise failure(error, f"{where} cannot be read") from error
 
 
 def read_manifest(store: Store, folder: str) -> Manifest:
     """The manifest of a checkpoint.
 
     Raises:
+        OtherFormatError: another version of DLRover has written it.
         InfrastructureError: it is missing or damaged.
     """
     where = store.where(join(folder, MANIFEST))
     try:
-        manifest = msgspec.json.decode(store.read(join(folder, MANIFEST)), type=Manifest)
-    except (OSError, msgspec.DecodeError) as error:
-        raise failure(error, f"{where} cannot be read: {error}.") from error
-    if manifest.format != FORMAT:
-        raise InfrastructureError(
-            f"{store.where(folder)} has format {manifest.format}; this version reads format {FORMAT}."
-        )
-    return manifest
+        return formats.decode(store.read(join(folder, MANIFEST)), Manifest, store.where(folder))
+    except (OSError, MemoryError, msgspec.DecodeError) as error:
+        raise failure(error, f"{where} cannot be read") from error
 
 
 def read_index(store: Store, folder: str, rank: int, manifest: Manifest) -> RankIndex:
@@ -376,8 +538,8 @@ def read_index(store: Store, folder: str, rank: int, manifest: Manifest) -> Rank
         if record is None or record != record_of(data):
             raise InfrastructureError(f"{where} differs from what the manifest says.")
         return msgspec.msgpack.decode(data, type=RankIndex)
-    except (OSError, msgspec.DecodeError) as error:
-        raise failure(error, f"{where} cannot be read: {error}.") from error
+    except (OSError, MemoryError, msgspec.DecodeError) as error:
+        raise failure(error, f"{where} cannot be read") from error
 
 
 def record_of(data: bytes) -> FileRecord:

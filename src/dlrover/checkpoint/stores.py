@@ -9,11 +9,12 @@ import contextlib
 import importlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol, cast
 from urllib.parse import urlsplit
 
+from dlrover.checkpoint.saves import SaveId
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 MANIFEST = "manifest.json"
@@ -47,13 +48,15 @@ class Range(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """A step that is being written."""
+    """A save that is being written."""
 
-    step: int
+    save: SaveId
     top: str
     """The folder of its manifest."""
     place: str
     """The folder in it for the other files; empty: they are beside the manifest."""
+    marks: str
+    """The folder of the marks of those that have given the save up. They are no part of the step."""
 
     def named(self, file: str) -> str:
         """A file's name, as the manifest knows it."""
@@ -69,7 +72,7 @@ class Leftover(NamedTuple):
 
     step: int
     name: str
-    """Has the session that wrote it in it, in hexadecimal."""
+    """Has `SaveId.folder` of the save in it, if it was being written."""
     folder: str
 
 
@@ -91,6 +94,9 @@ class Reader(Protocol):
 
     def view(self, wanted: Range) -> memoryview:
         """The bytes, which lie within the file and may be written over."""
+
+    def fill(self, wanted: Range, buffer: memoryview) -> None:
+        """Read the bytes into a buffer of that size; any thread may."""
 
 
 class Store(Protocol):
@@ -152,20 +158,24 @@ class Store(Protocol):
     def remove(self, folder: str) -> None:
         """Delete a folder."""
 
-    def draft(self, step: int, session: int) -> Draft:
-        """Where to write a step; all savers of a world are told the same."""
+    def draft(self, save: SaveId) -> Draft:
+        """Where to write a save; all savers of a world are told the same."""
 
-    def publish(self, draft: Draft) -> None:
-        """Make a step count whose files, with the manifest, are all there."""
+    def publish(self, draft: Draft, files: Collection[str]) -> None:
+        """Make a step count whose files, with the manifest, are all there.
 
-    def is_published(self, draft: Draft) -> bool:
-        """Whether that is done."""
+        Raises:
+            FileNotFoundError: one is not there any more: the save was given up.
+        """
 
-    def give_up(self, step: int, session: int) -> None:
-        """Delete what there is of a step that is being written, in stores where `is_given_up` tells."""
+    def adopt(self) -> None:
+        """Make steps count again whose replacement was cut short."""
+
+    def give_up(self, save: SaveId, mark: str) -> None:
+        """Leave a mark, then take away what there is of a save, in stores where that can be done at once."""
 
     def is_given_up(self, draft: Draft) -> bool:
-        """Whether a saver has done that, or has published the step."""
+        """Whether somebody has done that, or has published the step."""
 
     def set_aside(self, step: int) -> str:
         """Make a damaged step not count any more; what it is called now."""
@@ -245,11 +255,30 @@ def open_shared(place: str | os.PathLike[str]) -> Store:
     return store
 
 
-def failure(error: Exception, text: str) -> InfrastructureError:
-    """An error with a sentence; `StorageAwayError` if a store did not answer."""
-    kind = StorageAwayError if isinstance(error, UnreachableError) else InfrastructureError
-    return kind(text)
+def is_damage(error: Exception) -> bool:
+    """Whether an error shows that what is stored is damaged: a missing file, or content that is wrong.
+
+    Any other error of the system says only that the storage cannot be read now: no memory or no descriptor
+    is left, access is denied, the disk or the server fails.
+    """
+    if isinstance(error, OSError | MemoryError):
+        return isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+    return not isinstance(error, StorageAwayError)
+
+
+def failure(error: Exception, what: str) -> InfrastructureError:
+    """The error with a sentence, ``what`` and the reason; `StorageAwayError` unless it shows damage."""
+    kind = InfrastructureError if is_damage(error) else StorageAwayError
+    return kind(f"{what}: {reason(error)}.")
+
+
+def reason(error: Exception) -> str:
+    """Why, in a few words."""
+    if isinstance(error, MemoryError):
+        return "Cannot allocate memory"
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return str(text).rstrip(".")
 
 
 class StorageAwayError(InfrastructureError):
-    """What is stored cannot be looked at now; that does not mean that it is damaged."""
+    """What is stored cannot be read now, on this rank or another; that does not mean that it is damaged."""

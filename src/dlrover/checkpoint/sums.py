@@ -10,6 +10,7 @@ from dlrover.checkpoint.layout import name
 from dlrover.checkpoint.memory import Generation
 from dlrover.checkpoint.persist import Source
 from dlrover.checkpoint.ranks import Ranks, Slot
+from dlrover.checkpoint.saves import SaveId
 from dlrover.errors import InfrastructureError
 
 
@@ -67,20 +68,20 @@ class Checksums:
             return str(error)
         for entry, expected in zip(layout.entries, sums, strict=True):
             if (not below or entry.nbytes < below) and memory.sum_of(generation, entry) != expected:
-                return f"The tensor {name(entry.path)} of step {header.step} in memory is damaged."
+                return f"The tensor {name(entry.path)} of step {header.save.step} in memory is damaged."
         return ""
 
-    def source(self, slot: Slot, step: int) -> Source:
+    def source(self, slot: Slot, save: SaveId) -> Source:
         """What is to be written of a generation.
 
         Raises:
-            InfrastructureError: it does not hold the step any more.
+            InfrastructureError: it does not hold the save any more.
         """
         generation, epoch = slot.generation, slot.epoch
         header = generation.header()
         sums = generation.sums(header) if header is not None else None
         if header is not None and sums is None:
             sums = self._add(slot, generation, epoch)
-        if header is None or sums is None or header.step != step:
-            raise InfrastructureError(f"Step {step} is not in memory any more.")
+        if header is None or sums is None or header.save != save:
+            raise InfrastructureError(f"Step {save.step} is not in memory any more.")
         return Source(generation, generation.layout(header), sums)

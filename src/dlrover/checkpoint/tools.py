@@ -11,7 +11,9 @@ from typing import Literal
 import msgspec
 
 from dlrover.checkpoint import extent, layout as layouts, storage
+from dlrover.checkpoint.formats import OtherFormatError
 from dlrover.checkpoint.layout import ITEM_BYTES, TensorRef, name
+from dlrover.checkpoint.saves import Order, SaveId
 from dlrover.checkpoint.storage import StoredStep, StoredTensor
 from dlrover.checkpoint.stores import (
     BAD,
@@ -31,9 +33,10 @@ _ENTRY = re.compile(r"(\.?)step-(\d+)(.*)")
 Place = str | os.PathLike[str]
 """A path, or a URL that fsspec knows."""
 
-StepState = Literal["complete", "damaged", "bad", "unfinished"]
+StepState = Literal["complete", "damaged", "bad", "unfinished", "other version"]
 """``complete``: every file of the manifest is there with its size. ``damaged``: not so. ``bad``: put aside by
-a load. ``unfinished``: being written or deleted, or left over from that."""
+a load. ``unfinished``: being written or deleted, or left over from that. ``other version``: in a format that
+another version of DLRover has written."""
 
 
 class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +54,8 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     """How many saved it; None if the manifest cannot be read."""
     files: int
     nbytes: int
+    save: SaveId | None
+    """Which save it is; None if the manifest cannot be read."""
 
 
 class TensorSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,14 +132,19 @@ def listing(place: Place) -> list[StepSummary]:
     """
     store = open_store(place)
     check_directory(store)
-    latest = storage.tracked(store)
+    latest = None
+    with contextlib.suppress(OtherFormatError):
+        tracked = storage.tracked(store)
+        latest = tracked.step if tracked is not None else None
     found = []
     for folder, step in _entries(store):
         with told(store.where(folder)), contextlib.suppress(FileNotFoundError):
             found.append(
                 _summary(store, folder, step, latest)
             )  # unless a saver has just renamed it
-    return sorted(found, key=lambda item: (-item.step, item.state != "complete", item.name))
+    found.sort(key=lambda item: (item.state == "complete", item.name))
+    order = Order(item.save for item in found if item.save is not None)
+    return sorted(found, key=lambda item: order.key(item.step, item.save), reverse=True)
 
 
 def chosen(place: Place, step: int | None) -> int:
@@ -161,9 +171,11 @@ def finished(place: Place) -> list[int]:
     if not store.renames:
         with told(store.location):
             return storage.steps(store)
-    return sorted(
-        (step for folder, step in _entries(store) if _is_final(folder, step)), reverse=True
-    )
+    there = [step for folder, step in _entries(store) if _is_final(folder, step)]
+    with told(store.location):
+        known = storage.saves(store)
+    order = Order(save for save in known.values() if save is not None)
+    return sorted(there, key=lambda step: order.key(step, known.get(step)), reverse=True)
 
 
 def _is_final(name: str, step: int) -> bool:
@@ -188,22 +200,25 @@ def told(where: str) -> Iterator[None]:
     """
     try:
         yield
-    except OSError as error:
-        raise failure(error, f"{where} cannot be used: {error.strerror}.") from error
+    except (OSError, MemoryError) as error:
+        raise failure(error, f"{where} cannot be used") from error
 
 
 def _summary(store: Store, folder: str, step: int, latest: int | None) -> StepSummary:
     files = store.files(folder)
     ranks: int | None = None
+    save: SaveId | None = None
     state: StepState = "damaged"
     try:
         manifest = storage.read_manifest(store, folder)
+    except OtherFormatError:
+        state = "other version"
     except StorageAwayError:
         raise
     except InfrastructureError:
         pass
     else:
-        ranks = manifest.world_size
+        ranks, save = manifest.world_size, manifest.save
         there = {file: known.nbytes for file, known in files.items()}
         if all(there.get(file) == record.nbytes for file, record in manifest.files.items()):
             state = "complete"
@@ -222,6 +237,7 @@ def _summary(store: Store, folder: str, step: int, latest: int | None) -> StepSu
         ranks=ranks,
         files=len(files),
         nbytes=sum(known.nbytes for known in files.values()),
+        save=save,
     )
 
 
@@ -276,8 +292,7 @@ def _described(found: list[StoredTensor]) -> TensorSummary:
 def prune(place: Place, keep: int, *, dry_run: bool = False) -> Pruning:
     """Delete all but the newest ``keep`` steps, but never the newest one that is whole.
 
-    To know that one, steps are verified, from the newest on, until one is whole. What is ``bad``,
-    ``damaged`` or ``unfinished`` stays.
+    To know that one, steps are verified, from the newest on, until one is whole. What is not ``complete`` stays.
 
     Raises:
         ConfigurationError: ``keep`` is less than 1, or it is no checkpoint directory.

@@ -17,8 +17,8 @@ from dlrover.checkpoint.stores import (
     MANIFEST,
     StorageAwayError,
     Store,
-    UnreachableError,
     failure,
+    is_damage,
     join,
     open_store,
     step_folder,
@@ -62,8 +62,8 @@ def verify(place: str | os.PathLike[str], step: int) -> Verification:
     store = open_store(place)
     try:
         return _Check(store, step).run()
-    except UnreachableError as error:
-        raise failure(error, f"{store.location} cannot be used: {error.strerror}.") from error
+    except (OSError, MemoryError) as error:
+        raise failure(error, f"{store.location} cannot be used") from error
 
 
 class _Check:
@@ -144,9 +144,9 @@ class _Check:
         try:
             with self._store.open(join(self._folder, file)) as content:
                 size, checksum, sums = _sums(content, sorted(ranges))
-        except UnreachableError:
-            raise
         except OSError as error:
+            if not is_damage(error):
+                raise
             self._add(file, "", f"cannot be read: {error.strerror}")
             for tensor in tensors:
                 self._add(file, name(tensor.path), "is lost with its file")

@@ -59,7 +59,7 @@ class VerifiedCopy:
         jobs: list[_Job] = []
         others: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         for target, content in zip(targets, contents, strict=True):
-            index = self._whole(content) if _is_plain(target) else None
+            index = self._whole(content) if is_plain(target) else None
             if index is not None and target.dtype == content.dtype:
                 jobs.append((index, target))
             else:
@@ -80,7 +80,7 @@ class VerifiedCopy:
     def _whole(self, content: torch.Tensor) -> int | None:
         """The number of the large tensor that this is; None if it is none, or only a part of one."""
         index = self._large.get(content.data_ptr() - self._base)
-        if index is None or index in self._checked or not _is_plain(content):
+        if index is None or index in self._checked or not is_plain(content):
             return None
         return index if content.nbytes == self._entries[index].nbytes else None
 
@@ -107,7 +107,7 @@ class VerifiedCopy:
         return index, digest.intdigest()
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Whether it is the bytes that lie one behind the other in this process's memory."""
     plain = tensor.device.type == "cpu" and tensor.is_contiguous()
     return plain and not tensor.is_conj() and not tensor.is_neg()

@@ -34,6 +34,8 @@ class Hello(Message, frozen=True):
 
     session: int
     token: bytes
+    format: int = 1
+    """The last field, so that every version can read it."""
 
 
 class Offer(Message, frozen=True):

@@ -9,10 +9,15 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from dlrover.checkpoint.stores import StorageAwayError
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 _Value = TypeVar("_Value")
-_WELL, _CANNOT, _WRONG = range(3)
+_WELL, _CANNOT, _STOPPED, _WRONG = range(4)
+"""What an action came to, the gravest last."""
+_KINDS = {_CANNOT: InfrastructureError, _STOPPED: StorageAwayError, _WRONG: ConfigurationError}
+MAX_SAID = 2000
+"""Bytes of an error that other ranks repeat."""
 
 
 class World:
@@ -82,31 +87,40 @@ class World:
     def agree(self, action: Callable[[], _Value]) -> _Value:
         """Let all ranks do something; its value if all of them could. Collective.
 
+        All ranks raise an error of the same kind, the gravest one: what a rank cannot read now must not
+        make another one take it for damaged.
+
         Raises:
             ConfigurationError: what is asked for is wrong, on this rank or another.
+            StorageAwayError: this rank or another cannot read the storage, or failed in another way.
             InfrastructureError: this rank or another cannot.
         """
-        error: ConfigurationError | InfrastructureError | None = None
+        error: Exception | None = None
         value = None
         try:
             value = action()
-        except (ConfigurationError, InfrastructureError) as caught:
+        except Exception as caught:  # noqa: BLE001 - raised below, when the others know
             error = caught
-        mine = _WELL
-        if error is not None:
-            mine = _WRONG if isinstance(error, ConfigurationError) else _CANNOT
+        mine = _outcome(error)
         outcomes = [outcome for (outcome,) in self.exchange([mine])]
-        if isinstance(error, ConfigurationError):
+        worst = max(outcomes)
+        if worst == _WELL:
+            return value  # type: ignore[return-value]  # no error: the action has returned
+        said = self.gather(str(error or "").encode(errors="replace")[:MAX_SAID])
+        if error is not None and mine == worst:
             raise error
-        if _WRONG in outcomes:
-            raise ConfigurationError(
-                f"The checkpoint does not fit the state of rank {outcomes.index(_WRONG)}; see its error."
-            )
-        if error is not None:
-            raise error
-        if _CANNOT in outcomes:
-            raise InfrastructureError(f"Rank {outcomes.index(_CANNOT)} cannot load it.")
-        return value  # type: ignore[return-value]  # no error: the action has returned
+        first = outcomes.index(worst)
+        reason = said[first].decode(errors="replace")
+        raise _KINDS[worst](f"Rank {first} cannot go on: {reason}") from error
+
+
+def _outcome(error: Exception | None) -> int:
+    if error is None:
+        return _WELL
+    if isinstance(error, ConfigurationError):
+        return _WRONG
+    is_usual = isinstance(error, InfrastructureError) and not isinstance(error, StorageAwayError)
+    return _CANNOT if is_usual else _STOPPED
 
 
 def _is_initialised() -> bool:

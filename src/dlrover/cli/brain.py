@@ -50,6 +50,9 @@ def serve(  # noqa: PLR0913 - each is an option of the command
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.")] = PORT,
     token_file: TokenFile = "",
+    tenants: Annotated[
+        str, typer.Option(help="Directory with a token for each tenant, in a file of its name.")
+    ] = "",
     retention_days: Annotated[
         float, typer.Option(min=0.01, help="Ended jobs and old samples are kept so many days.")
     ] = 90.0,
@@ -72,13 +75,14 @@ def serve(  # noqa: PLR0913 - each is an option of the command
         logging.getLogger(name).setLevel(logging.WARNING)
     env = config.environ()
     settings = config.settings(env, config_file)
-    own = config.state_dir(env) / "brain.db"
+    own = config.state_dirs(env)[0] / "brain.db"
     url = database or env.get("DLROVER_BRAIN_DATABASE") or f"sqlite:///{own}"
     options = Options(
         database=url,
         token=_token(token_file or settings.brain_token_file),
         host=host,
         port=port,
+        tenants=tenants,
         tls=wire.Tls(settings.tls_cert, settings.tls_key, settings.tls_ca),
         retention_days=retention_days,
         monitor=monitor,
@@ -227,7 +231,7 @@ def _token(path: str) -> str:
     given = config.environ().get("DLROVER_BRAIN_TOKEN", "")
     if path:
         try:
-            given = Path(path).read_text().strip()
+            given = Path(path).read_text().strip().partition("\n")[0].strip()
         except OSError as error:
             raise ConfigurationError(
                 f"--token-file {path} cannot be read: {error.strerror}."

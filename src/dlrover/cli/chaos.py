@@ -194,12 +194,14 @@ def exit_code(report: Report, *, stopped: bool) -> int:
 
 def render(report: Report) -> None:
     """Print a run for people."""
+    from dlrover.testing.chaos.report import goodput_in_words  # noqa: PLC0415 - loads grpc
+
     _print_table([_HEADER, *map(_row, report.faults)])
     for fault in report.not_injected:
         print(f"{fault} was not injected: the job had ended.")
     print(f"The job left with exit code {report.exit_code}: {report.reason}")
     print(
-        f"{report.steps} steps in {report.wall_seconds:.0f} s, goodput {report.goodput_ratio:.3f}, "
+        f"{report.steps} steps in {report.wall_seconds:.0f} s, goodput {goodput_in_words(report)}, "
         f"seed {report.seed}, job directory {report.job_dir}"
     )
     for sentence in report.unmet:

@@ -136,10 +136,14 @@ def convert(
         int | None,
         typer.Option(help="Which step of the source; else the newest. Or the number of a new one."),
     ] = None,
+    trusted: Annotated[
+        bool,
+        typer.Option("--trusted", help="Read a DCP directory, whose metadata can run any program."),
+    ] = False,
     output: Output = Form.TEXT,
 ) -> None:
     """Convert a checkpoint to another format; shards are put together."""
-    found = _load("convert").convert(source, destination, to.value, step)
+    found = _load("convert").convert(source, destination, to.value, step, trusted=trusted)
     if output is Form.JSON:
         print_json(found)
         return

@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-import re
-import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
-from dlrover.agent.facts import tells
 from dlrover.errors import ConfigurationError
-from dlrover.master import diagnosis, history
+from dlrover.master import diagnosis_rules, history
 from dlrover.spec.events import WorkerFailed
-from dlrover.spec.failure import Failure, FailureKind, Verdict
-from dlrover.spec.jobdir import JobDir, MasterConfig
+from dlrover.spec.failure import Failure, Verdict
+from dlrover.spec.jobdir import JobDir, MasterConfig, decode
 from dlrover.spec.rules import Rule
 
-LOG_BYTES = 1024 * 1024
+LOG_BYTES = 256 * 1024
 """The end of a log that is looked at."""
-
-_VAGUE = frozenset({"exception", "exit", "signal", "aborted", "killed", "segfault", "node_lost"})
-"""Causes that only repeat how something ended."""
-
-_ERROR = re.compile(
-    r"^(?:\[rank\d+\]: ?)?(?P<type>[\w.]*(?:Error|Exception|Interrupt|gaierror)):? ?(?P<message>.*)$",
-    re.MULTILINE,
-)
-_SIGNAL = re.compile(
-    r"\bSignal \d+ \((SIG\w+)\)|<Signals\.(SIG\w+): \d+>|exitcode\s*: -(\d+)"
-    r"|^(?:.*: )?(Segmentation fault|Killed|Bus error|Illegal instruction|Aborted)(?: \(core dumped\))?$",
-    re.MULTILINE,
-)
-_KILL = re.compile(r"oom-kill:|\bkilled process \d+", re.IGNORECASE)
-_WORDS = {
-    "Segmentation fault": signal.SIGSEGV,
-    "Killed": signal.SIGKILL,
-    "Bus error": signal.SIGBUS,
-    "Illegal instruction": signal.SIGILL,
-    "Aborted": signal.SIGABRT,
-}
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -60,14 +35,10 @@ def of_log(path: str, own: tuple[Rule, ...]) -> Finding:
     source, text = _read(path)
     if not text.strip():
         raise ConfigurationError(f"{source} is empty; diagnose takes what a program printed.")
-    readings = list(_readings(text))
-    verdicts = [diagnosis.diagnose(failure, own) for failure in readings]
-    told = [v for v in verdicts if v.cause not in _VAGUE]
-    signalled = verdicts[:1] if readings[0].kind is FailureKind.SIGNAL else []
-    raised = [v for v in verdicts if v.cause == "exception"]
-    chosen = [*told, *signalled, *raised, *verdicts][0]
+    chosen = diagnosis_rules.table(own).diagnose_log(text)
     title = chosen.title.replace("rank -1 ", "The program ").replace(" on node -1", "")
-    title = title.replace("node -1 ", "The node ")
+    title = title.replace("left with exit code -1: a program that it ran ", "")
+    title = title.replace("left with exit code -1", "left no error that is known")
     return Finding(source, msgspec.structs.replace(chosen, title=title))
 
 
@@ -81,19 +52,19 @@ def of_job(job_dir: JobDir, own: tuple[Rule, ...]) -> tuple[Finding, ...]:
     """
     try:
         bodies = [event.body for event in history.read(job_dir.events)]
-        config = msgspec.json.decode(job_dir.job.read_bytes(), type=MasterConfig)
+        config = decode(job_dir.job, job_dir.job.read_bytes(), MasterConfig)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigurationError(
             f"--job-dir {job_dir.path} does not tell what failed: {error}."
         ) from error
-    rows = own or config.job.diagnosis_rules
+    table = diagnosis_rules.table(own or config.job.diagnosis_rules)
     rounds: dict[int, list[Failure]] = {}
     for body in bodies:
         if isinstance(body, WorkerFailed):
             rounds.setdefault(body.failure.round, []).append(body.failure)
-    roots = {number: diagnosis.root_cause(failed, rows) for number, failed in rounds.items()}
+    roots = {number: table.root_cause(failed) for number, failed in rounds.items()}
     return tuple(
-        Finding(f"round {number}, {root.log_path}", diagnosis.diagnose(root, rows))
+        Finding(f"round {number}, {root.log_path}", table.diagnose(root))
         for number, root in roots.items()
     )
 
@@ -122,44 +93,3 @@ def _read(path: str) -> tuple[str, str]:
         raise ConfigurationError(
             f"{path} cannot be read: {error.strerror}; diagnose takes a log file."
         ) from error
-
-
-def _readings(text: str) -> Iterator[Failure]:
-    """The records that a log may stand for, the likeliest first."""
-    base = Failure(
-        id="log",
-        kind=FailureKind.EXIT,
-        node_id=-1,
-        rank=-1,
-        local_rank=-1,
-        round=0,
-        exit_code=1,
-        stderr_tail=text,
-        node_facts=tuple(line for line in text.splitlines() if tells(line)),
-    )
-    numbers = [_number(found) for found in _SIGNAL.finditer(text)]
-    if not numbers and _KILL.search(text):
-        numbers = [signal.SIGKILL]
-    if numbers:
-        yield _changed(base, kind=FailureKind.SIGNAL, signal=numbers[-1], exit_code=None)
-    yield base
-    errors = list(_ERROR.finditer(text))
-    if errors:
-        last = errors[-1]
-        yield _changed(
-            base, kind=FailureKind.EXCEPTION, exception=last["type"], message=last["message"]
-        )
-    yield _changed(base, kind=FailureKind.NODE, message=text)
-
-
-def _changed(failure: Failure, **facts: object) -> Failure:
-    return msgspec.structs.replace(failure, **facts)
-
-
-def _number(found: re.Match[str]) -> int:
-    name, other_name, code, word = found.groups()
-    if code:
-        return int(code)
-    if word:
-        return int(_WORDS[word])
-    return int(getattr(signal, name or other_name, 0))

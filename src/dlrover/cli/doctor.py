@@ -17,7 +17,7 @@ import msgspec
 from rich.text import Text
 
 from dlrover.cli.probe import Machine, collect
-from dlrover.config import state_dir
+from dlrover.config import state_dirs
 from dlrover.errors import ConfigurationError, ExitCode
 
 if TYPE_CHECKING:
@@ -399,7 +399,7 @@ def doctor(output: str, environ: Mapping[str, str], console: Console) -> int:
     """
     if output not in ("text", "json"):
         raise ConfigurationError(f"--output is {output!r}; it must be text or json.")
-    machine = collect(environ, state_dir(environ))
+    machine = collect(environ, state_dirs(environ)[0])
     findings = examine(machine)
     if output == "json":
         console.out(render_json(machine, findings), highlight=False)

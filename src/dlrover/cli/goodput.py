@@ -131,8 +131,10 @@ def summary(found: Report) -> str:
     goodput = found.goodput
     amount = Amounts(goodput.wall_seconds)
     productive = goodput.seconds[Cause.PRODUCTIVE.value]
+    if goodput.goodput_ratio is None:
+        return "Goodput is not measured: the program has reported no training step."
     return (
-        f"Goodput {percent(goodput.goodput_ratio)}: of {amount(goodput.wall_seconds)} of all nodes, "
+        f"Goodput {goodput.in_words()}: of {amount(goodput.wall_seconds)} of all nodes, "
         f"{amount(productive)} went into new steps."
     )
 
@@ -171,7 +173,7 @@ def notes(goodput: Goodput, amount: Amounts) -> list[str]:
         found.append(f"{goodput.earlier_incidents} earlier incidents cost {cost} in all.")
     if goodput.rounds_without_first_step:
         found.append(
-            "Recomputed steps are not known: the program did not tell with which step it began in "
+            "Recomputed steps are not measured: the program did not report with which step it began in "
             f"{goodput.rounds_without_first_step} of the later rounds."
         )
     return found

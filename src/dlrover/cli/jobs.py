@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import glob
-import hashlib
+import logging
 import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,8 +20,19 @@ from dlrover._util import files
 from dlrover.errors import ConfigurationError
 from dlrover.rpc import wire
 from dlrover.rpc.client import MasterClient
-from dlrover.spec.jobdir import JobDir, MasterAddress, MasterConfig
+from dlrover.spec.jobdir import (
+    Header,
+    JobDir,
+    MasterAddress,
+    MasterConfig,
+    check_format,
+    decode,
+)
 
+logger = logging.getLogger(__name__)
+
+OUTCOME_ROOM = 256 * 1024
+"""Bytes that are reserved for an outcome: more than the longest texts of a failure take."""
 LAST = "last"
 """The link to the job directory that was made or used last."""
 
@@ -41,44 +52,113 @@ def create(env: Mapping[str, str], name: str, path: str) -> JobDir:
     Raises:
         ConfigurationError: the directory cannot be made or written to.
     """
-    state = config.state_dir(env)
-    if not path:
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        path = str(state / "jobs" / f"{_safe(name)}-{stamp}-{secrets.token_hex(2)}")
-    job_dir = JobDir(Path(path).absolute())
+    if path:
+        job_dir = JobDir(Path(path).absolute())
+        try:
+            _make(job_dir)
+        except OSError as error:
+            raise _unusable(job_dir, error) from error
+        _remember(config.state_dirs(env)[0], job_dir)
+        return job_dir
+    return _create_fresh(env, name)
+
+
+def _create_fresh(env: Mapping[str, str], name: str) -> JobDir:
+    """A job directory of its own below the first state directory that can be written to."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    fresh = f"{_safe(name)}-{stamp}-{secrets.token_hex(2)}"
+    state, path = _in_state_dir(
+        env, lambda state: _make(JobDir(state.absolute() / "jobs" / fresh)), "--job-dir"
+    )
+    _remember(state, JobDir(path))
+    return JobDir(path)
+
+
+def _in_state_dir(
+    env: Mapping[str, str], make: Callable[[Path], Path], instead: str
+) -> tuple[Path, Path]:
+    """The first state directory in which something can be made, and the path of what was made.
+
+    ``instead`` names what a user can give where none can be written to.
+    """
+    wanted, *others = config.state_dirs(env)
     try:
-        job_dir.path.mkdir(parents=True, exist_ok=True)
-        job_dir.lock.touch()
+        return wanted, make(wanted)
     except OSError as error:
-        raise ConfigurationError(
-            f"--job-dir {path} cannot be used: {error.strerror}; it takes a directory to write to."
-        ) from error
-    _remember(state, job_dir)
-    return job_dir
+        problem = error
+    for other in others:
+        with contextlib.suppress(OSError):
+            other.mkdir(mode=0o700, exist_ok=True)
+            if other.stat().st_uid != os.getuid():
+                continue  # somebody else made it, to see what is written there
+            path = make(other)
+            logger.warning("%s cannot be written (%s): %s is used.", wanted, problem.strerror, path)
+            return other, path
+    raise ConfigurationError(
+        f"{wanted} cannot be written ({problem.strerror}): set {instead} or DLROVER_STATE_DIR."
+    ) from problem
+
+
+def _make(job_dir: JobDir) -> Path:
+    job_dir.path.mkdir(parents=True, exist_ok=True)
+    job_dir.lock.touch()
+    return job_dir.path
 
 
 @contextlib.contextmanager
 def locked(job_dir: JobDir, *, resume: bool = False) -> Iterator[None]:
     """Hold a job directory for one launcher.
 
-    The state of an earlier run is put aside, unless it is to be resumed.
+    The state of an earlier run is put aside, unless it is to be resumed. Room is reserved for what is said
+    at the end: the disk may be full by then.
 
     Raises:
-        ConfigurationError: another launcher holds it.
+        ConfigurationError: another launcher holds it, its disk is full, or it is to be resumed and another
+            version of DLRover has begun it.
     """
-    with job_dir.lock.open("r+") as file:
+    outcomes = (job_dir.outcome, job_dir.left)
+    with job_dir.lock.open("r+b", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigurationError(
-                f"--job-dir {job_dir.path}: another dlrover-run uses it (process {file.read().strip()})."
+                f"--job-dir {job_dir.path}: another dlrover-run uses it (process {file.read().decode().strip()})."
             ) from error
-        if not resume:
-            _put_aside(job_dir)
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield
+        try:
+            if resume:
+                _check_format(job_dir)
+            else:
+                _put_aside(job_dir)
+            for path in outcomes:
+                files.reserve(path, OUTCOME_ROOM)
+            file.truncate(0)
+            file.write(str(os.getpid()).encode())
+        except OSError as error:
+            raise _unusable(job_dir, error) from error
+        try:
+            yield
+        finally:
+            for path in outcomes:
+                files.release(path)
+
+
+def _unusable(job_dir: JobDir, error: OSError) -> ConfigurationError:
+    return ConfigurationError(
+        f"--job-dir {job_dir.path} cannot be used: {error.strerror}; it takes a directory to write to."
+    )
+
+
+def _check_format(job_dir: JobDir) -> None:
+    """Refuse what another version of DLRover has begun: with this one's answers it would be read by half.
+
+    Raises:
+        FormatError: its configuration has another format.
+    """
+    for path in (job_dir.job, job_dir.agent):
+        with contextlib.suppress(
+            OSError, msgspec.DecodeError
+        ):  # absent, or damaged as its reader says
+            check_format(path, msgspec.json.decode(path.read_bytes(), type=Header).format)
 
 
 def _put_aside(job_dir: JobDir) -> None:
@@ -101,7 +181,7 @@ def _journal_files(job_dir: JobDir) -> list[Path]:
     """The files of the last run's journal, which may be elsewhere."""
     journal = job_dir.journal
     with contextlib.suppress(OSError, msgspec.DecodeError):
-        url = msgspec.json.decode(job_dir.job.read_bytes(), type=MasterConfig).journal
+        url = msgspec.json.decode(job_dir.job.read_bytes(), type=Header).journal
         elsewhere = url.removeprefix("file:")
         journal = Path(elsewhere) if url.startswith("file:") and elsewhere else journal
     return sorted(journal.parent.glob(f"{glob.escape(journal.name)}*"))
@@ -109,7 +189,19 @@ def _journal_files(job_dir: JobDir) -> list[Path]:
 
 def write_token(job_dir: JobDir, token: str) -> None:
     """Keep the job's token where only its owner can read it."""
-    files.write_atomically(job_dir.token, token.encode(), mode=0o600)
+    write(job_dir, job_dir.token, token.encode())
+
+
+def write(job_dir: JobDir, path: Path, data: bytes) -> None:
+    """Write a file of a job directory that only its owner can read.
+
+    Raises:
+        ConfigurationError: it cannot be written.
+    """
+    try:
+        files.write_atomically(path, data, mode=0o600)
+    except OSError as error:
+        raise _unusable(job_dir, error) from error
 
 
 def kept_token(job_dir: JobDir) -> str:
@@ -117,27 +209,58 @@ def kept_token(job_dir: JobDir) -> str:
     return job_dir.token.read_text().strip() if job_dir.token.exists() else ""
 
 
-def shared_token(env: Mapping[str, str], run_id: str) -> tuple[str, str]:
-    """The token of a job whose nodes are started one by one, and a notice if it is guessable."""
-    if env.get("DLROVER_TOKEN"):
-        return env["DLROVER_TOKEN"], ""
-    derived = hashlib.sha256(f"dlrover rdzv-id {run_id}".encode()).hexdigest()[:32]
-    return derived, (
-        "The nodes of this job know each other by --rdzv-id alone; on a network that others use, set "
-        "DLROVER_TOKEN to the same secret on every node."
-    )
+def shared_token(env: Mapping[str, str], run_id: str, host: str, port: int) -> str:
+    """The token of a job whose nodes are started one by one, and meet at an endpoint.
+
+    Nodes that meet at an address of their own machine find it in a file that the first one makes.
+
+    Raises:
+        ConfigurationError: nodes of several machines have none.
+    """
+    from dlrover.cli import network  # noqa: PLC0415 - only here: psutil takes its time
+
+    given = given_token(env)
+    if given:
+        return given
+    if not network.stays_here(host):
+        raise ConfigurationError(
+            f"DLROVER_TOKEN is not set: nodes that meet at {host} need a secret in common. Set it to the same "
+            "value on each machine; openssl rand -hex 16 makes one."
+        )
+    name = Path("tokens") / f"{_safe(run_id)[:100]}-{port}"
+    path = _in_state_dir(env, lambda state: _with_token(state / name), "DLROVER_TOKEN")[1]
+    return path.read_text()
+
+
+def given_token(env: Mapping[str, str]) -> str:
+    """The token that the user has set; empty for none."""
+    return env.get("DLROVER_TOKEN", "").strip()
+
+
+def _with_token(path: Path) -> Path:
+    """A file of one's own that holds a token: a fresh one if it does not exist."""
+    if path.exists():  # the disk may be full by now
+        return path
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    files.write_atomically(fresh, secrets.token_hex(16).encode(), mode=0o600)
+    with contextlib.suppress(FileExistsError):
+        os.link(fresh, path)  # one of several nodes is the first
+    fresh.unlink()
+    return path
 
 
 def find(env: Mapping[str, str], job: str, path: str) -> JobDir:
     """The directory of an existing job: ``path``, the one of the job called ``job``, or the last one.
 
     Raises:
-        ConfigurationError: there is none, or the name fits several.
+        ConfigurationError: there is none, the name fits several, or another version of DLRover has begun it.
     """
-    state = config.state_dir(env)
+    states = config.state_dirs(env)
+    state = max(states, key=_used)
     chosen = Path(path or env.get("DLROVER_JOB_DIR", "")) if path or not job else None
     if job:
-        chosen = _by_name(state, job)
+        chosen = _by_name(states, job)
     elif chosen is None or str(chosen) == ".":
         chosen = state / LAST
         if not chosen.exists():
@@ -148,6 +271,7 @@ def find(env: Mapping[str, str], job: str, path: str) -> JobDir:
     found = JobDir(chosen.resolve())
     if not (found.job.exists() or found.journal.exists() or found.agent.exists()):
         raise ConfigurationError(f"--job-dir {chosen}: there is no job in this directory.")
+    _check_format(found)
     return found
 
 
@@ -160,7 +284,7 @@ def connect(job_dir: JobDir) -> MasterClient:
     try:
         address = msgspec.json.decode(job_dir.master.read_bytes(), type=MasterAddress).address
         token = job_dir.token.read_text().strip()
-        tls = msgspec.json.decode(job_dir.job.read_bytes(), type=MasterConfig).tls
+        tls = decode(job_dir.job, job_dir.job.read_bytes(), MasterConfig).tls
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigurationError(
             f"{job_dir.path} does not say where its job's master is: {error}."
@@ -168,13 +292,26 @@ def connect(job_dir: JobDir) -> MasterClient:
     return MasterClient(address, token, wire.Tls(tls.cert, tls.key, tls.ca, tls.server_name))
 
 
-def _by_name(state: Path, job: str) -> Path:
-    jobs = state / "jobs"
-    found = sorted(p for p in jobs.glob("*") if p.name == job or p.name.startswith(f"{job}-"))
+def _used(state: Path) -> float:
+    """When a state directory was last used for a job; 0.0 for never."""
+    try:
+        return (state / LAST).lstat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _by_name(states: Sequence[Path], job: str) -> Path:
+    places = [state / "jobs" for state in states]
+    found = [
+        p
+        for jobs in places
+        for p in jobs.glob("*")
+        if p.name == job or p.name.startswith(f"{job}-")
+    ]
     if not found:
-        raise ConfigurationError(f"Job {job} was not found in {jobs}.")
+        raise ConfigurationError(f"Job {job} was not found in {places[0]}.")
     # Names end in the time of their start: the last one is the newest.
-    return found[-1]
+    return max(found, key=lambda path: path.name)
 
 
 def _remember(state: Path, job_dir: JobDir) -> None:

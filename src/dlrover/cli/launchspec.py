@@ -308,11 +308,17 @@ def parse_endpoint(flag: str, text: str, default_port: int) -> Endpoint:
 
 
 def parse_rdzv_conf(text: str) -> dict[str, str]:
-    """``k=v,k=v`` as a dictionary; blanks around keys and values do not count."""
-    if not text.strip():
+    """``k=v,k=v`` as a dictionary; blanks around keys and values do not count.
+
+    Nor do quotes around all of it, which are there where no shell has taken them away.
+    """
+    pairs = text.strip()
+    if len(pairs) > 1 and pairs[0] == pairs[-1] and pairs[0] in "'\"":
+        pairs = pairs[1:-1].strip()
+    if not pairs:
         return {}
     conf: dict[str, str] = {}
-    for pair in text.split(","):
+    for pair in pairs.split(","):
         key, _, value = (part.strip() for part in pair.partition("="))
         if not key or not value:
             raise ConfigurationError(

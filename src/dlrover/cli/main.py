@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 
 from dlrover import __version__, config
-from dlrover._util import files
-from dlrover.cli import brain, chaos, ckpt, ingest, jobs, operator, submit
+from dlrover._util import procs
+from dlrover.cli import brain, chaos, ckpt, jobs, operator, submit
 from dlrover.cli.launchspec import parse_nnodes, parse_rdzv_conf
 from dlrover.cli.output import Form, Output, print_json
 from dlrover.errors import ConfigurationError, DLRoverError, ExitCode
@@ -34,7 +34,6 @@ app = typer.Typer(
 app.add_typer(brain.app)
 app.add_typer(ckpt.app)
 app.command(context_settings={"allow_interspersed_args": False})(chaos.chaos)
-app.command()(ingest.ingest)
 app.command()(operator.operator)
 app.command()(submit.submit)
 
@@ -337,7 +336,7 @@ def master(  # noqa: PLR0913 - each is an option of the command
             journal=settings.journal,
             brain=brain_side,
         )
-        files.write_atomically(directory.job, msgspec.json.encode(content), mode=0o600)
+        jobs.write(directory, directory.job, msgspec.json.encode(content))
         token = env.get("DLROVER_TOKEN") or jobs.kept_token(directory) or secrets.token_hex(16)
         jobs.write_token(directory, token)
         if output is Form.JSON:
@@ -346,7 +345,8 @@ def master(  # noqa: PLR0913 - each is an option of the command
             print(f"The token is in {directory.token}; give it to the nodes as DLROVER_TOKEN.")
         sys.stdout.flush()
         signal.signal(signal.SIGTERM, _leave)
-        code = run_master(["--job-dir", str(directory.path)])
+        log = ["--stderr"] if platform else []  # a pod's log is what its users see
+        code = run_master(["--job-dir", str(directory.path), *log])
     outcome = read_outcome(directory.outcome) if platform else None
     if outcome is not None:
         print(outcome.reason, file=sys.stderr)  # the pod's last words
@@ -375,6 +375,7 @@ def _options(
 
 def main() -> int:
     """Run ``dlrover``; its exit code."""
+    procs.open_standard_streams()
     try:
         app()
     except DLRoverError as error:

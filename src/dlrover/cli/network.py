@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import socket
 import sys
 import threading
@@ -13,8 +14,8 @@ import psutil
 
 from dlrover.errors import InfrastructureError
 
-LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
-"""Hosts by which a user says that all nodes are on this machine."""
+_UNSPECIFIED = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - what others mean by it
+"""Whoever connects to such an address reaches its own machine, here."""
 
 NAME_RETRY = 0.5
 """Seconds between two look-ups of a name that is not known yet."""
@@ -85,13 +86,50 @@ def _is_own_name(host: str) -> bool:
 
 
 def _has_own_address(host: str) -> bool:
+    return any(_own_addresses(host).values())
+
+
+def stays_here(host: str) -> bool:
+    """Whether all that connect to ``host`` from here stay on this machine."""
+    try:
+        return all(_own_addresses(host).values())
+    except InfrastructureError:  # a name that is not known yet
+        return False
+
+
+def _own_addresses(host: str) -> dict[str, bool]:
+    """The addresses of a host, and whether each is one of this machine."""
     own = {
         address.address.partition("%")[0]
         for interface in psutil.net_if_addrs().values()
         for address in interface
         if address.family in (socket.AF_INET, socket.AF_INET6)
     }
-    return any(a in own or a.startswith("127.") for a in addresses_of(host))
+    return {a: a in own or _is_loopback(a) for a in addresses_of(host)}
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a user says by this host that all nodes are on this machine."""
+    return host.lower() == "localhost" or _is_loopback(host)
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return address in _UNSPECIFIED or ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def loopback_of(host: str) -> str:
+    """The address to listen on for those who connect to ``host`` from here; empty if it is no loopback address.
+
+    Raises:
+        InfrastructureError: the name is unknown.
+    """
+    addresses = sorted(addresses_of(host), key=lambda address: (":" in address, address))
+    if not all(map(_is_loopback, addresses)):
+        return ""
+    return _UNSPECIFIED.get(addresses[0], addresses[0])
 
 
 def address_towards(host: str, port: int) -> str:
@@ -106,7 +144,7 @@ def address_towards(host: str, port: int) -> str:
             probe.connect(target)  # sends nothing: it only looks up the route
             found = str(probe.getsockname()[0])
             break
-    if found.startswith("127.") and host not in LOOPBACK_NAMES:
+    if found.startswith("127.") and not is_loopback(host):
         # Some systems resolve a machine's own name to 127.0.1.1, which other machines cannot reach.
         return _outward_address() or found
     return found

@@ -11,7 +11,7 @@ from dlrover.cli import pagesize
 from dlrover.cli.goodput import Amounts, Report, notes, percent, spent, steps_lost, summary
 from dlrover.cli.report import duration
 from dlrover.master.machine.roundtime import MICRO
-from dlrover.spec.goodput import Cause, IncidentCost
+from dlrover.spec.goodput import Cause, IncidentCost, IncidentKind
 
 ROWS = 64
 """Nodes that are drawn; of more, those with the most incidents, then the first ones."""
@@ -28,6 +28,8 @@ _TICKS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10_800,
 _DAY = 86_400
 _MOST_TICKS = 10
 
+_MASTER = IncidentKind.MASTER
+
 _NOTHING_MORE = re.compile(r"(?<=\w) 0 \w+$")
 """The end of ``5 min 0 s``."""
 
@@ -41,10 +43,11 @@ COLOURS = {
     Cause.RENDEZVOUS: "#e08a3c",
     Cause.NODE_CHECK: "#a8794a",
     Cause.RECOMPUTED_STEPS: "#d9688a",
-    Cause.HANG_DETECTION: "#c9403f",
+    Cause.FAULT_DETECTION: "#c9403f",
     Cause.WAITING_FOR_RESOURCES: "#9a86a0",
     Cause.IDLE: "#a9b0b8",
     Cause.SHUTDOWN: "#6f7780",
+    Cause.NOT_MEASURED: "#d5d9de",
 }
 
 _STYLE = """
@@ -80,7 +83,9 @@ def render(found: Report) -> str:
         f"<h1>{escape(found.job)}</h1>",
         f"<p class=soft>{escape(found.phase)}, submitted {began}, {nodes}, "
         f"{duration(goodput.job_seconds)}</p>",
-        f"<p class=big>{percent(goodput.goodput_ratio)} goodput</p><p>{escape(summary(found))}</p>",
+        f"<p class=big>{goodput.in_words()} goodput</p><p>{escape(summary(found))}</p>"
+        if goodput.goodput_ratio is not None
+        else f"<p class=big>{escape(summary(found))}</p>",
         _bar(found),
         _causes(found, amount),
         "<h2>Timeline</h2>",
@@ -234,7 +239,8 @@ def _row(found: Report, axis: _Axis, node: int, place: int) -> str:
 def _mark(axis: _Axis, number: int, incident: IncidentCost, height: int) -> str:
     """An incident: a mark above the rows that tells what happened."""
     x = axis(incident.since)
-    lasted = f"{incident.until - incident.since:.1f} s until the next new step"
+    end = "the nodes were connected again" if incident.kind is _MASTER else "the next new step"
+    lasted = f"{incident.until - incident.since:.1f} s until {end}"
     again = f", {incident.steps_lost} steps made again" if incident.steps_lost > 0 else ""
     words = escape(f"{number}. {incident.title}: {lasted}{again}.")
     return (

@@ -9,7 +9,7 @@ import msgspec
 from dlrover.errors import ConfigurationError
 from dlrover.master import history
 from dlrover.spec import events
-from dlrover.spec.jobdir import JobDir, MasterConfig
+from dlrover.spec.jobdir import JobDir, MasterConfig, decode
 from dlrover.spec.plan import Effect
 from dlrover.spec.speed import ScaleKind
 
@@ -83,7 +83,7 @@ def plans(job_dir: JobDir) -> Plans:
     """
     try:
         told = history.read(job_dir.events)
-        job = msgspec.json.decode(job_dir.job.read_bytes(), type=MasterConfig).job
+        job = decode(job_dir.job, job_dir.job.read_bytes(), MasterConfig).job
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigurationError(
             f"--job-dir {job_dir.path} does not tell of plans: {error}."

@@ -33,6 +33,7 @@ NOTABLE = (
     events.SamplesSetAside,
     events.RestartDecided,
     events.Recovered,
+    events.StepsUndone,
     events.MasterRecovered,
 )
 """Events that a user is told of without asking."""
@@ -43,10 +44,11 @@ ERASE_LINE = b"\r\x1b[2K"
 def status_line(status: messages.Status) -> Text:
     """The job's state on one line."""
     nodes = sum(node.status == "running" for node in status.nodes)
+    world = f"{nodes} node{'' if nodes == 1 else 's'}, {status.processes()}"
     parts = [
         Text(status.phase, style="bold"),
-        Text(f"{nodes} nodes, {status.processes()}"),
-        Text(f"step {status.steps}"),
+        *([Text(world)] if nodes else []),
+        Text(f"step {status.step}" if status.step >= 0 else f"{status.total_steps} steps"),
         Text(f"{status.restarts} restarts", style="yellow" if status.restarts else ""),
     ]
     if status.waiting_for:
@@ -136,16 +138,18 @@ class _Viewer:
         for event in notice.events:
             self.seen = event.seq
             if isinstance(event.body, NOTABLE):
-                self._say(event.sentence())
+                say(event.sentence(), self._screen)
         status = notice.status
         if self._screen is not None:
             self._screen.set_status(status_line(status))
         elif status.waiting_for and status.seconds - self._waited_at > WAIT_NOTICE:
             self._waited_at = status.seconds
-            self._say(status.waiting_for)
+            say(status.waiting_for)
 
-    def _say(self, text: str) -> None:
-        if self._screen is not None:
-            self._screen.write(f"dlrover: {text}\n".encode())
-        else:
-            print(f"dlrover: {text}", file=sys.stderr, flush=True)
+
+def say(text: str, screen: Screen | None = None) -> None:
+    """Tell the user something, above the status line where there is one."""
+    if screen is not None:
+        screen.write(f"dlrover: {text}\n".encode())
+    else:
+        print(f"dlrover: {text}", file=sys.stderr, flush=True)

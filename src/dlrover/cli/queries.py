@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 import msgspec
 from rich.console import Console
@@ -13,7 +14,7 @@ from rich.table import Table
 from dlrover.cli.jobs import connect
 from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
 from dlrover.master import history
-from dlrover.master.app import load_config
+from dlrover.master.app import load_config, read_outcome
 from dlrover.master.journal import open_journal
 from dlrover.master.machine import inputs
 from dlrover.master.machine.job import JobMachine
@@ -22,6 +23,8 @@ from dlrover.rpc import messages
 from dlrover.spec.events import Event
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.roles import WORKER
+
+Reply = TypeVar("Reply")
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -60,6 +63,8 @@ def _from_journal(job_dir: JobDir) -> messages.Status:
     for last, entry in journal.entries():
         if isinstance(entry, inputs.Input):
             machine.handle(entry, last)
+    # A full disk may not have taken the journal's end.
+    machine.outcome = machine.outcome or read_outcome(job_dir.outcome)
     return status_of(machine, last, {})
 
 
@@ -73,10 +78,12 @@ def render_status(report: Report, console: Console) -> None:
         console.print(f"Exit code {status.outcome.exit_code}: {status.outcome.reason}")
     if status.waiting_for:
         console.print(status.waiting_for)
+    last = "last round" if status.outcome is not None else "round"
+    restarts = f"{status.restarts} restart{'' if status.restarts == 1 else 's'}"
+    number = f"at step {status.step}, " if status.step >= 0 else ""
     console.print(
-        f"round {status.round}, {status.processes()}, {status.restarts} restarts, "
-        f"{status.steps} steps since the last one, {status.total_steps} in all, "
-        f"{status.seconds:.0f} s",
+        f"{last} {status.round}: {status.processes()}; {restarts}; {number}"
+        f"{status.steps} steps in this round, {status.total_steps} in all; {status.seconds:.0f} s",
         highlight=False,
     )
     if status.size:
@@ -113,7 +120,7 @@ def stacks(job_dir: JobDir) -> messages.Stacks:
         async with connect(job_dir) as client:
             return await client.stacks()
 
-    return asyncio.run(ask())
+    return _answer(job_dir, ask())
 
 
 def events(job_dir: JobDir) -> list[Event]:
@@ -166,7 +173,7 @@ def scale(job_dir: JobDir, nodes: int, reason: str, role: str = WORKER) -> str:
         async with connect(job_dir) as client:
             return await client.scale(nodes, reason, role)
 
-    reply = asyncio.run(ask())
+    reply = _answer(job_dir, ask())
     if reply.refused:
         raise ConfigurationError(reply.sentence)
     return reply.sentence
@@ -183,4 +190,22 @@ def stop(job_dir: JobDir, reason: str) -> None:
         async with connect(job_dir) as client:
             await client.stop(reason, ExitCode.STOPPED)
 
-    asyncio.run(ask())
+    _answer(job_dir, ask())
+
+
+def _answer(job_dir: JobDir, question: Coroutine[Any, Any, Reply]) -> Reply:
+    """What a running job's master answers.
+
+    Raises:
+        ConfigurationError: the job has ended.
+        InfrastructureError: its master does not answer.
+    """
+    try:
+        return asyncio.run(question)
+    except InfrastructureError as error:
+        outcome = read_outcome(job_dir.outcome)
+        if outcome is None:
+            raise
+        raise ConfigurationError(
+            f"The job in {job_dir.path} has ended: {outcome.reason}"
+        ) from error

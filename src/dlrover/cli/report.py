@@ -18,7 +18,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from dlrover.master.diagnosis_facts import is_user_file
+from dlrover.master.diagnosis_traceback import is_user_file
 from dlrover.spec.failure import Failure, FailureKind, Origin
 
 if TYPE_CHECKING:
@@ -147,9 +147,10 @@ def _goodput(outcome: Outcome) -> Iterator[str]:
         cause, seconds = largest
         share = seconds / goodput.wall_seconds
         loss = (
-            f"; the largest loss is {cause.label}: {duration(seconds)} of all nodes ({share:.1%})"
+            f"; the largest loss is {cause.label}: {duration(seconds)} of all nodes "
+            f"({100 * share:.1f} %)"
         )
-    yield f"{goodput.goodput_ratio:.1%}{loss}".replace("%", " %")
+    yield f"{goodput.in_words()}{loss}"
 
 
 # ---- the failure's own words

@@ -15,7 +15,8 @@ from pathlib import Path
 import msgspec
 
 from dlrover import config
-from dlrover._util import files
+from dlrover._util import procs
+from dlrover.agent.ports import PortReservation
 from dlrover.cli import arguments, jobs, report, sizes
 from dlrover.cli.launchspec import Endpoint, RunOptions, parse_endpoint
 from dlrover.errors import ConfigurationError, DLRoverError
@@ -40,6 +41,7 @@ DEFAULT_PORT = 29400
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``dlrover-run``; its exit code (see ``dlrover.errors.ExitCode``)."""
+    procs.open_standard_streams()
     logging.basicConfig(format="dlrover: %(message)s", level=logging.WARNING)
     env = config.environ()
     try:
@@ -145,26 +147,45 @@ class _Plan:
         nodes = self._options.local_nodes or 1
         address = self._options.local_addr or "127.0.0.1"
         apart = bool(config.node_command(self._env))  # each node has an address of its own
+        if not apart:
+            _check_store_port(self._options.master_port)
         self._write_master(address if apart else "127.0.0.1", 0, managed_nodes=nodes)
         self._write_agent("", "" if apart else address, self._options.master_port)
         jobs.write_token(self._job_dir, secrets.token_hex(16))
 
     def join(self, master: Endpoint) -> None:
         """One node of a job whose master is elsewhere."""
+        token = jobs.given_token(self._env)
+        if not token:
+            raise ConfigurationError(
+                f"DLROVER_TOKEN is not set: it must be the token of the master at {master.host}:{master.port}, "
+                "which is in the file token of its job directory."
+            )
+        jobs.write_token(self._job_dir, token)
         self._join(master)
-        jobs.write_token(self._job_dir, self._shared_token())
 
     def meet(self, endpoint: Endpoint) -> None:
         """One node of a job whose nodes know an endpoint; the machine that owns it runs the master."""
         from dlrover.cli import network  # noqa: PLC0415 - only here: psutil takes its time
 
+        run_id = self._options.launch.run_id
+        token = jobs.shared_token(self._env, run_id, endpoint.host, endpoint.port)
+        jobs.write_token(self._job_dir, token)
         self._join(endpoint)
-        jobs.write_token(self._job_dir, self._shared_token())
+        if not jobs.given_token(self._env) and not network.loopback_of(endpoint.host):
+            print(
+                f"dlrover-run: DLROVER_TOKEN is not set: only nodes of this machine can meet at {endpoint.host}.",
+                file=sys.stderr,
+                flush=True,
+            )
         if not (self._is_static_host() or network.is_this_machine(endpoint.host)):
             return
         self._host_lock = network.HostLock(endpoint.port)
         if self._host_lock.held:
-            self._write_master("0.0.0.0", endpoint.port, managed_nodes=0)  # noqa: S104
+            # Other machines may know the name by another address, unless they have no token.
+            here = network.is_loopback(endpoint.host) or not jobs.given_token(self._env)
+            host = network.loopback_of(endpoint.host) if here else ""
+            self._write_master(host or "0.0.0.0", endpoint.port, managed_nodes=0)  # noqa: S104 - the token is a secret
 
     def _is_static_host(self) -> bool:
         """Whether this is the node that torchrun's static rendezvous is with, whatever its address."""
@@ -205,12 +226,6 @@ class _Plan:
         self._write_agent(f"{host}:{master.port}", address, 0)
         self._has_agent = True
 
-    def _shared_token(self) -> str:
-        token, notice = jobs.shared_token(self._env, self._options.launch.run_id)
-        if notice:
-            print(f"dlrover-run: {notice}", file=sys.stderr)
-        return token
-
     def _write_master(self, host: str, port: int, managed_nodes: int) -> None:
         options = self._options
         size = options.node_size
@@ -231,6 +246,7 @@ class _Plan:
             exclude_stragglers=options.exclude_stragglers,
             limits=self._settings.limits,
             diagnosis_rules=self._rules,
+            one_host=managed_nodes > 0,
             grows_memory=size.memory > 0,
             most_memory_factor=most_memory,
             grows_cpu=size.cpu > 0,
@@ -267,9 +283,19 @@ class _Plan:
         )
         self._write(self._job_dir.agent, content)
 
-    @staticmethod
-    def _write(path: Path, content: msgspec.Struct) -> None:
-        files.write_atomically(path, msgspec.json.encode(content), mode=0o600)
+    def _write(self, path: Path, content: msgspec.Struct) -> None:
+        jobs.write(self._job_dir, path, msgspec.json.encode(content))
+
+
+def _check_store_port(port: int) -> None:
+    """Refuse a port that rank 0 could not listen on; 0 is any free one."""
+    reservation = PortReservation(port)
+    if not reservation.held:
+        raise ConfigurationError(
+            f"--master-port {port}: the port is taken by another process of this machine; name another "
+            "port, or leave the option out to get a free one."
+        )
+    reservation.release()
 
 
 if __name__ == "__main__":

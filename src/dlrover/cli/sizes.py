@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import TYPE_CHECKING
 
@@ -81,9 +82,12 @@ def _number(flag: str, text: str, accepted: str) -> float:
     if not text:
         return 0.0
     try:
-        return float(quantity(text))
+        number = float(quantity(text))
     except ValueError:
-        raise ConfigurationError(f"{flag} {text}: must be a number of {accepted}.") from None
+        number = math.inf
+    if not math.isfinite(number):
+        raise ConfigurationError(f"{flag} {text}: must be a number of {accepted}.")
+    return number
 
 
 def _gib(amount: int) -> str:

@@ -41,9 +41,15 @@ def submit(
         import httpx2  # noqa: F401, PLC0415 - needs the extra
         import yaml  # noqa: F401, PLC0415
 
-        from dlrover.kubernetes import compatibility  # noqa: PLC0415
+        from dlrover.kubernetes import compatibility, validation  # noqa: PLC0415
 
     manifest = read(file)
+    try:
+        validation.parse(manifest)
+    except ConfigurationError as error:
+        if not dry_run:
+            raise
+        print(f"dlrover: {error}", file=sys.stderr)
     for note in compatibility.notes(manifest["spec"]):
         print(f"dlrover: {note}", file=sys.stderr)
     if namespace:

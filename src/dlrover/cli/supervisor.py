@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from dlrover._util import procs
+from dlrover.agent.workers import SAVER, SAVER_WAIT
 from dlrover.cli import progress
 from dlrover.cli.jobs import connect
 from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
@@ -123,6 +124,7 @@ class Supervisor:
         self.agent: Child | None = None
         self.stopped_by: signal.Signals | None = None
         self._relay: Relay | None = None
+        self._screen: progress.Screen | None = None
         procs.become_subreaper()
 
     def add_master(self) -> None:
@@ -159,11 +161,14 @@ class Supervisor:
         impatient = asyncio.Event()
 
         def on_signal(number: signal.Signals) -> None:
+            if not interrupted.is_set():
+                progress.say(stopping_line(number, patience), self._screen)
             (impatient if interrupted.is_set() else interrupted).set()
             self.stopped_by = self.stopped_by or number
 
         for number in signals:
-            loop.add_signal_handler(number, on_signal, number)
+            if not procs.survives_hangup(number):
+                loop.add_signal_handler(number, on_signal, number)
         showing = self._show()
         reaping = asyncio.create_task(self._reap())
         work = asyncio.create_task(self._children())
@@ -183,18 +188,17 @@ class Supervisor:
 
     def _show(self) -> asyncio.Task[None]:
         """Begin to show progress: on a terminal below the job's output, which then passes here."""
-        screen = None
         if sys.stderr.isatty():
             width = shutil.get_terminal_size().columns
-            screen = progress.Screen(sys.stderr.buffer, width=width)
-            self._relay = Relay(screen)
+            self._screen = progress.Screen(sys.stderr.buffer, width=width)
+            self._relay = Relay(self._screen)
             for child in (self.master, self.agent):
                 if child is not None:
                     child.stderr = self._relay.write_fd
                     child.stdout = self._relay.write_fd if sys.stdout.isatty() else None
-        if self.master is None and screen is None:
+        if self.master is None and self._screen is None:
             return asyncio.create_task(asyncio.sleep(0))  # the machine with the master tells it
-        return asyncio.create_task(progress.follow(self._job_dir, screen))
+        return asyncio.create_task(progress.follow(self._job_dir, self._screen))
 
     async def _children(self) -> Outcome:
         """The agent's outcome if there is one here, else the master's; both have ended then."""
@@ -276,8 +280,18 @@ class Supervisor:
                 child.signal(signal.SIGKILL)
                 if child.process is not None:
                     child.process.wait()
+        procs.end_in_order(procs.running(SAVER), SAVER_WAIT)  # of an agent that was killed
         for pid in procs.end_orphans((), KILL_WAIT):
             logger.error("Process %d hangs in the kernel and could not be ended", pid)
+
+
+def stopping_line(number: signal.Signals, patience: float) -> str:
+    """What a first signal does, how long that takes at most, and what a second one does."""
+    again = "press Ctrl-C again" if number is signal.SIGINT else f"send {number.name} again"
+    return (
+        f"{number.name}: the job is being stopped. Its workers have {patience:g} s to end "
+        f"(--shutdown-timeout); after {patience + END_WAIT:g} s everything is killed. To kill it now, {again}."
+    )
 
 
 class Relay:

@@ -44,6 +44,32 @@ def check(global_batch_size: int, micro_batch_size: int | None, replicas: int) -
         )
 
 
+def check_choice(
+    least: int, most: int | None, micro_batch_size: int | None, learning_rate_rule: str
+) -> None:
+    """Refuse a choice of global batches, from ``least`` to ``most``, that cannot be meant.
+
+    Raises:
+        ConfigurationError: which argument is wrong, and why.
+    """
+    if most is None:
+        return
+    _check_positive("max_global_batch_size", most)
+    if most < least:
+        raise ConfigurationError(
+            f"max_global_batch_size is {most}; it must be at least global_batch_size, {least}."
+        )
+    if micro_batch_size is None:
+        raise ConfigurationError(
+            "max_global_batch_size needs micro_batch_size: the samples for which a worker has the memory."
+        )
+    if learning_rate_rule == "none":
+        raise ConfigurationError(
+            "max_global_batch_size needs learning_rate_rule 'linear' or 'sqrt': a larger batch makes no more"
+            " progress with the same learning rate."
+        )
+
+
 def passes(size: int, replicas: int, micro_batch_size: int | None) -> int:
     """How many micro-batches every rank makes of a global batch of ``size`` samples."""
     largest = -(-size // replicas)

@@ -19,7 +19,6 @@ import os
 import pkgutil
 import runpy
 import sys
-import time
 import traceback
 import types
 from collections.abc import Callable, Sequence
@@ -28,11 +27,17 @@ from pathlib import Path
 from typing import Any
 
 from dlrover.checkpoint import defaults
-from dlrover.elastic import defaults as elastic_defaults, hooks, stacks, tracker
+from dlrover.elastic import defaults as elastic_defaults, hooks, ownends, received, stacks, tracker
 from dlrover.elastic.progress import Board
 from dlrover.sharding import defaults as sharding_defaults
 
-OWN_DIRECTORY = os.path.dirname(__file__)
+STEPS_TAIL = 1 << 16
+"""Bytes at the end of a file of steps in which its last line is looked for."""
+OWN_DIRECTORIES = (
+    os.path.dirname(__file__),
+    os.path.join(os.path.dirname(os.path.dirname(__file__)), "agent"),
+)
+"""Of what runs the program, and of its standard streams."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +56,15 @@ class Program:
     """Where the names of imported modules go at the first step; empty for nowhere."""
     save_at_breakpoint: bool = False
     """Whether its checkpoints are stored when a worker dies, unless it says otherwise."""
+    node: str = ""
+    """Which of the nodes on this machine it is on, by a name that no other has."""
     relay: str = ""
     """Where its requests for data go; empty: nowhere."""
     round: int = 0
     auto_tuning: bool = False
     """Whether its loaders and trainers tune themselves, unless it says otherwise."""
+    global_batch: int = 0
+    """Samples of a step of all workers, if they were chosen for the job."""
 
 
 def run(program: Program, board: Board | None) -> None:
@@ -65,34 +74,66 @@ def run(program: Program, board: Board | None) -> None:
     chooses the exit code and waits for threads, as it does for any program.
     """
     faulthandler.enable(sys.__stderr__ or 2)
-    defaults.save_at_breakpoint = program.save_at_breakpoint
+    defaults.save_at_breakpoint, defaults.node = program.save_at_breakpoint, program.node
     sharding_defaults.relay, sharding_defaults.round = program.relay, program.round
     elastic_defaults.auto_tuning = program.auto_tuning
+    elastic_defaults.global_batch = program.global_batch
     if board is not None:
         stacks.prepare()
         watched = tracker.watch(board, program.slot)
         sharding_defaults.reading = watched.reads
-        hooks.install(watched, _first_step(board, program))
+        hooks.install(watched, _first_step(watched, board, program))
+    signals = received.Received(os.getpid())
+    if program.error_file:
+        received.watch(signals)
+        ownends.watch(lambda end: _record(program, end), signals)
     try:
         _execute(program)
-    except SystemExit:
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            end.__traceback__ = _without_ours(end.__traceback__)
+            _record(program, describe(end, "SystemExit", signals.lately()))
         raise
     except BaseException as error:
+        asked_by = signals.behind(error.__traceback__)
         _hide_own_frames(error)
-        if program.error_file and not Path(program.error_file).exists():
-            _write_atomically(program.error_file, json.dumps(describe(error)))
+        _record(program, describe(error, asked_by=asked_by))
         raise
 
 
-def _first_step(board: Board, program: Program) -> Callable[[], None]:
+def _record(program: Program, error: dict[str, Any]) -> None:
+    """Write how the program ended into its error file, unless something has been recorded there."""
+    if program.error_file and not Path(program.error_file).exists():
+        _write_atomically(program.error_file, json.dumps(error))
+
+
+def _first_step(watched: tracker.Tracker, board: Board, program: Program) -> Callable[[], None]:
     """What is to be done after the first step: everything that the program needs has been imported."""
 
-    def list_modules() -> None:
+    def first_step() -> None:
         if program.modules_file:
             _write_atomically(program.modules_file, json.dumps(loaded_modules()))
             board.mark_modules_listed(program.slot)
+        from dlrover import config  # noqa: PLC0415 - a start needs none
 
-    return list_modules
+        path = config.steps_file(config.environ())
+        if path:
+            watched.recorded(recorded_step(Path(path)))
+
+    return first_step
+
+
+def recorded_step(path: Path) -> int:
+    """The last ``step`` in a file of JSON lines, 0 without any. A line that is not whole does not count."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - STEPS_TAIL))
+            data = file.read()
+    except FileNotFoundError:
+        return 0
+    lines = data[: data.rfind(b"\n") + 1].splitlines()
+    return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
 def _execute(program: Program) -> None:
@@ -174,7 +215,7 @@ def _hide_own_frames(error: BaseException) -> None:
 def _without_ours(frames: types.TracebackType | None) -> types.TracebackType | None:
     first = last = None
     while frames is not None:
-        if os.path.dirname(frames.tb_frame.f_code.co_filename) != OWN_DIRECTORY:
+        if os.path.dirname(frames.tb_frame.f_code.co_filename) not in OWN_DIRECTORIES:
             if last is None:
                 first = frames
             else:
@@ -186,20 +227,15 @@ def _without_ours(frames: types.TracebackType | None) -> types.TracebackType | N
     return first
 
 
-def describe(error: BaseException) -> dict[str, Any]:
-    """An exception in the format of torch's error files; its type and exact time are added."""
-    now = time.time()
-    return {
-        "message": {
-            "message": f"{type(error).__name__}: {error}",
-            "errorType": type(error).__qualname__,
-            "extraInfo": {
-                "py_callstack": "".join(traceback.format_exception(error)),
-                "timestamp": str(int(now)),
-                "time": now,
-            },
-        }
-    }
+def describe(error: BaseException, name: str = "", asked_by: int = 0) -> dict[str, Any]:
+    """An exception in the format of torch's error files; its type (or ``name``) and exact time are added."""
+    message = f"{type(error).__name__}: {error}"
+    return ownends.record(
+        name or type(error).__qualname__,
+        message,
+        "".join(traceback.format_exception(error)),
+        asked_by,
+    )
 
 
 def _write_atomically(path: str, text: str) -> None:

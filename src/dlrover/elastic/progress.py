@@ -1,6 +1,6 @@
 """The progress board: memory per node in which each worker keeps what it does and what it has done.
 
-A worker writes its own slot, its agent reads all of them; nobody waits for anybody. A slot is 24 64-bit
+A worker writes its own slot, its agent reads all of them; nobody waits for anybody. A slot is 32 64-bit
 integers, each stored by a single aligned write:
 
 ===== ==========================================================================================
@@ -16,6 +16,9 @@ integers, each stored by a single aligned write:
 15-17 numbers that its optimizer trains, their bytes, and the bytes that the optimizer keeps beside them
 18    how many steps it will have completed at the end of the training, plus 1; 0 while that is not known
 19-21 the shard whose samples it reads: key of the data set (0: none), lane, position
+22-24 the least and the most samples that the global batch may have, and those of one pass; 0: it stays
+25-26 squared norm of the mean gradient, variance of that of a sample, as bits of doubles; 0: not measured
+27-31 nothing yet
 ===== ==========================================================================================
 
 What a worker does now has lasted as long as its age less all other activities. So the times by activity
@@ -25,6 +28,7 @@ always add up to its age, whenever the slot is read.
 from __future__ import annotations
 
 import mmap
+import struct
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -33,8 +37,9 @@ from dlrover.spec.activities import Activity
 
 if TYPE_CHECKING:  # it loads what a training program may not have
     from dlrover.spec.activity import WorkerActivity
+    from dlrover.spec.batches import Batches
 
-SLOT_WORDS = 24
+SLOT_WORDS = 32
 WORD_BYTES = 8
 MAX_SLOTS = 128
 """Workers that the board has room for."""
@@ -51,6 +56,9 @@ _TOTAL_BATCH = _FIRST_STEP + 1
 _PROFILE = _TOTAL_BATCH + 1
 _END = _PROFILE + 3
 _READING = _END + 1
+_BATCHES = _READING + 3
+_NOISE = _BATCHES + 3
+_DOUBLE, _DOUBLE_BITS = struct.Struct("=d"), struct.Struct("=Q")
 _KINDS = 8
 """Activities that word 5 has room for."""
 
@@ -84,6 +92,10 @@ class Board:
         steps, first, last, listed = self._words[base : base + _BORN]
         return Slot(steps, first / 1e9, last / 1e9, bool(listed))
 
+    def began_with(self, slot: int) -> int:
+        """The number of the step that the worker of ``slot`` began with; -1 while that is not known."""
+        return int(self._words[slot * SLOT_WORDS + _FIRST_STEP]) - 1
+
     def activity(self, slot: int, now: int, *, ended: bool = False) -> WorkerActivity | None:
         """What the worker of ``slot`` does at ``now``; None if it is not watched, or has not begun.
 
@@ -112,6 +124,7 @@ class Board:
             parameter_bytes=words[_PROFILE + 1],
             state_bytes=words[_PROFILE + 2],
             left=max(0, words[_END] - 1 - words[_STEPS]) if words[_END] else -1,
+            batches=_batches(words),
         )
 
     def reading(self, slot: int) -> tuple[int, int, int] | None:
@@ -179,6 +192,18 @@ class Board:
         """A step of all ranks has so many samples, whatever their number."""
         self._words[slot * SLOT_WORDS + _TOTAL_BATCH] = samples
 
+    def set_batches(self, slot: int, least: int, most: int, pass_most: int) -> None:
+        """The global batch may have from ``least`` to ``most`` samples, ``pass_most`` of a worker at once."""
+        base = slot * SLOT_WORDS + _BATCHES
+        for word, value in enumerate((least, most, pass_most)):
+            self._words[base + word] = value
+
+    def set_noise(self, slot: int, square: float, variance: float) -> None:
+        """The gradients were measured to be so noisy."""
+        base = slot * SLOT_WORDS + _NOISE
+        for word, value in enumerate((square, variance)):
+            self._words[base + word] = _DOUBLE_BITS.unpack(_DOUBLE.pack(value))[0]
+
     def set_profile(self, slot: int, parameters: int, parameter_bytes: int, state: int) -> None:
         """What the worker's optimizer trains, and the bytes that it keeps beside that."""
         base = slot * SLOT_WORDS + _PROFILE
@@ -196,3 +221,16 @@ class Board:
     def mark_modules_listed(self, slot: int) -> None:
         """Tell the agent that this worker has written its list of modules."""
         self._words[slot * SLOT_WORDS + _LISTED] = 1
+
+
+def _batches(words: Sequence[int]) -> Batches | None:
+    """The choice of the global batch; None: it stays."""
+    from dlrover.spec.batches import Batches  # noqa: PLC0415 - agents only
+
+    least, most, pass_most = words[_BATCHES:_NOISE]
+    if not least:
+        return None
+    square, variance = (
+        _DOUBLE.unpack(_DOUBLE_BITS.pack(word))[0] for word in words[_NOISE : _NOISE + 2]
+    )
+    return Batches(least=least, most=most, pass_most=pass_most, square=square, variance=variance)

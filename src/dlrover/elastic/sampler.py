@@ -112,10 +112,13 @@ class ElasticDistributedSampler(DistributedSampler):  # type: ignore[misc]
             yield index
 
     def begin(self, least: int) -> None:
-        """A pass over the data begins, which takes at least so many samples at once.
+        """The first batch of a pass over the data is asked for; ``least``: samples that it needs.
+
+        Making an iterator begins no pass: those of PyTorch that have several processes make two. The first
+        pass after a restore may be empty, since a checkpoint may stand at the end of an epoch.
 
         Raises:
-            ConfigurationError: the epoch is over, and was before.
+            ConfigurationError: the epoch is over, and an earlier pass has begun in it.
         """
         if self._begun and self.samples - self.consumed < least:
             raise ConfigurationError(
@@ -238,7 +241,6 @@ class MicroBatches(Sampler):  # type: ignore[misc]
 
     def __iter__(self) -> MicroBatchIterator:
         """From the position of the sampler to the end of the epoch."""
-        self.sampler.begin(self.global_batch_size if self.sampler.drop_last else 1)
         self.on_begin()
         self._handed_out = self._taken = 0
         return MicroBatchIterator(self)
@@ -269,6 +271,7 @@ class MicroBatchIterator:
 
     def _generate(self) -> Iterator[list[int]]:
         batches, order = self._batches, self._batches.sampler.order()
+        batches.sampler.begin(batches.global_batch_size if batches.sampler.drop_last else 1)
         while size := batches.size_at(self._position):
             whole = order[self._position : self._position + size]
             micro_batches = batches.deal(size, self._position)

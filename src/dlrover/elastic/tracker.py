@@ -100,6 +100,11 @@ class Tracker:
         if self._thread and not self.steps:
             self._board.set_first_step(self._slot, step)
 
+    def recorded(self, step: int) -> None:
+        """The program had recorded ``step`` steps before its first one of this round."""
+        if not self._board.knows_first_step(self._slot):
+            self._board.set_first_step(self._slot, step)
+
     def saves(self, step: int) -> None:
         """The training saves ``step``: unless it was told before, that says which one it began with."""
         if self._thread and not self._board.knows_first_step(self._slot):
@@ -112,6 +117,14 @@ class Tracker:
     def keeps_batch(self, samples: int) -> None:
         """A step of all ranks has so many samples, whatever the number of ranks."""
         self._board.set_total_batch(self._slot, samples)
+
+    def allows_batches(self, least: int, most: int, pass_most: int) -> None:
+        """The global batch may have from ``least`` to ``most`` samples, ``pass_most`` of a worker at once."""
+        self._board.set_batches(self._slot, least, most, pass_most)
+
+    def measured_noise(self, square: float, variance: float) -> None:
+        """The gradients are so noisy: squared norm of the mean one, variance of that of a sample."""
+        self._board.set_noise(self._slot, square, variance)
 
     def reads(self, data: int, lane: int, position: int) -> None:
         """The process reads this shard now, in whatever thread; ``data`` is the key of its data set."""
@@ -151,6 +164,18 @@ def keeps_batch(samples: int) -> None:
     """Tell that a step of all ranks has ``samples``, whatever their number. No effect outside of a job."""
     if _trackers:
         _trackers[0].keeps_batch(samples)
+
+
+def allows_batches(least: int, most: int, pass_most: int) -> None:
+    """Tell from which global batches may be chosen. No effect outside of a job."""
+    if _trackers:
+        _trackers[0].allows_batches(least, most, pass_most)
+
+
+def measured_noise(square: float, variance: float) -> None:
+    """Tell how noisy the gradients are. No effect outside of a job."""
+    if _trackers:
+        _trackers[0].measured_noise(square, variance)
 
 
 def apart() -> int:

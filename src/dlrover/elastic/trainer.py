@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from dlrover.elastic import batch, defaults, tracker
 from dlrover.elastic.balancing import Balancer
 from dlrover.elastic.memory import MicroBatchTuner
+from dlrover.elastic.noise import NoiseMeter
 from dlrover.elastic.sampler import ElasticDistributedSampler, MicroBatches
 from dlrover.errors import ConfigurationError
 
@@ -19,7 +20,7 @@ Samples = TypeVar("Samples", bound=Sequence[Any])
 
 
 class ElasticTrainer:
-    """Keeps the global batch what it is, whatever the number of ranks and their memory.
+    """Keeps the global batch what it is, whatever the number of ranks and their memory; or the Brain chooses it.
 
     Each rank computes its part of the global batch in micro-batches and adds up their gradients; with the
     last one the ranks average them. Every sample weighs the same, so the gradient is that of the mean loss
@@ -43,6 +44,10 @@ class ElasticTrainer:
         learning_rate_rule: how the optimizer's learning rates follow from ``global_batch_size``: ``linear``,
             ``sqrt`` or ``none`` (`batch.learning_rate_factor`). They are multiplied once, here.
         reference_batch_size: the global batch that the learning rates were chosen for.
+        max_global_batch_size: given, the Brain may choose a larger global batch, up to this one, for the rounds
+            that follow. The noise of the gradients is measured for it. The optimizer then steps with learning
+            rates that follow by ``learning_rate_rule``; between steps they are those of ``global_batch_size``.
+            Needs ``micro_batch_size``; only for ``DistributedDataParallel``, or one rank alone.
         auto_tuning: whether the micro-batches grow until the memory of the device is used (`MicroBatchTuner`);
             by default as ``dlrover-run`` was told. The global batch stays what it is.
         balance: whether a rank that computes more slowly than the others gets a smaller share of the global
@@ -65,21 +70,33 @@ class ElasticTrainer:
         reference_batch_size: int | None = None,
         auto_tuning: bool | None = None,
         balance: bool = False,
+        max_global_batch_size: int | None = None,
     ) -> None:
         self._model, self._optimizer, self._scaler = model, optimizer, scaler
         self._group = getattr(model, "process_group", None)
         joined = dist.is_available() and dist.is_initialized()
         self._rank = dist.get_rank(self._group) if joined else 0
         self._replicas = dist.get_world_size(self._group) if joined else 1
-        batch.check(global_batch_size, micro_batch_size, self._replicas)
-        self._sizes = global_batch_size, micro_batch_size
-        tracker.keeps_batch(global_batch_size)
-        self._scale_learning_rates(learning_rate_rule, reference_batch_size)
-        self._batches: MicroBatches | None = None
         if sampler is not None:
             self._check_sampler(sampler)
-            self._batches = MicroBatches(sampler, global_batch_size, micro_batch_size)
-            self._check_data(self._batches)
+        batch.check(global_batch_size, micro_batch_size, self._replicas)
+        batch.check_choice(
+            global_batch_size, max_global_batch_size, micro_batch_size, learning_rate_rule
+        )
+        self._limits = global_batch_size, max_global_batch_size or global_batch_size
+        self._factor = 1.0
+        """Of the learning rates of a step, relative to those of the smallest global batch."""
+        self._noise: NoiseMeter | None = None
+        self._sizes = global_batch_size, micro_batch_size
+        self._scale_learning_rates(learning_rate_rule, reference_batch_size)
+        if max_global_batch_size is not None:
+            self._take_chosen_batch(learning_rate_rule)
+        self._tell_batches()
+        self._batches: MicroBatches | None = None
+        if sampler is not None:
+            self._batches = MicroBatches(sampler, *self._sizes)
+            self._batches.on_begin = self._begin
+            self._check_data(self._batches.sampler)
         self._check_model()
         self._accumulating = contextlib.ExitStack()
         self._micro_batches: list[batch.MicroBatch] = []
@@ -89,16 +106,14 @@ class ElasticTrainer:
         self._summed: Any = 0.0
         self._loss: torch.Tensor | None = None
         """Of this rank's part, with its weights: so far, and of the last complete global batch."""
-        if self._batches is not None:
-            self._batches.on_begin = self._begin
         self._tuner: MicroBatchTuner | None = None
         if defaults.auto_tuning if auto_tuning is None else auto_tuning:
-            largest = -(-global_batch_size // self._replicas)
-            self._tuner = MicroBatchTuner(micro_batch_size or largest, largest, self._group)
+            largest = -(-self._sizes[0] // max(self._replicas, 2 if max_global_batch_size else 1))
+            self._tuner = MicroBatchTuner(self._sizes[1] or largest, largest, self._group)
         self._shares: tuple[int, ...] | None = None
         self._balancer: Balancer | None = None
         if balance and joined and self._replicas > 1:
-            self._balancer = Balancer(model, optimizer, self._group, global_batch_size)
+            self._balancer = Balancer(model, optimizer, self._group, self._sizes[0])
 
     # ---- data
 
@@ -114,8 +129,13 @@ class ElasticTrainer:
         return self._batches
 
     @property
+    def global_batch_size(self) -> int:
+        """Samples of a step of all ranks in this round."""
+        return self._sizes[0]
+
+    @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps in an epoch of the sampler, on any number of ranks."""
+        """Optimizer steps in an epoch of the sampler with this global batch, on any number of ranks."""
         return self.batches.steps
 
     def split(self, samples: Samples) -> list[Samples]:
@@ -164,7 +184,11 @@ class ElasticTrainer:
         if self._done == 0:
             self._optimizer.zero_grad()
         weighted = loss * weight
+        if self._noise is not None:
+            self._noise.before_pass(self._micro_batches, self._done)
         (self._scaler.scale(weighted) if self._scaler else weighted).backward()
+        if self._noise is not None:
+            self._noise.after_pass(self._micro_batches, self._done, self._size)
         self._summed = weighted.detach() + (self._summed if self._done else 0.0)
         self._done += 1
         if self.complete:
@@ -183,16 +207,19 @@ class ElasticTrainer:
         """
         if not self.complete:
             return False
+        with self._learning_rates():
+            if self._scaler:
+                self._scaler.step(self._optimizer)
+            else:
+                self._optimizer.step()
         if self._scaler:
-            self._scaler.step(self._optimizer)
             self._scaler.update()
-        else:
-            self._optimizer.step()
         self._optimizer.zero_grad()
         size = self._size
         self._start(0, [])
         if self._batches is not None:
             self._batches.sampler.record(size)
+        self._measure_noise()
         self._tune()
         self._balance()
         if self._batches is not None:
@@ -215,6 +242,31 @@ class ElasticTrainer:
 
     # ---- within a step
 
+    @contextlib.contextmanager
+    def _learning_rates(self) -> Iterator[None]:
+        """Those of the chosen global batch, during a step: schedules and checkpoints have those of the smallest."""
+        groups = self._optimizer.param_groups if self._factor != 1.0 else []
+        kept = [group["lr"] for group in groups]
+        try:
+            for group in groups:
+                group["lr"] = group["lr"] * self._factor
+            yield
+        finally:
+            for group, rate in zip(groups, kept, strict=True):
+                group["lr"] = rate
+
+    def _measure_noise(self) -> None:
+        """After a step: perhaps tell how noisy the gradients are."""
+        found = self._noise.step() if self._noise is not None else None
+        if found is not None:
+            tracker.measured_noise(*found)
+
+    def _tell_batches(self) -> None:
+        """Tell what the global batch is, and which others may be chosen."""
+        (size, micro_batch_size), (least, most) = self._sizes, self._limits
+        tracker.keeps_batch(size)
+        tracker.allows_batches(least, most, micro_batch_size or size)
+
     def _tune(self) -> None:
         """After a step: perhaps another size of micro-batches, from where no rank has asked for any."""
         if self._tuner is None:
@@ -225,6 +277,7 @@ class ElasticTrainer:
         if self._batches is not None:
             self._batches.resize(*change)
         self._sizes = self._sizes[0], change[0]
+        self._tell_batches()
 
     def _balance(self) -> None:
         """After a step: perhaps other shares, from where no rank has asked for any."""
@@ -270,6 +323,17 @@ class ElasticTrainer:
             if not wanted:
                 self._accumulating.enter_context(self._model.no_sync())
 
+    def _take_chosen_batch(self, rule: str) -> None:
+        """Go on with the global batch that was chosen for this round, and measure the noise for the next choice."""
+        (least, most), (_, micro_batch_size) = self._limits, self._sizes
+        chosen = min(max(defaults.global_batch, least), most)
+        self._factor = batch.learning_rate_factor(rule, chosen, least)
+        self._noise = NoiseMeter(self._model, self._group, self._replicas, self._scaler)
+        assert micro_batch_size is not None
+        if self._replicas == 1:  # a second pass, to measure the noise
+            micro_batch_size = max(1, min(micro_batch_size, chosen // 2))
+        self._sizes = chosen, micro_batch_size
+
     def _scale_learning_rates(self, rule: str, reference: int | None) -> None:
         factor = batch.learning_rate_factor(rule, self._sizes[0], reference)
         for group in self._optimizer.param_groups:
@@ -291,11 +355,13 @@ class ElasticTrainer:
             )
         self._rank, self._replicas = sampler.rank, sampler.num_replicas
 
-    def _check_data(self, batches: MicroBatches) -> None:
-        if not batches.steps:
+    def _check_data(self, sampler: ElasticDistributedSampler) -> None:
+        most = self._limits[1]
+        if not sampler.samples or (sampler.drop_last and sampler.samples < most):
+            name = "global_batch_size" if most == self._limits[0] else "max_global_batch_size"
             raise ConfigurationError(
-                f"The data set has {batches.sampler.samples} samples, too few for one step with"
-                f" global_batch_size {batches.global_batch_size} and drop_last {batches.sampler.drop_last}."
+                f"The data set has {sampler.samples} samples, too few for one step with"
+                f" {name} {most} and drop_last {sampler.drop_last}."
             )
 
     def _check_model(self) -> None:

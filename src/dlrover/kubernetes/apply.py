@@ -52,6 +52,8 @@ class Result:
     """The job as the server has it now, if its status was written."""
     stale: bool = False
     """The server knows more than the decision did: decide again soon."""
+    taken: bool = False
+    """An object that is not the job's has the name of one that it needs."""
 
 
 async def carry_out(client: Client, jobs: Resource, job: Manifest, decision: Decision) -> Result:
@@ -69,9 +71,14 @@ async def carry_out(client: Client, jobs: Resource, job: Manifest, decision: Dec
             await _ensure_certificate(client, decision.certificate)
         if decision.start is not None and not await _create(client, decision.start):
             return Result(stale=True)
+    except _TakenError as error:
+        await _tell_obstacle(client, jobs, job, "NameTaken", str(error))
+        return Result(taken=True)
     except ApiError as error:
         if _is_for_good(error):
-            await _tell_refusal(client, jobs, job, error)
+            message = f"The API server refuses what the job needs: {error.message}"
+            hopeless = error.status in (400, 422)
+            await _tell_obstacle(client, jobs, job, "Refused", message, hopeless=hopeless)
         raise
     # Before what cannot be decided again once it is done: rather told twice than not at all.
     for event in decision.events:
@@ -85,9 +92,9 @@ async def carry_out(client: Client, jobs: Resource, job: Manifest, decision: Dec
 
 
 def _is_for_good(error: ApiError) -> bool:
-    """Whether the server refuses something, and will again. 409: others changed it; 404: the namespace goes."""
+    """Whether the server refuses something, and will again. 404: the namespace goes."""
     gone = error.status == 404 and error.reason != "NoPodGroup"
-    return not error.passing and error.status != 409 and not gone
+    return not error.retriable and not gone
 
 
 def status_patch(old: Mapping[str, Any] | None, status: ElasticJobStatus) -> dict[str, Any] | None:
@@ -176,10 +183,28 @@ async def _create(client: Client, made: Manifest) -> bool:
 
 async def _ensure(client: Client, made: Manifest) -> None:
     """Create an object where it is missing. An earlier release may have given a role other rules."""
-    if not await _create(client, made) and made["kind"] == "Role":
-        metadata = made["metadata"]
+    if await _create(client, made):
+        return
+    metadata = made["metadata"]
+    if made["kind"] == "Role":
         patch = {"rules": made["rules"]}
         await client.patch(api.ROLES, metadata["namespace"], metadata["name"], patch)
+    elif made["kind"] == "Service":  # the one object that has no name of its own for each job
+        found = await client.get(api.SERVICES, metadata["namespace"], metadata["name"])
+        if not _of_jobs_of_this_name(found, metadata["ownerReferences"][0]):
+            raise _TakenError(
+                f"The Service {metadata['name']} is not this job's: it has to go first."
+            )
+
+
+def _of_jobs_of_this_name(found: Manifest, owner: Manifest) -> bool:
+    """Whether an object belongs to the job, or to an earlier one of its name: that works until it goes."""
+    references = found["metadata"].get("ownerReferences") or ()
+    return any((one["kind"], one["name"]) == (owner["kind"], owner["name"]) for one in references)
+
+
+class _TakenError(Exception):
+    """Another's object has a name that the job needs."""
 
 
 async def _ensure_certificate(client: Client, wanted: Certificate) -> None:
@@ -196,10 +221,14 @@ async def _delete(client: Client, jobs: Resource, namespace: str, gone: Deletion
 async def _write_status(
     client: Client, jobs: Resource, job: Manifest, status: ElasticJobStatus
 ) -> Manifest | None:
-    patch = status_patch(job.get("status"), status)
+    metadata = job["metadata"]
+    uid = metadata.get("uid", "")
+    patch = status_patch(job.get("status"), msgspec.structs.replace(status, job_uid=uid))
     if patch is None:
         return None
-    metadata = job["metadata"]
+    if (job.get("status") or {}).get("jobUid") not in (None, uid):
+        patch["training"] = None  # an earlier job's
+    patch["jobUid"] = uid  # always: by now, the name may be another job's
     try:
         return await client.patch(
             jobs, metadata["namespace"], metadata["name"], {"status": patch}, subresource="status"
@@ -210,20 +239,27 @@ async def _write_status(
         raise
 
 
-async def _tell_refusal(client: Client, jobs: Resource, job: Manifest, error: ApiError) -> None:
-    """The API server refuses an object: users see why, with the job."""
+async def _tell_obstacle(
+    client: Client,
+    jobs: Resource,
+    job: Manifest,
+    reason: str,
+    message: str,
+    *,
+    hopeless: bool = False,
+) -> None:
+    """Write with the job why it gets no master. ``hopeless``: nor will it as its manifest is."""
     old = status_of(job)
-    message = f"The API server refuses what the job needs: {error.message}"
-    refused = condition(
-        "MasterReady", False, "Refused", message, job["metadata"].get("generation", 0)
-    )
+    generation = job["metadata"].get("generation", 0)
+    obstacle = condition("MasterReady", False, reason, message, generation)
     told = any(c.type == "MasterReady" and c.message == message for c in old.conditions)
+    waits = "Rejected" if hopeless else "Pending"
     status = msgspec.structs.replace(
         old,
-        phase=old.phase or "Pending",
+        phase=old.phase if old.running_spec else waits,
         message=message,
-        conditions=merged(old.conditions, [refused], time.time()),
+        conditions=merged(old.conditions, [obstacle], time.time()),
     )
     await _write_status(client, jobs, job, status)
     if not told:
-        await tell(client, job, Event("Refused", message, warning=True))
+        await tell(client, job, Event(reason, message, warning=True))

@@ -29,8 +29,12 @@ CONNECT_TIMEOUT = 10.0
 """Seconds until a server that does not take the connection counts as away."""
 ATTEMPTS = 6
 """How often a call is made until its failure is the caller's."""
+CONFLICTS = 5
+"""How often an object is read again that others changed in the meantime."""
 FIRST_WAIT = 0.2
 """Seconds before the second attempt; each wait is about twice the last one."""
+CONFLICT_WAIT = 0.05
+"""Seconds before an object is read again that others changed."""
 LONGEST_WAIT = 10.0
 """Seconds between two attempts, at most, whatever the server asks for."""
 WATCH_TIMEOUT = 60.0
@@ -62,6 +66,14 @@ class ApiError(InfrastructureError):
     def passing(self) -> bool:
         """Whether the same call may well succeed later."""
         return self.status in (408, 429) or self.status >= 500
+
+    @property
+    def retriable(self) -> bool:
+        """Whether another attempt is worthwhile, if only after a new look.
+
+        409: others changed the object, or what admission writes, as a ResourceQuota; 401: the token was just exchanged.
+        """
+        return self.passing or self.status in (401, 409)
 
 
 class Resource(NamedTuple):
@@ -242,6 +254,35 @@ class Client:
         path = resource.path(namespace, name, subresource)
         return await self._call("PATCH", path, body=patch)
 
+    async def amend(
+        self,
+        resource: Resource,
+        namespace: str | None,
+        name: str,
+        uid: str,
+        patch: Object,
+        subresource: str = "",
+    ) -> Object:
+        """`patch` the object of this ``uid``, never another one of its name.
+
+        The server ignores the uid in the patch of a status; so the patch has the version that was read.
+
+        Raises:
+            ApiError: 404 if the object is gone; 409 if others changed it at each of `CONFLICTS` attempts.
+        """
+        for attempt in range(1, CONFLICTS + 1):
+            metadata = (await self.get(resource, namespace, name))["metadata"]
+            if metadata["uid"] != uid:
+                raise ApiError(404, "NotFound", f"Another {resource.kind} is called {name} now.")
+            version = {"metadata": {"resourceVersion": metadata["resourceVersion"]}}
+            try:
+                return await self.patch(resource, namespace, name, patch | version, subresource)
+            except ApiError as error:
+                if error.status != 409 or attempt == CONFLICTS:
+                    raise
+            await asyncio.sleep(jitter(CONFLICT_WAIT))
+        raise AssertionError("the last attempt returns or raises")
+
     async def delete(
         self,
         resource: Resource,
@@ -259,8 +300,19 @@ class Client:
         try:
             await self._call("DELETE", resource.path(namespace, name), body=options)
         except ApiError as error:
-            if error.status != 404 and not (uid and error.status == 409):
+            if error.status == 404:
+                return
+            if not (uid and error.status == 409) or await self._has(resource, namespace, name, uid):
                 raise
+
+    async def _has(self, resource: Resource, namespace: str | None, name: str, uid: str) -> bool:
+        """Whether there is the object of this uid."""
+        try:
+            return bool((await self.get(resource, namespace, name))["metadata"]["uid"] == uid)
+        except ApiError as error:
+            if error.status == 404:
+                return False
+            raise
 
     async def close(self) -> None:
         """Close all connections."""

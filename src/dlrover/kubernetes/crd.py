@@ -55,8 +55,14 @@ def files() -> dict[str, str]:
     made = {}
     for definition in (elastic_jobs(), scale_plans()):
         name = f"{definition['metadata']['name']}.yaml"
-        made[f"crds/{name}"] = made[f"chart/crds/{name}"] = _text(definition)
-    rights = {"rules": objects.operator_rules(), "leaseRules": objects.lease_rules()}
+        made[f"crds/{name}"] = made[f"chart/crds/{name}"] = _text(without_rules(definition))
+        made[f"crds/cel/{name}"] = _text(definition)
+    rights = {
+        "rules": objects.operator_rules(),
+        "leaseRules": objects.lease_rules(),
+        "aggregatedRules": objects.aggregated_rules(),
+    }
+    made["crds/roles.yaml"] = made["crds/cel/roles.yaml"] = _text(*_aggregated())
     made["chart/files/rules.yaml"] = _text(rights)
     for kind, folder in (("ClusterRole", "cluster"), ("Role", "namespaced")):
         made[f"{folder}/rights.yaml"] = _text(*_rights(kind))
@@ -64,6 +70,32 @@ def files() -> dict[str, str]:
         *_granted("Role", "dlrover-operator-lease", objects.lease_rules())
     )
     return made
+
+
+def without_rules(node: Any) -> Any:
+    """A definition without its rules in CEL: a cluster before Kubernetes 1.25 refuses one that has any."""
+    if isinstance(node, dict):
+        kept = {key: child for key, child in node.items() if key != "x-kubernetes-validations"}
+        return {key: without_rules(child) for key, child in kept.items()}
+    return [without_rules(child) for child in node] if isinstance(node, list) else node
+
+
+def _aggregated() -> list[Manifest]:
+    """Roles that become part of the cluster's own ones."""
+    into = {"view": ["view", "edit", "admin"], "edit": ["edit", "admin"]}
+    prefix = "rbac.authorization.k8s.io/aggregate-to-"
+    return [
+        {
+            "apiVersion": "rbac.authorization.k8s.io/v1",
+            "kind": "ClusterRole",
+            "metadata": {
+                "name": f"dlrover-{role}",
+                "labels": {f"{prefix}{one}": "true" for one in into[role]},
+            },
+            "rules": rules,
+        }
+        for role, rules in objects.aggregated_rules().items()
+    ]
 
 
 def _rights(kind: str) -> list[Manifest]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,12 +83,17 @@ class Decision:
     """Seconds after which to decide again, though nothing changes."""
 
 
-def status_of(manifest: Manifest) -> ElasticJobStatus:
-    """The status in a manifest; an empty one if somebody wrote what is none."""
+def status_of(manifest: Mapping[str, Any]) -> ElasticJobStatus:
+    """The status in a manifest; an empty one if somebody wrote what is none, or meant an earlier job of its name.
+
+    The API server takes a patch of a status for whatever has that name: it ignores its uid.
+    """
     try:
-        return msgspec.convert(manifest.get("status") or {}, ElasticJobStatus)
+        status = msgspec.convert(manifest.get("status") or {}, ElasticJobStatus)
     except msgspec.ValidationError:
         return ElasticJobStatus()
+    uid = (manifest.get("metadata") or {}).get("uid", "")
+    return ElasticJobStatus() if status.job_uid not in ("", uid) else status
 
 
 def condition(

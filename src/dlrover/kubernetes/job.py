@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import msgspec
 
 from dlrover.errors import ConfigurationError
-from dlrover.kubernetes import commands, names, nodes, validation
+from dlrover.kubernetes import commands, names, nodes, record
 from dlrover.kubernetes.client import ApiError, Client, Resource
+from dlrover.kubernetes.decisions import status_of
 from dlrover.kubernetes.inventory import requests_of
 from dlrover.kubernetes.types import ElasticJob
 from dlrover.spec.job import JobSpec, Limits
@@ -17,29 +18,36 @@ from dlrover.spec.plan import Group
 from dlrover.spec.roles import SERVER
 from dlrover.spec.rules import Rule
 
-VARIABLE = "DLROVER_KUBERNETES_JOB"
+VARIABLE, UID_VARIABLE = "DLROVER_KUBERNETES_JOB", "DLROVER_KUBERNETES_JOB_UID"
 ELASTIC_JOBS = Resource(names.GROUP, names.VERSION, "elasticjobs", "ElasticJob")
 
 
 async def read(client: Client, env: Mapping[str, str]) -> ElasticJob:
-    """The job that the environment names.
+    """The job that the environment names, as it runs: see `record`.
 
     Raises:
-        ConfigurationError: there is none, or it is wrong.
+        ConfigurationError: there is none, it is wrong, or another job has its name now.
     """
     namespace, _, name = env.get(VARIABLE, "").partition("/")
+    uid = env.get(UID_VARIABLE, "")
     if not namespace or not name:
         raise ConfigurationError(
             f"{VARIABLE}={env.get(VARIABLE, '')!r}: must be the ElasticJob of this master, as NAMESPACE/NAME."
         )
     try:
-        return validation.parse(await client.get(ELASTIC_JOBS, namespace, name))
+        manifest = await client.get(ELASTIC_JOBS, namespace, name)
     except ApiError as error:
         if error.status != 404:
             raise
         raise ConfigurationError(
             f"{VARIABLE}={namespace}/{name}: there is no such ElasticJob."
         ) from error
+    if uid not in ("", manifest["metadata"]["uid"]):
+        raise ConfigurationError(
+            f"{UID_VARIABLE}={uid}: this ElasticJob of the master was deleted, and another one has its name now, "
+            f"{namespace}/{name}."
+        )
+    return msgspec.structs.replace(record.resolve(manifest).job, status=status_of(manifest))
 
 
 async def fetch(env: Mapping[str, str]) -> ElasticJob:
@@ -66,11 +74,6 @@ def job_spec(job: ElasticJob, limits: Limits, rules: tuple[Rule, ...] = ()) -> J
         )
     servers = specs[SERVER].replicas if SERVER in specs else 0
     total = len(nodes.slots(job)) - servers
-    if servers and not total:
-        raise ConfigurationError(
-            f"ElasticJob {job.name}: spec.replicaSpecs has no pod but {servers} of {SERVER}; servers need a "
-            "worker or a chief, with replicas of 1 or more."
-        )
     worker = specs.get("worker", specs[roles[0]])
     flags = commands.options(worker.template)
     stragglers = "exclude-straggler" in flags
@@ -84,6 +87,7 @@ def job_spec(job: ElasticJob, limits: Limits, rules: tuple[Rule, ...] = ()) -> J
         servers=servers,
         min_servers=commands.fewest_servers(job),
         max_servers=servers,
+        earlier_restarts=job.status.training.restarts,
         node_unit=commands.number(flags.get("node-unit", ""), 1),
         max_restarts=commands.number(flags.get("max-restarts", ""), worker.restart_count),
         node_check=stragglers or "network-check" in flags,

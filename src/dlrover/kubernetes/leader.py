@@ -11,7 +11,7 @@ from typing import Any
 
 from dlrover.errors import InfrastructureError
 from dlrover.kubernetes import times
-from dlrover.kubernetes.client import LEASES, ApiError, Client
+from dlrover.kubernetes.client import CONFLICTS, LEASES, ApiError, Client
 
 logger = logging.getLogger(__name__)
 
@@ -82,13 +82,19 @@ class Leader:
 
     async def release(self) -> None:
         """Give the Lease back, so that another need not wait for it to run out."""
-        try:
-            lease = await self._client.get(LEASES, self._namespace, self._name)
-            if lease["spec"].get("holderIdentity") == self._identity:
-                lease["spec"]["holderIdentity"] = ""
-                await self._client.replace(LEASES, lease)
-        except InfrastructureError as error:
-            logger.info("The Lease %s/%s is not given back: %s", self._namespace, self._name, error)
+        for attempt in range(1, CONFLICTS + 1):
+            try:
+                lease = await self._client.get(LEASES, self._namespace, self._name)
+                if lease["spec"].get("holderIdentity") == self._identity:
+                    lease["spec"]["holderIdentity"] = ""
+                    await self._client.replace(LEASES, lease)
+            except InfrastructureError as error:
+                # 409: a renewal of our own that was under way
+                if isinstance(error, ApiError) and error.status == 409 and attempt < CONFLICTS:
+                    continue
+                where = f"{self._namespace}/{self._name}"
+                logger.info("The Lease %s is not given back: %s", where, error)
+            return
 
     async def _attempt(self) -> bool:
         """Take or renew the Lease, if it is ours, nobody's, or has run out."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from dlrover.errors import ExitCode
 from dlrover.kubernetes import names, objects, podgroups, pods, resources, tls
 from dlrover.kubernetes.types import ElasticJob, ReplicaSpec
 from dlrover.spec.node import LaunchNode
@@ -24,6 +25,8 @@ NODE_LABEL = f"{names.GROUP}/node-id"
 """The id of the node that a pod is; no two pods of a job have the same."""
 RANK_LABEL = f"{names.GROUP}/node-rank"
 """The rank that the node is to wish for; a pod and its replacement have the same."""
+WRONG_COMMAND = (ExitCode.USAGE, 126, 127)
+"""Exit codes that say that a command is wrong; the last line of the container says how."""
 HOST_LABEL = "kubernetes.io/hostname"
 
 
@@ -93,6 +96,7 @@ def pod(job: ElasticJob, launch: LaunchNode, master: str) -> Manifest:
     spec: Manifest = template.get("spec") or {}
     metadata: Mapping[str, Any] = template.get("metadata") or {}
     spec["restartPolicy"] = "Never"
+    spec.setdefault("enableServiceLinks", False)
     container = _main(spec)
     _give_variables(spec, container, job, launch, place, master)
     tls.give_node(spec, container, job)
@@ -159,6 +163,7 @@ def _give_variables(
     names_of_own = {variable["name"] for variable in own}
     theirs = [variable for variable in main["env"] if variable["name"] not in names_of_own]
     main["env"] = [*own, *theirs]  # first: a variable may refer to those before it
+    main.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
 
 
 def _own_variables(job: ElasticJob, launch: LaunchNode, slot: Slot, master: str) -> list[Manifest]:
@@ -179,7 +184,7 @@ def _own_variables(job: ElasticJob, launch: LaunchNode, slot: Slot, master: str)
         "NODE_IP": "status.hostIP",
     }
     token = {
-        "name": names.own_name(job.name, str(job.metadata.get("uid", ""))),
+        "name": names.own_name(job.name, job.uid),
         "key": names.TOKEN_KEY,
     }
     return [
@@ -260,10 +265,31 @@ def _end(status: Mapping[str, Any]) -> str:
         if code and not status.get("reason"):
             reason = end.get("reason")
             also = f" ({reason})" if reason not in (None, "", "Error") else ""
-            return f"its container {container['name']} ended with exit code {code}{also}"
+            last = str(end.get("message") or "").strip().rpartition("\n")[2].rstrip(".")
+            said = f": {last}" if last and (code in WRONG_COMMAND or also) else ""
+            return f"its container {container['name']} ended with exit code {code}{also}{said}"
     if status.get("reason"):
         return _words("its pod failed", status)
     return "its pod failed" if status["phase"] == "Failed" else "its pod ended"
+
+
+def exit_code(obj: Mapping[str, Any]) -> int:
+    """That of the first container that failed; 0 if none did, or if it is not known."""
+    status = obj.get("status") or {}
+    for container in status.get("containerStatuses") or ():
+        end = (container.get("state") or {}).get("terminated") or {}
+        if end.get("exitCode") and end.get("reason") != "OOMKilled":
+            return int(end["exitCode"])
+    return 0
+
+
+def impossible(obj: Mapping[str, Any]) -> str:
+    """Why a pod can never start, wherever it is; empty if it can."""
+    for container in (obj.get("status") or {}).get("containerStatuses") or ():
+        waiting = (container.get("state") or {}).get("waiting") or {}
+        if waiting.get("reason") == "InvalidImageName":
+            return _words("its pod cannot start", waiting)
+    return ""
 
 
 def _words(what: str, said: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ def owner(job: ElasticJob) -> Manifest:
         "apiVersion": names.API_VERSION,
         "kind": "ElasticJob",
         "name": job.name,
-        "uid": job.metadata.get("uid", ""),
+        "uid": job.uid,
         "controller": True,
         "blockOwnerDeletion": False,
     }
@@ -30,11 +30,22 @@ def owner(job: ElasticJob) -> Manifest:
 
 def service(job: ElasticJob) -> Manifest:
     """The Service by which nodes reach the master, whichever pod it is."""
-    labels = names.labels(job.name, names.MASTER_ROLE)
-    chosen = {key: labels[key] for key in (names.JOB_LABEL, names.ROLE_LABEL)}
+    chosen = _chosen(job)
     port = {"name": "grpc", "port": names.MASTER_PORT, "targetPort": names.MASTER_PORT}
     spec = {"selector": chosen, "ports": [port], "publishNotReadyAddresses": True}
     return _object("v1", "Service", job, spec=spec)
+
+
+def _chosen(job: ElasticJob) -> dict[str, str]:
+    """The labels by which the Service chooses the master's pod."""
+    labels = names.labels(job.name, names.MASTER_ROLE)
+    return {key: labels[key] for key in (names.JOB_LABEL, names.ROLE_LABEL)}
+
+
+def missing_labels(job: ElasticJob, pod: Manifest) -> list[str]:
+    """Those that a master's pod does not have any more."""
+    given = pod["metadata"].get("labels") or {}
+    return [key for key, value in _chosen(job).items() if given.get(key) != value]
 
 
 def secret(job: ElasticJob, token: str) -> Manifest:
@@ -87,7 +98,7 @@ def role_rules(job: str) -> list[Manifest]:
         _rule("", ["pods"], ["get", "list", "watch", "create", "delete"]),
         _rule(names.GROUP, ["elasticjobs"], ["get", "list", "watch", "patch"], job),
         _rule(names.GROUP, ["elasticjobs/status", "elasticjobs/scale"], ["patch"], job),
-        _rule(names.GROUP, ["scaleplans"], ["list", "watch", "create"]),
+        _rule(names.GROUP, ["scaleplans"], ["get", "list", "watch", "create"]),
         _rule(names.GROUP, ["scaleplans/status"], ["patch"]),
         _rule("", ["events"], ["get", "create", "patch"]),
     ]
@@ -99,10 +110,10 @@ def operator_rules() -> list[Manifest]:
     return [
         _rule(names.GROUP, ["elasticjobs"], ["get", "list", "watch", "patch", "delete"]),
         _rule(names.GROUP, ["elasticjobs/status", "elasticjobs/scale"], ["patch"]),
-        _rule(names.GROUP, ["scaleplans"], ["list", "watch", "create"]),
+        _rule(names.GROUP, ["scaleplans"], ["get", "list", "watch", "create", "patch", "delete"]),
         _rule(names.GROUP, ["scaleplans/status"], ["patch"]),
         _rule("", ["pods"], ["get", "list", "watch", "create", "delete"]),
-        _rule("", ["services"], ["list", "watch", "create"]),
+        _rule("", ["services"], ["get", "list", "watch", "create"]),
         _rule("", ["serviceaccounts", "secrets"], ["create"]),
         _rule(rbac, ["roles"], ["create", "patch"]),
         _rule(rbac, ["rolebindings"], ["create"]),
@@ -110,6 +121,26 @@ def operator_rules() -> list[Manifest]:
         _rule(podgroups.VOLCANO, ["podgroups"], ["create"]),
         _rule(podgroups.COSCHEDULING, ["podgroups"], ["create"]),
     ]
+
+
+def aggregated_rules() -> dict[str, list[Manifest]]:
+    """What the cluster's own roles ``view`` and ``edit`` get: the rights of a namespace's users."""
+    both = ["elasticjobs", "scaleplans"]
+    change = ["create", "update", "patch", "delete", "deletecollection"]
+    return {
+        "view": [
+            _rule(names.GROUP, both, ["get", "list", "watch"]),
+            _rule(
+                names.GROUP,
+                ["elasticjobs/status", "elasticjobs/scale", "scaleplans/status"],
+                ["get"],
+            ),
+        ],
+        "edit": [
+            _rule(names.GROUP, both, change),
+            _rule(names.GROUP, ["elasticjobs/scale"], ["update", "patch"]),
+        ],
+    }
 
 
 def lease_rules() -> list[Manifest]:
@@ -137,6 +168,7 @@ def master_pod(job: ElasticJob, image: str, memory_factor: float = 1.0) -> Manif
     resources.grow(containers[0], memory_factor)
     spec["containers"] = containers
     spec["restartPolicy"] = "Never"
+    spec.setdefault("enableServiceLinks", False)
     if given is not None and given.priority:
         spec.setdefault("priorityClassName", _priority(given.priority))
     spec.setdefault("serviceAccountName", _own_name(job))
@@ -214,6 +246,7 @@ def _environment(job: ElasticJob) -> list[Manifest]:
     folder = f"{HOME}/{_own_name(job)}"
     plain = {
         "DLROVER_KUBERNETES_JOB": f"{job.namespace}/{job.name}",
+        "DLROVER_KUBERNETES_JOB_UID": job.uid,
         "DLROVER_JOB_DIR": folder,
         "DLROVER_STATE_DIR": f"{HOME}/state",
         "HOME": HOME,
@@ -227,7 +260,7 @@ def _environment(job: ElasticJob) -> list[Manifest]:
 
 
 def _own_name(job: ElasticJob) -> str:
-    return names.own_name(job.name, str(job.metadata.get("uid", "")))
+    return names.own_name(job.name, job.uid)
 
 
 def _own(made: Manifest, job: ElasticJob) -> Manifest:

@@ -11,7 +11,8 @@ from typing import Any
 
 from dlrover.errors import InfrastructureError
 from dlrover.kubernetes import apply, names
-from dlrover.kubernetes.client import PODS, SERVICES, Client, Resource
+from dlrover.kubernetes.apply import Result
+from dlrover.kubernetes.client import PODS, SERVICES, ApiError, Client, Resource
 from dlrover.kubernetes.decisions import Observed, Options
 from dlrover.kubernetes.informer import Informer
 from dlrover.kubernetes.job import ELASTIC_JOBS
@@ -31,6 +32,9 @@ LONGEST_RETRY = 60.0
 """Seconds between two such attempts, at most."""
 FOUND_AGAIN = 1.0
 """Seconds to wait where the API server knows more than has been seen so far."""
+
+TAKEN_AGAIN = 5.0
+"""Seconds until it is looked again whether another's object has gone whose name a job needs."""
 
 
 class ByJob:
@@ -55,17 +59,18 @@ class ByJob:
 
     def _changed(self, key: str) -> None:
         obj = self.informer.cache.get(key)
-        if obj is None:
-            job = self._job_of.pop(key, "")
-            of_job = self._of_job.get(job, set())
-            of_job.discard(key)
-            if not of_job:
-                self._of_job.pop(job, None)
-        else:
+        before, job = self._job_of.pop(key, ""), ""
+        if obj is not None:
             metadata = obj["metadata"]
             job = f"{metadata['namespace']}/{metadata['labels'][names.JOB_LABEL]}"
             self._job_of[key] = job
             self._of_job.setdefault(job, set()).add(key)
+        if before and before != job:
+            of_job = self._of_job[before]
+            of_job.discard(key)
+            if not of_job:
+                del self._of_job[before]
+            self._tell(before)
         if job:
             self._tell(job)
 
@@ -163,18 +168,48 @@ class Operator:
             return None
         if _version(job) < self._written.get(key, 0):
             return FOUND_AGAIN  # what is in the cache is older than what was written from here
+        pods = self._pods.of(key)
+        result, again = await self._decide(key, job, pods)
+        if result.stale:
+            hidden = await self._hidden(job, pods)
+            if hidden is not None:
+                result, again = await self._decide(key, job, [*pods, hidden])
+                again = min(again or TAKEN_AGAIN, TAKEN_AGAIN)  # no event says when it goes
+        if result.job is not None:
+            self._written[key] = _version(result.job)
+        if result.taken:
+            return TAKEN_AGAIN
+        return FOUND_AGAIN if result.stale else again
+
+    async def _hidden(self, job: dict[str, Any], known: list[dict[str, Any]]) -> Any:
+        """The pod of the master's name that has no label of its job, or another's; None if there is none."""
+        metadata = job["metadata"]
+        name = names.master_name(metadata["name"])
+        if any(pod["metadata"]["name"] == name for pod in known):
+            return None
+        try:
+            pod = await self._client.get(PODS, metadata["namespace"], name)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            return None
+        label = (pod["metadata"].get("labels") or {}).get(names.JOB_LABEL)
+        return None if label == metadata["name"] else pod  # else the informer will have it soon
+
+    async def _decide(
+        self, key: str, job: dict[str, Any], pods: list[dict[str, Any]]
+    ) -> tuple[Result, float | None]:
+        """Decide with these pods and carry it out; what came of it, and when to decide again."""
         services = self._services.of(key)
         rivals = tuple(self._claims.values())
-        seen = Observed(job, self._pods.of(key), services[0] if services else None, rivals)
+        seen = Observed(job, pods, services[0] if services else None, rivals)
         decision = reconcile(seen, time.time(), self._options, secrets.token_hex(16))
         if decision.claim is None:
             self._claims.pop(key, None)
         else:
             self._claims[key] = decision.claim
         result = await apply.carry_out(self._client, ELASTIC_JOBS, job, decision)
-        if result.job is not None:
-            self._written[key] = _version(result.job)
-        return FOUND_AGAIN if result.stale else decision.again
+        return result, decision.again
 
 
 def _version(obj: Mapping[str, Any]) -> int:

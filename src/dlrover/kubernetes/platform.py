@@ -40,6 +40,9 @@ KILL_GRACE = 5.0
 """Seconds that a pod gets between SIGTERM and SIGKILL when its node is ended."""
 FORCE_AFTER = 60.0
 """Seconds beyond its time after which a pod that is being deleted is removed: its node does not answer."""
+FORBIDDEN_GRACE = 30.0
+"""Seconds for which a pod is asked for again that is forbidden, or for which something is not found: rights and
+accounts may just be on their way."""
 SWEEP_INTERVAL = 5.0
 """Seconds between two looks for pods that vanished unseen, or that do not go."""
 CLOSE_TIMEOUT = 10.0
@@ -51,6 +54,8 @@ class _Watched:
     """A node's pod, from the wish for it to its end."""
 
     node_id: int
+    #: of the pod that was made; another one may have its name before it, or after
+    uid: str = ""
     #: when the server took it; None while it has not
     created: float | None = None
     #: it was in the informer's cache
@@ -77,7 +82,7 @@ class KubernetesPlatform:
         self._on_exit = on_exit
         self._on_wait = on_wait
         self._namespace = job.namespace
-        self._uid = str(job.metadata.get("uid", ""))
+        self._uid = job.uid
         self._watched: dict[str, _Watched] = {}
         self._slots = asyncio.Semaphore(PARALLEL)
         self._closing = asyncio.Event()
@@ -132,6 +137,7 @@ class KubernetesPlatform:
     def report(self, reporter: Reporter) -> None:
         """Have the training's progress written into the job's status."""
         self._reporter = reporter
+        reporter.waits(self._unmade())
         self._go_on(reporter.run())
 
     def follow(self, scaler: Scaler) -> None:
@@ -175,7 +181,9 @@ class KubernetesPlatform:
         """Watch a pod that an earlier master asked for. Reports its end if it is gone."""
         watched = self._watched[handle] = _Watched(node_id, created=time.monotonic())
         loop = asyncio.get_running_loop()
-        if self._key(handle) in self._informer.cache:
+        pod = self._informer.cache.get(self._key(handle))
+        if pod is not None and self._ours(pod):
+            watched.uid = pod["metadata"]["uid"]
             loop.call_soon(self._changed, self._key(handle))
         else:
             reason = "its pod was deleted while the master was away"
@@ -208,20 +216,23 @@ class KubernetesPlatform:
 
     async def _create(self, name: str, launch: LaunchNode, watched: _Watched) -> None:
         manifest = nodes.pod(self._job, launch, self._master)
-        wait = FIRST_WAIT
+        wait, began = FIRST_WAIT, time.monotonic()
         while not watched.unwanted:
             try:
                 async with self._slots:
                     if self._closing.is_set():
                         return
-                    await self._client.create(PODS, manifest)
+                    made = await self._client.create(PODS, manifest)
+                watched.uid = made["metadata"]["uid"]
                 break
             except ApiError as error:
                 if error.reason == "AlreadyExists":
-                    if await self._is_there(name):
+                    watched.uid = await self._made(name)
+                    if watched.uid:
                         break
-                elif not _may_pass(error):
-                    self._report(watched, f"its pod was refused: {error.message.rstrip('.')}")
+                elif not _may_pass(error, time.monotonic() - began):
+                    reason = f"its pod was refused: {error.message.rstrip('.')}"
+                    self._report(watched, reason, refused=True)
                     return
                 self._tell(watched, f"its pod cannot be made: {error.message.rstrip('.')}")
             except InfrastructureError as error:
@@ -229,6 +240,7 @@ class KubernetesPlatform:
             await self._pause(jitter(wait))
             wait = min(LONGEST_WAIT, wait * 2)
         watched.created = time.monotonic()
+        self._wake_reporter()
         self._changed(self._key(name))  # the informer may have seen it before this task did
         if watched.unwanted:
             await self._delete(name)
@@ -239,35 +251,37 @@ class KubernetesPlatform:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._closing.wait(), seconds)
 
-    async def _is_there(self, name: str) -> bool:
-        """Whether the pod of that name is this node's: made by an attempt whose answer was lost.
+    async def _made(self, name: str) -> str:
+        """The uid of the pod of that name if it is this node's: made by an attempt whose answer was lost.
 
         One that an earlier run of the job has left is removed.
         """
         try:
             pod = await self._client.get(PODS, self._namespace, name)
+            uid = str(pod["metadata"]["uid"])
             if self._ours(pod) and not nodes.ending(pod):
-                return True
+                return uid
             if pods.ended(pod) and self._ours(pod):
-                uid = pod["metadata"]["uid"]
                 await self._client.delete(PODS, self._namespace, name, uid=uid)
         except InfrastructureError as error:
             logger.info("Pod %s: %s", name, error)
-        return False
+        return ""
 
-    async def _delete(self, name: str, grace: float = KILL_GRACE) -> None:
-        """Delete a pod that runs. A deletion that is under way keeps its time."""
+    async def _delete(self, name: str, grace: float = KILL_GRACE, only: str = "") -> None:
+        """Delete a pod that runs, ``only`` the one of that uid. A deletion that is under way keeps its time."""
         wait = FIRST_WAIT
         while True:
-            pod = self._informer.cache.get(self._key(name))
-            if pod is not None and (pods.ended(pod) or (pods.leaving(pod) and grace)):
-                return
-            uid = pod["metadata"]["uid"] if pod is not None else ""
             try:
+                pod = await self._pod(name)
+                if pod is None or pods.ended(pod) or (pods.leaving(pod) and grace):
+                    return
+                uid = pod["metadata"]["uid"]
+                if only not in ("", uid):
+                    return
                 async with self._slots:
                     await self._client.delete(PODS, self._namespace, name, uid, grace)
             except InfrastructureError as error:
-                if isinstance(error, ApiError) and not _may_pass(error):
+                if isinstance(error, ApiError) and not error.retriable:
                     logger.error("Pod %s cannot be deleted: %s", name, error)  # noqa: TRY400
                     return
                 logger.info("Pod %s is to be deleted: %s", name, error)
@@ -275,6 +289,18 @@ class KubernetesPlatform:
                 return
             await asyncio.sleep(jitter(wait))
             wait = min(LONGEST_WAIT, wait * 2)
+
+    async def _pod(self, name: str) -> dict[str, Any] | None:
+        """The job's pod of that name; None if there is none. The informer may still have an earlier one."""
+        pod, watched = self._informer.cache.get(self._key(name)), self._watched.get(name)
+        if pod is None or (watched is not None and pod["metadata"]["uid"] != watched.uid):
+            try:
+                pod = await self._client.get(PODS, self._namespace, name)
+            except ApiError as error:
+                if error.status == 404:
+                    return None
+                raise
+        return pod if self._ours(pod) else None
 
     def _go_on(self, work: Coroutine[Any, Any, None]) -> None:
         """Do something until `close`."""
@@ -303,29 +329,54 @@ class KubernetesPlatform:
         if pod is None:
             if watched.seen:
                 self._report(watched, "its pod was deleted")
+                # It may only have lost its label.
+                self._do(self._delete(name, only=watched.uid), self._deletions)
             return
         if watched.created is None:
             return  # the one of that name that is still to go; else `_create` looks again
+        if pod["metadata"]["uid"] != watched.uid:
+            if watched.seen:
+                self._report(watched, "its pod was deleted")
+            return  # one that the informer saw before
         watched.seen = True
         if pods.leaving(pod):
             grace = pod["metadata"].get("deletionGracePeriodSeconds") or 0
             until = time.monotonic() + grace + FORCE_AFTER
             watched.leaving_until = min(until, watched.leaving_until or until)
-        reason = nodes.ending(pod)
+        reason, impossible = nodes.ending(pod), nodes.impossible(pod)
         if reason:
-            self._report(watched, reason)
+            self._report(watched, reason, exit_code=nodes.exit_code(pod))
+        elif impossible:
+            self._report(watched, impossible, refused=True)
         else:
             self._tell(watched, nodes.waiting(pod))
 
-    def _report(self, watched: _Watched, reason: str) -> None:
+    def _report(
+        self, watched: _Watched, reason: str, *, exit_code: int = 0, refused: bool = False
+    ) -> None:
         if not watched.reported:
             watched.reported = True
-            self._on_exit(watched.node_id, reason)
+            self._on_exit(watched.node_id, reason, exit_code=exit_code, refused=refused)
+            self._wake_reporter()
 
     def _tell(self, watched: _Watched, reason: str) -> None:
         if reason != watched.waits and not watched.reported:
             watched.waits = reason
             self._on_wait(watched.node_id, reason)
+            self._wake_reporter()
+
+    def _wake_reporter(self) -> None:
+        if self._reporter is not None:
+            self._reporter.waits(self._unmade())
+
+    def _unmade(self) -> str:
+        """Why the first of the pods that are not made cannot be made; empty if all are."""
+        unmade = (
+            (watched.node_id, f"Pod {name}: {watched.waits}.")
+            for name, watched in self._watched.items()
+            if watched.created is None and watched.waits and not watched.reported
+        )
+        return min(unmade, default=(0, ""))[1]
 
     async def _sweep_often(self) -> None:
         while True:
@@ -341,17 +392,20 @@ class KubernetesPlatform:
                 del self._watched[name]
             elif watched.created is None or now - watched.created < SWEEP_INTERVAL:
                 continue
-            elif not watched.seen and not there:
+            elif not watched.seen:
                 await self._look_for(name, watched)
             elif there and watched.leaving_until is not None and now > watched.leaving_until:
                 self._do(self._delete(name, grace=0), self._deletions)
 
     async def _look_for(self, name: str, watched: _Watched) -> None:
         try:
-            await self._client.get(PODS, self._namespace, name)
+            pod = await self._client.get(PODS, self._namespace, name)
         except InfrastructureError as error:
-            if isinstance(error, ApiError) and error.status == 404:
-                self._report(watched, "its pod was deleted")
+            gone = isinstance(error, ApiError) and error.status == 404
+        else:
+            gone = pod["metadata"]["uid"] != watched.uid
+        if gone:
+            self._report(watched, "its pod was deleted")
 
     def _ours(self, pod: dict[str, Any]) -> bool:
         return pods.owned(pod, self._uid) and nodes.node_id(pod) >= 0
@@ -360,6 +414,10 @@ class KubernetesPlatform:
         return f"{self._namespace}/{name}"
 
 
-def _may_pass(error: ApiError) -> bool:
-    """Whether what the server refused may be possible later."""
-    return error.passing or (error.status == 403 and "exceeded quota" in error.message)
+def _may_pass(error: ApiError, waited: float) -> bool:
+    """Whether a pod may be made later that the server has refused for so many seconds."""
+    return (
+        error.retriable
+        or (error.status == 403 and "exceeded quota" in error.message)
+        or (error.status in (403, 404) and waited < FORBIDDEN_GRACE)
+    )

@@ -33,7 +33,7 @@ _KUEUE = "kueue.x-k8s.io"
 
 def name(job: ElasticJob) -> str:
     """The name of a job's group, which no earlier job of its name had."""
-    uid = str(job.metadata.get("uid", "")).partition("-")[0]
+    uid = job.uid.partition("-")[0]
     return f"{job.name}-edljob-{uid}"
 
 

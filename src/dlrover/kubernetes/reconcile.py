@@ -15,13 +15,12 @@ import msgspec
 from dlrover.errors import ConfigurationError
 from dlrover.kubernetes import (
     commands,
-    compatibility,
     names,
     objects,
     pods,
+    record,
     times,
     tls,
-    validation,
     yielding,
 )
 from dlrover.kubernetes.decisions import (
@@ -52,6 +51,8 @@ QUICK_ENDS = 5
 """So often in a row a master may fail for an infrastructure within `QUICK` before the job fails."""
 CREATION_SLACK = 5.0
 """Seconds that may lie between the decision to start a master and its pod's creation."""
+TOO_LATE = "DeadlineExceeded"
+"""Why a job failed that was active for too long."""
 FOREIGN_CHECK = 5.0
 """Seconds until it is looked again whether another owner's pod has gone."""
 
@@ -76,10 +77,12 @@ def reconcile(seen: Observed, now: float, options: Options, token: str) -> Decis
         return Decision()
     old = status_of(manifest)
     try:
-        job = validation.parse(manifest)
+        running = record.resolve(manifest)
     except ConfigurationError as error:
-        return _rejected(manifest, old, str(error), now)
-    return _Step(job, seen, old, now, options, token).decide()
+        if not (_suspends(manifest) and (old.phase == "Suspended" or _has_pods(seen))):
+            return _rejected(manifest, old, str(error), now)
+        running = record.stopped(manifest, str(error))
+    return _Step(running, seen, old, now, options, token).decide()
 
 
 def delay(quick_ends: int) -> float:
@@ -87,8 +90,19 @@ def delay(quick_ends: int) -> float:
     return 0.0 if quick_ends < 2 else min(LONGEST_DELAY, 2.0**quick_ends)
 
 
+def _suspends(manifest: Manifest) -> bool:
+    """Whether a manifest suspends its job, wrong as it may be."""
+    spec = manifest.get("spec")
+    return isinstance(spec, Mapping) and spec.get("suspend") is True
+
+
+def _has_pods(seen: Observed) -> bool:
+    uid = seen.job["metadata"].get("uid", "")
+    return any(pods.owned(pod, uid) for pod in seen.pods)
+
+
 def _rejected(manifest: Manifest, old: ElasticJobStatus, why: str, now: float) -> Decision:
-    """Start nothing. What runs by an earlier manifest runs on."""
+    """Start nothing: the manifest is wrong, and the job never ran by another one."""
     generation = manifest["metadata"].get("generation", 0)
     accepted = condition("Accepted", False, "Invalid", why, generation)
     told = any(c.type == "Accepted" and c.message == why for c in old.conditions)
@@ -110,33 +124,36 @@ class _Step(Step):
         self._accept()
         if self.old.completion_time:
             return self._finished()
-        if self.job.spec.suspend:
+        if self.job.spec.suspend or (self.old.phase == "Suspended" and self._removing()):
             return self._suspended()
-        if self._away() > 0:
+        left = self._time_left()
+        if left is not None and left <= 0 and (self.master is None or not pods.ended(self.master)):
+            return self._too_late()
+        if self._away() > 0 or (self.old.phase == "Yielded" and self._removing()):
             return self._stays_away()
         return self._start() if self.master is None else self._goes_on(self.master)
 
     def _goes_on(self, master: Manifest) -> Decision:
         if pods.ended(master):
             return self._master_ended(master)
-        return self._master_leaves(master) if pods.leaving(master) else self._runs(master)
+        if pods.leaving(master):
+            return self._master_leaves(master)
+        missing = objects.missing_labels(self.job, master)
+        return self._unlabelled(master, missing) if missing else self._runs(master)
+
+    def _unlabelled(self, master: Manifest, missing: list[str]) -> Decision:
+        """The master's pod has lost a label by which nodes and operator find it: another one has it."""
+        message = f"The master's pod lost its label {', '.join(missing)}, by which it is found."
+        self.events.append(Event("MasterLost", f"{message} It is started again.", warning=True))
+        return self._restarting(message, delete=(deletion(master),))
 
     # ---- the cases
-
-    def _accept(self) -> None:
-        before = next((c for c in self.old.conditions if c.type == "Accepted"), None)
-        if before is None or before.status != "True":
-            self.events.append(Event("Accepted", "The manifest is valid."))
-        if before is None or before.observed_generation != self.generation:
-            notes = compatibility.notes(self.seen.job["spec"])
-            self.events += [Event("NoEffect", note) for note in notes]
 
     def _finished(self) -> Decision:
         ended_at = times.read(self.old.completion_time) or self.now
         after = self.job.spec.ttl_seconds_after_finished
         if after is not None and self.now >= ended_at + after:
-            metadata = self.job.metadata
-            gone = Deletion("ElasticJob", self.job.name, metadata.get("uid", ""))
+            gone = Deletion("ElasticJob", self.job.name, self.job.uid)
             event = Event("Deleted", f"The job ended {after} s ago (ttlSecondsAfterFinished).")
             return Decision(delete=(gone,), events=(event,))
         return self._decision(
@@ -146,7 +163,25 @@ class _Step(Step):
             again=None if after is None else ended_at + after - self.now,
         )
 
+    def _too_late(self) -> Decision:
+        seconds = self.job.spec.active_deadline_seconds
+        message = f"The job was active for {seconds} s (spec.activeDeadlineSeconds)."
+        end = pods.End(final=True, succeeded=False, reason=TOO_LATE, message=message)
+        return replace(self._complete(end), delete=self._stopped())
+
+    def _stopped(self) -> tuple[Deletion, ...]:
+        """The running pods of a job that is stopped. The master goes first: it would replace its workers."""
+        running = [pod for pod in self.others if not pods.ended(pod)]
+        master = self.master
+        if master is not None and not (pods.ended(master) or pods.leaving(master)):
+            running = [master]
+        return tuple(deletion(pod) for pod in running if not pods.leaving(pod))
+
     def _clean(self) -> tuple[Deletion, ...]:
+        if any(c.type == "Failed" and c.reason == TOO_LATE for c in self.old.conditions):
+            stopped = self._stopped()
+            if stopped:
+                return stopped
         policy = self.job.spec.clean_pod_policy
         if policy == "None":
             return ()
@@ -157,12 +192,12 @@ class _Step(Step):
     def _suspended(self) -> Decision:
         left = len(self.others) + (self.master is not None)
         message = f"{left} pods are ending." if left else "The job is suspended: it has no pods."
-        if not self._is("Suspended"):
+        if self.old.phase != "Suspended":
             self.events.append(
                 Event("Suspended", "spec.suspend is true: the job's pods are removed.")
             )
         changed = [
-            self._condition("Suspended", True, "Suspended", message),
+            self._condition("Suspended", not left, "Ending" if left else "Suspended", message),
             self._condition("MasterReady", False, "Suspended"),
         ]
         return self._without_pods("Suspended", message, changed)
@@ -175,14 +210,30 @@ class _Step(Step):
         again: float | None = None,
         **fields: Any,
     ) -> Decision:
-        """Remove the job's pods. The master goes first: it would replace its workers."""
+        """Remove the job's pods. The master goes first: it would replace its workers.
+
+        What they were made from is kept until none is left.
+        """
+        left = self.others or self.master is not None
         going = [self.master] if self.master is not None else self.others
         delete = tuple(deletion(pod) for pod in going if not pods.leaving(pod))
         if self.master is not None:
             again = self._force_after(self.master)
         forced, delete = self._forced(self.master, delete)
         again = None if forced else again
-        return self._decision(phase, message, delete=delete, again=again, changed=changed, **fields)
+        return self._decision(
+            phase,
+            message,
+            delete=delete,
+            again=again,
+            changed=changed,
+            running_spec=self.running.record if left else "",
+            **fields,
+        )
+
+    def _removing(self) -> bool:
+        """Whether pods are still to be removed, or were until now: no new master may find them."""
+        return bool(self.old.running_spec or (self.master is None and self.others))
 
     def _yield(self, after: int) -> Decision:
         """Give the pods to a job that waits before this one."""
@@ -200,7 +251,9 @@ class _Step(Step):
 
     def _stays_away(self) -> Decision:
         changed = [self._condition("MasterReady", False, "Yielded")]
-        return self._without_pods("Yielded", self.old.message, changed, self._away())
+        return self._without_pods(
+            "Yielded", self.old.message, changed, max(0.0, self._away()) or None
+        )
 
     def _away(self) -> float:
         """Seconds for which the job still leaves its place to another one."""
@@ -252,11 +305,14 @@ class _Step(Step):
             memory_factor=before.memory_factor,
         )
         job = self.job
+        began = "" if self._is("Suspended") else self.old.start_time
+        began = began or times.written(self.now)
         decision = self._decision(
             "Restarting" if before.starts else "Created",
             f"Master {number} of the job is started.",
             master=started,
-            start_time=self.old.start_time or times.written(self.now),
+            start_time=began,
+            running_spec=self.running.record,
             changed=[
                 self._condition("Suspended", False, "Resumed"),
                 self._condition("MasterReady", False, "Starting"),
@@ -285,12 +341,14 @@ class _Step(Step):
         )
         delete = (deletion(foreign),) if earlier and not pods.leaving(foreign) else ()
         message = f"The pod {pods.name(foreign)} is not this job's: it has to go first."
+        if message != self.old.message and not delete:
+            self.events.append(Event("NameTaken", message, warning=True))
         return self._decision("Pending", message, delete=delete, again=FOREIGN_CHECK)
 
     def _runs(self, master: Manifest) -> Decision:
         is_ready = pods.ready(master)
         active = self._active()
-        why = pods.obstacle([master, *self.others])
+        why = pods.obstacle([master, *self.others]) or self.old.training.waits
         wanted = self._wanted()
         if is_ready and active:
             phase, message = "Running", why or f"{active} of {wanted} workers run."
@@ -318,7 +376,14 @@ class _Step(Step):
         remembered = self._remembered(master)
         if remembered:  # the server took it, and the answer was lost
             self.events.insert(0, self._started(remembered["master"].starts))
-        decision = self._decision(phase, message, changed=changed, again=again, **remembered)
+        decision = self._decision(
+            phase,
+            message,
+            changed=changed,
+            again=again,
+            running_spec=self.running.record,
+            **remembered,
+        )
         return replace(decision, ensure=missing)
 
     @property
@@ -347,6 +412,7 @@ class _Step(Step):
             completion_time=times.written(self.now),
             changed=[
                 self._condition(phase, True, end.reason, end.message),
+                *([self._condition("Complete", True, end.reason)] if end.succeeded else []),
                 self._condition("MasterReady", False, "Ended"),
             ],
         )

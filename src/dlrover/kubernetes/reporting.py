@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
 
 from dlrover.errors import InfrastructureError
+from dlrover.kubernetes.apply import tell
 from dlrover.kubernetes.client import Client
+from dlrover.kubernetes.decisions import Event
 from dlrover.kubernetes.job import ELASTIC_JOBS
 from dlrover.kubernetes.types import ElasticJob
 from dlrover.platform.base import Progress
@@ -17,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 PERIOD = 15.0
 """Seconds between two reports."""
+SHORTEST_PERIOD = 1.0
+"""Seconds between two reports, at least."""
 LAST_TIMEOUT = 5.0
 """Seconds that the last report gets when the master leaves."""
 
@@ -33,12 +38,29 @@ class Reporter:
     ) -> None:
         self._client, self._job, self._progress, self._period = client, job, progress, period
         self._told: dict[str, Any] = {}
+        self._waits = ""
+        self._news = asyncio.Event()
+
+    def waits(self, reason: str) -> None:
+        """Report at once why a pod cannot be made; empty: all are made."""
+        if reason != self._waits:
+            self._waits = reason
+            self._news.set()
 
     async def run(self) -> None:
         """Report until cancelled."""
         while True:
-            await asyncio.sleep(self._period)
-            await self._tell()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._news.wait(), self._period)
+            waits = self._waits if self._news.is_set() else ""
+            self._news.clear()
+            try:
+                if waits:
+                    await self._warn(waits)
+                await self._tell()
+            except InfrastructureError as error:
+                logger.info("The progress is reported later: %s", error)
+            await asyncio.sleep(min(self._period, SHORTEST_PERIOD))
 
     async def close(self) -> None:
         """Report for the last time."""
@@ -46,6 +68,14 @@ class Reporter:
             await asyncio.wait_for(self._tell(), LAST_TIMEOUT)
         except asyncio.TimeoutError:
             logger.info("The last progress is not reported: the API server does not answer in time")
+        except InfrastructureError as error:
+            logger.info("The last progress is not reported: %s", error)
+
+    async def _warn(self, waits: str) -> None:
+        manifest = {"metadata": self._job.metadata}
+        await tell(
+            self._client, manifest, Event("PodNotMade", waits, warning=True), "dlrover-master"
+        )
 
     async def _tell(self) -> None:
         progress = self._progress()
@@ -53,19 +83,15 @@ class Reporter:
         training = {
             "steps": progress.steps,
             "restarts": progress.restarts,
-            "goodput": f"{100 * progress.goodput:.1f}%",
+            "goodput": None if progress.goodput is None else f"{100 * progress.goodput:.1f}%",
             "eta": None if left is None else duration(left),
+            "waits": self._waits or None,
         }
         if training == self._told:
             return
-        patch = {"status": {"training": training}}
-        job = self._job
-        try:
-            await self._client.patch(ELASTIC_JOBS, job.namespace, job.name, patch, "status")
-        except InfrastructureError as error:
-            logger.info("The progress is not reported: %s", error)
-        else:
-            self._told = training
+        job, patch = self._job, {"status": {"training": training}}
+        await self._client.amend(ELASTIC_JOBS, job.namespace, job.name, job.uid, patch, "status")
+        self._told = training
 
 
 def duration(seconds: float) -> str:

@@ -16,10 +16,12 @@ _UNITS: dict[str, int | Decimal] = {
 
 def quantity(text: str | int) -> Decimal:
     """A Kubernetes quantity as a number: ``1Gi``, ``500m``, ``1e3``."""
-    found = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)([kKMGTPEm]i?)?", str(text).strip())
-    if found is None:
+    found = re.fullmatch(
+        r"((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(\w*)", str(text).strip(), re.ASCII
+    )
+    if found is None or found[2] not in _UNITS:
         raise ValueError(f"{text!r} is not a quantity")
-    return Decimal(found[1]) * _UNITS[found[2] or ""]
+    return Decimal(found[1]) * _UNITS[found[2]]
 
 
 def grow(container: dict[str, Any], memory: float, cpu: float = 1.0) -> None:

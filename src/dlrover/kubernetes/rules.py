@@ -29,6 +29,8 @@ class Rule:
     holds: Callable[[Any], bool]
     at: str = ""
     """The field below ``path`` that a sentence names; the object itself if empty."""
+    shown: Callable[[Any], str] | None = None
+    """The value as a sentence shows it, where that is not the value of the field."""
 
 
 def canonical(role: str) -> str:
@@ -42,6 +44,24 @@ def _unique_roles(specs: Spec) -> bool:
 
 def _trains(specs: Spec) -> bool:
     return any(canonical(role) != names.MASTER_ROLE for role in specs)
+
+
+def _has_pods(specs: Spec) -> bool:
+    roles = {role: spec for role, spec in specs.items() if canonical(role) != names.MASTER_ROLE}
+    return not roles or any(spec.get("replicas", 1) for spec in roles.values())
+
+
+def _numbers(specs: Spec) -> str:
+    """``worker with 0 replicas``, by role."""
+    return ", ".join(
+        f"{role} with {spec.get('replicas', 1)} replicas"
+        for role, spec in specs.items()
+        if canonical(role) != names.MASTER_ROLE
+    )
+
+
+def _roles(specs: Spec) -> str:
+    return ", ".join(specs)
 
 
 def _containers(replica: Spec) -> list[Any]:
@@ -78,18 +98,29 @@ RULES = (
         f"self.all(role, role.lowerAscii() in {_RECOGNIZED})",
         f"a map with the roles {', '.join(ROLES)}",
         lambda specs: all(canonical(role) in ROLES for role in specs),
+        shown=_roles,
     ),
     Rule(
         ("replicaSpecs",),
         f"{_RECOGNIZED}.all(one, size(self.filter(role, role.lowerAscii() == one)) <= 1)",
         "each role once, in whatever case",
         _unique_roles,
+        shown=_roles,
     ),
     Rule(
         ("replicaSpecs",),
         "self.exists(role, role.lowerAscii() != 'dlrover-master')",
         "at least one role that trains, as worker",
         _trains,
+        shown=_roles,
+    ),
+    Rule(
+        ("replicaSpecs",),
+        "!self.exists(role, role.lowerAscii() != 'dlrover-master') || "
+        "self.exists(role, role.lowerAscii() != 'dlrover-master' && self[role].replicas > 0)",
+        "at least one pod that trains (spec.suspend stops a job)",
+        _has_pods,
+        shown=_numbers,
     ),
     Rule(
         ("replicaSpecs", "*"),
@@ -105,6 +136,7 @@ RULES = (
         "a role ps with distributionStrategy ParameterServerStrategy",
         _needs_ps,
         at="replicaSpecs",
+        shown=lambda spec: _roles(spec.get("replicaSpecs", {})),
     ),
     Rule(
         ("envs", "*"),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.kubernetes import names
+from dlrover.kubernetes import names, times
 from dlrover.kubernetes.client import ApiError, Client, Resource
 from dlrover.kubernetes.decisions import status_of
 from dlrover.kubernetes.informer import Informer
@@ -28,8 +28,8 @@ FINAL = (SUCCEEDED, FAILED, "NoEffect")
 """Phases of plans that are over. The last one is an earlier release's."""
 REASON_LIMIT = 400
 """Characters of a plan's reason."""
-RETRY = 30.0
-"""Seconds until a plan is told again that could not be told."""
+RETRY = 5.0
+"""Seconds until a plan is looked at again of which something could not be written."""
 
 
 # ---- what a plan asks for
@@ -177,8 +177,12 @@ class ScalePlans:
             return
         namespace, _, name = key.partition("/")
         owner = (plan.get("spec") or {}).get("ownerJob") or ""
+        job = self._jobs(f"{namespace}/{owner}")
+        if job is not None and owner_of(plan) is None and belongs(plan, job["metadata"]):
+            await self._own(plan, job)
+            return  # it comes again
         before = plan.get("status") or {}
-        status = standing(before, owner, self._jobs(f"{namespace}/{owner}"))
+        status = standing(plan, job)
         if status is None or status.items() <= before.items():
             return
         # Only if nobody, as the job's master, wrote it meanwhile: then it comes again.
@@ -187,17 +191,62 @@ class ScalePlans:
         try:
             await self._client.patch(SCALE_PLANS, namespace, name, patch, "status")
         except ApiError as error:
-            if error.status not in (404, 409):
+            if error.status != 404:
+                raise
+
+    async def _own(self, plan: Manifest, job: Manifest) -> None:
+        """Make a plan its job's, so that it goes with it and never scales the next one of its name."""
+        metadata = plan["metadata"]
+        owner = {
+            "apiVersion": names.API_VERSION,
+            "kind": "ElasticJob",
+            "name": job["metadata"]["name"],
+            "uid": job["metadata"]["uid"],
+            "blockOwnerDeletion": False,
+        }
+        references = [*(metadata.get("ownerReferences") or ()), owner]
+        patch = {"resourceVersion": metadata["resourceVersion"], "ownerReferences": references}
+        try:
+            await self._client.patch(
+                SCALE_PLANS, metadata["namespace"], metadata["name"], {"metadata": patch}
+            )
+        except ApiError as error:
+            if error.status != 404:
                 raise
 
 
-def standing(before: Mapping[str, Any], owner: str, job: Manifest | None) -> dict[str, str] | None:
-    """What the operator says of a plan for the job ``owner``; None: it is not its to say."""
-    phase = before.get("phase") or ""
+def owner_of(plan: Manifest) -> str | None:
+    """The uid of the ElasticJob that a plan belongs to; None if to none yet."""
+    references = plan["metadata"].get("ownerReferences") or ()
+    jobs = (one["uid"] for one in references if one.get("kind") == "ElasticJob")
+    return next(jobs, None)
+
+
+def belongs(plan: Manifest, job: Mapping[str, Any]) -> bool:
+    """Whether a plan is that of the job with this metadata: by its owner or, where it has none, by its age.
+
+    A plan that is older than the job was made for an earlier one of its name, or for none.
+    """
+    owner = owner_of(plan)
+    if owner is not None:
+        return bool(owner == job.get("uid"))
+    made = times.read(str(plan["metadata"].get("creationTimestamp") or ""))
+    submitted = times.read(str(job.get("creationTimestamp") or ""))
+    return made is None or submitted is None or made >= submitted
+
+
+def standing(plan: Manifest, job: Manifest | None) -> dict[str, str] | None:
+    """What the operator says of a plan, with the ``job`` of that name; None: it is not its to say."""
+    phase = (plan.get("status") or {}).get("phase") or ""
+    owner = (plan.get("spec") or {}).get("ownerJob") or ""
     spec = (job or {}).get("spec") or {}
     if phase in FINAL or spec.get("managedBy") not in (None, "", names.MANAGER):
         return None
-    gone = f"There is no ElasticJob {owner} in this namespace."
+    if job is not None and not belongs(plan, job["metadata"]):
+        older = f"The plan is older than the ElasticJob {owner}: it was not made for it. Create it again."
+        # One with an owner goes with it.
+        return None if owner_of(plan) else {"phase": FAILED, "message": older}
+    gone = f"There is no ElasticJob {owner} in this namespace; create the plan after its job."
     if job is not None and status_of(job).completion_time:
         return {"phase": FAILED, "message": f"The ElasticJob {owner} has ended."}
     if phase == SCALING:  # its master is at it

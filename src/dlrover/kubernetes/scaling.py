@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
@@ -24,7 +25,14 @@ from dlrover.kubernetes.decisions import Event
 from dlrover.kubernetes.informer import Informer
 from dlrover.kubernetes.job import ELASTIC_JOBS
 from dlrover.kubernetes.migration import Migration
-from dlrover.kubernetes.scaleplans import FAILED, FINAL, SCALE_PLANS, SCALING, SUCCEEDED
+from dlrover.kubernetes.scaleplans import (
+    FAILED,
+    FINAL,
+    PENDING,
+    SCALE_PLANS,
+    SCALING,
+    SUCCEEDED,
+)
 from dlrover.kubernetes.types import ElasticJob, ScalePlan, ScalePlanSpec
 from dlrover.platform.base import AskMigrate, AskScale, JobSize, PlacedNode
 from dlrover.spec.roles import SERVER, WORKER
@@ -82,6 +90,8 @@ class Scaler:
         # by uid: what was said of a plan, and the names of those of which it is not written yet
         self._said: dict[str, Manifest] = {}
         self._unwritten: dict[str, str] = {}
+        # by role: the plan made here of which there is no record yet
+        self._unrecorded: dict[str, Manifest] = {}
         # the pods that the plan has replaced that is being carried out, and its uid
         self._migration: tuple[str, Migration] | None = None
         # numbers that are not in the manifest yet, by role
@@ -133,7 +143,8 @@ class Scaler:
             await self._keep()
             for role in self._roles:
                 await self._follow_manifest(role)
-                await self._record_plan(role)
+                self._note_plan(role)
+            await self._record_plans()
             await self._carry_out_plans()
         except InfrastructureError as error:
             logger.info("Scaling goes on later: %s", error)
@@ -158,8 +169,7 @@ class Scaler:
     def _current(self) -> ElasticJob | None:
         """The job as its manifest says now; None while that is wrong, or gone."""
         manifest = self._manifests.cache.get(f"{self._job.namespace}/{self._job.name}")
-        uid = self._job.metadata.get("uid")
-        if manifest is None or manifest["metadata"].get("uid") != uid:
+        if manifest is None or manifest["metadata"].get("uid") != self._job.uid:
             return None
         try:
             return validation.parse(manifest)
@@ -185,35 +195,37 @@ class Scaler:
             try:
                 await self._write_replicas(role, number)
             except ApiError as error:
-                if error.passing:
+                if error.retriable:
                     raise
                 why = f"The manifest keeps its number of role {role}: {error.message.rstrip('.')}."
                 await self._event("ScaleRefused", why, warning=True)
             del self._to_keep[role]
 
     async def _write_replicas(self, role: str, number: int) -> None:
-        job = self._job
+        job, amend = self._job, self._client.amend
         if role == WORKER:
             patch: Manifest = {"spec": {"replicas": number}}
-            await self._client.patch(ELASTIC_JOBS, job.namespace, job.name, patch, "scale")
+            await amend(ELASTIC_JOBS, job.namespace, job.name, job.uid, patch, "scale")
             return
         manifest = self._manifests.cache.get(f"{job.namespace}/{job.name}") or {"spec": {}}
         given = manifest["spec"].get("replicaSpecs") or {}
         written = next((name for name in given if name.lower() == role), role)  # it may be PS
         patch = {"spec": {"replicaSpecs": {written: {"replicas": number}}}}
-        await self._client.patch(ELASTIC_JOBS, job.namespace, job.name, patch)
+        await amend(ELASTIC_JOBS, job.namespace, job.name, job.uid, patch)
 
     # ---- plans that were made here
 
-    async def _record_plan(self, role: str) -> None:
-        """Keep a plan of the master's own where users look for it; it is carried out like any other."""
+    def _note_plan(self, role: str) -> None:
+        """Have a plan of the master's own kept where users look for it; it is carried out like any other."""
         size, job = self._size(role), self._job
         if size.plans == self._plans_seen[role]:
             return
         self._resize(role, size.wanted)
-        made = {
+        self._plans_seen[role] = size.plans
+        self._unrecorded[role] = {
             "metadata": {
-                "generateName": f"{job.name}-plan-",
+                # not the server's choice: an attempt whose answer was lost is found by its name
+                "name": f"{job.name}-plan-{secrets.token_hex(4)}",
                 "namespace": job.namespace,
                 "labels": {scaleplans.TYPE_LABEL: "auto", names.JOB_LABEL: job.name},
                 "ownerReferences": [objects.owner(job)],
@@ -224,8 +236,17 @@ class Scaler:
                 "replicaResourceSpecs": {role: {"replicas": size.wanted}},
             },
         }
-        self._plans_seen[role] = size.plans
-        await self._client.create(SCALE_PLANS, made)
+
+    async def _record_plans(self) -> None:
+        for role, made in list(self._unrecorded.items()):
+            try:
+                await self._client.create(SCALE_PLANS, made)
+            except ApiError as error:
+                if error.reason != "AlreadyExists":
+                    if error.retriable:
+                        raise
+                    logger.warning("A plan of the job's own has no record: %s", error)
+            del self._unrecorded[role]
 
     # ---- plans
 
@@ -236,6 +257,8 @@ class Scaler:
             phase = self._status_of(plan).get("phase") or ""
             if plan["spec"].get("ownerJob") != self._job.name or phase in FINAL:
                 continue
+            if not scaleplans.belongs(plan, self._job.metadata):
+                continue  # an earlier job's
             if phase == SCALING:
                 await self._see_whether_done(plan)
                 return
@@ -249,18 +272,23 @@ class Scaler:
 
     async def _take_up(self, plan: Manifest) -> None:
         job = self._current()
-        if job is None:
+        if job is None or (scaleplans.owner_of(plan) is None and not await self._is_there()):
             return
         name = plan["metadata"]["name"]
         try:
             spec = _spec(plan)
-            wanted = scaleplans.wanted(spec, job, self._numbers())
+            known = self._asked_by(plan)
+            wanted = known or scaleplans.wanted(spec, job, self._numbers())
             numbers = self._numbers() | wanted
             migration.check(spec, self._job, self._asks.placed(), numbers)
             moved = self._begin_migration(plan, spec, numbers)
         except (ConfigurationError, msgspec.ValidationError) as error:
             await self._finish(plan, FAILED, str(error))
             return
+        if not known and (spec.create_pods or spec.remove_pods):
+            counted = " and ".join(scaleplans.counted(*number) for number in wanted.items())
+            numbers = {_FIELDS[role]: number for role, number in wanted.items()}
+            await self._say(plan, PENDING, f"The job is to have {counted}.", **numbers)
         auto = (plan["metadata"].get("labels") or {}).get(scaleplans.TYPE_LABEL) == "auto"
         why = _why(name, spec)
         told: list[str] = []
@@ -284,6 +312,26 @@ class Scaler:
         for note in scaleplans.notes(plan["spec"]):
             await self._event("NoEffect", f"ScalePlan {name}: {note}")
         await self._keep()
+
+    def _asked_by(self, plan: Manifest) -> dict[str, int]:
+        """The numbers that a plan was found to ask for, as an earlier master may have done.
+
+        A plan for one pod more is for one more than there were: carried out again it must not add another.
+        """
+        status = self._status_of(plan)
+        fields = {role: status.get(_FIELDS[role]) for role in self._roles}
+        return {role: number for role, number in fields.items() if number is not None}
+
+    async def _is_there(self) -> bool:
+        """Whether the job has not been deleted: what is in the cache may be older than a plan."""
+        job = self._job
+        try:
+            found = await self._client.get(ELASTIC_JOBS, job.namespace, job.name)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            return False
+        return bool(found["metadata"]["uid"] == job.uid)
 
     async def _see_whether_done(self, plan: Manifest) -> None:
         status = self._status_of(plan)
@@ -353,11 +401,11 @@ class Scaler:
 
     async def _write(self, uid: str, name: str) -> None:
         """Write what was said of a plan; one that is gone, or that the server refuses, is left alone."""
-        patch = {"status": self._said[uid]}
+        patch, namespace = {"status": self._said[uid]}, self._job.namespace
         try:
-            await self._client.patch(SCALE_PLANS, self._job.namespace, name, patch, "status")
+            await self._client.amend(SCALE_PLANS, namespace, name, uid, patch, "status")
         except ApiError as error:
-            if error.passing:
+            if error.retriable:
                 raise
             logger.warning("ScalePlan %s: %s", name, error)
         del self._unwritten[uid]

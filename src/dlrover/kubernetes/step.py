@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from dlrover.kubernetes import names, pods, times, yielding
+from dlrover.kubernetes import compatibility, names, pods, times, yielding
 from dlrover.kubernetes.decisions import (
     Decision,
     Deletion,
@@ -17,7 +17,8 @@ from dlrover.kubernetes.decisions import (
     condition,
     merged,
 )
-from dlrover.kubernetes.types import Condition, ElasticJob, ElasticJobStatus
+from dlrover.kubernetes.record import Running
+from dlrover.kubernetes.types import Condition, ElasticJobStatus
 
 Manifest = dict[str, Any]
 
@@ -33,17 +34,18 @@ class Step:
 
     def __init__(
         self,
-        job: ElasticJob,
+        running: Running,
         seen: Observed,
         old: ElasticJobStatus,
         now: float,
         options: Options,
         token: str,
     ) -> None:
-        self.job, self.seen, self.old, self.now = job, seen, old, now
+        self.running, self.job = running, running.job
+        self.seen, self.old, self.now = seen, old, now
         self.options, self.token = options, token
-        uid = job.metadata.get("uid", "")
-        master = names.master_name(job.name)
+        uid = self.job.uid
+        master = names.master_name(self.job.name)
         named = [pod for pod in seen.pods if pods.name(pod) == master]
         self.master = next((pod for pod in named if pods.owned(pod, uid)), None)
         self.foreign = named[0] if named and self.master is None else None
@@ -51,7 +53,38 @@ class Step:
             pod for pod in seen.pods if pods.owned(pod, uid) and pods.name(pod) != master
         ]
         self.events: list[Event] = []
-        self.generation: int = job.metadata.get("generation", 0)
+        self.generation: int = self.job.metadata.get("generation", 0)
+
+    def _accept(self) -> None:
+        """Say what is new of the manifest."""
+        fault, unapplied = self.running.fault, self.running.unapplied
+        before = next((c for c in self.old.conditions if c.type == "Accepted"), None)
+        if fault:
+            if before is None or before.message != fault:
+                self.events.append(Event("Rejected", self._despite(fault), warning=True))
+            return
+        if before is None or before.status != "True":
+            self.events.append(Event("Accepted", "The manifest is valid."))
+        if before is None or before.observed_generation != self.generation:
+            notes = compatibility.notes(self.seen.job["spec"])
+            self.events += [Event("NoEffect", note) for note in notes]
+        known = any(c.type == "Applied" and c.message == unapplied for c in self.old.conditions)
+        if unapplied and not known:
+            self.events.append(Event("NotApplied", unapplied, warning=True))
+
+    def _standing(self) -> list[Condition]:
+        """What the conditions say of the manifest."""
+        fault, unapplied = self.running.fault, self.running.unapplied
+        if fault:
+            return [self._condition("Accepted", False, "Invalid", fault)]
+        accepted = self._condition("Accepted", True, "Valid")
+        if unapplied:
+            return [accepted, self._condition("Applied", False, "AtNextStart", unapplied)]
+        return [accepted, self._condition("Applied", True, "Applied")]
+
+    def _despite(self, fault: str, message: str = "") -> str:
+        """A fault, and what becomes of the job despite it."""
+        return f"{fault} {message if self.job.spec.suspend else 'The job goes on as it was before.'}".rstrip()
 
     def _forced(
         self, master: Manifest | None, delete: tuple[Deletion, ...]
@@ -69,6 +102,14 @@ class Step:
         """Seconds until a leaving pod is deleted by force."""
         due = times.read(master["metadata"].get("deletionTimestamp") or "")
         return (self.now if due is None else due) + FORCE_AFTER - self.now
+
+    def _time_left(self) -> float | None:
+        """Seconds until the job was active for too long; None if it may be for any time."""
+        most = self.job.spec.active_deadline_seconds
+        began = times.read(self.old.start_time)
+        if most is None or began is None or self._is("Suspended"):
+            return None
+        return began + most - self.now
 
     def _is(self, kind: str) -> bool:
         return any(c.type == kind and c.status == "True" for c in self.old.conditions)
@@ -94,7 +135,12 @@ class Step:
         changed: Sequence[Condition] = (),
         **fields: Any,
     ) -> Decision:
-        accepted = self._condition("Accepted", True, "Valid")
+        if self.running.fault and not self.old.completion_time:
+            message = self._despite(self.running.fault, message)
+        left = self._time_left()
+        if left is not None and left > 0 and not self.old.completion_time:
+            again = left if again is None else min(again, left)
+        running = self._condition("Running", phase == "Running", phase)
         counted = pods.count(self.others)
         workers = counted.get("worker")
         status = msgspec.structs.replace(
@@ -102,7 +148,9 @@ class Step:
             phase=phase,
             message=message,
             observed_generation=self.generation,
-            conditions=merged(self.old.conditions, [accepted, *changed], self.now),
+            conditions=merged(
+                self.old.conditions, [*self._standing(), running, *changed], self.now
+            ),
             workers=f"{self._active()}/{self._wanted()}",
             replicas=workers.pending + workers.active if workers else 0,
             selector=f"{names.JOB_LABEL}={self.job.name},{names.ROLE_LABEL}=worker",

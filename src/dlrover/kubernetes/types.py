@@ -197,6 +197,10 @@ class ElasticJobSpec(_Base, frozen=True):
     ttl_seconds_after_finished: (
         Annotated[int, Meta(ge=0, description="The job is deleted so long after its end.")] | None
     ) = None
+    active_deadline_seconds: (
+        Annotated[int, Meta(ge=1, description="The job fails once it has been active for so long.")]
+        | None
+    ) = None
     clean_pod_policy: Annotated[
         CleanPodPolicy, Meta(description="Which pods are removed when the job has ended.")
     ] = "Running"
@@ -267,6 +271,7 @@ class TrainingStatus(_Base, frozen=True):
     restarts: Annotated[int, Meta(description="Restarts of the workers.")] = 0
     goodput: Annotated[str, Meta(description="Share of the time in new steps, as 97.5%.")] = ""
     eta: Annotated[str, Meta(description="How long it will still take, as 3h12m.")] = ""
+    waits: Annotated[str, Meta(description="Why a node's pod cannot be made, if one cannot.")] = ""
 
 
 class ElasticJobStatus(_Base, frozen=True):
@@ -278,7 +283,8 @@ class ElasticJobStatus(_Base, frozen=True):
     conditions: Annotated[
         list[Condition],
         Meta(
-            description="Accepted, Suspended, Placed, MasterReady, Succeeded, Failed.",
+            description="Accepted, Applied, Suspended, Placed, MasterReady, Running, Complete, "
+            "Succeeded, Failed.",
             extra_json_schema={
                 "x-kubernetes-list-type": "map",
                 "x-kubernetes-list-map-keys": ["type"],
@@ -291,11 +297,19 @@ class ElasticJobStatus(_Base, frozen=True):
     replica_statuses: Annotated[
         dict[str, ReplicaStatus], Meta(description="Pods by role and phase.")
     ] = {}
-    start_time: Annotated[str, Meta(description="When the first master was started.")] = ""
+    start_time: Annotated[
+        str, Meta(description="When the job was started, or resumed after a suspension.")
+    ] = ""
     completion_time: Annotated[str, Meta(description="When the job ended.")] = ""
     master: Annotated[MasterStatus, Meta(description="The master's restarts.")] = MasterStatus()
     yields: Annotated[int, Meta(description="How often it gave its pods to another job.")] = 0
     last_yield_time: Annotated[str, Meta(description="When it did so last.")] = ""
+    running_spec: Annotated[
+        str, Meta(description="The spec that it started with, from which its pods are made; JSON.")
+    ] = ""
+    job_uid: Annotated[
+        str, Meta(description="The uid of the job that it was written for: not an earlier one's.")
+    ] = ""
     training: Annotated[TrainingStatus, Meta(description="How far the training is.")] = (
         TrainingStatus()
     )
@@ -383,6 +397,11 @@ class ElasticJob(_Base, frozen=True):
     def namespace(self) -> str:
         """Its namespace."""
         return str(self.metadata.get("namespace", "default"))
+
+    @property
+    def uid(self) -> str:
+        """What no other job has, not even one of its name; empty before the server has it."""
+        return str(self.metadata.get("uid", ""))
 
 
 class ScalePlan(_Base, frozen=True):

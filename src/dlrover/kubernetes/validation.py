@@ -12,6 +12,7 @@ from dlrover.errors import ConfigurationError
 from dlrover.kubernetes import names, schema
 from dlrover.kubernetes.rules import RULES, TEMPLATE_RULES, canonical, objects
 from dlrover.kubernetes.types import QUANTITY, ElasticJob
+from dlrover.spec.roles import SERVER
 
 _QUANTITY = re.compile(QUANTITY)
 _NAME = re.compile(names.JOB_NAME)
@@ -42,9 +43,9 @@ def parse(manifest: Mapping[str, Any]) -> ElasticJob:
     """The job of a manifest.
 
     Raises:
-        ConfigurationError: it is wrong; the first of its `faults`.
+        ConfigurationError: it is wrong; the first of its `faults`, or servers are all that it has.
     """
-    found = faults(manifest)
+    found = faults(manifest) or list(_servers_alone(manifest["spec"]))
     if found:
         raise ConfigurationError(found[0])
     job = msgspec.convert({**manifest, "status": {}}, ElasticJob)
@@ -62,6 +63,20 @@ def faults(manifest: Mapping[str, Any], *, strict: bool = False) -> list[str]:
     spec_schema = schema.elastic_job()["properties"]["spec"]
     found += _walk("spec", manifest["spec"], spec_schema, strict=strict)
     return found or list(_rules(manifest["spec"]))
+
+
+def _servers_alone(spec: Mapping[str, Any]) -> Iterator[str]:
+    """What no API server refuses: manifests of the original, which finds the number of workers, may say so."""
+    numbers = {
+        canonical(role): one.get("replicas", 1) for role, one in spec["replicaSpecs"].items()
+    }
+    servers = numbers.pop(SERVER, 0)
+    numbers.pop(names.MASTER_ROLE, None)
+    if servers and not any(numbers.values()):
+        yield (
+            f"spec.replicaSpecs has no pod but {servers} of {SERVER}: servers need a worker or a chief, "
+            "with replicas of 1 or more."
+        )
 
 
 def _name(name: Any) -> Iterator[str]:
@@ -87,7 +102,7 @@ def _rules(spec: Mapping[str, Any]) -> Iterator[str]:
                 continue
             field = f"{path}.{rule.at}" if rule.at else path
             at = _below(value, rule.at)
-            shown = ", ".join(at) if field == "spec.replicaSpecs" else _shown(at)
+            shown = rule.shown(value) if rule.shown is not None else _shown(at)
             yield f"{field} is {shown}: accepted is {rule.says}."
 
 

@@ -13,8 +13,14 @@ from pathlib import Path
 import msgspec
 
 from dlrover import config
-from dlrover._util import files, procs
-from dlrover.errors import ConfigurationError, DLRoverError, ExitCode, InfrastructureError
+from dlrover._util import files, logs, procs
+from dlrover.errors import (
+    ConfigurationError,
+    DLRoverError,
+    ExitCode,
+    FormatError,
+    InfrastructureError,
+)
 from dlrover.master import brainside, takeover
 from dlrover.master.brainside import JobBrain
 from dlrover.master.history import History
@@ -25,7 +31,7 @@ from dlrover.planning import extra
 from dlrover.platform.base import Platform, Setup, platform_class
 from dlrover.rpc import wire
 from dlrover.rpc.server import Server
-from dlrover.spec.jobdir import JobDir, MasterAddress, MasterConfig
+from dlrover.spec.jobdir import JobDir, MasterAddress, MasterConfig, decode
 from dlrover.spec.outcome import Outcome
 
 logger = logging.getLogger(__name__)
@@ -38,21 +44,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the master of one job to the job's end; the job's exit code."""
     parser = argparse.ArgumentParser(prog="python -m dlrover.master", description=main.__doc__)
     parser.add_argument("--job-dir", type=Path, required=True)
+    parser.add_argument("--stderr", action="store_true", help="Write the log there, too.")
     parser.add_argument("--lifeline-fd", type=int, default=-1, help="Leave when it closes.")
     args = parser.parse_args(argv)
     job_dir = JobDir(args.job_dir)
     env = config.environ()
-    logging.basicConfig(
-        filename=job_dir.master_log,
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    logs.log_to(job_dir.master_log)
+    if args.stderr:
+        shown = logging.StreamHandler()
+        shown.setFormatter(logging.Formatter("%(asctime)s %(levelname)s: %(message)s"))
+        logging.getLogger().addHandler(shown)
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # it tells of each request
     try:
         return asyncio.run(serve(job_dir, env, args.lifeline_fd))
     except DLRoverError as error:
         logger.exception("The master ends")
-        if not job_dir.master.exists():  # it never served: trying again would fail in the same way
+        never_served = not job_dir.master.exists()
+        if never_served or isinstance(
+            error, FormatError
+        ):  # trying again would fail in the same way
             outcome = Outcome(exit_code=error.exit_code, reason=str(error))
             files.write_atomically(job_dir.outcome, msgspec.json.encode(outcome))
         return error.exit_code
@@ -150,10 +160,10 @@ def load_config(job_dir: JobDir) -> MasterConfig:
     """The configuration in a job directory.
 
     Raises:
-        ConfigurationError: it cannot be read.
+        ConfigurationError: it cannot be read, or another version of DLRover wrote it.
     """
     try:
-        return msgspec.json.decode(job_dir.job.read_bytes(), type=MasterConfig)
+        return decode(job_dir.job, job_dir.job.read_bytes(), MasterConfig)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigurationError(f"{job_dir.job} cannot be read: {error}.") from error
 
@@ -192,6 +202,7 @@ async def _listen(server: Server, settings: MasterConfig, job_dir: JobDir) -> in
 def _publish(job_dir: JobDir, host: str, port: int) -> None:
     # A listener on all addresses is reached from this machine by the loopback one.
     reachable = "127.0.0.1" if host in ("0.0.0.0", "::") else host  # noqa: S104
+    reachable = f"[{reachable}]" if ":" in reachable else reachable
     address = MasterAddress(f"{reachable}:{port}", os.getpid())
     files.write_atomically(job_dir.master, msgspec.json.encode(address))
 
@@ -223,7 +234,7 @@ async def _until_ended(master: Master, job_dir: JobDir, orphaned: asyncio.Event)
     if fenced.done():
         return ExitCode.INFRASTRUCTURE
     fenced.cancel()
-    goodput = msgspec.structs.replace(master.ledger.goodput(master.clock()), incidents=())
+    goodput = master.ledger.goodput(master.clock())
     outcome = msgspec.structs.replace(outcome, goodput=goodput, set_aside=master.shards.summary())
     files.write_atomically(job_dir.outcome, msgspec.json.encode(outcome))
     return outcome.exit_code

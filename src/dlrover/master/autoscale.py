@@ -132,7 +132,8 @@ class AutoScaler:
             profile = self._meter.profile
             self._submit(inputs.SpeedMeasured(self._round, sample, profile, held_up))
             if self.brain is not None and not held_up:
-                self.brain.measured(sample, self._meter.profile, self.usage)
+                bounded = machine.autoscaling.bounded(sample)
+                self.brain.measured(bounded, self._meter.profile, self.usage)
 
     def _measures(self) -> bool:
         """Whether the running world is looked at, to change it."""

@@ -24,7 +24,7 @@ from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import BrainSide
 from dlrover.spec.plan import Group, Plan
 from dlrover.spec.roles import SERVER, Size
-from dlrover.spec.speed import ModelProfile, ScaleDecision, SpeedSample
+from dlrover.spec.speed import ModelProfile, ScaleDecision, ScaleKind, SpeedSample
 from dlrover.spec.usage import NodeUsage
 
 if TYPE_CHECKING:
@@ -100,7 +100,8 @@ class JobBrain:
         found = brain.Sample(
             shape=shape_of(sample, self._side.node),
             throughput=sample.throughput,
-            compute_seconds=sample.compute_seconds,
+            compute_seconds=_of_a_pass(sample),
+            batches=sample.batches,
         )
         self._report(brain.ReportSamples(request=request_id(), job=self.id, samples=(found,)))
         used = tuple(
@@ -188,10 +189,13 @@ class JobBrain:
         plan, current = advice.plan, asked.current.size
         size = current if plan is None else size_of(plan, current)
         allowed = size.workers in asked.sizes and size.servers in asked.servers
-        if plan is None or size == current or not allowed:
+        if plan is None or not allowed:
             return True, None
-        kind = direction(current, size)
-        return True, decided(kind, size, plan.reason, plan.effect, advice.plan_id)
+        batch = _batch_of(plan, asked.current)
+        if size == current and not batch:
+            return True, None
+        kind = ScaleKind.BATCH if size == current else direction(current, size)
+        return True, decided(kind, size, plan.reason, plan.effect, advice.plan_id, batch)
 
     async def similar(self) -> brain.Similar | None:
         """What the most similar past job has measured, once the Brain has said it; None until then."""
@@ -219,7 +223,7 @@ def connect(
     token = env.get(TOKEN, "")
     if side.token_file:
         try:
-            token = Path(side.token_file).read_text().strip()
+            token = Path(side.token_file).read_text().strip().partition("\n")[0].strip()
         except OSError as error:
             raise ConfigurationError(
                 f"brain_token_file {side.token_file} cannot be read: {error.strerror}."
@@ -233,15 +237,37 @@ def connect(
 
 def shape_of(sample: SpeedSample, node: Group) -> brain.Shape:
     """A measured size in the Brain's terms; each node takes what ``node`` says."""
-    batch = max(1, round(sample.total_batch / sample.replicas)) if sample.total_batch else 1
+    passes = _passes(sample)
+    batch = max(1, round(sample.total_batch / (sample.replicas * passes)))
     groups = {KIND: msgspec.structs.replace(node, count=sample.nodes)}
     if sample.servers:
         groups[SERVER] = Group(count=sample.servers, cpu=sample.server_cpu)
     return brain.Shape(
         groups=groups,
         batch=batch,
+        passes=passes,
         per_node=sample.replicas // sample.nodes,
     )
+
+
+def _passes(sample: SpeedSample) -> int:
+    """How many passes a worker makes in a step."""
+    share = -(-sample.total_batch // sample.replicas)
+    return max(1, -(-share // sample.batches.pass_most)) if sample.batches is not None else 1
+
+
+def _of_a_pass(sample: SpeedSample) -> float | None:
+    seconds = sample.compute_seconds
+    return None if seconds is None else seconds / _passes(sample)
+
+
+def _batch_of(plan: Plan, current: SpeedSample) -> int:
+    """The other global batch of a plan, as far as the program allows it; 0: it stays."""
+    batches = current.batches
+    if plan.batch is None or batches is None or batches.least == batches.most:
+        return 0
+    batch = min(max(plan.batch, batches.least), batches.most)
+    return 0 if batch == current.total_batch else batch
 
 
 def size_of(plan: Plan, current: Size) -> Size:

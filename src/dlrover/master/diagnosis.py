@@ -1,24 +1,24 @@
 """From a worker's failure to a verdict: what happened, whose fault it is, what to do next.
 
-Pure: it reads nothing but the failure records. What failures look like is said in the table of causes
+Pure: it reads nothing but failure records and logs. What failures look like is said in the table of causes
 (`dlrover.master.diagnosis_rules`); this module finds the row that fits the facts of a record, and words
-the verdict. ``own`` is always the user's rows, which are tried before the table's.
+the verdict.
+
+The program is at fault only where there is evidence for it: a row that says so, or an exception that its
+own files raised. What no row knows is undetermined.
 """
 
 from __future__ import annotations
 
-import functools
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from dlrover.master.diagnosis_facts import Facts, one_line, read, signal_name
-from dlrover.master.diagnosis_rules import by_kind
-from dlrover.spec.failure import Action, Failure, FailureKind, Verdict
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from dlrover.spec.rules import Rule
+from dlrover.master.diagnosis_facts import UNKNOWN_CODE, Facts, read, read_log, signal_name
+from dlrover.master.diagnosis_match import last_match, occurs, search
+from dlrover.master.diagnosis_traceback import one_line
+from dlrover.spec.failure import Action, Failure, FailureKind, Origin, Verdict
+from dlrover.spec.rules import OwnCode, Rule
 
 ECHO_WINDOW = 10.0
 """Seconds by which a failure may be seen later than its echo and still be the root cause.
@@ -27,21 +27,207 @@ A dying process closes its connections first, so that its peers fail within mill
 have ended only when its exit handlers, its core dump and the release of its device are done.
 """
 
-OTHERS_SHOWN = 8
-"""Failed ranks named beside the root cause; of the rest only their number is told."""
+VERDICTS_KEPT = 4096
+"""Verdicts that are kept: each record of an incident is asked about several times."""
 
-_CAPITALS = re.compile(r"\\.|[A-Z]")
+OTHERS_SHOWN = 8
+"""Failed ranks named beside the root cause; the rest is a number."""
+
 _TITLE_LIMIT = 120
 """Characters of an exception's message that a title shows."""
+_SIGNATURE_LIMIT = 80
+"""Characters of a message that tell failures apart that have no traceback."""
+_VARIES = re.compile(r"0x[0-9a-f]+|[\w.-]*/[\w./-]*|[0-9][0-9a-f:.-]*")
+"""What differs between two failures that are the same: addresses, paths, numbers."""
+_OF_THE_PROCESS = frozenset(
+    {"SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGTRAP", "SIGSYS"}
+)
+"""Signals that a process brings upon itself: its last words explain them."""
+_OWN_CODE = tuple(OwnCode)
+_UNKNOWN = Rule(
+    cause="unknown",
+    origin=Origin.UNKNOWN,
+    general=True,
+    title="failed",
+    advice="Look in the log for its last words.",
+)
 
 
-def diagnose(failure: Failure, own: tuple[Rule, ...] = ()) -> Verdict:
-    """The verdict on one failure."""
-    facts = read(failure)
-    rule = _rule_of(facts, own)
+@dataclass(frozen=True)
+class Reading:
+    """One way to read a failure, and the row that fits it."""
+
+    facts: Facts
+    rule: Rule
+
+    @property
+    def strength(self) -> int:
+        """How much it says; the lowest number says the most."""
+        facts, rule = self.facts, self.rule
+        if facts.of_handled:
+            return 9 if rule.general else 7
+        if rule.echo:
+            return 6
+        return self._general() if rule.general else self._specific()
+
+    def _specific(self) -> int:
+        # Connections also break because somebody has failed.
+        if self.facts.kind is FailureKind.EXCEPTION:
+            return 2 if self.rule.cause == "network" else 0
+        return 2 if self.facts.kind is FailureKind.SIGNAL else 3
+
+    def _general(self) -> int:
+        users = self.rule.origin is Origin.USER
+        if self.facts.kind is FailureKind.EXCEPTION and users and self.facts.frames:
+            return 1
+        if self.facts.kind is FailureKind.SIGNAL:
+            return 4
+        if self.facts.kind is FailureKind.EXIT and users:
+            return 7  # a program that passes on an exit code calls exit, too
+        return 5 if users else 8
+
+
+class Table:
+    """The rows of one job, tried in their order: the user's, then those that come with DLRover."""
+
+    def __init__(self, rules: Iterable[Rule] = (), own: int = 0) -> None:
+        """The first ``own`` of ``rules`` are the user's."""
+        self.rules = tuple(rules)
+        self._by_kind = {
+            kind: tuple(rule for rule in self.rules if rule.is_for(kind)) for kind in FailureKind
+        }
+        self._own = self.rules[:own]
+        #: verdicts that were asked for lately
+        self._known: dict[Failure, Verdict] = {}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Table) and self.rules == other.rules
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def diagnose(self, failure: Failure) -> Verdict:
+        """The verdict on one failure."""
+        known = self._known.get(failure)
+        if known is None:
+            known = _verdict(failure, self._best(read(failure)))
+            if len(self._known) >= VERDICTS_KEPT:
+                self._known.clear()
+            self._known[failure] = known
+        return known
+
+    def diagnose_log(self, text: str) -> Verdict:
+        """The verdict on what a program and its launcher have printed."""
+        failure = Failure(
+            id="log",
+            kind=FailureKind.EXIT,
+            node_id=-1,
+            rank=-1,
+            local_rank=-1,
+            round=0,
+            exit_code=UNKNOWN_CODE,
+            stderr_tail=text,
+        )
+        return _verdict(failure, self._best(read_log(read(failure)[-1])))
+
+    def is_echo(self, failure: Failure) -> bool:
+        """Whether ``failure`` may only follow from the end of a peer, or from a request to stop."""
+        return self.diagnose(failure).echo
+
+    def root_cause(self, failures: Sequence[Failure]) -> Failure:
+        """The failure that came first, unless it echoes another one of its round.
+
+        Reports arrive in any order and echoes are often seen before their cause, so the earliest failure
+        that is no echo wins when it ended within `ECHO_WINDOW` of the first.
+
+        Raises:
+            ValueError: ``failures`` is empty.
+        """
+        if not failures:
+            raise ValueError("root_cause needs at least one failure, got none.")
+        ordered = sorted(failures, key=_when)
+        first = ordered[0]
+        near = (f for f in ordered if f.round == first.round and f.time <= first.time + ECHO_WINDOW)
+        return next((f for f in near if not self.is_echo(f)), first)
+
+    def other_failures(self, failures: Sequence[Failure], root: Failure | None) -> tuple[str, ...]:
+        """One line for each failed rank but ``root``, first ones first; at most `OTHERS_SHOWN` and a count."""
+        others = [f for f in sorted(failures, key=_when) if root is None or f.id != root.id]
+        lines = [self.diagnose(f).title for f in others[:OTHERS_SHOWN]]
+        if len(others) > OTHERS_SHOWN:
+            lines.append(f"and {len(others) - OTHERS_SHOWN} more")
+        return tuple(lines)
+
+    def _best(self, ways: Iterable[Facts]) -> Reading:
+        """The reading that says the most, the first one among equals."""
+        return min((Reading(f, self._rule_of(f)) for f in ways), key=lambda r: r.strength)
+
+    def _rule_of(self, facts: Facts) -> Rule:
+        rules = self._by_kind[facts.kind]
+        return next((rule for rule in rules if self._fits(rule, facts)), _UNKNOWN)
+
+    def _fits(self, rule: Rule, facts: Facts) -> bool:
+        """Whether every condition of ``rule`` holds, the cheap ones first."""
+        return _suits(rule, facts) and (
+            not rule.text or occurs(rule.text, self._words(rule, facts))
+        )
+
+    def _words(self, rule: Rule, facts: Facts) -> str:
+        """Where the text of ``rule`` is searched: a message that the program itself made may sound like anything."""
+        about_own = rule.own_code is not OwnCode.ABSENT or rule in self._own
+        return facts.folded if about_own else facts.folded_given
+
+
+# ---- rules
+
+
+def _suits(rule: Rule, facts: Facts) -> bool:
+    """Whether every condition of ``rule`` but its text holds."""
+    return (
+        _is_named(rule, facts)
+        and (not rule.oom_killed or facts.oom_killed)
+        and (not rule.before_first_step or facts.steps == 0)
+        and _OWN_CODE.index(rule.own_code) <= _OWN_CODE.index(facts.own_code)
+        and (not rule.facts or _fact(rule, facts) != "")
+        and (
+            not rule.raised_in
+            or occurs(rule.raised_in, facts.frames[-1].file.lower() if facts.frames else "")
+        )
+    )
+
+
+def _is_named(rule: Rule, facts: Facts) -> bool:
+    """Whether ``rule`` names the exception, the exit code or the signal, if it names any."""
+    if facts.kind is FailureKind.EXCEPTION:
+        return not rule.types or facts.error in rule.types
+    if facts.kind is FailureKind.EXIT:
+        unknown = facts.code == UNKNOWN_CODE and rule.text != ""
+        return not rule.codes or unknown or facts.code in rule.codes
+    if facts.kind is FailureKind.SIGNAL:
+        name = signal_name(facts.code)
+        if rule.signals or not rule.text:
+            return not rule.signals or name in rule.signals
+        return name in _OF_THE_PROCESS
+    return True
+
+
+def _fact(rule: Rule, facts: Facts) -> str:
+    """The last fact about the node that ``rule`` asks for; empty if there is none."""
+    return next((fact for fact in reversed(facts.node) if occurs(rule.facts, fact.lower())), "")
+
+
+def _subject(rule: Rule, facts: Facts) -> str:
+    found = search(rule.subject, facts.text) if rule.subject else None
+    return next((group for group in found.groups() if group), "") if found else ""
+
+
+# ---- words
+
+
+def _verdict(failure: Failure, reading: Reading) -> Verdict:
+    facts, rule = reading.facts, reading.rule
     fields = {
         "error": facts.error,
-        "code": failure.exit_code,
+        "code": facts.code if failure.exit_code is None else failure.exit_code,
         "signal": f"{signal_name(facts.code)} (signal {facts.code})",
         "place": facts.place,
         "subject": "",
@@ -60,109 +246,22 @@ def diagnose(failure: Failure, own: tuple[Rule, ...] = ()) -> Verdict:
     )
 
 
-def is_echo(failure: Failure, own: tuple[Rule, ...] = ()) -> bool:
-    """Whether ``failure`` may only follow from the end of a peer, or from being told to stop."""
-    return _rule_of(read(failure), own).echo
-
-
-def root_cause(failures: Sequence[Failure], own: tuple[Rule, ...] = ()) -> Failure:
-    """The failure that came first, unless it echoes another one of its round.
-
-    Reports arrive in any order and echoes are often seen before their cause, so the earliest failure
-    that is no echo wins when it ended within `ECHO_WINDOW` of the first.
-
-    Raises:
-        ValueError: ``failures`` is empty.
-    """
-    if not failures:
-        raise ValueError("root_cause needs at least one failure, got none.")
-    ordered = sorted(failures, key=_when)
-    first = ordered[0]
-    near = (f for f in ordered if f.round == first.round and f.time <= first.time + ECHO_WINDOW)
-    return next((f for f in near if not is_echo(f, own)), first)
-
-
-def other_failures(
-    failures: Sequence[Failure], root: Failure | None, own: tuple[Rule, ...] = ()
-) -> tuple[str, ...]:
-    """One line for each failed rank but ``root``, first ones first; at most `OTHERS_SHOWN` and a count."""
-    others = [f for f in sorted(failures, key=_when) if root is None or f.id != root.id]
-    lines = [diagnose(f, own).title for f in others[:OTHERS_SHOWN]]
-    if len(others) > OTHERS_SHOWN:
-        lines.append(f"and {len(others) - OTHERS_SHOWN} more")
-    return tuple(lines)
-
-
-# ---- rules
-
-
-@functools.cache
-def _pattern(expression: str) -> re.Pattern[str]:
-    return re.compile(expression, re.IGNORECASE | re.MULTILINE)
-
-
-def _rule_of(facts: Facts, own: tuple[Rule, ...]) -> Rule:
-    return next(rule for rule in by_kind(own)[facts.kind] if _fits(rule, facts))
-
-
-def _fits(rule: Rule, facts: Facts) -> bool:
-    """Whether every condition of ``rule`` holds, the cheap ones first."""
-    return (
-        _is_named(rule, facts)
-        and (not rule.oom_killed or facts.oom_killed)
-        and (not rule.before_first_step or facts.steps == 0)
-        and (not rule.facts or _fact(rule, facts) != "")
-        and (
-            not rule.raised_in
-            or _found(rule.raised_in, facts.frames[-1].file.lower() if facts.frames else "")
-        )
-        and (not rule.text or _found(rule.text, facts.folded))
-    )
-
-
-def _is_named(rule: Rule, facts: Facts) -> bool:
-    """Whether ``rule`` names the exception, the exit code or the signal, if it names any."""
-    if facts.kind is FailureKind.EXCEPTION:
-        return not rule.types or facts.error in rule.types
-    if facts.kind is FailureKind.EXIT:
-        return not rule.codes or facts.code in rule.codes
-    if facts.kind is FailureKind.SIGNAL:
-        return not rule.signals or signal_name(facts.code) in rule.signals
-    return True
-
-
-def _fact(rule: Rule, facts: Facts) -> str:
-    """The last fact about the node that ``rule`` asks for; empty if there is none."""
-    return next((fact for fact in reversed(facts.node) if _found(rule.facts, fact.lower())), "")
-
-
-def _found(expression: str, folded: str) -> bool:
-    """Whether ``expression`` is found in a text in lower case: three times as fast as ignoring case."""
-    return _folded(expression).search(folded) is not None
-
-
-@functools.cache
-def _folded(expression: str) -> re.Pattern[str]:
-    r"""``expression`` for a text in lower case; ``\S`` stays what it is."""
-    lower = _CAPITALS.sub(lambda m: m[0] if m[0].startswith("\\") else m[0].lower(), expression)
-    return re.compile(lower, re.MULTILINE)
-
-
-def _subject(rule: Rule, facts: Facts) -> str:
-    found = _pattern(rule.subject).search(facts.text) if rule.subject else None
-    return next((group for group in found.groups() if group), "") if found else ""
-
-
-# ---- words
-
-
 def _title(failure: Failure, facts: Facts, title: str) -> str:
     what, _, why = title.partition(": ")
-    if facts.kind is FailureKind.SIGNAL and failure.kind is FailureKind.EXIT:
+    if failure.asked_by:
+        ended = f"left with exit code {failure.exit_code}"
+        ended = (
+            ended
+            if failure.exit_code is not None
+            else f"ended itself with {signal_name(failure.signal or 0)}"
+        )
+        what, why = ended, f"it {what}, which its program handles"
+    elif facts.kind is FailureKind.SIGNAL and failure.kind is FailureKind.EXIT:
         what, why = f"left with exit code {failure.exit_code}", f"a program that it ran {what}"
     host = f" ({failure.hostname})" if failure.hostname else ""
     reported = facts.kind in (FailureKind.EXCEPTION, FailureKind.SPAWN, FailureKind.NODE)
     said = one_line(facts.message, _TITLE_LIMIT) if reported else ""
+    what = what.replace(" ()", "")
     where = f"rank {failure.rank} {what} on node {failure.node_id}{host}"
     if facts.kind is FailureKind.NODE:
         where = f"node {failure.node_id}{host} {what}"
@@ -184,9 +283,9 @@ def _evidence(facts: Facts, rule: Rule) -> str:
 
 def _last_words(facts: Facts, rule: Rule) -> str:
     """What stderr says of a process that left no exception."""
-    said = list(_pattern(rule.text).finditer(facts.stderr)) if rule.text else []
+    said = last_match(rule.text, facts.stderr) if rule.text else None
     if said:
-        start = facts.stderr.rfind("\n", 0, said[-1].end()) + 1
+        start = facts.stderr.rfind("\n", 0, said.end()) + 1
         return one_line(facts.stderr[start:].partition("\n")[0])
     if facts.frames:
         top, frame = facts.frames[-1], facts.frame
@@ -198,13 +297,21 @@ def _last_words(facts: Facts, rule: Rule) -> str:
 def _signature(failure: Failure, facts: Facts, rule: Rule) -> str:
     if facts.kind is FailureKind.EXCEPTION:
         frame = facts.frame
-        where = f":{frame.name}:{frame.function}:{frame.line}" if frame else ""
-        return f"exception:{facts.error}{where}"
+        if frame is None:
+            return f"exception:{facts.error}{_same_words(facts.message)}"
+        return f"exception:{facts.error}:{frame.name}:{frame.function}:{frame.line}"
+    known = f":{rule.cause}{_same_words(_subject(rule, facts))}" if rule.text else ""
     if failure.kind is FailureKind.SIGNAL:
-        return f"signal:{signal_name(facts.code)}{':oom' if rule.oom_killed else ''}"
+        return f"signal:{signal_name(facts.code)}{':oom' if rule.oom_killed else ''}{known}"
     if failure.kind is FailureKind.EXIT:
-        return f"exit:{failure.exit_code}"
+        return f"exit:{failure.exit_code}{known}"
     return str(failure.kind.value)
+
+
+def _same_words(text: str) -> str:
+    """What two messages of one failure have in common, after a colon; empty for an empty text."""
+    words = " ".join(_VARIES.sub("#", text.lower()).split())[:_SIGNATURE_LIMIT]
+    return f":{words}" if words else ""
 
 
 def _when(failure: Failure) -> tuple[float, int, str]:

@@ -1,35 +1,31 @@
-"""The facts of a failure record: the frames of its traceback, the interpreter's last words.
+"""The facts of a failure record: what was raised, which signal came, and whose code it happened in.
 
-Pure: it reads nothing but the record. Programs that are run by others pass on how those ended, and
-exceptions carry others; what is read out here is what stands at the bottom.
+Pure: it reads nothing but the record. One record may be read in several ways: a program that runs others
+leaves with an exit code, and only its log tells how those ended.
 """
 
 from __future__ import annotations
 
 import functools
-import re
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
 
-from dlrover.spec.failure import Failure, FailureKind
+from dlrover.master import diagnosis_log as log, diagnosis_traceback as tracebacks
+from dlrover.master.diagnosis_traceback import Frame, Raised, is_user_file, one_line
+from dlrover.spec.failure import OWN_ENDS, Failure, FailureKind
+from dlrover.spec.rules import OwnCode
 
 NAMED_SIGNALS = frozenset(signal.Signals)
 """Numbers of the signals that have a name."""
 
-_LINE_LIMIT = 240
-"""Characters of a message or source line that is shown."""
+EXCEPTIONS_READ = 16
+"""Exceptions of a log that are looked at: the last ones."""
 
-
-def is_user_file(path: str) -> bool:
-    """Whether a traceback's file belongs to the user: no library, interpreter or launcher file."""
-    return _FOREIGN_FILE.search(path) is None
-
-
-def one_line(text: str, limit: int = _LINE_LIMIT) -> str:
-    """``text`` on one line of at most ``limit`` characters."""
-    line = " ".join(text.split())
-    return line if len(line) <= limit else f"{line[: limit - 1]}…"
+UNKNOWN_CODE = -1
+"""Of a program whose log alone is known."""
+_UNCAUGHT_EXCEPTION = 1
+"""The interpreter's exit code after it printed a traceback."""
 
 
 def signal_name(number: int) -> str:
@@ -37,64 +33,9 @@ def signal_name(number: int) -> str:
     return signal.Signals(number).name if number in NAMED_SIGNALS else f"SIG{number}"
 
 
-_UNCAUGHT_EXCEPTION = 1
-"""The interpreter's exit code after it printed a traceback."""
-
-_HEADER = "Traceback (most recent call last):"
-_CAUSE = "The above exception was the direct cause of the following exception:"
-_CONTEXT = "During handling of the above exception, another exception occurred:"
-_FOREIGN_FILE = re.compile(
-    r"""^<                                    # <frozen runpy>, <string>
-      | /(site|dist)-packages/
-      | /lib(64)?/(python|pypy)\d[^/]*/       # the standard library
-      | /python\d+\.zip/
-      | \.pyx$
-      | /dlrover/(agent|checkpoint|elastic|sharding)/
-    """,
-    re.VERBOSE,
-)
-_FRAME = re.compile(
-    r"""^[ \t|+-]* File\ "(?P<file>[^"\n]+)",\ line\ (?P<line>\d+)
-        (?:,?\ in\ (?P<function>[^\n]+))?
-        (?:\n[ \t|]+(?!File\ ")(?P<source>[^\s|][^\n]*))?""",
-    re.VERBOSE | re.MULTILINE,
-)
-_ERROR_LINE = re.compile(r"^(?P<error>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$", re.MULTILINE)
-_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
-_NOT_FATAL = re.compile(r"Exception (ignored|in thread)[^\n]*\n\Z")
-# What faulthandler writes while the process dies, most recent call first.
-_DUMP = re.compile(
-    r"^Current thread 0x[^\n]*\(most recent call first\):\n(?P<frames>(?:[ \t]+File [^\n]*(?:\n|\Z))+)",
-    re.MULTILINE,
-)
-
-
-@dataclass(frozen=True)
-class Frame:
-    """One call on a stack."""
-
-    file: str
-    line: int
-    function: str
-    source: str
-
-    def __str__(self) -> str:
-        parts = [f"{self.file}:{self.line}"]
-        if self.function:
-            parts.append(f"in {self.function}")
-        if self.source:
-            parts.append(one_line(self.source))
-        return ": ".join(parts)
-
-    @property
-    def name(self) -> str:
-        """The file without its folders, which differ between nodes and runs."""
-        return PurePosixPath(self.file).name
-
-
 @dataclass(frozen=True)
 class Facts:
-    """What a failure record says, read out once."""
+    """What a failure record says, read in one way."""
 
     kind: FailureKind
     #: exit code or signal number
@@ -112,11 +53,34 @@ class Facts:
     steps: int
     #: what the node's kernel and file systems say
     node: tuple[str, ...]
+    #: the program itself called what ended it: exit (unless the code tells of a signal), or a signal to itself
+    ended_itself: bool = False
+    #: ``text`` is of the exceptions that were being handled, which may have nothing to do with it
+    of_handled: bool = False
+    #: as `text`, without the words of the user's own files; None: it has none of them
+    given: str | None = None
 
     @functools.cached_property
     def folded(self) -> str:
         """``text`` in lower case."""
         return self.text.lower()
+
+    @functools.cached_property
+    def folded_given(self) -> str:
+        """``given`` in lower case."""
+        return self.folded if self.given is None else self.given.lower()
+
+    @functools.cached_property
+    def own_code(self) -> OwnCode:
+        """How the user's own files took part."""
+        if self.kind is not FailureKind.EXCEPTION:
+            return OwnCode.RAISES if self.ended_itself else OwnCode.ABSENT
+        if not self.frames:
+            return OwnCode.CALLS
+        if self.frames[-1].raises:
+            return OwnCode.RAISES
+        calls = any(is_user_file(frame.file) for frame in self.frames)
+        return OwnCode.CALLS if calls else OwnCode.ABSENT
 
     @property
     def frame(self) -> Frame | None:
@@ -132,97 +96,132 @@ class Facts:
         return f"{frame.name}:{frame.line}" if frame else "the place that its log shows"
 
 
-def read(failure: Failure) -> Facts:
-    """The facts of ``failure``."""
+def read(failure: Failure) -> list[Facts]:
+    """The ways in which a record can be read, the likeliest first; at least one."""
     facts = Facts(
         kind=failure.kind,
         code=failure.exit_code or 0,
         error=one_line(failure.exception.rpartition(".")[2]),
-        message=next((line.strip() for line in failure.message.splitlines() if line.strip()), ""),
-        text=failure.stderr_tail,
+        message=_first_line(failure.message),
+        text=log.plain(failure.stderr_tail),
         stderr=failure.stderr_tail,
         frames=(),
         oom_killed=failure.oom_killed,
         steps=failure.steps,
         node=failure.node_facts,
     )
+    if failure.asked_by:
+        return [_with_signal(facts, failure.asked_by)]
     if failure.kind is FailureKind.EXCEPTION:
         return _read_exception(facts, failure)
     if failure.kind in (FailureKind.SPAWN, FailureKind.NODE):
-        return replace(facts, text=failure.message)
+        return [replace(facts, text=failure.message)]
+    return _read_end(facts, failure)
+
+
+def _read_end(facts: Facts, failure: Failure) -> list[Facts]:
+    """Whose doing an exit code or a signal was."""
+    if failure.exception in OWN_ENDS:
+        frames = _frames_of(failure.traceback)
+        by_exit = failure.exception in ("SystemExit", "os._exit")
+        own = bool(frames) and is_user_file(frames[-1].file)
+        itself = own and by_exit is (failure.kind is FailureKind.EXIT)
+        facts = replace(facts, frames=frames, ended_itself=itself)
     if failure.kind is FailureKind.SIGNAL:
-        return replace(facts, code=failure.signal or 0, frames=_dumped_frames(failure.stderr_tail))
-    return _read_exit(facts)
+        return [_with_signal(facts, failure.signal or 0)]
+    if facts.code - log.SHELL_BASE in NAMED_SIGNALS:
+        return [_with_signal(replace(facts, ended_itself=False), facts.code - log.SHELL_BASE)]
+    if facts.code == _UNCAUGHT_EXCEPTION and not facts.ended_itself:
+        return read_log(facts)
+    # A program that runs others may call exit with their code.
+    passed_on = read_log(facts) if failure.exception == "SystemExit" else []
+    return [facts, *passed_on]
 
 
-def _read_exception(facts: Facts, failure: Failure) -> Facts:
-    """Look behind an exception: at what it was raised from, and at what it carries."""
-    chain = failure.traceback.rpartition(_CONTEXT)[2]
-    facts = replace(
-        facts,
-        text=f"{failure.message}\n{_messages(chain)}",
-        frames=_frames(chain.rpartition(_CAUSE)[2].rpartition(_HEADER)[2]),
-    )
-    # An exception that a library carried over from another process has that process's traceback in its
-    # message; what was raised there says more than how it got here.
-    return _with_chain(facts, failure.message.rpartition(_HEADER)[2]) or facts
+def read_log(facts: Facts) -> list[Facts]:
+    """The ways in which a log can be read, the last exception first.
 
-
-def _read_exit(facts: Facts) -> Facts:
-    """Look behind an exit code: programs that are run by others pass on how those ended."""
-    if facts.code - 128 in NAMED_SIGNALS:
-        frames = _dumped_frames(facts.stderr)
-        return replace(facts, kind=FailureKind.SIGNAL, code=facts.code - 128, frames=frames)
-    if facts.code != _UNCAUGHT_EXCEPTION:
-        return facts
-    return _with_chain(facts, _fatal_chain(facts.stderr)) or facts
-
-
-def _with_chain(facts: Facts, chain: str) -> Facts | None:
-    """``facts`` of the exception that ``chain`` ends with; None where it shows no traceback.
-
-    A chain is what the interpreter prints for an exception: tracebacks, each raised from the one before.
+    ``facts`` have the log as ``stderr``.
     """
-    block = chain.rpartition(_HEADER)[2]
-    frames = _frames(block)
-    found = _ERROR_LINE.search(block)
-    if not frames or found is None:
-        return None
+    text = log.plain(facts.stderr)
+    quiet = log.without_warnings(text)
+    facts = replace(facts, node=(*facts.node, *quiet.splitlines()))
+    found = list(_exceptions(facts, tracebacks.raised(text)))
+    number = log.signal_in(quiet)
+    if number:
+        found.append(_with_signal(replace(facts, text=quiet), number))
+    return [*found, replace(facts, text=quiet), replace(facts, text=text)]
+
+
+def _exceptions(facts: Facts, raised: list[Raised]) -> Iterator[Facts]:
+    later = ""  # what the next exception was raised from or beside: no failure of its own
+    for found in raised[::-1][:EXCEPTIONS_READ]:
+        is_part, later = found.chain in later, f"{found.handled}\n{found.chain}"
+        if is_part:
+            continue
+        carrier, _, carried = found.error.rstrip(")").partition("(")
+        is_carrier = carrier in log.CARRIERS
+        if _is_launchers(found) or (is_carrier and not carried):
+            continue
+        one = replace(found, error=carried, frames=()) if is_carrier else found  # RayTaskError(...)
+        yield _with_raised(facts, one)
+        if one.handled:
+            yield _handled(_with_raised(facts, one), one)
+
+
+def _is_launchers(one: Raised) -> bool:
+    return bool(one.frames) and log.LAUNCHER_FILE.search(one.frames[-1].file) is not None
+
+
+def _with_raised(facts: Facts, one: Raised) -> Facts:
     return replace(
         facts,
         kind=FailureKind.EXCEPTION,
-        error=found["error"].rpartition(".")[2],
-        message=found["message"] or "",
-        text=_messages(chain),
-        frames=frames,
+        error=one.error,
+        message=_first_line(one.message),
+        text=log.plain(one.chain),
+        given=log.plain(one.given),
+        frames=one.frames,
     )
 
 
-def _fatal_chain(stderr: str) -> str:
-    """The last chain of tracebacks that may have ended the interpreter; empty when there is none."""
-    before, *blocks = _RANK_PREFIX.sub("", stderr).split(_HEADER)
-    chain = ""
-    for block in blocks:
-        if before.rstrip().endswith(_CAUSE):
-            chain += _HEADER + block
-        elif not _NOT_FATAL.search(before):
-            chain = block
-        before = block
-    return chain
+def _with_signal(facts: Facts, number: int) -> Facts:
+    frames = facts.frames or tracebacks.dumped_frames(facts.stderr)
+    return replace(facts, kind=FailureKind.SIGNAL, code=number, frames=frames)
 
 
-def _messages(chain: str) -> str:
-    """The lines of a chain that show no code: the exceptions' types and messages."""
-    return "\n".join(line for line in chain.splitlines() if line and not line[0].isspace())
-
-
-def _frames(text: str) -> tuple[Frame, ...]:
-    return tuple(
-        Frame(m["file"], int(m["line"]), m["function"] or "", m["source"] or "")
-        for m in _FRAME.finditer(text)
+def _read_exception(facts: Facts, failure: Failure) -> list[Facts]:
+    """Look behind an exception: at what it was raised from, and at what it carries."""
+    # An exception that a library carried over from another process has that process's traceback in its
+    # message; what was raised there says more than how it got here.
+    carried = tracebacks.raised(failure.message) if tracebacks.HEADER in failure.message else []
+    if carried and carried[-1].frames:
+        return [_with_raised(facts, carried[-1])]
+    raised = tracebacks.raised(failure.traceback)
+    last = raised[-1] if raised else None
+    own = failure.message
+    if last is not None:
+        own = last.chain if failure.message in last.chain else f"{failure.message}\n{last.chain}"
+    facts = replace(
+        facts,
+        text=log.plain(own),
+        given=log.plain(last.given) if last else None,
+        frames=last.frames if last else _frames_of(failure.traceback),
     )
+    if last is None or not last.handled:
+        return [facts]
+    return [facts, _handled(facts, last)]
 
 
-def _dumped_frames(stderr: str) -> tuple[Frame, ...]:
-    dumps = list(_DUMP.finditer(stderr))
-    return _frames(dumps[-1]["frames"])[::-1] if dumps else ()
+def _handled(facts: Facts, one: Raised) -> Facts:
+    return replace(facts, text=log.plain(one.handled), given=None, of_handled=True)
+
+
+def _frames_of(traceback: str) -> tuple[Frame, ...]:
+    """The frames of a traceback, which may lack its exception."""
+    found = tracebacks.raised(f"{traceback.rstrip()}\nError\n") if traceback else []
+    return next((one.frames for one in reversed(found) if one.frames), ())
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")

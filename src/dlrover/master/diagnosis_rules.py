@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from dlrover.errors import ConfigurationError
-from dlrover.spec.failure import FailureKind
+from dlrover.master.diagnosis import Table
 from dlrover.spec.rules import Rule
 
 BUILT_IN = Path(__file__).with_name("diagnosis_rules.toml")
@@ -38,11 +38,9 @@ def built_in() -> tuple[Rule, ...]:
     return load(BUILT_IN)
 
 
-@functools.cache
-def by_kind(own: tuple[Rule, ...] = ()) -> dict[FailureKind, tuple[Rule, ...]]:
-    """The rows to try for each kind of failure, in order; the user's ``own`` ones come first."""
-    rows = (*own, *built_in())
-    return {kind: tuple(row for row in rows if row.is_for(kind)) for kind in FailureKind}
+def table(own: tuple[Rule, ...] = ()) -> Table:
+    """The table of a job: the user's ``own`` rows, then ours."""
+    return Table((*own, *built_in()), own=len(own))
 
 
 def causes(own: tuple[Rule, ...] = ()) -> frozenset[str]:

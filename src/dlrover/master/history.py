@@ -37,6 +37,7 @@ class History:
         self._written = _complete_lines(path)
         self._file = path.open("ab", buffering=0)
         self._unwritten = b""
+        self._full = False
 
     def add(self, body: EventBody, time: float) -> Event:
         """Number an event and keep it."""
@@ -83,7 +84,11 @@ class History:
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except OSError as error:
-            logger.warning("Events cannot be written: %s", error)
+            if not self._full:
+                logger.warning("Events cannot be written for now: %s", error)
+            self._full = True
+        else:
+            self._full = False
 
     def batch(self, since: int, limit: int) -> tuple[Event, ...]:
         """The events after number ``since`` that fit into ``limit`` bytes on the wire, one at least."""

@@ -92,7 +92,8 @@ def open_journal(url: str, own_file: Path, *, read_only: bool = False) -> Journa
 
     Raises:
         ConfigurationError: ``url`` has an unknown scheme, or the store cannot be named so.
-        InfrastructureError: the store cannot be opened, is damaged, or has another format.
+        FormatError: another version of DLRover wrote it.
+        InfrastructureError: the store cannot be opened, or is damaged.
     """
     scheme, colon, rest = url.partition(":")
     if not colon or scheme not in JOURNALS:

@@ -15,11 +15,9 @@ from typing import Any
 
 import msgspec
 
-from dlrover.errors import FencedError, InfrastructureError
+from dlrover.errors import DLRoverError, FencedError, InfrastructureError
 from dlrover.master.journal import Entry, decoded, encoded, fenced
-
-FORMAT = 1
-"""Changes when old journals can no longer be replayed."""
+from dlrover.spec.jobdir import FORMAT, check_format
 
 LOCK_TIMEOUT = 5.0
 """Seconds that another master may hold the file while it opens it or appends."""
@@ -46,8 +44,8 @@ class FileJournal:
     """One job's journal at ``path``; made if it does not exist.
 
     Raises:
-        InfrastructureError: the file cannot be opened, is damaged, or has another format; also when an
-            append fails (disk full).
+        FormatError: another version of DLRover wrote it; it stays as it is.
+        InfrastructureError: the file cannot be opened, or is damaged; also when an append fails (disk full).
     """
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
@@ -60,29 +58,34 @@ class FileJournal:
         except sqlite3.Error as error:
             raise self._problem("cannot be opened", error) from error
         try:
-            version = self._prepare(read_only)
-            if version == FORMAT and not read_only:
+            self._check_format(read_only)
+            if not read_only:
+                self._prepare()
                 self.epoch = self._take_epoch()
             self._file = path.stat().st_ino
+        except DLRoverError:
+            self._db.close()
+            raise
         except (sqlite3.Error, OSError) as error:
             self._db.close()
             raise self._problem("cannot be opened", error) from error
-        if version != FORMAT:
-            self._db.close()
-            raise InfrastructureError(
-                f"The journal {path} has format {version}; this version reads {FORMAT}."
-            )
 
-    def _prepare(self, read_only: bool) -> int:
-        """Make the tables of a new journal; the journal's format."""
-        if not read_only:
-            self._write_ahead()
-            self._db.execute("PRAGMA synchronous=NORMAL")
-            for statement in _TABLES:
-                self._db.execute(statement)
-            if self._version() == 0:
-                self._db.execute(f"PRAGMA user_version={FORMAT}")
-        return self._version()
+    def _check_format(self, read_only: bool) -> None:
+        """Refuse another version's journal; a new file, which nobody has prepared yet, to a reader."""
+        version = self._version()
+        if version:
+            check_format(self._path, version)
+        elif read_only:
+            raise InfrastructureError(f"The journal {self._path} is empty.")
+
+    def _prepare(self) -> None:
+        """Make the tables of a new journal."""
+        self._write_ahead()
+        self._db.execute("PRAGMA synchronous=NORMAL")
+        for statement in _TABLES:
+            self._db.execute(statement)
+        if self._version() == 0:
+            self._db.execute(f"PRAGMA user_version={FORMAT}")
 
     def _write_ahead(self) -> None:
         """Set the mode. SQLite does not wait for another process that does the same; this does."""

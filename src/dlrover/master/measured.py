@@ -8,9 +8,10 @@ from statistics import mean
 from dlrover.master.machine.changes import Question, decided, direction, told_change
 from dlrover.master.precedent import Precedent
 from dlrover.planning.search import Choice, worth
+from dlrover.planning.throughput import Prediction
 from dlrover.spec.plan import Effect
 from dlrover.spec.roles import Size
-from dlrover.spec.speed import ScaleDecision, SpeedSample
+from dlrover.spec.speed import ScaleDecision, ScaleKind, SpeedSample
 
 SPREAD = 0.2
 """Relative distance within which a measured speed is expected to come again."""
@@ -22,6 +23,18 @@ def means(samples: Sequence[SpeedSample]) -> dict[Size, float]:
     for sample in samples:
         found.setdefault(sample.size, []).append(sample.throughput)
     return {size: mean(values) for size, values in found.items()}
+
+
+def to_measure(
+    current: SpeedSample, target: Size, before: float, after: Prediction
+) -> ScaleDecision:
+    """That a size is tried which nothing rules out; ``before`` is the present throughput."""
+    reason = (
+        f"{told_change(current.size, target)}: to be measured, "
+        "because no measurement rules out that it is the best size"
+    )
+    effect = after.effect(before=before, cost=current.cost(target))
+    return decided(ScaleKind.MEASURE, target, reason, effect)
 
 
 def best_known(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Iterator
 
@@ -52,10 +53,11 @@ def metrics(master: Master) -> Iterator[Metric]:
     for cause, spent in zip(CAUSES, ledger.certain(microseconds(now)), strict=True):
         seconds.add_metric([cause.value], spent / MICRO)
     yield seconds
+    ratio = ledger.goodput(now).goodput_ratio
     yield GaugeMetricFamily(
         "dlrover_job_goodput_ratio",
-        "Share of the nodes' time that went into new training steps.",
-        ledger.goodput(now).goodput_ratio,
+        "Share of the nodes' time that went into new training steps; NaN before the first one.",
+        math.nan if ratio is None else ratio,
     )
     yield CounterMetricFamily(
         "dlrover_job_steps", "Optimizer steps, repeated ones included.", machine.total_steps

@@ -5,14 +5,16 @@ Needs numpy and scipy (extra ``planning``).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from dlrover.master.machine.changes import Question, decided, direction, told_change
-from dlrover.master.measured import best_known, means
+from dlrover.master.measured import best_known, means, to_measure
 from dlrover.master.planner_servers import decide_servers
 from dlrover.master.precedent import Precedent, precedent_of, resized, shape_of
 from dlrover.planning.allreduce import RingModel, RingSample, fit_ring
+from dlrover.planning.neighbours import nearest, neighbours, possible, within_reach
 from dlrover.planning.plans import RingSpace, Terms, plan_ring, sample_ring
 from dlrover.planning.search import Choice, Prices, worth
 from dlrover.spec import brain
@@ -22,6 +24,9 @@ from dlrover.spec.speed import ScaleDecision, ScaleKind, SpeedSample
 
 PRICES = Prices(cpu=0.0, memory=0.0, accelerator=1.0)
 """All nodes of a job are alike: its cost is the number of its workers."""
+
+DESCRIBES = 0.1
+"""Relative error up to which a model describes what was measured."""
 
 
 def decide(asked: Question, similar: brain.Similar | None = None) -> ScaleDecision | None:
@@ -47,13 +52,14 @@ def _decide_nodes(asked: Question, similar: brain.Similar | None) -> ScaleDecisi
     if past is not None:
         known = {**past.throughput, **known}
     open_sizes = [nodes for nodes in asked.sizes if Size(nodes) not in known]
-    if not open_sizes:
+    searched = past is not None and len(past.throughput) > 1
+    if not open_sizes or searched:
         return None
     model = fit_ring(
         [*(past.samples if past is not None else ()), *(_ring(sample) for sample in asked.samples)]
     )
     space = RingSpace(
-        nodes=open_sizes,
+        nodes=_described(model, open_sizes, known, current),
         per_node=current.replicas // current.nodes,
         total_batch=current.total_batch,
     )
@@ -67,8 +73,20 @@ def _decide_nodes(asked: Question, similar: brain.Similar | None) -> ScaleDecisi
         return None
     trial = sample_ring(model, space, here, terms)
     if trial is None or not _may_pay(trial, current, choice):
-        return _between(known, open_sizes, model, current, choice)
+        return _neighbour(known, open_sizes, model, current, choice)
     return _told(ScaleKind.MEASURE, trial, current, past)
+
+
+def _described(
+    model: RingModel, open_sizes: Sequence[int], known: Mapping[Size, float], current: SpeedSample
+) -> list[int]:
+    """The sizes whose nearest measured one the model fits: where it does not, it says nothing of those around."""
+    shapes = [resized(current, size.workers) for size in known]
+    columns = zip(*((shape.nodes, shape.replicas, shape.batch) for shape in shapes), strict=True)
+    predicted = model.throughput_of(*(np.array(column) for column in columns))
+    errors = abs(predicted / np.array(list(known.values())) - 1)
+    fits = {size.workers: error <= DESCRIBES for size, error in zip(known, errors, strict=True)}
+    return [nodes for nodes in open_sizes if fits[nearest(nodes, fits)]]
 
 
 def _may_pay(trial: Plan, current: SpeedSample, choice: Choice) -> bool:
@@ -79,34 +97,36 @@ def _may_pay(trial: Plan, current: SpeedSample, choice: Choice) -> bool:
     return most > (1 + choice.gain) * worth(current.throughput, current.nodes, choice)
 
 
-def _between(
+def _neighbour(
     known: Mapping[Size, float],
     open_sizes: Sequence[int],
     model: RingModel,
     current: SpeedSample,
     choice: Choice,
 ) -> ScaleDecision | None:
-    """The middle between the present size and a far larger one that is worth less.
+    """A size beside the present one, the best that was measured, that nothing rules out."""
 
-    A model of smooth times says nothing of a cliff between them: one more switch, say.
-    """
-    nodes = current.nodes
-    larger = min((size.workers for size in known if size.workers > nodes), default=0)
-    if larger <= 2 * nodes:
+    def value(throughput: float, size: Size) -> float:
+        return worth(throughput, size.workers, choice)
+
+    nodes, here = current.nodes, current.size
+    least = (1 + choice.gain) * value(known[here], here)
+    alone = None
+    if current.compute_seconds:
+        alone = current.throughput * current.step_seconds / current.compute_seconds / nodes
+    open_ = possible([Size(n) for n in open_sizes], known, value, least, alone)
+    near = within_reach(known.keys(), open_)
+    found = neighbours(here, known.keys(), near)
+
+    def top(size: Size) -> float:
+        return value(model.predict(resized(current, size.workers)).high, size)
+
+    if near and Size(1) in open_ and top(Size(1)) > least:
+        found.append(min(near))
+    if not found:
         return None
-    if worth(known[Size(larger)], larger, choice) >= worth(known[Size(nodes)], nodes, choice):
-        return None
-    between = [n for n in open_sizes if nodes < n < larger]
-    if not between:
-        return None
-    found = min(between, key=lambda n: abs(n - math.sqrt(nodes * larger)))
-    after = model.predict(resized(current, found))
-    reason = (
-        f"{nodes} -> {found} nodes: to be measured, because {larger} nodes did not pay, "
-        "and the best size may lie between"
-    )
-    effect = after.effect(before=known[Size(nodes)], cost=current.cost(Size(found)))
-    return decided(ScaleKind.MEASURE, Size(found), reason, effect)
+    target = max(found, key=top)
+    return to_measure(current, target, known[here], model.predict(resized(current, target.workers)))
 
 
 def _ring(sample: SpeedSample) -> RingSample:

@@ -5,10 +5,13 @@ Needs numpy and scipy (extra ``planning``).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 
 from dlrover.master.machine.changes import Question, decided, direction, told_change
-from dlrover.master.measured import best_known, means
+from dlrover.master.measured import best_known, means, to_measure
+from dlrover.planning.neighbours import beside, neighbours, possible, within_reach
 from dlrover.planning.parameter_server import (
     Form,
     ServerModel,
@@ -18,6 +21,7 @@ from dlrover.planning.parameter_server import (
 )
 from dlrover.planning.plans import ServerSpace, Terms, plan_servers, sample_servers
 from dlrover.planning.search import Choice, Prices, worth
+from dlrover.planning.throughput import Prediction
 from dlrover.spec.plan import Plan
 from dlrover.spec.roles import SERVER, WORKER, Size
 from dlrover.spec.speed import ScaleDecision, ScaleKind, SpeedSample
@@ -51,7 +55,9 @@ def decide_servers(asked: Question) -> ScaleDecision | None:
     trials = [plan, *(_predicted(model, asked, known, choice) for model in others)]
     trials += [_sampled(model, asked, known, choice) for model in (first, *others)]
     trial = next((trial for trial in trials if trial is not None), None)
-    return trial and msgspec.structs.replace(trial, kind=ScaleKind.MEASURE)
+    if trial is None:
+        return _neighbour(first, asked, known, choice)
+    return msgspec.structs.replace(trial, kind=ScaleKind.MEASURE)
 
 
 def _fitted(asked: Question) -> list[ServerModel]:
@@ -78,6 +84,29 @@ def _sampled(
     trial = sample_servers(model, _space(asked, known), _shape(asked.current, asked.current), terms)
     found = None if trial is None else _decision(trial, asked)
     return found if found is not None and _may_pay(found, asked, choice) else None
+
+
+def _neighbour(
+    model: ServerModel, asked: Question, known: dict[Size, float], choice: Choice
+) -> ScaleDecision | None:
+    """A size beside the present one, the best that was measured, that nothing rules out."""
+    current, here = asked.current, asked.current.size
+
+    def value(throughput: float, size: Size) -> float:
+        return worth(throughput, current.cost(size), choice)
+
+    def predicted(size: Size) -> Prediction:
+        shape, each = _shape(current, current), _per_node(current)
+        return model.predict(replace(shape, workers=size.workers * each, servers=size.servers))
+
+    sizes = [size for size in beside(here, asked.sizes, asked.servers) if size not in known]
+    least = (1 + choice.gain) * value(known[here], here)
+    near = within_reach(known.keys(), possible(sizes, known, value, least))
+    found = neighbours(here, known.keys(), near)
+    if not found:
+        return None
+    target = max(found, key=lambda size: value(predicted(size).high, size))
+    return to_measure(current, target, known[here], predicted(target))
 
 
 def _space(asked: Question, known: dict[Size, float]) -> ServerSpace:

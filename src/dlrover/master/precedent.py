@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import mean
 
 from dlrover.planning.allreduce import RingSample, RingShape, fit_ring
-from dlrover.planning.measured import latest_of_each, ring_sample
+from dlrover.planning.measured import latest_of_each, ring_shape
 from dlrover.spec import brain
 from dlrover.spec.roles import Size
 from dlrover.spec.speed import SpeedSample
@@ -33,7 +33,7 @@ def precedent_of(
     """The precedent of a job with some samples; None without one, or where the samples contradict it."""
     if similar is None or not similar.samples:
         return None
-    found = [ring_sample(sample) for sample in latest_of_each(similar.samples)]
+    found = [_whole_step(sample) for sample in latest_of_each(similar.samples)]
     slower = [sample.step_seconds / seconds for sample, seconds in _expected(found, own)]
     if not all(1 / ALIKE <= ratio <= ALIKE for ratio in slower):
         return None
@@ -58,6 +58,17 @@ def resized(sample: SpeedSample, nodes: int) -> RingShape:
     replicas = sample.replicas // sample.nodes * nodes
     batch = max(1, round(sample.total_batch / replicas)) if sample.total_batch else 1
     return RingShape(nodes, replicas, batch)
+
+
+def _whole_step(sample: brain.Sample) -> RingSample:
+    """A step of all passes as if it were one, which is how a job sees its own steps."""
+    shape, passes = ring_shape(sample.shape), sample.shape.passes
+    total, compute = shape.replicas * shape.batch * passes, sample.compute_seconds
+    return RingSample(
+        RingShape(shape.nodes, shape.replicas, shape.batch * passes),
+        total / sample.throughput,
+        None if compute is None else compute * passes,
+    )
 
 
 def _expected(

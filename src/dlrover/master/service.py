@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import logging
 import time
@@ -96,6 +97,8 @@ class Master:
         self._timer: asyncio.TimerHandle | None = None
         self._closing = False
         self._unwritten = ""  # why the journal could not be written the last time
+        self._backlog: collections.deque[tuple[float, inputs.Input]] = collections.deque()
+        """What has taken effect while the disk was full, oldest first: it is journalled before all else."""
         self._changed = asyncio.Event()
         self.clock = Clock(self._replay())
         self._commits = Commits(self._append, self.clock)
@@ -207,9 +210,11 @@ class Master:
             queue.put_nowait(None)
         self._changed = renewed(self._changed)
 
-    def on_node_exit(self, node_id: int, reason: str) -> None:
+    def on_node_exit(
+        self, node_id: int, reason: str, /, *, exit_code: int = 0, refused: bool = False
+    ) -> None:
         """The platform's report of a node's end."""
-        self._insist(inputs.NodeExited(node_id, reason))
+        self._insist(inputs.NodeExited(node_id, reason, exit_code, refused))
 
     def on_node_wait(self, node_id: int, reason: str) -> None:
         """The platform's report of what keeps a node from starting; empty: nothing any more."""
@@ -231,7 +236,7 @@ class Master:
     def submit(self, event: inputs.Input) -> None:
         """Journal an input, handle it, and carry out what the machine orders."""
         now = self.clock()
-        self._append([event], now)
+        self._journal_or_keep(event, now)
         if isinstance(event, inputs.Submitted | inputs.MasterStarted):
             self._begun.set()
         commands = self.machine.handle(event, now)
@@ -249,9 +254,25 @@ class Master:
 
     # ---- who is the master
 
+    def _journal_or_keep(self, event: inputs.Input, now: float) -> None:
+        """Journal an input, or keep it until the disk has room: a full one must not keep a job from ending."""
+        try:
+            self._append([event], now)
+        except FencedError:
+            raise
+        except InfrastructureError as error:
+            self._check_fence()  # this takes no room
+            if not self._backlog:
+                logger.warning("%s The job goes on; its state is kept in memory.", error)
+            self._backlog.append((now, event))
+
     def _append(self, entries: Sequence[Entry], now: float) -> None:
         with self._leave_if_fenced():
             try:
+                while self._backlog:
+                    at, older = self._backlog[0]
+                    self._journal.append_all([older], at)
+                    self._backlog.popleft()
                 self._journal.append_all(entries, now)
             except InfrastructureError as error:
                 self._unwritten = str(error)
@@ -456,7 +477,7 @@ class Master:
 
     def _journal_progress(self) -> None:
         self._progress_journalled = self.clock()
-        self.submit(self._activities.progress())
+        self.submit(self._activities.progress(self.machine.training()))
 
     def _hang_up(
         self, uid: str, node_id: int, queue: asyncio.Queue[messages.MasterMessage | None]

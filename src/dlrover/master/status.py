@@ -39,13 +39,15 @@ def status_of(
         restarts=machine.restarts.count,
         steps=current,
         total_steps=machine.earlier_steps + current,
+        step=_number(machine, current),
         waiting_for=waiting_for(machine, now),
         nodes=tuple(
             _state_of(
                 node,
                 machine.told_role(node.id),
+                _word(node, machine) if node.id in ranks else node.status.value,
                 ranks.get(node.id, -1),
-                steps.get(node.id, 0),
+                steps.get(node.id, machine.steps if _steps(node, machine, ranks) else 0),
                 doing.get(node.id, ""),
                 usage.get(node.id, _UNKNOWN),
             )
@@ -57,15 +59,33 @@ def status_of(
     )
 
 
+def _number(machine: JobMachine, steps: int) -> int:
+    """The number of the last step; after a restart that of the step before it, until the next one is known."""
+    if machine.first_step >= 0:
+        return machine.first_step + steps
+    return -1 if steps else machine.reached
+
+
+def _word(node: Node, machine: JobMachine) -> str:
+    """What became of a node of the last world: its release after the job's end is no news."""
+    over = machine.outcome is not None and node.status is NodeStatus.RELEASED
+    return machine.phase.value if over else node.status.value
+
+
+def _steps(node: Node, machine: JobMachine, ranks: Mapping[int, int]) -> bool:
+    """Whether a node has made the steps of the last world."""
+    return node.id in ranks and not machine.is_server(node.id)
+
+
 def _state_of(
-    node: Node, role: str, rank: int, steps: int, doing: str, usage: NodeUsage
+    node: Node, role: str, status: str, rank: int, steps: int, doing: str, usage: NodeUsage
 ) -> messages.NodeState:
     runs = node.status is NodeStatus.RUNNING
     usage = usage if runs else _UNKNOWN
     return messages.NodeState(
         id=node.id,
-        node_rank=rank if runs else -1,
-        status=node.status.value,
+        node_rank=rank if runs or node.status is NodeStatus.RELEASED else -1,
+        status=status,
         hostname=node.hostname,
         connected=node.connected,
         steps=steps,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dlrover.errors import ConfigurationError
+from dlrover.master.diagnosis_rules import built_in
 from dlrover.master.history import History
 from dlrover.master.machine import inputs
 from dlrover.master.service import Master
@@ -34,7 +35,7 @@ def begin(
     found = [] if platform is None else platform.find()
     earlier = history.recorded
     history.follow(earlier)
-    master.submit(inputs.Submitted(job, job_dir, tuple(found), earlier))
+    master.submit(inputs.Submitted(job, job_dir, tuple(found), earlier, built_in()))
     for node in found:
         if platform is not None:
             platform.adopt(node.node_id, node.handle)

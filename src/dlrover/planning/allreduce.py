@@ -30,14 +30,14 @@ from scipy.optimize import least_squares
 from scipy.special import stdtrit
 
 from dlrover.errors import ConfigurationError
-from dlrover.planning.throughput import Prediction, interval
+from dlrover.planning.throughput import NOISE, OUTLIER, WORST, Prediction, interval
 
 Form = Literal["ring", "pollux"]
 
-NOISE = 0.1
-"""Relative noise of a step time that is assumed before there are samples."""
 NOISE_WEIGHT = 5.0
 """How many samples that assumption counts for."""
+NUDGE = 1e-6
+"""By which parameters, which are logarithms, are moved to see the slope."""
 REPLICAS_ERROR, NODES_ERROR = 0.06, 0.12
 """Relative error of the form itself for each doubling beyond the largest measured number."""
 FIRST_NETWORK = 0.5
@@ -171,7 +171,7 @@ def fit_ring(
     start: RingModel | None = None,
     prior: RingModel | None = None,
 ) -> RingModel:
-    """Fit by least squares of the logarithms of step and compute times.
+    """Fit the logarithms of step and compute times: least squares near the fit, and far less for an outlier.
 
     Args:
         samples: Measured steps.
@@ -188,11 +188,16 @@ def fit_ring(
     around = _prior(form, table, prior)
     first = around[0] if start is None else start.parameters
     found = least_squares(
-        lambda p: _residuals(p, form, table, around), first, method="lm", xtol=1e-6, ftol=1e-6
+        lambda p: _residuals(p, form, table, around),
+        first,
+        lambda p: _slopes(p, form, table, around),
+        method="lm",
+        xtol=1e-6,
+        ftol=1e-6,
     )
-    rest = found.fun[: len(samples)] * NOISE
+    missed = np.clip(_missed(found.x, form, table)[0], -WORST, WORST)
     freedom = len(samples) + NOISE_WEIGHT
-    noise = math.sqrt((float(rest @ rest) + NOISE_WEIGHT * NOISE**2) / freedom)
+    noise = NOISE * math.sqrt((float(missed @ missed) + NOISE_WEIGHT) / freedom)
     covariance = np.linalg.inv(found.jac.T @ found.jac)
     return RingModel(form, found.x, covariance, noise, freedom, tuple(samples), around)
 
@@ -205,6 +210,7 @@ class _Table:
         self.nodes, self.replicas, self.batch, self.step, compute = rows.T
         self.known = np.isfinite(compute)
         self.compute = np.where(self.known, compute, self.step)
+        self.log_step, self.log_compute = np.log(self.step), np.log(self.compute)
 
 
 def _row(sample: RingSample) -> tuple[float, ...]:
@@ -217,26 +223,42 @@ def _row(sample: RingSample) -> tuple[float, ...]:
 
 
 def _residuals(parameters: Any, form: Form, table: _Table, prior: tuple[Any, Any]) -> Any:
-    """What the samples and the prior miss, in deviations."""
-    step, compute = _log_times(parameters, form, table.nodes, table.replicas, table.batch)
+    """What the samples and the prior miss, in deviations; of the samples' the roots of their losses."""
+    missed, known = _missed(parameters, form, table), np.ones_like(table.known)
     centre, pull = prior
-    return np.concatenate(
-        [
-            (step - np.log(table.step)) / NOISE,
-            ((compute - np.log(table.compute)) / NOISE)[table.known],
-            pull @ (parameters - centre),
-        ]
-    )
+    found = _rooted(missed)[np.stack([known, table.known])]
+    return np.concatenate([found, pull @ (parameters - centre)])
+
+
+def _slopes(parameters: Any, form: Form, table: _Table, prior: tuple[Any, Any]) -> Any:
+    """The Jacobian of `_residuals`, by differences of all parameters at once."""
+    nudges = np.column_stack([np.zeros_like(parameters), np.eye(len(parameters)) * NUDGE])
+    moved = _rooted(_missed((parameters[:, None] + nudges)[:, :, None], form, table))
+    slopes = (moved[:, 1:] - moved[:, :1]) / NUDGE
+    step, compute = slopes.transpose(0, 2, 1)
+    return np.concatenate([step, compute[table.known], prior[1]])
 
 
 def _costs(draws: Any, form: Form, table: _Table, prior: tuple[Any, Any]) -> Any:
     """The squares of `_residuals`, added up, for many sets of parameters at once: one per row."""
-    columns = draws.T[:, :, None]
-    step, compute = _log_times(columns, form, table.nodes, table.replicas, table.batch)
-    missed = (compute - np.log(table.compute))[:, table.known]
+    step, compute = _rooted(_missed(draws.T[:, :, None], form, table))
     centre, pull = prior
-    squares = np.sum((step - np.log(table.step)) ** 2, axis=1) + np.sum(missed**2, axis=1)
-    return squares / NOISE**2 + np.sum(((draws - centre) @ pull.T) ** 2, axis=1)
+    squares = np.sum(step**2, axis=1) + np.sum(compute[:, table.known] ** 2, axis=1)
+    return squares + np.sum(((draws - centre) @ pull.T) ** 2, axis=1)
+
+
+def _missed(parameters: Any, form: Form, table: _Table) -> Any:
+    """By how many deviations step and compute times are missed."""
+    step, compute = _log_times(parameters, form, table.nodes, table.replicas, table.batch)
+    return np.stack([step - table.log_step, compute - table.log_compute]) / NOISE
+
+
+def _rooted(missed: Any) -> Any:
+    """The root of each loss: the deviation itself near the fit, its root far away (Charbonnier, pseudo-Huber).
+
+    The squares that are minimised then grow as the deviations of outliers do, and not as their squares.
+    """
+    return missed * np.sqrt(2 / (1 + np.sqrt(1 + (missed / OUTLIER) ** 2)))
 
 
 def _prior(form: Form, table: _Table, similar: RingModel | None) -> tuple[Any, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from dlrover.planning.allreduce import RingModel
+from dlrover.spec.batches import Batches
 
 CANDIDATES = 40
 """Batch sizes that are tried between the smallest and the largest one, in equal ratios."""
@@ -27,6 +28,13 @@ class GradientNoise:
     """Variance of the gradient of a batch of ``reference`` samples."""
     reference: int
     """Samples."""
+
+    @classmethod
+    def of(cls, batches: Batches | None) -> GradientNoise | None:
+        """What a job has measured, by its smallest batch; None: nothing."""
+        if batches is None or not (batches.square > 0 and batches.variance > 0):
+            return None
+        return cls(batches.square, batches.variance / batches.least, batches.least)
 
     def efficiency(self, batch: Any) -> Any:
         """Progress per sample with a batch, relative to that with the reference batch; 1 at that one.

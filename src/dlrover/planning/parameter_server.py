@@ -30,7 +30,7 @@ from scipy.optimize import nnls
 from scipy.special import stdtrit
 
 from dlrover.errors import ConfigurationError
-from dlrover.planning.throughput import Prediction, interval
+from dlrover.planning.throughput import NOISE, OUTLIER, WORST, Prediction, interval
 
 Form = Literal["dlrover-rm", "optimus-async", "optimus-sync", "queue"]
 
@@ -38,7 +38,11 @@ LEAST_NOISE = 0.01
 """Relative: no fit is believed to be better than this."""
 PRIOR_NOISE, PRIOR_WEIGHT = 0.05, 2.0
 """The noise that is assumed before there are samples, and how many samples that counts for."""
+PASSES = 12
+"""Times that a fit is linearised anew, and samples weighed by how far it has missed them (pseudo-Huber loss)."""
 COLLINEAR = 1 - 1e-9
+SHORTEST = 0.1
+"""Share of the shortest measured step that no step is shorter than."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +91,16 @@ class ServerModel:
         self, workers: Any, servers: Any, worker_cpu: Any, server_cpu: Any, batch: Any
     ) -> Any:
         """Samples per second, for numbers or arrays that go together."""
-        rows = _columns(self.form, workers, servers, worker_cpu, server_cpu, batch)
-        return batch * workers / (rows @ self.coefficients)
+        return (
+            batch
+            * workers
+            / self._times(_columns(self.form, workers, servers, worker_cpu, server_cpu, batch))
+        )
+
+    def _times(self, rows: Any) -> Any:
+        """Seconds of a step: terms that are all zero where nothing was measured make no step of no time."""
+        shortest = min(s.shape.batch * s.shape.workers / s.throughput for s in self.samples)
+        return np.maximum(rows @ self.coefficients, SHORTEST * shortest)
 
     def spread_of(
         self, workers: Any, servers: Any, worker_cpu: Any, server_cpu: Any, batch: Any
@@ -96,7 +108,7 @@ class ServerModel:
         """Relative standard deviation of the predicted mean, for numbers or arrays that go together."""
         rows = _columns(self.form, workers, servers, worker_cpu, server_cpu, batch)
         variance = np.sum((rows @ self.covariance) * rows, axis=-1)
-        return np.sqrt(np.maximum(variance, 0.0)) / (rows @ self.coefficients)
+        return np.sqrt(np.maximum(variance, 0.0)) / self._times(rows)
 
     def predict(self, shape: ServerShape, confidence: float = 0.9) -> Prediction:
         """The throughput of a shape, with an interval that holds ``confidence`` of the measurements."""
@@ -116,7 +128,7 @@ class ServerModel:
 
 
 def fit_servers(samples: Sequence[ServerSample], form: Form = "dlrover-rm") -> ServerModel:
-    """Fit by least squares of the relative error, with coefficients that are not negative.
+    """Fit the logarithms of step times, with coefficients that are not negative; outliers count far less than squares.
 
     A column that is a multiple of an earlier one in all samples is left out, but its uncertainty is
     kept: a plan that would tell the two apart gets a wide interval.
@@ -133,11 +145,17 @@ def fit_servers(samples: Sequence[ServerSample], form: Form = "dlrover-rm") -> S
             )
     rows = _rows(form, [sample.shape for sample in samples])
     times = np.array([s.shape.batch * s.shape.workers / s.throughput for s in samples])
-    relative = rows / times[:, None]
+    relative, target, weights = rows / times[:, None], np.ones(len(times)), np.ones(len(times))
     kept = _independent(relative)
     coefficients = np.zeros(rows.shape[1])
-    coefficients[kept] = nnls(relative[:, kept], np.ones(len(times)))[0]
-    left = 1 - relative @ coefficients
+    for _ in range(PASSES):
+        roots = np.sqrt(weights)
+        coefficients[kept] = nnls(relative[:, kept] * roots[:, None], target * roots)[0]
+        fitted = np.maximum(rows @ coefficients, SHORTEST * times.min())
+        left = np.log(times / fitted)
+        relative, target = rows / fitted[:, None], 1 + left
+        weights = 1 / np.sqrt(1 + (left / (NOISE * OUTLIER)) ** 2)
+    left = np.clip(left, -WORST * NOISE, WORST * NOISE)
     active = int(np.count_nonzero(coefficients))
     freedom = max(len(times) - active, 0) + PRIOR_WEIGHT
     noise = math.sqrt((float(left @ left) + PRIOR_WEIGHT * PRIOR_NOISE**2) / freedom)
@@ -146,7 +164,7 @@ def fit_servers(samples: Sequence[ServerSample], form: Form = "dlrover-rm") -> S
     usual = np.where(
         usual > 0, usual, np.median(relative[:, 0])
     )  # no sample has it: like a constant
-    precision = relative.T @ relative / noise**2 + np.diag(usual**2.0)
+    precision = (relative.T * weights) @ relative / noise**2 + np.diag(usual**2.0)
     covariance = np.linalg.inv(precision)
     return ServerModel(form, coefficients, covariance, noise, freedom, tuple(samples))
 

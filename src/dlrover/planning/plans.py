@@ -192,23 +192,24 @@ def sample_ring(
     """The size to measure next, where the model knows least for the cost; None if it knows enough."""
     want, here = terms or Terms(), model.predict(current)
     most = want.region.factor * _ring_cost(space, want, current)
+    near = _ring_shapes(model, space, current, want)
+    found = {shape: model.predict(shape) for shape in near if shape != current}
     shapes = [
         shape
-        for shape in _ring_shapes(model, space, current, want)
-        if shape != current
-        and model.predict(shape).spread > UNSURE
-        and model.predict(shape).throughput >= (1 - SLOWER) * here.throughput
+        for shape, prediction in found.items()
+        if prediction.spread > UNSURE
+        and prediction.throughput >= (1 - SLOWER) * here.throughput
         and _ring_cost(space, want, shape) <= most
     ]
     if not shapes:
         return None
     target = next_sample(
-        model.predict,
+        found.__getitem__,
         shapes,
         cost=lambda s: _ring_cost(space, want, s) ** want.choice.weight,
     )
     cost = _ring_cost(space, want, target)
-    effect = model.predict(target).effect(before=here.throughput, cost=cost)
+    effect = found[target].effect(before=here.throughput, cost=cost)
     reason = f"{_changes(_RING_AXES, current, target)}: {_LEARN}"
     return Plan(groups=_ring_groups(space, target), reason=reason, effect=effect)
 

@@ -13,6 +13,13 @@ from typing import Protocol, TypeVar
 from dlrover.errors import ConfigurationError
 from dlrover.spec.plan import Effect
 
+NOISE = 0.1
+"""Relative noise of a step time that fits assume: one deviation."""
+OUTLIER = 1.0
+"""Deviations beyond which a sample is rather an outlier than noise."""
+WORST = 3.0
+"""Deviations that an outlier counts for in the noise, at most."""
+
 
 @dataclass(frozen=True)
 class Prediction:

@@ -12,6 +12,8 @@ SIMILAR = 5
 """Past jobs that a first plan is made from."""
 KEPT = 0.5
 """What each more similar job leaves of the mean of the less similar ones."""
+FIRST_SECONDS = 600.0
+"""How long a job of which nothing is known is expected to run on its smallest size at least."""
 LEAST_SIMILARITY = 0.5
 """Jobs less similar than this are no guide."""
 

@@ -11,8 +11,15 @@ from dlrover.errors import ConfigurationError
 from dlrover.rpc.messages import ScaleReply
 from dlrover.spec.node import FoundNode, LaunchNode, NodeSize
 
-OnExit = Callable[[int, str], None]
-"""Called with a node's id and, in words, how its agent ended."""
+
+class OnExit(Protocol):
+    """Called with a node's id and, in words, how its agent ended."""
+
+    def __call__(
+        self, node_id: int, reason: str, /, *, exit_code: int = 0, refused: bool = False
+    ) -> None:
+        """``exit_code``: the agent's, if it is known; ``refused``: there can be no such node at all."""
+
 
 OnWait = Callable[[int, str], None]
 """Called with a node's id and, in words, what keeps it from starting; empty: nothing any more."""
@@ -30,8 +37,8 @@ class Progress(NamedTuple):
     steps: int
     """Optimizer steps of all rounds, repeated ones included."""
     restarts: int
-    goodput: float
-    """Productive seconds of all seconds, 0 to 1."""
+    goodput: float | None
+    """Productive seconds of all seconds, 0 to 1; None before the first step."""
     seconds_left: float | None = None
     """Until the training has made all its steps; None while that is not known."""
 

@@ -93,5 +93,13 @@ class Connection:
         failed = code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
         raise InfrastructureError(
             f"{server} {'failed' if failed else 'cannot be reached'}: "
-            f"{(details or code.name).rstrip('.')}."
+            f"{_reason(details or code.name).rstrip('.')}."
         ) from error
+
+
+def _reason(details: str) -> str:
+    """What gRPC says of a failed connection without the addresses that it tried: ``Connection refused``."""
+    _, tried, last = details.partition("last error: ")
+    if "handshake failed" in last:
+        return last[last.index("handshake failed") :].removesuffix(": OK")
+    return last.rpartition(": ")[2] if tried else details

@@ -164,6 +164,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Optimizer steps of the current round."""
     total_steps: int
     """Optimizer steps of all rounds, repeated ones included."""
+    step: int = -1
+    """Number of the last step that was completed, -1 where the program does not report it."""
     waiting_for: str
     nodes: tuple[NodeState, ...]
     outcome: Outcome | None = None
@@ -178,7 +180,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     def processes(self) -> str:
         """The world's processes in words: ``4 workers``, ``4 workers and 2 servers``."""
         workers = Size(self.world_size - self.servers, self.servers)
-        return workers.sentence_part() if self.servers else f"{self.world_size} workers"
+        if self.servers:
+            return workers.sentence_part()
+        return f"{self.world_size} worker{'' if self.world_size == 1 else 's'}"
 
 
 class StacksRequest(msgspec.Struct, frozen=True):

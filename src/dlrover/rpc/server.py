@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import contextvars
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import grpc
@@ -21,11 +22,21 @@ Unary = Callable[[Any], Awaitable[msgspec.Struct]]
 ServerStream = Callable[[Any], AsyncIterator[msgspec.Struct]]
 Stream = Callable[[AsyncIterator[Any]], AsyncIterator[msgspec.Struct]]
 
+caller: contextvars.ContextVar[str] = contextvars.ContextVar("caller", default="")
+"""Whose token the call that is served has shown; empty: the server's own."""
+
 
 class Server:
     """Serves typed methods to callers that know the token. Register methods, then `start`.
 
     A caller whose message cannot be read, or for whom a method raises a `DLRoverError`, is told why.
+
+    Args:
+        token: The server's own.
+        tls: For its connections.
+        service: Its name on the wire.
+        program: Its name in errors.
+        callers: More tokens, by the name that `caller` then has.
     """
 
     def __init__(
@@ -34,9 +45,12 @@ class Server:
         tls: wire.Tls | None = None,
         service: str = wire.SERVICE,
         program: str = "master",
+        callers: Mapping[str, str] | None = None,
     ) -> None:
         self._service, self._program = service, program
-        self._token = wire.checked_token(token)
+        self._tokens = {
+            name: wire.checked_token(one) for name, one in {**(callers or {}), "": token}.items()
+        }
         self._credentials = tls.server_credentials() if tls else None
         self._methods: dict[str, grpc.RpcMethodHandler] = {}
         self._server: grpc.aio.Server | None = None
@@ -119,9 +133,14 @@ class Server:
             await self._server.stop(grace)
 
     def _knows_token(self, context: grpc.aio.ServicerContext) -> bool:
+        """Whether the caller shows a token; each is compared in full, so that the time says nothing of them."""
         for key, value in context.invocation_metadata() or ():
             if key == wire.TOKEN_KEY:
-                return wire.token_matches(value, self._token)
+                found = [
+                    name for name, one in self._tokens.items() if wire.token_matches(value, one)
+                ]
+                caller.set(found[0] if found else "")
+                return bool(found)
         return False
 
 

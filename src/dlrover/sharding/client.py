@@ -43,6 +43,10 @@ POLL = 0.2
 """Seconds between two questions whether others have finished."""
 FIRST_LOOK = 0.02
 """Seconds after which the speed of the training is first measured; later ones are `POLL` apart."""
+RENEWALS = 4
+"""Times that a worker reports within the timeout of its shards, at least."""
+RENEWAL_WAIT = 30.0
+"""Seconds that a checkpoint waits for a report when the last one is older than the timeout."""
 RETRY_DELAYS = (0.05, 0.1, 0.2, 0.5, 1.0)
 """Seconds between attempts to reach the master; the last one is repeated."""
 TELL_AFTER = 10.0
@@ -72,18 +76,19 @@ class ShardClient:
         self._changed = threading.Condition()
         # ---- all below are guarded by _changed
         self._mine = Spans()
-        self._ready: deque[Span] = deque()
+        self._ready, self._lent = deque[Span](), deque[Span]()
+        """What is to be taken, and what was taken and is not claimed yet."""
         self._ahead = 0
         self._fewest = FEWEST
         self._done = Spans()
         self._failed: list[Failed] = []
-        self._lane = 0
+        self._between = False  # two loops: it reads nothing of its epoch any more
         self._exhausted = self._complete = self._closing = self._patient = False
-        self._starving = False
+        self._starving = self._resting = self._others_starve = False
         self._error: Exception | None = None
         self._away_since: float | None = None
         self._count = 0
-        self._rate = 0.0
+        self._rate = self._moved_at = 0.0
         self.set_aside = 0
         """Samples that this worker was the last to try."""
         self._unread = 0  # dealt, and not yet with the training
@@ -96,13 +101,13 @@ class ShardClient:
         self._seq = 0
         self._asked_at = time.monotonic()
         self._counted = (self._asked_at, 0)
+        self._renewed = _now()
         opened = self._insist(OpenShards(spec, self._name, incarnation, base))
         if self._error is not None:
             raise self._error
-        self.first_lane = opened.lane
+        self.first_lane = self._lane = opened.lane
         self.spec = self._spec = opened.spec or spec
         """The data set; of a stream, as the first worker has found it."""
-        self._heard = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="dlrover-shards", daemon=True)
         self._thread.start()
 
@@ -119,6 +124,8 @@ class ShardClient:
     def take(self, *, patient: bool = False, idle: float | None = None) -> list[Span]:
         """The next samples, `AT_ONCE` if there are as many; none when nothing of the epoch is left to take.
 
+        They are to be claimed in their order, and those that are not to be left by `leave_unclaimed`.
+
         Args:
             patient: wait until others have done what they have taken, for it may come back.
             idle: seconds without samples after which a stream has ended for this worker.
@@ -130,7 +137,7 @@ class ShardClient:
         began = time.monotonic()
         told = began + TELL_AFTER
         with self._changed:
-            self._patient = patient
+            self._patient, self._resting, self._between = patient, False, False
             while True:
                 if self._error is not None:
                     raise self._error
@@ -139,6 +146,7 @@ class ShardClient:
                 over = self._complete if patient else self._exhausted
                 quiet = idle is not None and time.monotonic() - began > idle
                 if over and (self._ended or quiet) and not self._failed:
+                    self._between = self._spec.size >= 0
                     return []
                 self._starving = True
                 self._changed.notify_all()
@@ -159,10 +167,39 @@ class ShardClient:
                 span = Span(span.lane, span.start, middle)
             spans.append(span)
             room -= span.stop - span.start
-        self._ahead -= sum(span.stop - span.start for span in spans)
+        self._ahead -= _size(spans)
+        self._lent.extend(spans)
+        self._moved_at = time.monotonic()
         if self._short():
             self._changed.notify_all()
         return spans
+
+    def claim(self, span: Span) -> bool:
+        """Read the next of what was taken; False: it is with another worker by now, which had nothing to read."""
+        with self._changed:
+            first = self._lent[0] if self._lent else None
+            if first is None or (first.lane, first.start) != (span.lane, span.start):
+                return False
+            if first.stop < span.stop:
+                return False
+            self._lent.popleft()
+            if span.stop < first.stop:
+                self._lent.appendleft(Span(span.lane, span.stop, first.stop))
+            self._moved_at = time.monotonic()
+            return True
+
+    def leave_unclaimed(self) -> None:
+        """What was taken and not claimed is taken again next."""
+        with self._changed:
+            self._ahead += _size(self._lent)
+            self._ready.extendleft(reversed(self._lent))
+            self._lent.clear()
+
+    def rest(self) -> None:
+        """The training wants nothing more until it takes again: what it has not claimed is for others."""
+        with self._changed:
+            self._resting = True
+            self._changed.notify_all()
 
     def _why(self) -> str:
         if self._away_since is not None:
@@ -232,25 +269,30 @@ class ShardClient:
         with self._changed:
             self._failed.append(failed)
             self._unread -= 1
-            self._exhausted = self._complete = False
+            self._exhausted = self._complete = self._between = False
             self._changed.notify_all()
 
     def mine(self) -> bytes:
         """What this worker has handed to the training, packed.
 
         Raises:
-            InfrastructureError: its shards may have been dealt to others: it was cut off for too long.
+            InfrastructureError: its shards were dealt to others, or may have been: it was cut off for too long.
         """
         with self._changed:
+            # Who was stopped, or had a stopped master, learns from its next report whether it still has them.
+            self._changed.wait_for(lambda: self._error or self._silent() < 1, RENEWAL_WAIT)
             if self._error is not None:
                 raise self._error
-            silent = time.monotonic() - self._heard
-            if silent > self._spec.timeout:
+            if self._silent() > 1:
                 raise InfrastructureError(
-                    f"The master was not reached for {silent:.0f} s; the shards of {self._spec.name} that this"
-                    " worker has may belong to others by now."
+                    f"The master was not reached for {_now() - self._renewed:.0f} s; the shards of"
+                    f" {self._spec.name} that this worker has may belong to others by now."
                 )
             return self._mine.packed()
+
+    def _silent(self) -> float:
+        """How much of the timeout has passed since the last report that was answered was first sent."""
+        return (_now() - self._renewed) / self._spec.timeout
 
     def close(self) -> None:
         """Report what is done, give back the rest, and end."""
@@ -263,9 +305,10 @@ class ShardClient:
     # ---- the thread
 
     def _run(self) -> None:
+        pause = min(REPORT_INTERVAL, self._spec.timeout / (2 * RENEWALS))
         while True:
             with self._changed:
-                self._changed.wait_for(self._due, REPORT_INTERVAL)
+                self._changed.wait_for(self._due, pause)
                 closing = self._closing
                 grown = self._extension()
                 asks = grown is None and (closing or self._wanted())
@@ -273,7 +316,8 @@ class ShardClient:
             if grown is not None:
                 self._note_extended(grown, self._insist(grown))
             elif request is not None:
-                self._take_in(request, self._insist(request))
+                sent = _now()
+                self._take_in(request, self._insist(request), sent)
             if closing:
                 self._dealer.ask(ForgetWorker(self._name))
                 return
@@ -281,10 +325,13 @@ class ShardClient:
                 return
 
     def _due(self) -> bool:
-        return self._closing or bool(self._failed) or bool(self._grown) or self._short()
+        leaves = self._resting and bool(self._ready)
+        return self._closing or bool(self._failed) or bool(self._grown) or leaves or self._short()
 
     def _short(self) -> bool:
         """Whether more samples are to be fetched."""
+        if self._resting:
+            return False
         if self._exhausted or (self._unread > self._enough and not self._starving):
             return False
         return self._ahead < self._target() / 2
@@ -294,12 +341,10 @@ class ShardClient:
 
     def _wanted(self) -> bool:
         """Whether it is time to ask, or to be heard of."""
-        others = self._patient or self._spec.size < 0  # what they have taken may come back
-        waiting = others and self._exhausted and not self._complete and not self._ready
-        return self._due() or waiting or bool(self._done) or self._silent_long()
-
-    def _silent_long(self) -> bool:
-        return time.monotonic() - self._heard > self._spec.timeout / 4
+        # What others have taken may come back; who takes from a stream may have what others wait for.
+        waiting = (self._patient and self._exhausted) or self._spec.size < 0
+        waiting = waiting and not self._complete
+        return self._due() or waiting or bool(self._done) or self._silent() * RENEWALS > 1
 
     def _extension(self) -> ExtendShards | None:
         """Tell how far the stream has grown, if it has."""
@@ -329,8 +374,15 @@ class ShardClient:
             rate = (self._count - count) / (now - since)
             self._rate = rate if not self._rate else self._rate + _SMOOTHING * (rate - self._rate)
             self._counted = (now, self._count)
+        # In a step that waits for a worker without samples, while what is left of them may be here.
+        still = not self._starving and now - self._moved_at > REPORT_INTERVAL
+        stuck = still and self._others_starve
+        returned = self._leave_to_others(stuck)
         wanted = self._target() - self._ahead
-        want = 0 if self._closing else max(int(self._starving), -(-int(wanted) // self._spec.shard))
+        want = max(int(self._starving), -(-int(wanted) // self._spec.shard))
+        ends = self._exhausted and not self._patient and self._spec.size >= 0
+        if self._closing or self._resting or stuck or ends:
+            want = 0  # a loop that ends must not leave to the next one what others give back now
         done = list(self._done)
         self._done = Spans(done[MAX_SPANS:])
         failed, self._failed = self._failed[:MAX_WANT], self._failed[MAX_WANT:]
@@ -341,18 +393,42 @@ class ShardClient:
             self._name,
             self._incarnation,
             self._seq,
-            self._lane,
+            self._lane + self._between,
             min(want, MAX_WANT),
             tuple(done[:MAX_SPANS]),
             tuple(failed),
             self._starving,
             gap,
+            returned,
         )
 
-    def _take_in(self, request: TakeShards, reply: ShardReply) -> None:
+    def _leave_to_others(self, stuck: bool) -> tuple[Span, ...]:
+        """Give up what was not claimed: all while the training rests, half where it is stuck.
+
+        The other half is for the next step, which needs some here, too.
+        """
+        left = _size(self._lent) + _size(self._ready)
+        if not self._resting:
+            left = -(-left // 2) if stuck else 0
+        surplus: list[Span] = []
+        while left > 0 and len(surplus) < MAX_SPANS:
+            unclaimed = self._ready or self._lent
+            last = unclaimed.pop()
+            middle = max(last.start, last.stop - left)
+            if last.start < middle:
+                unclaimed.append(Span(last.lane, last.start, middle))
+            size = last.stop - middle
+            left -= size
+            self._unread -= size
+            self._ahead -= size if unclaimed is self._ready else 0
+            surplus.append(Span(last.lane, middle, last.stop))
+        return tuple(surplus)
+
+    def _take_in(self, request: TakeShards, reply: ShardReply, sent: float) -> None:
         with self._changed:
-            self._heard = time.monotonic()
-            got = sum(span.stop - span.start for span in reply.spans)
+            if not (reply.away or reply.refused):
+                self._renewed = sent
+            got = _size(reply.spans)
             self._ready.extend(reply.spans)
             self._ahead += got
             self._unread += got
@@ -366,6 +442,7 @@ class ShardClient:
                 self._enough = math.inf if as_wanted else self._unread / 4
             if request.lane == self._lane and not self._failed and not reply.refused:
                 self._exhausted, self._complete = reply.exhausted, reply.complete
+            self._others_starve = reply.others_starve
             for aside in reply.aside:
                 self._note_aside(aside.span, aside.error)
             self._changed.notify_all()
@@ -403,3 +480,12 @@ class ShardClient:
                 self._error = InfrastructureError(reply.refused)
                 self._changed.notify_all()
         return reply
+
+
+def _now() -> float:
+    """Seconds, also those in which the machine was suspended: the master's clock went on meanwhile."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _size(spans: Iterable[Span]) -> int:
+    return sum(span.stop - span.start for span in spans)

@@ -22,8 +22,8 @@ from dlrover.spec.shards import (
     DataSpec,
     ExtendShards,
     Failed,
-    ForgetWorker,
     Incarnation,
+    LookShards,
     OpenShards,
     SetAside,
     ShardReply,
@@ -35,6 +35,8 @@ from dlrover.spec.shards import (
 TAIL = 2
 """One of several workers has one part in ``TAIL`` times their number of what is left, at most: so all end at the
 same time."""
+QUIET = 2
+"""Workers report four times within a timeout; where none has for half of it, it was not they who were silent."""
 FOUND = ("begins", "limits", "shard")
 """What workers find in a broker, each at another moment."""
 MAX_ASIDE = 1000
@@ -64,8 +66,12 @@ class Worker:
     heard: float
     #: what it has taken and not done; part of its lanes' ``taken``
     held: Spans = field(default_factory=Spans)
+    #: the epoch that it reads, or will read next
+    lane: int = 0
     #: of its last `TakeShards`; -1 before the first
     seq: int = -1
+    #: it waits, and got nothing
+    starves: bool = False
     reply: ShardReply = field(default_factory=ShardReply)
 
 
@@ -90,6 +96,8 @@ class ShardQueue:
     deadly: list[SetAside] = field(default_factory=list)
     #: the epoch that this incarnation began in
     first_lane: int = 0
+    #: when the last request was handled
+    last: float = 0.0
     _next_lane: int = 0
     _out: list[Command] = field(default_factory=list)
 
@@ -107,16 +115,22 @@ class ShardQueue:
             ProtocolError: it contradicts what is known; nothing has changed.
         """
         self._out = []
+        if isinstance(event, LookShards):  # no journal has it: it changes nothing
+            self._look()
+            return self._out
+        if now - self.last > self.spec.timeout / QUIET:
+            self.forgive(now)
+        self.last = max(self.last, now)
         if isinstance(event, OpenShards):
             self._open(event, now)
         elif isinstance(event, TakeShards):
             self._take(event, now)
         elif isinstance(event, ExtendShards):
+            if event.incarnation != self.incarnation:
+                raise ProtocolError(_begun_anew(event.data))
             self._extend(event)
-        elif isinstance(event, ForgetWorker):
-            self._forget(event.worker)
         else:
-            self._look()
+            self._forget(event.worker)
         return self._out
 
     def _open(self, event: OpenShards, now: float) -> None:
@@ -131,7 +145,7 @@ class ShardQueue:
                 f"Worker {event.worker} has restored another checkpoint of the data set {self.spec.name} "
                 "than the first worker; all must restore the same step."
             )
-        self.workers.setdefault(event.worker, Worker(now)).heard = now
+        self.workers.setdefault(event.worker, Worker(now, lane=self.first_lane)).heard = now
         spec = self.spec if self.is_stream else None
         self._answer(ShardReply(lane=self.first_lane, spec=spec))
 
@@ -165,29 +179,42 @@ class ShardQueue:
         worker = self.workers.get(event.worker)
         if worker is None or event.incarnation != self.incarnation:
             raise ProtocolError(_stale(event.worker, event.data))
+        if event.seq < worker.seq:
+            raise ProtocolError(
+                f"Request {event.seq} of worker {event.worker} came after its request {worker.seq}: it is late,"
+                " and nobody waits for its answer."
+            )
         if event.seq == worker.seq:
+            worker.heard = now
             self._answer(worker.reply)
             return
         self._check(event, worker)
-        worker.heard, worker.seq = now, event.seq
+        worker.heard, worker.seq, worker.lane = now, event.seq, event.lane
         for span in event.done:
             worker.held.remove(span)
             self.lanes[span.lane].finish(span.start, span.stop)
         for failure in event.failed:
             self._fail(worker, failure)
+        for span in event.returned:
+            worker.held.remove(span)
+            self.lanes[span.lane].give_back(span.start, span.stop)
         if event.gap is not None and self.is_stream:
             self.lanes[event.gap.lane].leave_empty(event.gap.start, event.gap.stop)
         self._expire(now)
         spans = self._deal(worker, event)
+        worker.starves = event.starving and not spans
         aside = tuple(report.what for report in self._out if isinstance(report, Report))
-        worker.reply = msgspec.structs.replace(self._reply(event.lane, spans), aside=aside)
+        worker.reply = msgspec.structs.replace(
+            self._reply(event.lane, spans), aside=aside, others_starve=self._others_starve(worker)
+        )
         self._answer(worker.reply)
 
     def _check(self, event: TakeShards, worker: Worker) -> None:
         if event.gap is not None and event.gap.lane not in self.lanes:
             raise ProtocolError(f"The data set {event.data} has no lane {event.gap.lane}.")
         seen = Spans()
-        for span in (*event.done, *(failure.span for failure in event.failed)):
+        failed = (failure.span for failure in event.failed)
+        for span in (*event.done, *event.returned, *failed):
             if not worker.held.covers(span) or seen.meets(span):
                 raise ProtocolError(
                     f"Worker {event.worker} reports samples {span.start} to {span.stop} of lane {span.lane}"
@@ -266,7 +293,11 @@ class ShardQueue:
         self._answer(msgspec.structs.replace(reply, lane=lane, aside=tuple(self.aside)))
 
     def forgive(self, now: float) -> None:
-        """Whoever deals was away until ``now``: nobody was silent meanwhile."""
+        """Restart the silence timeouts: the dealer was away until ``now``, or stopped.
+
+        So it was if no worker was heard of for long, for each one reports more often than that.
+        """
+        self.last = now
         for worker in self.workers.values():
             worker.heard = max(worker.heard, now)
 
@@ -303,7 +334,15 @@ class ShardQueue:
             return [(first + number) % count for number in range(count)]
         if not self.spec.epochs or lane < self.spec.epochs:
             self._make_lane(lane)
-        return [n for n in sorted(self.lanes) if n <= lane and not self.lanes[n].exhausted]
+        return [n for n in self._readable(lane) if not self.lanes[n].exhausted]
+
+    def _readable(self, lane: int) -> list[int]:
+        """What a worker that reads an epoch may get: its own, and earlier ones that nobody reads any more.
+
+        What is given back of an epoch that somebody reads belongs to that loop.
+        """
+        earliest = min((worker.lane for worker in self.workers.values()), default=lane)
+        return [n for n in sorted(self.lanes) if n == lane or n < min(earliest, lane)]
 
     def _make_lane(self, number: int) -> Lane:
         for earlier in range(number + 1):
@@ -317,20 +356,26 @@ class ShardQueue:
             number += 1
         return number
 
+    def _others_starve(self, worker: Worker) -> bool:
+        """Whether somebody could do with what this worker has not read yet."""
+        others = (other for other in self.workers.values() if other is not worker)
+        return self.is_stream and any(other.starves for other in others)
+
     # ---- answers
 
     def _reply(self, lane: int, spans: tuple[Span, ...]) -> ShardReply:
         if self.is_stream:
-            of = list(self.lanes.values())
+            of = readable = list(self.lanes.values())
             done = sum(lane.done.count for lane in of)
             taken = sum(lane.taken.count for lane in of)
         else:
             of = [self.lanes[n] for n in sorted(self.lanes) if n <= lane]
+            readable = [self.lanes[n] for n in self._readable(lane)]
             last = self.lanes.get(lane)
             done = last.done.count if last else 0
             taken = last.taken.count if last else 0
-        exhausted = all(lane.exhausted for lane in of)
-        complete = exhausted and all(lane.complete for lane in of)
+        exhausted = all(lane.exhausted for lane in readable)
+        complete = all(lane.complete for lane in of)
         return ShardReply(
             spans=spans, lane=lane, exhausted=exhausted, complete=complete, done=done, taken=taken
         )
@@ -359,6 +404,10 @@ def _stale(worker: str, data: str) -> str:
         f"The shards of worker {worker} of the data set {data} were dealt to others: it was silent for too "
         "long, or the workers have begun anew."
     )
+
+
+def _begun_anew(data: str) -> str:
+    return f"The workers that read the data set {data} have begun anew; this one is of an earlier round."
 
 
 def _different(spec: DataSpec, first: DataSpec) -> str:

@@ -17,7 +17,7 @@ class Quota:
     """This worker's tickets: one for each sample that the training gets. They are all alike.
 
     Args:
-        name: of the stream's data set.
+        data: the stream's data set.
         most: samples that all workers together get, with those before.
         used: of these, what the checkpoint contains.
         dealer: whoever deals.
@@ -27,7 +27,7 @@ class Quota:
 
     def __init__(
         self,
-        name: str,
+        data: DataSpec,
         most: int,
         used: int,
         dealer: Dealer,
@@ -35,7 +35,10 @@ class Quota:
         incarnation: Incarnation,
     ) -> None:
         spec = DataSpec(
-            name=f"{name} (max_samples)", size=most, shard=max(1, min(SHARD, most // 1000))
+            name=f"{data.name} (max_samples)",
+            size=most,
+            shard=max(1, min(SHARD, most // 1000)),
+            timeout=data.timeout,
         )
         before = Spans([Span(0, 0, min(used, most))])
         self._client = ShardClient(spec, dealer, rank, incarnation, before.packed())
@@ -43,8 +46,6 @@ class Quota:
         """Tickets for the next samples."""
         self._drawn: deque[int] = deque()
         """Tickets for samples that are read, and not yet with the training."""
-        self.over = False
-        """Whether others have the tickets that are left, if there are any."""
 
     def ready(self, *, patient: bool) -> bool:
         """Whether there is a ticket for another sample; else the stream has ended for this worker.
@@ -53,9 +54,9 @@ class Quota:
         """
         if not self._ready:
             for span in self._client.take(patient=patient):
+                self._client.claim(span)
                 self._ready.extend(range(span.start, span.stop))
-        self.over = not self._ready
-        return not self.over
+        return bool(self._ready)
 
     def draw(self) -> None:
         """Use a ticket that is ready, for a sample that is there."""

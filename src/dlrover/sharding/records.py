@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby, islice
 from typing import Any, Generic, Protocol, TypeVar
@@ -175,8 +174,6 @@ class Records(Generic[Sample_co]):
         """The training has got all of the epoch that this worker gets."""
         if self._stream is None:
             self.epoch += 1
-        elif self._stream.leave_to_others():
-            self._client = None
 
     def until_end(self) -> Iterator[int]:
         """The epochs that are left, for ``for epoch in data.until_end(): for sample in data: ...``."""
@@ -220,40 +217,36 @@ class Records(Generic[Sample_co]):
         client.enter(self.epoch)
         idle = self._stream.stream.idle if self._stream is not None else None
         while self._goes_on() and (spans := client.take(patient=self._patient, idle=idle)):
-            left = deque(spans)  # what is not drawn yet
             try:
-                for parts in self._read(spans):
-                    for part in parts:
-                        if part.items and not self._goes_on():
-                            return
-                        left[0] = msgspec.structs.replace(left[0], start=part.span.stop)
-                        if part.items:
-                            if self._stream is not None:
-                                self._stream.draw()
-                            yield part
-                        else:
-                            client.consumed([part.span])
-                    left.popleft()
+                for part in self._read(spans):
+                    if part.items and not self._goes_on():
+                        break
+                    if not client.claim(part.span):
+                        break
+                    if part.items:
+                        if self._stream is not None:
+                            self._stream.draw()
+                        yield part
+                    else:
+                        client.consumed([part.span])
             finally:
-                client.put_back(left)
+                client.leave_unclaimed()
+        if self._stream is not None:
+            client.rest()
 
     def _goes_on(self) -> bool:
         """Whether a stream leaves another sample to this worker."""
-        stream, name = self._stream, self._spec.name
-        return stream is None or stream.goes_on(name, self._incarnation, patient=self._patient)
+        stream, spec = self._stream, self._spec
+        return stream is None or stream.goes_on(spec, self._incarnation, patient=self._patient)
 
-    def _read(self, spans: Sequence[Span]) -> Iterator[Iterator[Part]]:
-        """The samples of each span, in parts; those without any are empty positions of a stream."""
-        if self._stream is not None:
-            yield from map(self._messages, spans)
-        else:
-            for span, items in zip(spans, self._items(spans), strict=True):
-                yield iter((Part(span, items),))
-
-    def _messages(self, span: Span) -> Iterator[Part]:
-        assert self._stream is not None
-        for place, message in self._stream.read(span):
-            yield Part(place, () if message is None else (message,))
+    def _read(self, spans: Sequence[Span]) -> Iterator[Part]:
+        """The samples of some spans, in parts; those without any are empty positions of a stream."""
+        if self._stream is None:
+            yield from map(Part, spans, self._items(spans))
+            return
+        for span in spans:
+            for place, message in self._stream.read(span):
+                yield Part(place, () if message is None else (message,))
 
     def _items(self, spans: Sequence[Span]) -> Iterator[Sequence[int]]:
         """The records of some spans; those of spans that follow each other in a lane are found together."""
@@ -336,7 +329,7 @@ class Records(Generic[Sample_co]):
             world_size=world_size,
             epoch=self.epoch,
             base=self._base,
-            mine=mine if stream is None else stream.mine(mine),
+            mine=mine,
             begins=self._spec.begins,
             limits=self._spec.limits,
             samples_before=0 if stream is None else stream.samples_before,

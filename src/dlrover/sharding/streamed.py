@@ -28,8 +28,6 @@ class Streamed:
         self._client: ShardClient | None = None
         self._heads: Heads | None = None
         self._quota: Quota | None = None
-        self._left: list[bytes] = []
-        """What clients before this one have handed to the training."""
         self.samples_before = 0
         """Samples that the checkpoint contains."""
         self.samples = 0
@@ -42,7 +40,7 @@ class Streamed:
 
     def open(self, spec: DataSpec, base: bytes, incarnation: Incarnation) -> ShardClient:
         """A client, for which it is found out how far the stream is."""
-        self._dealer = dealer = self._dealer.another() if self._dealer else dealers.connect()
+        self._dealer = dealer = dealers.connect()
         found, ends = self._feed.found(spec, self._shard, Spans.unpacked(base))
         client = ShardClient(
             found, dealer, dealers.world()[0], incarnation, base, self.stream.ahead
@@ -62,14 +60,14 @@ class Streamed:
 
     # ---- the end after so many samples
 
-    def goes_on(self, name: str, incarnation: Incarnation, *, patient: bool) -> bool:
+    def goes_on(self, spec: DataSpec, incarnation: Incarnation, *, patient: bool) -> bool:
         """Whether ``max_samples`` leave this worker another one. To be asked before it waits for one."""
         most = self.stream.max_samples
         if most is None or self._dealer is None:  # it is asked again when the stream is open
             return True
         if self._quota is None:
             dealer, rank = self._dealer.another(), dealers.world()[0]
-            self._quota = Quota(name, most, self.samples_before, dealer, rank, incarnation)
+            self._quota = Quota(spec, most, self.samples_before, dealer, rank, incarnation)
         return self._quota.ready(patient=patient)
 
     def draw(self) -> None:
@@ -88,24 +86,11 @@ class Streamed:
         if self._quota is not None:
             self._quota.put_back(count)
 
-    def leave_to_others(self) -> bool:
-        """Give back what was taken if ``max_samples`` leave none to this worker: whether the client is closed."""
-        if self._client is None or self._quota is None or not self._quota.over:
-            return False
-        self._left.append(self._client.mine())
-        self._close_client()
-        return True
-
     # ---- checkpoints
-
-    def mine(self, of_client: bytes) -> bytes:
-        """What this worker has handed to the training, packed; ``of_client``: since it is open."""
-        parts = [Spans.unpacked(part) for part in (*self._left, of_client)]
-        return Spans(span for part in parts for span in part).packed() if self._left else of_client
 
     def restart(self, samples: int) -> None:
         """Begin again, with a checkpoint that contains so many samples."""
-        self._dealer, self._left = None, []
+        self._dealer = None
         self.samples_before, self.samples = samples, 0
 
     @property
@@ -124,12 +109,9 @@ class Streamed:
         if self._quota is not None:
             self._quota.close()
             self._quota = None
-        self._close_client()
-        self._feed.close()
-
-    def _close_client(self) -> None:
         if self._client is not None:
             self._client.close()
         if self._heads is not None:
             self._heads.join()
         self._client = self._heads = None
+        self._feed.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from dlrover.spec.activities import Activity
+from dlrover.spec.batches import Batches
 
 
 class WorkerActivity(msgspec.Struct, frozen=True, array_like=True):
@@ -33,6 +34,8 @@ class WorkerActivity(msgspec.Struct, frozen=True, array_like=True):
     """Bytes that its optimizer keeps beside them, after the first step."""
     left: int = -1
     """Optimizer steps that are left to the end of the training, -1 while that is not known."""
+    batches: Batches | None = None
+    """Which global batches it allows; None: it stays."""
 
 
 def mean(workers: tuple[WorkerActivity, ...]) -> tuple[float, ...]:

@@ -11,10 +11,13 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from dlrover.spec.batches import Batches
 from dlrover.spec.plan import Group, Plan
 
 Id: TypeAlias = Annotated[str, Meta(min_length=1, max_length=100, pattern=r"^[!-~]+$")]
 """Of a job, a node, a plan or a request: printable ASCII without blanks."""
+JobName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=100)]
+"""A job as a list shows it: the operator sees the tenant's name before the id."""
 Text: TypeAlias = Annotated[str, Meta(max_length=2000)]
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=1_000_000)]
 Amount: TypeAlias = Annotated[float, Meta(ge=0, le=1e18)]
@@ -92,6 +95,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """Samples per second of all workers."""
     compute_seconds: Positive | None = None
     """Of one pass without the exchange of gradients; None where nobody measured it."""
+    batches: Batches | None = None
+    """Which global batches the job allows; None: each worker's batch stays."""
     done: Amount = 0.0
     """Samples that the job has processed so far; 0 if that is not known."""
     at: Amount = 0.0
@@ -244,7 +249,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 class AskEffect(msgspec.Struct, frozen=True, kw_only=True):
     """What would a job do with other numbers of nodes?"""
 
-    job: Id
+    job: JobName
     workers: Count
     servers: Count | None = None
     """None: as many as it has."""
@@ -264,7 +269,7 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
 class AskSimilar(msgspec.Struct, frozen=True, kw_only=True):
     """What has the past job measured that is most like this one?"""
 
-    job: Id
+    job: JobName
 
 
 class Similar(msgspec.Struct, frozen=True, kw_only=True):
@@ -355,7 +360,7 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
 class Explain(msgspec.Struct, frozen=True):
     """Ask what is known of a job."""
 
-    job: Id
+    job: JobName
 
 
 class Story(msgspec.Struct, frozen=True, kw_only=True):

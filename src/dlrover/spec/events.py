@@ -13,6 +13,7 @@ from dlrover.spec.failure import Action, Failure, Verdict
 from dlrover.spec.plan import Effect
 from dlrover.spec.roles import SERVER, Size
 from dlrover.spec.speed import ScaleKind
+from dlrover.spec.words import counted
 
 
 class JobSubmitted(msgspec.Struct, frozen=True, tag="job_submitted"):
@@ -164,7 +165,8 @@ class RoundOpened(msgspec.Struct, frozen=True, tag="round_opened"):
 
     def sentence(self) -> str:
         """The event in words."""
-        return f"Round {self.round} opened ({self.reason}); {self.awaited} nodes are awaited."
+        verb = "is" if self.awaited == 1 else "are"
+        return f"Round {self.round} opened ({self.reason}); {counted(self.awaited, 'node')} {verb} awaited."
 
 
 class NodeCheckStarted(msgspec.Struct, frozen=True, tag="node_check_started"):
@@ -235,10 +237,10 @@ class RoundCompleted(msgspec.Struct, frozen=True, tag="round_completed"):
 
     def sentence(self) -> str:
         """The event in words."""
-        servers = f", {self.servers} server{'s' if self.servers > 1 else ''}" * bool(self.servers)
+        servers = f", {counted(self.servers, 'server')}" * bool(self.servers)
         return (
             f"Round {self.round} is complete after {self.seconds:.2f} s: "
-            f"{self.nodes} nodes, {self.world_size - self.servers} workers{servers}."
+            f"{counted(self.nodes, 'node')}, {counted(self.world_size - self.servers, 'worker')}{servers}."
         )
 
 
@@ -366,6 +368,20 @@ class Recovered(msgspec.Struct, frozen=True, tag="recovered"):
         return f"Training steps again, {self.seconds:.2f} s after the fault was seen."
 
 
+class StepsUndone(msgspec.Struct, frozen=True, tag="steps_undone"):
+    """A round began with a step before the one that the last round had reached."""
+
+    round: int
+    reached: int
+    first_step: int
+
+    def sentence(self) -> str:
+        """The event in words."""
+        again = self.reached - self.first_step
+        steps = "1 step is" if again == 1 else f"{again} steps are"
+        return f"Step {self.reached} -> {self.first_step}: {steps} done again."
+
+
 class NodeSucceeded(msgspec.Struct, frozen=True, tag="node_succeeded"):
     """All workers of a node ended with exit code 0."""
 
@@ -430,6 +446,8 @@ class PlanMade(msgspec.Struct, frozen=True, tag="plan_made"):
     servers: int = 0
     """Parameter servers that the job shall have; ``nodes`` are of role worker then."""
     servers_before: int = 0
+    batch: int = 0
+    """Samples of a step of all workers that the job shall have; 0: as many as it has."""
 
     def sentence(self) -> str:
         """The event in words."""
@@ -615,6 +633,7 @@ EventBody: TypeAlias = (
     | SlowRankRecovered
     | SamplesSetAside
     | Recovered
+    | StepsUndone
     | NodeSucceeded
     | FirstSize
     | MemoryGrows

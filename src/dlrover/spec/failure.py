@@ -32,6 +32,10 @@ def clip(text: str, limit: int = TEXT_LIMIT) -> str:
     return text[:head] + note + text[head + len(note) - limit :]
 
 
+OWN_ENDS = frozenset({"SystemExit", "os._exit", "os.abort", "os.kill", "signal.raise_signal"})
+"""What stands for the exception where a program ended its own process."""
+
+
 class FailureKind(str, enum.Enum):
     """How a worker ended."""
 
@@ -63,7 +67,10 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int | None = None
     signal: int | None = None
     exception: str = ""
-    """Qualified name of the exception's type, for instance ``ValueError``."""
+    """Qualified name of the exception's type, for instance ``ValueError``; one of `OWN_ENDS` where the program
+    ended itself, with the call in ``traceback``."""
+    asked_by: int = 0
+    """The signal from outside that the program handled shortly before; 0: there was none."""
     message: str = ""
     traceback: str = ""
     stderr_tail: str = ""
@@ -72,6 +79,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """The worker's standard error file on its node."""
     steps: int = 0
     """Optimizer steps that the process had completed."""
+    first_step: int = -1
+    """The number of the step that it began with, -1 where that is not known."""
     hostname: str = ""
     oom_killed: bool = False
     """The kernel's out-of-memory killer ended a process of this node's memory cgroup meanwhile."""

@@ -57,7 +57,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     exclusion_cooldown: float = 3600.0
     """How long a host is kept out of the job after one of its nodes was given up for its faults."""
     no_progress_restarts: int = 3
-    """Restarts in a row without a new step, or with the same failure at the same step, that end a job."""
+    """Restarts in a row without a new step, or with the same failure at the same step, that end a job. Three times as many end
+    it whose failure at the same step is the infrastructure's, or that do not come beyond the furthest step."""
     node_start_attempts: int = 3
     """How often a node's agent may end before it ever joined, until the job fails."""
     release_grace: float = 120.0
@@ -157,6 +158,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Servers that the job may have unless a user asks for more."""
     max_restarts: int = 0
     """Restarts allowed after failures of the user's program."""
+    earlier_restarts: int = 0
+    """Restarts that earlier masters have counted, of which the job has no journal any more."""
     shutdown_timeout: float = 30.0
     """Seconds that workers get between SIGTERM and SIGKILL."""
     node_check: bool = False
@@ -170,6 +173,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Find the best number of nodes between ``min_nodes`` and ``max_nodes`` while training."""
     first_size: str = ""
     """Why it starts with ``managed_nodes``, if the Brain has said so."""
+    one_host: bool = False
+    """The platform launches all nodes on one host: none of them can be kept out."""
     grows_memory: bool = False
     """The platform can launch a node with more memory than the job asked for."""
     most_memory_factor: float = 0.0

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
+from dlrover.errors import FormatError
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.launch import LaunchSpec
 from dlrover.spec.node import NodeSize
 from dlrover.spec.plan import Group
+
+T = TypeVar("T")
+
+FORMAT = 2
+"""Of the journal, the configurations and the events. It changes with the meaning or the shape of any record in them: a
+master never goes on with half of what an earlier version has written."""
 
 
 class JobDir:
@@ -122,8 +130,10 @@ class BrainSide(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MasterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a master process is started with."""
+    """What a master process is started with; read it with `decode`."""
 
+    format: int = FORMAT
+    """Of the job directory."""
     job: JobSpec
     host: str = "127.0.0.1"
     """The address to listen on."""
@@ -141,8 +151,10 @@ class MasterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an agent process is started with."""
+    """What an agent process is started with; read it with `decode`."""
 
+    format: int = FORMAT
+    """Of the job directory."""
     launch: LaunchSpec
     limits: Limits = Limits()
     master_address: str = ""
@@ -154,3 +166,37 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     accelerator: str = ""
     """What the program trains on, as ``--accelerator`` names it; empty: whatever the node has."""
     tls: TlsFiles = TlsFiles()
+
+
+class Header(msgspec.Struct, frozen=True):
+    """What the configuration of every version has."""
+
+    format: int = 1
+    """The first version wrote none."""
+    journal: str = "file:"
+    """As in `MasterConfig`."""
+
+
+def decode(path: Path, data: bytes, kind: type[T]) -> T:
+    """The configuration that the file ``path`` holds as ``data``.
+
+    Raises:
+        FormatError: another version of DLRover wrote it.
+        msgspec.DecodeError: it is damaged.
+    """
+    check_format(path, msgspec.json.decode(data, type=Header).format)
+    return msgspec.json.decode(data, type=kind)
+
+
+def check_format(path: Path, found: int) -> None:
+    """Refuse a file of another format.
+
+    Raises:
+        FormatError: ``found`` is not the format that this version reads.
+    """
+    if found != FORMAT:
+        raise FormatError(
+            f"{path} has format {found}, of another version of DLRover; this one reads format {FORMAT}. Finish "
+            "the job with the version that began it, or start a new job in another directory: this file stays "
+            "as it is."
+        )

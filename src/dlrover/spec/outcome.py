@@ -26,7 +26,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     """Wall time from the submission of the job to its end."""
     goodput: Goodput | None = None
-    """What the job's time went into, without the incidents; None where the master is elsewhere."""
+    """What the job's time went into; None where the master is elsewhere."""
     released: bool = False
     """Not the job ended but one node's part in it: the job goes on with fewer."""
     set_aside: tuple[str, ...] = ()

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import enum
+
 import msgspec
 
 from dlrover.spec.failure import Action, FailureKind, Origin
 
 OF_WORKERS = (FailureKind.EXCEPTION, FailureKind.EXIT, FailureKind.SIGNAL)
 """How a worker that was started can fail."""
+
+
+class OwnCode(str, enum.Enum):
+    """How the user's own files took part in a failure."""
+
+    ABSENT = "absent"
+    """Not at all, as far as is known."""
+    CALLS = "calls"
+    """A call from one of them led to it, or the exception has no traceback."""
+    RAISES = "raises"
+    """One of them raised the exception itself, left with the exit code, or sent itself the signal."""
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,6 +55,9 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     raised_in: str = ""
     """Regular expression, searched in the name of the file that raised the exception; the name is empty
     when the exception came up before the program's first line."""
+    own_code: OwnCode = OwnCode.ABSENT
+    """The least that the user's own files did: ``calls`` (one of them is in the traceback, or there is none) or
+    ``raises`` (the innermost line is theirs, and raises; or the program left with the exit code by itself)."""
     before_first_step: bool = False
     """No optimizer step was completed."""
     oom_killed: bool = False
@@ -53,6 +69,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The cheapest step that is enough to go on."""
     echo: bool = False
     """The failure may only follow from the end of another worker, or from being told to stop."""
+    general: bool = False
+    """The row only repeats how something ended: any other reading of the failure goes before it."""
     title: str
     """What happened to the rank, and after ``": "`` why: ``was ended by {signal}: it exceeded a limit``."""
     evidence: str = ""

@@ -103,7 +103,7 @@ class TakeShards(msgspec.Struct, frozen=True, array_like=True, tag="take"):
     incarnation: Incarnation
     seq: _Number
     lane: _Number = 0
-    """The epoch that it reads; it gets shards of earlier ones first. Streams: of no account."""
+    """The epoch that it reads, or will read next; it gets shards of earlier ones that nobody reads, first."""
     want: Annotated[int, msgspec.Meta(ge=0, le=MAX_WANT)] = 0
     """Shards, at most; it gets fewer when few are left."""
     done: _Spans = ()
@@ -112,6 +112,8 @@ class TakeShards(msgspec.Struct, frozen=True, array_like=True, tag="take"):
     """It waits, and needs one more whatever it has: perhaps to fill a batch."""
     gap: Span | None = None
     """Positions of a stream where nothing is, as it has found: they are dealt as one shard."""
+    returned: _Spans = ()
+    """What it has taken, and leaves to others."""
 
 
 class ExtendShards(msgspec.Struct, frozen=True, array_like=True, tag="extend"):
@@ -165,5 +167,7 @@ class ShardReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Why the request was refused; asking again would not help."""
     away: str = ""
     """Why nobody could be asked; ask again."""
+    others_starve: bool = False
+    """Nothing of the stream is left to take, and another worker waits for it."""
     spec: DataSpec | None = None
     """After opening a stream: what the first worker found of it, which stands for all."""

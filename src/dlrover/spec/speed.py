@@ -6,6 +6,7 @@ import enum
 
 import msgspec
 
+from dlrover.spec.batches import Batches
 from dlrover.spec.plan import Plan
 from dlrover.spec.roles import Size
 
@@ -26,6 +27,8 @@ class SpeedSample(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker takes without waiting for the others, the median; None where nobody measured it."""
     total_batch: int = 0
     """Samples of a step of all workers, where it is fixed; 0: each worker has a batch of its own size."""
+    batches: Batches | None = None
+    """Which global batches the program allows; None: it stays."""
     servers: int = 0
     """Nodes of role ps."""
     worker_cpu: float = 0.0
@@ -79,6 +82,8 @@ class ScaleKind(str, enum.Enum):
     """Hot servers move to nodes with more cores."""
     REBALANCE = "even load"
     """The parameters lie unevenly on the servers: the program divides them anew."""
+    BATCH = "another batch"
+    """Steps of other sizes make more progress in the same time."""
     RETURN = "roll back"
     """What was tried fell short."""
 
@@ -100,6 +105,8 @@ class ScaleDecision(msgspec.Struct, frozen=True, kw_only=True):
     kind: ScaleKind
     nodes: int
     servers: int = 0
+    batch: int = 0
+    """Samples of a step of all workers that the job shall have; 0: as many as it has."""
     plan: Plan
     plan_id: str = ""
     """The Brain's name for it, if it has made the plan. It weighs jobs against each other, so a job does not take

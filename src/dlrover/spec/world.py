@@ -16,6 +16,8 @@ class Offer(msgspec.Struct, frozen=True):
     """Address at which the other nodes reach this one."""
     store_port: int
     """A port that the node holds free for the world's store, should its first worker be rank 0."""
+    salt: str = ""
+    """Random: of the world's secrets, should its first worker be rank 0."""
 
 
 class World(msgspec.Struct, frozen=True):
@@ -35,6 +37,10 @@ class World(msgspec.Struct, frozen=True):
     store_port: int
     servers: int = 0
     """How many of the processes are parameter servers: those of the highest ranks. 0: the job has none."""
+    global_batch: int = 0
+    """Samples of a step of all workers that were chosen for the job; 0: as many as the program says."""
+    salt: str = ""
+    """What tells this world's secrets, which are made of the job's token, from another's."""
 
     @property
     def role(self) -> str:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from dlrover.errors import ExitCode
 from dlrover.master.autoscale import AutoScaler
+from dlrover.master.diagnosis_rules import built_in
 from dlrover.master.machine import inputs
 from dlrover.master.machine.activities import Activities
 from dlrover.master.machine.job import JobMachine
@@ -112,7 +113,7 @@ class Cluster:
         self._greeted: dict[str, Link] = {}
         self._watched: dict[str, int] = {}
         self._timer: float | None = None
-        self._submit(inputs.Submitted(job))
+        self._submit(inputs.Submitted(job, rules=built_in()))
         for _ in range(nodes):
             self.add_node()
 
@@ -342,7 +343,7 @@ class Cluster:
         self.epoch = 1
         launched = [n for n in self.alive.values() if n.launched_as >= 0]
         found = tuple(FoundNode(n.launched_as, n.node_rank, n.uid) for n in launched)
-        self._submit(inputs.Submitted(self._job, "", found, self._recorded))
+        self._submit(inputs.Submitted(self._job, "", found, self._recorded, built_in()))
         if over is not None:
             self._submit(inputs.StopRequested(over.reason, over.exit_code))
         self._watch_all()
@@ -443,7 +444,7 @@ class Cluster:
                         link.node_id, message.round, message.steps, message.workers
                     )
                 if self._activities.steps > self.machine.steps:
-                    self._submit(self._activities.progress())
+                    self._submit(self._activities.progress(self.machine.training()))
                 self._scaler.heard(link.node_id, message, self.time.now)
                 self._auto_scale()
         elif isinstance(message, messages.Join):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from dlrover.master.diagnosis import diagnose
+from dlrover.master.diagnosis_rules import table
 from dlrover.spec.failure import Failure, FailureKind, Origin, Verdict
 
 
@@ -55,7 +55,32 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def verdict(self) -> Verdict:
         """What the table of causes makes of it."""
-        return diagnose(self.failure())
+        return table().diagnose(self.failure())
+
+
+class Log(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a program, its launcher or its node has printed."""
+
+    id: str
+    text: str
+    cause: str
+    """``a|b`` means that either is right."""
+    origin: str
+    """The same."""
+
+    @property
+    def causes(self) -> list[str]:
+        """The causes that are right."""
+        return self.cause.split("|")
+
+    @property
+    def origins(self) -> list[Origin]:
+        """The origins that are right."""
+        return [Origin(origin) for origin in self.origin.split("|")]
+
+
+class _Logs(msgspec.Struct, frozen=True):
+    log: tuple[Log, ...]
 
 
 class _File(msgspec.Struct, frozen=True):
@@ -65,3 +90,8 @@ class _File(msgspec.Struct, frozen=True):
 def read(path: Path) -> tuple[Case, ...]:
     """The cases in a TOML file, a list named ``case``."""
     return msgspec.toml.decode(path.read_bytes(), type=_File).case
+
+
+def read_logs(path: Path) -> tuple[Log, ...]:
+    """The logs in a TOML file, a list named ``log``."""
+    return msgspec.toml.decode(path.read_bytes(), type=_Logs).log

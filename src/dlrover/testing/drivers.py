@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dlrover.master.diagnosis_rules import built_in
 from dlrover.master.machine import inputs
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.ledger import Ledger
@@ -29,7 +30,7 @@ class JobDriver:
         self.events: list[EventBody] = []
         """Everything that was emitted."""
         job = JobSpec(name="job", min_nodes=min_nodes, max_nodes=max_nodes, **spec)
-        self.submitted = self.give(inputs.Submitted(job, "/jobs/1"))
+        self.submitted = self.give(inputs.Submitted(job, "/jobs/1", rules=built_in()))
         """The commands that the submission led to."""
 
     @classmethod

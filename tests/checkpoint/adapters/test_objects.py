@@ -49,7 +49,7 @@ def there_and_back(state):
     """Through what a saver keeps: the skeleton in MessagePack."""
     packed = tree.flatten({"state": objects.encode(state)}).packed
     assert msgspec.msgpack.encode(packed)
-    return objects.decode(objects.encode(state))
+    return objects.decode(objects.encode(state), trusted=True)
 
 
 @pytest.mark.parametrize("key", ODD)
@@ -107,10 +107,10 @@ def test_what_cannot_be_pickled_is_named():
 @pytest.mark.slow
 def test_an_excerpt_reads_only_its_keys(directory):
     checkpointer = Checkpointer(directory)
-    assert objects.read(checkpointer, ("a",)) is None
+    assert objects.read(checkpointer, ("a",), trusted=True) is None
     state = {"a": torch.ones(3), "b": {"c": [torch.ones(2, 5), 7]}, "d": objects.encode({1, 2})}
     checkpointer.save(4, state)
-    record, found = objects.read(checkpointer, ("a",))
+    record, found = objects.read(checkpointer, ("a",), trusted=True)
     checkpointer.close()
     assert (record.step, record.source) == (4, "memory")
     assert torch.equal(found["a"], torch.ones(3))
@@ -119,3 +119,13 @@ def test_an_excerpt_reads_only_its_keys(directory):
     assert hollow.untyped_storage().nbytes() == 4
     assert number == 7
     assert found["d"] == {1, 2}
+
+
+def test_objects_are_read_only_if_they_are_trusted():
+    held = objects.encode({"odd": ODD["namespace"], "plain": [1, torch.ones(2)]})
+    with pytest.raises(ConfigurationError, match=r"pickled objects.*pass trusted=True"):
+        objects.decode(held, trusted=False)
+    assert objects.decode(held, trusted=True)["odd"] == ODD["namespace"]
+    assert objects.decode({"plain": held["plain"]}, trusted=False)["plain"][0] == 1
+    harmless = objects.pickled({"w": torch.ones(2), "step": 3}, ())
+    assert objects.unpickled(harmless, trusted=False)["step"] == 3

@@ -37,8 +37,8 @@ if plan["verb"] == "save":
     newest: set[int] = set()
     while len(newest) < plan["held"]:
         assert time.monotonic() < end, newest
-        held = checkpointer._client.look()
-        newest = {item.rank for item in held if item.step == plan["last"][rank]}
+        held = checkpointer._client.look().held
+        newest = {item.rank for item in held if item.save.step == plan["last"][rank]}
         time.sleep(0.02)
     say("saved")
     signal.pause()

@@ -232,6 +232,7 @@ def test_rendezvous_settings_are_torchs(torchrun, text):
 
 
 def test_rendezvous_settings():
+    assert options("--rdzv-conf", "'a=1,b=x=y'").rdzv_conf == {"a": "1", "b": "x=y"}
     assert options("--rdzv-conf", " a=1, b = x=y ").rdzv_conf == {"a": "1", "b": "x=y"}
     assert parse_endpoint("--x", "fe80::1:29500", 1) == Endpoint("fe80::1", 29500)
 

@@ -29,7 +29,10 @@ WORKERS = int(os.environ.get("LOADER_WORKERS", "0"))
 
 def main() -> None:
     dist.init_process_group("gloo")
-    data = ElasticDataset(range(SAMPLES), epochs=EPOCHS, shuffle=True, seed=7, shard=5)
+    timeout = float(os.environ.get("DATA_TIMEOUT", "1800"))
+    data = ElasticDataset(
+        range(SAMPLES), epochs=EPOCHS, shuffle=True, seed=7, shard=5, timeout=timeout
+    )
     state = {"counts": torch.zeros(SAMPLES), "step": 0, "data": data}
     with contextlib.closing(Checkpointer(OUT / "checkpoint", linger=30)) as checkpointer:
         record = checkpointer.load(state)

@@ -1,11 +1,9 @@
 """Training whose state is spread over the ranks and in memory only: ``scaled.py OUT STEPS STEP_TIME``.
 
-The sum of the state is the sum of the numbers of all steps, each counted `SIZE` times. Each node has a
-checkpoint saver of its own, as machines have. ``OUT/steps`` has a line for each step that was completed,
-``OUT/starts`` one for each start: world size, first step, where the state came from.
+The sum of the state is the sum of the numbers of all steps, each counted `SIZE` times. ``OUT/steps`` has a line
+for each step that was completed, ``OUT/starts`` one for each start: world size, first step, where the state came from.
 """
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -22,14 +20,10 @@ def main(out: Path, steps: int, step_time: float) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    own = out / f"node-{os.environ['GROUP_RANK']}"
-    (out / "steps-in-memory").mkdir(exist_ok=True)
-    if not own.exists():
-        own.symlink_to("steps-in-memory")
     part = torch.zeros(SIZE // world_size)
     at = rank * len(part)
     state = {"numbers": Shard(part, (SIZE,), (at,)), "step": 0}
-    checkpointer = Checkpointer(own, save_at_breakpoint=True, linger=1.0)
+    checkpointer = Checkpointer(out / "steps-in-memory", save_at_breakpoint=True, linger=1.0)
     record = checkpointer.load(state)
     if rank == 0:
         source = record.source if record else "nowhere"

@@ -76,9 +76,9 @@ class FlashAccelerator:
             return None
         self._accelerator.step = state["step"]
         for loader, saved in zip(self._accelerator._dataloaders, state["loaders"], strict=True):
-            _restore_loader(loader, objects.decode(saved))
+            _restore_loader(loader, objects.decode(saved, trusted=True))
         if state["rng"] is not None:  # as many ranks as have saved
-            self._random_states = objects.decode(state["rng"])
+            self._random_states = objects.decode(state["rng"], trusted=True)
             randomness.restore(self._random_states)
         return record
 

@@ -22,7 +22,12 @@ _MARK = b"This file is in a DLRover flash checkpoint.\n"  # where DeepSpeed expe
 
 
 def attach(
-    engine: Any, path: str | os.PathLike[str], keep: int = 3, storage_every: int = 1
+    engine: Any,
+    path: str | os.PathLike[str],
+    keep: int = 3,
+    storage_every: int = 1,
+    *,
+    trusted: bool = False,
 ) -> FlashCheckpointEngine:
     """Have ``engine.save_checkpoint`` and ``load_checkpoint`` use memory first. Collective.
 
@@ -33,6 +38,8 @@ def attach(
         path: the directory of the checkpoints; all ranks must see the same one.
         keep: how many stored steps to keep, the newest ones.
         storage_every: one of so many saves goes to storage too.
+        trusted: whether pickled objects may be read, of these checkpoints and of DeepSpeed's own files:
+            that runs whatever they say. Without it, loading such objects is an error.
 
     Raises:
         ConfigurationError: an argument is wrong, or the model is a pipeline.
@@ -42,7 +49,7 @@ def attach(
         raise ConfigurationError(f"storage_every is {storage_every}; it must be at least 1 save.")
     if isinstance(engine.module, PipelineModule):
         raise ConfigurationError("A PipelineModule is not supported.")
-    flash = FlashCheckpointEngine(engine, Checkpointer(path, keep=keep), storage_every)
+    flash = FlashCheckpointEngine(engine, Checkpointer(path, keep=keep), storage_every, trusted)
     flash.point_to_newest()
     engine.checkpoint_engine = flash
     engine.save_non_zero_checkpoint = True  # each rank saves what it will load
@@ -52,11 +59,14 @@ def attach(
 class FlashCheckpointEngine(CheckpointEngine):
     """The files of one tag are one step. `attach` makes it."""
 
-    def __init__(self, engine: Any, checkpointer: Checkpointer, storage_every: int) -> None:
+    def __init__(
+        self, engine: Any, checkpointer: Checkpointer, storage_every: int, trusted: bool
+    ) -> None:
         super().__init__()
         self.name = "FlashCheckpointEngine"
         self._engine, self._checkpointer = engine, checkpointer
         self._storage_every, self._saves = storage_every, 0
+        self._trusted = trusted
         self._folder = Path()
         self._files: dict[str, Any] = {}
         self._marks: list[Path] = []
@@ -92,8 +102,8 @@ class FlashCheckpointEngine(CheckpointEngine):
         """One file of the newest step, or one that DeepSpeed itself has written. Collective."""
         file, name = Path(path).absolute(), Path(path).name
         if not _is_mark(file):
-            return torch.load(path, map_location=map_location, weights_only=False)
-        found = objects.read(self._checkpointer, ("about", name))
+            return objects.load(path, path, map_location, trusted=self._trusted)
+        found = objects.read(self._checkpointer, ("about", name), trusted=self._trusted)
         newest = None if found is None else found[1]["about"]["folder"]
         if found is None or newest != str(file.parent):
             raise InfrastructureError(f"{path} is not held any more; the newest tag is {newest}.")
@@ -112,7 +122,7 @@ class FlashCheckpointEngine(CheckpointEngine):
 
     def point_to_newest(self) -> None:
         """Put the marks of the newest step in place, and its tag into ``latest``."""
-        found = objects.read(self._checkpointer, ("about",))
+        found = objects.read(self._checkpointer, ("about",), trusted=self._trusted)
         if found is None:
             return
         about = found[1]["about"]

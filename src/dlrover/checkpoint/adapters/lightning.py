@@ -107,7 +107,7 @@ class FlashCheckpointIO(TorchCheckpointIO):
             )
         if newest != wanted:
             logger.warning("%s is step %d; the newest one is %d", path, wanted, newest)
-        return objects.decode(found[1]["checkpoint"])
+        return objects.decode(found[1]["checkpoint"], trusted=True)
 
     def teardown(self) -> None:
         """Wait until all is durable.

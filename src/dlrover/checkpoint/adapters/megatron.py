@@ -59,12 +59,19 @@ class FlashSave(base.SaveShardedStrategy):
 
 
 class FlashLoad(base.LoadCommonStrategy, base.LoadShardedStrategy):
-    """Loads the newest step that was saved with `FlashSave`. It must be given as both strategies."""
+    """Loads the newest step that was saved with `FlashSave`. It must be given as both strategies.
+
+    Args:
+        checkpointer: what `FlashSave` was given.
+        trusted: whether pickled objects may be read, such as Megatron's arguments: that runs whatever they
+            say. Without it, loading such objects is an error.
+    """
 
     can_handle_sharded_objects = True
 
-    def __init__(self, checkpointer: Checkpointer) -> None:
+    def __init__(self, checkpointer: Checkpointer, *, trusted: bool = False) -> None:
         self._reading = Reading(checkpointer)
+        self._trusted = trusted
         self._saved: Saved | None = None
 
     @property
@@ -111,7 +118,7 @@ class FlashLoad(base.LoadCommonStrategy, base.LoadShardedStrategy):
             raise ConfigurationError(
                 f"{checkpoint_dir} is not held any more; the newest is {newest}."
             )
-        return objects.unpickled(saved.objects[_COMMON], "cpu")
+        return objects.unpickled(saved.objects[_COMMON], "cpu", trusted=self._trusted)
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
         """Fill the tensors of the sharded state. Collective.
@@ -123,7 +130,7 @@ class FlashLoad(base.LoadCommonStrategy, base.LoadShardedStrategy):
         if self._saved is None:
             raise ConfigurationError("FlashLoad must be the common_strategy too.")
         self._reading.take(lambda saved: states.wanted(saved, sharded_state_dict))
-        return states.filled(self._saved, sharded_state_dict)
+        return states.filled(self._saved, sharded_state_dict, trusted=self._trusted)
 
     load_sharded_objects = load
 

@@ -75,12 +75,12 @@ def _wanted(saved: Saved, item: Any) -> Wanted:
     return Wanted(item.key, Extent(whole, at, shape), data[tuple(map(slice, shape))])
 
 
-def filled(saved: Saved, state: Any) -> Any:
+def filled(saved: Saved, state: Any, *, trusted: bool) -> Any:
     """The state with tensors, which are loaded, and objects."""
 
     def fill(item: Any) -> Any:
         if isinstance(item, ShardedObject):
-            return objects.unpickled(saved.objects[item.unique_key])
+            return objects.unpickled(saved.objects[item.unique_key], trusted=trusted)
         return item.data
 
     return dict_list_map_outplace(fill, state)

@@ -1,8 +1,7 @@
 """Any state dict as one that a checkpoint can hold, and back.
 
-What is neither a tensor, a plain value nor a container of these becomes bytes, by ``torch.save``. They are
-read with ``torch.load(weights_only=False)``, which runs what the file says: a checkpoint directory is its
-user's own, and is to be trusted as much as the training script.
+What is neither a tensor, a plain value nor a container of these becomes bytes, by ``torch.save``. To read them
+with ``torch.load(weights_only=False)`` runs what the file says: that takes ``trusted=True``.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Portable:
 
     def load_state_dict(self, state: Any) -> None:
         """Give it back."""
-        self._owner.load_state_dict(decode(state))
+        self._owner.load_state_dict(decode(state, trusted=True))
 
 
 def encode(value: Any, path: layout.Path = ()) -> Any:
@@ -98,32 +97,66 @@ def pickled(value: Any, path: layout.Path) -> bytes:
     return buffer.getvalue()
 
 
-def unpickled(data: bytes, device: str | None = None) -> Any:
-    """What `pickled` was given; tensors come to where they were, or to the device."""
-    return torch.load(io.BytesIO(data), map_location=device, weights_only=False)
+def unpickled(data: bytes, device: str | None = None, *, trusted: bool) -> Any:
+    """What `pickled` was given; tensors come to where they were, or to the device.
+
+    Raises:
+        ConfigurationError: it holds objects, and is not trusted.
+    """
+    return load(io.BytesIO(data), "The checkpoint", device, trusted=trusted)
 
 
-def decode(value: Any) -> Any:
-    """What `encode` was given."""
+def load(source: Any, where: str, device: Any = None, *, trusted: bool) -> Any:
+    """What ``torch.save`` has written; objects of other classes than tensors and plain values only if trusted.
+
+    Raises:
+        ConfigurationError: it holds such objects, and is not trusted.
+    """
+    try:
+        return torch.load(source, map_location=device, weights_only=not trusted)
+    except pickle.UnpicklingError as error:
+        if trusted:
+            raise
+        raise ConfigurationError(
+            f"{where} holds pickled objects, and to read those runs whatever they say; pass trusted=True if"
+            " you trust whoever wrote it."
+        ) from error
+
+
+def decode(value: Any, *, trusted: bool) -> Any:
+    """What `encode` was given.
+
+    Raises:
+        ConfigurationError: it holds objects, and is not trusted.
+    """
     kind = type(value)
     if kind is list or kind is tuple:
-        return kind([decode(item) for item in value])
+        return kind([decode(item, trusted=trusted) for item in value])
     if kind is not dict:
         return value
-    return _meant(value) if TAG in value else {key: decode(item) for key, item in value.items()}
+    if TAG in value:
+        return _meant(value, trusted=trusted)
+    return {key: decode(item, trusted=trusted) for key, item in value.items()}
 
 
-def _meant(value: dict[str, Any]) -> Any:
+def _meant(value: dict[str, Any], *, trusted: bool) -> Any:
     """What a dict with a tag stands for."""
     meaning = value[TAG]
     if isinstance(meaning, bytes):
-        return unpickled(meaning)
+        return unpickled(meaning, trusted=trusted)
     if "pairs" in value:
-        return _KINDS[meaning]((decode(key), decode(item)) for key, item in value["pairs"])
-    return _KINDS[meaning](decode(value["items"]))
+        pairs = decode([tuple(pair) for pair in value["pairs"]], trusted=trusted)
+        return _KINDS[meaning](pairs)
+    return _KINDS[meaning](decode(value["items"], trusted=trusted))
 
 
-def read(checkpointer: Checkpointer, keys: Collection[str]) -> tuple[LoadRecord, State] | None:
-    """What `Checkpointer.read` gives, decoded. Collective."""
+def read(
+    checkpointer: Checkpointer, keys: Collection[str], *, trusted: bool
+) -> tuple[LoadRecord, State] | None:
+    """What `Checkpointer.read` gives, decoded. Collective.
+
+    Raises:
+        ConfigurationError: it holds objects, and is not trusted.
+    """
     found = checkpointer.read(keys)
-    return None if found is None else (found[0], decode(found[1]))
+    return None if found is None else (found[0], decode(found[1], trusted=trusted))

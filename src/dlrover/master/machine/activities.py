@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from dlrover.master.machine import inputs
 from dlrover.spec.activities import Activity
 from dlrover.spec.activity import WorkerActivity, mean
@@ -15,6 +17,7 @@ class Activities:
         self.steps = 0
         """The most steps of a node."""
         self._workers: dict[int, tuple[WorkerActivity, ...]] = {}
+        self._heard: set[int] = set()
 
     def note(self, node: int, round_: int, steps: int, workers: tuple[WorkerActivity, ...]) -> None:
         """Keep a node's report. What is said of an older round is forgotten."""
@@ -23,6 +26,8 @@ class Activities:
         if round_ > self.round:
             self.round, self.steps = round_, 0
             self._workers.clear()
+            self._heard.clear()
+        self._heard.add(node)
         self.steps = max(self.steps, steps)
         if workers:
             self._workers[node] = workers
@@ -45,12 +50,15 @@ class Activities:
         )
         return max(left, default=None)
 
-    def progress(self) -> inputs.Progressed:
-        """Where the round stands: the mean over all workers that were told of.
+    def progress(self, members: Iterable[int]) -> inputs.Progressed:
+        """Where the round stands: the mean over the workers of its ``members``, the nodes that train.
 
-        Records of another shape, as another version of the agent might send, are left out.
+        The mean is left out until every member was heard: the next one has to be over the same workers, or
+        the difference of the two says nothing. A new master hears them one after another. Records of another
+        shape, as another version of the agent might send, are left out.
         """
-        told = (worker for node in self._workers.values() for worker in node)
-        workers = tuple(worker for worker in told if len(worker.seconds) == len(Activity))
+        reported = (worker for node in self._workers.values() for worker in node)
+        workers = tuple(worker for worker in reported if len(worker.seconds) == len(Activity))
         first_step = max((worker.first_step for worker in workers), default=-1)
-        return inputs.Progressed(self.round, self.steps, mean(workers), first_step)
+        seconds = mean(workers) if self._heard.issuperset(members) else ()
+        return inputs.Progressed(self.round, self.steps, seconds, first_step)

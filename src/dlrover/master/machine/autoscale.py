@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from dlrover.master.machine.changes import (
     SAME_SIZE,
     Change,
@@ -34,11 +36,16 @@ KEPT_SAMPLES = 5
 SLACK = 0.02
 """Share of its worth by which a size may fall behind the one before without being taken back."""
 DRIFT = 0.25
-"""Relative change of a size's speed after which everything that was measured before is out of date."""
+"""Relative change of a size's speed, at once or little by little since the search ended, after which everything
+that was measured before is out of date."""
 DRIFT_WINDOWS = 3
 """Windows in a row that show it."""
 MAX_TRIES = 12
 """Changes in the initial adjustment after which no size is tried only to learn of it."""
+MOST_DOUBLED = 8
+"""Times that the pause before a new search is doubled, at most."""
+MOST_CHANGES = 24
+"""Changes of one search, and of what follows it, after which only measured sizes are taken."""
 MAX_REPLACED = 3
 """Slow nodes of a job that are replaced."""
 REPLACE_GAIN = 0.05
@@ -58,7 +65,7 @@ class AutoScaling:
     change: Change | None = None
     #: plans made so far
     made: int = 0
-    #: plans made in this stage
+    #: plans made since the search began
     tries: int = 0
     #: the outcomes of plans with a prediction, the latest last
     outcomes: list[PlanOutcome] = field(default_factory=list)
@@ -69,10 +76,20 @@ class AutoScaling:
     round: int = 0
     #: windows in a row that drifted from what their size had
     drifted: int = 0
+    #: speeds by size when the search ended: what they may drift from
+    settled: dict[Size, float] = field(default_factory=dict)
+    #: where the last search ended, how many in a row have ended there, and when drift may begin the next one
+    ended: Size | None = None
+    same_end: int = 0
+    search_at: float = 0.0
     #: when the next plan may be made
     next_at: float = 0.0
     #: what the job may have
     sizes: Sizes = field(init=False)
+    #: the global batch that was chosen for the job; 0: the program's own
+    batch: int = 0
+    #: the largest one that it may have, as the program failed with a larger one; 0: there is no such bound
+    most_batch: int = 0
     #: changes of each kind that left the numbers of nodes as they were
     done: dict[ScaleKind, int] = field(default_factory=dict)
     #: of what was measured
@@ -93,11 +110,15 @@ class AutoScaling:
     def question(self) -> Question:
         """What the planner is asked, once it is `due`."""
         assert self.latest is not None, "nothing was measured yet"
+        workers, servers = self.sizes.workers(), self.sizes.servers()
+        if self.tries >= MOST_CHANGES:
+            workers = [n for n in workers if any(size.workers == n for size in self.samples)]
+            servers = [n for n in servers if any(size.servers == n for size in self.samples)]
         return Question(
-            current=self.latest,
+            current=self.bounded(self.latest),
             samples=tuple(sample for known in self.samples.values() for sample in known),
-            sizes=self.sizes.workers(),
-            servers=self.sizes.servers(),
+            sizes=workers,
+            servers=servers,
             region=self.region,
             cost=self.job.limits.autoscale_cost,
             explore=self.stage is not ScaleStage.RUNNING and self.tries < MAX_TRIES,
@@ -146,13 +167,15 @@ class AutoScaling:
             return [], None
         self.round, self.profile = round_, profile
         if not (held_up and sample.size in self.samples):
-            self._note(sample)
+            self._note(sample, now)
         self.latest, self.size, self.unit = sample, sample.size, sample.unit
         change = self.change
         if change is None or sample.size != change.size:
             return [], None
+        if change.kind in (ScaleKind.BATCH, *SAME_SIZE) and round_ == change.round:
+            return [], None
         if change.kind in SAME_SIZE:
-            return ([], None) if round_ == change.round else self._replacement(change, sample)
+            return self._replacement(change, sample)
         return self._conclude(change, sample, now)
 
     def planned(self, decision: ScaleDecision | None, now: float) -> list[events.EventBody]:
@@ -162,7 +185,9 @@ class AutoScaling:
         if self.stage is ScaleStage.START:
             self.stage = ScaleStage.ADJUST
         self.tries += 1
-        return [self._begin(decision, self.size, now)]
+        told = self._begin(decision, self.size, now)
+        self.batch = decision.batch or self.batch
+        return [told]
 
     def slow(self, found: events.SlowRank, now: float) -> events.PlanMade | None:
         """A rank holds up the others; the plan to replace its node, if that is worth it."""
@@ -239,7 +264,7 @@ class AutoScaling:
         reason = f"its effect could not be measured within {waited:g} s (autoscale_patience)"
         told: list[events.EventBody] = [events.PlanDropped(change.number, reason, change.plan_id)]
         self.change = None
-        if change.kind in (ScaleKind.RETURN, *SAME_SIZE):
+        if change.kind in (ScaleKind.RETURN, ScaleKind.BATCH, *SAME_SIZE):
             return told, None
         self.sizes.missed(change.size, change.origin)
         back = self._back_to(
@@ -248,13 +273,59 @@ class AutoScaling:
         told.append(self._begin(back, change.size, now))
         return told, back
 
+    def failed(
+        self, size: Size, round_: int, title: str, now: float
+    ) -> tuple[list[events.EventBody], ScaleDecision | None]:
+        """The program has failed in a world of ``size``: if a change has formed it, the size to go back to.
+
+        While a change is carried out, its world may first have a part of the nodes. What is told is empty where
+        the failure has nothing to do with a change.
+        """
+        change = self.change
+        if (
+            change is None
+            or change.kind in (ScaleKind.RETURN, *SAME_SIZE)
+            or round_ <= change.round
+        ):
+            return [], None
+        batch, other_batch = self.batch, self.batch != change.batch_before
+        if not (
+            other_batch or (size != change.origin and _between(change.origin, size, change.size))
+        ):
+            return [], None
+        what = events.told_size(*size) + (f" and batches of {batch} samples" if other_batch else "")
+        reason = f"the program failed with {what} before its effect was measured: {title}"
+        told: list[events.EventBody] = [events.PlanDropped(change.number, reason, change.plan_id)]
+        if other_batch:
+            self.batch, self.most_batch = change.batch_before, max(batch - 1, 1)
+        if change.size == change.origin:
+            self.change = None
+            return told, None
+        self.sizes.missed(size, change.origin)
+        back = self._back_to(change.origin, f"the program failed with {events.told_size(*size)}")
+        told.append(self._begin(back, change.size, now))
+        return told, back
+
+    def returning(self, size: Size) -> bool:
+        """Whether a world of ``size`` is only on the way back to another size."""
+        change = self.change
+        return change is not None and change.kind is ScaleKind.RETURN and change.size != size
+
+    def bounded(self, sample: SpeedSample) -> SpeedSample:
+        """A sample without the batches with which the program has failed."""
+        batches = sample.batches
+        if batches is None or not 0 < self.most_batch < batches.most:
+            return sample
+        most = max(self.most_batch, batches.least)
+        return msgspec.structs.replace(sample, batches=msgspec.structs.replace(batches, most=most))
+
     def overruled(self, reason: str, role: str, nodes: int) -> list[events.EventBody]:
         """Somebody has set the number of nodes of a role: that wins from now on."""
         if not self.active:
             return []
         change, self.change = self.change, None
         self.sizes.fix(role, nodes)
-        self.stage, self.tries, self.next_at = ScaleStage.ADJUST, 0, 0.0
+        self._search_anew()
         if not self.sizes.open:
             self.active = False
             return [events.AutoScalingEnded(reason)]
@@ -266,19 +337,32 @@ class AutoScaling:
 
     # ---- steps
 
-    def _note(self, sample: SpeedSample) -> None:
+    def _note(self, sample: SpeedSample, now: float) -> None:
         """Keep a sample, unless it is an outlier; if they go on, the job has become another one."""
-        usual = self.speed(sample.size)
+        if any(known[-1].total_batch != sample.total_batch for known in self.samples.values()):
+            self.samples.clear()  # of another batch
+            self.settled.clear()
+        usual = self.settled.get(sample.size) or self.speed(sample.size)
         if usual and abs(sample.throughput / usual - 1) > DRIFT:
             self.drifted += 1
-            if self.drifted < DRIFT_WINDOWS or self.change is not None:
+            if self.drifted < DRIFT_WINDOWS or self.change is not None or now < self.search_at:
                 return
             self.samples.clear()
-            self.stage, self.tries, self.next_at = ScaleStage.ADJUST, 0, 0.0
+            self._search_anew()
         self.drifted = 0
         known = self.samples.setdefault(sample.size, [])
         known.append(sample)
         del known[:-KEPT_SAMPLES]
+
+    def _search_anew(self) -> None:
+        """What is known of other sizes may not hold any more, nor how far the model could be trusted.
+
+        A search that would begin during the pause after earlier ones with the same end waits until that is over.
+        """
+        self.stage, self.tries, self.next_at = ScaleStage.ADJUST, 0, self.search_at
+        self.sizes.open_all()
+        self.region = TrustRegion()
+        self.settled.clear()
 
     def _conclude(
         self, change: Change, sample: SpeedSample, now: float
@@ -313,7 +397,7 @@ class AutoScaling:
             self.done[change.kind] = MAX_REPLACED  # it is not that
         if not short:
             self.samples = {sample.size: [sample]}
-            self.stage, self.tries, self.next_at = ScaleStage.ADJUST, 0, 0.0
+            self._search_anew()
         return self._outcome(change, sample, short)[0], None
 
     def _outcome(
@@ -360,6 +444,7 @@ class AutoScaling:
             since=now,
             round=self.round,
             plan_id=decision.plan_id,
+            batch_before=self.batch,
         )
         return events.PlanMade(
             self.made,
@@ -372,14 +457,21 @@ class AutoScaling:
             decision.plan_id,
             decision.servers,
             origin.servers,
+            decision.batch,
         )
 
     def _settle(self, now: float) -> list[events.EventBody]:
         self.next_at = now + self.job.limits.autoscale_interval
+        self.settled = {size: self.speed(size) for size in self.samples} | self.settled
         if self.stage is ScaleStage.RUNNING or self.latest is None:
             return []
-        self.stage, self.tries = ScaleStage.RUNNING, 0
+        self.stage = ScaleStage.RUNNING
         size = self.latest.size
+        self.same_end = self.same_end + 1 if self.ended == size else 0
+        self.ended = size
+        if self.same_end:  # a load that comes and goes, rather than another law
+            doubled = 2.0 ** min(self.same_end - 1, MOST_DOUBLED)
+            self.search_at = now + self.job.limits.autoscale_interval * doubled
         speed, tried = self.speed(size), len(self.samples)
         return [events.SizeSettled(size.workers, speed, tried, self.unit, size.servers)]
 
@@ -391,3 +483,9 @@ class AutoScaling:
         assert all(0 < len(known) <= KEPT_SAMPLES for known in self.samples.values())
         assert not self.active or self.sizes.open
         self.sizes.validate()
+
+
+def _between(one: Size, size: Size, other: Size) -> bool:
+    """Whether a size lies between two others, in each role."""
+    bounds = zip(one, size, other, strict=True)
+    return all(min(a, b) <= n <= max(a, b) for a, n, b in bounds)

@@ -49,6 +49,8 @@ class Change:
     """The round that it began in."""
     plan_id: str = ""
     """The Brain's name for it, if it is the Brain's."""
+    batch_before: int = 0
+    """The chosen global batch that there was before it; 0: the program's own."""
 
 
 def groups_of(size: Size) -> dict[str, Group]:
@@ -65,12 +67,17 @@ def direction(origin: Size, size: Size) -> ScaleKind:
 
 
 def decided(
-    kind: ScaleKind, size: Size, reason: str, effect: Effect | None, plan_id: str = ""
+    kind: ScaleKind,
+    size: Size,
+    reason: str,
+    effect: Effect | None,
+    plan_id: str = "",
+    batch: int = 0,
 ) -> ScaleDecision:
-    """That the job shall have this size."""
+    """That the job shall have this size, and this global batch unless it is 0."""
     plan = Plan(groups=groups_of(size), reason=reason, effect=effect)
     return ScaleDecision(
-        kind=kind, nodes=size.workers, servers=size.servers, plan=plan, plan_id=plan_id
+        kind=kind, nodes=size.workers, servers=size.servers, batch=batch, plan=plan, plan_id=plan_id
     )
 
 

@@ -13,6 +13,7 @@ from dlrover.spec.job import JobSpec
 from dlrover.spec.node import FoundNode, LaunchNode
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.roles import WORKER
+from dlrover.spec.rules import Rule
 from dlrover.spec.speed import ModelProfile, ScaleDecision, SpeedSample
 from dlrover.spec.world import Holding, Offer, World
 
@@ -23,13 +24,15 @@ class Submitted(msgspec.Struct, frozen=True, tag="submitted"):
     """The job is handed over. The first input, once.
 
     A master that has lost its journal gets it, too: ``found`` are the nodes that its platform runs
-    already, ``earlier_events`` counts the events that an earlier master has recorded.
+    already, ``earlier_events`` counts the events that an earlier master has recorded. ``rules`` are the rows of
+    diagnosis that come with this release, tried after the job's own: a replay diagnoses as the job did.
     """
 
     job: JobSpec
     job_dir: str = ""
     found: tuple[FoundNode, ...] = ()
     earlier_events: int = 0
+    rules: tuple[Rule, ...] = ()
 
 
 class MasterStarted(msgspec.Struct, frozen=True, tag="master_started"):
@@ -57,6 +60,10 @@ class NodeExited(msgspec.Struct, frozen=True, tag="node_exited"):
 
     node_id: int
     reason: str
+    exit_code: int = 0
+    """The agent's, where the platform knows it."""
+    refused: bool = False
+    """The platform cannot make the node, and will not be able to make another one in its place."""
 
 
 class NodeConnected(msgspec.Struct, frozen=True, tag="node_connected"):

@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from dlrover.errors import ExitCode
-from dlrover.master import diagnosis
+from dlrover.master.diagnosis import Table
 from dlrover.master.machine import inputs, invariants, reports
 from dlrover.master.machine.checking import told
 from dlrover.master.machine.evidence import Finding
@@ -31,6 +33,7 @@ from dlrover.master.machine.waiting import too_few
 from dlrover.spec import events
 from dlrover.spec.failure import Action, Origin, Verdict
 from dlrover.spec.node import NodeStatus
+from dlrover.spec.words import counted
 from dlrover.spec.world import Holding
 
 MEMORY_GROWTH = 2.0
@@ -55,6 +58,8 @@ class JobMachine(JobAuto):
 
     def _submitted(self, event: inputs.Submitted, now: float) -> None:
         self.job, self.job_dir = event.job, event.job_dir
+        own = self.job.diagnosis_rules
+        self.table = Table((*own, *event.rules), own=len(own))
         self.submitted_at = now
         self._compose()
         if not event.earlier_events:
@@ -116,6 +121,8 @@ class JobMachine(JobAuto):
                 self._emit(events.NodeWaits(node.id, event.reason))
 
     def _node_exited(self, event: inputs.NodeExited, now: float) -> None:
+        node = self.nodes[event.node_id]
+        node.exit_code, node.refused = event.exit_code, event.refused
         self._lose(event.node_id, event.reason, now)
 
     def _node_connected(self, event: inputs.NodeConnected, now: float) -> None:
@@ -215,14 +222,14 @@ class JobMachine(JobAuto):
         current = failure.round == rdzv.round and not rdzv.collecting
         if current and self.is_server(failure.node_id) and self._is_about_to_end():
             # It may have failed because a worker left that has finished; one that needs it will fail, too.
-            verdict = diagnosis.diagnose(failure, self.job.diagnosis_rules)
+            verdict = self.table.diagnose(failure)
             self._emit(events.WorkerFailed(failure, verdict))
             return
         incident = self._begin_incident(now) if current else self.incident
         if incident is None or incident.round != failure.round or failure.id in incident.seen:
             return
-        failure = reports.admitted(incident, failure, self.job.diagnosis_rules)
-        verdict = diagnosis.diagnose(failure, self.job.diagnosis_rules)
+        failure = reports.admitted(incident, failure, self.table)
+        verdict = self.table.diagnose(failure)
         reports.add(incident, failure, echo=verdict.echo)
         self._emit(events.WorkerFailed(failure, verdict))
         if failure.round == rdzv.last_round and not self.is_server(failure.node_id):
@@ -248,6 +255,10 @@ class JobMachine(JobAuto):
         if self.incident is not None and event.steps > 0:
             self._emit(events.Recovered(event.round, now - self.incident.since))
             self.incident = None
+        if event.first_step >= 0 > self.first_step:
+            self.first_step = event.first_step
+            if self.reached > self.first_step:
+                self._emit(events.StepsUndone(event.round, self.reached, self.first_step))
 
     def _hung(self, event: inputs.Hung, now: float) -> None:
         if event.found.round != self.rendezvous.round or self.rendezvous.collecting:
@@ -272,7 +283,7 @@ class JobMachine(JobAuto):
         if self.grow_at is not None and self.grow_at <= now:
             self.grow_at = None
             if self._can_grow():
-                self._open_round(f"{len(self.rendezvous.offers)} more nodes joined", now)
+                self._open_round(f"{counted(len(self.rendezvous.offers), 'more node')} joined", now)
         self._give_up_migrations(now)
 
     # ---- steps that several inputs share
@@ -326,6 +337,7 @@ class JobMachine(JobAuto):
         some_world = next(iter(self.worlds.values()))
         self.rendezvous.adopt(some_world.round, tuple(self.worlds))
         self.restarts.count = some_world.restart_count
+        self.autoscaling.batch = some_world.global_batch
         self.world_since = now
         self.steps = max(held.steps for i, held in members.items() if not self.is_server(i))
         for node_id, held in members.items():
@@ -407,11 +419,13 @@ class JobMachine(JobAuto):
             if self.nodes[node_id].status in (NodeStatus.RUNNING, NodeStatus.SUCCEEDED):
                 self._move(self.nodes[node_id], NodeStatus.READY)
         ranks = {i: self.nodes[i].node_rank for i in rdzv.offers}
-        self.worlds = rdzv.complete(ranks, self.restarts.count)
+        self.worlds = rdzv.complete(ranks, self.restarts.count, self.autoscaling.batch)
         self.autoscaling.world_formed()
         self.adoption.over = True
+        if self.steps or self.first_step >= 0:
+            self.reached = self.first_step + self.steps if self.first_step >= 0 else -1
         self.earlier_steps += self.steps
-        self.steps = 0
+        self.steps, self.first_step = 0, -1
         self.world_since = now
         for node_id in self.worlds:
             node = self.nodes[node_id]
@@ -483,20 +497,36 @@ class JobMachine(JobAuto):
     def _decide(self, incident: Incident, now: float) -> bool:
         """Ask the restart policy about an incident, once; whether the job goes on."""
         incident.decided = True
-        own = self.job.diagnosis_rules
         # What was reported before the loss of a node can only echo it, or it had been decided upon.
         if incident.hang and not incident.lost_nodes:
             return self._decide_hang(incident.hang, now)
-        root = None if incident.lost_nodes else diagnosis.root_cause(incident.failures, own)
+        root = None if incident.lost_nodes else self.table.root_cause(incident.failures)
         failure = root if root is not None else incident.lost_nodes[0]
-        verdict = diagnosis.diagnose(failure, own)
-        decision = self.restarts.decide(
-            cause_of(failure, verdict, self.steps, now - self.world_since), now
-        )
+        verdict = self.table.diagnose(failure)
+        first = max(self.first_step, *(f.first_step for f in incident.failures), -1)
+        if root is not None and verdict.origin is Origin.USER:
+            size = self.rendezvous.size
+            back = self.autoscaling.failed(size, incident.round, verdict.title, now)
+            self._rescale(*back, now)
+            if back[0] or self.autoscaling.returning(size):
+                reason = self.restarts.after_trial(verdict.title).reason
+                self._emit(
+                    events.RestartDecided(
+                        self.restarts.count, reason, verdict.cause, Action.RESTART, root.node_id
+                    )
+                )
+                return True
+        node = self.nodes.get(failure.node_id)
+        reached = first + self.steps if first >= 0 else -1
+        cause = cause_of(failure, verdict, self.steps, now - self.world_since, reached)
+        if node is not None and node.hostname:
+            cause = msgspec.structs.replace(cause, host=node.hostname)
+        decision = self.restarts.decide(cause, now)
         if isinstance(decision, Stop):
             self._end(decision.exit_code, decision.reason, now, root)
             return False
-        node = self.nodes.get(failure.node_id)
+        if node is not None and decision.suspect == node.id:
+            verdict = msgspec.structs.replace(verdict, action=Action.RELAUNCH)
         action = Action.RESTART if node is None else self._action(node, verdict, now)
         self._emit(
             events.RestartDecided(

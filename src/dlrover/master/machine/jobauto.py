@@ -91,8 +91,12 @@ class JobAuto(JobMigrate):
             self._rescale(*found, now)
 
     def _scale_planned(self, event: inputs.ScalePlanned, now: float) -> None:
-        if self.may_scale(now) and event.round == self.rendezvous.round:
-            self._rescale(self.autoscaling.planned(event.decision, now), event.decision, now)
+        decision = event.decision
+        if not self.may_scale(now) or event.round != self.rendezvous.round:
+            return
+        self._rescale(self.autoscaling.planned(decision, now), decision, now)
+        if decision is not None and decision.kind is ScaleKind.BATCH:
+            self._open_round(f"the job is to have batches of {decision.batch} samples", now)
 
     def _rescale(
         self, told: list[events.EventBody], decision: ScaleDecision | None, now: float

@@ -11,6 +11,9 @@ from dlrover.spec import events
 from dlrover.spec.node import FoundNode, LaunchNode, NodeStatus
 from dlrover.spec.roles import is_server
 
+_USAGE = (ExitCode.USAGE, 126, 127)
+"""Exit codes by which an agent, or the shell that starts it, says that its command is wrong."""
+
 
 class JobNodes(JobLeaving):
     """What a job does with its nodes, whatever the reason."""
@@ -80,6 +83,10 @@ class JobNodes(JobLeaving):
             return
         if not node.launched or not self.scaling.wants(node.node_rank):
             return
+        if node.refused:
+            if not self._enough_nodes():
+                self._end(ExitCode.USAGE, f"node {node.id} cannot be made: {node.reason}.", now)
+            return
         if not node.has_run:
             attempts = self.failed_starts.get(node.node_rank, 0) + 1
             self.failed_starts[node.node_rank] = attempts
@@ -87,7 +94,7 @@ class JobNodes(JobLeaving):
                 if node.excluded and self._enough_nodes():
                     return  # whatever takes its place is at fault, too; the others train on
                 self._end(
-                    ExitCode.INFRASTRUCTURE,
+                    ExitCode.USAGE if node.exit_code in _USAGE else ExitCode.INFRASTRUCTURE,
                     f"node {node.id} could not be started in {attempts} attempts: {node.reason}.",
                     now,
                 )
@@ -115,7 +122,7 @@ class JobNodes(JobLeaving):
         self._replace(node, now)
 
     def _exclude(self, node: Node, reason: str, now: float) -> None:
-        if node.hostname:
+        if node.hostname and not self.job.one_host:
             seconds = self.job.limits.exclusion_cooldown
             self.faults.exclude(node.hostname, reason, now)
             self._emit(events.HostExcluded(node.hostname, seconds, reason))

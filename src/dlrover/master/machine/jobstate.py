@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from dlrover.master import diagnosis
+from dlrover.master.diagnosis import Table
 from dlrover.master.machine import inputs, reports
 from dlrover.master.machine.adoption import Adoption
 from dlrover.master.machine.autoscale import AutoScaling
@@ -30,6 +30,8 @@ class JobState:
 
     job: JobSpec = field(default_factory=lambda: JobSpec(name=""))
     job_dir: str = ""
+    #: what failures look like, and what they mean
+    table: Table = field(default_factory=Table)
     nodes: dict[int, Node] = field(default_factory=dict)
     #: agent process -> node; every node whose agent ever connected
     by_uid: dict[str, int] = field(default_factory=dict)
@@ -56,6 +58,10 @@ class JobState:
     steps: int = 0
     #: steps of all rounds before it
     earlier_steps: int = 0
+    #: the number of the step that it began with, -1 while that is not known
+    first_step: int = -1
+    #: the number of the last step of the round before, or of the one that it began with; -1 if that is not known
+    reached: int = -1
     #: when a connectionless node counts as lost; only for nodes that are not connected nor final
     lost_at: dict[int, float] = field(default_factory=dict)
     #: when the running world is interrupted to take in newcomers
@@ -119,7 +125,7 @@ class JobState:
             return failure.bounded()  # it opens an incident
         if incident is None or incident.round != failure.round or failure.id in incident.seen:
             return None
-        return reports.admitted(incident, failure, self.job.diagnosis_rules)
+        return reports.admitted(incident, failure, self.table)
 
     def deadline(self) -> float | None:
         """When `DeadlinePassed` is due, unless another input changes that; None for never."""
@@ -153,6 +159,13 @@ class JobState:
 
     def _has_ended(self) -> bool:
         return self.outcome is not None
+
+    def training(self) -> list[int]:
+        """The nodes of the running world whose workers train."""
+        rdzv, running = self.rendezvous, NodeStatus.RUNNING
+        return [
+            i for i in rdzv.members if i not in rdzv.servers and self.nodes[i].status is running
+        ]
 
     def is_server(self, node_id: int) -> bool:
         """Whether a node is a parameter server."""
@@ -210,13 +223,12 @@ class JobState:
     def _end(self, exit_code: int, reason: str, now: float, root: Failure | None = None) -> None:
         """End the job and dismiss every node; one that may come back is dismissed when it does."""
         failures = self.incident.failures if self.incident is not None else []
-        own = self.job.diagnosis_rules
         self.outcome = Outcome(
             exit_code=int(exit_code),
             reason=reason,
             failure=root,
-            verdict=diagnosis.diagnose(root, own) if root is not None else None,
-            others=diagnosis.other_failures(failures, root, own),
+            verdict=self.table.diagnose(root) if root is not None else None,
+            others=self.table.other_failures(failures, root),
             restarts=self.restarts.count,
             steps=self.total_steps,
             seconds=now - self.submitted_at,

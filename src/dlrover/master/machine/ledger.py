@@ -90,6 +90,8 @@ class Ledger:
         self._furthest = 0
         # whether the program is known to tell of its steps
         self._tells = False
+        # whether any round has made a step
+        self._trained = False
         # nodes without a connection: since when
         self._away: dict[int, int] = {}
         # the incident that ended the last round, None if no fault did
@@ -130,8 +132,9 @@ class Ledger:
         at = max(self._now, microseconds(now))
         sums, wall, book = self.sums(at), self.wall(at), self.incidents
         ended = self.ended_at if self.ended_at >= 0 else at
+        trained = self._trained or (self.round is not None and self.round.trained)
         return Goodput(
-            goodput_ratio=sums[PRODUCTIVE] / wall if wall else 0.0,
+            goodput_ratio=sums[PRODUCTIVE] / wall if wall and trained else None,
             wall_seconds=wall / MICRO,
             job_seconds=(ended - self.submitted_at) / MICRO,
             nodes=self.nodes,
@@ -149,6 +152,10 @@ class Ledger:
         at = max(self._now, microseconds(now))
         if isinstance(event, inputs.Submitted):
             self.submitted_at = at
+        if isinstance(event, inputs.MasterStarted) and event.replayed and self.ended_at < 0:
+            trained = self.round is not None
+            number = machine.rendezvous.last_round
+            self.incidents.begin_master(self._now, number, self.sums(self._now), trained=trained)
         self._note_progress(event, at, machine)
         self._note_absence(event, at, machine)
         self._close_round(event, at, machine)
@@ -173,13 +180,15 @@ class Ledger:
             report = ((), 0 if serves else event.failure.steps, -1)
         else:
             return
-        since, before = round_.proved, list(round_.spent)
+        since, before, began = round_.proved, list(round_.spent), round_.first_step
         round_.report(now, *report)
         parts = [new - old for new, old in zip(round_.spent, before, strict=True)]
         if round_.proved > since and self._listener is not None:
             self._listener.round_spent(round_.number, since, round_.proved, parts)
         if round_.first_step >= 0 and self._undone_by is not None:
-            self._undone_by.redo(parts[RECOMPUTED] * self._in_world, round_.redo)
+            self._undone_by.redo(parts[RECOMPUTED] * self._in_world)
+            if began < 0 <= machine.reached:
+                self._undone_by.undo(max(0, machine.reached - round_.first_step))
 
     def _note_absence(self, event: inputs.Input, now: int, machine: JobMachine) -> None:
         """Keep since when nodes have been without a connection."""
@@ -231,7 +240,13 @@ class Ledger:
         fault = machine.incident is not None
         # What was completed after the first sign was not held up by the fault.
         sign = max(round_.proved, self._first_sign(event, now, machine)) if fault else now
-        last = round_.done(now) if succeeded else round_.cut_off(now, now - sign)
+        failed_start = isinstance(event, inputs.WorkerFailed) and not round_.steps
+        if succeeded:
+            last = round_.done(now)
+        elif machine.outcome is not None and not fault:
+            last = round_.stopped(now)
+        else:
+            last = round_.cut_off(now, 0 if failed_start else now - sign)
         members = [a for a in self.accounts.values() if a.cause == _WORLD]
         for account in members:
             self._leave_world(account, now, last)
@@ -243,7 +258,7 @@ class Ledger:
             entry.charge(last, len(members))
             self.incidents.begin(entry)
         self._undone_by = self.incidents.open
-        self._tells = round_.tells
+        self._tells, self._trained = round_.tells, round_.trained
         if round_.first_step >= 0:
             self._furthest = max(self._furthest, round_.first_step + round_.steps)
         self.rounds_without_first_step += self._lacks_first_step()
@@ -270,7 +285,8 @@ class Ledger:
         """Put the time from now on to the right causes."""
         rdzv, over = machine.rendezvous, machine.outcome is not None
         if self.round is None and not rdzv.collecting and rdzv.members and not over:
-            self.round = RoundTime(rdzv.round, now, self._furthest, tells=self._tells)
+            tells, trained = self._tells, self._trained
+            self.round = RoundTime(rdzv.round, now, self._furthest, tells=tells, trained=trained)
         here = len(self.accounts) - self._pending
         serving = sum(i in self.accounts and not self.accounts[i].pending for i in rdzv.servers)
         short = rdzv.collecting and not rdzv.usable(Size(here - serving, serving)).nodes
@@ -365,13 +381,16 @@ class Ledger:
     def _note_incident(self, now: int, machine: JobMachine) -> None:
         book, incident = self.incidents, machine.incident
         over = machine.outcome is not None
+        away = any(not self.accounts[i].pending for i in self._away)
+        if book.master is not None and (over or not away):
+            book.end_master(now, self.sums(now), trains=self.round is not None)
         if book.open is None and incident is not None and not over:
             # A fault while no world runs: another node, or a late report.
             book.begin(Entry(now, incident.round, self.sums(now)))
         if book.open is None:
             return
         if incident is not None and (incident.decided or over):
-            book.describe(incident, machine.job.diagnosis_rules)
+            book.describe(incident, machine.table)
         if incident is None or over:
             book.end(now, self.sums(now))
 

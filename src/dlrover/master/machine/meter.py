@@ -92,6 +92,7 @@ class Meter:
             steps=max(new.steps - old.steps for old, new in known),
             compute_seconds=compute if replicas > 1 and 0 < compute < WATCHED * step else None,
             total_batch=max(new.total_batch for _, new in known),
+            batches=next((new.batches for _, new in known if new.batches is not None), None),
         )
         self.marks = dict(self.latest)
         self.began = now

@@ -202,7 +202,9 @@ class Rendezvous:
         self.fixed = True
         self.resumed_at = now
 
-    def complete(self, node_ranks: dict[int, int], restart_count: int) -> dict[int, World]:
+    def complete(
+        self, node_ranks: dict[int, int], restart_count: int, global_batch: int = 0
+    ) -> dict[int, World]:
         """Form the world of a round that is `ready`: what to tell each member, by node id.
 
         Nodes with a wanted rank come first, in its order, then the others by age, so that rank 0 stays
@@ -231,6 +233,8 @@ class Rendezvous:
                 store_addr=first.addr,
                 store_port=first.store_port,
                 servers=serving,
+                global_batch=global_batch,
+                salt=first.salt,
             )
             first_rank += offer.nproc
         return worlds

@@ -7,10 +7,9 @@ as long as there are not too many of those.
 
 from __future__ import annotations
 
-from dlrover.master import diagnosis
+from dlrover.master.diagnosis import Table
 from dlrover.master.machine.state import Incident
 from dlrover.spec.failure import Failure
-from dlrover.spec.rules import Rule
 
 FIRST_TEXTS = 64
 """Failures of an incident, the first that are reported, that keep texts of `TEXT_LIMIT`."""
@@ -20,16 +19,13 @@ LATER_TEXT = 1024
 """Characters kept of each text of all other failures."""
 
 
-def admitted(incident: Incident, failure: Failure, own: tuple[Rule, ...]) -> Failure:
-    """``failure`` with as much of its texts as its incident has room for.
-
-    ``own`` are the user's rules of diagnosis.
-    """
+def admitted(incident: Incident, failure: Failure, table: Table) -> Failure:
+    """``failure`` with as much of its texts as its incident has room for."""
     if len(incident.failures) < FIRST_TEXTS:
         return failure.bounded()
     less = failure.bounded(LATER_TEXT)
     earlier = incident.later_causes < CAUSE_TEXTS and failure.time < incident.earliest
-    if earlier and not diagnosis.diagnose(less, own).echo:  # of long texts that would take too long
+    if earlier and not table.is_echo(less):  # of long texts that would take too long
         return failure.bounded()
     return less
 

@@ -19,8 +19,9 @@ INDEX = {cause: index for index, cause in enumerate(CAUSES)}
 PRODUCTIVE = INDEX[Cause.PRODUCTIVE]
 START_UP = INDEX[Cause.START_UP]
 RECOMPUTED = INDEX[Cause.RECOMPUTED_STEPS]
-DETECTION = INDEX[Cause.HANG_DETECTION]
+DETECTION = INDEX[Cause.FAULT_DETECTION]
 SHUTDOWN = INDEX[Cause.SHUTDOWN]
+NOT_MEASURED = INDEX[Cause.NOT_MEASURED]
 
 _CAUSE_OF = {
     Activity.START: START_UP,
@@ -55,10 +56,13 @@ class RoundTime:
     """The time of one node in the world of round ``number``, which was formed at ``now``.
 
     ``furthest`` is the number of the first step that no earlier round has made, ``tells`` whether the
-    program is known to tell of its steps: without one it is then still starting.
+    program is known to tell of its steps: without one it is then still starting. ``trained`` is whether
+    an earlier round has made any.
     """
 
-    def __init__(self, number: int, now: int, furthest: int, *, tells: bool = False) -> None:
+    def __init__(
+        self, number: int, now: int, furthest: int, *, tells: bool = False, trained: bool = False
+    ) -> None:
         self.number = number
         self.since = now
         #: until when the time is split; what comes after is not yet
@@ -79,12 +83,18 @@ class RoundTime:
         self.known = False
         self._furthest = furthest
         self._tells = tells
+        self._trained = trained
         self._told: tuple[int, ...] = (0,) * len(Activity)
 
     @property
     def tells(self) -> bool:
         """Whether the program tells of its steps, as far as is known by now."""
         return self._tells or self.known or self.steps > 0
+
+    @property
+    def trained(self) -> bool:
+        """Whether this round or an earlier one has made a step."""
+        return self._trained or self.steps > 0
 
     def report(self, now: int, seconds: Sequence[float], steps: int, first_step: int) -> None:
         """Take in what the workers have done so far: seconds by `Activity`, steps, their first one."""
@@ -102,11 +112,10 @@ class RoundTime:
         if len(seconds) != len(Activity):
             return
         told = tuple(microseconds(s) if 0 <= s < _MOST_SECONDS else 0 for s in seconds)
-        parts = [max(0, new - old) for new, old in zip(told, self._told, strict=True)]
         time = now - self.settled
+        parts = [max(0, new - old) for new, old in zip(told, self._told, strict=True)]
         if not self.known:
-            # What the workers do not account for is the time until their processes began.
-            parts[Activity.START] += max(0, time - sum(parts))
+            parts = self._first_parts(told, now)
             self.known = True
         if total := sum(parts):
             reached = before = 0
@@ -117,6 +126,22 @@ class RoundTime:
                 before = share
             self.settled = now
             self._told = told
+
+    def _first_parts(self, told: Sequence[int], now: int) -> list[int]:
+        """What the first report of activities adds to the time that was split without one.
+
+        The report counts from the start of the processes. A round that was adopted began later: what
+        the processes did first, starting, came before it.
+        """
+        parts = list(told)
+        parts[Activity.START] += (now - self.since) - sum(told)  # before the processes began
+        for activity in Activity:
+            cause = _CAUSE_OF[activity]
+            booked = self.spent[cause] + self.pending[cause]
+            if activity is Activity.STEP:
+                booked += self.spent[RECOMPUTED]
+            parts[activity] = max(0, parts[activity] - booked)
+        return parts
 
     def _prove(self, steps: int) -> None:
         """New steps: what was pending counts; steps that were made before count as made again."""
@@ -142,23 +167,33 @@ class RoundTime:
     def unproved(self, now: int) -> list[int]:
         """The same for the time since the last new step."""
         sums = list(self.pending)
-        starting = self.tells and not self.steps
-        sums[START_UP if starting else PRODUCTIVE] += now - self.settled
+        cause = PRODUCTIVE if self.steps else START_UP if self.tells else NOT_MEASURED
+        sums[cause] += now - self.settled
         return sums
 
     def done(self, now: int) -> list[int]:
         """The time since the last new step of a node whose workers have ended as they should."""
         sums = self.unproved(now)
+        if not self.trained:  # there was no training that it could have been starting
+            sums[NOT_MEASURED] += sums[START_UP]
+            sums[START_UP] = 0
         if self.known:
             sums[SHUTDOWN] += sums[PRODUCTIVE]
             sums[PRODUCTIVE] = 0
+        return sums
+
+    def stopped(self, now: int) -> list[int]:
+        """The same for a node whose job somebody ends: nothing is made again."""
+        sums = self.unproved(now)
+        sums[SHUTDOWN] += sums[PRODUCTIVE]
+        sums[PRODUCTIVE] = 0
         return sums
 
     def cut_off(self, now: int, detection: int) -> list[int]:
         """The same for a node that is interrupted, by a fault that began ``detection`` before."""
         sums = self.unproved(now)
         left = detection
-        for index in (PRODUCTIVE, *(i for i in range(len(sums)) if i != PRODUCTIVE)):
+        for index in sorted(range(len(sums)), key=lambda i: i != PRODUCTIVE):
             taken = min(left, sums[index])
             sums[index] -= taken
             left -= taken

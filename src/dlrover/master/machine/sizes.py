@@ -13,26 +13,28 @@ class Sizes:
     """Numbers of nodes by role. Change it only through its methods."""
 
     job: JobSpec
-    #: more than this could not be had
+    #: fewer than this could not be measured, or made the program fail
+    least: Size = field(init=False)
+    #: more than this could not be had, nor measured
     most: Size = field(init=False)
     #: what a user has set, by role
     fixed: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.most = Size(self.job.max_nodes, self.job.max_servers)
+        self.open_all()
 
     def workers(self) -> list[int]:
         """Numbers of nodes of role worker; of all nodes in a job without servers."""
         if WORKER in self.fixed:
             return [self.fixed[WORKER]]
         unit = self.job.node_unit
-        return [n for n in range(self.job.min_nodes, self.most.workers + 1) if n % unit == 0]
+        return [n for n in range(self.least.workers, self.most.workers + 1) if n % unit == 0]
 
     def servers(self) -> list[int]:
         """Numbers of servers; 0 alone in a job without them."""
         if SERVER in self.fixed:
             return [self.fixed[SERVER]]
-        return list(range(self.job.min_servers, self.most.servers + 1))
+        return list(range(self.least.servers, self.most.servers + 1))
 
     @property
     def open(self) -> bool:
@@ -46,16 +48,30 @@ class Sizes:
         self.fixed[role] = nodes
 
     def missed(self, asked: Size, had: Size) -> None:
-        """So many nodes did not come; ``had`` is what there was before."""
-        workers, servers = self.most
+        """This size did not come to a measurement; ``had`` is what there was before.
+
+        Sizes beyond it are closed with it, in the direction of the change.
+        """
+        unit = self.job.node_unit
+        (least, least_servers), (most, most_servers) = self.least, self.most
         if asked.workers > had.workers:
-            workers = max(had.workers, asked.workers - self.job.node_unit)
+            most = max(had.workers, asked.workers - unit)
+        elif asked.workers < had.workers:
+            least = min(had.workers, asked.workers + unit)
         if asked.servers > had.servers:
-            servers = max(had.servers, asked.servers - 1)
-        self.most = Size(workers, servers)
+            most_servers = max(had.servers, asked.servers - 1)
+        elif asked.servers < had.servers:
+            least_servers = min(had.servers, asked.servers + 1)
+        self.least = Size(min(least, most), min(least_servers, most_servers))
+        self.most = Size(most, most_servers)
+
+    def open_all(self) -> None:
+        """What could not be had or measured may be tried again."""
+        self.least = Size(self.job.min_nodes, self.job.min_servers)
+        self.most = Size(self.job.max_nodes, self.job.max_servers)
 
     def validate(self) -> None:
         """Check the invariants; raise AssertionError on the first that is broken."""
         job = self.job
-        assert job.min_nodes <= self.most.workers <= job.max_nodes
-        assert job.min_servers <= self.most.servers <= job.max_servers
+        assert job.min_nodes <= self.least.workers <= self.most.workers <= job.max_nodes
+        assert job.min_servers <= self.least.servers <= self.most.servers <= job.max_servers

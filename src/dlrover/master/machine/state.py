@@ -46,6 +46,10 @@ class Node:
     gone: bool = False
     #: the node check named it
     excluded: bool = False
+    #: its platform cannot make it, nor another one in its place
+    refused: bool = False
+    #: of its agent, where its platform knows it
+    exit_code: int = 0
     #: what keeps it from starting, as its platform says
     waits: str = ""
     #: why it is lost

@@ -31,8 +31,6 @@ _BROKERS = {
     "tls": ("nats", "Nats"),
     "amqp": ("rabbitmq", "RabbitMq"),
     "amqps": ("rabbitmq", "RabbitMq"),
-    "ingest": ("ingest", "Ingest"),
-    "ingests": ("ingest", "Ingest"),
     "kafka": ("kafka", "Kafka"),
     "pulsar": ("pulsar", "Pulsar"),
     "pulsar+ssl": ("pulsar", "Pulsar"),

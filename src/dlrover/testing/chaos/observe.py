@@ -8,6 +8,7 @@ import msgspec
 
 from dlrover.spec import events
 from dlrover.spec.events import Event
+from dlrover.spec.goodput import IncidentCost
 
 SIGNS = (
     events.WorkerFailed,
@@ -50,38 +51,10 @@ def sight(happened: Sequence[Event], injected_at: float) -> Sighting:
     )
 
 
-def steps_lost(numbers: Sequence[int]) -> int | None:
-    """Steps that had to be done again; None where the program does not tell its steps.
+def steps_lost(incidents: Sequence[IncidentCost], since: float, until: float) -> int | None:
+    """Steps that a fault undid, as the job's ledger has them; None where it does not know.
 
-    ``numbers`` is the last step that the program had recorded, seen again and again from before the
-    fault until it trained again.
+    ``since`` is when the fault was injected, ``until`` when the next one was, in seconds since the epoch.
     """
-    lost = peak = 0
-    for number in numbers:
-        peak = max(peak, number)
-        lost = max(lost, peak - number)
-    return lost if numbers else None
-
-
-class Interruption(msgspec.Struct, frozen=True):
-    """The cost of one fault."""
-
-    seconds: float
-    """Without any step."""
-    steps: int
-    """Done again; 0 where that is not known."""
-
-
-def goodput_ratio(
-    wall: float, start_up: float, steps: int, interruptions: Sequence[Interruption]
-) -> float:
-    """Time in new steps, as a part of the wall time.
-
-    ``wall`` and ``start_up`` (to the first step) are seconds, ``steps`` all steps that were made, those
-    done again included. What a program does not tell, the steps done again, counts as new.
-    """
-    if wall <= 0 or steps <= 0:
-        return 0.0
-    training = wall - start_up - sum(item.seconds for item in interruptions)
-    fresh = 1 - sum(item.steps for item in interruptions) / steps
-    return max(0.0, training) * max(0.0, fresh) / wall
+    lost = [incident.steps_lost for incident in incidents if since <= incident.until < until]
+    return None if min(lost, default=0) < 0 else sum(lost)

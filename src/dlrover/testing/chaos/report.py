@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
-from dlrover.testing.chaos.observe import Interruption, goodput_ratio
+from dlrover.spec.goodput import Goodput
 
 
 class FaultRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,8 +21,8 @@ class FaultRow(msgspec.Struct, frozen=True, kw_only=True):
     """None: the job told nothing of it."""
     training_again: float | None
     """None: it never trained again; 0: it trained on all the time."""
-    steps_lost: int | None
-    """None: not known."""
+    steps_lost: int | None = None
+    """None: not measured."""
     verdict: str
     """What the job said of it, or what was seen."""
 
@@ -43,7 +41,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """From the start to the first step."""
     steps: int
     """All that were made, those done again included."""
-    goodput_ratio: float
+    goodput: Goodput | None
+    """As ``dlrover goodput`` shows it; None if the job left none."""
     faults: tuple[FaultRow, ...]
     not_injected: tuple[str, ...] = ()
     """Faults that the job's end came before."""
@@ -53,16 +52,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """A sentence for each assertion that does not hold."""
 
 
-def ratio(wall: float, start_up: float, steps: int, rows: Sequence[FaultRow]) -> float:
-    """The goodput of a run; what never trained again stood still to the end."""
-    interruptions = [
-        Interruption(
-            wall - row.injected if row.training_again is None else row.training_again,
-            row.steps_lost or 0,
-        )
-        for row in rows
-    ]
-    return goodput_ratio(wall, start_up, steps, interruptions)
+def goodput_in_words(report: Report) -> str:
+    """The goodput of a run: ``93.1 %``, ``at most 93.1 %`` or ``not measured``."""
+    return "not measured" if report.goodput is None else report.goodput.in_words()
+
+
+def _ratio(report: Report) -> float | None:
+    return None if report.goodput is None else report.goodput.goodput_ratio
 
 
 def unmet(report: Report, recovery: float | None, goodput: float | None) -> tuple[str, ...]:
@@ -76,8 +72,8 @@ def unmet(report: Report, recovery: float | None, goodput: float | None) -> tupl
                     f"{row.fault} ({row.target}): training again after {took}, "
                     f"--assert-recovery {recovery:g}"
                 )
-    if goodput is not None and report.goodput_ratio < goodput:
-        found.append(f"goodput {report.goodput_ratio:.3f}, --assert-goodput {goodput:g}")
+    if goodput is not None and (_ratio(report) or 0.0) < goodput:
+        found.append(f"goodput {goodput_in_words(report)}, --assert-goodput {goodput:g}")
     if recovery is not None or goodput is not None:
         found += [f"{fault} was not injected: the job had ended" for fault in report.not_injected]
     found += [f"left behind: {line}" for line in report.left_behind]

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
 from dlrover.errors import ExitCode, InfrastructureError
 from dlrover.master.app import read_outcome
+from dlrover.spec.goodput import Goodput
 from dlrover.spec.job import Limits
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.outcome import Outcome
 from dlrover.testing.chaos import network
 from dlrover.testing.chaos.launch import Launch
-from dlrover.testing.chaos.report import FaultRow, Report, ratio
+from dlrover.testing.chaos.observe import steps_lost
+from dlrover.testing.chaos.report import FaultRow, Report
 from dlrover.testing.chaos.schedule import Planned
 from dlrover.testing.chaos.sources import ask_to_stop
 from dlrover.testing.chaos.strike import Strike
@@ -100,7 +103,7 @@ class Run:
         arguments += ["--nproc-per-node", str(options.nproc_per_node), *options.program]
         self._started_at = time.time()
         self._launch = Launch(arguments, options.job_dir, self._environ(), output)
-        self._watcher = Watcher(self._job, self._launch, options.steps_file)
+        self._watcher = Watcher(self._job, self._launch)
         self._say(f"The job's directory is {options.job_dir}; its output is in {output}.")
         watching = asyncio.create_task(self._watcher.watch())
         try:
@@ -129,6 +132,8 @@ class Run:
             own["DLROVER_MAX_INFRASTRUCTURE_RESTARTS"] = str(len(plan) + SPARE_RESTARTS)
         if self._options.settings.own_networks:
             own |= network.environ()
+        if self._options.steps_file is not None:
+            own["DLROVER_STEPS_FILE"] = str(self._options.steps_file.absolute())
         given = {k: v for k, v in self._env.items() if k != "DLROVER_MASTER_ADDR"}
         return {**own, **given}
 
@@ -193,6 +198,16 @@ class Run:
                 await self._watcher.until(lambda: False, 1.0)
         await self._watcher.until_over()
 
+    def _with_steps(self, goodput: Goodput | None) -> Iterator[FaultRow]:
+        """The rows with the steps that each fault undid, from the job's ledger."""
+        if goodput is None:
+            yield from self._rows
+            return
+        began = [self._started_at + row.injected for row in self._rows]
+        for row, since, until in zip(self._rows, began, [*began[1:], math.inf], strict=True):
+            lost = steps_lost(goodput.incidents, since, until)
+            yield msgspec.structs.replace(row, steps_lost=lost)
+
     def _report(self, exit_code: int, left_behind: tuple[str, ...]) -> Report:
         outcome = read_outcome(self._job.outcome) or Outcome(
             exit_code=exit_code, reason="The launcher ended without an outcome."
@@ -208,8 +223,8 @@ class Run:
             wall_seconds=wall,
             start_up_seconds=start_up,
             steps=outcome.steps,
-            goodput_ratio=ratio(wall, start_up, outcome.steps, self._rows),
-            faults=tuple(self._rows),
+            goodput=outcome.goodput,
+            faults=tuple(self._with_steps(outcome.goodput)),
             not_injected=tuple(planned.verb for planned in self._left),
             left_behind=left_behind,
         )

@@ -1,8 +1,7 @@
-"""Where a run learns what its job does: the events, the master's status, the program's step numbers."""
+"""Where a run learns what its job does: the events, the master's status."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
@@ -12,12 +11,10 @@ from dlrover.rpc import wire
 from dlrover.rpc.client import MasterClient
 from dlrover.rpc.messages import Status
 from dlrover.spec.events import Event
-from dlrover.spec.jobdir import JobDir, MasterAddress, MasterConfig
+from dlrover.spec.jobdir import JobDir, MasterAddress, MasterConfig, decode
 
 STATUS_TIMEOUT = 2.0
 """Seconds that the master gets to answer."""
-TAIL = 1 << 16
-"""Bytes at the end of a file of steps in which its last line is looked for."""
 
 
 class EventLog:
@@ -40,34 +37,6 @@ class EventLog:
         self._offset += len(whole)
         self.events += [msgspec.json.decode(line, type=Event) for line in whole.splitlines()]
         return self.events
-
-
-class _Record(msgspec.Struct):
-    step: int
-
-
-class StepsFile:
-    """A file of JSON lines with a number ``step``, which the program cuts back to where it resumes."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-
-    def last(self) -> int | None:
-        """The last step in the file, 0 if it is empty; None if there is no file, or a torn line."""
-        if self._path is None:
-            return None
-        try:
-            with self._path.open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(max(0, size - TAIL))
-                data = file.read()
-        except FileNotFoundError:
-            return None
-        lines = data[: data.rfind(b"\n") + 1].splitlines()
-        try:
-            return msgspec.json.decode(lines[-1], type=_Record).step if lines else 0
-        except msgspec.DecodeError:
-            return None
 
 
 async def ask_status(job_dir: JobDir) -> Status | None:
@@ -94,7 +63,7 @@ _NO_ANSWER = (OSError, msgspec.DecodeError, InfrastructureError, ConfigurationEr
 
 def _connect(job_dir: JobDir) -> MasterClient:
     address = msgspec.json.decode(job_dir.master.read_bytes(), type=MasterAddress).address
-    tls = msgspec.json.decode(job_dir.job.read_bytes(), type=MasterConfig).tls
+    tls = decode(job_dir.job, job_dir.job.read_bytes(), MasterConfig).tls
     return MasterClient(
         address,
         job_dir.token.read_text().strip(),

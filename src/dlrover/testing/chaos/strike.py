@@ -9,7 +9,7 @@ import msgspec
 
 from dlrover._util import procs
 from dlrover.errors import InfrastructureError
-from dlrover.testing.chaos.observe import Sighting, sight, steps_lost
+from dlrover.testing.chaos.observe import Sighting, sight
 from dlrover.testing.chaos.report import FaultRow
 from dlrover.testing.chaos.schedule import Planned
 from dlrover.testing.chaos.targets import Targets
@@ -60,7 +60,6 @@ class Strike:
         """
         until = time.monotonic() + self._patience
         while self._injected is None:
-            self._watcher.numbers = self._watcher.numbers[-1:]
             self._seen = len(self._watcher.events)
             self.injected_at = time.time()
             try:
@@ -121,7 +120,6 @@ class Strike:
             injected=self.injected_at - started_at,
             detected=sighting.detected,
             training_again=self._training_again(sighting),
-            steps_lost=steps_lost(self._watcher.numbers),
             verdict=sighting.verdict or self._silence(),
         )
 

@@ -38,10 +38,7 @@ class Node:
     workers: tuple[Worker, ...]
 
     def stop(self) -> list[psutil.Process]:
-        """Stop every process of the node with SIGSTOP, the agent first; the stopped processes.
-
-        Not the checkpoint savers: nodes on one machine share them, which machines do not.
-        """
+        """Stop every process of the node with SIGSTOP, the agent first; the stopped processes."""
         stopped: list[psutil.Process] = []
         while fresh := [p for p in self._family() if p not in stopped]:  # what was just forked, too
             for process in fresh:
@@ -56,10 +53,9 @@ class Node:
 
     def _family(self) -> list[psutil.Process]:
         try:
-            family = [self.agent, *self.agent.children(recursive=True)]
+            return [self.agent, *self.agent.children(recursive=True)]
         except psutil.NoSuchProcess:
             return []
-        return [process for process in family if SAVER not in _words(process)]
 
 
 class Targets:

@@ -113,8 +113,7 @@ class _KillNode(_Fault):
 
     def inject(self, targets: Targets, draw: float) -> Injected:
         node = choose(draw, targets.nodes())
-        savers = node.savers()
-        _each([*node.stop(), *savers], psutil.Process.kill)
+        _each(node.stop(), psutil.Process.kill)
         return Injected(f"node {node.id}, pid {node.agent.pid}", node.id, pid=node.agent.pid)
 
 
@@ -179,8 +178,8 @@ class _Partition(_Fault):
     """A node is cut off: the cable of its network is pulled. When the job has given it up, it is back.
 
     Where nodes have no networks of their own, all processes of the node are stopped instead: nothing of
-    it answers any more, and its connections stay open. Its checkpoint saver is spared then: the other
-    nodes of this machine use it, too.
+    it answers any more, and its connections stay open. Its checkpoint savers are killed: the node that takes
+    its place would reach their memory, which on another machine is out of reach.
     """
 
     lasting = True
@@ -194,7 +193,9 @@ class _Partition(_Fault):
             network.cut(node.id)
             self._cut = node.id
         else:
+            savers = node.savers()
             self._stopped = tuple(node.stop())
+            _each(savers, psutil.Process.kill)
         return Injected(f"node {node.id}, pid {node.agent.pid}", node.id, pid=node.agent.pid)
 
     def heal(self) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 from dlrover.rpc.messages import Status
@@ -14,7 +13,7 @@ from dlrover.spec import events
 from dlrover.spec.events import Event
 from dlrover.spec.jobdir import JobDir
 from dlrover.testing.chaos.launch import Launch
-from dlrover.testing.chaos.sources import EventLog, StepsFile, ask_status
+from dlrover.testing.chaos.sources import EventLog, ask_status
 
 POLL = 0.05
 """Seconds between two looks at the files of a job."""
@@ -31,14 +30,11 @@ class JobOverError(Exception):
 class Watcher:
     """Looks at a job all the time, in the background of the event loop."""
 
-    def __init__(self, job_dir: JobDir, launch: Launch, steps_file: Path | None) -> None:
+    def __init__(self, job_dir: JobDir, launch: Launch) -> None:
         self._job_dir = job_dir
         self._launch = launch
         self._log = EventLog(job_dir.events)
-        self._steps_file = StepsFile(steps_file)
         self._status: Status | None = None
-        self.numbers: list[int] = []
-        """What the program's file said, look by look; whoever wants less may cut it."""
         self.first_step_at = 0.0
         """Seconds since the epoch; 0 before the first step."""
 
@@ -71,9 +67,6 @@ class Watcher:
 
     def _look(self) -> None:
         self._log.refresh()
-        number = self._steps_file.last()
-        if number is not None:
-            self.numbers.append(number)
 
     async def until(self, condition: Callable[[], Found], seconds: float) -> Found:
         """The value of a condition once it is true, or after so long.

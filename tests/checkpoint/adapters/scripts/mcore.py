@@ -86,7 +86,7 @@ def learn(number: int) -> None:
 
 replicas = parallel_state.get_data_parallel_group()
 checkpointer = Checkpointer(directory / "flash")
-flash = FlashLoad(checkpointer)
+flash = FlashLoad(checkpointer, trusted=True)
 folder = flash.newest()
 step = learned = 0
 if folder is not None:

@@ -34,7 +34,7 @@ engine, *_ = deepspeed.initialize(
 )
 flash = None
 if "plain" not in sys.argv:
-    flash = attach(engine, directory / "flash", storage_every=storage_every)
+    flash = attach(engine, directory / "flash", storage_every=storage_every, trusted=True)
 folder, client = engine.load_checkpoint(str(directory / "out"))
 if folder is not None:
     assert client["seen"] == {"steps": engine.global_steps, "size": torch.Size([2])}

@@ -1,0 +1,111 @@
+"""TLS between savers. Each shows a certificate that it has made and signed itself; the others know its fingerprint.
+
+No authority vouches for it: its fingerprint comes with the world's plan, sealed with a secret that the nodes
+have from the job's master. So neither names nor dates in it count.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import functools
+import hashlib
+import hmac
+import os
+import socket
+import ssl
+
+from dlrover.errors import ConfigurationError, ProtocolError
+
+_BEGIN = "-----BEGIN CERTIFICATE-----"
+
+
+def make() -> str:
+    """A fresh private key and its certificate (PEM).
+
+    Raises:
+        ConfigurationError: the package that makes them is missing.
+    """
+    try:
+        from cryptography import x509  # noqa: PLC0415 - an extra has it
+        from cryptography.hazmat.primitives import hashes, serialization  # noqa: PLC0415
+        from cryptography.hazmat.primitives.asymmetric import ec  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigurationError(
+            "Replicas of a job that uses TLS need the package cryptography on each node: pip install"
+            " 'dlrover[tls]'."
+        ) from error
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "DLRover saver")])
+    now = dt.datetime.now(dt.timezone.utc)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now)
+        .not_valid_after(now + dt.timedelta(days=3650))
+        .sign(key, hashes.SHA256())
+    )
+    secret = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return (secret + certificate.public_bytes(serialization.Encoding.PEM)).decode()
+
+
+def fingerprint(pem: str) -> bytes:
+    """The SHA-256 of the certificate that `make` has made."""
+    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem[pem.index(_BEGIN) :])).digest()
+
+
+def accept(sock: socket.socket, pem: str) -> ssl.SSLSocket:
+    """Speak TLS with whoever has connected, who need not have a certificate.
+
+    Raises:
+        ProtocolError: it does not speak TLS.
+    """
+    try:
+        return _server(pem).wrap_socket(sock, server_side=True)
+    except ssl.SSLError as error:
+        raise ProtocolError(f"It does not speak TLS as this job's savers do ({error}).") from error
+
+
+def connect(sock: socket.socket, expected: bytes) -> ssl.SSLSocket:
+    """Speak TLS with a saver that shows the certificate of a fingerprint, and with no other.
+
+    Raises:
+        ProtocolError: it does not speak TLS, or shows another certificate. Nothing was sent to it.
+    """
+    try:
+        secured = _client().wrap_socket(sock)
+    except ssl.SSLError as error:
+        raise ProtocolError(f"It does not speak TLS as this job's savers do ({error}).") from error
+    shown = hashlib.sha256(secured.getpeercert(binary_form=True) or b"").digest()
+    if not hmac.compare_digest(shown, expected):
+        secured.close()
+        raise ProtocolError(
+            "It shows another certificate than the saver of that node: another process has its address, or"
+            " someone in between answers."
+        )
+    return secured
+
+
+@functools.lru_cache(1)
+def _server(pem: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    fd = os.memfd_create("dlrover-saver", os.MFD_CLOEXEC)  # only a file can be loaded
+    with open(fd, "w") as file:
+        file.write(pem)
+        file.flush()
+        context.load_cert_chain(f"/proc/self/fd/{fd}")
+    return context
+
+
+@functools.lru_cache(1)
+def _client() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # `connect` compares the fingerprint
+    return context

@@ -1,0 +1,99 @@
+"""Whether a training that finds nothing to load may begin anew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from dlrover.checkpoint import first_save, storage
+from dlrover.checkpoint.loader import Lost
+from dlrover.checkpoint.saves import SaveId
+from dlrover.checkpoint.stores import Store, failure
+from dlrover.checkpoint.world import World
+
+
+class Evidence(msgspec.Struct, frozen=True, array_like=True):
+    """What shows that there were checkpoints once."""
+
+    tracked: SaveId | None
+    """The newest save that was ever stored, as `storage.tracked` has it."""
+    recorded: first_save.Whose
+    """Of which job all ranks once had a save in memory."""
+    unrecorded: str
+    """Why there may have been one without a record; empty: there was none."""
+
+
+def gather(world: World, store: Store, identity: str, job: str, unrecorded: str) -> Evidence:
+    """What any rank sees. Collective.
+
+    Args:
+        world: the ranks.
+        store: the checkpoint directory.
+        identity: its name.
+        job: the one that loads.
+        unrecorded: what this rank's saver says.
+
+    Raises:
+        InfrastructureError: a rank cannot read the directory now.
+    """
+    mine = world.agree(lambda: _look(store, identity, job, unrecorded))
+    seen = [
+        msgspec.msgpack.decode(data, type=Evidence)
+        for data in world.gather(msgspec.msgpack.encode(mine))
+    ]
+    return Evidence(
+        max((one.tracked for one in seen if one.tracked is not None), default=None),
+        max((one.recorded for one in seen), key=("none", "earlier", "own").index),
+        max(one.unrecorded for one in seen),
+    )
+
+
+def _look(store: Store, identity: str, job: str, unrecorded: str) -> Evidence:
+    tracked = storage.tracked(store)
+    try:
+        return Evidence(tracked, first_save.recorded(store, identity, job), unrecorded)
+    except OSError as error:
+        raise failure(error, f"{store.location} cannot be read") from error
+
+
+def loss(evidence: Evidence, store: Store, problems: Sequence[str], lost: Lost | None) -> str:
+    """What was lost, in a sentence; empty if there was never a checkpoint.
+
+    Args:
+        evidence: what shows that there was one.
+        store: the checkpoint directory.
+        problems: why steps could not be loaded.
+        lost: a save in memory of which too little is left.
+    """
+    tracked = evidence.tracked
+    unsure = evidence.unrecorded if lost is not None else ""
+    # Of an earlier job nothing is left in memory: what is there is this one's.
+    recorded = evidence.recorded == "own" or (evidence.recorded == "earlier" and lost is not None)
+    if tracked is None and not (problems or recorded or unsure):
+        return ""
+    was = "no step was stored"
+    if tracked is not None:
+        was = (
+            f"step {tracked.step} was stored" if tracked.step >= 0 else "the file latest is damaged"
+        )
+    reasons = [*problems]
+    if lost is not None:
+        reasons.append(lost.sentence)
+    elif not problems and tracked is None:
+        reasons.append("All ranks had saved to memory, and nothing is left of that.")
+    if unsure and not recorded:
+        reasons.append(unsure)
+    said = " ".join(reasons) or f"There is no {store.where('step-*')}."
+    return f"No checkpoint in {store.location} can be loaded ({was}): {said}"
+
+
+def said(loss: str, store: Store, lost: Lost | None, recorded: first_save.Whose) -> str:
+    """Why nothing is loaded, in a sentence or two."""
+    if loss:
+        return f"{loss} The training starts afresh, as start_afresh says"
+    if lost is not None:
+        return f"{lost.sentence} There was never a save of all ranks: the training begins anew"
+    if recorded == "earlier":
+        return f"An earlier job in {store.location} saved to memory only, which ended with it: the training begins anew"
+    return f"There is no checkpoint in {store.location} yet"

@@ -1,0 +1,128 @@
+"""Whether all nodes of a world see the same checkpoint directory."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from dlrover.checkpoint.stores import Store
+from dlrover.checkpoint.world import World
+from dlrover.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 75.0
+"""Seconds until a node has to see what another one has written: by default NFS caches names for up to 60."""
+KILLED = 3600.0
+"""Seconds after which a start that has left its file behind was killed; far more than clocks differ."""
+_MARK = ".shared."
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+class _Facts(msgspec.Struct, frozen=True, array_like=True):
+    """What each rank tells the others."""
+
+    host: str
+    location: str
+    identity: str
+    token: str
+
+    @property
+    def node(self) -> tuple[str, str]:
+        """Ranks of one node see the same."""
+        return self.host, self.location
+
+
+def check(world: World, store: Store, identity: str, *, read_only: bool = False) -> None:
+    """Refuse a directory that the nodes do not share. Collective.
+
+    Rank 0 writes a file, and the first rank of every other node has to see it. With ``read_only``, or on a file
+    system that can only be read, the names of the directories have to be equal.
+
+    Raises:
+        ConfigurationError: they do not share it.
+        OSError: it cannot be written or read.
+    """
+    mine = _Facts(socket.gethostname(), store.location, identity, secrets.token_hex(8))
+    every = [
+        msgspec.msgpack.decode(data, type=_Facts)
+        for data in world.gather(msgspec.msgpack.encode(mine))
+    ]
+    nodes = [facts.node for facts in every]
+    others = [rank for rank, node in enumerate(nodes) if nodes.index(node) == rank and rank]
+    _refuse(every, [rank for rank in others if every[rank].identity != every[0].identity])
+    if read_only or not others:
+        return
+    mark = f"{_MARK}{every[0].token}"
+    try:
+        written = world.agree(lambda: world.rank != 0 or _write(store, mark))
+        if not world.exchange([written])[0][0]:
+            return
+        sees = world.agree(lambda: world.rank not in others or until_seen(store, mark))
+        blind = [rank for rank, (flag,) in enumerate(world.exchange([sees])) if not flag]
+        _refuse(every, blind)
+    finally:
+        if world.rank == 0:
+            with contextlib.suppress(OSError):  # the next start removes it
+                store.delete(mark)
+
+
+def _refuse(every: Sequence[_Facts], blind: Sequence[int]) -> None:
+    """Raise on every rank alike if there are ranks that do not see what rank 0 sees."""
+    if blind:
+        first, other = every[0], every[blind[0]]
+        raise ConfigurationError(
+            f"The nodes do not share the checkpoint directory {first.location}: rank {blind[0]} on"
+            f" {other.host} does not see there what rank 0 on {first.host} has written. Name a directory"
+            " on a file system that all nodes have mounted, or a URL."
+        )
+
+
+def _write(store: Store, mark: str) -> bool:
+    """Write a file, and remove those of starts that were killed; False if nothing can be written."""
+    try:
+        for name in store.names():
+            if name.startswith(_MARK) and _is_old(store, name):
+                store.delete(name)
+        store.write(mark, str(time.time()).encode())
+    except OSError as error:
+        if error.errno not in _READ_ONLY:
+            raise
+        logger.info("%s can only be read", store.location)
+        return False
+    return True
+
+
+def _is_old(store: Store, mark: str) -> bool:
+    """Whether no other start waits for it any more: a training and its evaluation may start together."""
+    try:
+        return time.time() - float(store.read(mark)) > KILLED
+    except FileNotFoundError:
+        return False
+    except ValueError:
+        return True
+
+
+def until_seen(store: Store, file: str, patience: float | None = None) -> bool:
+    """Wait until a file that another node has written is seen here too; whether it is."""
+    until = time.monotonic() + (PATIENCE if patience is None else patience)
+    warned = False
+    while not store.exists(file):
+        if time.monotonic() >= until:
+            return False
+        if not warned:
+            logger.warning(
+                "Waiting up to %.0f s for %s, which rank 0 sees: file systems such as NFS cache names",
+                until - time.monotonic(), store.where(file),
+            )  # fmt: skip
+            warned = True
+        threading.Event().wait(store.poll)
+    return True

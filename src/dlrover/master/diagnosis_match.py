@@ -1,0 +1,132 @@
+"""Searching a text for regular expressions, quickly where nothing is found.
+
+Pure. A table has a hundred expressions of many alternatives each, and most are found nowhere. Before an
+expression is searched, a text is asked for the words without which it cannot match.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from typing import TypeAlias
+
+Needed: TypeAlias = tuple[frozenset[str], ...]
+"""Sets of words of which a text must have one each."""
+
+SHORTEST = 3
+"""Characters that a word must have to be worth asking for."""
+
+# Inline flags, comments, back references, characters by number: rare, and not worth reading.
+_UNUSUAL = re.compile(r"\(\?(?![:=!]|<[=!])|\\[xuUN\d]")
+_CAPITALS = re.compile(r"\\.|[A-Z]")
+
+
+def search(expression: str, text: str) -> re.Match[str] | None:
+    """Where ``expression`` matches in ``text``, in whatever case."""
+    return _pattern(expression).search(text)
+
+
+def last_match(expression: str, text: str) -> re.Match[str] | None:
+    """The same, the last one."""
+    return functools.reduce(lambda _, found: found, _pattern(expression).finditer(text), None)
+
+
+def occurs(expression: str, folded: str) -> bool:
+    """Whether ``expression`` matches in a text in lower case."""
+    for pattern, needed in _folded(expression):
+        for words in needed:
+            for word in words:
+                if word in folded:
+                    break
+            else:
+                break
+        else:
+            if pattern.search(folded) is not None:
+                return True
+    return False
+
+
+@functools.cache
+def _pattern(expression: str) -> re.Pattern[str]:
+    return re.compile(expression, re.IGNORECASE | re.MULTILINE)
+
+
+@functools.cache
+def _folded(expression: str) -> tuple[tuple[re.Pattern[str], Needed], ...]:
+    r"""The alternatives of ``expression`` for a text in lower case; ``\S`` stays what it is."""
+    lower = _CAPITALS.sub(lambda m: m[0] if m[0].startswith("\\") else m[0].lower(), expression)
+    if _UNUSUAL.search(lower):
+        return ((re.compile(lower, re.MULTILINE), ()),)
+    return tuple(
+        (re.compile(alternative, re.MULTILINE), needed)
+        for alternative, needed in _Words(lower).alternatives()
+    )
+
+
+def needed_words(expression: str) -> tuple[Needed, ...]:
+    """For each alternative of a valid expression the words that a text must have for it to match."""
+    return tuple(needed for _, needed in _folded(expression))
+
+
+class _Words:
+    """Goes through an expression once."""
+
+    def __init__(self, expression: str) -> None:
+        self._rest = expression
+
+    def alternatives(self) -> list[tuple[str, Needed]]:
+        """The alternatives up to the end of the group, each with the words that it needs."""
+        found = []
+        while True:
+            before = self._rest
+            needed = tuple(words for words in self._sequence() if _worth(words))
+            found.append((before[: len(before) - len(self._rest)], needed))
+            if not self._rest.startswith("|"):
+                return found
+            self._rest = self._rest[1:]
+
+    def _sequence(self) -> Iterator[frozenset[str]]:
+        """Sets of words of which a text must have one each."""
+        run = ""
+        while self._rest and self._rest[0] not in "|)":
+            part = self._part()
+            optional = re.match(r"[?*]|\{0", self._rest) is not None
+            quantifier = re.match(r"(?:[?*+]|\{\d*,?\d*\})\??", self._rest)
+            if quantifier:
+                self._rest = self._rest[quantifier.end() :]
+            if isinstance(part, str) and not optional:
+                run += part
+            if not isinstance(part, str) or optional or quantifier or not part:
+                yield frozenset({run})
+                run = ""
+            if not isinstance(part, str) and not optional:
+                yield part
+        yield frozenset({run})
+
+    def _part(self) -> str | frozenset[str]:
+        """One literal character, the words of one group, or an empty text for anything else."""
+        first, self._rest = self._rest[0], self._rest[1:]
+        if first == "(":
+            return self._group()
+        if first == "[":
+            end = re.match(r"\^?\]?(?:\\.|[^\]\\])*\]", self._rest)
+            self._rest = self._rest[end.end() if end else 0 :]
+            return ""
+        if first == "\\":
+            first, self._rest = self._rest[0], self._rest[1:]
+            return "" if first.isalnum() else first
+        return "" if first in ".^$" else first
+
+    def _group(self) -> str | frozenset[str]:
+        """Words of which one is in whatever the group matches; an empty text where that says nothing."""
+        looks = re.match(r"\?(?:[=!]|<[=!])", self._rest)
+        self._rest = re.sub(r"\A\?(?:<?[=!]|:)", "", self._rest)
+        inner = [max(needed, key=_worth, default=frozenset()) for _, needed in self.alternatives()]
+        self._rest = self._rest[1:]
+        return "" if looks or not all(inner) else frozenset().union(*inner)
+
+
+def _worth(words: frozenset[str]) -> int:
+    shortest = min(map(len, words), default=0)
+    return shortest if shortest >= SHORTEST else 0

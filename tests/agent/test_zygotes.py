@@ -1,0 +1,105 @@
+"""A zygote that does not get ready: it is waited for once."""
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+import pytest
+
+from dlrover.agent import zygotes
+from dlrover.agent.zygote import Order
+from dlrover.agent.zygotes import ZygoteProcess
+
+WAIT = 0.05
+
+
+def order(spawn: int) -> Order:
+    return Order(spawn, "script", "x.py", [], {}, "", "", "", 0)
+
+
+class Waiting:
+    """A zygote that is stuck, and the orders that did not wait for it any longer."""
+
+    def __init__(self, python: str) -> None:
+        self.elsewhere: list[int] = []
+        board = zygotes.make_board()
+        self.zygote = ZygoteProcess(
+            python, {}, board, "x", lambda *_: None, lambda *_: None, lambda _: None, self._unfit
+        )
+        os.close(board)
+
+    def _unfit(self, orders: list[Order]) -> None:
+        self.elsewhere += [order.spawn for order in orders]
+
+
+@pytest.fixture
+def played(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Callable[[Waiting], Coroutine[None, None, None]]], None]:
+    monkeypatch.setattr(zygotes, "READY_WAIT", WAIT)
+    stuck = tmp_path / "python"
+    stuck.write_text("#!/bin/sh\nexec sleep 60\n")
+    stuck.chmod(0o755)
+
+    def run(test: Callable[[Waiting], Coroutine[None, None, None]]) -> None:
+        async def main() -> None:
+            waiting = Waiting(str(stuck))
+            try:
+                await test(waiting)
+            finally:
+                waiting.zygote.process.kill()  # it would not see that the socket closes
+                waiting.zygote.close()
+                await waiting.zygote.wait()
+
+        asyncio.run(main())
+
+    return run
+
+
+def test_one_that_is_stuck_is_waited_for_once(played, caplog: pytest.LogCaptureFixture) -> None:
+    async def test(waiting: Waiting) -> None:
+        waiting.zygote.spawn(order(1))
+        await asyncio.sleep(2 * WAIT)
+        assert waiting.elsewhere == [1]
+        assert waiting.zygote.problem == f"it was not ready after {WAIT:g} s"
+        assert caplog.text.count("is not ready after") == 1
+        waiting.zygote.spawn(order(2))
+        assert waiting.elsewhere == [1, 2]
+
+    played(test)
+
+
+def test_restarts_while_it_is_waited_for_wait_no_longer_together(played) -> None:
+    async def test(waiting: Waiting) -> None:
+        for number in range(6):
+            waiting.zygote.spawn(order(number))
+            await asyncio.sleep(WAIT / 2)
+            if not waiting.zygote.problem:
+                waiting.zygote.take_held()
+        assert waiting.zygote.problem
+
+    played(test)
+
+
+def test_one_that_is_late_is_used_when_it_is_ready(played) -> None:
+    async def test(waiting: Waiting) -> None:
+        waiting.zygote.spawn(order(1))
+        await asyncio.sleep(2 * WAIT)
+        waiting.zygote._take({"ready": 1.0, "problem": ""})
+        waiting.zygote.spawn(order(2))
+        assert waiting.zygote.workers == {2}
+
+    played(test)
+
+
+def test_no_timer_outlives_the_wait(played) -> None:
+    async def test(waiting: Waiting) -> None:
+        waiting.zygote.spawn(order(1))
+        waiting.zygote._take({"ready": 1.0, "problem": ""})
+        assert waiting.zygote.workers == {1}
+        await asyncio.sleep(2 * WAIT)
+        assert (waiting.zygote.problem, waiting.elsewhere) == ("", [])
+        assert waiting.zygote._timer.cancelled()
+
+    played(test)

@@ -1,0 +1,184 @@
+"""A save that may not, or cannot, be published: it changes no stored step, and nobody waits for it."""
+
+import dataclasses
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from dlrover.checkpoint import checkpointer as checkpointers, direct, storage, tree
+from dlrover.checkpoint.checkpointer import Checkpointer
+from dlrover.checkpoint.copying import Copier
+from dlrover.checkpoint.policies import KeepLast
+from dlrover.checkpoint.saves import SaveId
+from dlrover.checkpoint.stores import Store, open_store
+from dlrover.checkpoint.verification import verify
+from dlrover.errors import ConfigurationError, InfrastructureError
+from tests.checkpoint.together import each, worlds
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(60)]
+AT_ONCE = 10.0
+"""Seconds; far less than those that a rank waits for another one."""
+
+
+class Lease:
+    """One that another training takes before a world looks at it the ``lost``-th time."""
+
+    def __init__(self, lost: int) -> None:
+        self._left = lost
+
+    def check(self, session: int, pause: object) -> None:
+        self._left -= 1
+        if self._left <= 0:
+            raise InfrastructureError("It belongs to another training.")
+
+
+@pytest.fixture(params=["directory", "URL"])
+def place(request, tmp_path: Path) -> str:
+    return str(tmp_path) if request.param == "directory" else f"file://{tmp_path}"
+
+
+def quick(place: str) -> Store:
+    store = open_store(place)
+    store.poll = 0.01
+    return store
+
+
+def write(place: str, save: SaveId, state: dict, lease=None, rank: int = 0, size: int = 1) -> str:
+    """Store a rank's part as its worker does; what went wrong."""
+    store, copier = quick(place), Copier()
+    packed = copier.layout(tree.flatten(state))
+    writer = direct.Writer(store, storage.identity(store), KeepLast(9), rank, size, lease)
+    return writer.write(save, packed, copier.sources, {})
+
+
+def test_a_world_that_loses_the_lease_while_it_writes_changes_nothing_of_a_step(place, tmp_path):
+    assert not write(place, SaveId(0, 1, 7, 1), {"new": torch.ones(3)})
+    before = {path: path.read_bytes() for path in (tmp_path / "step-7").iterdir() if path.is_file()}
+    for number, lease in ((2, Lease(2)), (3, Lease(1))):
+        problem = write(place, SaveId(0, number, 7, 2), {"old": torch.zeros(5)}, lease)
+        assert problem == "It belongs to another training."
+    assert {path: path.read_bytes() for path in before} == before
+    assert verify(place, 7).whole
+
+
+def test_a_save_that_comes_after_a_newer_one_changes_nothing_of_it(place):
+    assert not write(place, SaveId(0, 2, 7, 2), {"new": torch.ones(3)})
+    assert "a newer save of it is" in write(place, SaveId(0, 1, 7, 1), {"old": torch.zeros(5)})
+    assert verify(place, 7).whole
+
+
+@pytest.mark.parametrize("looks", [1, 2])
+@pytest.mark.parametrize("late", [False, True])
+def test_what_rank_0_may_not_store_no_other_rank_waits_for(place, looks, late):
+    save, began = SaveId(0, 1, 7, 1), time.monotonic()
+
+    def part(rank: int, lease: Lease | None = None) -> str:
+        return write(place, save, {"w": torch.full((2,), rank + 1.0)}, lease, rank, 2)
+
+    if late and looks == 1:
+        told = [part(0, Lease(looks)), part(1)]
+    else:
+        told = each(lambda: part(0, Lease(looks)), lambda: part(1))
+    assert time.monotonic() - began < AT_ONCE
+    assert told == [
+        "It belongs to another training.",
+        "Step 7 was not stored: another node gave it up.",
+    ]
+    assert storage.steps(open_store(place)) == []
+
+
+def test_what_rank_0_cannot_write_no_other_rank_waits_for(place):
+    began = time.monotonic()
+    clash = {"a": {"b": 1}, "a.b": 2}
+    save = SaveId(0, 1, 7, 1)
+    first, second = each(
+        lambda: write(place, save, clash, size=2),
+        lambda: write(place, save, {"w": torch.ones(2)}, rank=1, size=2),
+    )
+    assert isinstance(first, ConfigurationError)
+    assert second == "Step 7 was not stored: another node gave it up."
+    assert time.monotonic() - began < AT_ONCE
+
+
+def test_the_next_save_removes_what_was_given_up(place, tmp_path):
+    write(place, SaveId(0, 1, 7, 1), {"w": torch.ones(2)}, Lease(1))
+    write(place, SaveId(0, 2, 8, 1), {"w": torch.ones(2)}, Lease(2))
+    assert not write(place, SaveId(0, 3, 9, 1), {"w": torch.ones(2)})
+    left = {path.name for path in tmp_path.iterdir() if any(path.rglob("*"))}
+    assert left == {"step-9"}
+
+
+def test_a_save_that_was_given_up_is_tried_again_at_a_breakpoint(place):
+    store = quick(place)
+    save = SaveId(0, 1, 7, 1)
+    storage.give_up(store, "", save)
+    draft = store.draft(save)
+    assert storage.is_given_up(store, draft)
+    assert not storage.is_given_up(store, draft, at_breakpoint=True)
+    storage.give_up(store, "", save, at_breakpoint=True)
+    assert storage.is_given_up(store, draft, at_breakpoint=True)
+    storage.remove_marks(store, store.draft(save))
+    assert not storage.is_given_up(store, draft)
+
+
+def test_nothing_is_given_up_in_a_directory_that_is_another_one(place, tmp_path):
+    with pytest.raises(OSError, match="not the directory any more"):
+        storage.give_up(quick(place), "another", SaveId(0, 1, 7, 1))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_what_a_load_has_found_is_marked_only_by_who_holds_the_lease(directory):
+    """Neither is a damaged step renamed, nor a new line begun."""
+    for step in (1, 2):
+        assert not write(str(directory), SaveId(0, step, step, 1), {"w": torch.ones(2)})
+    (directory / "step-2" / "rank-0.index").unlink()
+    saves = Checkpointer(directory, linger=0.0)
+    assert saves.load({"w": torch.ones(2)}).step == 1
+    saves.load({"w": torch.ones(2)}, step=1)
+    own = saves._direct
+    lines = []
+    for step, lease in ((3, Lease(1)), (4, own.lease)):
+        saves._direct = dataclasses.replace(own, lease=lease)
+        saves.save(step, {"w": torch.ones(2)})
+        lines.append(
+            (storage.save_of(open_store(directory), 1).line, (directory / "step-2").exists())
+        )
+    saves.close()
+    assert lines[0] == (0, True)
+    assert lines[1][0] > 0
+    assert not lines[1][1]
+
+
+@pytest.mark.slow
+def test_a_save_that_one_rank_cannot_make_holds_up_no_other_node(two_nodes, monkeypatch):
+    """Rank 1 raises before its saver hears of the save; rank 0's saver has its part and waits for the other."""
+    ranks = {str(node): world for node, world in zip(two_nodes, worlds(2), strict=True)}
+
+    def train(node: Path) -> str:
+        saves = Checkpointer(node, linger=0.0)
+        rank = saves._world.rank
+        try:
+            saves.save(1, {"w": torch.ones(2) if not rank else object}, to="storage")
+            saves.wait()
+        except (ConfigurationError, InfrastructureError) as error:
+            return str(error)
+        finally:
+            saves.close()
+        return ""
+
+    mine = threading.local()
+    monkeypatch.setattr(checkpointers, "World", lambda: mine.world)
+
+    def run(node: Path) -> str:
+        mine.world = ranks[str(node)]
+        return train(node)
+
+    began = time.monotonic()
+    told = each(*(lambda node=node: run(node) for node in two_nodes))
+    assert "another node gave it up" in told[0]
+    assert told[1]
+    assert time.monotonic() - began < 30.0

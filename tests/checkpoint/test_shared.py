@@ -1,0 +1,145 @@
+"""A checkpoint directory that the nodes do not share is refused at the start, on every rank."""
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from dlrover.checkpoint import shared, storage
+from dlrover.checkpoint.stores import IDENTITY, Store, open_store
+from dlrover.errors import ConfigurationError
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(90)]
+SCRIPT = str(Path(__file__).parent / "scripts" / "unshared.py")
+
+
+class Meeting:
+    """Two ranks that are threads of this process."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2)
+        self._said: list[object] = [None, None]
+
+    def exchange(self, rank: int, value: object) -> list[object]:
+        self._said[rank] = value
+        self._barrier.wait(10)
+        said = list(self._said)
+        self._barrier.wait(10)
+        return said
+
+
+class Rank:
+    """What `shared.check` needs of a world."""
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        self.rank, self._meeting = rank, meeting
+
+    def gather(self, data):
+        return self._meeting.exchange(self.rank, data)
+
+    exchange = gather
+
+    def agree(self, action):
+        return action()
+
+
+def check(*stores: Store) -> list[str]:
+    """What each of two ranks raises."""
+    meeting = Meeting()
+    raised = ["", ""]
+
+    def run(rank: int) -> None:
+        try:
+            shared.check(Rank(rank, meeting), stores[rank], storage.identity(stores[rank]))
+        except ConfigurationError as error:
+            raised[rank] = str(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return raised
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> list[Path]:
+    found = [tmp_path / "a", tmp_path / "b"]
+    for place in found:
+        place.mkdir()
+    return found
+
+
+def test_directories_of_different_names_are_two(places):
+    first, second = check(*map(open_store, places))
+    assert first == second
+    assert f"do not share the checkpoint directory {places[0]}: rank 1 on " in first
+
+
+def test_a_copy_of_a_directory_is_another_one(places, monkeypatch):
+    monkeypatch.setattr(shared, "PATIENCE", 0.05)
+    storage.identity(open_store(places[0]))
+    shutil.copy(places[0] / IDENTITY, places[1])
+    first, second = check(*map(open_store, places))
+    assert first == second != ""
+    assert [os.listdir(place) for place in places] == [[IDENTITY], [IDENTITY]]
+
+
+def test_one_directory_under_two_names_is_shared_and_nothing_is_left_in_it(tmp_path):
+    store = open_store(tmp_path / "a")
+    storage.identity(store)
+    store.write(".shared.0123", b"")  # of a start that was killed
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    assert check(store, open_store(tmp_path / "b")) == ["", ""]
+    assert os.listdir(tmp_path / "a") == [IDENTITY]
+
+
+def test_two_starts_at_once_leave_each_other_alone(tmp_path, monkeypatch):
+    store = open_store(tmp_path)
+    assert shared._write(store, ".shared.0")
+    assert shared._write(store, ".shared.1")
+    assert sorted(store.names()) == [".shared.0", ".shared.1"]
+    later = shared.time.time() + 2 * shared.KILLED
+    monkeypatch.setattr(shared.time, "time", lambda: later)
+    assert shared._write(store, ".shared.2")
+    assert store.names() == [".shared.2"], "those were killed"
+
+
+def test_a_name_that_is_seen_late_is_waited_for(tmp_path, monkeypatch, caplog):
+    store, late = open_store(tmp_path), iter([False, False, True])
+    monkeypatch.setattr(store, "poll", 0.01)
+    monkeypatch.setattr(store, "exists", lambda _: next(late))
+    assert shared.until_seen(store, "step-2/manifest.json", patience=5.0)
+    assert caplog.text.count("Waiting up to 5 s for") == 1
+    monkeypatch.setattr(store, "exists", lambda _: False)
+    assert not shared.until_seen(store, "step-2/manifest.json", patience=0.02)
+
+
+def test_on_a_disk_that_can_only_be_read_the_names_decide(tmp_path, monkeypatch):
+    storage.identity(open_store(tmp_path))
+    (tmp_path / "b").symlink_to(tmp_path)
+    stores = open_store(tmp_path), open_store(tmp_path / "b")
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    for store in stores:
+        monkeypatch.setattr(store, "write", refuse)
+    assert check(*stores) == ["", ""]
+
+
+@pytest.mark.slow
+def test_every_rank_is_told_before_anything_is_saved(places, tmp_path):
+    words = [sys.executable, SCRIPT, str(tmp_path / "meeting")]
+    ranks = [
+        subprocess.Popen([*words, str(rank), str(place)], stdout=subprocess.PIPE, text=True)
+        for rank, place in enumerate(places)
+    ]
+    told = [process.communicate(timeout=80)[0] for process in ranks]
+    assert told[0] == told[1]
+    assert told[0].startswith("ConfigurationError: The nodes do not share the checkpoint directory")

@@ -1,0 +1,609 @@
+"""What was meant for an object never reaches the next one of its name, and a conflict loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Literal
+
+import pytest
+
+from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.kubernetes import (
+    apply,
+    client,
+    job as jobs,
+    names,
+    objects,
+    platform,
+    reporting,
+    scaleplans,
+    scaling,
+    validation,
+)
+from dlrover.kubernetes.client import LEASES, PODS, ApiError
+from dlrover.kubernetes.decisions import Decision
+from dlrover.kubernetes.job import ELASTIC_JOBS
+from dlrover.kubernetes.leader import Leader
+from dlrover.kubernetes.operator import ByJob
+from dlrover.kubernetes.platform import KubernetesPlatform
+from dlrover.kubernetes.reporting import Reporter
+from dlrover.kubernetes.scaleplans import SCALE_PLANS, ScalePlans
+from dlrover.kubernetes.scaling import Asks, Scaler
+from dlrover.kubernetes.types import ElasticJob, ElasticJobStatus
+from dlrover.platform.base import JobSize, Progress
+from dlrover.rpc.messages import ScaleReply
+from dlrover.spec.node import LaunchNode
+from tests.kubernetes import manifests
+from tests.kubernetes.memory import MemoryServer, stop, until
+
+Manifest = dict[str, Any]
+Conflict = Callable[[str, str], None]
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = {
+        client: ["CONFLICT_WAIT"],
+        platform: ["FIRST_WAIT"],
+        reporting: ["PERIOD", "SHORTEST_PERIOD"],
+        scaleplans: ["RETRY"],
+        scaling: ["POLL"],
+    }
+    for module, settings in waits.items():
+        for setting in settings:
+            monkeypatch.setattr(module, setting, 0.001)
+
+
+def submit(server: MemoryServer) -> ElasticJob:
+    return validation.parse(server.put(ELASTIC_JOBS, manifests.job()))
+
+
+def again(server: MemoryServer) -> ElasticJob:
+    """The job is deleted, and another one of its name is made."""
+    server.remove(ELASTIC_JOBS, "digits")
+    return submit(server)
+
+
+def conflicts(server: MemoryServer, times: int, path: str) -> Conflict:
+    """So often the server answers 409 to who writes at ``path``."""
+    left = [times]
+
+    def before(method: str, called: str) -> None:
+        if method in ("PATCH", "POST") and called.endswith(path) and left[0]:
+            left[0] -= 1
+            raise ApiError(409, "Conflict", "others changed it")
+
+    return before
+
+
+def status(server: MemoryServer, plan: str = "") -> Manifest:
+    found = server.there(SCALE_PLANS, plan) if plan else server.there(ELASTIC_JOBS, "digits")
+    return dict(found.get("status") or {})
+
+
+def test_a_master_that_comes_late_is_not_the_next_jobs() -> None:
+    async def story() -> None:
+        server = MemoryServer()
+        first = submit(server)
+        env = objects.master_pod(first, "dlrover:1")["spec"]["containers"][0]["env"]
+        known = {one["name"]: one["value"] for one in env if "value" in one}
+        assert (await jobs.read(server, known)).uid == first.uid
+        again(server)
+        with pytest.raises(ConfigurationError, match="was deleted, and another one has its name"):
+            await jobs.read(server, known)
+
+    asyncio.run(story())
+
+
+# ---- the status of a job
+
+
+def reporter(server: MemoryServer, job: ElasticJob) -> Reporter:
+    done = Progress(steps=7, restarts=1, goodput=0.5)
+    return Reporter(server, job, lambda: done, period=0.001)
+
+
+def test_a_late_report_is_not_the_next_jobs() -> None:
+    async def story() -> None:
+        server = MemoryServer()
+        first = reporter(server, submit(server))
+        again(server)
+        await first.close()
+        assert status(server) == {}
+
+    asyncio.run(story())
+
+
+def test_a_job_that_is_replaced_in_the_midst_of_a_report_gets_none() -> None:
+    async def story() -> None:
+        server = MemoryServer()
+        first = reporter(server, submit(server))
+
+        def before(method: str, _path: str) -> None:
+            if method == "PATCH":
+                server.before = lambda *_: None
+                again(server)
+
+        server.before = before
+        await first.close()
+        assert status(server) == {}
+
+    asyncio.run(story())
+
+
+def test_what_an_earlier_job_has_trained_is_not_the_next_jobs() -> None:
+    async def story() -> None:
+        server = MemoryServer()
+        submit(server)
+        earlier = {"jobUid": "another", "phase": "Running", "training": {"restarts": 3}}
+        server.change(ELASTIC_JOBS, "digits", status=earlier)
+        job = server.there(ELASTIC_JOBS, "digits")
+        decision = Decision(status=ElasticJobStatus(phase="Created"))
+        await apply.carry_out(server, ELASTIC_JOBS, job, decision)
+        assert "training" not in status(server)
+
+    asyncio.run(story())
+
+
+def test_a_report_that_meets_a_conflict_is_written() -> None:
+    async def story() -> None:
+        server = MemoryServer()
+        one = reporter(server, submit(server))
+        server.before = conflicts(server, 2, "/status")
+        await one.close()
+        assert status(server)["training"]["steps"] == 7
+
+    asyncio.run(story())
+
+
+def test_a_server_that_is_away_does_not_end_the_reports() -> None:
+    async def story() -> None:
+        server = MemoryServer()
+        one = reporter(server, submit(server))
+
+        def away(_method: str, _path: str) -> None:
+            raise InfrastructureError("The server does not answer.")
+
+        server.before = away
+        one.waits("Pod a: its pod cannot be made.")
+        running = asyncio.create_task(one.run())
+        await until(lambda: server.calls)
+        server.before = lambda *_: None
+        await until(lambda: len(server.calls) > 1 or running.done())
+        assert not running.done()
+        await stop(running)
+
+    asyncio.run(story())
+
+
+# ---- scaling
+
+
+class Numbers:
+    """How many workers a job is to have, as its master keeps it."""
+
+    def __init__(self, workers: int = 2) -> None:
+        self.size = JobSize(workers, workers, complete=False, waits_for="", plans=0, reason="")
+
+    def scale(
+        self,
+        number: int,
+        reason: str,
+        source: Literal["user", "plan"],
+        _role: str,
+        _factors: tuple[float, float],
+    ) -> ScaleReply:
+        plans = self.size.plans + (source == "plan")
+        asked = number if source == "user" else self.size.asked
+        self.size = self.size._replace(wanted=number, asked=asked, plans=plans, reason=reason)
+        return ScaleReply(f"The job is to have {number} nodes.")
+
+
+@contextlib.asynccontextmanager
+async def scaler(server: MemoryServer, job: ElasticJob, numbers: Numbers) -> AsyncIterator[Scaler]:
+    asks = Asks(lambda _role: numbers.size, numbers.scale, dict, lambda *_: "")
+    one = Scaler(server, job, asks, lambda _role, _number: None)
+    running = asyncio.create_task(one.run())
+    try:
+        yield one
+    finally:
+        await stop(running)
+
+
+def plan(
+    server: MemoryServer, name: str = "grow", scale_type: str = "manual", **spec: Any
+) -> Manifest:
+    workers = {"replicaResourceSpecs": {"worker": {"replicas": 4}}}
+    metadata = {"name": name, "labels": {"scale-type": scale_type}}
+    manifest = {"metadata": metadata, "spec": {"ownerJob": "digits", **(spec or workers)}}
+    return server.put(SCALE_PLANS, manifest)
+
+
+@pytest.mark.parametrize("times", [1, 20])
+@pytest.mark.parametrize("path", ["scaleplans/grow/status", "elasticjobs/digits/scale"])
+def test_a_conflict_loses_nothing_of_a_plan(path: str, times: int) -> None:
+    async def story() -> None:
+        server = MemoryServer()
+        job, numbers = submit(server), Numbers()
+        server.before = conflicts(server, times, path)
+        async with scaler(server, job, numbers):
+            plan(server)
+            await until(lambda: status(server, "grow").get("phase") == "Scaling")
+            await until(lambda: replicas(server) == 4)
+
+    asyncio.run(story())
+
+
+def replicas(server: MemoryServer) -> int:
+    worker = server.there(ELASTIC_JOBS, "digits")["spec"]["replicaSpecs"]["worker"]
+    return int(worker["replicas"])
+
+
+def test_what_is_said_of_a_plan_is_not_said_of_the_next_of_its_name() -> None:
+    async def story() -> None:
+        server = MemoryServer()
+        job, numbers = submit(server), Numbers()
+        async with scaler(server, job, numbers):
+            plan(server)
+            await until(lambda: replicas(server) == 4)
+            server.silent = True
+            server.remove(SCALE_PLANS, "grow")
+            plan(server, replicaResourceSpecs={"worker": {"replicas": 5}})
+            numbers.size = numbers.size._replace(complete=True)
+            await asyncio.sleep(0.02)
+            assert status(server, "grow") == {}, "it is not the one that has succeeded"
+            server.speak()
+            await until(lambda: replicas(server) == 5)
+
+    asyncio.run(story())
+
+
+def test_the_number_of_a_plan_is_not_written_into_the_next_job_of_the_name() -> None:
+    async def story() -> None:
+        server = MemoryServer()
+        job, numbers = submit(server), Numbers()
+
+        def before(method: str, path: str) -> None:
+            if method == "PATCH" and path.endswith("/grow/status"):
+                server.before = lambda *_: None
+                again(server)
+
+        server.before = before
+        async with scaler(server, job, numbers):
+            plan(server)
+            await until(lambda: numbers.size.wanted == 4)
+            await asyncio.sleep(0.02)
+        assert replicas(server) == 2
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_plan_of_the_masters_own_is_recorded_once_though_a_call_fails(lost: bool) -> None:
+    async def story() -> None:
+        server = MemoryServer()
+        job, numbers = submit(server), Numbers(4)
+        post, failures = server._post, [2]
+
+        def fail(path: str, body: Manifest) -> Manifest:
+            if not path.endswith("scaleplans") or not failures[0]:
+                return post(path, body)
+            failures[0] -= 1
+            if lost:
+                post(path, body)
+            raise InfrastructureError("The server does not answer.")
+
+        server._post = fail  # type: ignore[method-assign]
+        async with scaler(server, job, numbers):
+            await until(lambda: server.calls)
+            await asyncio.sleep(0.01)
+            numbers.scale(3, "The fourth adds nothing.", "plan", "worker", (1.0, 1.0))
+            await until(lambda: not failures[0] or lost)
+            await asyncio.sleep(0.02)
+            made = [path for path in server.objects if "/scaleplans/" in path]
+            assert len(made) == 1, made
+            await until(
+                lambda: status(server, made[0].rpartition("/")[2]).get("phase") == "Scaling"
+            )
+
+    asyncio.run(story())
+
+
+def test_a_plan_for_one_pod_more_adds_one_though_its_master_is_lost_in_the_midst() -> None:
+    async def story() -> None:
+        server = MemoryServer()
+        job, numbers = submit(server), Numbers()
+
+        def lost(_method: str, _path: str) -> None:
+            if numbers.size.wanted == 3:
+                raise InfrastructureError("The server does not answer.")
+
+        server.before = lost
+        plan(server, scale_type="auto", createPods=[{}])
+        async with scaler(server, job, numbers):
+            await until(lambda: numbers.size.wanted == 3)
+        server.before = lambda *_: None
+        async with scaler(server, job, numbers):  # the next master, with the journal
+            await until(lambda: status(server, "grow").get("phase") == "Scaling")
+        assert numbers.size.wanted == 3
+
+    asyncio.run(story())
+
+
+# ---- plans of an earlier job
+
+
+def test_a_master_leaves_a_plan_alone_that_is_older_than_its_job() -> None:
+    async def story() -> None:
+        server = MemoryServer()
+        submit(server)
+        plan(server)
+        server.now += 1.0
+        job, numbers = again(server), Numbers()
+        async with scaler(server, job, numbers):
+            plan(server, "newer", replicaResourceSpecs={"worker": {"replicas": 3}})
+            await until(lambda: replicas(server) == 3)
+        assert status(server, "grow") == {}
+
+    asyncio.run(story())
+
+
+def test_a_master_leaves_a_plan_alone_that_is_for_the_next_job_of_its_name() -> None:
+    async def story() -> None:
+        server = MemoryServer()
+        job, numbers = submit(server), Numbers()
+        async with scaler(server, job, numbers):
+            await asyncio.sleep(0.01)
+            server.silent = True
+            server.now += 1.0
+            again(server)
+            made = plan(server)
+            server.silent = False
+            server._log[-3:-1] = []  # the watch of the plans is the quicker one
+            server.speak()
+            await asyncio.sleep(0.02)
+            assert numbers.size.wanted == 2
+            assert status(server, made["metadata"]["name"]) == {}
+
+    asyncio.run(story())
+
+
+@contextlib.asynccontextmanager
+async def operator(server: MemoryServer) -> AsyncIterator[None]:
+    def job(key: str) -> Manifest | None:
+        return server.objects.get(ELASTIC_JOBS.path(*key.split("/")))
+
+    one = ScalePlans(server, "default", job)
+    running = asyncio.create_task(one.run())
+    try:
+        yield
+    finally:
+        await stop(running)
+
+
+def test_the_operator_refuses_a_plan_that_is_older_than_the_job() -> None:
+    async def story() -> None:
+        server = MemoryServer()
+        submit(server)
+        plan(server)
+        server.now += 1.0
+        again(server)
+        async with operator(server):
+            await until(lambda: status(server, "grow").get("phase") == "Failed")
+        assert status(server, "grow")["message"] == (
+            "The plan is older than the ElasticJob digits: it was not made for it. Create it again."
+        )
+        assert "ownerReferences" not in server.there(SCALE_PLANS, "grow")["metadata"]
+
+    asyncio.run(story())
+
+
+def test_the_operator_makes_a_plan_its_jobs_despite_conflicts() -> None:
+    async def story() -> None:
+        server = MemoryServer()
+        job = submit(server)
+        server.before = conflicts(server, 2, "scaleplans/grow")
+        plan(server)
+        async with operator(server):
+            await until(lambda: status(server, "grow").get("phase") == "Pending")
+        references = server.there(SCALE_PLANS, "grow")["metadata"]["ownerReferences"]
+        assert [one["uid"] for one in references] == [job.metadata["uid"]]
+
+    asyncio.run(story())
+
+
+# ---- pods
+
+
+class Nodes:
+    """A job's platform, and what it said of its nodes."""
+
+    def __init__(self, server: MemoryServer, job: ElasticJob) -> None:
+        self.exits: dict[int, str] = {}
+        self.platform = KubernetesPlatform(server, job, "m:1", self._ended, lambda *_: None)
+
+    def _ended(
+        self, node_id: int, reason: str, /, *, exit_code: int = 0, refused: bool = False
+    ) -> None:
+        assert node_id not in self.exits, "reported once"
+        self.exits[node_id] = reason
+
+
+@contextlib.asynccontextmanager
+async def watched(server: MemoryServer, job: ElasticJob) -> AsyncIterator[Nodes]:
+    nodes = Nodes(server, job)
+    await nodes.platform.start()
+    try:
+        yield nodes
+    finally:
+        server.before = lambda *_: None
+        await nodes.platform.close()
+
+
+POD = "digits-edljob-worker-0"
+FAILED = {"phase": "Failed", "containerStatuses": [{"name": "main", "state": {}}]}
+
+
+def test_the_end_of_an_earlier_pod_is_not_the_end_of_the_next_one() -> None:
+    """The informer has not seen yet that the pod of an earlier run has gone, nor the one that was made."""
+
+    async def story() -> None:
+        server = MemoryServer()
+        job = submit(server)
+        async with watched(server, job) as nodes:
+            nodes.platform.launch(LaunchNode(0, 0))
+            await until(lambda: POD in str(server.objects))
+        server.change(PODS, POD, status=FAILED)
+        async with watched(server, job) as nodes:
+            server.silent = True
+            server.remove(PODS, POD)
+            nodes.platform.launch(LaunchNode(0, 0))
+            await until(lambda: POD in str(server.objects))
+            await asyncio.sleep(0.01)
+            assert nodes.exits == {}
+            server.speak()
+            await asyncio.sleep(0.01)
+            assert nodes.exits == {}
+            server.remove(PODS, POD)
+            await until(lambda: nodes.exits)
+            assert nodes.exits == {0: "its pod was deleted"}
+
+    asyncio.run(story())
+
+
+def test_a_pod_that_another_has_the_name_of_was_deleted() -> None:
+    """Both happen between two looks of the informer."""
+
+    async def story() -> None:
+        server = MemoryServer()
+        job = submit(server)
+        async with watched(server, job) as nodes:
+            nodes.platform.launch(LaunchNode(0, 0))
+            await until(lambda: POD in str(server.objects))
+            await asyncio.sleep(0.01)
+            pod = server.there(PODS, POD)
+            server.silent = True
+            server.remove(PODS, POD)
+            server.put(PODS, pod)
+            del server._log[-2]
+            server.speak()
+            await until(lambda: nodes.exits)
+            assert nodes.exits == {0: "its pod was deleted"}
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_master_ends_no_pod_of_the_next_job_of_its_name(known: bool) -> None:
+    async def story() -> None:
+        server = MemoryServer()
+        job = submit(server)
+        async with watched(server, job) as nodes:
+            nodes.platform.launch(LaunchNode(0, 0))
+            await until(lambda: POD in str(server.objects))
+            await asyncio.sleep(0.01)
+            server.silent = not known
+            server.remove(PODS, POD)
+            async with watched(server, again(server)) as others:
+                others.platform.launch(LaunchNode(0, 0))
+                await until(lambda: POD in str(server.objects))
+                await asyncio.sleep(0.01)
+                nodes.platform.kill(POD)
+                await asyncio.sleep(0.02)
+                assert POD in str(server.objects)
+                assert others.exits == {}
+
+    asyncio.run(story())
+
+
+def test_a_master_adopts_no_pod_of_another_job_of_its_name() -> None:
+    async def story() -> None:
+        server = MemoryServer()
+        async with watched(server, submit(server)) as nodes:
+            nodes.platform.launch(LaunchNode(0, 0))
+            await until(lambda: POD in str(server.objects))
+        async with watched(server, again(server)) as nodes:
+            nodes.platform.adopt(0, POD)
+            await until(lambda: nodes.exits)
+            assert nodes.exits == {0: "its pod was deleted while the master was away"}
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("status", [401, 409])
+def test_a_pod_whose_deletion_is_refused_for_now_is_deleted_later(status: int) -> None:
+    async def story() -> None:
+        server = MemoryServer()
+        async with watched(server, submit(server)) as nodes:
+            nodes.platform.launch(LaunchNode(0, 0))
+            await until(lambda: POD in str(server.objects))
+            await asyncio.sleep(0.01)
+            left = [2]
+
+            def before(method: str, _path: str) -> None:
+                if method == "DELETE" and left[0]:
+                    left[0] -= 1
+                    raise ApiError(status, "Conflict", "not now")
+
+            server.before = before
+            nodes.platform.kill(POD)
+            await asyncio.sleep(0.05)
+            assert POD not in str(server.objects)
+
+    asyncio.run(story())
+
+
+def test_a_node_whose_pod_loses_its_label_leaves_no_pod_that_is_unwatched() -> None:
+    async def story() -> None:
+        server = MemoryServer()
+        async with watched(server, submit(server)) as nodes:
+            nodes.platform.launch(LaunchNode(0, 0))
+            await until(lambda: POD in str(server.objects))
+            await asyncio.sleep(0.01)
+            server.change(PODS, POD, metadata={"labels": {names.JOB_LABEL: "letters"}})
+            await until(lambda: nodes.exits)
+            await until(lambda: POD not in str(server.objects))
+            assert nodes.exits == {0: "its pod was deleted"}
+
+    asyncio.run(story())
+
+
+def test_a_pod_that_gets_the_label_of_another_job_is_news_for_both() -> None:
+    async def story() -> None:
+        server = MemoryServer()
+        told: list[str] = []
+        pods = ByJob(server, PODS, "default", told.append)
+        running = asyncio.create_task(pods.informer.run())
+        server.put(PODS, {"metadata": {"name": "a", "labels": {names.JOB_LABEL: "digits"}}})
+        await until(lambda: told == ["default/digits"])
+        server.change(PODS, "a", metadata={"labels": {names.JOB_LABEL: "letters"}})
+        await until(lambda: "default/letters" in told)
+        assert told[1:] == ["default/digits", "default/letters"]
+        assert pods.of("default/digits") == []
+        assert len(pods.of("default/letters")) == 1
+        await stop(running)
+
+    asyncio.run(story())
+
+
+# ---- the Lease
+
+
+def test_a_lease_is_given_back_though_a_renewal_is_under_way() -> None:
+    async def story() -> None:
+        server = MemoryServer()
+        leader = Leader(server, "default", "lease", "me")
+        await leader.acquire()
+
+        def renewed(method: str, _path: str) -> None:
+            if method == "PUT":
+                server.before = lambda *_: None
+                server.change(LEASES, "lease", spec={"renewTime": "now"})
+
+        server.before = renewed
+        await leader.release()
+        assert server.there(LEASES, "lease")["spec"]["holderIdentity"] == ""
+
+    asyncio.run(story())
