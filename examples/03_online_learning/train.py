@@ -74,7 +74,8 @@ def main() -> None:
     checkpointer = Checkpointer(args.out / "checkpoint", interval=args.save_every)
     checkpointer.load(state)
     learned = int(curve[:, 2].sum())
-    print(f"rank {rank} is process {os.getpid()} and begins after {learned} messages", flush=True)
+    begin = f"rank {rank} is process {os.getpid()} and begins after {learned} messages\n"
+    print(begin, end="", flush=True)
     told = Told(args, rank, learned)
     loader = data.loader(args.batch_size)
     batches = iter(loader)

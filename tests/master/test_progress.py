@@ -128,6 +128,22 @@ def test_the_first_step_is_journalled_at_once_with_what_workers_did(tmp_path: Pa
     run(tmp_path, test)
 
 
+def test_what_a_round_began_with_is_journalled_at_once_though_it_is_told_late(tmp_path: Path) -> None:
+    """A master that dies right after would leave the next one without the steps that a fault undid."""
+
+    async def test(job: Job) -> None:
+        job.beat(1, 0)
+        job.beat(0, 1, worker(2.0, 1.0))
+        job.beat(0, 2, worker(2.0, 2.0, first_step=7))
+        job.beat(0, 3, worker(2.0, 3.0, first_step=7))
+        assert [(p.steps, p.first_step) for p in job.progressed] == [(1, -1), (2, 7)]
+        job.master.submit(inputs.StopRequested("enough", 0))
+        job.beat(0, 4, worker(2.0, 4.0, first_step=7))
+        assert len(job.progressed) == 2, "nobody asks for the steps of an ended job"
+
+    run(tmp_path, test)
+
+
 def test_what_workers_do_is_journalled_without_a_new_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -442,7 +442,7 @@ class Master:
             self.hangs.answered(node_id, message)
 
     def _take_heartbeat(self, node_id: int, message: messages.Heartbeat) -> None:
-        """Note a node's steps; journal them when they end an incident, else now and then."""
+        """Note a node's steps; journal the first ones of a round at once, the others now and then."""
         if message.round != self.machine.rendezvous.round:
             return
         self._steps[node_id] = message.steps
@@ -452,12 +452,19 @@ class Master:
             return  # its optimizer's steps are not the training's
         self._activities.note(node_id, message.round, message.steps, message.workers)
         new = message.steps > self.machine.steps
-        if new and (self.machine.incident is not None or self.machine.steps == 0):
+        first = new and (self.machine.incident is not None or self.machine.steps == 0)
+        if first or self._tells_first_step():
             self._journal_progress()
         elif (new or message.workers) and self._progress_timer is None:
             wait = self._progress_journalled + PROGRESS_JOURNAL_INTERVAL - self.clock()
             loop = asyncio.get_running_loop()
             self._progress_timer = loop.call_later(max(0.0, wait), self._on_progress_timer)
+
+    def _tells_first_step(self) -> bool:
+        """Whether a worker has told what the running world began with, and the journal lacks it."""
+        machine = self.machine
+        runs = machine.outcome is None and not machine.rendezvous.collecting
+        return runs and self._activities.first_step >= 0 > machine.first_step
 
     def _on_progress_timer(self) -> None:
         self._progress_timer = None

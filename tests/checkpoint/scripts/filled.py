@@ -17,6 +17,12 @@ from dlrover.checkpoint import Checkpointer, storage
 from dlrover.checkpoint.stores import open_store
 from dlrover.errors import InfrastructureError
 
+
+def say(found: dict) -> None:
+    """Print a line in one write: ranks share the pipe."""
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
 disk, sharded, *nodes = sys.argv[1:]
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
@@ -56,8 +62,7 @@ except InfrastructureError as error:
     problems = str(error)
 dist.barrier()
 if rank == 0:
-    found = {"problems": problems, "stored": storage.steps(open_store(directory))}
-    print(json.dumps(found), flush=True)  # noqa: T201
-print(json.dumps({"rank": rank, "longest": longest}), flush=True)  # noqa: T201
+    say({"problems": problems, "stored": storage.steps(open_store(directory))})
+say({"rank": rank, "longest": longest})
 checkpointer.close()
 dist.destroy_process_group()

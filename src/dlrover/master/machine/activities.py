@@ -37,6 +37,11 @@ class Activities:
         """Whether any node told what its workers do."""
         return bool(self._workers)
 
+    @property
+    def first_step(self) -> int:
+        """The step that the round began with; -1 while no worker has told it."""
+        return max((worker.first_step for worker in self._told()), default=-1)
+
     def seconds_left(self) -> float | None:
         """How long the training will take at its pace of this round; None while nobody knows.
 
@@ -57,8 +62,10 @@ class Activities:
         the difference of the two says nothing. A new master hears them one after another. Records of another
         shape, as another version of the agent might send, are left out.
         """
+        seconds = mean(self._told()) if self._heard.issuperset(members) else ()
+        return inputs.Progressed(self.round, self.steps, seconds, self.first_step)
+
+    def _told(self) -> tuple[WorkerActivity, ...]:
+        """The latest report of each worker, in the shape that this version knows."""
         reported = (worker for node in self._workers.values() for worker in node)
-        workers = tuple(worker for worker in reported if len(worker.seconds) == len(Activity))
-        first_step = max((worker.first_step for worker in workers), default=-1)
-        seconds = mean(workers) if self._heard.issuperset(members) else ()
-        return inputs.Progressed(self.round, self.steps, seconds, first_step)
+        return tuple(worker for worker in reported if len(worker.seconds) == len(Activity))
