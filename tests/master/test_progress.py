@@ -128,7 +128,9 @@ def test_the_first_step_is_journalled_at_once_with_what_workers_did(tmp_path: Pa
     run(tmp_path, test)
 
 
-def test_what_a_round_began_with_is_journalled_at_once_though_it_is_told_late(tmp_path: Path) -> None:
+def test_what_a_round_began_with_is_journalled_at_once_though_it_is_told_late(
+    tmp_path: Path,
+) -> None:
     """A master that dies right after would leave the next one without the steps that a fault undid."""
 
     async def test(job: Job) -> None:
