@@ -16,17 +16,18 @@ from dlrover.master.app import read_outcome
 from dlrover.spec.goodput import Goodput
 from dlrover.spec.job import Limits
 from dlrover.spec.jobdir import JobDir
+from dlrover.spec.node import NodeStatus
 from dlrover.spec.outcome import Outcome
 from dlrover.testing.chaos import network
 from dlrover.testing.chaos.launch import Launch
 from dlrover.testing.chaos.observe import steps_lost
 from dlrover.testing.chaos.report import FaultRow, Report
 from dlrover.testing.chaos.schedule import Planned
-from dlrover.testing.chaos.sources import ask_to_stop
+from dlrover.testing.chaos.sources import ask_status, ask_to_stop
 from dlrover.testing.chaos.strike import Strike
 from dlrover.testing.chaos.targets import Targets
 from dlrover.testing.chaos.verbs import VERBS, Settings, Verb
-from dlrover.testing.chaos.watcher import JobOverError, Watcher
+from dlrover.testing.chaos.watcher import STATUS_POLL, JobOverError, Watcher
 
 HEARTBEATS = {"DLROVER_HEARTBEAT_INTERVAL": "2", "DLROVER_HEARTBEAT_TIMEOUT": "10"}
 """Settings of a job with a partition, unless the environment has them: a minute is long on a laptop."""
@@ -193,10 +194,21 @@ class Run:
 
     async def _end_job(self) -> None:
         if self._options.stop:
+            await self._until_connected()
             reason = "All faults were injected."
             while not await ask_to_stop(self._job, reason, ExitCode.STOPPED):
                 await self._watcher.until(lambda: False, 1.0)
         await self._watcher.until_over()
+
+    async def _until_connected(self) -> None:
+        """Wait until all running nodes are connected to their master: the last fault ends there."""
+        until = time.monotonic() + self._options.patience
+        while time.monotonic() < until:
+            status = await ask_status(self._job)
+            running = NodeStatus.RUNNING.value
+            if status is not None and all(n.connected for n in status.nodes if n.status == running):
+                return
+            await self._watcher.until(lambda: False, STATUS_POLL)
 
     def _with_steps(self, goodput: Goodput | None) -> Iterator[FaultRow]:
         """The rows with the steps that each fault undid, from the job's ledger."""
