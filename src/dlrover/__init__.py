@@ -1,6 +1,6 @@
-"""DLRover makes large distributed training automatic: elastic, fault-tolerant, explained.
+"""Automation of large distributed training: elastic, fault-tolerant, explained.
 
-Importing this package costs milliseconds: it loads neither grpc nor a training framework.
+Importing this package takes milliseconds: it loads neither grpc nor a training framework.
 """
 
 __version__ = "0.8.0.dev0"

@@ -1,8 +1,8 @@
 """Settings, and the only reader of the process environment.
 
-A setting's value is, in this order: the command-line flag (``--rdzv-conf key=value``), the environment
+The first source that has a setting wins: the command-line flag (``--rdzv-conf key=value``), the environment
 (``DLROVER_<KEY>``), the configuration file (TOML; ``--config`` or ``DLROVER_CONFIG``), the default. An
-unknown key is an error wherever it stands.
+unknown key in any of them is an error.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ TORCH_RDZV_KEYS = frozenset(
     {"timeout", "close_timeout", "heartbeat", "keep_alive_interval", "read_timeout", "is_host",
      "store_type", "rank", "use_libuv"}
 )  # fmt: skip
-"""Keys of torchrun's ``--rdzv-conf`` that are accepted and mean nothing to our rendezvous."""
+"""Keys of torchrun's ``--rdzv-conf`` that are accepted and ignored."""
 ALIASES = {"lastcall_timeout": "last_call_timeout"}
-"""Other spellings of settings: the original DLRover's."""
+"""Names of settings in the original DLRover, and today's names."""
 OTHER_VARIABLES = frozenset(
     {"MASTER_ADDR", "JOB_DIR", "CONFIG", "TOKEN", "STATE_DIR", "KUBERNETES_JOB", "KUBERNETES_JOB_UID", "NODE_ID",
      "NODE_NAME", "NODE_RANK", "NODE_COMMAND", "STEPS_FILE", "BRAIN_TOKEN", "BRAIN_DATABASE", "REPLICA_SECRET"}
 )  # fmt: skip
-"""``DLROVER_...`` variables that are not settings of the file."""
+"""``DLROVER_...`` variables that are not settings of the configuration file."""
 REPLICA_SECRET = f"{ENV_PREFIX}REPLICA_SECRET"
-"""The variable by which an agent of a job with TLS gives its workers what their savers know each other by."""
+"""Variable in which the agent of a job with TLS passes its workers the shared secret of their savers."""
 TEST_VARIABLES = frozenset({"PROBE_FAULTS", "CHAOS_MARK", "REAL_KUBELET", "APIEXTENSIONS_SERVER"})
-"""Those of tests; the names of others begin with ``DLROVER_TEST_``."""
+"""Variables of tests; the names of all other test variables begin with ``DLROVER_TEST_``."""
 _SERVICE = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP|SCTP)(_.+)?)")
-"""What Kubernetes adds to the environment for each Service, also for one named ``dlrover``."""
+"""Names, without our prefix, of the variables that Kubernetes sets for a Service named ``dlrover...``."""
 _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://", re.IGNORECASE)
-"""How the value of a Service's ``_PORT`` begins."""
+"""Start of the value of a Service's ``_PORT`` variable."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,37 +51,37 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     limits: Limits = Limits()
     journal: str = "file:"
-    """Where the master keeps the job's state: ``file:`` in the job directory, ``file:/path`` elsewhere,
-    ``memory:`` nowhere (a master that comes back learns from the nodes what they run)."""
+    """Location of the job's state, kept by the master: ``file:`` in the job directory, ``file:/path``
+    elsewhere, ``memory:`` nowhere (a restarted master learns from the nodes what they run)."""
     diagnosis_rules: str = ""
-    """Path of a TOML file with rows for the table of causes, which are tried before DLRover's own."""
+    """Path of a TOML file with rows for the table of causes; they are tried before DLRover's own."""
     tls_cert: str = ""
-    """PEM certificate of the master's server; set it with ``tls_key``. Empty: no TLS."""
+    """PEM certificate of the master's server; set it together with ``tls_key``. Empty: no TLS."""
     tls_key: str = ""
-    """PEM key that belongs to ``tls_cert``."""
+    """PEM key of ``tls_cert``."""
     tls_ca: str = ""
-    """PEM certificates that clients trust; they use TLS if it is set."""
+    """PEM certificates that clients trust; clients use TLS if this is set."""
     tls_server_name: str = ""
-    """Name that the master's certificate has, for clients that reach it by another one."""
+    """Name in the master's certificate, for clients that reach the master by another name."""
     metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 0
-    """Port on which the master serves Prometheus metrics; 0: it serves none."""
+    """Port on which the master serves Prometheus metrics; 0: no metrics."""
     metrics_host: str = "127.0.0.1"
-    """Address on which it serves them; 0.0.0.0 for all of the machine."""
+    """Address on which the master serves metrics; 0.0.0.0 for all addresses of the machine."""
     brain: str = ""
-    """Address (``host:port``) of the Brain; empty: there is none."""
+    """Address (``host:port``) of the Brain; empty: no Brain."""
     optimize_mode: Literal["single-job", "cluster"] = "single-job"
-    """Who chooses the size of a job with ``--auto-scale``: the job itself, or the Brain for all jobs."""
+    """Authority over the size of a job with ``--auto-scale``: the job itself, or the Brain for all jobs."""
     brain_token_file: str = ""
-    """File with the Brain's token, if ``DLROVER_BRAIN_TOKEN`` does not have it."""
+    """File with the Brain's token, used if ``DLROVER_BRAIN_TOKEN`` is not set."""
 
 
 _GRPC = "GRPC_"
 _given: dict[str, str] | None = None
-"""The variables of grpc in the environment that this process was given; None: they are as they were."""
+"""The original grpc variables of the environment; None while the environment is unchanged."""
 
 
 def environ() -> dict[str, str]:
-    """A copy of the environment, without what grpc added; what workers get."""
+    """Return a copy of the environment without grpc's additions; workers get this copy."""
     if _given is None:
         return dict(os.environ)
     own = {key: value for key, value in os.environ.items() if not key.startswith(_GRPC)}
@@ -89,10 +89,10 @@ def environ() -> dict[str, str]:
 
 
 def prepare_for_grpc() -> None:
-    """Call it before grpc is loaded, which reads the environment and adds to it.
+    """Prepare the environment for grpc; call this before loading grpc, which reads and extends it.
 
-    Its C library is kept from writing to standard error: what it would say reaches the user as an error
-    of ours. Neither that nor what grpc adds is for the workers.
+    This silences grpc's C library on standard error, since its errors reach the user as ours. Workers get
+    neither this setting nor grpc's additions.
     """
     global _given  # noqa: PLW0603 - one environment, one process
     if _given is None:
@@ -105,7 +105,7 @@ def settings(
     config_file: str = "",
     rdzv_conf: Mapping[str, str] | None = None,
 ) -> Settings:
-    """The settings of this process.
+    """Return the settings of this process.
 
     Raises:
         ConfigurationError: a key is unknown, a value has the wrong type, or the file cannot be read.
@@ -124,7 +124,7 @@ def settings(
         limits["cause_budgets"] = _budgets(limits["cause_budgets"])
     values["limits"] = limits
     converted = msgspec.convert(values, Settings, strict=False)
-    if "slow_rank_window" not in limits:  # its default fits the default of heartbeat_interval
+    if "slow_rank_window" not in limits:  # the default must cover a longer heartbeat_interval
         given = converted.limits
         window = max(given.slow_rank_window, given.heartbeat_interval)
         fitting = msgspec.structs.replace(given, slow_rank_window=window)
@@ -134,7 +134,7 @@ def settings(
 
 
 def _check_types(values: Mapping[str, Any], source: str) -> None:
-    """Refuse the first value that is not of its setting's type; ``source`` has ``{}`` for the setting's name."""
+    """Refuse the first value of the wrong type; ``source`` has ``{}`` in place of the setting's name."""
     types = {
         **typing.get_type_hints(Limits, include_extras=True),
         **typing.get_type_hints(Settings, include_extras=True),
@@ -165,7 +165,7 @@ ABOVE_ZERO = (
     "heartbeat_interval", "restart_window", "hang_sample_gap", "slow_rank_window", "usage_interval",
     "autoscale_window", "autoscale_interval", "check_timeout",
 )  # fmt: skip
-"""Limits that cannot be 0; all others can, unless `RANGES` says so."""
+"""Limits that must not be 0; all others may be 0 unless `RANGES` excludes it."""
 RANGES = {
     "hang_factor": (1.0, math.inf),
     "slow_rank_ratio": (1.0, math.inf),
@@ -175,21 +175,21 @@ RANGES = {
     "node_start_attempts": (1, math.inf),
     "autoscale_cost": (0.0, 1.0),
 }
-"""The least and the most that a limit may be."""
+"""Minimum and maximum of single limits."""
 RELATIONS = (
     ("heartbeat_timeout", 2.0, "heartbeat_interval", "one late heartbeat must not lose a node"),
     ("slow_rank_window", 1.0, "heartbeat_interval", "heartbeats tell how long steps take"),
     ("memory_horizon", 1.0, "usage_interval", "a node's memory is looked at that often"),
     ("autoscale_patience", 1.0, "autoscale_window", "a change is measured for so long"),
 )
-"""Limits that must be at least so many times another one, and why."""
+"""Limits that must be at least a multiple of another limit: name, factor, other name, reason."""
 
 
 def _check(limits: Limits) -> None:
-    """Refuse limits that cannot be meant, by themselves or beside others.
+    """Refuse limits that are invalid alone or in combination.
 
     Raises:
-        ConfigurationError: one is out of its range, or too small for another.
+        ConfigurationError: a limit is out of its range, or too small for another one.
     """
     for name in Limits.__struct_fields__:
         value = getattr(limits, name)
@@ -218,7 +218,7 @@ def _check(limits: Limits) -> None:
 
 
 def node_place(env: Mapping[str, str]) -> tuple[int, int]:
-    """The node id and rank with which a platform started this machine's part of a job; -1 for none.
+    """Return the node id and rank that the platform gave this node; -1 for each that is missing.
 
     Raises:
         ConfigurationError: a variable is not a whole number.
@@ -233,24 +233,24 @@ def node_place(env: Mapping[str, str]) -> tuple[int, int]:
 
 
 def steps_file(env: Mapping[str, str]) -> str:
-    """The file in which the program of this worker records its steps; empty if it has none, or on other ranks."""
+    """Return the file for the steps of this worker's program; empty if unset, or on ranks other than 0."""
     return env.get("DLROVER_STEPS_FILE", "") if env.get("RANK", "0") == "0" else ""
 
 
 def node_command(env: Mapping[str, str]) -> list[str]:
-    """The words before the command of each local node, which give it an address of its own; mostly none."""
+    """Return the command prefix that gives each local node an address of its own; usually empty."""
     return shlex.split(env.get("DLROVER_NODE_COMMAND", ""))
 
 
 def setting_names() -> frozenset[str]:
-    """Every name that a configuration file may set."""
+    """Return all names that a configuration file may set."""
     return (frozenset(Settings.__struct_fields__) - {"limits"}) | set(Limits.__struct_fields__)
 
 
 def state_dirs(env: Mapping[str, str]) -> list[Path]:
-    """Where job directories go by default, the first that can be written to: the user's state directory.
+    """Return the candidate parents of job directories; the first writable one is used.
 
-    One for temporary files stands in for it, unless a variable names the place.
+    The user's state directory precedes a temporary one; ``DLROVER_STATE_DIR`` replaces both.
     """
     if env.get("DLROVER_STATE_DIR"):
         return [Path(env["DLROVER_STATE_DIR"])]
@@ -262,7 +262,7 @@ def state_dirs(env: Mapping[str, str]) -> list[Path]:
 
 
 def _budgets(text: str) -> dict[str, int]:
-    """``ecc:2 host_oom:5`` as a dictionary."""
+    """Parse ``ecc:2 host_oom:5`` into a dictionary."""
     budgets = {}
     for pair in text.split():
         cause, _, count = pair.partition(":")
@@ -313,7 +313,7 @@ def _from_environment(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _is_of_a_service(name: str, value: str) -> bool:
-    """Whether Kubernetes has set a variable, for a Service whose name begins with ours."""
+    """Return whether Kubernetes set a variable for a Service whose name begins with ``dlrover``."""
     url = re.fullmatch(r"(.*_)?PORT", name) and _SERVICE_URL.match(value)
     return bool(url or _SERVICE.fullmatch(name))
 

@@ -1,17 +1,17 @@
-"""The exceptions of DLRover and the exit codes they stand for.
+"""Exceptions of DLRover and their exit codes.
 
 ::
 
     DLRoverError
     ├── UserCodeError         the user's program failed            exit code 1
     ├── ConfigurationError    a flag, file or variable is wrong    exit code 2
-    │   └── FormatError       another version wrote what is to be read    exit code 2
+    │   └── FormatError       another version wrote the data       exit code 2
     ├── InfrastructureError   a machine, network or limit failed   exit code 3
     │   ├── CheckpointsLostError   none of the checkpoints can be loaded    exit code 3
     │   └── FencedError       another master has taken over        exit code 3
-    └── ProtocolError         a peer sent what it must not send    exit code 3
+    └── ProtocolError         a peer violated the protocol         exit code 3
 
-Every message is one sentence that names the field, the value, and what is accepted.
+Every message is one sentence that names the field, the value, and the accepted values.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ class ExitCode(enum.IntEnum):
 
     SUCCESS = 0
     USER_CODE = 1
-    """The training program failed: fix the program. Restarting elsewhere would not help."""
+    """The training program failed: fix the program. A restart elsewhere would not help."""
     USAGE = 2
-    """A flag, a file or a variable is wrong: nothing was started."""
+    """A flag, a file or a variable is wrong; nothing was started."""
     INFRASTRUCTURE = 3
-    """A machine, the network or a limit failed, and the budget of restarts is used up."""
+    """A machine, the network or a limit failed, and the restart budget is used up."""
     NO_PROGRESS = 4
     """The job was stopped because its restarts no longer led to a new step."""
     STOPPED = 5
-    """Somebody stopped the job with ``dlrover stop``."""
+    """A user stopped the job with ``dlrover stop``."""
     NOT_MET = 6
-    """The job ended well, but ``dlrover chaos`` found that something asserted does not hold."""
+    """The job succeeded, but an assertion of ``dlrover chaos`` does not hold."""
     SIGNAL_BASE = 128
-    """128 + n: ``dlrover-run`` was ended by signal n."""
+    """128 + n: signal n ended ``dlrover-run``."""
 
 
 class DLRoverError(Exception):
@@ -58,7 +58,7 @@ class ConfigurationError(DLRoverError):
 
 
 class FormatError(ConfigurationError):
-    """What is to be read has the format of another version of DLRover: no attempt will succeed."""
+    """Another version of DLRover wrote the data in its own format; retrying cannot succeed."""
 
 
 class InfrastructureError(DLRoverError):
@@ -68,11 +68,11 @@ class InfrastructureError(DLRoverError):
 
 
 class CheckpointsLostError(InfrastructureError):
-    """There were checkpoints, and none can be loaded: a restart would find no more of them."""
+    """None of the existing checkpoints can be loaded; a restart would find no others."""
 
 
 class FencedError(InfrastructureError):
-    """Another master has taken over the job: this one must leave and touch nothing any more."""
+    """Another master has taken over the job; this one must exit and change nothing more."""
 
 
 class ProtocolError(DLRoverError):

@@ -1,7 +1,7 @@
-"""Flash Checkpoint: state to memory in about the time of one copy, to storage in the background.
+"""Flash Checkpoint: state saves to memory in about the time of one copy, to storage in the background.
 
-The public names load torch when they are first used: the saver, which is part of this package, does
-without it for most of its life.
+The public names load torch on first use, because the saver, which is part of this package, runs without
+torch most of the time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a saver knows: each rank's generations, which of them are in use, and what is to be persisted.
+"""The saver's records: each rank's generations, which of them are in use, and what is left to persist.
 
-Every method may be called from any thread; those that must wait say so.
+Every method may be called from any thread; methods that block say so.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from dlrover.errors import InfrastructureError, ProtocolError
 logger = logging.getLogger(__name__)
 
 PREDECESSOR_WAIT = 10.0
-"""Seconds that a rank's former process has to end when a new one attaches."""
+"""Seconds that an attaching worker waits for its rank's previous process to end."""
 FIRST_WAIT = 60.0
-"""Seconds that whoever started the saver has to connect."""
+"""Seconds that a new saver waits for its first worker to connect."""
 PREDECESSOR_POLL = 0.05
-"""Seconds between two looks for it: its children may keep its connection open."""
+"""Seconds between checks for that process: its children may keep its connection open."""
 
 
 class Book:
@@ -43,9 +43,9 @@ class Book:
         self.breaks = Breaks(self._ranks, self.tasks)
         self.exchange = Exchange(self._ranks)
         self.saver = secrets.randbits(63)
-        """The saver's name for itself."""
+        """Random identifier of this saver."""
         self._first: list[FirstSaves] = []
-        """Of the world that was joined last, and of earlier ones whose saves are not recorded."""
+        """First saves of the newest world, and of earlier worlds whose saves are not recorded yet."""
         self._connections = 0
         self._owners = 0
         self._stopping = False
@@ -55,10 +55,10 @@ class Book:
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[None]:
-        """Count a connection.
+        """Count a connection while the block runs.
 
         Raises:
-            SaverGoneError: the saver is leaving.
+            SaverGoneError: the saver is shutting down.
         """
         with self._changed:
             if self._closed:
@@ -81,9 +81,9 @@ class Book:
             self._changed.notify_all()
 
     def wait_until_idle(self, linger: float) -> None:
-        """Wait until there is nothing to persist, and nobody was connected for ``linger`` seconds.
+        """Wait until nothing is left to persist and no client was connected for ``linger`` seconds.
 
-        Afterwards there are no more connections.
+        The saver accepts no connections afterwards.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._stopping or self._owners > 0, FIRST_WAIT)
@@ -106,12 +106,12 @@ class Book:
         return self.tasks.ready or self.breaks.pending or pending
 
     def only(self, session: int) -> bool:
-        """Whether no other world has anything left to persist."""
+        """Return whether no world but ``session`` has anything left to persist."""
         with self._changed:
             return self.tasks.only(session) and self.breaks.only(session)
 
     def wait_for_world(self) -> None:
-        """Wait until a worker has joined one."""
+        """Wait until a worker has joined a world."""
         with self._changed:
             self._changed.wait_for(lambda: self._ranks.world is not None)
 
@@ -120,12 +120,12 @@ class Book:
     def attach(
         self, rank: int, pid: int, job: str = ""
     ) -> tuple[protocol.Attached, int, list[int]]:
-        """Give a worker its rank's memory; waits for the rank's former process and for other jobs to end.
+        """Give a worker its rank's memory; wait for the rank's previous process and other jobs to end.
 
-        Also returns what `detach` is to be called with.
+        Return the reply, the owner number that `detach` expects, and the memory's file descriptors.
 
         Raises:
-            InfrastructureError: they live.
+            InfrastructureError: one of them still runs after `PREDECESSOR_WAIT` seconds.
         """
         with self._changed:
             until = time.monotonic() + PREDECESSOR_WAIT
@@ -147,7 +147,7 @@ class Book:
             return attached, mine.owner, [slot.fd for slot in mine.slots]
 
     def _living(self, rank: int, job: str) -> int | None:
-        """A rank whose worker lives and is of another job, or is this rank's; None if there is none."""
+        """Return a rank whose living worker is this rank's own or another job's, or None."""
         for other, known in self._ranks.memories.items():
             concerned = other == rank or known.job != job
             if known.owner and concerned and (not known.pid or procs.start_time(known.pid)):
@@ -155,17 +155,17 @@ class Book:
         return None
 
     def open(self, rank: int) -> tuple[protocol.Attached, list[int]]:
-        """The memory of any rank, to be read."""
+        """Return the memory of any rank, for reading."""
         with self._changed:
             return protocol.Attached(self.saver), [slot.fd for slot in self._known(rank).slots]
 
     def look(self) -> tuple[protocol.Held, ...]:
-        """All valid generations."""
+        """Return all valid generations."""
         with self._changed:
             return self._ranks.held()
 
     def detach(self, rank: int, owner: int, *, goodbye: bool = True) -> None:
-        """The rank's worker is gone; steps that now can never be complete are dropped."""
+        """Note that the rank's worker is gone; drop the steps that can no longer be completed."""
         with self._changed:
             mine = self._ranks.memories[rank]
             if mine.owner == owner:
@@ -180,7 +180,7 @@ class Book:
         self._changed.notify_all()
 
     def join(self, rank: int, joined: protocol.Join) -> None:
-        """The world that the rank's worker belongs to."""
+        """Record the world that the rank's worker belongs to."""
         if rank not in joined.ranks or not 0 <= rank < joined.world_size:
             raise ProtocolError(f"Rank {rank} is not one of {joined.ranks} of {joined.world_size}.")
         with self._changed:
@@ -194,13 +194,13 @@ class Book:
             self._changed.notify_all()
 
     def reserve(self, rank: int, number: int, nbytes: int) -> int:
-        """Have the kernel provide memory for one generation; how many generations there are.
+        """Have the kernel provide memory for one generation; return how many generations the rank has left.
 
-        Where memory is short, the last ones are given up, that one too. Waits while one that is to go is
-        to be persisted.
+        If memory is short, drop the last generations, even the requested one. Wait while a generation to
+        drop is still to be persisted.
 
         Raises:
-            NoMemoryError: there is not enough for even one.
+            NoMemoryError: there is not enough for even one generation.
         """
         mine = self._known(rank)
         with mine.providing:
@@ -222,9 +222,9 @@ class Book:
         return True
 
     def keep(self, rank: int, save: SaveId | None) -> None:
-        """Continue from a save, or from none in memory: what else there is becomes invalid.
+        """Continue from a save in memory, or from none; all other generations become invalid.
 
-        It stays valid until the rank's second save, even if other ranks than now's saved it.
+        The save stays valid until the rank's second save, even if its ranks differ from the current ones.
         """
         with self._changed:
             self._ranks.continue_from(self._known(rank), save)
@@ -238,10 +238,10 @@ class Book:
     # ---- saves
 
     def begin(self, rank: int, save: SaveId, ready: int = protocol.GENERATIONS) -> int:
-        """The generation to write; waits while all are to be persisted.
+        """Return the number of the generation to write; wait while all are still to be persisted.
 
-        Only the first ``ready`` ones have their memory. Where none of them may be written, or only the
-        newest, the answer is the next one, which is not granted: ask again when it has its memory.
+        Only the first ``ready`` generations have their memory. If none of them but the newest may be
+        overwritten, return the next one, which is not granted: ask again when it has its memory.
         """
         with self._changed:
             mine = self._known(rank)
@@ -256,7 +256,7 @@ class Book:
             return mine.slots.index(granted)
 
     def news(self, rank: int) -> str:
-        """What the rank is to tell the user of the storage; empty if nothing, or if another rank tells it."""
+        """Return a pending storage message for the user; empty if none, or if another rank reports it."""
         with self._changed:
             world = self._known(rank).world
             if world is None or rank != min(world.joined.ranks):
@@ -273,10 +273,10 @@ class Book:
         to_storage: bool,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """A generation is valid; persist it once all ranks of the node have published the save.
+        """Mark a generation as valid; persist it once all ranks of the node have published the save.
 
         Raises:
-            ConfigurationError: another rank has saved another step instead.
+            ConfigurationError: another rank of the node has saved a different step instead.
         """
         with self._changed:
             mine = self._known(rank)
@@ -305,7 +305,7 @@ class Book:
             self._changed.notify_all()
 
     def pass_over(self, rank: int, save: SaveId, *, written: bool) -> None:
-        """A rank's part of a save does not come; ``written``: its worker stores it."""
+        """Note that a rank will not publish its part of a save; ``written``: its worker stores the part."""
         with self._changed:
             mine = self._known(rank)
             if mine.world is not None and save.session == mine.session:
@@ -316,7 +316,7 @@ class Book:
                 self._changed.notify_all()
 
     def next_first_saves(self) -> tuple[FirstSaves, tuple[SaveId, ...]]:
-        """Wait for saves that all ranks of the node have published and that the record was not tried with."""
+        """Wait until a world's first saves are due to be recorded; return its entry and these saves."""
         with self._changed:
             self._changed.wait_for(lambda: any(first.due for first in self._first))
             due = [first for first in self._first if first.due]
@@ -326,11 +326,11 @@ class Book:
     def note_first_saves(
         self, first: FirstSaves, tried: int, *, recorded: bool, problem: str = ""
     ) -> None:
-        """The record was tried with so many saves of a world, and is there, or cannot be read or written."""
+        """Note an attempt to record ``tried`` saves: the record exists now, does not yet, or failed."""
         with self._changed:
             first.note(tried, recorded=recorded, problem=problem)
             for other in self._first if problem else ():
-                if other.pending:  # it would fare no better, and nobody is to wait for it
+                if other.pending:  # it would fail too, and nothing should wait for it
                     other.problem = problem
             if recorded:
                 self._first = [first] if first is self._first[-1] else self._first[-1:]
@@ -341,21 +341,21 @@ class Book:
 
     @property
     def unrecorded(self) -> str:
-        """Why it is not recorded that there were whole saves; empty: it is, or there were none."""
+        """Reason why the record of whole saves is missing; empty if it exists or there were none."""
         with self._changed:
             return next((first.problem for first in self._first if first.problem), "")
 
     def verify(self, rank: int, number: int, below: int = 0) -> str:
-        """Compare a generation with its checksums; what is wrong with it, or an empty text.
+        """Compare a generation with its checksums; return what is wrong with it, or an empty text.
 
-        Only tensors of less than ``below`` bytes; 0: all.
+        Only tensors of less than ``below`` bytes are checked; 0: all.
         """
         with self._changed:
             slot = self._known(rank).slots[number]
         return self.sums.verify(slot, below)
 
     def settled(self, rank: int) -> tuple[str, ...]:
-        """Wait until all that the rank asked to store is durable or has failed; what failed."""
+        """Wait until all that the rank asked to store is durable or has failed; return the new failures."""
         with self._changed:
             mine = self._known(rank)
             self._changed.wait_for(lambda: not self.tasks.wants(rank))
@@ -364,7 +364,7 @@ class Book:
             return tuple(problems[told:])
 
     def stored(self, rank: int) -> SaveId | None:
-        """The newest save of the rank's world that was stored."""
+        """Return the newest stored save of the rank's world."""
         with self._changed:
             world = self._known(rank).world
             return world.stored if world is not None else None

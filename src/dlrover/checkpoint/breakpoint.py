@@ -1,11 +1,11 @@
-"""Save at breakpoint: how the savers of a world that ended agree on a step, and store it.
+"""Save at breakpoint: how the savers of a world that ended agree on a step and store it.
 
-Each saver puts a `Vote` with the steps that it holds into a directory that all of them see::
+Each saver writes a `Vote` with the saves that it holds to a directory that all savers see::
 
     <directory>/.breakpoint.<session>/<saver>.vote      not finished yet
     <directory>/.breakpoint.<session>/<saver>.done      finished; the last one removes the directory
 
-From the same votes all of them decide the same, without another word.
+The same votes lead every saver to the same decision, without further communication.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ from dlrover.checkpoint.stores import Store, join
 logger = logging.getLogger(__name__)
 
 VOTE_PATIENCE = 30.0
-"""Seconds that the savers of a world may differ in noticing that it ended."""
+"""Seconds to wait for the votes of other savers, which may notice the end of the world later."""
 _PLACE = ".breakpoint."
 _VOTE, _DONE = ".vote", ".done"
 
 
 class Vote(msgspec.Struct, frozen=True):
-    """What one saver has of a world."""
+    """One saver's view of a world that ended."""
 
     saver: int
     ranks: tuple[int, ...]
-    """Those of its node."""
+    """The ranks of its node."""
     held: dict[int, tuple[SaveId, ...]]
-    """By rank: the saves in memory here, of these ranks and of replicas."""
+    """By rank: the saves in this saver's memory, of its own ranks and of replicas."""
     stored: SaveId | None
-    """The newest save of this world that was stored."""
+    """The newest stored save of this world."""
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """What becomes of a world's steps."""
+    """The outcome of a vote: which save to store, and which saver writes which parts."""
 
     save: SaveId | None
-    """The newest one that can be had from storage when this is done; None: there is none."""
+    """The newest save in storage once the decision is carried out; None if there is none."""
     parts: dict[int, tuple[int, ...]]
-    """By saver: the ranks whose parts of it are written there; empty if it is stored."""
+    """By saver: the ranks whose parts it writes; empty if the save is stored already."""
 
 
 def complete(votes: Sequence[Vote], world_size: int) -> bool:
-    """Whether every rank's own node has voted."""
+    """Return whether every rank's own node has voted."""
     return {rank for vote in votes for rank in vote.ranks} >= set(range(world_size))
 
 
 def decide(votes: Sequence[Vote], world_size: int) -> Decision:
-    """Store the newest save that is in memory for all ranks, unless it is stored.
+    """Choose the newest save that is in memory for all ranks, unless it is stored already.
 
-    A rank's part is written by its own node if that has it, else by the first one with a replica.
+    A rank's own node writes its part if it holds it, else the first saver that holds a replica does.
     """
     common: set[SaveId] | None = None
     for rank in range(world_size):
@@ -78,7 +78,7 @@ def decide(votes: Sequence[Vote], world_size: int) -> Decision:
 
 
 class Ballot:
-    """The votes on one world."""
+    """The votes on one world, as files in the checkpoint directory."""
 
     def __init__(self, store: Store, session: int) -> None:
         self._store = store
@@ -86,12 +86,12 @@ class Ballot:
         self._place = f"{_PLACE}{session:016x}"
 
     def cast(self, vote: Vote) -> None:
-        """Add a vote, or replace the saver's own."""
+        """Add a vote; replace an earlier one of the same saver."""
         self._store.write(self._file(vote.saver, _VOTE), msgspec.json.encode(vote))
         self._store.delete(self._file(vote.saver, _DONE))
 
     def votes(self) -> list[Vote]:
-        """All votes that can be read, in the same order for all who ask."""
+        """Return all readable votes, in the same order for every saver."""
         found: dict[int, Vote] = {}
         for name in self._store.names(self._place):
             if name.endswith((_VOTE, _DONE)):
@@ -99,12 +99,12 @@ class Ballot:
                     data = self._store.read(join(self._place, name))
                     vote = msgspec.json.decode(data, type=Vote)
                 except (FileNotFoundError, msgspec.DecodeError):
-                    continue  # it has just got its other name
+                    continue  # its saver has just renamed it
                 found[vote.saver] = vote
         return [found[saver] for saver in sorted(found)]
 
     def close(self, saver: int) -> None:
-        """This saver is finished. The last one removes the votes, and what was not completed."""
+        """Mark this saver as finished. The last saver removes the votes and the world's incomplete saves."""
         vote = self._file(saver, _VOTE)
         self._store.write(self._file(saver, _DONE), self._store.read(vote))
         self._store.delete(vote)
@@ -118,7 +118,7 @@ class Ballot:
 
 
 def remove_votes(store: Store, session: int) -> None:
-    """Delete what savers that were killed have left, of worlds other than ``session``."""
+    """Delete votes that killed savers have left, for worlds other than ``session``."""
     for name in store.names():
         if name.startswith(_PLACE) and name != f"{_PLACE}{session:016x}":
             with contextlib.suppress(OSError):
@@ -126,7 +126,7 @@ def remove_votes(store: Store, session: int) -> None:
 
 
 class Breakpoints:
-    """Stores what worlds that ended had in memory."""
+    """Background loop that stores what ended worlds had in memory."""
 
     def __init__(self, store: Store, breaks: Breaks, saver: int) -> None:
         self._store = store
@@ -134,7 +134,7 @@ class Breakpoints:
         self._saver = saver
 
     def run(self) -> None:
-        """For ever."""
+        """Run forever."""
         while True:
             ended = self._breaks.next()
             try:

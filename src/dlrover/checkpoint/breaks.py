@@ -1,4 +1,4 @@
-"""Worlds that ended without a goodbye, whose newest step in memory is to be stored."""
+"""Worlds that ended without a goodbye, whose newest step in memory should be stored."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from dlrover.checkpoint.saves import SaveId
 from dlrover.checkpoint.tasks import Task, Tasks
 
 SETTLE = 2.0
-"""Seconds that the other ranks of a world have to end, or to complete a save, after the first one."""
+"""Seconds that a world's other ranks get, after the first one ends, to complete a save or end."""
 _NOT_COMMON = "Step {} was not stored: its world ended before all ranks had saved it."
 
 
 @dataclass(eq=False)
 class Break:
-    """A world that ended, and what stays in memory for it."""
+    """A world that ended, and the memory that is kept for it."""
 
     world: World
     since: float
     slots: dict[int, list[Slot]] = field(default_factory=dict)
-    """By rank, pinned."""
+    """By rank: its pinned generations."""
     saves: dict[int, tuple[SaveId, ...]] = field(default_factory=dict)
-    """By rank: what is in memory, once the workers have ended."""
+    """By rank: the saves in memory after the workers ended; empty until then."""
 
 
 class Breaks:
-    """All of them, one after the other."""
+    """Queue of ended worlds, which are handled one at a time."""
 
     def __init__(self, ranks: Ranks, tasks: Tasks) -> None:
         self._ranks = ranks
@@ -36,19 +36,19 @@ class Breaks:
         self._changed = ranks.changed
         self._open: list[Break] = []
 
-    # ---- for whoever holds the lock of the ranks
+    # ---- for callers that hold the lock of the ranks
 
     @property
     def pending(self) -> bool:
-        """Whether one of them is not finished."""
+        """True if an ended world is not finished yet."""
         return bool(self._open)
 
     def only(self, session: int) -> bool:
-        """Whether no other world is waited for."""
+        """Return whether no world but ``session`` is in the queue."""
         return all(ended.world.joined.session == session for ended in self._open)
 
     def note(self, world: World) -> None:
-        """A world has ended, or is about to: at least one of its workers is gone."""
+        """Queue an ending world that wants save at breakpoint, unless its newest save was voted on before."""
         if not world.joined.save_at_breakpoint or any(b.world is world for b in self._open):
             return
         held = {rank: _slots_of(mine, world) for rank, mine in self._ranks.memories.items()}
@@ -57,7 +57,7 @@ class Breaks:
             self._changed.notify_all()
 
     def left(self, rank: int, mine: RankMemory) -> None:
-        """A rank's worker has left a world: what it saved last may be needed, and is not written over."""
+        """Pin the saves of a rank whose worker left an ended world: they may still be needed."""
         for ended in self._open:
             if ended.world is mine.world and not ended.saves:
                 self._pin(ended, rank, mine)
@@ -77,7 +77,7 @@ class Breaks:
     # ---- for the thread that carries them out
 
     def next(self) -> Break:
-        """Wait for a world that ended, and for all its workers to end; what it has in memory is pinned."""
+        """Wait for an ended world, and up to `SETTLE` seconds for its workers to end; pin its memory."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._open))
             ended = self._open[0]
@@ -90,16 +90,16 @@ class Breaks:
             return ended
 
     def pause(self, ended: Break, seconds: float) -> bool:
-        """Wait; whether another world needs the memory."""
+        """Wait up to ``seconds``; return whether another world needs the memory."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: any(self._tasks.is_starved(rank) for rank in ended.slots), seconds
             )
 
     def store(self, ended: Break, save: SaveId | None, ranks: tuple[int, ...]) -> None:
-        """Persist some ranks' parts of a save; newer ones that were asked for are given up.
+        """Persist some ranks' parts of a save; give up newer saves that were requested.
 
-        Waits until nothing of the world is left that can be persisted.
+        Wait until nothing of the world is left to persist.
         """
         session = ended.world.joined.session
         with self._changed:
@@ -123,7 +123,7 @@ class Breaks:
         return Task(ended.world, save, ranks, slots, at_breakpoint=True)
 
     def finish(self, ended: Break) -> None:
-        """It has been stored, or cannot be."""
+        """Remove a world that has been stored, or cannot be."""
         with self._changed:
             self._unpin(ended)
             self._open.remove(ended)
@@ -150,5 +150,5 @@ def _saves(slots: Mapping[int, Sequence[Slot]]) -> dict[int, tuple[SaveId, ...]]
 
 
 def _newest(saves: Mapping[int, Sequence[SaveId]]) -> tuple[SaveId, ...]:
-    """The newest one; empty if there is none."""
+    """Return only the newest save; empty if there is none."""
     return tuple(sorted({save for held in saves.values() for save in held})[-1:])

@@ -1,10 +1,10 @@
-"""A limit on bytes per second."""
+"""Rate limit in bytes per second."""
 
 from __future__ import annotations
 
 
 class TokenBucket:
-    """Until any time at most ``burst`` bytes more are sent than the rate allows.
+    """Rate limiter that never lets the sender get more than ``burst`` bytes ahead of the rate.
 
     Args:
         rate: bytes per second.
@@ -18,7 +18,7 @@ class TokenBucket:
         self._at = float("-inf")
 
     def take(self, nbytes: int, now: float) -> float:
-        """Seconds to wait before ``nbytes`` may be sent, which are counted; ``now`` is in seconds."""
+        """Count ``nbytes``; return the seconds to wait before sending them. ``now`` is in seconds."""
         if self._at > float("-inf"):
             self._level = min(self._burst, self._level + (now - self._at) * self._rate)
         self._at = now

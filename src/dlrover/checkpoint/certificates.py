@@ -1,7 +1,7 @@
-"""TLS between savers. Each shows a certificate that it has made and signed itself; the others know its fingerprint.
+"""TLS between savers, each with a self-signed certificate whose fingerprint the others know.
 
-No authority vouches for it: its fingerprint comes with the world's plan, sealed with a secret that the nodes
-have from the job's master. So neither names nor dates in it count.
+No authority vouches for a certificate: its fingerprint comes with the world's plan, sealed with a secret that
+the nodes have from the job's master. The names and dates in it are therefore ignored.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _BEGIN = "-----BEGIN CERTIFICATE-----"
 
 
 def make() -> str:
-    """A fresh private key and its certificate (PEM).
+    """Create a private key and its certificate (PEM).
 
     Raises:
-        ConfigurationError: the package that makes them is missing.
+        ConfigurationError: the package ``cryptography`` is missing.
     """
     try:
         from cryptography import x509  # noqa: PLC0415 - an extra has it
@@ -54,15 +54,15 @@ def make() -> str:
 
 
 def fingerprint(pem: str) -> bytes:
-    """The SHA-256 of the certificate that `make` has made."""
+    """Return the SHA-256 of a certificate created by `make`."""
     return hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem[pem.index(_BEGIN) :])).digest()
 
 
 def accept(sock: socket.socket, pem: str) -> ssl.SSLSocket:
-    """Speak TLS with whoever has connected, who need not have a certificate.
+    """Start TLS with a client that has connected; it needs no certificate.
 
     Raises:
-        ProtocolError: it does not speak TLS.
+        ProtocolError: the client does not speak TLS.
     """
     try:
         return _server(pem).wrap_socket(sock, server_side=True)
@@ -71,10 +71,10 @@ def accept(sock: socket.socket, pem: str) -> ssl.SSLSocket:
 
 
 def connect(sock: socket.socket, expected: bytes) -> ssl.SSLSocket:
-    """Speak TLS with a saver that shows the certificate of a fingerprint, and with no other.
+    """Start TLS with the saver whose certificate has the fingerprint ``expected``, and with no other.
 
     Raises:
-        ProtocolError: it does not speak TLS, or shows another certificate. Nothing was sent to it.
+        ProtocolError: the peer does not speak TLS, or shows another certificate. Nothing was sent to it.
     """
     try:
         secured = _client().wrap_socket(sock)
@@ -94,7 +94,7 @@ def connect(sock: socket.socket, expected: bytes) -> ssl.SSLSocket:
 def _server(pem: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    fd = os.memfd_create("dlrover-saver", os.MFD_CLOEXEC)  # only a file can be loaded
+    fd = os.memfd_create("dlrover-saver", os.MFD_CLOEXEC)  # certificates load from files only
     with open(fd, "w") as file:
         file.write(pem)
         file.flush()

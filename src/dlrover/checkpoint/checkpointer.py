@@ -1,4 +1,4 @@
-"""What a training program uses: save, load, wait."""
+"""The API for training programs: save, load, wait."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ logger = logging.getLogger(__name__)
 
 
 class LoadRecord(msgspec.Struct, frozen=True):
-    """What a load took."""
+    """The result of a load."""
 
     step: int
     source: Literal["memory", "peer", "storage"]
-    """``"peer"``: from memory, some of it of other nodes."""
+    """``"peer"``: from memory, partly from that of other nodes."""
     seconds: float
 
 
 class _Order(NamedTuple):
-    """What one save is to do."""
+    """One requested save."""
 
     save: SaveId
     to_storage: bool
@@ -75,31 +75,31 @@ class _Order(NamedTuple):
 
 
 class Checkpointer:
-    """Keeps a training's state in the memory of this node's saver, and in a directory or object store.
+    """The checkpoints of a training, in the memory of this node's saver and in a directory or object store.
 
-    Make one in every rank, after ``init_process_group``; that is collective, and so is `load`. Not for
-    use by several threads.
+    Create one in every rank, after ``init_process_group``; that is collective, and so is `load`. It is not
+    thread-safe.
 
     Args:
-        path: the directory, or a URL that fsspec knows; all ranks must see the same one.
-        keep: how many stored steps to keep, the newest ones; or a policy: `KeepLast`, `KeepEvery`,
-            `KeepBest`, or several of them joined by ``|``.
+        path: the checkpoint directory, or a URL that fsspec knows; all ranks must see the same one.
+        keep: the number of newest stored steps to keep; or a policy: `KeepLast`, `KeepEvery`, `KeepBest`,
+            or several of them joined by ``|``.
         linger: seconds that the saver, and with it the memory, outlives the last worker.
-        local: keys of the state that belong to a rank, such as the state of its random numbers; `load`
-            leaves them as they are when the number of ranks has changed.
-        interval: steps from one save to storage to the next, for saves that do not say where to;
-            ``"auto"`` picks how often to save to memory and to storage, and says what it picked.
-        hours_between_failures: mean time between two failures of the job, for ``"auto"``; by default as
-            many as one published large training had, by the number of ranks.
-        overlap: let `save` return at once, and copy while the training goes on; optimizers wait for the
+        local: keys of the state that belong to one rank, such as its random number state; `load` leaves
+            them unchanged when the number of ranks has changed.
+        interval: steps between two saves to storage, for saves without ``to``; ``"auto"`` picks how often to
+            save to memory and to storage, and logs its choice.
+        hours_between_failures: mean time between two failures of the job, for ``"auto"``; by default the
+            failure rate of a published large training, scaled to the number of ranks.
+        overlap: let `save` return at once and copy while the training goes on; optimizers wait for the
             copy before they step.
         save_at_breakpoint: store the newest step in memory when a worker ends without `close`; by default
-            if the launcher was told so (``dlrover-run --save-at-breakpoint``).
-        replicas: other nodes whose memory each step is copied to, in the background.
-        replica_bandwidth: bytes per second that a node sends for that; by default as many as it can.
-        start_afresh: let `load` return None where all that was saved is lost, instead of raising an error.
-        read_only: only load stored steps, as an evaluation does beside a training that saves here: no memory is
-            used, nothing in the directory changes, and `save` is an error.
+            the launcher decides (``dlrover-run --save-at-breakpoint``).
+        replicas: the number of other nodes whose memory receives a copy of each step, in the background.
+        replica_bandwidth: bytes per second that a node sends for replicas; unlimited by default.
+        start_afresh: let `load` return None, instead of raising an error, if all saved steps are lost.
+        read_only: only load stored steps, for example to evaluate beside a training that saves here. This
+            uses no memory and changes nothing in the directory; `save` raises an error.
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -148,19 +148,19 @@ class Checkpointer:
         self._room = Room(self._client)
         self._problems: list[str] = []
         self._damaged: dict[int, bytes] = {}
-        """Stored steps that a load found damaged; whoever only reads leaves them where they are."""
+        """Stored steps that a load found damaged, with manifests; ``read_only`` leaves them in place."""
         self._went_back: tuple[int, int] | None = None
-        """The stored step that a training that went back goes on from, and its line, until a save follows."""
+        """After going back: the stored step to continue from and its line, until a save follows."""
         self._commits = Commits(self._store, self._client.stored)
         if not read_only:
             self._join(wishes, policy)
 
     def _identified(self) -> str:
-        """The name of the directory. Collective."""
+        """Return the identity of the directory. Collective."""
         return self._world.agree(lambda: storage.identity(self._store, create=not self._read_only))
 
     def _join(self, wishes: Wishes, policy: Policy) -> None:
-        """Connect to the saver, and begin a session with the other ranks. Collective."""
+        """Connect to the saver and begin a session with the other ranks. Collective."""
         try:
             attached = self._world.agree(lambda: self._client.attach(self._world.rank))
             self._joined, self._numbering = joining.join(
@@ -183,7 +183,7 @@ class Checkpointer:
         return lease
 
     def _newest_stored(self) -> Newest:
-        """What rank 0 sees. Collective."""
+        """Return the newest stored save that rank 0 sees. Collective."""
 
         def look() -> Newest:
             return storage.newest(self._store) if self._world.rank == 0 else Newest()
@@ -200,19 +200,19 @@ class Checkpointer:
         *,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Copy ``state`` to memory; with ``to="storage"`` it is also stored, in the background.
+        """Copy ``state`` to memory; with ``to="storage"`` also store it, in the background.
 
-        Without ``to`` the interval decides about storage. Returns when the copy is done; with ``overlap``
-        at once. All ranks make the same saves in the same order, but do not wait for each other. A step
-        may be saved again: the last save of it counts, for all ranks. Rank 0's ``metrics`` are stored with
-        the step, for `KeepBest`; one that is not finite is left out.
+        Without ``to``, the interval decides about storage. The call returns when the copy is done; with
+        ``overlap`` it returns at once. All ranks must make the same saves in the same order, but do not wait
+        for each other. A step may be saved again; its last save counts, for all ranks. Rank 0's ``metrics``
+        are stored with the step, for `KeepBest`, without values that are not finite.
 
-        Where memory has no room for the state, a step for storage is written there before `save` returns,
-        and any other one is not kept.
+        If memory has no room for the state, a step for storage is written there before `save` returns; any
+        other step is dropped.
 
         Raises:
             ConfigurationError: the state holds something that cannot be kept, or an argument is wrong.
-            InfrastructureError: a copy that overlapped with the training failed: the message says which.
+            InfrastructureError: a copy that overlapped with the training failed; the message says which.
         """
         if self._read_only:
             raise ConfigurationError(
@@ -220,22 +220,22 @@ class Checkpointer:
             )
         save = self._numbering.next(
             step
-        )  # first: what goes wrong on one rank must count there, too
+        )  # first: a save that fails on one rank must count there, too
         try:
             self._do_save(save, state, to, metrics or {})
         except BaseException:
             if self._background is not None:
-                self._background.finish()  # the saver hears of the saves in their order
+                self._background.finish()  # the saver must see the saves in order
             self._pass_over(save)
             raise
 
     def _pass_over(self, save: SaveId) -> None:
-        """Tell the saver that this rank has not made a save, so that no other rank of the node waits for it."""
-        with contextlib.suppress(DLRoverError):  # then it is gone, and knows of no save
+        """Tell the saver that this rank did not make a save, so that the node's other ranks do not wait."""
+        with contextlib.suppress(DLRoverError):  # the saver is gone and knows no save
             self._client.pass_over(save)
 
     def _give_up(self, save: SaveId) -> None:
-        """Let no other node wait for this rank's part of a save."""
+        """Keep other nodes from waiting for this rank's part of a save."""
         if self._world.size > 1:
             self._direct.give_up(save)
 
@@ -264,11 +264,11 @@ class Checkpointer:
                     self._give_up(save)
                 raise
             finally:
-                if to is None:  # the other ranks do, whatever went wrong here
+                if to is None:  # the other ranks do, whatever failed here
                     self._pace.settle()
 
     def _mark_what_was_found(self, session: int) -> None:
-        """Put damaged steps out of the way before new ones come, and begin the line of a training that went back."""
+        """Set damaged steps aside before new ones come; begin the line of a training that went back."""
         if not self._damaged and self._went_back is None:
             return
         if self._world.rank == 0:
@@ -287,7 +287,7 @@ class Checkpointer:
                 storage.quarantine(self._store, step, manifest)
 
     def _begin_line(self) -> None:
-        """Make it known that the training went back to a stored step, when it has gone on from there."""
+        """Record in storage that the training went back to a stored step and continued from it."""
         if self._went_back is None:
             return
         step, line = self._went_back
@@ -326,7 +326,7 @@ class Checkpointer:
         self._background.start(lambda: self._save_or_pass_over(order, layout, copy))
 
     def _has_room(self, layout: PackedLayout) -> bool:
-        """Whether a state fits in memory."""
+        """Return whether a state fits in memory."""
         try:
             return self._room.make(layout)
         except SaverGoneError as error:
@@ -335,14 +335,14 @@ class Checkpointer:
             return self._room.make(layout)
 
     def _save_without_memory(self, order: _Order, layout: PackedLayout) -> None:
-        """Write a step that is for storage straight there, and wait for it; any other one is not kept."""
+        """Write a step for storage straight to storage and wait for it; drop any other step."""
         with contextlib.suppress(
             SaverGoneError
-        ):  # the ranks of its node are told when they reconnect
+        ):  # the node's other ranks notice it when they reconnect
             self._client.pass_over(order.save, written=order.to_storage)
         if not order.to_storage:
             return
-        self._wait_for_saver()  # steps are stored one after the other
+        self._wait_for_saver()  # steps are stored one at a time
         began = time.monotonic()
         problem = self._direct.write(order.save, layout, self._copier.sources, order.metrics)
         if problem:
@@ -382,7 +382,7 @@ class Checkpointer:
         self, order: _Order, layout: PackedLayout, copy: Callable[[torch.Tensor], None]
     ) -> None:
         save = order.save
-        if not self._room.make(layout):  # not since the saver was started again
+        if not self._room.make(layout):  # the saver was restarted meanwhile
             raise InfrastructureError(f"There is no memory for step {save.step} any more.")
         slot = self._room.begin(save)
         faults.point("save.begun")
@@ -396,10 +396,10 @@ class Checkpointer:
             self._pace.asked[save] = time.monotonic()
 
     def wait(self) -> None:
-        """Wait until all that was asked for is copied, and durable if it was for storage.
+        """Wait until every requested save is copied, and durable if it was for storage.
 
         Raises:
-            InfrastructureError: something was not, since the last call; the message says what.
+            InfrastructureError: a save failed since the last call; the message says which.
         """
         if self._read_only:
             return
@@ -420,7 +420,7 @@ class Checkpointer:
             self._reconnect()
 
     def close(self) -> None:
-        """Disconnect from the saver, which goes on storing what it was asked for."""
+        """Disconnect from the saver, which goes on storing the requested steps."""
         if self._background is not None:
             self._background.close()
         self._commits.close()
@@ -430,7 +430,7 @@ class Checkpointer:
         self._leave_world()
 
     def _reconnect(self) -> None:
-        """Find a new saver; the memory of the old one is gone with it."""
+        """Connect to a new saver; the memory of the old one is lost."""
         self._problems += filter(None, map(self._lost, sorted(self._pace.asked)))
         self._pace.asked.clear()
         self._room.forget()
@@ -438,7 +438,7 @@ class Checkpointer:
         self._client.join(self._joined)
 
     def _lost(self, save: SaveId) -> str:
-        """What to say of a save whose saver has ended; empty if it is stored."""
+        """Return the error message for a save whose saver ended; empty if the save is stored."""
         step = save.step
         try:
             if storage.is_published(self._store, save):
@@ -450,21 +450,21 @@ class Checkpointer:
     # ---- load
 
     def load(self, state: State, step: int | None = None) -> LoadRecord | None:
-        """Restore the newest step that all ranks can, in place: from memory, else from storage.
+        """Restore in place the newest step that all ranks can load: from memory, else from storage.
 
-        With ``step`` that one is restored, from storage; what is in memory is not used any more. What is
-        saved from then on is newer than all that was saved before.
+        With ``step``, restore that step from storage; saves in memory are no longer used. All later saves
+        count as newer than everything saved before.
 
-        Objects with ``load_state_dict`` get their state by it, tensors their content; plain values are
-        set in the dicts. None if nothing was ever saved.
+        Objects with ``load_state_dict`` get their state through it, tensors get their content, and plain
+        values are set in the dicts. Return None if nothing was ever saved.
 
         Tensors that are spread over ranks (`DTensor`, `Shard`) may have been spread in another way, or
-        over another number of ranks. What all ranks have equally may be loaded by any number of them.
+        over another number of ranks. Any number of ranks may load what all ranks hold alike.
 
         Raises:
             ConfigurationError: the saved state has other keys, types or shapes than ``state``; or there
                 is no such step.
-            CheckpointsLostError: there were checkpoints, in memory too, and none can be loaded.
+            CheckpointsLostError: checkpoints existed, even if only in memory, and none can be loaded.
             InfrastructureError: the storage cannot be read now.
         """
         with hooks.blocked(), tree.no_collection():
@@ -478,12 +478,12 @@ class Checkpointer:
         return record
 
     def _go_on_from(self, record: LoadRecord | None, step: int | None) -> None:
-        """Begin a new line after a load of a ``step`` by its number. Collective."""
+        """Begin a new line if ``step`` was requested by its number. Collective."""
         if step is not None:
             self._world.agree(lambda: self._client.keep(None))
             self._went_back = step, self._numbering.go_back()
         elif self._went_back is not None and (record is None or record.source == "storage"):
-            # What was loaded since is where the training goes on, perhaps the newest step after all.
+            # The training continues from this later load, perhaps from the newest step after all.
             line = self._went_back[1]
             self._went_back = None if record is None else (record.step, line)
 
@@ -494,20 +494,20 @@ class Checkpointer:
     def read(
         self, keys: Collection[str] | None = None, step: int | None = None
     ) -> tuple[LoadRecord, State] | None:
-        """The newest step that all ranks have, as new tensors; None if nothing was ever saved. Collective.
+        """Return the newest step that all ranks have, as new tensors; None if there is none. Collective.
 
-        Parts of tensors that are spread over ranks are `Shard`; then as many ranks must read as have
-        saved.
+        Parts of tensors that are spread over ranks are `Shard` objects; reading them takes as many ranks as
+        saved them.
 
         Args:
-            keys: keys of the state whose tensors are read. Below other keys they are zeros of the same
+            keys: keys of the state whose tensors are read. Tensors below other keys are zeros of the same
                 shape and type, which take no memory.
             step: a stored step to read instead.
 
         Raises:
-            ConfigurationError: another number of ranks has saved parts, or other tensors each; or there
-                is no such step.
-            InfrastructureError: there were checkpoints, and none can be loaded.
+            ConfigurationError: another number of ranks saved parts of tensors, or tensors that differ
+                between ranks; or there is no such step.
+            InfrastructureError: checkpoints existed, and none can be loaded.
         """
         readings: list[Reading] = []
 
@@ -533,11 +533,11 @@ class Checkpointer:
         """Load parts of saved tensors, whichever ranks saved them. For adapters; collective.
 
         Args:
-            choose: is called with what all ranks saved of a step, and says which parts of it this rank
-                needs. It is called again if another step has to be taken.
+            choose: called with what all ranks saved of a step; returns the parts that this rank needs. It is
+                called again if another step has to be taken.
 
         Raises:
-            InfrastructureError: there were checkpoints, and none can be loaded.
+            InfrastructureError: checkpoints existed, and none can be loaded.
         """
         with hooks.blocked():
             record = self._carry_out(functools.partial(taking, choose))
@@ -553,7 +553,7 @@ class Checkpointer:
         self._world.agree(self._prepare_to_load)
         began = time.monotonic()
         if self._read_only and not self._identity:
-            self._identity = self._identified()  # there was no directory before
+            self._identity = self._identified()  # the directory did not exist before
         client = None if self._read_only else self._client
         loader = Loader(self._world, client, self._store, self._identity, planner)
         found = loader.load() if step is None else loader.load_stored(step)
@@ -578,18 +578,18 @@ class Checkpointer:
             storage.adopt(self._store)
 
     def _tell_what_was_lost(self, lost: Lost | None, found: Found) -> None:
-        """Warn if the training falls back further than to the save before: ranks may be one save apart."""
+        """Warn if the training falls back by more than one save: ranks may be one save apart."""
         if lost is None or self._world.rank:
             return
         if found.save is None or lost.save.number > found.save.number + 1:
             logger.warning("%s The training goes back to step %d", lost.sentence, found.step)
 
     def _refuse_fresh_start(self, loader: Loader) -> None:
-        """Nothing can be loaded: raise an error if there was ever a checkpoint."""
+        """Handle a load that found nothing: raise an error if there was ever a checkpoint."""
         evidence = fresh.gather(
             self._world, self._store, self._identity, job_of(config.environ()), loader.unrecorded
         )
-        if self._read_only:  # what is in memory is another program's
+        if self._read_only:  # saves in memory are another program's
             evidence = msgspec.structs.replace(evidence, recorded="none")
         loss = fresh.loss(evidence, self._store, loader.problems, loader.lost)
         if loss and self._read_only:
@@ -606,7 +606,7 @@ class Checkpointer:
             logger.log(level, "%s", said)
 
     def _forget_first_save(self) -> None:
-        """What was saved is given up: the record waits for the first save that follows."""
+        """Give up all earlier saves: delete their record, so that the next save writes a new one."""
         if self._world.rank == 0:
             try:
                 first_save.forget(self._store)

@@ -1,4 +1,4 @@
-"""A worker's side of its node's saver: find or start it, get the memory, ask."""
+"""A worker's connection to its node's saver: find or start it, get the memory, send requests."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolErro
 logger = logging.getLogger(__name__)
 
 START_ATTEMPTS = 5
-"""How often a saver is started: one that is just leaving may hold the address without serving."""
+"""Attempts to start a saver: one that is shutting down may hold the address without serving."""
 START_TIMEOUT = 60.0
-"""Seconds that a saver has to start."""
+"""Seconds that a saver may take to start."""
 
 _Reply = TypeVar("_Reply", bound=protocol.Message)
 
 
 class SaverClient:
-    """The connection of one rank. One request at a time; the methods may be called from any thread."""
+    """The connection of one rank, with one request at a time. Any thread may call its methods."""
 
     def __init__(
         self,
@@ -65,10 +65,10 @@ class SaverClient:
         self._generations: list[Generation] = []
 
     def attach(self, rank: int) -> protocol.Attached:
-        """Connect, and start the saver if there is none; what it says of itself.
+        """Connect, start the saver if there is none, and return the saver's reply.
 
         Raises:
-            InfrastructureError: it cannot be started, or refuses.
+            InfrastructureError: the saver cannot be started, or refuses.
         """
         with self._lock:
             self._rank = rank
@@ -90,14 +90,14 @@ class SaverClient:
             return attached
 
     def _try_to_attach(self, rank: int) -> protocol.Reply | None:
-        """None if there is no saver, or one that is just leaving."""
+        """Attach to a running saver; return None if there is none, or it is shutting down."""
         self._close()
         self._sock = protocol.new_socket()
         try:
             self._sock.connect(self._address)
             saver = protocol.check_peer(self._sock)
             if saver:
-                # If somebody has stopped it, it would not answer. It may still be the one that starts it.
+                # A stopped saver would not answer. The process may also be its starter, which may be gone.
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(saver, signal.SIGCONT)
             protocol.send(self._sock, protocol.Attach(rank, self._job))
@@ -124,25 +124,25 @@ class SaverClient:
             )
 
     def generation(self, slot: int) -> Generation:
-        """A generation, with all the memory that it has by now."""
+        """Return a generation, with all the memory that it has by now."""
         if os.fstat(self._fds[slot]).st_size != self._generations[slot].size:
             self._generations[slot] = Generation(self._fds[slot])
         return self._generations[slot]
 
     def join(self, world: protocol.Join) -> None:
-        """Say which world this rank belongs to."""
+        """Tell the saver which world this rank belongs to."""
         self._ask(world, protocol.Done)
 
     def listen(self, host: str, *, tls: bool) -> protocol.Listening:
-        """Have replicas taken at an address of this node."""
+        """Make the saver accept replicas at an address of this node."""
         return self._ask(protocol.Listen(host, 0, tls), protocol.Listening)
 
     def look(self) -> protocol.Holding:
-        """The valid generations of this node, of any rank."""
+        """Return the valid generations on this node, of all ranks."""
         return self._ask(protocol.Look(), protocol.Holding)
 
     def open(self, rank: int) -> list[Generation]:
-        """The generations of any rank of this node, to be read."""
+        """Return the generations of any rank on this node, for reading."""
         _, fds = self._request(protocol.Open(rank), protocol.Attached)
         try:
             return [Generation(fd) for fd in fds]
@@ -152,13 +152,13 @@ class SaverClient:
 
     @property
     def generations(self) -> list[Generation]:
-        """All of this rank's; fewer than usual if there was no memory for them."""
+        """All generations of this rank; fewer than usual if memory was short."""
         return [self.generation(slot) for slot in range(len(self._fds))]
 
     def reserve(self, slot: int, nbytes: int) -> str:
-        """Have memory provided for a generation; where it is short, the last ones are given up.
+        """Have memory provided for a generation; if memory is short, the last generations are dropped.
 
-        Returns why there is none for even one; else an empty text. Other requests do not wait for this one.
+        Return why there is no memory for even one, or an empty text. Other requests do not wait for this.
         """
         request = protocol.Reserve(self._rank, slot, nbytes)
         with contextlib.closing(protocol.new_socket()) as sock:
@@ -169,9 +169,9 @@ class SaverClient:
         return reserved.problem
 
     def begin(self, save: SaveId, ready: int = protocol.GENERATIONS) -> int:
-        """The generation to write, of the first ``ready`` ones; ``ready`` if another one must be awaited.
+        """Return the generation to write, below ``ready``; ``ready`` itself if that one must be awaited.
 
-        Logs a pending message about the storage.
+        Log a pending message about the storage.
         """
         granted = self._ask(protocol.Begin(save, ready), protocol.Granted)
         if granted.news:
@@ -181,33 +181,33 @@ class SaverClient:
     def publish(
         self, slot: int, save: SaveId, *, to_storage: bool, metrics: dict[str, float]
     ) -> None:
-        """Say that a generation is valid."""
+        """Tell the saver that a generation is valid."""
         self._ask(protocol.Publish(slot, save, to_storage, metrics), protocol.Done)
 
     def pass_over(self, save: SaveId, *, written: bool = False) -> None:
-        """Say that this rank's part of a save does not come; ``written``: this process stores it."""
+        """Tell the saver not to expect this rank's part of a save; ``written``: this process stores it."""
         self._ask(protocol.PassOver(save, written), protocol.Done)
 
     def keep(self, save: SaveId | None) -> None:
-        """Say which save is continued from; None: none in memory."""
+        """Tell the saver which save the training continues from; None: none in memory."""
         self._ask(protocol.Keep(save), protocol.Done)
 
     def verify(self, rank: int, slot: int, below: int = 0) -> str:
-        """What is wrong with a generation's tensors of less than ``below`` bytes, 0: all; empty: nothing."""
+        """Return what is wrong with a generation, or empty; ``below``: check only smaller tensors, 0: all."""
         return self._ask(protocol.Verify(rank, slot, below), protocol.Verified).problem
 
     def wait(self) -> tuple[str, ...]:
-        """Wait until everything asked for is durable; what was not stored."""
+        """Wait until everything requested is durable or has failed; return the failures."""
         return self._ask(protocol.Wait(), protocol.Settled).problems
 
     def stored(self) -> SaveId | None:
-        """The newest save of this rank's world that was stored."""
+        """Return the newest stored save of this rank's world."""
         return self._ask(protocol.Stored(), protocol.NewestStored).save
 
     def close(self) -> None:
         """Say goodbye and disconnect."""
         with self._lock:
-            with contextlib.suppress(OSError):  # it is gone, or was never there
+            with contextlib.suppress(OSError):  # the saver is gone, or never ran
                 protocol.send(self._sock, protocol.Goodbye())
             self._close()
 

@@ -1,8 +1,8 @@
-"""Tells objects in the state what of them is stored, so that they can tell others.
+"""Notification of objects in the state when a step is stored, so that they can commit their part elsewhere.
 
-An object takes part if it has ``commits``, which says whether it wants to be told, and
-``commit_rank_states(states)``, which gets its states of all ranks as a stored step holds them. It is called in
-rank 0, in a thread of its own, for the newest stored step only.
+An object takes part if its ``commits`` is True and it has ``commit_rank_states(states)``, which gets the
+object's states of all ranks as a stored step holds them. Rank 0 calls it in a separate thread, for the newest
+stored step only.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from dlrover.errors import InfrastructureError
 logger = logging.getLogger(__name__)
 
 POLL = 1.0
-"""Seconds between two looks whether a step is stored by now."""
+"""Seconds between checks for a newly stored step."""
 LAST_WAIT = 15.0
-"""Seconds that telling may take when the training waits for its last step."""
+"""Seconds to wait for notifications when the training waits for its last step, or closes."""
 
 
 class Commits:
-    """What is to be told. ``newest`` says which save was stored last."""
+    """Pending notifications. ``newest`` returns the newest save that the saver stored."""
 
     def __init__(self, store: Store, newest: Callable[[], SaveId | None]) -> None:
         self._store, self._newest = store, newest
         self._changed = threading.Condition()
         # ---- all below are guarded by _changed
         self._waiting: dict[SaveId, list[tuple[Path, Any]]] = {}
-        """By save that is being stored: who wants to be told, and where in the state it is."""
+        """By save that is being stored: the objects to notify, with their paths in the state."""
         self._stored: SaveId | None = None
         """A save that was stored without the saver."""
         self._asked = self._served = 0
-        """How often somebody has waited, and for how many of these it was looked."""
+        """The number of calls of `settle` so far, and how many of them have been served."""
         self._closed = False
         self._thread: threading.Thread | None = None
 
     def expect(self, save: SaveId, state: Any) -> None:
-        """A save with this state is to be stored."""
+        """Expect a save with this state to be stored."""
         found = list(_committers(state, ()))
         if not found:
             return
@@ -59,12 +59,12 @@ class Commits:
                 self._thread.start()
 
     def stored(self, save: SaveId) -> None:
-        """A save was stored without the saver."""
+        """Note that a save was stored without the saver."""
         with self._changed:
             self._stored = save
 
     def settle(self) -> None:
-        """Everything is stored that will be: wait until it is told, `LAST_WAIT` seconds at most."""
+        """Wait up to `LAST_WAIT` seconds until objects are notified of all that is stored by now."""
         with self._changed:
             if not self._waiting:
                 return
@@ -74,7 +74,7 @@ class Commits:
             self._changed.wait_for(lambda: self._served >= mine, LAST_WAIT)
 
     def close(self) -> None:
-        """Tell nothing any more."""
+        """Stop notifying."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -99,11 +99,11 @@ class Commits:
         return self._closed or self._served < self._asked
 
     def _tell(self, waiting: dict[SaveId, list[tuple[Path, Any]]]) -> SaveId | None:
-        """Tell what the newest stored step holds; up to which save nothing is left to tell."""
+        """Notify of the newest stored step; return the save up to which nothing is left to do."""
         try:
             known = (self._stored, self._newest())
         except InfrastructureError:
-            return None  # the saver is gone; the next save starts another
+            return None  # the saver is gone; the next save starts a new one
         save = max((one for one in known if one is not None), default=None)
         if save is None or save not in waiting:
             return save
@@ -112,7 +112,7 @@ class Commits:
         except (OSError, InfrastructureError) as error:
             if not is_damage(error):
                 logger.warning("What step %d holds cannot be read yet: %s", save.step, error)
-                return None  # the next look may be better
+                return None  # the next attempt may succeed
             logger.warning("What step %d holds is not told to others: %s", save.step, error)
             return save
         for path, committer in waiting[save]:
@@ -120,7 +120,7 @@ class Commits:
         return save
 
     def _trees(self, step: int) -> list[Any]:
-        """What each rank has stored, without its tensors."""
+        """Return what each rank stored, without its tensors."""
         with StoredStep(self._store, step_folder(step)) as stored:
             ranks = range(stored.manifest.world_size)
             return [layouts.decode(stored.index(rank).skeleton) for rank in ranks]
@@ -132,7 +132,7 @@ def _tell_one(committer: Any, path: Path, trees: list[Any], step: int) -> None:
         committer.commit_rank_states(states)
     except (
         Exception
-    ):  # the user's own class: whatever it raises must not end the saving of later steps
+    ):  # the user's own class: no exception of it may end the notification of later steps
         logger.exception("%s could not be told what step %d holds", layouts.name(path), step)
 
 

@@ -1,4 +1,4 @@
-"""A state whose tensors are read one by one: what formats are converted through."""
+"""A state whose tensors are read one by one: the intermediate form of all conversions."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from dlrover.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor that can be read."""
+    """A tensor that is read on demand."""
 
     dtype: str
     shape: tuple[int, ...]
     same: object
-    """Equal for tied tensors, which are the same bytes."""
+    """A key that is equal for tied tensors, which share their bytes."""
     read: Callable[[], torch.Tensor]
-    """Its content, dense. It may be a view of a file: do not write to it."""
+    """Returns the content, dense. It may be a view of a file: do not write to it."""
 
     @property
     def nbytes(self) -> int:
-        """Of all elements."""
+        """The bytes of all elements."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def data(self) -> memoryview:
-        """Its bytes, in row-major order."""
+        """Return the bytes, in row-major order."""
         if not self.nbytes:
             return memoryview(b"")
         return memoryview(self.read().reshape(-1).view(torch.uint8).numpy())
@@ -41,18 +41,18 @@ class Held:
 
 @dataclass(frozen=True)
 class Content:
-    """A state."""
+    """A state, whatever its format."""
 
     skeleton: bytes
     paths: Sequence[layouts.Path]
-    """Of the tensors."""
+    """The paths of the tensors."""
     tensors: Sequence[Held]
     step: int | None = None
-    """None: the source does not say."""
+    """The step's number; None if the source does not say."""
     differing: Sequence[str] = ()
-    """What several ranks saved, each its own: only one is here."""
+    """Paths whose values differ between ranks: only one rank's value is here."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What the step was saved with."""
+    """The metrics that the step was saved with."""
 
     @property
     def tree(self) -> Any:
@@ -61,7 +61,7 @@ class Content:
 
     @property
     def same_as(self) -> list[int]:
-        """For each tensor the index of the first one that it is tied to."""
+        """For each tensor, the index of the first tensor that it is tied to."""
         first: dict[object, int] = {}
         return [
             first.setdefault((held.dtype, held.shape, held.same), index)
@@ -70,7 +70,7 @@ class Content:
 
 
 def content_of(tree: Any, step: int | None = None, differing: Sequence[str] = ()) -> Content:
-    """A state whose tensors are live ones or `Held`.
+    """Return the content of a state whose tensors are live ones or `Held`.
 
     Raises:
         ConfigurationError: something in it cannot be kept.

@@ -1,4 +1,4 @@
-"""Checkpoints from one format to another, without a training."""
+"""Conversion of checkpoints between formats, without a training."""
 
 from __future__ import annotations
 
@@ -33,40 +33,40 @@ from dlrover.checkpoint.tools import Place
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 COPY = 1 << 24
-"""Bytes that are uploaded at a time."""
+"""Bytes per read of an upload."""
 _LAST = (MANIFEST, DCP_METADATA)
 
 Format = Literal["dcp", "safetensors", "torch", "flash"]
 
 
 class Conversion(msgspec.Struct, frozen=True, kw_only=True):
-    """What was written."""
+    """The result of a conversion."""
 
     destination: str
     format: Format
     step: int | None
-    """The source's, or that of the new checkpoint directory; None: neither has one."""
+    """The step of the source or of the new checkpoint directory; None if neither has one."""
     tensors: int
     nbytes: int
-    """Of the tensors; tied ones count once."""
+    """Bytes of the tensors; tied ones count once."""
     differing: list[str]
-    """What several ranks had saved, each its own: the lowest rank's was taken."""
+    """Paths whose values differed between ranks; the lowest rank's value was taken."""
 
 
 def convert(
     source: Place, destination: Place, to: Format, step: int | None = None, *, trusted: bool = False
 ) -> Conversion:
-    """Read ``source``, of any format, and write ``destination``, which appears when it is whole.
+    """Read ``source``, of any format, and write ``destination``, which appears only when it is complete.
 
     Args:
         source: a checkpoint directory, one of its steps, or a DCP directory, also at a URL; or a file of
             safetensors or ``torch.save``.
         destination: a file, or a directory for ``dcp`` and ``flash``. ``flash`` is a checkpoint
-            directory with one step of one rank, which any number of ranks can load. What is to be at a
-            URL is written to this machine's temporary files first.
+            directory with one step of one rank, which any number of ranks can load. For a URL, the
+            output is written to this machine's temporary files first.
         to: the format of the destination.
-        step: which one of a checkpoint directory; for sources without steps the number of the new one.
-        trusted: whether the metadata of a DCP directory may be read, a pickle, which runs whatever it says.
+        step: the step to read from a checkpoint directory; for sources without steps, the new step's number.
+        trusted: allow reading the metadata of a DCP directory, a pickle, which can run any code.
 
     Raises:
         ConfigurationError: an argument is wrong, or something cannot be kept; the message names it.
@@ -93,7 +93,7 @@ def convert(
 
 
 def _step(content: Content, wanted: int | None, to: Format) -> int | None:
-    """The number of the step that is written, or was read."""
+    """Return the number of the step that is written, or was read."""
     if content.step is not None:
         if wanted not in (None, content.step):
             raise ConfigurationError(f"--step is {wanted}; the source is step {content.step}.")
@@ -116,7 +116,7 @@ def _step(content: Content, wanted: int | None, to: Format) -> int | None:
 
 
 def _write_flash(content: Content, temporary: Path, step: int) -> None:
-    """A checkpoint directory; sources are read twice: checksums come before the data."""
+    """Write a checkpoint directory; read sources twice, as checksums come before the data."""
     same = content.same_as
     held = list(zip(content.paths, content.tensors, strict=True))
     specs = [TensorSpec(path, tensor.dtype, tensor.shape) for path, tensor in held]
@@ -144,18 +144,18 @@ def _write_flash(content: Content, temporary: Path, step: int) -> None:
 
 
 class _OneByOne:
-    """Has the tensors' bytes as a generation has them, but none of them in memory."""
+    """Source of the tensors' bytes, like a generation, that keeps none of them in memory."""
 
     def __init__(self, content: Content) -> None:
         self._by_path = dict(zip(content.paths, content.tensors, strict=True))
 
     def tensor_bytes(self, entry: TensorEntry) -> memoryview:
-        """The bytes of one tensor."""
+        """Return the bytes of one tensor."""
         return self._by_path[entry.path].data()
 
 
 def _write_dcp(content: Content, temporary: Path, step: int) -> None:
-    """A step of ours is a DCP directory; what only we read is left out."""
+    """Write a stored step, which is a DCP directory, without the files that only DLRover reads."""
     flash = temporary.with_name(f"{temporary.name}.flash")
     try:
         _write_flash(content, flash, step)
@@ -173,7 +173,7 @@ def _write_safetensors(content: Content, temporary: Path, _: int) -> None:
 
 
 def _write_torch(content: Content, temporary: Path, _: int) -> None:
-    """All tensors at once: the format wants their descriptions before the data of the first one."""
+    """Write all tensors at once: the format wants all descriptions before the first tensor's data."""
     tensors: list[torch.Tensor] = []
     for index, first in enumerate(content.same_as):
         tensors.append(tensors[first] if first < index else _alone(content.tensors[index].read()))
@@ -194,9 +194,9 @@ def _write_torch(content: Content, temporary: Path, _: int) -> None:
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without the rest of a larger one that it is a view of; all of that would be written."""
+    """Return the tensor without the rest of a larger one that it views; torch would write all of that."""
     if not tensor.numel():
-        return torch.empty_like(tensor)  # torch refuses one that begins where another one does
+        return torch.empty_like(tensor)  # torch refuses one that begins where another begins
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
@@ -212,7 +212,7 @@ _WRITERS: dict[Format, Callable[[Content, Path, int], None]] = {
 
 
 class _Local:
-    """A file or directory of this machine: it appears when it is whole."""
+    """A file or directory on this machine, which appears only when it is complete."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -225,7 +225,7 @@ class _Local:
 
     @contextlib.contextmanager
     def published(self) -> Iterator[Path]:
-        """A name to write to; what is there at the end of the block becomes the destination."""
+        """Yield a path to write to; its content becomes the destination at the end of the block."""
         temporary = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}")
         try:
             yield temporary
@@ -240,7 +240,7 @@ class _Local:
 
 
 class _Remote:
-    """A file or directory at a URL: what says that a directory is whole is written last."""
+    """A file or directory at a URL; files that mark a directory as complete are uploaded last."""
 
     def __init__(self, url: str) -> None:
         parent, _, self._name = url.rstrip("/").rpartition("/")
@@ -254,7 +254,7 @@ class _Remote:
 
     @contextlib.contextmanager
     def published(self) -> Iterator[Path]:
-        """A name to write to; what is there at the end of the block becomes the destination."""
+        """Yield a path to write to; its content becomes the destination at the end of the block."""
         with tempfile.TemporaryDirectory(prefix="dlrover-convert-") as folder:
             temporary = Path(folder) / self._name
             yield temporary

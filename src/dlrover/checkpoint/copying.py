@@ -24,7 +24,7 @@ _dtype = operator.attrgetter("dtype")
 
 
 def views(buffer: torch.Tensor, entries: Sequence[TensorEntry]) -> list[torch.Tensor]:
-    """The tensors in ``buffer`` (one dimension, uint8)."""
+    """Return the tensors in ``buffer`` (one dimension, uint8)."""
     found: list[torch.Tensor] = []
     for run in _neighbours(entries):
         flat = buffer[run[0].offset : run[-1].end].view(tree.DTYPES[run[0].dtype])
@@ -37,7 +37,7 @@ def views(buffer: torch.Tensor, entries: Sequence[TensorEntry]) -> list[torch.Te
 
 
 def _neighbours(entries: Sequence[TensorEntry]) -> Iterator[list[TensorEntry]]:
-    """Entries of one type that lie one behind the other."""
+    """Yield runs of adjacent entries of one type."""
     run: list[TensorEntry] = []
     for entry in entries:
         if run and (run[-1].end != entry.offset or run[-1].dtype != entry.dtype):
@@ -49,7 +49,7 @@ def _neighbours(entries: Sequence[TensorEntry]) -> Iterator[list[TensorEntry]]:
 
 
 def view(data: memoryview, tensor: Tensor) -> torch.Tensor:
-    """The tensor whose bytes are ``data``."""
+    """Return the tensor whose bytes are ``data``."""
     if not data:
         return torch.empty(tensor.shape, dtype=tree.DTYPES[tensor.dtype])
     flat = torch.frombuffer(data, dtype=torch.uint8)
@@ -57,7 +57,7 @@ def view(data: memoryview, tensor: Tensor) -> torch.Tensor:
 
 
 class Copier:
-    """Copies one rank's states, and remembers where things lay so that equal ones cost only the copy."""
+    """Copier of one rank's states, which remembers their layout so that equal ones cost only the copy."""
 
     def __init__(self) -> None:
         self._known: _Known | None = None
@@ -65,7 +65,7 @@ class Copier:
         self._stream: SideStream | None = None
 
     def layout(self, flat: Flat) -> PackedLayout:
-        """Where the state goes.
+        """Return the layout of the state.
 
         Raises:
             ConfigurationError: a tensor or a value cannot be kept.
@@ -78,19 +78,19 @@ class Copier:
 
     @property
     def device(self) -> torch.device | None:
-        """The accelerator that the state is on; None: it is in the host's memory."""
+        """The accelerator that holds the state; None if the state is in host memory."""
         assert self._known is not None
         return self._known.device
 
     def mark(self) -> None:
-        """The state is as it is to be copied once the device has done what was ordered until now."""
+        """Make `copy` wait for the work that the device has queued until now."""
         if self.device is not None:
             if self._stream is None:
                 self._stream = SideStream(self.device)
             self._stream.mark()
 
     def copy(self, buffer: torch.Tensor) -> None:
-        """Copy the state that `layout` was called with last, as it was at `mark`."""
+        """Copy the state that `layout` last received, as it was at `mark`."""
         assert self._known is not None
         if self._plan is None or self._plan.buffer is not buffer:
             self._plan = self._known.plan(buffer)
@@ -98,13 +98,13 @@ class Copier:
             self._plan.run()
 
     def beside(self) -> contextlib.AbstractContextManager[None]:
-        """What is ordered of an accelerator in the block runs beside the training, after `mark`."""
+        """Run the block's work on an accelerator beside the training, after `mark`."""
         if self.device is None or self._stream is None:
             return contextlib.nullcontext()
         return self._stream.use()
 
     def forget(self) -> None:
-        """Let go of the state's tensors and of the buffer."""
+        """Release the state's tensors and the buffer."""
         self._known = self._plan = self._stream = None
 
     # ---- for copies beside the training
@@ -122,7 +122,7 @@ class Copier:
             views(buffer, [self._known.entries[index]])[0].copy_(tensor)
 
     def differing(self, buffer: torch.Tensor, indices: Sequence[int]) -> list[int]:
-        """Those of the tensors whose bytes in ``buffer`` are not the ones that the state has now."""
+        """Return the indices of tensors whose bytes in ``buffer`` differ from the current state."""
         assert self._known is not None
         known = self._known
         with self.beside():
@@ -133,13 +133,13 @@ class Copier:
             ]
 
     def path(self, index: int) -> layouts.Path:
-        """Where a tensor is in the state."""
+        """Return a tensor's path in the state."""
         assert self._known is not None
         return self._known.entries[index].path
 
 
 def _equal_bytes(source: torch.Tensor, copied: torch.Tensor) -> bool:
-    """Compare memory: a NaN is equal to itself, and 0.0 is not -0.0."""
+    """Compare memory: a NaN equals itself, and 0.0 differs from -0.0."""
     plain = source.is_cpu and source.is_contiguous() and not (source.is_conj() or source.is_neg())
     again = source if plain else torch.empty_like(copied).copy_(source)
     pointers = ctypes.c_void_p(again.data_ptr()), ctypes.c_void_p(copied.data_ptr())
@@ -147,7 +147,7 @@ def _equal_bytes(source: torch.Tensor, copied: torch.Tensor) -> bool:
 
 
 class _Known:
-    """What was found out about a state's tensors, and is true as long as they stay where they are."""
+    """Cached properties of a state's tensors, valid while the tensors keep their kind and ties."""
 
     def __init__(self, flat: Flat) -> None:
         specs = tree.specs(flat)
@@ -159,7 +159,7 @@ class _Known:
             len(self.entries),
             layouts.layout_hash(self.entries),
         )
-        # Detached aliases keep the memory from being used for another tensor at the same address.
+        # Detached aliases keep the memory from being reused for another tensor at the same address.
         self.sources = [tensor.detach() for tensor in flat.tensors]
         self.device = device_of(flat.tensors)
         self._paths = flat.paths
@@ -172,7 +172,7 @@ class _Known:
         self._plans: list[_Plan] = []
 
     def takes(self, flat: Flat) -> bool:
-        """Whether the tensors are of the same kind at the same paths; which may have moved."""
+        """Return whether the tensors are of the same kind at the same paths; they may have moved."""
         tensors = flat.tensors
         alike = (
             len(tensors) == len(self._pointers)
@@ -189,7 +189,7 @@ class _Known:
         return pointers == self._pointers or self._follow(tensors, pointers)
 
     def _follow(self, tensors: list[torch.Tensor], pointers: list[int]) -> bool:
-        """Take tensors that lie elsewhere now; not if they are, or were, tied to others."""
+        """Adopt tensors that have moved; return False if ties between tensors or a device have changed."""
         if tree.same_tensors(tensors) != self._same:
             return False
         for index, pointer in enumerate(pointers):
@@ -203,7 +203,7 @@ class _Known:
         return True
 
     def plan(self, buffer: torch.Tensor) -> _Plan:
-        """How to copy to a buffer; as many are kept as there are generations."""
+        """Return the plan for a buffer; keep as many plans as there are generations."""
         for plan in self._plans:
             if plan.buffer is buffer:
                 return plan
@@ -214,7 +214,7 @@ class _Known:
 
 
 def _lazy_bits(tensors: list[torch.Tensor]) -> list[bool]:
-    """Which tensors stand for the conjugate or the negative of their memory."""
+    """Return which tensors stand for the conjugate or the negative of their memory."""
     return [*map(torch.Tensor.is_conj, tensors), *map(torch.Tensor.is_neg, tensors)]
 
 
@@ -223,11 +223,11 @@ def _placing(flat: Flat) -> list[tuple[int, object]]:
 
 
 _Item = tuple[int, torch.Tensor, TensorEntry]
-"""Number, tensor and place."""
+"""Index, tensor and place."""
 
 
 class _Plan:
-    """Calls that copy tensors to a buffer: one for each large tensor, one for each run of small ones."""
+    """Calls that copy tensors to a buffer: one per large tensor, one per run of small ones."""
 
     def __init__(self, buffer: torch.Tensor, items: list[_Item]) -> None:
         self.buffer = buffer
@@ -244,14 +244,14 @@ class _Plan:
             self._calls.append((target, parts))
 
     def replace(self, index: int, source: torch.Tensor) -> None:
-        """Copy another tensor, of the same kind, from now on."""
+        """Copy another tensor of the same kind from now on."""
         if index in self._places:
             call, number = self._places[index]
             parts = self._calls[call][1]
             parts[number] = source.view(-1) if len(parts) > 1 else source
 
     def run(self) -> None:
-        """Copy."""
+        """Copy all tensors."""
         with torch.no_grad():
             for target, parts in self._calls:
                 if len(parts) == 1:
@@ -261,7 +261,7 @@ class _Plan:
 
 
 def _runs(items: list[_Item]) -> Iterator[list[_Item]]:
-    """Neighbours that one call can copy: packed, of one type, contiguous, in the host's memory.
+    """Yield runs of neighbours that one call can copy: packed, of one type, contiguous, in host memory.
 
     A run stays below `SMALL` elements: above that ``torch.cat`` copies tensor by tensor.
     """

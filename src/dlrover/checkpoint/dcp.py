@@ -1,7 +1,7 @@
-"""What makes a directory a checkpoint of ``torch.distributed.checkpoint``: names, objects, metadata.
+"""The format of ``torch.distributed.checkpoint`` (DCP): names, objects and metadata.
 
 DCP names the leaves of a state by their paths, joined by dots. It follows every dict, and every list that
-holds tensors, dicts or such lists; all else is one object, stored by ``torch.save``.
+holds tensors, dicts or such lists; everything else is one object, stored by ``torch.save``.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Leaf(NamedTuple):
 
     @property
     def name(self) -> str:
-        """DCP's name for it."""
+        """DCP's name for the item."""
         return ".".join(map(str, self.path))
 
 
 class Item(NamedTuple):
-    """Where it lies."""
+    """The place of an item in a file, in bytes."""
 
     file: str
     offset: int
@@ -43,10 +43,10 @@ class Item(NamedTuple):
 
 
 def leaves(skeleton: bytes) -> list[Leaf]:
-    """The items of a state, tensors as `TensorRef`.
+    """Return the items of a state, with tensors as `TensorRef`.
 
     Raises:
-        ConfigurationError: two of them have the same name.
+        ConfigurationError: two items have the same name.
     """
     tree = layouts.decode(skeleton)
     found = list(_leaves(tree, ()))
@@ -79,7 +79,7 @@ def _is_followed(value: list[Any]) -> bool:
 
 
 def encode_object(value: Any, tensor: Callable[[int], tuple[StoredTensor, memoryview]]) -> bytes:
-    """An object as DCP stores it; ``tensor`` finds those that a tuple in it holds."""
+    """Encode an object as DCP stores it; ``tensor`` looks up the tensors in its tuples."""
 
     def filled(value: Any) -> Any:
         if isinstance(value, TensorRef):
@@ -100,12 +100,12 @@ def encode_object(value: Any, tensor: Callable[[int], tuple[StoredTensor, memory
 def metadata(
     ranks: Sequence[tuple[bytes, Sequence[StoredTensor]]], objects: Mapping[str, Item]
 ) -> bytes:
-    """The content of the file ``.metadata``.
+    """Return the content of the file ``.metadata``.
 
     Args:
-        ranks: each rank's skeleton and tensors. Of a tensor that each rank has as a whole, the first
-            one's counts.
-        objects: where the plain values of rank 0 lie.
+        ranks: each rank's skeleton and tensors. For a tensor that each rank has as a whole, the first
+            rank's counts.
+        objects: where rank 0's plain values are stored.
     """
     described: dict[str, Any] = {name: dcp.BytesStorageMetadata() for name in objects}
     places: dict[dcp.MetadataIndex, _StorageInfo] = {
@@ -142,7 +142,7 @@ def _add_chunk(
         ),
     )
     if not isinstance(known, dcp.TensorStorageMetadata) or known.size != whole:
-        return  # of another rank; DCP has one tensor of a name
+        return  # another rank's; DCP has one tensor per name
     index = dcp.MetadataIndex(name, offset=at, index=len(known.chunks))
     if index not in places and (tensor.nbytes or not whole.numel()):
         known.chunks.append(dcp.ChunkStorageMetadata(offsets=at, sizes=shape))

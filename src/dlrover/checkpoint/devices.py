@@ -1,6 +1,6 @@
-"""Copies from an accelerator: on a stream of their own, into memory that the device writes to directly.
+"""Copies from an accelerator: on a separate stream, into memory that the device writes to directly.
 
-None of this could be run where it was written: no accelerator was there.
+This module could not be run where it was written, as no accelerator was available there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
-    """The accelerator that tensors of a state are on; None if they are all in the host's memory."""
+    """Return the accelerator that holds tensors of a state; None if all are in host memory."""
     return next((t.device for t in tensors if t.device.type != "cpu"), None)
 
 
@@ -32,13 +32,13 @@ class SideStream:
         self._ready: torch.Event | None = None
 
     def mark(self) -> None:
-        """What has been ordered of the device until now is to be done before the copies."""
+        """Make the copies wait for the work that the device has queued until now."""
         self._ready = torch.Event(device=self._device)
         self._ready.record(torch.accelerator.current_stream(self._device))
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
-        """Copies ordered in the block run on this stream; they are done at its end."""
+        """Run the block's copies on this stream; they are complete at its end."""
         before = torch.accelerator.current_stream(self._device)
         torch.accelerator.set_stream(self._stream)
         try:
@@ -51,7 +51,7 @@ class SideStream:
 
 
 def pin(generation: Generation, buffer: torch.Tensor, device: torch.device) -> None:
-    """Let the device write to a generation without a stop on the way, where its runtime offers that."""
+    """Pin a generation's memory, where the runtime offers that, so that the device writes to it directly."""
     runtime: Any = getattr(getattr(torch, device.type, None), "cudart", None)
     if runtime is None:
         return

@@ -1,6 +1,6 @@
-"""A state written to storage by the worker itself: what is left where no generation fits in memory.
+"""Writes of a state to storage by the worker itself, for when no generation fits in memory.
 
-The files are those that the saver would write, in the same place: other ranks' savers may write theirs.
+The files have the saver's format and place, because other ranks' savers may write their own parts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Writer:
-    """Writes one rank's part of steps."""
+    """Writer of one rank's part of steps."""
 
     store: Store
     identity: str
@@ -36,7 +36,7 @@ class Writer:
     rank: int
     world_size: int
     lease: Lease | None = None
-    """Of rank 0."""
+    """Rank 0's lease; None on other ranks."""
 
     def write(
         self,
@@ -45,9 +45,9 @@ class Writer:
         tensors: Sequence[torch.Tensor],
         metrics: Mapping[str, float],
     ) -> str:
-        """Store a step, and wait until all ranks have; what went wrong, or an empty text.
+        """Store a step and wait until all ranks have; return what went wrong, or an empty text.
 
-        ``tensors`` are those of the layout, in its order. They are read twice: checksums come first.
+        ``tensors`` are those of the layout, in its order. They are read twice, as checksums come first.
         """
         layout = msgspec.msgpack.decode(packed.encoded, type=Layout)
         live = _Live(layout, tensors)
@@ -80,18 +80,18 @@ class Writer:
         return self._attempt(job)[0]
 
     def give_up(self, save: SaveId) -> None:
-        """Let the other ranks, and savers of other nodes, see at once that a save will not be whole."""
+        """Let other ranks, and savers of other nodes, see at once that a save will not be complete."""
         try:
             storage.give_up(self.store, self.identity, save)
         except OSError as error:
             logger.warning("Other ranks may wait for step %d in vain: %s", save.step, error)
 
     def guard(self, session: int) -> None:
-        """Raise when this world may not change anything in the directory, or that is not known yet.
+        """Raise if this world may not change the directory, or if that is not known yet.
 
         Raises:
             OSError: the directory is another one, or cannot be read.
-            InfrastructureError: another training has taken it, or may still be at it.
+            InfrastructureError: another training has taken the directory, or may still use it.
         """
         self._guard(session, _refuse_to_wait)
 
@@ -102,7 +102,7 @@ class Writer:
             self.lease.check(session, pause)
 
     def _attempt(self, job: Job) -> tuple[str, bool]:
-        """Persist once; what went wrong, and whether it may go better next time."""
+        """Persist once; return what went wrong, and whether a retry may help."""
         try:
             persist.persist(job)
         except OSError as error:
@@ -127,14 +127,14 @@ def _refuse_to_wait(_: float) -> None:
 
 
 class _Live:
-    """Has the tensors' bytes as a generation has them, one at a time."""
+    """Source of the tensors' bytes, like a generation, one tensor at a time."""
 
     def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
         paths = [entry.path for entry in layout.entries]
         self._tensors: dict[layouts.Path, torch.Tensor] = dict(zip(paths, tensors, strict=True))
 
     def tensor_bytes(self, entry: TensorEntry) -> memoryview:
-        """The bytes of one tensor."""
+        """Return the bytes of one tensor."""
         if not entry.nbytes:
             return memoryview(b"")
         tensor = self._tensors[entry.path].detach().resolve_conj().resolve_neg().cpu()

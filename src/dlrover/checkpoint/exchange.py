@@ -1,7 +1,7 @@
-"""Replicas, as the ranks' memory sees them: what is to be sent, and what comes in.
+"""Replicas in the memory of a node: which saves to send to other nodes, and which to accept.
 
-A replica is memory of a rank that has no worker on this node. It has two generations, of which the
-older one is written; and it is valid only when all of it was compared with its checksums.
+A replica is memory of a rank that has no worker on this node. It has two generations, and the older one
+is overwritten. A generation becomes valid only after all of it was compared with its checksums.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dlrover.errors import DLRoverError, InfrastructureError, ProtocolError
 
 
 class SupersededError(DLRoverError):
-    """A replica is not wanted any more: nothing is wrong."""
+    """A replica is no longer wanted, which is not a failure."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -30,7 +30,7 @@ class SupersededError(DLRoverError):
 
 @dataclass(frozen=True)
 class Copy:
-    """A generation that is being sent or received, as long as nobody else writes it."""
+    """A generation that is being sent or received, valid until its memory is granted again."""
 
     world: World
     header: Header
@@ -40,7 +40,7 @@ class Copy:
 
     @property
     def nbytes(self) -> int:
-        """What follows the header page, without the last word."""
+        """Bytes after the header page, without the last word."""
         return self._sums_at + 8 * self.header.tensors
 
     @property
@@ -49,33 +49,33 @@ class Copy:
 
     @property
     def index(self) -> bytes:
-        """The index as it is written."""
+        """The encoded index."""
         return bytes(self.generation.data[self.header.data_bytes : self._sums_at])
 
     @property
     def sums(self) -> bytes:
-        """The tensors' checksums as they are written."""
+        """The encoded checksums of the tensors."""
         return bytes(self.generation.data[self._sums_at : self.nbytes])
 
 
 class Exchange:
-    """What goes to other nodes, and what comes from them."""
+    """Exchange of generations with other nodes."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._changed = ranks.changed
 
     def world(self) -> World | None:
-        """The one that was joined last."""
+        """Return the world that was joined last."""
         with self._changed:
             return self._ranks.world
 
     # ---- to other nodes
 
     def next(self, world: World, sent: Mapping[int, int]) -> Copy | None:
-        """Wait for a save newer than what was sent of its rank; None when there is another world.
+        """Wait for a save newer than the last one sent for its rank; return None if the world changes.
 
-        ``sent``: by rank, the number of the newest save that was.
+        ``sent``: by rank, the number of the newest save sent.
         """
         with self._changed:
             while self._ranks.world is world:
@@ -86,7 +86,7 @@ class Exchange:
             return None
 
     def _newest(self, world: World, sent: Mapping[int, int]) -> Copy | None:
-        """The newest save of the rank of which the oldest was sent."""
+        """Return the newest unsent save, trying ranks with the oldest sent save first."""
         for rank in sorted(world.joined.ranks, key=lambda rank: (sent.get(rank, -1), rank)):
             mine = self._ranks.memories.get(rank)
             ours = {
@@ -102,7 +102,7 @@ class Exchange:
         return None
 
     def pause(self, copy: Copy, seconds: float) -> bool:
-        """Wait; whether the copy can be gone on with."""
+        """Wait up to ``seconds``; return whether the copy can continue."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_current(copy), seconds)
             return self._is_current(copy)
@@ -111,7 +111,7 @@ class Exchange:
         return copy.slot.epoch == copy.epoch and self._ranks.world is copy.world
 
     def wait(self, world: World, seconds: float) -> bool:
-        """Wait; whether the world is still the newest one."""
+        """Wait up to ``seconds``; return whether the world is still the newest one."""
         with self._changed:
             self._changed.wait_for(lambda: self._ranks.world is not world, seconds)
             return self._ranks.world is world
@@ -119,11 +119,11 @@ class Exchange:
     # ---- from other nodes
 
     def begin(self, world: World, header: Header) -> Copy | None:
-        """Where to put a generation; None if it is here. Call `end` when it is done.
+        """Return where to put a generation; None if it is here already. Call `end` when it is done.
 
         Raises:
-            SupersededError: there is another world.
-            InfrastructureError: it cannot be taken.
+            SupersededError: there is another world, or the rank has a worker here.
+            InfrastructureError: the generation cannot be accepted.
         """
         rank, joined = header.rank, world.joined
         sizes = (header.data_bytes, header.index_bytes, header.tensors, header.save.step)
@@ -152,7 +152,7 @@ class Exchange:
             raise
 
     def end(self, header: Header) -> None:
-        """No more comes of a generation that was begun."""
+        """Note that no more data arrives for a generation that was begun."""
         with self._changed:
             mine = self._ranks.memories.get(header.rank)
             if mine is not None:
@@ -165,24 +165,24 @@ class Exchange:
             raise InfrastructureError("All memory of the replica is being stored.")
 
     def fill(self, copy: Copy, offset: int, data: bytes) -> None:
-        """Put some bytes into their place.
+        """Write some received bytes to their place.
 
         Raises:
-            SupersededError: they do not belong there any more.
-            ProtocolError: they never belonged there.
+            SupersededError: the memory is used for something else by now.
+            ProtocolError: the bytes lie outside of the replica.
         """
         if not 0 <= offset <= offset + len(data) <= copy.nbytes:
             raise ProtocolError("A part of a replica lies outside of it.")
-        with self._changed:  # so that nobody is granted the memory meanwhile
+        with self._changed:  # so that the memory is not granted meanwhile
             if not self._is_current(copy):
                 raise SupersededError
             copy.generation.data[offset : offset + len(data)] = data
 
     def admit(self, copy: Copy, sums_hash: int) -> None:
-        """Check a generation that has come, and make it valid.
+        """Check a received generation and make it valid.
 
         Raises:
-            SupersededError: it is not wanted any more.
+            SupersededError: it is no longer wanted.
             InfrastructureError: it is damaged.
         """
         header, generation = copy.header, copy.generation

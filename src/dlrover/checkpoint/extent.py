@@ -1,4 +1,4 @@
-"""Parts of tensors: which of them overlap, and how a wanted part is put together from saved ones."""
+"""Parts of tensors: their overlaps, and the assembly of a wanted part from saved ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Numbers = tuple[int, ...]
 
 
 class Extent(NamedTuple):
-    """A box of a tensor: its place, size, and the size of the whole. One number for each dimension."""
+    """A box in a tensor: size of the whole, position and size, with one number per dimension."""
 
     whole: Numbers
     at: Numbers
@@ -19,11 +19,11 @@ class Extent(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """How many there are in it."""
+        """The number of elements in the box."""
         return math.prod(self.shape)
 
     def fits(self) -> bool:
-        """Whether the box lies in the whole."""
+        """Return whether the box lies within the whole."""
         return len(self.whole) == len(self.at) == len(self.shape) and all(
             at >= 0 and size >= 0 and at + size <= whole
             for whole, at, size in zip(self.whole, self.at, self.shape, strict=True)
@@ -31,12 +31,12 @@ class Extent(NamedTuple):
 
 
 def entire(shape: Numbers) -> Extent:
-    """The box that is the whole tensor."""
+    """Return the box that covers the whole tensor."""
     return Extent(shape, (0,) * len(shape), shape)
 
 
 class Box(NamedTuple):
-    """What two extents share, as seen from each of them."""
+    """The overlap of two extents: its shape, and its position in each of them."""
 
     shape: Numbers
     in_source: Numbers
@@ -44,7 +44,7 @@ class Box(NamedTuple):
 
 
 def overlap(source: Extent, target: Extent) -> Box | None:
-    """The elements that both hold; None if there are none."""
+    """Return the overlap of two extents; None if they share no element."""
     starts = tuple(map(max, source.at, target.at))
     ends = [
         min(a + m, b + n)
@@ -70,7 +70,7 @@ class Chunk:
 
 
 class Piece(NamedTuple):
-    """What of a chunk goes where in the wanted part."""
+    """A part of a chunk, and its position in the wanted part."""
 
     chunk: Chunk
     box: Box
@@ -81,10 +81,10 @@ class MissingPartError(Exception):
 
 
 def pieces(wanted: Extent, chunks: Iterable[Chunk]) -> list[Piece]:
-    """Cover ``wanted``; of equal chunks the first one is taken.
+    """Cover ``wanted`` with chunks; of equal chunks, use the first one.
 
     Raises:
-        MissingPartError: they do not cover it, or overlap; the message says how much is there.
+        MissingPartError: the chunks do not cover it, or overlap; the message says how much is there.
     """
     found: list[Piece] = []
     seen: set[Extent] = set()
@@ -103,7 +103,7 @@ def pieces(wanted: Extent, chunks: Iterable[Chunk]) -> list[Piece]:
 
 
 def starting_with(first: int, ranks: Sequence[int]) -> Iterator[int]:
-    """The ranks, ``first`` at their head if it is one of them."""
+    """Yield the ranks, starting with ``first`` if it is one of them."""
     if first in ranks:
         yield first
     yield from (rank for rank in ranks if rank != first)

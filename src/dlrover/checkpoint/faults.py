@@ -21,10 +21,10 @@ POINTS = frozenset(
         "replicate.kept",
     }
 )
-"""Every label, in the order in which a checkpoint passes them."""
+"""All labels, in the order in which a checkpoint passes them."""
 
 hook: Callable[[str], None] | None = None
-"""Called with the label of each point that is passed; None outside of tests."""
+"""Called with the label of each point that is passed; None outside tests."""
 
 
 def point(label: str) -> None:

@@ -4,12 +4,13 @@
 
     <directory>/saved                       that save, a `Record`
     <directory>/.saved.<session>.<rank>.<count>.<size>
-                                            until it is written: the saves that one node has, of its ``count``
-                                            ranks from ``rank`` on; the world has ``size``
+                                            until the record is written: the saves of one node, which has the
+                                            ``count`` ranks from ``rank`` on; the world has ``size`` ranks
 
-Memory leaves nothing behind when it is lost. A `load` that finds nothing decides by this record whether the
-training may begin anew: what an earlier job had in memory only has ended with that job. The saver of each node notes its first saves and compares them with those of the
-other nodes; whoever finds one that all nodes have writes the record, once in the life of the directory.
+Memory leaves no trace when it is lost. A `load` that finds nothing uses this record to decide whether the
+training may start from scratch: saves that an earlier job had only in memory ended with that job. Each node's
+saver notes its first saves and compares them with those of the other nodes. The first saver that finds a save
+common to all nodes writes the record, once in the life of the directory.
 """
 
 from __future__ import annotations
@@ -27,52 +28,52 @@ from dlrover.checkpoint.saves import SaveId
 from dlrover.checkpoint.stores import Store
 
 MOST = 64
-"""Saves of a world that are compared; after that many without one in common the saver gives up."""
+"""Number of a world's first saves that are compared; the saver gives up if no save is common."""
 RETRY = 30.0
-"""Seconds before a record that could not be written is tried again."""
+"""Seconds between attempts to write a record after a failure."""
 RECORD = "saved"
 Whose = Literal["none", "earlier", "own"]
-"""The job of a record: none, an earlier one, or this one; where jobs cannot be told apart, it is this one."""
+"""The job of a record: none, an earlier one, or this one (also if jobs cannot be distinguished)."""
 _NOTE = re.compile(r"\.saved\.([0-9a-f]{16})\.(\d+)\.(\d+)\.(\d+)")
 
 
 class Record(msgspec.Struct, frozen=True):
-    """What is known of a directory."""
+    """The content of the record."""
 
     identity: str
-    """The directory's; a record that comes after the directory was removed does not count."""
+    """The directory's identity; a record written after the directory was removed does not count."""
     save: SaveId
-    """One that all ranks had in memory."""
+    """A save that all ranks had in memory."""
     job: str = ""
-    """Whose; empty if its launcher gives it no identifier."""
+    """The job that made the save; empty if its launcher sets no identifier."""
 
 
 @dataclass(eq=False)
 class FirstSaves:
-    """The first saves of a world that all its ranks of this node have published."""
+    """The first saves of a world that all its ranks on this node have published."""
 
     joined: Join
     whole: list[SaveId] = field(default_factory=list)
     tried: int = 0
-    """The saves in ``whole`` that the record was tried with."""
+    """The number of saves in ``whole`` that were tried for the record."""
     recorded: bool = False
     problem: str = ""
-    """Why the record could not be read or written the last time; empty: it could."""
+    """Failure of the last attempt to read or write the record; empty if it succeeded."""
     _missing: dict[SaveId, set[int]] = field(default_factory=dict)
     """By save: the ranks that have not published it."""
 
     @property
     def pending(self) -> bool:
-        """Whether there are saves that the record has not been tried with, and nothing has failed."""
+        """True if saves await their first try for the record and nothing has failed."""
         return not (self.recorded or self.problem) and self.tried < len(self.whole)
 
     @property
     def due(self) -> bool:
-        """Whether the record is to be tried, for the first time or again."""
+        """True if the record should be tried, for the first time or again."""
         return self.pending or (bool(self.problem) and not self.recorded)
 
     def publish(self, save: SaveId, rank: int) -> None:
-        """A rank has published a save."""
+        """Note that a rank has published a save."""
         if self.recorded or len(self.whole) == MOST:
             return
         missing = self._missing.setdefault(save, set(self.joined.ranks))
@@ -80,23 +81,23 @@ class FirstSaves:
         if not missing:
             self.whole.append(save)
             del self._missing[save]
-        if len(self._missing) > MOST:  # of a rank that keeps nothing
+        if len(self._missing) > MOST:  # from a rank that keeps nothing
             del self._missing[min(self._missing)]
 
     def note(self, tried: int, *, recorded: bool, problem: str = "") -> None:
-        """The record was tried with so many saves."""
+        """Note an attempt at the record with ``tried`` saves."""
         self.tried, self.recorded, self.problem = tried, recorded, problem
 
 
 def record(store: Store, identity: str, job: str, joined: Join, saves: Iterable[SaveId]) -> bool:
-    """Write the record if all nodes have one of these saves; whether it is there.
+    """Write the record if all nodes have one of these saves; return whether it exists.
 
     Args:
         store: the checkpoint directory.
         identity: its name.
-        job: whose saves they are.
+        job: the job that made the saves.
         joined: the world, as this node sees it.
-        saves: those that all ranks of this node have in memory.
+        saves: the saves that all ranks of this node have in memory.
 
     Raises:
         OSError: the directory cannot be read or written.
@@ -114,14 +115,14 @@ def record(store: Store, identity: str, job: str, joined: Join, saves: Iterable[
         store.write(RECORD, formats.encode(Record(identity, known[min(common)], job)))
         store.sync("")
         _remove_notes(store)
-    elif _whose(store, identity, job) == "own":  # by another node, just now
+    elif _whose(store, identity, job) == "own":  # another node just wrote it
         store.delete(note)
         return True
     return bool(common)
 
 
 def recorded(store: Store, identity: str, job: str) -> Whose:
-    """Whether all ranks of a job once had a save in memory, and of which job.
+    """Return whose save all ranks once had in memory: none, an earlier job's, or this job's.
 
     Raises:
         OSError: the directory cannot be read.
@@ -138,24 +139,24 @@ def _whose(store: Store, identity: str, job: str) -> Whose:
     except FileNotFoundError:
         return "none"
     except msgspec.DecodeError:
-        return "own"  # it is damaged, but it was written
+        return "own"  # damaged, but it was written
     if found.identity != identity:
         return "none"
     return "own" if found.job == job or "" in (found.job, job) else "earlier"
 
 
 def forget(store: Store) -> None:
-    """Delete the record, and what nodes have noted for it.
+    """Delete the record and the nodes' notes for it.
 
     Raises:
-        OSError: it cannot be deleted.
+        OSError: they cannot be deleted.
     """
     store.delete(RECORD)
     _remove_notes(store)
 
 
 def _common(store: Store, session: int) -> set[int]:
-    """The numbers of the saves that all nodes of a world have noted."""
+    """Return the numbers of the saves that all nodes of a world have noted."""
     notes = {}
     for match in map(_NOTE.fullmatch, store.names()):
         if match and int(match[1], 16) == session:

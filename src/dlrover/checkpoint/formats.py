@@ -1,8 +1,8 @@
-"""The format of what one process of DLRover writes and another one may find.
+"""The format version of data that one DLRover process writes and another one may read.
 
-One number counts for stored steps, for what lies beside them and for memory; savers and workers of different
-formats do not meet, since the address of a saver has the number in it. What another version has written is not
-damaged: it is refused with an error of its own, and stays as it is.
+One number covers stored steps, the files beside them, and memory. Savers and workers of different formats do
+not meet, because a saver's address contains the number. Data of another version is not damaged: it is refused
+with a separate error and left unchanged.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dlrover.checkpoint.stores import StorageAwayError
 
 FORMAT = 2
 _WITHOUT = 1
-"""The format of files that do not name one."""
+"""Format of files that do not name one."""
 _Content = TypeVar("_Content")
 
 
 class OtherFormatError(StorageAwayError):
-    """Another version of DLRover has written it, and this one cannot read it."""
+    """The data was written by another version of DLRover, and this version cannot read it."""
 
 
 class _Head(msgspec.Struct, frozen=True):
@@ -28,10 +28,10 @@ class _Head(msgspec.Struct, frozen=True):
 
 
 def check(found: int, what: str) -> None:
-    """Refuse what another version has written.
+    """Refuse data that another version has written.
 
     Raises:
-        OtherFormatError: it has.
+        OtherFormatError: ``found`` is not this version's format.
     """
     if found != FORMAT:
         raise OtherFormatError(
@@ -41,17 +41,17 @@ def check(found: int, what: str) -> None:
 
 
 def encode(content: msgspec.Struct) -> bytes:
-    """A file of this format (JSON)."""
+    """Encode a file in this format (JSON)."""
     known: dict[str, Any] = {"format": FORMAT, **msgspec.structs.asdict(content)}
     return msgspec.json.encode(known)
 
 
 def decode(data: bytes, kind: type[_Content], what: str) -> _Content:
-    """The content of a file that `encode` made.
+    """Decode a file made by `encode`.
 
     Raises:
-        OtherFormatError: another version has written it.
-        msgspec.DecodeError: it is damaged.
+        OtherFormatError: another version has written the file.
+        msgspec.DecodeError: the file is damaged.
     """
     check(msgspec.json.decode(data, type=_Head).format, what)
     return msgspec.json.decode(data, type=kind)

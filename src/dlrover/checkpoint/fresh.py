@@ -1,4 +1,4 @@
-"""Whether a training that finds nothing to load may begin anew."""
+"""The decision whether a training that finds nothing to load may start from scratch."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from dlrover.checkpoint.world import World
 
 
 class Evidence(msgspec.Struct, frozen=True, array_like=True):
-    """What shows that there were checkpoints once."""
+    """Evidence of earlier checkpoints."""
 
     tracked: SaveId | None
-    """The newest save that was ever stored, as `storage.tracked` has it."""
+    """The newest save that was ever stored, from `storage.tracked`."""
     recorded: first_save.Whose
-    """Of which job all ranks once had a save in memory."""
+    """The job whose ranks all had a save in memory once: none, an earlier one, or this one."""
     unrecorded: str
-    """Why there may have been one without a record; empty: there was none."""
+    """Reason why such a save may have existed without a record; empty if there was none."""
 
 
 def gather(world: World, store: Store, identity: str, job: str, unrecorded: str) -> Evidence:
-    """What any rank sees. Collective.
+    """Combine the evidence that the ranks see. Collective.
 
     Args:
         world: the ranks.
         store: the checkpoint directory.
         identity: its name.
-        job: the one that loads.
-        unrecorded: what this rank's saver says.
+        job: the loading job.
+        unrecorded: the report of this rank's saver.
 
     Raises:
         InfrastructureError: a rank cannot read the directory now.
@@ -58,17 +58,17 @@ def _look(store: Store, identity: str, job: str, unrecorded: str) -> Evidence:
 
 
 def loss(evidence: Evidence, store: Store, problems: Sequence[str], lost: Lost | None) -> str:
-    """What was lost, in a sentence; empty if there was never a checkpoint.
+    """Describe what was lost; return an empty text if there was never a checkpoint.
 
     Args:
-        evidence: what shows that there was one.
+        evidence: the evidence of earlier checkpoints.
         store: the checkpoint directory.
         problems: why steps could not be loaded.
-        lost: a save in memory of which too little is left.
+        lost: a save in memory with missing parts.
     """
     tracked = evidence.tracked
     unsure = evidence.unrecorded if lost is not None else ""
-    # Of an earlier job nothing is left in memory: what is there is this one's.
+    # An earlier job leaves nothing in memory: saves there are this job's.
     recorded = evidence.recorded == "own" or (evidence.recorded == "earlier" and lost is not None)
     if tracked is None and not (problems or recorded or unsure):
         return ""
@@ -89,7 +89,7 @@ def loss(evidence: Evidence, store: Store, problems: Sequence[str], lost: Lost |
 
 
 def said(loss: str, store: Store, lost: Lost | None, recorded: first_save.Whose) -> str:
-    """Why nothing is loaded, in a sentence or two."""
+    """Explain, in one or two sentences, why nothing is loaded."""
     if loss:
         return f"{loss} The training starts afresh, as start_afresh says"
     if lost is not None:

@@ -1,4 +1,4 @@
-"""What the launcher of this process wants to know of checkpoints. Nothing, unless it says so."""
+"""Hooks by which the launcher of this process observes checkpoints; they do nothing by default."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def _ignore(_step: int) -> None:
 
 
 blocked: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-"""Entered while the training waits for a checkpoint."""
+"""Returns a context that is entered while the training waits for a checkpoint."""
 loaded: Callable[[int], None] = _ignore
-"""Called with the number of the step that the training goes on from: 0 for a fresh start."""
+"""Called with the number of the step that the training continues from; 0 for a fresh start."""
 saving: Callable[[int], None] = _ignore
 """Called with the number of each step that is saved."""

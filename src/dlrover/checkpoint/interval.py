@@ -1,9 +1,9 @@
-"""How often to save: to memory and to storage, from what it costs and how often something fails.
+"""The choice of save intervals, to memory and to storage, from the cost of saves and the failure rate.
 
-The interval that loses least between saving too often and repeating too much is Daly's (J. Daly, "A higher
-order estimate of the optimum checkpoint interval for restart dumps", 2006). It is never shorter than what
-keeps the cost below a share of the training time, and a step is stored only when the one before is durable
-(the bounds of CheckFreq, FAST 2021).
+Daly's interval loses the least time to saves and to repeated steps (J. Daly, "A higher order estimate of the
+optimum checkpoint interval for restart dumps", 2006). The interval used is never so short that saves exceed a
+given share of the training time, and a step is stored only when the previous one is durable (the bounds of
+CheckFreq, FAST 2021).
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from collections import deque
 from typing import Literal, NamedTuple
 
 MAX_OVERHEAD = 0.035
-"""Share of the training time that saves may take; CheckFreq's."""
+"""Share of the training time that saves may take, as in CheckFreq."""
 HOURS_BETWEEN_FAILURES = 54 * 24 * 16384 / 419
-"""Of one rank. Llama 3's training had 419 unexpected interruptions in 54 days on 16,384 GPUs."""
+"""For one rank: Llama 3's training had 419 unexpected interruptions in 54 days on 16,384 GPUs."""
 NODE_LOSSES = 0.1
-"""Share of the failures that also cost a node's memory, where nothing else is known."""
+"""Assumed share of failures that also lose a node's memory."""
 WARM_UP = 10
 """Saves that are measured before an interval is picked."""
 REMEMBERED = 50
-"""Measurements of each kind that count."""
+"""Latest measurements of each kind that count."""
 
 
 def daly(cost: float, between_failures: float) -> float:
-    """The best time between two checkpoints, in seconds.
+    """Return the best time between two checkpoints, in seconds.
 
     Args:
-        cost: seconds that one takes.
+        cost: seconds that one checkpoint takes.
         between_failures: mean seconds between two failures.
     """
     if cost >= 2 * between_failures:
@@ -40,14 +40,14 @@ def daly(cost: float, between_failures: float) -> float:
 
 
 class Costs(NamedTuple):
-    """What was measured, in seconds; the worst rank's."""
+    """Measured times, in seconds."""
 
     step: float
     """One training step."""
     memory: float
-    """What a save to memory holds up the training."""
+    """Time that a save to memory blocks the training."""
     storage: float
-    """From a save to storage until it is durable; it does not hold up the training."""
+    """Time until a save to storage is durable; it does not block the training."""
 
 
 class Interval(NamedTuple):
@@ -57,7 +57,7 @@ class Interval(NamedTuple):
     storage: int
 
     def sentence(self, costs: Costs) -> str:
-        """What was picked, and why."""
+        """Return a sentence with the choice and its reasons."""
         share = costs.memory / (self.memory * costs.step)
         return (
             f"Saving to memory every {self.memory} steps ({share:.1%} of the time) and to storage every"
@@ -67,10 +67,10 @@ class Interval(NamedTuple):
 
 
 def advise(costs: Costs, between_failures: float) -> Interval:
-    """How often to save.
+    """Choose how often to save.
 
     Args:
-        costs: what was measured.
+        costs: the measured times, of the worst rank.
         between_failures: mean seconds between two failures of the job.
     """
     cost = max(costs.memory, 1e-6)
@@ -86,9 +86,9 @@ Do = Literal["nothing", "memory", "storage"]
 
 
 class Auto:
-    """Measures, picks, and picks again after each save to storage.
+    """Automatic interval, chosen from measurements and chosen again at each save to storage.
 
-    Every rank must ask in the same order, and `settle` with the same costs.
+    All ranks must call `ask` in the same order, and `settle` with the same costs.
     """
 
     def __init__(self, between_failures: float) -> None:
@@ -101,7 +101,7 @@ class Auto:
         self.interval: Interval | None = None
 
     def ask(self, now: float) -> Do:
-        """What to do at the end of a step, at ``now`` (seconds, of a clock that only goes forward)."""
+        """Return what to do at the end of a step, at ``now`` (seconds of a monotonic clock)."""
         if self._last is not None:
             self._steps.append(now - self._last)
         self._last = now
@@ -114,23 +114,23 @@ class Auto:
 
     @property
     def due(self) -> bool:
-        """Whether it is time to `settle`: at the end of the warm-up, and before each save to storage."""
+        """True if it is time to `settle`: at the end of the warm-up, and at each save to storage."""
         if self.interval is None:
             return self._asked >= WARM_UP
         return self._asked % self.interval.storage == 0
 
     def saved(self, seconds: float, now: float) -> None:
-        """A save held up the training for so long, and ended at ``now``."""
+        """Note that a save blocked the training for ``seconds`` and ended at ``now``."""
         self._memory.append(seconds)
         self._last = now
 
     def stored(self, seconds: float) -> None:
-        """A save to storage was durable after so long."""
+        """Note that a save to storage was durable after ``seconds``."""
         self._storage.append(seconds)
 
     @property
     def costs(self) -> Costs:
-        """This rank's, so far."""
+        """The median costs of this rank so far."""
         step, memory, storage = (
             statistics.median(values) if values else 0.0
             for values in (self._steps, self._memory, self._storage)
@@ -138,7 +138,7 @@ class Auto:
         return Costs(max(step, 1e-6), memory, storage)
 
     def settle(self, costs: Costs) -> Interval | None:
-        """Pick by the costs of the worst rank; None if that changes nothing."""
+        """Pick an interval by the costs of the worst rank; return None if it stays the same."""
         picked = advise(costs, self._between_failures)
         if picked == self.interval:
             return None

@@ -1,4 +1,4 @@
-"""How the ranks of a world find each other's savers when they begin."""
+"""The start of a world: its ranks agree on a session and find each other's savers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dlrover.errors import ConfigurationError, InfrastructureError
 logger = logging.getLogger(__name__)
 
 _ELSEWHERE = "192.0.2.1"
-"""An address of no machine (RFC 5737), to learn which address of this one leads to others."""
+"""An address of no machine (RFC 5737), used to find this machine's outward address."""
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _DISCARD = 9
 """A port; nothing is sent to it."""
@@ -34,18 +34,18 @@ _DISCARD = 9
 
 @dataclass(frozen=True)
 class Wishes:
-    """What is to become of steps in memory beside this node.
+    """The user's options to protect steps in memory from the loss of workers and nodes.
 
     Raises:
         ConfigurationError: a value is wrong.
     """
 
     save_at_breakpoint: bool = False
-    """Whether the newest step is stored when a worker ends without `Goodbye`."""
+    """True to store the newest step when a worker ends without `Goodbye`."""
     replicas: int = 0
-    """Other nodes that get a copy."""
+    """The number of other nodes that get a copy."""
     bandwidth: float | None = None
-    """Bytes per second that a node sends to others; None: as many as it can."""
+    """Bytes per second that a node sends to others; None: unlimited."""
 
     def __post_init__(self) -> None:
         if self.replicas < 0:
@@ -57,29 +57,29 @@ class Wishes:
 
 
 class _Head(msgspec.Struct, frozen=True, array_like=True):
-    """What every version can read of `_Facts`."""
+    """The part of `_Facts` that every version can read."""
 
     format: int
 
 
 class _Facts(msgspec.Struct, frozen=True, array_like=True):
-    """What each rank tells the others."""
+    """Facts that each rank announces to the others."""
 
     format: int
     saver: int
     session: int
     token: bytes
     newest: Newest
-    """Of all saves that its node has seen; rank 0's: of those that are stored, too."""
+    """The newest of all saves that the rank's node has seen; rank 0 includes the stored ones."""
     peer: Peer | None
-    """Where its node takes replicas; None: nowhere."""
+    """Address at which the rank's node accepts replicas; None if it accepts none."""
     seal: bytes = b""
-    """Proves that a node of this job has said so; empty where the job uses no TLS."""
+    """Proof that ``peer`` comes from a node of this job; empty if the job uses no TLS."""
 
 
 @dataclass(frozen=True)
 class _Taker:
-    """How this rank's node takes replicas."""
+    """Address and certificate with which this rank's node accepts replicas."""
 
     peer: Peer | None = None
     pem: str = ""
@@ -93,19 +93,19 @@ def join(
     wishes: Wishes,
     env: Mapping[str, str],
 ) -> tuple[Join, Numbering]:
-    """Agree on a session and join it; what was agreed on, and the numbers of its saves. Collective.
+    """Agree on a session and join it; return the session and the numbering of its saves. Collective.
 
     Args:
         world: the ranks.
         client: this rank's connection.
-        attached: what the saver at its other end says of itself.
-        stored: the newest save that rank 0 finds stored.
-        wishes: what the user asked for; the same on all ranks.
-        env: the environment, which says where the others are.
+        attached: the saver's reply to `attach`.
+        stored: the newest save that rank 0 finds in storage.
+        wishes: the user's options; the same on all ranks.
+        env: the environment, which says where the other ranks are.
 
     Raises:
-        ConfigurationError: a node cannot take replicas as the user wants it, or ranks run other versions of DLRover.
-        InfrastructureError: the saver refuses, or another does not belong to this job.
+        ConfigurationError: a node cannot accept the replicas, or ranks run different versions of DLRover.
+        InfrastructureError: the saver refuses, or another saver does not belong to this job.
     """
     secret = env.get(config.REPLICA_SECRET, "") if wishes.replicas else ""
     listens = wishes.replicas and world.size > 1
@@ -136,7 +136,7 @@ def join(
 
 
 def _refuse_other_formats(told: Sequence[bytes]) -> None:
-    """Refuse ranks that run other versions of DLRover, on every rank alike."""
+    """Refuse ranks that run different versions of DLRover, on every rank alike."""
     found = [msgspec.msgpack.decode(data, type=_Head).format for data in told]
     other = next((rank for rank, number in enumerate(found) if number != found[0]), 0)
     if other:
@@ -147,7 +147,7 @@ def _refuse_other_formats(told: Sequence[bytes]) -> None:
 
 
 def _check(every: Sequence[_Facts], secret: str) -> None:
-    """Refuse savers whose traffic would not be as safe as the job's other connections."""
+    """Refuse savers whose traffic would be less secure than the job's other connections."""
     for rank, facts in enumerate(every):
         if not hmac.compare_digest(facts.seal, _seal(secret, facts.peer)):
             raise InfrastructureError(
@@ -157,7 +157,7 @@ def _check(every: Sequence[_Facts], secret: str) -> None:
 
 
 def _seal(secret: str, peer: Peer | None) -> bytes:
-    """What only a node of this job can say of where replicas are taken; empty without TLS."""
+    """Return proof that ``peer`` comes from a node of this job; empty without TLS."""
     if not secret or peer is None:
         return b""
     return hmac.digest(secret.encode(), msgspec.msgpack.encode(peer), "sha256")
@@ -166,7 +166,7 @@ def _seal(secret: str, peer: Peer | None) -> bytes:
 def _replication(
     every: Sequence[_Facts], wishes: Wishes, saver: int, pem: str, secret: str
 ) -> Replication | None:
-    """Nodes are numbered by their lowest rank."""
+    """Return which nodes get this node's replicas; nodes are numbered by their lowest rank."""
     if not wishes.replicas:
         return None
     nodes = {facts.saver: facts.peer for facts in reversed(every)}
@@ -176,7 +176,7 @@ def _replication(
         return None
     others = holders(order.index(saver), len(order), 1 + wishes.replicas)
     peers = [nodes[order[other]] for other in others]
-    token = secret.encode() or every[0].token  # which all who see the workers' traffic can read
+    token = secret.encode() or every[0].token  # readable by anyone who sees the workers' traffic
     return Replication(token, own, tuple(filter(None, peers)), wishes.bandwidth, pem)
 
 
@@ -192,7 +192,7 @@ def _listen(client: SaverClient, env: Mapping[str, str], secret: str) -> _Taker:
 
 
 def _own_address(other: str) -> str:
-    """The address of this machine that another one sees; of the loopback only if that one does."""
+    """Return this machine's address as ``other`` sees it; loopback only if ``other`` is local."""
     for target in (other, socket.gethostname(), _ELSEWHERE):
         with contextlib.suppress(OSError):
             found = socket.getaddrinfo(target, _DISCARD, type=socket.SOCK_DGRAM)[0]

@@ -1,8 +1,7 @@
-"""What a rank's state looks like in memory: where each tensor lies, and the plain values around them.
+"""The layout of a rank's state in memory: the place of each tensor, and the plain values around them.
 
-A state is a tree of dicts, lists and tuples whose leaves are tensors or plain values. It is kept as the
-list of its tensors and a *skeleton*: the tree in MessagePack, in which a `TensorRef` stands for each
-tensor.
+A state is a tree of dicts, lists and tuples whose leaves are tensors or plain values. It is kept as a
+list of its tensors and a *skeleton*: the tree in MessagePack, with a `TensorRef` in place of each tensor.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ Path = tuple[str | int, ...]
 """The keys and indices from the root of a state to a leaf."""
 
 ALIGNMENT = 64
-"""Bytes; where a tensor may start, unless it is packed behind small ones of its type."""
+"""Alignment of tensors in bytes, unless they are packed behind small ones of their type."""
 SMALL = 32768
-"""Elements below which neighbours of one type are packed, so that one call copies them all."""
+"""Number of elements below which neighbours of one type are packed, so that one call copies them all."""
 MAX_DEPTH = 100
-"""Levels of a state that are followed; deeper ones refer to themselves."""
+"""Maximum number of levels in a state; a deeper one is assumed to contain itself."""
 
 ITEM_BYTES = {
     "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8,
@@ -33,7 +32,7 @@ ITEM_BYTES = {
     "complex64": 8, "complex128": 16, "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1,
     "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
 }  # fmt: skip
-"""The types of tensors that can be kept, by torch's names, and the bytes of an element."""
+"""Bytes per element of each supported tensor type, by torch's names."""
 
 _TUPLE, _TENSOR, _INTEGER = 1, 2, 3
 _SCALARS = (type(None), bool, int, float, str, bytes)
@@ -41,48 +40,48 @@ _INT64 = range(-(2**63), 2**64)
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
-    """Which part of a tensor that is spread over ranks an entry is."""
+    """The position of an entry in a tensor that is spread over ranks."""
 
     whole: tuple[int, ...]
     """The shape of the whole tensor."""
     at: tuple[int, ...]
-    """Where the part begins, in each dimension."""
+    """The start of the part in each dimension."""
     owner: int
     """The lowest rank that has the same part."""
 
 
 class TensorSpec(NamedTuple):
-    """A tensor before it has its place."""
+    """A tensor without a place yet."""
 
     path: Path
     dtype: str
     shape: tuple[int, ...]
     part: Part | None = None
-    """None: it is not spread over ranks; each rank has all of it."""
+    """None if the tensor is not spread over ranks; each rank then has all of it."""
 
 
 class Tensor(Protocol):
-    """What is known of a saved tensor, wherever it lies."""
+    """Description of a saved tensor, wherever it is stored."""
 
     @property
     def path(self) -> Path:
-        """Where it is in the state."""
+        """The tensor's path in the state."""
 
     @property
     def dtype(self) -> str:
-        """Torch's name of the type of its elements."""
+        """Torch's name of the element type."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what the rank has."""
+        """The shape of what the rank has."""
 
     @property
     def part(self) -> Part | None:
-        """What this is of a tensor that is spread over ranks."""
+        """The position in a tensor that is spread over ranks; None if the tensor is not spread."""
 
 
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor: dense, in row-major order. Tied tensors have entries with the same offset."""
+    """One tensor, dense and in row-major order. Tied tensors have entries with the same offset."""
 
     path: Path
     dtype: str
@@ -94,26 +93,26 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def end(self) -> int:
-        """The byte behind the last one."""
+        """The offset after the last byte."""
         return self.offset + self.nbytes
 
     @property
     def extent(self) -> Extent:
-        """Where it lies in the whole tensor."""
+        """The position in the whole tensor."""
         return extent_of(self.shape, self.part)
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
-    """All tensors of a state, and the skeleton that holds them together."""
+    """All tensors of a state, and its skeleton."""
 
     entries: tuple[TensorEntry, ...]
     skeleton: bytes
     hash: int
-    """`layout_hash` of the entries; the skeleton changes from step to step, they rarely do."""
+    """`layout_hash` of the entries, which rarely change; the skeleton changes from step to step."""
 
 
 class PackedLayout(NamedTuple):
-    """A `Layout` as it is written."""
+    """An encoded `Layout`."""
 
     encoded: bytes
     """`Layout` in MessagePack."""
@@ -123,20 +122,20 @@ class PackedLayout(NamedTuple):
 
 
 class TensorRef(msgspec.Struct, frozen=True):
-    """Stands in a skeleton for the tensor ``index`` of the layout."""
+    """Placeholder in a skeleton for tensor ``index`` of the layout."""
 
     index: int
 
 
 def extent_of(shape: tuple[int, ...], part: Part | None) -> Extent:
-    """Where a tensor of this shape lies in the whole one."""
+    """Return the position of a tensor of this shape in the whole one."""
     return entire(shape) if part is None else Extent(part.whole, part.at, shape)
 
 
 def place(specs: Sequence[TensorSpec], same_as: Sequence[int]) -> tuple[TensorEntry, ...]:
     """Give each tensor its place.
 
-    ``same_as[i]`` is the index of the first tensor that is tensor ``i`` itself: tied ones are kept once.
+    ``same_as[i]`` is the index of the first tensor tied to tensor ``i``, or ``i``: tied ones are kept once.
     """
     entries: list[TensorEntry] = []
     end, before = 0, ""
@@ -155,13 +154,13 @@ def place(specs: Sequence[TensorSpec], same_as: Sequence[int]) -> tuple[TensorEn
 
 
 def packed(entries: msgspec.Raw, skeleton: bytes, sizes: tuple[int, int, int]) -> PackedLayout:
-    """A layout whose entries are encoded already; ``sizes``: bytes of data, tensors, hash."""
+    """Return a layout whose entries are already encoded; ``sizes``: bytes of data, tensors, hash."""
     index = msgspec.msgpack.encode((entries, skeleton, sizes[2]))
     return PackedLayout(index, *sizes)
 
 
 def layout_hash(entries: tuple[TensorEntry, ...]) -> int:
-    """The same for equal entries."""
+    """Return a hash of the entries, the same for equal ones."""
     return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(entries))
 
 
@@ -169,7 +168,7 @@ def check(layout: Layout, data_bytes: int) -> None:
     """Refuse a layout, read from memory or storage, that does not fit ``data_bytes`` of data.
 
     Raises:
-        InfrastructureError: it does not.
+        InfrastructureError: the layout does not fit.
     """
     for entry in layout.entries:
         item = ITEM_BYTES.get(entry.dtype)
@@ -185,7 +184,7 @@ def check(layout: Layout, data_bytes: int) -> None:
 
 
 def name(path: Path) -> str:
-    """A path as DCP writes it: the keys joined by dots."""
+    """Return a path as DCP writes it: the keys joined by dots."""
     return ".".join(map(str, path)) or "the state itself"
 
 
@@ -205,11 +204,11 @@ def pack(
     leaf: Callable[[Any, Path], Any],
     whole: Callable[[dict[Any, Any], Path], dict[Any, Any] | None] | None = None,
 ) -> Any:
-    """What msgspec can encode, equal to the tree ``value``.
+    """Convert the tree ``value`` to an equal one that msgspec can encode.
 
-    ``leaf`` is called with everything that is not a plain scalar or a container, and with its path. It
-    returns what stands for it: a packed tensor (`pack_ref`), or a value that is packed in its place.
-    ``whole`` may return the packed form of a dict; None: its items are packed one by one.
+    ``leaf`` is called with each value that is neither a plain scalar nor a container, and with its path.
+    It returns a packed tensor (`pack_ref`), or a value that is packed instead. ``whole`` may return the
+    packed form of a dict; if it returns None, the items are packed one by one.
 
     Raises:
         ConfigurationError: a leaf or a key cannot be kept; the message names its path.
@@ -245,12 +244,12 @@ def pack(
 
 @functools.lru_cache(maxsize=1 << 16)
 def pack_ref(index: int) -> Any:
-    """The packed form of ``TensorRef(index)``."""
+    """Return the packed form of ``TensorRef(index)``."""
     return msgspec.msgpack.Ext(_TENSOR, index.to_bytes(8, "big"))
 
 
 def encode(packed: Any, path: Path = ()) -> bytes:
-    """The skeleton of a packed tree.
+    """Encode a packed tree as a skeleton.
 
     Raises:
         ConfigurationError: a text has no UTF-8 form.
@@ -264,7 +263,7 @@ def encode(packed: Any, path: Path = ()) -> bytes:
 
 
 def decode(skeleton: bytes) -> Any:
-    """The tree again, with `TensorRef` for tensors.
+    """Decode a skeleton to its tree, with `TensorRef` for tensors.
 
     Raises:
         InfrastructureError: the bytes are not a skeleton.

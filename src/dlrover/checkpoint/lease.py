@@ -1,15 +1,15 @@
-"""Which training may store and delete steps in a checkpoint directory.
+"""The lease on a checkpoint directory: only its holder may store and delete steps there.
 
 ::
 
     <directory>/lease         the world that stores its steps here, a `Holder`
     <directory>/lease.beat    changes while the saver of its rank 0 lives, a `Beat`
-    <directory>/lease.worlds  numbers the worlds in the order in which they began, `Worlds`
+    <directory>/lease.worlds  the worlds' numbers, in the order in which they began, `Worlds`
 
-The saver of rank 0 takes the lease before a world stores its first step, and looks at it before it
-publishes or deletes anything. A newer world of the same job takes it at once, and so does any training
-whose predecessor has released it or is dead. One whose job is another one that still lives is refused. Clocks
-of different machines are not compared: that the holder lives is seen from changes of its beat.
+The saver of rank 0 takes the lease before a world stores its first step, and checks it before it
+publishes or deletes anything. A newer world of the same job takes the lease at once, and so does any
+training whose predecessor has released it or is dead. A training of another job is refused while the holder
+lives. Clocks of different machines are not compared: changes of the beat show that the holder lives.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from dlrover.errors import ConfigurationError, InfrastructureError
 logger = logging.getLogger(__name__)
 
 BEAT = 5.0
-"""Seconds between two changes that show that the holder lives."""
+"""Seconds between two beats of a living holder."""
 LOOK = 1.5 * BEAT
-"""Seconds without a change after which a training that begins takes the holder for one that has ended."""
+"""Seconds without a beat after which a starting training assumes that the holder has ended."""
 WATCH = 20.0
-"""Seconds without a change after which the holder of another job is taken for dead."""
+"""Seconds without a beat after which the holder of another job counts as dead."""
 FORMER = 64
-"""Former holders that are remembered."""
+"""Number of former holders that are remembered."""
 _LEASE, _BEAT, _WORLDS = "lease", "lease.beat", "lease.worlds"
 _IDENTIFIERS = ("TORCHELASTIC_RUN_ID", "DLROVER_KUBERNETES_JOB", "DLROVER_JOB_DIR")
-"""Variables that identify a job; torchrun's is ``none`` if the user names none."""
+"""Environment variables that identify a job; torchrun's is ``none`` if the user sets none."""
 
 
 class Process(msgspec.Struct, frozen=True):
-    """A process, named so that others of its machine can see whether it runs."""
+    """Identity of a process, by which others on its machine can see whether it runs."""
 
     namespace: str
-    """The machine's boot and the namespace of pids."""
+    """The machine's boot id and the pid namespace."""
     pid: int
     started: int
 
     @property
     def is_dead(self) -> bool:
-        """Whether it is known to have ended: that is seen on its own machine only."""
+        """True if the process is known to have ended, which only its own machine can see."""
         return self.namespace == _namespace() and not procs.runs(self.pid, self.started)
 
 
@@ -65,24 +65,24 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     """The content of the lease."""
 
     number: int
-    """Greater for a world that began later."""
+    """The world's number, greater for a world that began later."""
     session: int
     job: str
     """The job's identifier; empty if it has none."""
     host: str
     process: Process
     former: tuple[int, ...] = ()
-    """Sessions that have lost it."""
+    """Sessions that have lost the lease."""
     released: bool = False
 
     @property
     def who(self) -> str:
-        """For people."""
+        """Description of the holder for messages."""
         return f"job {self.job or '(without an identifier)'}, process {self.process.pid} on {self.host}"
 
 
 class Beat(msgspec.Struct, frozen=True):
-    """What changes while a holder lives."""
+    """The content of the beat file, which changes while the holder lives."""
 
     session: int
     count: int
@@ -92,13 +92,13 @@ class Worlds(msgspec.Struct, frozen=True):
     """The worlds that have begun."""
 
     last: int = 0
-    """The greatest number that one has."""
+    """The greatest number of a world."""
     numbers: dict[int, int] = {}
-    """By session, of the last `FORMER` ones."""
+    """By session: the numbers of the last `FORMER` worlds."""
 
 
 class Lease:
-    """The lease as one process sees it, which serves one world or several in turn.
+    """The lease as seen by one process, which serves one world or several in turn.
 
     Args:
         store: the checkpoint directory.
@@ -110,13 +110,13 @@ class Lease:
         self.job = job
         self._lock = threading.Lock()
         self._joined: dict[int, int | None] = {}
-        """By session, in order: the number of its world; None if that is not known."""
+        """By session, in order of joining: the number of its world; None if unknown."""
         self._living: int | None = None
-        """The session whose rank 0 is connected."""
+        """The session whose rank 0 is connected; None if there is none."""
         self._beats = 0
 
     def join(self, session: int) -> None:
-        """A world begins whose rank 0 this process serves."""
+        """Note that a world begins whose rank 0 this process serves."""
         with self._lock:
             self._living = session
             if session in self._joined:
@@ -132,7 +132,7 @@ class Lease:
                 self._joined[session] = None
 
     def _number(self, session: int) -> int:
-        """The number of a world; the same for whichever of its processes asks."""
+        """Return the number of a world, the same in every process that asks."""
         worlds, holder = self._worlds(), self._read()
         if session in worlds.numbers:
             return worlds.numbers[session]
@@ -142,17 +142,17 @@ class Lease:
         return number
 
     def refuse_other(self, pause: Callable[[float], object]) -> None:
-        """Refuse a directory in which another job trains now, before anything is loaded from it.
+        """Refuse a directory in which another job is training, before anything is loaded from it.
 
-        A holder that may be dead is watched for a moment; nothing is taken from it.
+        Watch a holder that may be dead for up to `LOOK` seconds, without taking the lease.
 
         Raises:
-            ConfigurationError: another job trains there.
+            ConfigurationError: another job is training there.
         """
         try:
             holder = self._read()
         except (OSError, OtherFormatError):
-            return  # `join` says so
+            return  # `join` logs it
         if holder is None or holder.released or holder.process.is_dead:
             return
         if not (self.job and holder.job) or self.job == holder.job:
@@ -171,17 +171,17 @@ class Lease:
                 )
 
     def leave(self, session: int) -> None:
-        """Rank 0 of a world is gone."""
+        """Note that rank 0 of a world is gone."""
         with self._lock:
             if self._living == session:
                 self._living = None
 
     def check(self, session: int, pause: Callable[[float], None]) -> None:
-        """Make sure that a world may publish and delete; the first time it takes the lease.
+        """Ensure that a world may publish and delete; take the lease unless this process holds it.
 
         Args:
-            session: the world's.
-            pause: waits some seconds; raises when nobody needs the answer any more.
+            session: the world's session.
+            pause: waits some seconds; raises when the answer is no longer needed.
 
         Raises:
             OSError: the lease cannot be read or written.
@@ -197,7 +197,7 @@ class Lease:
             self._take(session, holder)
 
     def _is_ours(self, session: int, holder: Holder) -> bool:
-        """Whether the session holds it, or a later one of this process, which lets the former finish."""
+        """Return whether the session, or a later one of this process that lets it finish, holds the lease."""
         if holder.released:
             return False
         order = list(self._joined)
@@ -215,16 +215,16 @@ class Lease:
             )
 
     def _is_known(self, session: int, holder: Holder) -> bool:
-        """Whether the holder is an earlier world of this job or of this process, or is known to be dead."""
-        is_later = self._joined.get(session) is not None  # else it would have been refused
+        """Return whether the holder is an earlier world of this job or process, or is known to be dead."""
+        is_later = self._joined.get(session) is not None  # else it was refused already
         same_job = bool(self.job) and holder.job == self.job
         return (is_later and same_job) or holder.session in self._joined or holder.process.is_dead
 
     def _watch(self, holder: Holder, pause: Callable[[float], None]) -> None:
-        """Wait until a holder that may be of another job, or newer, is taken for dead.
+        """Wait until a holder that may be newer or of another job counts as dead.
 
         Raises:
-            InfrastructureError: it lives.
+            InfrastructureError: the holder lives.
         """
         logger.warning(
             "%s was left by %s; waiting %g s to see whether it still stores steps there",
@@ -259,7 +259,7 @@ class Lease:
     # ---- life
 
     def beat(self) -> None:
-        """Show that the holder lives, if its rank 0 is connected."""
+        """Write a beat if this process holds the lease and rank 0 is connected."""
         if self._living is None:
             return
         holder = self._read()
@@ -269,8 +269,8 @@ class Lease:
             self._store.write(_BEAT, data)
 
     def release(self) -> None:
-        """Let any other training take it at once, if this process holds it."""
-        with contextlib.suppress(OSError, OtherFormatError):  # it will be taken for dead
+        """Release the lease if this process holds it, so that any training can take it at once."""
+        with contextlib.suppress(OSError, OtherFormatError):  # it will count as dead
             holder = self._read()
             if holder is not None and holder.session in self._joined:
                 released = msgspec.structs.replace(holder, released=True)
@@ -280,7 +280,7 @@ class Lease:
     # ---- files
 
     def _read(self) -> Holder | None:
-        """The holder; None if there was never one, or what is written there is damaged.
+        """Return the holder; None if there was never one, or the file is damaged.
 
         Raises:
             OtherFormatError: another version of DLRover has written it.
@@ -309,6 +309,6 @@ def _namespace() -> str:
 
 
 def job_of(env: Mapping[str, str]) -> str:
-    """The identifier of a job, as its launcher gives it to the workers; empty if it gives none."""
+    """Return the job identifier that the launcher gives to workers; empty if there is none."""
     given = [env.get(name, "") for name in _IDENTIFIERS]
     return next((text for text in given if text not in ("", "none")), "")

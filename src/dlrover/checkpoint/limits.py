@@ -1,4 +1,4 @@
-"""How much memory this process may still take."""
+"""The amount of memory that this process may still take."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _FILES = (
     ("memory.max", "memory.current"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
 )
-"""Limit and use, in version 2 and version 1 of the control groups' interface."""
+"""Files with limit and usage, in versions 2 and 1 of the control group interface."""
 
 
 def available_memory(proc: Path = PROC_CGROUP, root: Path = ROOT) -> int:
-    """Bytes: what the machine has left, or the control group if that is less."""
+    """Return the bytes left on the machine, or in the control group if that is less."""
     left = [int(psutil.virtual_memory().available)]
     for group in _groups(proc, root):
         for limit, use in _FILES:
@@ -27,7 +27,7 @@ def available_memory(proc: Path = PROC_CGROUP, root: Path = ROOT) -> int:
 
 
 def _groups(proc: Path, root: Path) -> list[Path]:
-    """This process's group of version 2 and those around it; what a container mounts is the root."""
+    """Return this process's version 2 group and its ancestors, up to the root that a container mounts."""
     try:
         lines = proc.read_text().splitlines()
     except OSError:

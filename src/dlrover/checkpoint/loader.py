@@ -1,4 +1,4 @@
-"""Loading: which step, from where, and how its tensors get to the ranks that need them."""
+"""Loading: the choice of step and source, and the transfer of tensors to the ranks that need them."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from dlrover.errors import ConfigurationError, InfrastructureError
 logger = logging.getLogger(__name__)
 
 MAX_STORED = 64
-"""Stored steps that a load considers, newest first, unless it is told which one."""
+"""Stored steps that a load considers, newest first, unless a step is requested."""
 ATTEMPTS = 3
-"""Times that a stored step is read which is stored again meanwhile."""
+"""Attempts to read a stored step that is stored again meanwhile."""
 
 _stored = msgspec.msgpack.Decoder(list[tuple[int, SaveId | None]])
 _tracked = msgspec.msgpack.Decoder(SaveId | None)
@@ -44,16 +44,16 @@ _described = msgspec.msgpack.Decoder(dict[int, tuple[tuple[TensorEntry, ...], by
 
 
 class Found(NamedTuple):
-    """What was loaded."""
+    """The step that was loaded."""
 
     step: int
     source: Literal["memory", "peer", "storage"]
     save: SaveId | None
-    """Which save of the step; None if that is not known."""
+    """The loaded save of the step; None if unknown."""
 
 
 class Loader:
-    """Loads a state on every rank. All of them call `load` at the same time."""
+    """Collective load of a state; all ranks call `load` at the same time."""
 
     def __init__(
         self,
@@ -63,26 +63,26 @@ class Loader:
         identity: str,
         planner: Planner,
     ) -> None:
-        """Without a client nothing is loaded from memory."""
+        """Create a loader; without a client, it loads nothing from memory."""
         self._world = world
         self._client = client
         self._store = store
         self._identity = identity
         self._planner = planner
         self.problems: list[str] = []
-        """Why steps were passed over."""
+        """Reasons why steps could not be loaded."""
         self.damaged: dict[int, bytes] = {}
-        """Stored steps that were passed over, with their manifests."""
+        """Damaged stored steps, with their manifests."""
         self.lost: Lost | None = None
-        """The newest save in memory of which too little is left."""
+        """The newest save in memory, if parts of it are missing; else None."""
         self.unrecorded = ""
-        """Why this node's saver has not recorded that there were whole saves."""
+        """Reason why this node's saver has no record of whole saves; empty if it has, or none existed."""
 
     def load(self) -> Found | None:
-        """Restore the newest step that all ranks can; None if there is none: then memory is left as it is.
+        """Restore the newest step that all ranks can load; if there is none, leave memory as it is.
 
         Raises:
-            ConfigurationError: a step is whole, but does not fit the state.
+            ConfigurationError: a step is complete, but does not fit the state.
         """
         holding = self._world.agree(self._look)
         mine, self.unrecorded = holding.held, holding.unrecorded
@@ -93,7 +93,7 @@ class Loader:
         for candidate in fresh:
             if found := self._try_memory(candidate, mine):
                 return found
-        # Memory may be older than what is stored: a node was away, or the training went back.
+        # Memory may be older than storage: a node was away, or the training went back.
         for attempt in self._older(held[len(fresh) :], mine):
             if found := attempt():
                 return found
@@ -103,7 +103,7 @@ class Loader:
         return self._client.look() if self._client is not None else Holding(())
 
     def _keep(self, save: SaveId | None) -> None:
-        """Say which save is continued from; None: none in memory. Collective."""
+        """Tell the saver which save to continue from; None: none in memory. Collective."""
         client = self._client
         if client is not None:
             self._world.agree(lambda: client.keep(save))
@@ -111,7 +111,7 @@ class Loader:
     def _older(
         self, held: Sequence[Candidate], mine: Sequence[Held]
     ) -> list[Callable[[], Found | None]]:
-        """Ways to load what is stored, and what is in memory beside it; the newest first. Collective."""
+        """Return attempts to load stored steps and the given ones in memory, newest first. Collective."""
         stored = dict(itertools.islice(self._stored_steps().items(), MAX_STORED))
         order = Order(save for save in stored.values() if save is not None)
         attempts: list[tuple[tuple[int, ...], Callable[[], Found | None]]] = [
@@ -173,10 +173,10 @@ class Loader:
     # ---- storage
 
     def _last_stored(self) -> SaveId | None:
-        """The newest save that rank 0 knows to be stored; None if there is none. Collective.
+        """Return the newest save that rank 0 knows to be stored; None if there is none. Collective.
 
         Raises:
-            StorageAwayError: it cannot be read now: what is in memory may be older.
+            StorageAwayError: storage cannot be read now, and memory may be older.
         """
 
         def look() -> SaveId | None:
@@ -187,7 +187,7 @@ class Loader:
         return agreed
 
     def _try_stored(self, step: int, save: SaveId | None) -> Found | None:
-        """Restore a step; None if it is damaged.
+        """Restore a step; return None if it is damaged.
 
         Raises:
             StorageAwayError: a rank cannot read it now; an older step would be no better.
@@ -198,7 +198,7 @@ class Loader:
         except StorageAwayError:
             raise
         except InfrastructureError as error:
-            self._world.agree(self._check_directory)  # else all of it would be missing
+            self._world.agree(self._check_directory)  # else every file would be missing
             self.problems.append(str(error))
             self.damaged[step] = seen
             logger.error("Step %d cannot be loaded: %s", step, error)  # noqa: TRY400
@@ -207,7 +207,7 @@ class Loader:
         return Found(step, "storage", save)
 
     def _manifest(self, step: int) -> bytes:
-        """What step this is, should another one of its number take its place; for rank 0."""
+        """Return the step's manifest on rank 0, to recognize the step if another save replaces it."""
         if self._world.rank:
             return b""
         try:
@@ -239,7 +239,7 @@ class Loader:
         return Found(step, "storage", self._restore_same(step, there[step]))
 
     def _stored_steps(self) -> dict[int, SaveId | None]:
-        """Those that rank 0 sees, newest first. Collective."""
+        """Return the stored steps that rank 0 sees, newest first. Collective."""
         listed = msgspec.msgpack.encode(self._world.agree(self._listed))
         return dict(_stored.decode(self._world.gather(listed)[0]))
 
@@ -256,7 +256,7 @@ class Loader:
     def _restore_same(
         self, step: int, save: SaveId | None, attempts: int = ATTEMPTS
     ) -> SaveId | None:
-        """Restore the same save of a step on all ranks: this one, or one that replaces it; which. Collective."""
+        """Restore the same save of a step on all ranks, or its replacement; return the save. Collective."""
         try:
             self._await_sight(step)
             self._world.agree(functools.partial(self._restore_stored, step, save))
@@ -283,8 +283,8 @@ class Loader:
         """Wait until all ranks see a step that rank 0 sees. Collective.
 
         Raises:
-            StorageAwayError: one does not see it, and rank 0 still does.
-            InfrastructureError: it is not there any more.
+            StorageAwayError: a rank does not see it, although rank 0 still does.
+            InfrastructureError: the step was deleted.
         """
         world, manifest = self._world, join(step_folder(step), MANIFEST)
         sees = world.agree(lambda: world.rank == 0 or shared.until_seen(self._store, manifest))
@@ -319,20 +319,20 @@ class Loader:
 
 
 def _differ(found: SaveId | None, save: SaveId | None) -> bool:
-    """Whether another save is found in place of one; beginning a line changes none of them."""
+    """Return whether ``found`` is another save than ``save``; a new line does not make it another one."""
     if found is None or save is None:
         return found is not None
     return (found.session, found.number) != (save.session, save.number)
 
 
 class _Stored:
-    """Reads pieces of a stored step."""
+    """Reader of pieces of a stored step."""
 
     def __init__(self, stored: storage.StoredStep) -> None:
         self._stored = stored
 
     def tensors(self, planned: Plan) -> Sequence[torch.Tensor]:
-        """What the plan needs.
+        """Return the tensors that the plan needs.
 
         Raises:
             InfrastructureError: some of it is damaged.
@@ -347,14 +347,14 @@ class _Stored:
     def _read(self, piece: Piece) -> torch.Tensor:
         tensor = self._tensor(piece)
         part = cut(copying.view(self._stored.verified(tensor), tensor), piece)
-        return part.clone() if part.nbytes < tensor.nbytes else part  # the rest is let go
+        return part.clone() if part.nbytes < tensor.nbytes else part  # this releases the rest
 
     def _tensor(self, piece: Piece) -> storage.StoredTensor:
         return self._stored.index(piece.chunk.rank).tensors[piece.chunk.index]
 
 
 class _OnDemand(Sequence[torch.Tensor]):
-    """The tensors of one rank, read and checked one by one, where possible straight to where they belong."""
+    """The tensors of one rank, read and checked one by one, where possible straight into their targets."""
 
     def __init__(self, stored: storage.StoredStep, tensors: Sequence[storage.StoredTensor]) -> None:
         self._stored = stored
@@ -368,7 +368,7 @@ class _OnDemand(Sequence[torch.Tensor]):
         return copying.view(self._stored.verified(tensor), tensor)
 
     def fill(self, pending: list[tuple[torch.Tensor, int]]) -> list[tuple[torch.Tensor, int]]:
-        """Read each tensor that is plain memory; the others."""
+        """Read each tensor whose target is plain memory; return the others."""
         direct = [self._fits(target, self._tensors[index]) for target, index in pending]
         with ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0)))) as pool:
             for done in pool.map(self._fill, itertools.compress(pending, direct)):
@@ -393,11 +393,11 @@ def _rank_state(stored: storage.StoredStep, rank: int) -> RankState:
 # ---- memory of this node and of others
 
 Fetched = dict[Piece, torch.Tensor]
-"""What came from other ranks, by what was asked for."""
+"""Data from other ranks, by requested piece."""
 
 
 class MemoryStep:
-    """A step in the memory of the nodes."""
+    """A step in the memory of the nodes, as one rank loads it."""
 
     def __init__(
         self, world: World, client: SaverClient, candidate: Candidate, mine: Sequence[Held]
@@ -425,7 +425,7 @@ class MemoryStep:
         return found
 
     def at_hand(self) -> dict[int, RankState]:
-        """This rank's own part of the step, if its node has it."""
+        """Return this rank's own part of the step, if its node has it."""
         rank = self._world.rank
         if rank not in self._held:
             return {}
@@ -442,7 +442,7 @@ class MemoryStep:
     # ---- what all nodes have
 
     def everything(self) -> dict[int, RankState]:
-        """All ranks' parts. Collective.
+        """Return all ranks' parts. Collective.
 
         Raises:
             InfrastructureError: one of them is damaged.
@@ -455,7 +455,7 @@ class MemoryStep:
         return found
 
     def _describe(self) -> dict[int, tuple[tuple[TensorEntry, ...], bytes, list[int]]]:
-        """The parts that this rank reads for the others."""
+        """Describe the parts that this rank reads for the others."""
         served = [r for r, by in self._candidate.servers.items() if by == self._world.rank]
         problem = self._verify(served)
         if problem:
@@ -471,7 +471,7 @@ class MemoryStep:
         return found
 
     def fetch(self, planned: Plan, known: Mapping[int, RankState]) -> Fetched:
-        """Bring what only other nodes have. Collective."""
+        """Fetch what only other nodes have. Collective."""
         remote = [piece for piece in planned.pieces if piece.chunk.rank not in self._held]
 
         def itemsize(piece: Piece) -> int:
@@ -491,10 +491,10 @@ class MemoryStep:
         return cut(self._tensors(piece.chunk.rank)[piece.chunk.index], piece)
 
     def restore(self, planned: Plan, known: Mapping[int, RankState], fetched: Fetched) -> None:
-        """Put everything in its place, and check meanwhile what is read.
+        """Restore everything, and check the data meanwhile.
 
         Raises:
-            InfrastructureError: it is damaged.
+            InfrastructureError: the data is damaged.
         """
 
         def read(piece: Piece) -> torch.Tensor:
@@ -513,7 +513,7 @@ class MemoryStep:
             planned.restoration.run(tensors)
 
     def _restore_own(self, planned: Plan) -> None:
-        """Restore all of a rank's part: this process checks what is large, the saver the rest."""
+        """Restore all of a rank's part: this process checks large tensors, the saver the rest."""
         rank = planned.base
         generation, _, layout = self._open(rank)
         header = generation.header()
@@ -531,16 +531,16 @@ class MemoryStep:
 
 
 class Candidate(NamedTuple):
-    """A step that is in memory, all of it, on one node or several."""
+    """A step that is completely in memory, on one node or several."""
 
     key: tuple[SaveId, int]
-    """The save, and how many ranks made it."""
+    """The save and the number of ranks that made it."""
     servers: dict[int, int]
     """By saved rank: the rank that reads it for others."""
 
     @property
     def save(self) -> SaveId:
-        """Which save it is."""
+        """The save."""
         return self.key[0]
 
     @property
@@ -550,7 +550,7 @@ class Candidate(NamedTuple):
 
     @property
     def world_size(self) -> int:
-        """How many ranks saved it."""
+        """The number of ranks that made the save."""
         return self.key[1]
 
 
@@ -559,14 +559,14 @@ def _key(item: Held) -> tuple[SaveId, int]:
 
 
 class Lost(NamedTuple):
-    """A save of which the parts of some ranks are nowhere."""
+    """A save in memory that lacks the parts of some ranks."""
 
     save: SaveId
     ranks: tuple[int, ...]
 
     @property
     def sentence(self) -> str:
-        """What was lost."""
+        """Description of the loss."""
         ranks = ", ".join(map(str, self.ranks))
         several = len(self.ranks) > 1
         return (
@@ -576,7 +576,7 @@ class Lost(NamedTuple):
 
 
 def newest_lost(everyone: Sequence[Sequence[Held]]) -> Lost | None:
-    """The newest save that some ranks see in memory, unless all of it is there."""
+    """Return the newest save that any rank sees in memory, or None if none of its parts is missing."""
     items = [item for held in everyone for item in held]
     if not items:
         return None
@@ -586,7 +586,7 @@ def newest_lost(everyone: Sequence[Sequence[Held]]) -> Lost | None:
 
 
 def candidates(everyone: Sequence[Sequence[Held]]) -> list[Candidate]:
-    """The steps that can be loaded, newest first, from what each rank sees."""
+    """Return the steps in memory that can be loaded, newest first, from what each rank sees."""
     seen: dict[tuple[SaveId, int], dict[int, list[int]]] = {}
     for viewer, held in enumerate(everyone):
         for item in held:
@@ -605,7 +605,7 @@ def _meanwhile(check: Callable[[], str]) -> Iterator[None]:
     """Run ``check`` beside the block; afterwards raise what it found.
 
     Raises:
-        InfrastructureError: it found something, or could not look.
+        InfrastructureError: the check found something, or failed.
     """
     found: list[str] = []
 

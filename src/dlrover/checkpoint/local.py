@@ -1,4 +1,4 @@
-"""Checkpoints in a directory of this machine."""
+"""Checkpoints in a directory on this machine."""
 
 from __future__ import annotations
 
@@ -38,31 +38,31 @@ from dlrover.errors import InfrastructureError
 logger = logging.getLogger(__name__)
 
 BUFFER = 1 << 20
-"""Bytes of small writes that are collected."""
+"""Bytes of small writes that are buffered."""
 POLL = 0.02
-"""Seconds between two looks for what other savers write."""
+"""Seconds between checks for files of other savers."""
 
 EAGER = 8 << 20
-"""Bytes after which the disk is given something to do, while more comes."""
+"""Bytes after which the disk starts to write, while more data follows."""
 
 _SYNC_FILE_RANGE_WRITE = 2
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _REPLACED = ".replaced"
-"""The end of the name of a step that a newer copy has replaced."""
+"""Suffix of a step that a newer copy has replaced."""
 _TAKEN = ".taken"
-"""The end of the name of a save that is being published: nobody else writes there, or takes it away."""
+"""Suffix of a save that is being published: no other process writes to it or removes it."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _UNFINISHED = re.compile(r"\.step-(\d+)\.(.*)")
 
 
 def local_store(root: Path) -> Store:
-    """A directory of this machine."""
+    """Return the store of a directory on this machine."""
     return _LocalStore(root)
 
 
 class _LocalStore:
-    """A directory: a step is written under another name, synced and renamed; tensors are read as they are needed."""
+    """A directory store: a step is written under another name, synced and renamed; reads are on demand."""
 
     poll = POLL
     renames = True
@@ -118,7 +118,7 @@ class _LocalStore:
 
     def write(self, file: str, data: bytes) -> None:
         path = self._root / file
-        # Neither the directory is made again, whose disk may not be mounted, nor a save that was given up.
+        # Recreate neither the directory, whose disk may be unmounted, nor a save that was given up.
         if path.parent != self._root and not _UNFINISHED.fullmatch(path.parent.name):
             path.parent.mkdir(exist_ok=True)
         files.write_atomically(path, data)
@@ -153,20 +153,20 @@ class _LocalStore:
         return draft
 
     def publish(self, draft: Draft, files: Collection[str]) -> None:
-        """Give the finished directory its name; a step of that name is replaced.
+        """Give the finished directory its name; replace a step of that name.
 
-        It is taken first, so that nobody can give it up any more. The two are exchanged. Where the file system
-        cannot do that, the old one is put aside for a moment; if the process dies in it, `adopt` gives the name
-        to one of the two.
+        A first rename keeps other processes from giving the save up. Then the new and the old step exchange
+        names. Where the file system cannot do that, the old step is set aside for a moment; if the process
+        dies then, `adopt` gives the name to one of the two.
         """
         target = self._root / f"{draft.top}{_TAKEN}"
         final = self._root / step_folder(draft.save.step)
         old = self._root / f"{target.name}{_REPLACED}"
-        if _mode(target):  # an attempt before failed
+        if _mode(target):  # an earlier attempt failed
             shutil.rmtree(target)
         (self._root / draft.top).rename(target)
         missing = set(files) - set(os.listdir(target))
-        if missing:  # it was given up, and begun again by a rank that came late
+        if missing:  # it was given up, and a late rank began it again
             shutil.rmtree(target)
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(min(missing)))
         sync_directory(target)
@@ -181,7 +181,7 @@ class _LocalStore:
             target.rename(final)
         sync_directory(self._root)
         doomed = self._root / f"{target.name}.doomed.{secrets.token_hex(4)}"
-        old.rename(doomed)  # else `adopt` would take what is left of it for the step
+        old.rename(doomed)  # else `adopt` would take its remains for the step
         shutil.rmtree(doomed)
 
     def adopt(self) -> None:
@@ -197,7 +197,7 @@ class _LocalStore:
             logger.warning("%s is %s again: a saver died while it replaced it", chosen, final.name)
 
     def give_up(self, save: SaveId, mark: str) -> None:
-        """Take its name away: nobody can publish it any more."""
+        """Rename the save and delete it, so that no process can publish it."""
         name = _unfinished(save)
         marks = self._root / f"{name}.marks"
         marks.mkdir(exist_ok=True)
@@ -232,11 +232,11 @@ class _LocalStore:
         try:
             return max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
         except OSError:
-            return math.inf  # somebody is at it
+            return math.inf  # another process is changing it
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two names change places, at once; False where kernel, C library or file system cannot do that."""
+    """Exchange two names atomically; return False if kernel, C library or file system cannot."""
     if not hasattr(_libc, "renameat2"):
         return False
     names = os.fsencode(one), os.fsencode(other)
@@ -249,12 +249,12 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _unfinished(save: SaveId) -> str:
-    """The folder of a save that is being written."""
+    """Return the folder of a save that is being written."""
     return f".step-{save.step}.{save.folder}"
 
 
 class _Eager:
-    """A file that the kernel begins to write to the disk before it is complete."""
+    """A file whose data the kernel starts to write to disk before the file is complete."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -267,16 +267,16 @@ class _Eager:
         if self._size - self._begun >= EAGER:
             self._file.flush()
             begun, more = ctypes.c_int64(self._begun), ctypes.c_int64(self._size - self._begun)
-            # A hint: whatever comes of it, the end of the file is synced.
+            # Only a hint, whose result does not matter: `create` syncs the file at its end.
             _libc.sync_file_range(self._file.fileno(), begun, more, _SYNC_FILE_RANGE_WRITE)
             self._begun = self._size
 
 
 class _Files:
-    """The files of a folder, read as they are needed.
+    """The files of a folder, read on demand.
 
-    They are not mapped: a mapped file that goes away, as a deleted one on NFS or a bad sector, ends the
-    process with SIGBUS, and reading it is an error that can be dealt with.
+    They are not mapped: if a mapped file becomes unreadable, for example deleted on NFS or on a bad sector,
+    SIGBUS ends the process, while a failed read is an error that can be handled.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -293,7 +293,7 @@ class _Files:
         pass
 
     def view(self, wanted: Range) -> memoryview:
-        # New memory of the kernel is zero already; that of a bytearray is written for it.
+        # New memory from the kernel is already zero; a bytearray has to be filled with zeros.
         size = wanted.nbytes
         buffer = memoryview(mmap.mmap(-1, size) if size >= BUFFER else bytearray(size))
         self.fill(wanted, buffer)
@@ -311,7 +311,7 @@ class _Files:
             done += got
 
     def _asked(self, file: str, ask: Callable[[int], int]) -> int:
-        """What the kernel says of a file; it is opened again if another machine has replaced it."""
+        """Ask the kernel about a file; reopen the file if another machine has replaced it."""
         try:
             try:
                 return ask(self._fd(file))
@@ -326,7 +326,7 @@ class _Files:
         with self._lock:
             if again or file not in self._current:
                 opened = (self._folder / file).open("rb", buffering=0)
-                self._opened.append(opened)  # another thread may still read the one before
+                self._opened.append(opened)  # another thread may still read the previous one
                 self._current[file] = opened.fileno()
             return self._current[file]
 
@@ -337,10 +337,10 @@ def _close(opened: list[FileIO]) -> None:
 
 
 def _mode(path: Path) -> int:
-    """The type and mode of what is there, 0 for nothing; `Path.exists` may hide why it cannot tell.
+    """Return the type and mode of a path, 0 if it does not exist; `Path.exists` may hide errors.
 
     Raises:
-        OSError: it cannot be found out.
+        OSError: the path cannot be examined.
     """
     try:
         return path.stat().st_mode

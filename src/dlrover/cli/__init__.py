@@ -1,4 +1,4 @@
-"""The commands ``dlrover-run`` and ``dlrover``."""
+"""Entry points of the programs ``dlrover-run`` and ``dlrover``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import signal
 
 
 def launcher() -> int:
-    """What the program ``dlrover-run`` calls. Ctrl-C while modules are loaded ends it without a traceback."""
+    """Run ``dlrover-run``; on Ctrl-C during imports, exit without a traceback."""
     try:
         from dlrover.cli.run import main  # noqa: PLC0415
 
@@ -16,7 +16,7 @@ def launcher() -> int:
 
 
 def command() -> int:
-    """What the program ``dlrover`` calls, in the same way."""
+    """Run ``dlrover``; on Ctrl-C during imports, exit without a traceback."""
     try:
         from dlrover.cli.main import main  # noqa: PLC0415
 

@@ -1,8 +1,8 @@
-"""The command line of ``dlrover-run``: every option of torchrun 2.13, and DLRover's own.
+"""Command line of ``dlrover-run``: every option of torchrun 2.13, and DLRover's own.
 
-`build_parser` describes the options, `parse` turns a command line into `RunOptions`. Whoever has a
-working ``torchrun`` command line can replace the first word: an option of torchrun keeps its
-spellings, abbreviations, default and ``PET_`` environment variable.
+`build_parser` describes the options, `parse` turns a command line into `RunOptions`. In a working
+``torchrun`` command line, only the first word has to change: torchrun's options keep their
+spellings, abbreviations, defaults and ``PET_`` environment variables.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def parse(
     environ: Mapping[str, str],
     probe: Callable[[str], int] | None = None,
 ) -> RunOptions:
-    """The meaning of ``dlrover-run argv``.
+    """Return the options that ``dlrover-run argv`` sets.
 
     ``probe`` counts the devices that a word such as ``gpu`` for ``--nproc-per-node`` stands for;
-    without one, the workers' interpreter is asked (`dlrover.cli.nproc.probe_devices`).
+    by default, the workers' interpreter counts them (`dlrover.cli.nproc.probe_devices`).
 
     Raises:
-        ConfigurationError: an option or an environment variable is wrong; one sentence says which.
+        ConfigurationError: an option or an environment variable is wrong; the message names it.
         SystemExit: ``--help`` or ``--version`` was given and answered.
     """
     if probe is None:
@@ -60,10 +60,10 @@ def parse(
 
 
 def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
-    """A parser whose namespaces hold every value of torchrun's, with defaults from ``environ``.
+    """Return a parser whose namespaces hold all of torchrun's values, with defaults from ``environ``.
 
-    Its namespaces also hold ``given``: the names of the options that somebody set, on the command
-    line or in ``environ``. It raises `ConfigurationError` where argparse would exit.
+    Its namespaces also hold ``given``: the names of the options set on the command line or in
+    ``environ``. It raises `ConfigurationError` where argparse would exit.
     """
     parser = LaunchParser(
         prog=PROG,
@@ -371,7 +371,7 @@ def _add_tuning(group: OptionGroup) -> None:
 
 
 def _comma_separated(text: str) -> list[str]:
-    """The items of a list in which ``,,`` is a comma within an item."""
+    """Return the items of a comma-separated list; ``,,`` is a comma within an item."""
     items = [""]
     for index, piece in enumerate(text.split(",,")):
         first, *rest = piece.split(",")

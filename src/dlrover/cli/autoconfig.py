@@ -1,4 +1,4 @@
-"""``--auto-config``: nodes and workers from what is there, in one line."""
+"""``--auto-config``: nodes and workers chosen from the cluster and the machine."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 CHECKED_NODES = 4
-"""From so many nodes on they are checked before they train: one that is bad stops all of them."""
+"""Least number of nodes that are checked before training: one bad node stops all of them."""
 _COUNTS = (
     "NODE_NUM",  # the operator sets it in the pods of an ElasticJob
-    "SLURM_STEP_NUM_NODES",  # srun; within sbatch alone this is the only node of the job that runs anything
-    "LWS_GROUP_SIZE",  # a LeaderWorkerSet of Kubernetes
+    "SLURM_STEP_NUM_NODES",  # srun; under sbatch alone, only this node of the job runs anything
+    "LWS_GROUP_SIZE",  # a Kubernetes LeaderWorkerSet
 )
 
 
 def apply(args: argparse.Namespace, environ: Mapping[str, str], probe: Callable[[str], int]) -> str:
-    """Set what nobody gave in ``args``, a namespace of `dlrover.cli.arguments.build_parser`.
+    """Set the options missing from ``args``, a namespace of `dlrover.cli.arguments.build_parser`.
 
     Args:
-        args: changed: ``nnodes``, ``nproc_per_node`` and ``network_check``.
-        environ: where a cluster says how many nodes there are.
+        args: namespace whose ``nnodes``, ``nproc_per_node`` and ``network_check`` may change.
+        environ: environment in which a cluster gives the number of nodes.
         probe: counts devices, as `dlrover.cli.nproc.probe_devices` does.
 
     Returns:
-        What was chosen, and why.
+        A sentence that says what was chosen, and why.
 
     Raises:
-        ConfigurationError: a variable has no number of nodes.
+        ConfigurationError: a cluster's variable does not hold a number of nodes.
     """
     chosen = []
     if "nnodes" not in args.given and not args.local_nodes:

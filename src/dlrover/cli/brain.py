@@ -1,4 +1,4 @@
-"""``dlrover brain``: run the Brain, and see what it knows of jobs and what it would do with them."""
+"""``dlrover brain``: run the Brain, query its jobs and plans, and set quotas."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dlrover.rpc.brain import BrainClient
 
 PORT = 29500
-"""Where a Brain listens if nobody says otherwise."""
+"""Default port of a Brain."""
 
 app = typer.Typer(
     name="brain",
@@ -126,7 +126,7 @@ def explain(
     config_file: Config = "",
     output: Output = Form.TEXT,
 ) -> None:
-    """Say which plans a job got and why, and set what was measured beside what was predicted."""
+    """Show a job's plans and their reasons, with predictions beside measurements."""
     from dlrover.cli import brainviews  # noqa: PLC0415
 
     client = _client(brain, token_file, config_file)
@@ -149,7 +149,7 @@ def what_if(
     config_file: Config = "",
     output: Output = Form.TEXT,
 ) -> None:
-    """Predict what a job would do with other numbers of nodes. Changes nothing."""
+    """Predict a job's throughput with other numbers of nodes. Changes nothing."""
     from dlrover.cli import brainviews  # noqa: PLC0415
 
     client = _client(brain, token_file, config_file)
@@ -167,7 +167,7 @@ def cluster(
     config_file: Config = "",
     output: Output = Form.TEXT,
 ) -> None:
-    """Show what the cluster has, what is free, and the quotas of its queues."""
+    """Show the cluster's capacity, what is free, and the quotas of its queues."""
     from dlrover.cli import brainviews  # noqa: PLC0415
 
     found = _ask(_client(brain, token_file, config_file), lambda c: c.cluster())
@@ -187,7 +187,7 @@ def quota(
     token_file: TokenFile = "",
     config_file: Config = "",
 ) -> None:
-    """Set what the jobs of a queue may have together."""
+    """Set a limit on the resources that all jobs of a queue may use together."""
     from dlrover.rpc.brain import request_id  # noqa: PLC0415 - loads grpc
     from dlrover.spec.brain import SetQuota  # noqa: PLC0415
 
@@ -223,10 +223,10 @@ def _extra() -> Iterator[None]:
 
 
 def _token(path: str) -> str:
-    """The token in a file, or in the environment.
+    """Return the Brain's token from a file, or from the environment without a path.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: there is no token, or the file is unreadable.
     """
     given = config.environ().get("DLROVER_BRAIN_TOKEN", "")
     if path:
@@ -244,7 +244,7 @@ def _token(path: str) -> str:
 
 
 def _client(address: str, token_file: str, config_file: str) -> Callable[[], BrainClient]:
-    """What makes a client, on the event loop on which it is used."""
+    """Return a factory for clients; call it on the event loop that uses the client."""
     from dlrover.rpc import wire  # noqa: PLC0415 - loads grpc
     from dlrover.rpc.brain import BrainClient  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""How ``dlrover brain`` prints what it was told."""
+"""Text output of ``dlrover brain``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GIB = 1 << 30
 
 
 def jobs(rows: tuple[brain.JobRow, ...], console: Console) -> None:
-    """A line for each job."""
+    """Print a line for each job."""
     if not rows:
         console.print("The Brain knows no job.")
         return
@@ -35,7 +35,7 @@ def jobs(rows: tuple[brain.JobRow, ...], console: Console) -> None:
 
 
 def story(story: brain.Story, console: Console) -> None:
-    """What a job is, what it measured, and each plan beside what became of it."""
+    """Print a job, its measurements, and each plan with its outcome."""
     row = story.job
     ended = f": {row.reason}" if row.reason else ""
     console.print(
@@ -92,7 +92,7 @@ def _outcome(record: brain.PlanRecord) -> str:
 
 
 def expected(job: str, found: brain.Expected, console: Console) -> None:
-    """What a job would do."""
+    """Print the predicted effect of a change of a job's size."""
     effect = found.plan.effect
     assert effect is not None
     console.print(
@@ -111,7 +111,7 @@ def expected(job: str, found: brain.Expected, console: Console) -> None:
 
 
 def cluster(found: brain.Cluster, console: Console) -> None:
-    """What there is."""
+    """Print the cluster's machines, free resources and quotas."""
     if not found.nodes:
         console.print("Nobody has told the Brain what the cluster has.")
     else:
@@ -131,7 +131,7 @@ def cluster(found: brain.Cluster, console: Console) -> None:
 
 
 def size(groups: Mapping[str, Group]) -> str:
-    """The nodes of a plan or a shape in words."""
+    """Return the nodes of a plan or a shape in words."""
     return ", ".join(_group(kind, group) for kind, group in groups.items())
 
 

@@ -1,4 +1,4 @@
-"""``dlrover chaos``: run a job on this machine, inject faults, and show what becomes of each."""
+"""``dlrover chaos``: run a job on this machine, inject faults, and report what each one cost."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def chaos(  # noqa: PLR0913 - each is an option of the command
     job_dir: Annotated[str, typer.Option(help="Directory of the job.")] = "",
     output: Output = Form.TEXT,
 ) -> None:
-    """Run a job on this machine, inject faults, and show what becomes of each.
+    """Run a job on this machine, inject faults, and show the outcome of each.
 
-    Leaves with the job's exit code, with 0 for a job that --stop ended, and with 6 if something that was
-    asserted does not hold.
+    Exits with the job's exit code; 0 for a job that --stop ended. If that is 0 and an assertion does not
+    hold, exits with 6.
     """
     from dlrover.testing.chaos import report as reports  # noqa: PLC0415 - loads grpc
     from dlrover.testing.chaos.run import Options, Run  # noqa: PLC0415
@@ -88,7 +88,7 @@ def chaos(  # noqa: PLR0913 - each is an option of the command
     plan = _plan(faults, every, duration, seed)
     directory = jobs.create(env, "chaos", job_dir)
     with jobs.locked(directory):
-        pass  # what an earlier job left there is put aside before anybody looks
+        pass  # puts the files of an earlier job aside before anything reads them
     options = Options(
         program=tuple(program),
         job_dir=directory.path,
@@ -137,7 +137,7 @@ def _plan(faults: str, every: float, duration: float, seed: int) -> list[Planned
 
 
 def _enter_network(wanted: bool | None, plan: list[Planned]) -> bool:
-    """Move into a network of the run's own if that is wanted, or of use and possible; whether it was done."""
+    """Move into a new network if wanted, or if useful and possible; return True if done."""
     from dlrover.testing.chaos import network  # noqa: PLC0415
 
     partition = any(planned.verb == "partition" for planned in plan)
@@ -162,7 +162,7 @@ def _say(line: str) -> None:
 
 
 def _run(run: Run) -> Report:
-    """Run, ended in an orderly way by the signals that end a command."""
+    """Run the job; end it in an orderly way on a signal that ends a command."""
     caught: list[int] = []
 
     async def work() -> Report:
@@ -184,7 +184,7 @@ def _run(run: Run) -> Report:
 
 
 def exit_code(report: Report, *, stopped: bool) -> int:
-    """What the command leaves with; ``stopped`` if it ended the job itself."""
+    """Return the command's exit code; ``stopped`` is True if --stop was given."""
     if stopped and report.exit_code == ExitCode.STOPPED and not report.not_injected:
         return ExitCode.NOT_MET if report.unmet else ExitCode.SUCCESS
     if report.exit_code:
@@ -193,7 +193,7 @@ def exit_code(report: Report, *, stopped: bool) -> int:
 
 
 def render(report: Report) -> None:
-    """Print a run for people."""
+    """Print the report of a run as text."""
     from dlrover.testing.chaos.report import goodput_in_words  # noqa: PLC0415 - loads grpc
 
     _print_table([_HEADER, *map(_row, report.faults)])
@@ -218,7 +218,7 @@ def _row(row: FaultRow) -> tuple[str, ...]:
 
 
 def _print_table(rows: list[tuple[str, ...]]) -> None:
-    """Columns as wide as they need; a terminal wraps what does not fit."""
+    """Print columns as wide as they need; the terminal wraps what does not fit."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))

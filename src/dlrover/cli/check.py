@@ -29,17 +29,17 @@ from dlrover.spec.check import (
 from dlrover.spec.job import Limits
 
 SHARE_SECONDS = 30.0
-"""How long ranks wait for each other beyond the time of their probes."""
+"""Seconds that ranks wait for each other beyond the time of their probes."""
 RANK_VARIABLES = {
     "RANK": "SLURM_PROCID",
     "WORLD_SIZE": "SLURM_NTASKS",
     "LOCAL_RANK": "SLURM_LOCALID",
 }
-"""What a launcher tells each rank, and Slurm's names of it."""
+"""Variables that a launcher sets for each rank, and Slurm's names for them."""
 
 
 class Place(msgspec.Struct, frozen=True):
-    """This process's place in a launcher's job."""
+    """Place of this process in a launcher's job."""
 
     rank: int
     size: int
@@ -47,21 +47,21 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Member(msgspec.Struct, frozen=True):
-    """What a rank tells the others after each round."""
+    """What a rank sends to the others after each round."""
 
     hostname: str
     report: CheckReport | None
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What the check found, for ``--output json``."""
+    """Result of the check, as ``--output json`` prints it."""
 
     healthy: bool
     seconds: float
     nodes: tuple[str, ...]
     """The checked machine, or the ranks of the job with their machines, by number."""
     results: dict[int, tuple[ProbeResult, ...]]
-    """By number of the node."""
+    """Results by node number."""
     findings: tuple[Finding, ...]
 
     @property
@@ -71,10 +71,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check(env: Mapping[str, str], limits: Limits, directory: str, accelerator: str) -> Report:
-    """Check this machine, or, started as a rank of a launcher's job, all ranks' machines together.
+    """Check this machine or, as a rank of a launcher's job, the machines of all ranks together.
 
     Raises:
-        ConfigurationError: the launcher's variables make no sense.
+        ConfigurationError: the launcher's variables make no sense, or ``directory`` does not exist.
         InfrastructureError: the ranks do not find each other.
     """
     place = find_place(env)
@@ -96,10 +96,10 @@ def check(env: Mapping[str, str], limits: Limits, directory: str, accelerator: s
 
 
 def find_place(env: Mapping[str, str]) -> Place | None:
-    """This process's place in a launcher's job; None if there is no such job, or only this process in it.
+    """Return this process's place in a launcher's job; None outside a job or in a job of one process.
 
     Raises:
-        ConfigurationError: a variable is missing, or is no number.
+        ConfigurationError: a variable is missing, is no number, or the rank is out of range.
     """
     if "MASTER_ADDR" not in env:
         return None
@@ -170,7 +170,7 @@ def _free_port() -> int:
 
 
 async def _together(process: CheckProcess, place: Place, limits: Limits) -> Report:
-    """Check with the other ranks. All ranks see the same reports, and so come to the same verdict."""
+    """Check together with the other ranks. All see the same reports and reach the same verdict."""
     began = time.monotonic()
     evidence = Evidence(tuple(range(place.size)))
     groups = nodecheck.first_pairs(evidence.nodes)
@@ -265,7 +265,7 @@ def render(report: Report, console: Console) -> None:
 
 
 def verdict(report: Report) -> list[str]:
-    """The findings in words, the worst last, then whether anything is at fault."""
+    """Return the findings in words, the worst last, then a sentence if nothing is at fault."""
     order = (Kind.NOTE, Kind.UNTESTED, Kind.SLOW, Kind.LINK, Kind.UNDETERMINED, Kind.FAULT)
     lines = []
     for finding in sorted(report.findings, key=lambda f: order.index(f.kind)):

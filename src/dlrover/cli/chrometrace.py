@@ -1,4 +1,4 @@
-"""A job's timeline in the trace event format that chrome://tracing and Perfetto show."""
+"""A job's timeline in the trace event format of chrome://tracing and Perfetto."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dlrover.cli.goodput import Report
 from dlrover.master.machine.roundtime import MICRO
 
 _JOB = 0
-"""The process that the job is in a trace; its nodes are threads."""
+"""Process id of the job in a trace; the job's nodes are threads."""
 
 
 def render(found: Report) -> str:
-    """The trace as JSON: one track for each node, incidents and plans as instant events on all of them."""
+    """Return the trace as JSON: a track for each node, with incidents and plans as instant events."""
     start = round(found.submitted_at * MICRO)
     events: list[dict[str, Any]] = [_name("process_name", found.job, 0)]
     for node in found.timeline.nodes:
@@ -54,7 +54,7 @@ def render(found: Report) -> str:
 
 
 def _sizes(found: Report, start: int) -> list[dict[str, Any]]:
-    """The number of nodes as a counter, and the plans as instant events."""
+    """Return the number of nodes as a counter, and the plans as instant events."""
     counted = [
         {
             "ph": "C",

@@ -1,4 +1,4 @@
-"""``dlrover ckpt``: stored checkpoints listed, shown, verified, converted and deleted."""
+"""``dlrover ckpt``: list, show, verify, convert and delete stored checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dlrover.cli.output import Form, Output, print_json
 from dlrover.errors import ConfigurationError, ExitCode
 
 SHOWN = 20
-"""Problems of a step that are printed one by one; with JSON it is all of them."""
+"""Problems of a step that the text output prints; JSON has all of them."""
 KIB = 1024
 
 app = typer.Typer(
@@ -25,7 +25,7 @@ app = typer.Typer(
 
 
 class Format(str, Enum):
-    """What a checkpoint can be converted to."""
+    """Target format of a conversion."""
 
     DCP = "dcp"
     SAFETENSORS = "safetensors"
@@ -40,7 +40,7 @@ Directory = Annotated[
 
 @app.command("list")
 def list_(path: Directory, output: Output = Form.TEXT) -> None:
-    """List the steps, the newest first. Only names and sizes are looked at."""
+    """List the stored steps, the newest first. Reads only names and sizes."""
     tools = _load("tools")
     found = tools.listing(path)
     if output is Form.JSON:
@@ -62,7 +62,7 @@ def show(
     step: Annotated[int | None, typer.Option(help="Which step; else the newest.")] = None,
     output: Output = Form.TEXT,
 ) -> None:
-    """Show what a step holds: its tensors and the names of its plain values."""
+    """Show a step's tensors and the names of its plain values."""
     tools = _load("tools")
     found = tools.describe(path, tools.chosen(path, step))
     if output is Form.JSON:
@@ -142,7 +142,7 @@ def convert(
     ] = False,
     output: Output = Form.TEXT,
 ) -> None:
-    """Convert a checkpoint to another format; shards are put together."""
+    """Convert a checkpoint to another format; the parts of each tensor are joined."""
     found = _load("convert").convert(source, destination, to.value, step, trusted=trusted)
     if output is Form.JSON:
         print_json(found)
@@ -160,7 +160,7 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing.")] = False,
     output: Output = Form.TEXT,
 ) -> None:
-    """Delete old steps, but never the newest one that is whole; that one is verified first."""
+    """Delete old steps, but never the newest whole one, which is verified first."""
     found = _load("tools").prune(path, keep, dry_run=dry_run)
     if output is Form.JSON:
         print_json(found)
@@ -178,10 +178,10 @@ def prune(
 
 
 def _load(module: str) -> Any:
-    """A module of `dlrover.checkpoint`, whose packages are an extra.
+    """Import a module of `dlrover.checkpoint`; its dependencies are an extra.
 
     Raises:
-        ConfigurationError: they are not installed.
+        ConfigurationError: the extra is not installed.
     """
     try:
         return importlib.import_module(f"dlrover.checkpoint.{module}")
@@ -192,7 +192,7 @@ def _load(module: str) -> Any:
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Columns for people and for ``grep``: lines are not broken, whatever the width of the terminal."""
+    """Print columns for people and for ``grep``; lines never break, whatever the terminal's width."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print(

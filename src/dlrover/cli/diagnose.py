@@ -15,19 +15,19 @@ from dlrover.spec.jobdir import JobDir, MasterConfig, decode
 from dlrover.spec.rules import Rule
 
 LOG_BYTES = 256 * 1024
-"""The end of a log that is looked at."""
+"""Bytes at the end of a log that are examined."""
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """What is said about one failure."""
+    """The verdict on one failure."""
 
     source: str
-    """The file, or the round and the log of a job's worker."""
+    """The file, or the round and log of a job's worker."""
     verdict: Verdict
 
 
 def of_log(path: str, own: tuple[Rule, ...]) -> Finding:
-    """The verdict on the end of a log; of standard input if ``path`` is empty or ``-``.
+    """Return the verdict on the end of a log; on standard input if ``path`` is empty or ``-``.
 
     Raises:
         ConfigurationError: the log cannot be read, or is empty.
@@ -43,9 +43,9 @@ def of_log(path: str, own: tuple[Rule, ...]) -> Finding:
 
 
 def of_job(job_dir: JobDir, own: tuple[Rule, ...]) -> tuple[Finding, ...]:
-    """The verdict on the root cause of each round of a job in which workers failed.
+    """Return the verdict on the root cause of each round in which workers of a job failed.
 
-    The rows that the job began with are used if ``own`` is empty.
+    If ``own`` is empty, the rules that the job started with apply.
 
     Raises:
         ConfigurationError: the job's files cannot be read.
@@ -70,7 +70,7 @@ def of_job(job_dir: JobDir, own: tuple[Rule, ...]) -> tuple[Finding, ...]:
 
 
 def render(finding: Finding) -> str:
-    """A finding in words, on a few lines."""
+    """Return a finding in words, on a few lines."""
     verdict = finding.verdict
     lines = {
         "Cause": verdict.cause,

@@ -1,4 +1,4 @@
-"""``dlrover doctor``: whether this machine has what a training job needs, and what to change if not.
+"""``dlrover doctor``: check this machine for what a training job needs, and advise what to change.
 
 `collect` reads the facts; `examine` judges them and does no I/O.
 """
@@ -30,17 +30,17 @@ GIB = 1 << 30
 SHM = "/dev/shm"  # noqa: S108 - a mount, not a temporary file
 
 SLOW_LOOKUP = 0.5
-"""Seconds from which a lookup counts as slow: a healthy one takes milliseconds."""
+"""Seconds from which a lookup counts as slow; a healthy one takes milliseconds."""
 CLOCK_STEP = 0.05
-"""Seconds between wall and monotonic clock that only a jump of the wall clock explains."""
+"""Seconds between wall and monotonic clock beyond which the wall clock must have jumped."""
 OLDEST_TORCH = (2, 6)
-"""The oldest PyTorch that is supported (the ``torch`` extra in ``pyproject.toml``)."""
+"""Oldest supported PyTorch (the ``torch`` extra in ``pyproject.toml``)."""
 NETWORK_FILE_SYSTEMS = re.compile(r"nfs4?|cifs|smb3|9p|afs|ceph|lustre|beegfs|gpfs|fuse\..*")
 """Types on which SQLite's write-ahead mode is not safe (https://sqlite.org/wal.html, section 1)."""
 
 
 class Level(str, enum.Enum):
-    """How much a finding matters."""
+    """Severity of a finding."""
 
     OK = "ok"
     WARNING = "warning"
@@ -51,7 +51,7 @@ class Level(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One judgement, as a full sentence with its figure and, where something is amiss, advice."""
+    """One judgement: a full sentence with its figure and, for a warning or a problem, advice."""
 
     level: Level
     topic: str
@@ -59,7 +59,7 @@ class Finding:
 
 
 def _low(amount: int, *, problem: int, warning: int) -> Level:
-    """The level of an amount that should be large."""
+    """Return the level of an amount that should be large."""
     if amount < problem:
         return Level.PROBLEM
     return Level.WARNING if amount < warning else Level.OK
@@ -72,7 +72,7 @@ def _size(amount: int) -> str:
 
 
 def _finding(level: Level, topic: str, fact: str, advice: str) -> Finding:
-    """A finding that gives the advice only where something is amiss."""
+    """Return a finding; it includes the advice unless the level is OK."""
     return Finding(level, topic, f"{fact}." if level is Level.OK else f"{fact}: {advice}.")
 
 
@@ -355,12 +355,12 @@ _CHECKS: tuple[Callable[[Machine], Finding], ...] = (
 
 
 def examine(machine: Machine) -> list[Finding]:
-    """One finding for each topic, always in the same order."""
+    """Return one finding for each topic, always in the same order."""
     return [check(machine) for check in _CHECKS]
 
 
 def exit_code(findings: Iterable[Finding]) -> ExitCode:
-    """3 if there is a problem, else 0, with warnings or without."""
+    """Return 3 if there is a problem, else 0, with or without warnings."""
     problem = any(finding.level is Level.PROBLEM for finding in findings)
     return ExitCode.INFRASTRUCTURE if problem else ExitCode.SUCCESS
 
@@ -371,7 +371,7 @@ _STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"
 
 
 def render_text(findings: Iterable[Finding]) -> Text:
-    """A line for each finding and a last one with the counts; what matters most comes last."""
+    """Return a line for each finding, the worst last, and a final line with the counts."""
     order = list(Level)
     ranked = sorted(findings, key=lambda finding: order.index(finding.level))
     width = max((len(finding.topic) for finding in ranked), default=0)
@@ -386,13 +386,13 @@ def render_text(findings: Iterable[Finding]) -> Text:
 
 
 def render_json(machine: Machine, findings: Iterable[Finding]) -> str:
-    """The findings and the facts that they rest on, as one JSON object."""
+    """Return the findings and the facts behind them as one JSON object."""
     document = {"findings": list(findings), "machine": machine}
     return msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
 
 
 def doctor(output: str, environ: Mapping[str, str], console: Console) -> int:
-    """Examine this machine, print what was found as ``text`` or ``json``, return the exit code.
+    """Examine this machine, print the findings as ``text`` or ``json``, and return the exit code.
 
     Raises:
         ConfigurationError: ``output`` is another word.

@@ -1,4 +1,4 @@
-"""What ``dlrover goodput`` does: replay a job's journal, and say where its time went."""
+"""``dlrover goodput``: replay a job's journal and report where its time went."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from dlrover.spec.goodput import CAUSES, Cause, Goodput, IncidentCost
 from dlrover.spec.jobdir import JobDir
 
 HOURS_FROM = 36_000.0
-"""Wall seconds of all nodes from which times are shown in hours."""
+"""Wall seconds, summed over all nodes, from which times are shown in hours."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A job's goodput, with what its nodes did when."""
+    """A job's goodput, with a timeline of its nodes."""
 
     job: str
     job_dir: str
@@ -43,22 +43,22 @@ class Report:
     timeline: Timeline
     hostnames: dict[int, str]
     plans: tuple[PlanRecord, ...] = ()
-    """What the auto-scaler has done."""
+    """Plans of the auto-scaler."""
     sizes: tuple[tuple[float, int], ...] = ()
-    """When each world was formed, and of how many nodes."""
+    """Time at which each world was formed, and its number of nodes."""
 
     def content(self) -> dict[str, Any]:
-        """What the report is as JSON."""
+        """Return the report's content for JSON."""
         head = {"job": self.job, "job_dir": self.job_dir, "phase": self.phase}
         return head | dict(msgspec.to_builtins(self.goodput))
 
 
 def report(job_dir: JobDir) -> Report:
-    """The goodput of the job in ``job_dir`` until now, or until its end.
+    """Return the goodput of the job in ``job_dir`` until now, or until its end.
 
     Raises:
         ConfigurationError: the job's journal is not on this machine.
-        InfrastructureError: it cannot be read.
+        InfrastructureError: the journal cannot be read.
     """
     if not job_dir.journal.exists():
         raise ConfigurationError(
@@ -92,7 +92,7 @@ def report(job_dir: JobDir) -> Report:
 
 
 def _now(job_dir: JobDir, machine: JobMachine) -> float:
-    """The time on the clock of the job's master; 0.0 if no master answers."""
+    """Return the time on the clock of the job's master; 0.0 if no master answers."""
 
     async def ask() -> float:
         async with connect(job_dir) as client:
@@ -108,7 +108,7 @@ def _now(job_dir: JobDir, machine: JobMachine) -> float:
 
 
 def render(found: Report, console: Console) -> None:
-    """Print a report for people."""
+    """Print a report as text."""
     goodput = found.goodput
     amount = Amounts(goodput.wall_seconds)
     console.print(
@@ -127,7 +127,7 @@ def render(found: Report, console: Console) -> None:
 
 
 def summary(found: Report) -> str:
-    """The goodput in one sentence."""
+    """Return the goodput in one sentence."""
     goodput = found.goodput
     amount = Amounts(goodput.wall_seconds)
     productive = goodput.seconds[Cause.PRODUCTIVE.value]
@@ -166,7 +166,7 @@ def _incidents(goodput: Goodput, amount: Amounts) -> Table:
 
 
 def notes(goodput: Goodput, amount: Amounts) -> list[str]:
-    """What the tables leave out, in sentences."""
+    """Return sentences about what the tables leave out."""
     found = []
     if goodput.earlier_incidents:
         cost = amount(goodput.earlier_incident_seconds)
@@ -180,28 +180,28 @@ def notes(goodput: Goodput, amount: Amounts) -> list[str]:
 
 
 def spent(goodput: Goodput) -> list[tuple[Cause, float]]:
-    """The causes that took time, with their seconds."""
+    """Return the causes that took time, with their seconds."""
     return [(c, seconds) for c in CAUSES if (seconds := goodput.seconds[c.value])]
 
 
 def steps_lost(incident: IncidentCost) -> str:
-    """Steps that an incident undid, in a table."""
+    """Return the steps that an incident undid, as a table cell; ``-`` if unknown."""
     return str(incident.steps_lost) if incident.steps_lost >= 0 else "-"
 
 
 def percent(ratio: float) -> str:
-    """A share: ``93.1 %``."""
+    """Return a share as text: ``93.1 %``."""
     return f"{100 * ratio:.1f} %"
 
 
 class Amounts:
-    """Writes times of nodes in the unit that fits a job with so many wall seconds."""
+    """Formatter of node times, in the unit that fits the job's wall seconds."""
 
     def __init__(self, wall_seconds: float) -> None:
         self._hours = wall_seconds >= HOURS_FROM
 
     def __call__(self, seconds: float) -> str:
-        """``12.3 s`` or ``1.2 h``."""
+        """Return ``12.3 s`` or ``1.2 h``."""
         return f"{seconds / 3600:,.2f} h" if self._hours else f"{seconds:,.1f} s"
 
 
@@ -209,7 +209,7 @@ class Amounts:
 
 
 def write(option: str, path: str, text: str) -> None:
-    """Write what an option asked for.
+    """Write ``text`` to the file that ``option`` names.
 
     Raises:
         ConfigurationError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""Job directories: made for a new job, found for a running or ended one."""
+"""Job directories: create one for a new job, find that of a running or ended one."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from dlrover.spec.jobdir import (
 logger = logging.getLogger(__name__)
 
 OUTCOME_ROOM = 256 * 1024
-"""Bytes that are reserved for an outcome: more than the longest texts of a failure take."""
+"""Bytes reserved for an outcome: more than the longest texts of a failure take."""
 LAST = "last"
-"""The link to the job directory that was made or used last."""
+"""Name of the link to the job directory that was last made or used."""
 
 
 def job_name(run_id: str, target: str) -> str:
-    """The name of a job: its run id, or what it runs if nobody gave one."""
+    """Return a job's name: its run id if given and at most 63 characters long, else its program's name."""
     stem = Path(target).stem or "job"
     given = run_id not in ("", "none") and len(run_id) <= 63
     return run_id if given else stem
 
 
 def create(env: Mapping[str, str], name: str, path: str) -> JobDir:
-    """The directory for a new run: ``path``, or a fresh one in the user's state directory.
+    """Make the directory for a new run: ``path``, or a new one in the user's state directory.
 
-    What an earlier run in the same directory left of its state is put aside, its logs stay.
+    `locked` puts aside what an earlier run left in it.
 
     Raises:
         ConfigurationError: the directory cannot be made or written to.
@@ -64,7 +64,7 @@ def create(env: Mapping[str, str], name: str, path: str) -> JobDir:
 
 
 def _create_fresh(env: Mapping[str, str], name: str) -> JobDir:
-    """A job directory of its own below the first state directory that can be written to."""
+    """Make a new job directory below the first writable state directory."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     fresh = f"{_safe(name)}-{stamp}-{secrets.token_hex(2)}"
     state, path = _in_state_dir(
@@ -77,9 +77,9 @@ def _create_fresh(env: Mapping[str, str], name: str) -> JobDir:
 def _in_state_dir(
     env: Mapping[str, str], make: Callable[[Path], Path], instead: str
 ) -> tuple[Path, Path]:
-    """The first state directory in which something can be made, and the path of what was made.
+    """Call ``make`` on the first state directory where it succeeds; return that directory and the result.
 
-    ``instead`` names what a user can give where none can be written to.
+    ``instead`` names an option or variable that the user can set if none is writable.
     """
     wanted, *others = config.state_dirs(env)
     try:
@@ -90,7 +90,7 @@ def _in_state_dir(
         with contextlib.suppress(OSError):
             other.mkdir(mode=0o700, exist_ok=True)
             if other.stat().st_uid != os.getuid():
-                continue  # somebody else made it, to see what is written there
+                continue  # another user made it, perhaps to read what is written there
             path = make(other)
             logger.warning("%s cannot be written (%s): %s is used.", wanted, problem.strerror, path)
             return other, path
@@ -109,12 +109,12 @@ def _make(job_dir: JobDir) -> Path:
 def locked(job_dir: JobDir, *, resume: bool = False) -> Iterator[None]:
     """Hold a job directory for one launcher.
 
-    The state of an earlier run is put aside, unless it is to be resumed. Room is reserved for what is said
-    at the end: the disk may be full by then.
+    The state of an earlier run is put aside unless ``resume`` is set. Space for the outcome is reserved now,
+    because the disk may be full at the end.
 
     Raises:
-        ConfigurationError: another launcher holds it, its disk is full, or it is to be resumed and another
-            version of DLRover has begun it.
+        ConfigurationError: another launcher holds it, its disk is full, or ``resume`` is set and another
+            version of DLRover began the job.
     """
     outcomes = (job_dir.outcome, job_dir.left)
     with job_dir.lock.open("r+b", buffering=0) as file:
@@ -149,20 +149,20 @@ def _unusable(job_dir: JobDir, error: OSError) -> ConfigurationError:
 
 
 def _check_format(job_dir: JobDir) -> None:
-    """Refuse what another version of DLRover has begun: with this one's answers it would be read by half.
+    """Refuse a job that another version of DLRover began: this version would misread parts of it.
 
     Raises:
-        FormatError: its configuration has another format.
+        FormatError: the job's configuration has another format.
     """
     for path in (job_dir.job, job_dir.agent):
         with contextlib.suppress(
             OSError, msgspec.DecodeError
-        ):  # absent, or damaged as its reader says
+        ):  # absent, or damaged: its reader reports that
             check_format(path, msgspec.json.decode(path.read_bytes(), type=Header).format)
 
 
 def _put_aside(job_dir: JobDir) -> None:
-    """Move the last run's journal, events and outcome into ``run-<n>``: a run starts with none."""
+    """Move the last run's journal, events, outcome and top-level logs into ``run-<n>``."""
     state = [
         job_dir.job, job_dir.agent, job_dir.token, job_dir.master, job_dir.events, job_dir.outcome,
         job_dir.left, *_journal_files(job_dir), *job_dir.path.glob("*.log"),
@@ -178,7 +178,7 @@ def _put_aside(job_dir: JobDir) -> None:
 
 
 def _journal_files(job_dir: JobDir) -> list[Path]:
-    """The files of the last run's journal, which may be elsewhere."""
+    """Return the files of the last run's journal, which may be in another directory."""
     journal = job_dir.journal
     with contextlib.suppress(OSError, msgspec.DecodeError):
         url = msgspec.json.decode(job_dir.job.read_bytes(), type=Header).journal
@@ -188,7 +188,7 @@ def _journal_files(job_dir: JobDir) -> list[Path]:
 
 
 def write_token(job_dir: JobDir, token: str) -> None:
-    """Keep the job's token where only its owner can read it."""
+    """Write the job's token so that only its owner can read it."""
     write(job_dir, job_dir.token, token.encode())
 
 
@@ -196,7 +196,7 @@ def write(job_dir: JobDir, path: Path, data: bytes) -> None:
     """Write a file of a job directory that only its owner can read.
 
     Raises:
-        ConfigurationError: it cannot be written.
+        ConfigurationError: the file cannot be written.
     """
     try:
         files.write_atomically(path, data, mode=0o600)
@@ -205,19 +205,19 @@ def write(job_dir: JobDir, path: Path, data: bytes) -> None:
 
 
 def kept_token(job_dir: JobDir) -> str:
-    """The token that a job directory holds; empty if it holds none."""
+    """Return the token in a job directory; empty if there is none."""
     return job_dir.token.read_text().strip() if job_dir.token.exists() else ""
 
 
 def shared_token(env: Mapping[str, str], run_id: str, host: str, port: int) -> str:
-    """The token of a job whose nodes are started one by one, and meet at an endpoint.
+    """Return the token of a job whose nodes are started one by one and meet at an endpoint.
 
-    Nodes that meet at an address of their own machine find it in a file that the first one makes.
+    Nodes that meet at an address of their own machine share a file that the first one makes.
 
     Raises:
-        ConfigurationError: nodes of several machines have none.
+        ConfigurationError: nodes of several machines have no token.
     """
-    from dlrover.cli import network  # noqa: PLC0415 - only here: psutil takes its time
+    from dlrover.cli import network  # noqa: PLC0415 - only here: psutil is slow to import
 
     given = given_token(env)
     if given:
@@ -233,28 +233,28 @@ def shared_token(env: Mapping[str, str], run_id: str, host: str, port: int) -> s
 
 
 def given_token(env: Mapping[str, str]) -> str:
-    """The token that the user has set; empty for none."""
+    """Return the token that the user set; empty if not set."""
     return env.get("DLROVER_TOKEN", "").strip()
 
 
 def _with_token(path: Path) -> Path:
-    """A file of one's own that holds a token: a fresh one if it does not exist."""
-    if path.exists():  # the disk may be full by now
+    """Return ``path``; if it does not exist, write a new token to it first."""
+    if path.exists():  # write nothing: the disk may be full by now
         return path
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     files.write_atomically(fresh, secrets.token_hex(16).encode(), mode=0o600)
     with contextlib.suppress(FileExistsError):
-        os.link(fresh, path)  # one of several nodes is the first
+        os.link(fresh, path)  # another node was first
     fresh.unlink()
     return path
 
 
 def find(env: Mapping[str, str], job: str, path: str) -> JobDir:
-    """The directory of an existing job: ``path``, the one of the job called ``job``, or the last one.
+    """Return the directory of the job named ``job``, else ``path`` or ``DLROVER_JOB_DIR``, else the last one.
 
     Raises:
-        ConfigurationError: there is none, the name fits several, or another version of DLRover has begun it.
+        ConfigurationError: there is no such job, or another version of DLRover began it.
     """
     states = config.state_dirs(env)
     state = max(states, key=_used)
@@ -276,10 +276,10 @@ def find(env: Mapping[str, str], job: str, path: str) -> JobDir:
 
 
 def connect(job_dir: JobDir) -> MasterClient:
-    """A connection to a job's master.
+    """Return a client of the job's master.
 
     Raises:
-        ConfigurationError: the directory does not say where the master is.
+        ConfigurationError: the directory does not contain the master's address.
     """
     try:
         address = msgspec.json.decode(job_dir.master.read_bytes(), type=MasterAddress).address
@@ -293,7 +293,7 @@ def connect(job_dir: JobDir) -> MasterClient:
 
 
 def _used(state: Path) -> float:
-    """When a state directory was last used for a job; 0.0 for never."""
+    """Return when a state directory was last used for a job; 0.0 if never."""
     try:
         return (state / LAST).lstat().st_mtime
     except OSError:
@@ -310,12 +310,12 @@ def _by_name(states: Sequence[Path], job: str) -> Path:
     ]
     if not found:
         raise ConfigurationError(f"Job {job} was not found in {places[0]}.")
-    # Names end in the time of their start: the last one is the newest.
+    # Names end in the job's start time: the last one is the newest.
     return max(found, key=lambda path: path.name)
 
 
 def _remember(state: Path, job_dir: JobDir) -> None:
-    """Point the link at a job; another user's or a read-only state directory is no reason to fail."""
+    """Point the link at a job; ignore a state directory that is read-only or another user's."""
     with contextlib.suppress(OSError):
         state.mkdir(parents=True, exist_ok=True)
         temporary = state / f".{LAST}.{os.getpid()}"

@@ -1,4 +1,4 @@
-"""What the verbs for Kubernetes share."""
+"""Options and helpers that the commands for Kubernetes share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dlrover import __version__
 from dlrover.errors import ConfigurationError
 
 IMAGE = f"dlrover:{__version__}"
-"""The image of this release."""
+"""Image of this release."""
 
 Kubeconfig = Annotated[
     str,
@@ -28,10 +28,10 @@ MasterImage = Annotated[
 
 @contextlib.contextmanager
 def extra() -> Iterator[None]:
-    """Around the imports of what needs the extra ``kubernetes``.
+    """Wrap imports that need the extra ``kubernetes``.
 
     Raises:
-        ConfigurationError: it is not installed.
+        ConfigurationError: the extra is not installed.
     """
     try:
         yield

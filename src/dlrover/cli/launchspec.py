@@ -1,8 +1,8 @@
-"""What a parsed command line of ``dlrover-run`` means: `run_options`, and the values it reads.
+"""Meaning of a parsed ``dlrover-run`` command line: `run_options`, and the values it reads.
 
-Every function takes text and gives a value, or raises a `ConfigurationError` that names the option.
-Only `run_options` looks beyond its arguments: whether the training program exists, and for a fresh
-run id.
+Every function turns text into a value, or raises a `ConfigurationError` that names the option.
+Only `run_options` looks beyond its arguments: it checks that the training program exists, and draws
+a run id.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ MAX_PORT = 65535
 
 
 class Endpoint(NamedTuple):
-    """A host (an IPv6 address has no brackets here) and a TCP port."""
+    """A host (an IPv6 address without brackets) and a TCP port."""
 
     host: str
     port: int
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The meaning of one command line of ``dlrover-run``."""
+    """Meaning of one command line of ``dlrover-run``."""
 
     launch: LaunchSpec
     min_nodes: int
@@ -52,7 +52,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     local_nodes: int
     """Nodes to run on this machine as child processes; 0: not given, this process is one node."""
     node_size: NodeSize
-    """What each of them gets."""
+    """Memory and CPU of each local node."""
     min_servers: int
     """Parameter servers that a world needs; 0: the job has none."""
     max_servers: int
@@ -61,16 +61,16 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     job_dir: str
     """Empty: not given."""
     standalone: bool
-    """A job of this machine alone: ``--standalone``, or one node that names no place to meet."""
+    """A job of this machine alone: ``--standalone``, or one node without a rendezvous address."""
     rdzv_backend: str
     rdzv_endpoint: Endpoint | None
-    """None: nobody named one, and for a standalone job nobody needs to."""
+    """None: not given, or not needed because the job is standalone."""
     rdzv_conf: dict[str, str]
     node_rank: int
     node_rank_given: bool
-    """Whether somebody set ``node_rank``; it is 0 otherwise."""
+    """True if ``node_rank`` was given; it is 0 otherwise."""
     local_addr: str
-    """Empty: to be found."""
+    """This node's address for the others; empty: find it."""
     master_port: int
     """0: not given."""
     omp_num_threads: str
@@ -84,18 +84,18 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Check nodes before they train."""
     exclude_stragglers: bool
     notices: tuple[str, ...]
-    """A line for each given option that has no effect, and for what was chosen."""
+    """A line for each given option without effect, and for each automatic choice."""
 
 
 def run_options(
     args: argparse.Namespace, environ: Mapping[str, str], probe: Callable[[str], int]
 ) -> RunOptions:
-    """The meaning of ``args``, a namespace of `dlrover.cli.arguments.build_parser`.
+    """Return the meaning of ``args``, a namespace of `dlrover.cli.arguments.build_parser`.
 
-    ``probe`` is asked about a word for ``--nproc-per-node`` (`dlrover.cli.nproc.resolve_nproc`).
+    ``probe`` counts the devices for a word as ``--nproc-per-node`` (`dlrover.cli.nproc.resolve_nproc`).
 
     Raises:
-        ConfigurationError: the first thing found wrong.
+        ConfigurationError: the first mistake found.
     """
     chosen = [autoconfig.apply(args, environ, probe)] if args.auto_config else []
     min_nodes, max_nodes = _node_bounds(args)
@@ -172,7 +172,7 @@ def _launch_spec(
         save_at_breakpoint=args.save_at_breakpoint,
         auto_tuning=args.auto_tunning,
         numa_binding=args.numa_binding or "",
-        # Last: it may take seconds, and whatever else is wrong should be said at once.
+        # Last: it may take seconds, and any other mistake should be reported at once.
         nproc_per_node=resolve_nproc(args.nproc_per_node, probe),
     )
 
@@ -181,7 +181,7 @@ def _launch_spec(
 
 
 def parse_nnodes(text: str) -> tuple[int, int]:
-    """``N`` or ``MIN:MAX`` as the least and the most number of nodes."""
+    """Parse ``N`` or ``MIN:MAX`` into the least and the most number of nodes."""
     try:
         numbers = [int(part) for part in text.split(":")]
     except ValueError:
@@ -199,7 +199,7 @@ def parse_nnodes(text: str) -> tuple[int, int]:
 
 
 def _node_bounds(args: argparse.Namespace) -> tuple[int, int]:
-    """The least and the most number of nodes, once the other options are known to fit to them."""
+    """Return the least and the most number of nodes after checking them against the other options."""
     local, unit = args.local_nodes, args.node_unit
     if local < 0:
         raise ConfigurationError(f"--local-nodes {local}: must be a whole number, 1 or more.")
@@ -229,7 +229,7 @@ def _node_bounds(args: argparse.Namespace) -> tuple[int, int]:
 def _check_auto_scale(
     args: argparse.Namespace, environ: Mapping[str, str], max_nodes: int, has_choice: bool
 ) -> None:
-    """Refuse to choose where there is no choice, or where nobody can start nodes."""
+    """Refuse ``--auto-scale`` without a range of sizes, or where DLRover cannot start nodes."""
     if not has_choice:
         servers = f" and {args.servers} servers" if args.servers else ""
         raise ConfigurationError(
@@ -263,7 +263,7 @@ def _check_node_rank(args: argparse.Namespace, standalone: bool, max_nodes: int)
     rank = args.node_rank
     if rank < 0:
         raise ConfigurationError(f"--node-rank {rank}: must be 0 or a positive whole number.")
-    # The other backends give out the ranks themselves, and torchrun takes any number there.
+    # The other backends assign ranks themselves, and torchrun accepts any number there.
     if args.rdzv_backend == "static" and not standalone and rank >= max_nodes:
         raise ConfigurationError(
             f"--node-rank {rank}: must be less than the number of nodes, {max_nodes}."
@@ -290,7 +290,7 @@ def _endpoint(args: argparse.Namespace) -> Endpoint | None:
 
 
 def parse_endpoint(flag: str, text: str, default_port: int) -> Endpoint:
-    """``HOST``, ``HOST:PORT`` or ``[IPV6]:PORT``; what follows the last colon is the port."""
+    """Parse ``HOST``, ``HOST:PORT`` or ``[IPV6]:PORT``; the port follows the last colon."""
     text = text.strip()
     has_port = ":" in text and not text.endswith("]")
     host, _, port = text.rpartition(":") if has_port else (text, "", "")
@@ -308,9 +308,9 @@ def parse_endpoint(flag: str, text: str, default_port: int) -> Endpoint:
 
 
 def parse_rdzv_conf(text: str) -> dict[str, str]:
-    """``k=v,k=v`` as a dictionary; blanks around keys and values do not count.
+    """Parse ``k=v,k=v`` into a dictionary; ignore blanks around keys and values.
 
-    Nor do quotes around all of it, which are there where no shell has taken them away.
+    Quotes around the whole text are ignored too: they remain where no shell removed them.
     """
     pairs = text.strip()
     if len(pairs) > 1 and pairs[0] == pairs[-1] and pairs[0] in "'\"":
@@ -332,7 +332,7 @@ def parse_rdzv_conf(text: str) -> dict[str, str]:
 
 
 def parse_std(flag: str, text: str) -> StdMap:
-    """``S``, or ``RANK:S,RANK:S`` with a local rank each; S is 0 none, 1 stdout, 2 stderr, 3 both."""
+    """Parse ``S`` or ``RANK:S,RANK:S`` (local ranks); S is 0 none, 1 stdout, 2 stderr, 3 both."""
     if re.fullmatch(r"[0-3]", text):
         return StdMap(default=int(text))
     if re.fullmatch(r"(\d+:[0-3],)*\d+:[0-3]", text):
@@ -345,7 +345,7 @@ def parse_std(flag: str, text: str) -> StdMap:
 
 
 def parse_local_ranks(text: str) -> tuple[int, ...]:
-    """Comma-separated local ranks, each once and in order; empty: no filter."""
+    """Parse comma-separated local ranks, each kept once and in order; empty: no filter."""
     if not text:
         return ()
     try:
@@ -360,7 +360,7 @@ def parse_local_ranks(text: str) -> tuple[int, ...]:
 
 
 def parse_signals(text: str) -> str:
-    """Comma-separated names of signals, without the blanks."""
+    """Return comma-separated names of signals, without blanks."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in signal.Signals.__members__:
@@ -402,7 +402,7 @@ def _entry(args: argparse.Namespace) -> Entry:
 
 def _check_program(entry: Entry, target: str, environ: Mapping[str, str]) -> None:
     if entry is Entry.MODULE:
-        return  # only importing its packages would tell
+        return  # only importing its packages could check it
     if entry is Entry.COMMAND:
         if shutil.which(target, path=environ.get("PATH", os.defpath)) is None:
             raise ConfigurationError(
@@ -421,7 +421,7 @@ def _check_program(entry: Entry, target: str, environ: Mapping[str, str]) -> Non
 
 def _notices(args: argparse.Namespace) -> tuple[str, ...]:
     notices = []
-    # "default" is the name under which torch registers its own class.
+    # torch registers its own class as "default".
     if args.logs_specs not in (None, "default"):
         notices.append(
             f"--logs-specs {args.logs_specs} has no effect: "

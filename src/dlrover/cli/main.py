@@ -1,4 +1,4 @@
-"""``dlrover``: the verbs for looking at a job, ending it, checking a machine and running a master."""
+"""``dlrover``: commands to inspect, scale and end a job, check a machine and run a master."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Dir = Annotated[str, typer.Option("--job-dir", help="Directory of the job, inste
 
 @app.command()
 def status(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
-    """Show where a job stands: its phase, its nodes, its steps, and what it waits for."""
+    """Show a job's phase, nodes and steps, and what it waits for."""
     from dlrover.cli import queries  # noqa: PLC0415 - loads grpc
 
     report = queries.status(jobs.find(config.environ(), job, job_dir))
@@ -58,7 +58,7 @@ def status(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None
 
 @app.command()
 def nodes(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
-    """Show what each node of a job uses: memory, cores and accelerators, beside what it has."""
+    """Show the memory, cores and accelerators that each node of a job uses and has."""
     from dlrover.cli import nodes as views, queries  # noqa: PLC0415 - loads grpc
 
     report = queries.status(jobs.find(config.environ(), job, job_dir))
@@ -77,7 +77,7 @@ def events(
     ] = False,
     output: Output = Form.TEXT,
 ) -> None:
-    """Show what happened to a job, one line for each event (with JSON: one object a line)."""
+    """Show a job's events, one per line (with JSON: one object per line)."""
     from dlrover.cli import queries  # noqa: PLC0415
 
     found = jobs.find(config.environ(), job, job_dir)
@@ -105,7 +105,7 @@ def goodput(
     ] = "",
     output: Output = Form.TEXT,
 ) -> None:
-    """Show what each second of a job's nodes went into, and what each incident cost."""
+    """Show where the time of a job's nodes went, and what each incident cost."""
     from dlrover.cli import chrometrace, goodput as ledger, page  # noqa: PLC0415
 
     found = ledger.report(jobs.find(config.environ(), job, job_dir))
@@ -121,7 +121,7 @@ def goodput(
 
 @app.command()
 def plan(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
-    """Show what auto-scaling did to a job: each plan, its reason, what it promised and what it brought."""
+    """Show the auto-scaler's plans for a job: reasons, predictions, measurements and outcomes."""
     from dlrover.cli import plans  # noqa: PLC0415
 
     found = plans.plans(jobs.find(config.environ(), job, job_dir))
@@ -133,7 +133,7 @@ def plan(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
 
 @app.command()
 def stacks(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
-    """Show where every rank is now: the ranks by place, with the stacks of one of each group."""
+    """Show where every rank is now: ranks grouped by place, with the stacks of one rank per group."""
     from dlrover.cli import queries  # noqa: PLC0415
 
     found = queries.stacks(jobs.find(config.environ(), job, job_dir))
@@ -156,7 +156,7 @@ def scale(
     ] = "dlrover scale",
     output: Output = Form.TEXT,
 ) -> None:
-    """Give a running job more or fewer nodes."""
+    """Change the number of nodes of a running job."""
     from dlrover.cli import queries  # noqa: PLC0415
     from dlrover.master.app import read_outcome  # noqa: PLC0415
 
@@ -181,7 +181,7 @@ def stop(
     ] = "The job was stopped by dlrover stop.",
     output: Output = Form.TEXT,
 ) -> None:
-    """End a job: its workers get SIGTERM and their time to leave."""
+    """End a job: its workers get SIGTERM and time to leave."""
     from dlrover.cli import queries  # noqa: PLC0415
     from dlrover.master.app import read_outcome  # noqa: PLC0415
 
@@ -199,7 +199,7 @@ def stop(
 
 @app.command()
 def doctor(output: Output = Form.TEXT) -> None:
-    """Check this machine for what training needs; a sentence for each finding."""
+    """Check this machine for what training needs; print a sentence for each finding."""
     from dlrover.cli.doctor import doctor as examine  # noqa: PLC0415
 
     raise typer.Exit(examine(output.value, config.environ(), Console()))
@@ -214,7 +214,7 @@ def diagnose(
     rules: Annotated[str, typer.Option(help="Rows for the table of causes (TOML).")] = "",
     output: Output = Form.TEXT,
 ) -> None:
-    """Say what ended a program by its log, or what ended the workers of a job, and what to do."""
+    """Explain from its log what ended a program, or what ended a job's workers, and what to do."""
     from dlrover.cli import diagnose as diagnosing  # noqa: PLC0415
 
     env = config.environ()
@@ -241,9 +241,9 @@ def check(
     config_file: Annotated[str, typer.Option("--config", help="Settings file (TOML).")] = "",
     output: Output = Form.TEXT,
 ) -> None:
-    """Measure this machine: device, memory, disk and network; in a launcher's job, all its machines.
+    """Measure this machine's device, memory, disk and network; in a launcher's job, all its machines.
 
-    Ends with exit code 3 if something is at fault.
+    Exit code 3 if something is at fault.
     """
     from dlrover.cli import check as checking  # noqa: PLC0415
 
@@ -287,8 +287,8 @@ def master(  # noqa: PLR0913 - each is an option of the command
 ) -> None:
     """Run one job's master here, for nodes that are started with DLROVER_MASTER_ADDR.
 
-    Its token is DLROVER_TOKEN, or a fresh one that is printed. With --platform kubernetes the job is the
-    ElasticJob that DLROVER_KUBERNETES_JOB names, and the master makes its pods.
+    Its token is DLROVER_TOKEN, else the one in the job directory, else a new one. With --platform kubernetes,
+    the job is the ElasticJob that DLROVER_KUBERNETES_JOB names, and the master makes its pods.
     """
     from dlrover.master.app import main as run_master, read_outcome  # noqa: PLC0415 - loads grpc
 
@@ -349,12 +349,12 @@ def master(  # noqa: PLR0913 - each is an option of the command
         code = run_master(["--job-dir", str(directory.path), *log])
     outcome = read_outcome(directory.outcome) if platform else None
     if outcome is not None:
-        print(outcome.reason, file=sys.stderr)  # the pod's last words
+        print(outcome.reason, file=sys.stderr)  # the end of the pod's log
     raise typer.Exit(code)
 
 
 def _leave(number: int, _frame: object) -> None:
-    """End in an orderly way. The first process of a container hears no signal that it does not handle."""
+    """Exit in an orderly way; the first process of a container gets only signals that it handles."""
     raise SystemExit(ExitCode.SIGNAL_BASE + number)
 
 
@@ -370,11 +370,11 @@ def _options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Options before the verb."""
+    """Handle the options before the command."""
 
 
 def main() -> int:
-    """Run ``dlrover``; its exit code."""
+    """Run ``dlrover``; return its exit code."""
     procs.open_standard_streams()
     try:
         app()

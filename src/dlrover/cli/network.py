@@ -1,4 +1,4 @@
-"""Which machine is which: whether a host name is this one, and under which address others reach it."""
+"""Host names and addresses: find out which are this machine's, and under which one others reach it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import psutil
 
 from dlrover.errors import InfrastructureError
 
-_UNSPECIFIED = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - what others mean by it
-"""Whoever connects to such an address reaches its own machine, here."""
+_UNSPECIFIED = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - addresses that users give
+"""Unspecified addresses, with the own machine's address that connecting to them reaches."""
 
 NAME_RETRY = 0.5
-"""Seconds between two look-ups of a name that is not known yet."""
+"""Seconds between two look-ups of an unknown name."""
 NAME_NOTICE = 2.0
-"""Seconds of waiting for a name after which the user is told."""
+"""Seconds of waiting for a name after which a notice is printed."""
 
 
 def wait_for_name(host: str, limit: float) -> None:
-    """Wait until the name of the master's host is known: the pod that it names may start later.
+    """Wait until the master's host name can be resolved: its pod may start later.
 
     Raises:
-        InfrastructureError: it is still unknown after ``limit`` seconds.
+        InfrastructureError: the name is still unknown after ``limit`` seconds.
     """
     began = time.monotonic()
     told = False
@@ -50,7 +50,7 @@ def wait_for_name(host: str, limit: float) -> None:
 
 
 def _why_unknown(host: str) -> str:
-    """Why a name has no address; empty if it has one."""
+    """Return why a name has no address; empty if it has one."""
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:
@@ -59,7 +59,7 @@ def _why_unknown(host: str) -> str:
 
 
 def addresses_of(host: str) -> frozenset[str]:
-    """The IP addresses of a host.
+    """Return the IP addresses of a host.
 
     Raises:
         InfrastructureError: the name is unknown.
@@ -68,10 +68,10 @@ def addresses_of(host: str) -> frozenset[str]:
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether ``host`` is a name of this machine, or one of its addresses belongs to an interface here.
+    """Return True if ``host`` is a name of this machine, or an address of it is on an interface here.
 
-    The name counts even if the host's address, as others see it, is none of this machine's or that of a
-    pod that was here before.
+    The name counts even if it resolves to an address that is not this machine's, or to that of an
+    earlier pod.
 
     Raises:
         InfrastructureError: the name is unknown.
@@ -80,7 +80,7 @@ def is_this_machine(host: str) -> bool:
 
 
 def _is_own_name(host: str) -> bool:
-    """Whether ``host`` is the host name, or the full name up to some dot."""
+    """Return True if ``host`` is the host name, or the full name or its part before a dot."""
     name = socket.gethostname()
     return host == name or f"{socket.getfqdn(name)}.".startswith(f"{host}.")
 
@@ -90,15 +90,15 @@ def _has_own_address(host: str) -> bool:
 
 
 def stays_here(host: str) -> bool:
-    """Whether all that connect to ``host`` from here stay on this machine."""
+    """Return True if all connections from here to ``host`` stay on this machine."""
     try:
         return all(_own_addresses(host).values())
-    except InfrastructureError:  # a name that is not known yet
+    except InfrastructureError:  # an unknown name
         return False
 
 
 def _own_addresses(host: str) -> dict[str, bool]:
-    """The addresses of a host, and whether each is one of this machine."""
+    """Return the addresses of a host; the value is True for an address of this machine."""
     own = {
         address.address.partition("%")[0]
         for interface in psutil.net_if_addrs().values()
@@ -109,7 +109,7 @@ def _own_addresses(host: str) -> dict[str, bool]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a user says by this host that all nodes are on this machine."""
+    """Return True if this host, as the user gave it, puts all nodes on this machine."""
     return host.lower() == "localhost" or _is_loopback(host)
 
 
@@ -121,7 +121,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def loopback_of(host: str) -> str:
-    """The address to listen on for those who connect to ``host`` from here; empty if it is no loopback address.
+    """Return the address to listen on for connections to ``host``; empty unless it is a loopback address.
 
     Raises:
         InfrastructureError: the name is unknown.
@@ -133,7 +133,7 @@ def loopback_of(host: str) -> str:
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's address on the way to another one: where that one can reach it.
+    """Return this machine's address on the route to ``host``, where that machine can reach it.
 
     Raises:
         InfrastructureError: the name is unknown.
@@ -151,7 +151,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def _outward_address() -> str:
-    """An IPv4 address of this machine that is not its loopback; empty if it has none."""
+    """Return an IPv4 address of this machine other than its loopback; empty if there is none."""
     for interface in psutil.net_if_addrs().values():
         for address in interface:
             if address.family == socket.AF_INET and not address.address.startswith("127."):
@@ -160,7 +160,7 @@ def _outward_address() -> str:
 
 
 def _resolve(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
-    """The families and socket addresses of a host's port."""
+    """Return the address families and socket addresses of a host's port."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     except OSError as error:
@@ -171,9 +171,9 @@ def _resolve(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
 
 
 class HostLock:
-    """Decides which of several launchers on this machine starts the master for an endpoint.
+    """Lock that decides which launcher on this machine starts the master for an endpoint.
 
-    The lock is a name in the kernel, not a file: it goes with the process that holds it.
+    The lock is a name in the kernel, not a file: it vanishes with the process that holds it.
     """
 
     def __init__(self, port: int) -> None:

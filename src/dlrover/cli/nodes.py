@@ -1,4 +1,4 @@
-"""``dlrover nodes``: what each node of a job uses, beside what it has."""
+"""``dlrover nodes``: the resources that each node of a job uses and has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dlrover.spec.events import size
 
 
 def render(nodes: Sequence[NodeState], console: Console) -> None:
-    """Print the nodes of a job for people."""
+    """Print a job's nodes as a table."""
     table = Table("node", "rank", "status", "host", "memory", "cores", "accelerators", box=None)
     for node in nodes:
         table.add_row(

@@ -1,7 +1,7 @@
-"""What ``--nproc-per-node`` means: a number, or a word for the devices of this machine.
+"""``--nproc-per-node``: a number, or a word for the devices of this machine.
 
-torch knows the devices, and the launcher never imports it: a short process of the interpreter that
-will run the workers is asked instead.
+torch knows the devices, but the launcher never imports it: a short process of the workers'
+interpreter counts them instead.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 PROBE_TIMEOUT = 60.0
-"""Seconds that the asked interpreter gets. Importing torch from a cold network disk takes many."""
+"""Seconds that the interpreter has to answer. Importing torch from a cold network disk takes many."""
 
 ACCELERATORS = "accelerators"
-"""The word for the current accelerator's devices, 0 where there is none; for `probe_devices` only."""
+"""Word for the current accelerator's devices, 0 without one; for `probe_devices` only."""
 
 _FLAG = "--nproc-per-node"
 
 _MISSING, _UNKNOWN, _UNAVAILABLE = "missing", "unknown", "unavailable"
 
-# Prints the number of devices, or one of the words above, as its last line. Entries of sys.path
-# that stand for the current directory go: a file torch.py beside the script is not torch.
+# Prints the number of devices, or one of the words above, as its last line. It removes the current
+# directory from sys.path: a file torch.py beside the script is not torch.
 _PROGRAM = f"""
 import importlib.util, sys
 sys.path[:] = [entry for entry in sys.path if entry]
@@ -52,12 +52,12 @@ print(count(sys.argv[1]))
 
 
 def resolve_nproc(text: str, probe: Callable[[str], int]) -> int:
-    """The number of workers per node that ``--nproc-per-node text`` asks for, at least 1.
+    """Return the number of workers per node that ``--nproc-per-node text`` asks for, at least 1.
 
-    ``probe`` is asked only about words, as `probe_devices` is.
+    ``probe`` counts the devices that a word stands for, as `probe_devices` does.
 
     Raises:
-        ConfigurationError: ``text`` is neither a whole number nor a word, or there is no worker.
+        ConfigurationError: ``text`` is neither a whole number nor a word, or asks for no worker.
     """
     try:
         count = int(text)
@@ -78,18 +78,18 @@ def probe_devices(
     environ: Mapping[str, str] | None = None,
     timeout: float = PROBE_TIMEOUT,
 ) -> int:
-    """How many devices of the kind ``word`` the interpreter ``python`` can use on this machine.
+    """Return how many devices of the kind ``word`` the interpreter ``python`` can use here.
 
-    ``cpu`` counts the processors that this process may run on, ``gpu`` CUDA's (and ROCm's) devices,
-    ``xpu`` Intel's, and the name of a backend that is a plug-in to torch (``npu``) its devices.
-    ``auto`` counts the current accelerator's devices, and processors where there is none or no
-    torch. torchrun counts in the same way.
+    ``cpu`` counts the processors that this process may run on, ``gpu`` CUDA (and ROCm) devices, ``xpu``
+    Intel devices, and the name of a torch plug-in's backend (``npu``) its devices. ``auto`` counts the
+    current accelerator's devices, or processors without an accelerator or without torch. torchrun
+    counts in the same way.
 
-    ``environ`` is the environment of the asked interpreter (None: this process's), ``timeout`` its
-    time limit in seconds.
+    ``environ`` is the interpreter's environment (None: this process's), ``timeout`` its time limit in
+    seconds.
 
     Raises:
-        ConfigurationError: there is no such device, no torch to ask, or no answer in time.
+        ConfigurationError: there is no such device, no torch, or no answer in time.
     """
     if word == "cpu":
         return _processors()
@@ -112,7 +112,7 @@ def _processors() -> int:
 
 
 def _ask(word: str, python: str, environ: Mapping[str, str] | None, timeout: float) -> str:
-    """The last line that `_PROGRAM` prints about ``word``."""
+    """Return the last line that `_PROGRAM` prints for ``word``."""
     try:
         done = subprocess.run(
             [python, "-c", _PROGRAM, word],

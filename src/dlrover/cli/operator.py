@@ -1,4 +1,4 @@
-"""``dlrover operator``: the controller of ElasticJobs, in the cluster or outside of it."""
+"""``dlrover operator``: the controller of ElasticJobs, inside or outside the cluster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dlrover.kubernetes.serving import Serving
 
 LEASE = "dlrover-operator"
-"""The name of the Lease by which one of several operators leads."""
+"""Name of the Lease by which operators elect their leader."""
 
 
 def operator(
@@ -41,9 +41,9 @@ def operator(
     ] = 0,
     http_host: Annotated[str, typer.Option(help="Address that it listens on.")] = "127.0.0.1",
 ) -> None:
-    """Run the operator: it makes the masters of ElasticJobs and keeps them alive.
+    """Run the operator: it creates the masters of ElasticJobs and keeps them alive.
 
-    Ends with exit code 3 if another operator takes the lead.
+    Exit code 3 if another operator takes the lead.
     """
     with extra():
         from dlrover.kubernetes.client import Client  # noqa: PLC0415 - needs the extra
@@ -75,10 +75,10 @@ def operator(
 
 @contextlib.contextmanager
 def _health(serving: Serving, host: str, port: int) -> Iterator[None]:
-    """Serve the HTTP port, if there is to be one.
+    """Serve the HTTP port, unless ``port`` is 0.
 
     Raises:
-        ConfigurationError: the package for it is missing, or the address cannot be listened on.
+        ConfigurationError: its package is missing, or the address cannot be listened on.
     """
     if not port:
         yield
@@ -94,12 +94,12 @@ def _health(serving: Serving, host: str, port: int) -> Iterator[None]:
     try:
         yield
     finally:
-        # Its threads ask this event loop, which does not wait for them meanwhile.
+        # Request threads ask this event loop: closing blocks it, but does not wait for them.
         server.close()
 
 
 async def _until_stopped(serving: Coroutine[Any, Any, None]) -> None:
-    """Run it to its end, or until SIGTERM or SIGINT."""
+    """Run ``serving`` to its end, or until SIGTERM or SIGINT."""
     task = asyncio.create_task(serving)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

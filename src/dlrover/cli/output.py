@@ -1,4 +1,4 @@
-"""The form in which the verbs of ``dlrover`` print what they have to say."""
+"""Output forms of the ``dlrover`` commands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 
 class Form(str, Enum):
-    """How a verb prints what it has to say."""
+    """Form of a command's output."""
 
     TEXT = "text"
     JSON = "json"
@@ -20,5 +20,5 @@ Output = Annotated[Form, typer.Option("--output", "-o", help="Form of the output
 
 
 def print_json(value: Any) -> None:
-    """Print what msgspec can encode, indented."""
+    """Print ``value`` as indented JSON."""
     print(msgspec.json.format(msgspec.json.encode(value)).decode())

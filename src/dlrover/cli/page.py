@@ -1,4 +1,4 @@
-"""A job's goodput as one HTML page that needs nothing else: figures, a timeline, the incidents."""
+"""A job's goodput as one self-contained HTML page: figures, a timeline, the incidents."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from dlrover.master.machine.roundtime import MICRO
 from dlrover.spec.goodput import Cause, IncidentCost, IncidentKind
 
 ROWS = 64
-"""Nodes that are drawn; of more, those with the most incidents, then the first ones."""
+"""Most nodes that are drawn: those with the most incidents, then the first ones."""
 
 _WIDTH = 1000
-"""Units of the drawing's time axis."""
+"""Width of the time axis, in units of the drawing."""
 _LEFT = 110
 _ROW = 16
 _GAP = 6
 _TOP = 40
 _PARTS = 800
-"""Parts of the axis within which the order of causes is not drawn."""
+"""Parts of the time axis; the order of causes within a part is not drawn."""
 _TICKS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10_800, 21_600, 43_200)
 _DAY = 86_400
 _MOST_TICKS = 10
@@ -31,7 +31,7 @@ _MOST_TICKS = 10
 _MASTER = IncidentKind.MASTER
 
 _NOTHING_MORE = re.compile(r"(?<=\w) 0 \w+$")
-"""The end of ``5 min 0 s``."""
+"""Pattern of a needless end, as in ``5 min 0 s``."""
 
 COLOURS = {
     Cause.PRODUCTIVE: "#2f9e62",
@@ -74,7 +74,7 @@ th{color:var(--soft);font-weight:500;border-bottom:1px solid var(--line)}
 
 
 def render(found: Report) -> str:
-    """The page. It refers to nothing outside of itself."""
+    """Return the page, which refers to nothing outside itself."""
     goodput = found.goodput
     amount = Amounts(goodput.wall_seconds)
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.submitted_at))
@@ -153,18 +153,18 @@ def _clock(at: float) -> str:
 
 
 class _Axis:
-    """Places times on the drawing."""
+    """Time axis of the drawing."""
 
     def __init__(self, since: float, seconds: float) -> None:
         self.since = since
         self.seconds = max(seconds, 1e-6)
 
     def __call__(self, at: float) -> float:
-        """Where a time is, seconds since the epoch."""
+        """Return the position of a time, given in seconds since the epoch."""
         return _LEFT + _WIDTH * (at - self.since) / self.seconds
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Places and names of ticks: time since the job's submission."""
+        """Return positions and labels of ticks: time since the job's submission."""
         step = next((s for s in _TICKS if self.seconds / s <= _MOST_TICKS), 0)
         step = step or _DAY * -(-int(self.seconds) // (_DAY * _MOST_TICKS))
         places = range(0, int(self.seconds) + 1, step)
@@ -194,7 +194,7 @@ def _timeline(found: Report) -> str:
 
 
 def _size(found: Report) -> list[str]:
-    """The number of nodes over time, of a job in which it changed or was to change."""
+    """Return the chart of nodes over time; empty if their number never changed and no plan exists."""
     if not found.plans and len({nodes for _, nodes in found.sizes}) < 2:
         return []
     drawn = pagesize.drawing(found.sizes, found.plans, _axis(found), (_LEFT, _LEFT + _WIDTH))
@@ -208,7 +208,7 @@ def _axis(found: Report) -> _Axis:
 
 
 def _shown(found: Report) -> list[int]:
-    """The nodes that are drawn, in order."""
+    """Return the nodes to draw, in order."""
     hit: dict[int, int] = defaultdict(int)
     for incident in found.goodput.incidents:
         hit[incident.node] += 1
@@ -216,7 +216,7 @@ def _shown(found: Report) -> list[int]:
 
 
 def _row(found: Report, axis: _Axis, node: int, place: int) -> str:
-    """One node: its name, and a line of strokes for each cause."""
+    """Return one node: its name, and a line of strokes for each cause."""
     strokes: dict[Cause, list[str]] = defaultdict(list)
     times: dict[Cause, int] = defaultdict(int)
     for span in found.timeline.spans(node, round(axis.seconds * MICRO / _PARTS)):
@@ -237,7 +237,7 @@ def _row(found: Report, axis: _Axis, node: int, place: int) -> str:
 
 
 def _mark(axis: _Axis, number: int, incident: IncidentCost, height: int) -> str:
-    """An incident: a mark above the rows that tells what happened."""
+    """Return an incident's mark above the rows, with a title that says what happened."""
     x = axis(incident.since)
     end = "the nodes were connected again" if incident.kind is _MASTER else "the next new step"
     lasted = f"{incident.until - incident.since:.1f} s until {end}"

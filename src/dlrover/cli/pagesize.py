@@ -1,4 +1,4 @@
-"""The size of a job over time and its plans, as a part of its goodput page."""
+"""A job's size over time and its plans, as a section of its goodput page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from html import escape
 from dlrover.cli.plans import PlanRecord, interval
 
 Sizes = Sequence[tuple[float, int]]
-"""When the job's world was formed anew (seconds since the epoch), and of how many nodes."""
+"""Time at which each world was formed (seconds since the epoch), and its number of nodes."""
 
 _TOP = 26
 _HEIGHT = 70
@@ -21,12 +21,12 @@ def drawing(
     place: Callable[[float], float],
     ends: tuple[float, float],
 ) -> str:
-    """A line of the number of nodes, with a mark for each plan.
+    """Return a line of the number of nodes, with a mark for each plan.
 
     Args:
-        sizes: the job's.
-        plans: the job's.
-        place: where a time is on the drawing's axis.
+        sizes: the job's sizes.
+        plans: the job's plans.
+        place: returns the position of a time on the axis.
         ends: the left and the right end of the axis.
     """
     if not sizes:
@@ -63,7 +63,7 @@ def _mark(plan: PlanRecord, x: float, bottom: int) -> str:
 
 
 def table(plans: Sequence[PlanRecord]) -> str:
-    """The plans: why each was made, what it promised, and what it brought."""
+    """Return the plans as a table: reason, prediction, measurement and outcome."""
     rows = "".join(
         f"<tr><td class=number>{plan.number}<td>{_clock(plan.time)}"
         f"<td class=number>{plan.before} &rarr; {plan.nodes}<td>{escape(plan.kind.value)}: "

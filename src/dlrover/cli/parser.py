@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 NEARNESS = 0.7
-"""From which similarity, between 0 and 1, an option is suggested for an unknown one."""
+"""Similarity, between 0 and 1, above which an option is suggested for an unknown one."""
 
 
 class LaunchParser(argparse.ArgumentParser):
-    """Raises `ConfigurationError` instead of exiting, and keeps torchrun's abbreviations."""
+    """Parser that raises `ConfigurationError` instead of exiting, and keeps torchrun's abbreviations."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -27,11 +27,11 @@ class LaunchParser(argparse.ArgumentParser):
         """Names of the options that an environment variable sets."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise ``message``, followed by where to read on."""
+        """Raise ``message``, followed by a pointer to ``--help``."""
         raise ConfigurationError(f"{message}; see {self.prog} --help")
 
     def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
-        """As argparse's; a wrong value in the environment counts if nothing replaced it."""
+        """Parse as argparse does; report a wrong value from the environment only if it is used."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(self._unknown_option(unknown[0]))
@@ -47,9 +47,8 @@ class LaunchParser(argparse.ArgumentParser):
         return f"unknown option {option}{hint}"
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        # What argparse asks when an option is not spelled out. An abbreviation that torchrun
-        # understands must not turn ambiguous because of an option that only DLRover has, nor
-        # because of the two spellings of one option.
+        # argparse calls this for an option that is not spelled out. An option that only DLRover has,
+        # or the second spelling of an option, must not make torchrun's abbreviations ambiguous.
         matches: list[Any] = super()._get_option_tuples(option_string)
         of_torchrun = [match for match in matches if match[0].dest not in self.own_options]
         unique: dict[str, Any] = {}
@@ -59,7 +58,7 @@ class LaunchParser(argparse.ArgumentParser):
 
 
 class OptionGroup:
-    """Adds options under one heading of the help text: both spellings, ``PET_`` defaults."""
+    """Options under one heading of the help text, with both spellings and ``PET_`` defaults."""
 
     def __init__(
         self,
@@ -78,7 +77,7 @@ class OptionGroup:
     def add_positional(self, name: str, **settings: Any) -> None:
         """Add a positional argument; ``settings`` are argparse's."""
         action = self._group.add_argument(name, type=str, **settings)
-        # Some versions of argparse say of the rest of the line, too, that it is missing.
+        # Some versions of argparse report even the rest of the line as missing.
         action.required = action.nargs != argparse.REMAINDER
 
     def add(
@@ -110,7 +109,7 @@ class OptionGroup:
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Lists one spelling of each option."""
+    """Formatter that lists one spelling of each option."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         shown = copy.copy(action)
@@ -119,7 +118,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class _Set(argparse.Action):
-    """Stores the value, or the constant of a switch, and notes in ``given`` that it was set."""
+    """Action that stores the value, or a switch's constant, and adds the option to ``given``."""
 
     def __call__(
         self,
@@ -133,7 +132,7 @@ class _Set(argparse.Action):
 
 
 class _BadDefault:
-    """A value from the environment that its option does not take.
+    """Value from the environment that its option does not accept.
 
     It becomes an error only if it is used: the command line may set the option, or ask for help.
     """
@@ -147,7 +146,7 @@ class _BadDefault:
 
 
 def _spellings(flags: Sequence[str]) -> list[str]:
-    """``flags``, and after each one with inner dashes its spelling with underscores."""
+    """Return ``flags``; each one with inner dashes is followed by its spelling with underscores."""
     both = ((flag, "--" + flag[2:].replace("-", "_")) if flag[2:] else (flag,) for flag in flags)
     return [spelling for pair in both for spelling in dict.fromkeys(pair)]
 
@@ -155,7 +154,7 @@ def _spellings(flags: Sequence[str]) -> list[str]:
 def _from_environ(
     action: argparse.Action, kind: Callable[[str], Any], variable: str, text: str
 ) -> Any:
-    """``text`` as a value of ``action``, or the error to report if it gets used."""
+    """Return ``text`` as a value of ``action``, or the error to report if it is used."""
     subject = f"{variable}={text!r} is not a value for {_long_option(action)}"
     try:
         value = kind(text)
@@ -171,12 +170,12 @@ def _from_environ(
 
 
 def _most_alike(option: str, flags: Sequence[str]) -> str:
-    """The one of ``flags`` that ``option`` was meant to be, empty if none is near."""
+    """Return the flag that ``option`` most resembles; empty if none is near."""
     wanted = option.lstrip("-").replace("_", "-")
     matcher = difflib.SequenceMatcher(b=wanted)
 
     def similarity(flag: str) -> float:
-        # Also against as much of the flag: people leave out the end of a name, as of --nproc.
+        # Compare with the flag's start too: people leave out the end of a name, as in --nproc.
         ratios = []
         for name in (flag[2:], flag[2:][: len(wanted)]):
             matcher.set_seq1(name)

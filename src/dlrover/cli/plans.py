@@ -1,4 +1,4 @@
-"""``dlrover plan``: what was done about a job's size, with predictions beside what was measured."""
+"""``dlrover plan``: a job's scaling plans, with predictions beside measurements."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from dlrover.spec.speed import ScaleKind
 
 
 class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One plan and what came of it."""
+    """One plan and its outcome."""
 
     number: int
     time: float
     """When it was made, seconds since the epoch."""
     kind: ScaleKind
     before: int
-    """Nodes that the job had; in a job with servers, of role worker."""
+    """Nodes that the job had; in a job with servers, those of role worker."""
     nodes: int
-    """Nodes that it was to have."""
+    """Nodes that the plan wants."""
     servers_before: int = 0
     """Parameter servers that the job had."""
     servers: int = 0
-    """Parameter servers that it was to have."""
+    """Parameter servers that the plan wants."""
     reason: str
     predicted: Effect | None
     measured: float | None = None
-    """None until it is, and for a plan that was given up."""
+    """Measured throughput; None before, and for a plan that was given up."""
     error: float | None = None
-    """By how much it differs from the prediction, relative to that."""
+    """Difference between measurement and prediction, relative to the prediction."""
     within: bool | None = None
-    """Whether it lies in the predicted interval."""
+    """True if the measurement lies in the predicted interval."""
     unit: str
-    """Of the throughputs: ``samples/s`` or ``worker steps/s``."""
+    """Unit of the throughputs: ``samples/s`` or ``worker steps/s``."""
     outcome: str = "under way"
     """``under way``, ``kept``, ``does not pay``, or why it was given up."""
 
 
 class NodeChange(msgspec.Struct, frozen=True, kw_only=True):
-    """A node that gives its place to another one."""
+    """Replacement of a node by another one."""
 
     time: float
     """When it was decided, seconds since the epoch."""
@@ -60,23 +60,23 @@ class Plans(msgspec.Struct, frozen=True, kw_only=True):
 
     job_dir: str
     auto_scale: bool
-    """Whether the job was started with auto-scaling."""
+    """True if the job was started with auto-scaling."""
     min_nodes: int
     max_nodes: int
     min_servers: int = 0
     """0: a job without servers."""
     max_servers: int = 0
     settled: events.SizeSettled | None
-    """What the search has found; None while it goes on."""
+    """Result of the search; None while it goes on."""
     ended: str
     """Why auto-scaling has ended; empty if it has not."""
     plans: tuple[PlanRecord, ...]
     nodes: tuple[NodeChange, ...] = ()
-    """Nodes that others took the place of."""
+    """Replacements of nodes."""
 
 
 def plans(job_dir: JobDir) -> Plans:
-    """The plans of the job in ``job_dir``, from its events.
+    """Return the plans of the job in ``job_dir``, from its events.
 
     Raises:
         ConfigurationError: the job's files cannot be read.
@@ -112,7 +112,7 @@ def plans(job_dir: JobDir) -> Plans:
 
 
 def records(told: Iterable[tuple[float, events.EventBody]]) -> tuple[PlanRecord, ...]:
-    """The plans among a job's events, which come with their times."""
+    """Return the plans among a job's events, which come with their times."""
     found: dict[int, PlanRecord] = {}
     for at, body in told:
         if isinstance(body, events.PlanMade):
@@ -123,7 +123,7 @@ def records(told: Iterable[tuple[float, events.EventBody]]) -> tuple[PlanRecord,
 
 
 def _node_changes(told: Sequence[events.Event]) -> tuple[NodeChange, ...]:
-    found: dict[int, NodeChange] = {}  # the latest one of each node
+    found: dict[int, NodeChange] = {}  # the latest change of each node
     done = []
     for event in told:
         body = event.body
@@ -145,7 +145,7 @@ def _end(body: events.MigrationEnded | events.NodeReleased | events.NodeLost) ->
 
 
 def render(report: Plans) -> str:
-    """A job's plans for people."""
+    """Return a job's plans as text."""
     lines = [_headline(report), *(line for plan in report.plans for line in _lines(plan))]
     for change in report.nodes:
         lines += ["", f"node {change.successor} in place of node {change.node}: {change.reason}"]
@@ -188,7 +188,7 @@ def _span(least: int, most: int, what: str) -> str:
 
 
 def interval(effect: Effect) -> str:
-    """A predicted throughput: ``20 (10 to 40)``."""
+    """Return a predicted throughput as ``20 (10 to 40)``."""
     return f"{effect.throughput:.3g} ({effect.low:.3g} to {effect.high:.3g})"
 
 

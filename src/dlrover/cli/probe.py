@@ -1,6 +1,6 @@
-"""The facts about a machine that ``dlrover doctor`` judges, and how they are read.
+"""Facts about a machine that ``dlrover doctor`` judges, and how they are read.
 
-Reading takes a bounded time: what may block (name servers, network file systems) runs in threads.
+Reading takes bounded time: calls that may block (name servers, network file systems) run in threads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SYS_PTRACE = 19
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Room in a file system, in bytes."""
+    """Size and free space of a file system, in bytes."""
 
     total: int
     free: int
@@ -56,44 +56,44 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """The range from which the kernel takes ports that nobody asked for by number."""
+    """Range of ephemeral ports, from which the kernel assigns ports."""
 
     low: int
     high: int
     free: int
-    """Ports of the range that no TCP socket of this network namespace has."""
+    """Ports of the range without a TCP socket in this network namespace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """The device files of one vendor."""
+    """Device files of one vendor."""
 
     vendor: str
     files: tuple[str, ...]
     denied: tuple[str, ...] = ()
-    """Those that this user may not open."""
+    """Files that this user may not open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Facts about a machine as this process sees it. Sizes are bytes; None: not there, no limit."""
+    """Facts about a machine as this process sees it. Sizes are bytes; None: absent, or no limit."""
 
     python: str
     executable: str
     kernel: str
     pidfd: bool
-    """Whether the kernel lets this process call ``pidfd_open`` (Linux 5.3; some sandboxes do not)."""
+    """True if this process may call ``pidfd_open`` (Linux 5.3 or later; some sandboxes refuse it)."""
     torch: str | None
-    """PyTorch's version, from its metadata: it is not imported."""
+    """PyTorch's version, from its metadata, without importing it."""
     accelerators: tuple[Accelerator, ...]
     memory_total: int
     memory_available: int
     memory_limit: int | None
-    """The least memory limit of this process's cgroups."""
+    """Least memory limit of this process's cgroups."""
     shm: Space | None
     state_dir: str
     state: Space | None
-    """Room where ``state_dir`` is or, before it exists, would be; None: it does not answer."""
+    """Space where ``state_dir`` is or would be made; None: the file system does not answer."""
     state_writable: bool
     state_type: str
     """Type of that file system, as in ``/proc/self/mounts``; empty if unknown."""
@@ -103,29 +103,29 @@ class Machine:
     processes: int | None
     """Soft limit of this user, in threads."""
     processes_cgroup: int | None
-    """The least limit of this process's cgroups, in threads."""
+    """Least limit of this process's cgroups, in threads."""
     core_limit: int | None
     core_pattern: str
     ports: Ports | None
     loopback_error: str
-    """Why a connection to a port of 127.0.0.1 failed; empty: it did not."""
+    """Why a connection to a port of 127.0.0.1 failed; empty if it did not."""
     localhost: Lookup
     hostname: Lookup
     reverse: tuple[Lookup, ...]
-    """Names asked for the loopback address and for the host name's first address."""
+    """Reverse lookups of the loopback address and of the host name's first address."""
     interfaces: tuple[str, ...]
     gloo_interfaces: tuple[str, ...]
-    """What ``GLOO_SOCKET_IFNAME`` names."""
+    """Interfaces that ``GLOO_SOCKET_IFNAME`` names."""
     flag_variables: tuple[str, ...]
-    """The ``PET_*`` variables that are set: defaults for flags of ``dlrover-run``."""
+    """``PET_*`` variables that are set: defaults for flags of ``dlrover-run``."""
     wall_clock: float
     """Seconds since the epoch."""
     clock_step: float
-    """By how many seconds the wall clock outran the monotonic clock during the probe."""
+    """Seconds by which the wall clock outran the monotonic clock during the probe."""
     probe_seconds: float
     ptrace_scope: int | None
     may_trace: bool
-    """Whether this process has CAP_SYS_PTRACE."""
+    """True if this process has CAP_SYS_PTRACE."""
 
 
 def collect(
@@ -135,9 +135,9 @@ def collect(
     root: Path = Path("/"),
     limit: float = LIMIT,
 ) -> Machine:
-    """The facts about this machine, in at most about four times ``limit`` seconds.
+    """Return the facts about this machine, in at most about four times ``limit`` seconds.
 
-    ``state_dir`` need not exist. ``root`` is where ``/dev``, ``/proc`` and ``/sys`` are read.
+    ``state_dir`` need not exist. ``root`` is the directory whose ``dev``, ``proc`` and ``sys`` are read.
     """
     wall, start = time.time(), time.monotonic()
     localhost, hostname, reverse = _names(limit)
@@ -184,7 +184,7 @@ def collect(
 
 
 def _text(path: Path) -> str:
-    """The file's text without surrounding space; empty where there is no such file to read."""
+    """Return the file's text without surrounding space; empty if there is no such file to read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -204,7 +204,7 @@ def _space(path: Path) -> Space | None:
 
 
 class _Place(NamedTuple):
-    """A directory that exists."""
+    """An existing directory."""
 
     path: Path
     space: Space | None
@@ -212,14 +212,14 @@ class _Place(NamedTuple):
 
 
 def _place(path: Path) -> _Place:
-    """``path`` or, before it exists, the directory in which it would be made."""
+    """Return ``path`` or, if it does not exist, its nearest existing parent."""
     path = path.resolve()
     path = next(place for place in (path, *path.parents) if os.path.exists(place))
     return _Place(path, _space(path), path.is_dir() and os.access(path, os.W_OK | os.X_OK))
 
 
 def _mount_type(mounts: str, path: Path) -> str:
-    """The type of the file system that ``path`` is on: the last one mounted on the nearest parent."""
+    """Return the type of the file system of ``path``: the last one mounted on the nearest parent."""
     types = {}
     for line in mounts.splitlines():
         _, point, kind, *_ = line.split()
@@ -228,7 +228,7 @@ def _mount_type(mounts: str, path: Path) -> str:
 
 
 def _rlimit(which: int) -> tuple[int | None, int | None]:
-    """Soft and hard limit; None for no limit."""
+    """Return the soft and the hard limit; None for no limit."""
     soft, hard = (None if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(which))
     return soft, hard
 
@@ -260,10 +260,10 @@ def _accelerators(dev: Path) -> tuple[Accelerator, ...]:
 
 
 def _cgroup_limit(root: Path, controller: str, files: tuple[str, str]) -> int | None:
-    """The least limit that a cgroup of this process or an ancestor sets, whatever the version.
+    """Return the least limit that a cgroup of this process or an ancestor sets, in version 1 or 2.
 
-    ``files`` names the limit's file in version 2 and in version 1. In a container the path that
-    ``/proc/self/cgroup`` gives may be the host's; the container's own cgroup is then the root.
+    ``files`` names the limit's file in version 2 and in version 1. In a container the path in
+    ``/proc/self/cgroup`` may be the host's; the container's own cgroup is then the root.
     """
     limits = []
     base = root / "sys/fs/cgroup"
@@ -309,7 +309,7 @@ def _loopback_error(limit: float) -> str:
 
 
 def _names(limit: float) -> tuple[Lookup, Lookup, tuple[Lookup, ...]]:
-    """localhost, the host name, and the reverse lookups of their addresses; twice ``limit`` s."""
+    """Look up localhost, the host name, and their addresses in reverse; takes at most twice ``limit`` s."""
     names = ("localhost", socket.gethostname())
     localhost, hostname = _look_up(names, _addresses, limit)
     addresses = tuple(dict.fromkeys(("127.0.0.1", *hostname.answers[:1])))
@@ -328,7 +328,7 @@ def _name(address: str) -> tuple[str, ...]:
 def _look_up(
     questions: Sequence[str], resolve: Callable[[str], tuple[str, ...]], limit: float
 ) -> list[Lookup]:
-    """Ask all questions at once."""
+    """Ask all questions at once; return the answers in order."""
 
     def ask(question: str) -> Lookup:
         start = time.monotonic()
@@ -347,10 +347,10 @@ def _look_up(
 
 
 def within(limit: float, actions: Sequence[Callable[[], T]]) -> list[T | None]:
-    """What each action returns, or None where it has not returned after ``limit`` seconds.
+    """Return what each action returns, or None where it takes longer than ``limit`` seconds.
 
-    They run at once, in threads. A system call that does not return cannot be interrupted: its
-    thread is left behind and ends with the process.
+    The actions run at the same time, in threads. A system call that does not return cannot be
+    interrupted: its thread is left behind and ends with the process.
     """
     results: list[T | None] = [None] * len(actions)
 

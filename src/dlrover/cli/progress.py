@@ -1,4 +1,4 @@
-"""What ``dlrover-run`` shows while a job runs: a status line on a terminal, a line for each fault."""
+"""Progress of a job under ``dlrover-run``: a status line on a terminal, and a line for each fault."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dlrover.spec.jobdir import JobDir
 RETRY_DELAY = 0.5
 """Seconds between attempts to reach the master."""
 WAIT_NOTICE = 10.0
-"""Seconds between two lines that tell what a job waits for, where there is no status line."""
+"""Seconds between two lines about what a job waits for, where there is no status line."""
 
 NOTABLE = (
     events.NodeLost,
@@ -36,13 +36,13 @@ NOTABLE = (
     events.StepsUndone,
     events.MasterRecovered,
 )
-"""Events that a user is told of without asking."""
+"""Events that are shown without asking."""
 
 ERASE_LINE = b"\r\x1b[2K"
 
 
 def status_line(status: messages.Status) -> Text:
-    """The job's state on one line."""
+    """Return the job's state on one line."""
     nodes = sum(node.status == "running" for node in status.nodes)
     world = f"{nodes} node{'' if nodes == 1 else 's'}, {status.processes()}"
     parts = [
@@ -57,9 +57,9 @@ def status_line(status: messages.Status) -> Text:
 
 
 class Screen:
-    """The terminal: output of the job scrolls by, the status line stays below it.
+    """Terminal on which the job's output scrolls by above a status line.
 
-    Without a terminal there is no status line, and output is not routed through here at all.
+    Without a terminal there is no status line, and output does not pass through here at all.
     """
 
     def __init__(self, out: BinaryIO, *, width: int) -> None:
@@ -87,7 +87,7 @@ class Screen:
                 self._draw()
 
     def close(self) -> None:
-        """Take the status line away."""
+        """Remove the status line."""
         with self._lock:
             self._line = b""
             self._hide()
@@ -99,7 +99,7 @@ class Screen:
             self._shown = b""
 
     def _draw(self) -> None:
-        # A progress bar of the job's own is on the last line: leave it alone until it ends.
+        # An unfinished line, such as the job's own progress bar, is left alone until it ends.
         if self._at_line_start and self._line:
             self._out.write(self._line)
             self._shown = self._line
@@ -115,7 +115,7 @@ def _render(line: Text, width: int) -> bytes:
 
 
 async def follow(job_dir: JobDir, screen: Screen | None) -> None:
-    """Show a job's progress until cancelled. A master that is away is waited for."""
+    """Show a job's progress until cancelled; while the master is away, wait for it."""
     viewer = _Viewer(screen)
     while True:
         with contextlib.suppress(InfrastructureError, ConfigurationError):
@@ -126,13 +126,13 @@ async def follow(job_dir: JobDir, screen: Screen | None) -> None:
 
 
 class _Viewer:
-    """Shows notices, each event once."""
+    """View of notices that shows each event once."""
 
     def __init__(self, screen: Screen | None) -> None:
         self._screen = screen
         self._waited_at = 0.0
         self.seen = 0
-        """Number of the last event that was shown."""
+        """Number of the last event shown."""
 
     def show(self, notice: messages.Notice) -> None:
         for event in notice.events:
@@ -148,7 +148,7 @@ class _Viewer:
 
 
 def say(text: str, screen: Screen | None = None) -> None:
-    """Tell the user something, above the status line where there is one."""
+    """Print a message for the user, above the status line if there is one."""
     if screen is not None:
         screen.write(f"dlrover: {text}\n".encode())
     else:

@@ -1,4 +1,4 @@
-"""What ``dlrover status``, ``events``, ``scale`` and ``stop`` do: ask the master, or read what it left behind."""
+"""``dlrover status``, ``stacks``, ``events``, ``scale`` and ``stop``: ask the master, or read its files."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ Reply = TypeVar("Reply")
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Where a job stands, and who says so."""
+    """A job's status and its source."""
 
     job_dir: str
     master_running: bool
-    """Whether the master itself answered; else its journal did."""
+    """True if the master answered; False if the status is from its journal."""
     status: messages.Status
 
 
 def status(job_dir: JobDir) -> Report:
-    """Where the job in ``job_dir`` stands.
+    """Return the status of the job in ``job_dir``.
 
     Raises:
-        ConfigurationError: nothing there tells of a job.
+        ConfigurationError: the directory has neither a master's address nor a journal.
+        InfrastructureError: the master does not answer, and its journal cannot be read.
     """
     try:
         return Report(str(job_dir.path), True, asyncio.run(_ask(job_dir)))
@@ -63,13 +64,13 @@ def _from_journal(job_dir: JobDir) -> messages.Status:
     for last, entry in journal.entries():
         if isinstance(entry, inputs.Input):
             machine.handle(entry, last)
-    # A full disk may not have taken the journal's end.
+    # The journal's end may be missing if the disk was full.
     machine.outcome = machine.outcome or read_outcome(job_dir.outcome)
     return status_of(machine, last, {})
 
 
 def render_status(report: Report, console: Console) -> None:
-    """Print a job's status for people."""
+    """Print a job's status as text."""
     status = report.status
     console.print(f"[bold]{status.name}[/]: {status.phase}", highlight=False)
     if not report.master_running and status.outcome is None:
@@ -110,9 +111,10 @@ def render_status(report: Report, console: Console) -> None:
 
 
 def stacks(job_dir: JobDir) -> messages.Stacks:
-    """Where every rank of a job is now.
+    """Return where every rank of a job is now.
 
     Raises:
+        ConfigurationError: the job has ended.
         InfrastructureError: the master cannot be reached.
     """
 
@@ -124,7 +126,7 @@ def stacks(job_dir: JobDir) -> messages.Stacks:
 
 
 def events(job_dir: JobDir) -> list[Event]:
-    """The events of a job so far.
+    """Return the events of a job so far.
 
     Raises:
         ConfigurationError: the job has no events on this machine.
@@ -137,7 +139,7 @@ def events(job_dir: JobDir) -> list[Event]:
 
 
 async def follow(job_dir: JobDir, show: Callable[[Event], None]) -> None:
-    """Show the events of a job from its first, and those to come, until its master leaves.
+    """Show all events of a job, past and new, until its master exits.
 
     Raises:
         InfrastructureError: the master cannot be reached at all.
@@ -153,19 +155,19 @@ async def follow(job_dir: JobDir, show: Callable[[Event], None]) -> None:
             if seen == 0:
                 raise
     for event in events(job_dir)[seen:]:
-        show(event)  # what was written while the connection closed
+        show(event)  # events written while the connection closed
 
 
 def line(event: Event) -> str:
-    """An event as one line of text."""
+    """Return an event as one line of text."""
     return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(event.time))}  {event.sentence()}"
 
 
 def scale(job_dir: JobDir, nodes: int, reason: str, role: str = WORKER) -> str:
-    """Ask a job's master for another number of nodes of a role; what follows, as one sentence.
+    """Ask a job's master for another number of nodes of a role; return its answer, one sentence.
 
     Raises:
-        ConfigurationError: the job cannot have that many.
+        ConfigurationError: the job cannot have that many, or has ended.
         InfrastructureError: the master cannot be reached.
     """
 
@@ -183,6 +185,7 @@ def stop(job_dir: JobDir, reason: str) -> None:
     """Ask a job's master to end the job; its nodes stop their workers.
 
     Raises:
+        ConfigurationError: the job has ended.
         InfrastructureError: the master cannot be reached.
     """
 
@@ -194,7 +197,7 @@ def stop(job_dir: JobDir, reason: str) -> None:
 
 
 def _answer(job_dir: JobDir, question: Coroutine[Any, Any, Reply]) -> Reply:
-    """What a running job's master answers.
+    """Return the answer of a running job's master.
 
     Raises:
         ConfigurationError: the job has ended.

@@ -1,8 +1,8 @@
-"""The last screen: what a job's end looks like in words, and the same as JSON.
+"""The last screen: the end of a job in words, and the same as JSON.
 
-The screen fits on one terminal page, so that nothing that matters scrolls away: the verdict comes first,
-then the evidence, the end of the traceback or of stderr, and what to do next. Texts that come from the
-workers are shown without their control characters.
+The screen fits on one terminal page, so that nothing important scrolls away: the verdict comes first,
+then the evidence, the end of the traceback or of stderr, and what to do next. Control characters in
+the workers' texts are removed.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ if TYPE_CHECKING:
     from dlrover.spec.outcome import Outcome
 
 SCREEN_ROWS = 45
-"""Rows that the whole screen takes at most, lines that the terminal wraps counted as it shows them."""
+"""Most rows of the whole screen; lines that the terminal wraps count as several."""
 
 MINIMUM_WIDTH = 40
-"""Columns assumed where a terminal claims fewer."""
+"""Columns assumed for a terminal that claims fewer."""
 
 _STDERR_LINES = 20
 _OTHERS = 9
-"""Lines on other ranks: those that the master names and its count of the rest."""
+"""Lines about other ranks: those that the master names, and its count of the rest."""
 _FIELD_ROWS = 3
-"""Rows that one labelled field takes at most."""
+"""Most rows of one labelled field."""
 _LABEL = 10
 """Columns of the labels."""
 _STYLES = {Origin.USER: "yellow", Origin.INFRASTRUCTURE: "magenta", Origin.UNKNOWN: "cyan"}
 
 
 def render(outcome: Outcome, *, width: int, colour: bool) -> str:
-    """The last screen, without a newline at its end.
+    """Return the last screen, without a final newline.
 
     Args:
-        outcome: How the job ended.
-        width: Columns of the terminal. Lines are left whole, for terminals to wrap and people to copy;
-            the width serves to count rows.
-        colour: Whether to add terminal colours.
+        outcome: The job's end.
+        width: Columns of the terminal, used to count rows. Lines stay whole: the terminal wraps them, and
+            people can copy them.
+        colour: True to add terminal colours.
     """
     columns = max(width, MINIMUM_WIDTH)
     lines = _success(outcome) if outcome.exit_code == 0 else _failure(outcome, columns)
@@ -67,7 +67,7 @@ def render(outcome: Outcome, *, width: int, colour: bool) -> str:
 
 
 def render_json(outcome: Outcome) -> str:
-    """The outcome as one JSON object, with the field names of `Outcome`."""
+    """Return the outcome as one JSON object, with the field names of `Outcome`."""
     return json.dumps(msgspec.to_builtins(outcome), indent=2)
 
 
@@ -79,7 +79,7 @@ def _success(outcome: Outcome) -> list[Text]:
 
 
 def _failure(outcome: Outcome, columns: int) -> list[Text]:
-    """The lines of a job that failed or was stopped."""
+    """Return the lines for a job that failed or was stopped."""
     head = [line for text, rows in _head(outcome) if (line := _fit(text, rows, columns))]
     foot = [line for text, rows in _foot(outcome) if (line := _fit(text, rows, columns))]
     free = SCREEN_ROWS - 2 - _rows(head, columns) - _rows(foot, columns)
@@ -89,7 +89,7 @@ def _failure(outcome: Outcome, columns: int) -> list[Text]:
 
 
 def _head(outcome: Outcome) -> Iterator[tuple[Text, int]]:
-    """The first lines, each with the rows that it may take."""
+    """Yield the first lines, each with the most rows that it may take."""
     verdict = outcome.verdict
     if verdict is None:
         yield Text(_clean(outcome.reason), style="bold red"), _FIELD_ROWS
@@ -101,7 +101,7 @@ def _head(outcome: Outcome) -> Iterator[tuple[Text, int]]:
 
 
 def _foot(outcome: Outcome) -> Iterator[tuple[Text, int]]:
-    """The last lines, each with the rows that it may take."""
+    """Yield the last lines, each with the most rows that it may take."""
     failure, verdict = outcome.failure, outcome.verdict
     if failure is not None and failure.log_path:
         host = f" ({failure.hostname})" if failure.hostname else ""
@@ -122,7 +122,7 @@ def _foot(outcome: Outcome) -> Iterator[tuple[Text, int]]:
 
 
 def _reason(outcome: Outcome) -> str:
-    """What the outcome's reason adds to the first line, for more to follow."""
+    """Return what the outcome's reason adds to the first line, ready for more text to follow."""
     if outcome.verdict is None:
         return ""
     added = outcome.reason.removeprefix(outcome.verdict.title).lstrip("; ").rstrip(". ")
@@ -130,14 +130,14 @@ def _reason(outcome: Outcome) -> str:
 
 
 def _totals(outcome: Outcome) -> str:
-    """``120 steps in 3 min 20 s, 2 restarts``."""
+    """Return text such as ``120 steps in 3 min 20 s, 2 restarts``."""
     steps = _count(outcome.steps, "step")
     restarts = _count(outcome.restarts, "restart")
     return f"{steps} in {duration(outcome.seconds)}, {restarts}"
 
 
 def _goodput(outcome: Outcome) -> Iterator[str]:
-    """``93.1 %; the largest loss is start-up: 12 s of all nodes (4.2 %)``, where it is known."""
+    """Yield ``93.1 %; the largest loss is start-up: 12 s of all nodes (4.2 %)`` if known."""
     goodput = outcome.goodput
     if goodput is None or not goodput.wall_seconds:
         return
@@ -157,7 +157,7 @@ def _goodput(outcome: Outcome) -> Iterator[str]:
 
 
 def _detail(failure: Failure) -> list[str]:
-    """The traceback, or the end of stderr of a process that left none."""
+    """Return the traceback, or the end of stderr of a process that left none."""
     if failure.kind is FailureKind.EXCEPTION and failure.traceback:
         return _without_library_frames(_clean_lines(failure.traceback))
     lines = _clean_lines(failure.stderr_tail)[-_STDERR_LINES:]
@@ -168,7 +168,7 @@ _FRAME = re.compile(r'[ \t|+-]*File "(?P<file>[^"]+)", line \d+')
 
 
 def _without_library_frames(lines: list[str]) -> list[str]:
-    """A traceback whose runs of library frames are cut down to the frame that ends them."""
+    """Return a traceback in which each run of library frames is shortened."""
     shown: list[str] = []
     library: list[list[str]] = []
     for entry in _entries(lines):
@@ -176,7 +176,7 @@ def _without_library_frames(lines: list[str]) -> list[str]:
         if frame and not is_user_file(frame["file"]):
             library.append(entry)
             continue
-        # Where the user's code is called does not matter, but where the exception came up does.
+        # The frame that calls the user's code does not matter; the one that raised the exception does.
         shown += _shortened(library, keep_last=frame is None)
         shown += entry
         library = []
@@ -191,7 +191,7 @@ def _shortened(library: list[list[str]], *, keep_last: bool) -> list[str]:
 
 
 def _entries(lines: Iterable[str]) -> Iterator[list[str]]:
-    """Frames with the source lines below them, and every other line for itself."""
+    """Yield each frame with the source lines below it, and every other line on its own."""
     entry: list[str] = []
     for line in lines:
         below = entry and _FRAME.match(entry[0]) and line.startswith("    ")
@@ -206,7 +206,7 @@ def _entries(lines: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _tail(lines: list[str], rows: int, columns: int) -> list[Text]:
-    """The last of ``lines`` that fit into ``rows``, below a note on how many do not."""
+    """Return the last of ``lines`` that fit into ``rows``, below a note on how many do not."""
     fitting = [_fit(Text(line), _FIELD_ROWS, columns) for line in lines]
     kept: list[Text] = []
     if _rows(fitting, columns) <= rows:
@@ -225,13 +225,13 @@ _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?
 
 
 def _clean(text: str) -> str:
-    """``text`` on one line, without escape sequences and what cannot be printed."""
+    """Return ``text`` on one line, without escape sequences and unprintable characters."""
     plain = _ESCAPE.sub("", text).expandtabs()
     return "".join(" " if c.isspace() else c for c in plain if c.isprintable() or c.isspace())
 
 
 def _clean_lines(text: str) -> list[str]:
-    """The lines of ``text`` as a terminal leaves them: a progress bar overwrites its line."""
+    """Return the lines of ``text`` as a terminal shows them: a progress bar overwrites its line."""
     lines = [_clean(line.rstrip("\r").rpartition("\r")[2]) for line in text.split("\n")]
     return [line.rstrip() for line in lines if line.strip()]
 
@@ -247,7 +247,7 @@ def _fit(line: Text, rows: int, columns: int) -> Text:
 
 
 def _rows(lines: Iterable[Text], columns: int) -> int:
-    """Rows of the terminal that ``lines`` take."""
+    """Return the rows of the terminal that ``lines`` take."""
     return sum(max(1, -(-cell_len(line.plain) // columns)) for line in lines)
 
 
@@ -256,7 +256,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in words: ``42 s``, ``3 min 20 s``, ``2 h 5 min``, ``3 d 4 h``."""
+    """Return a time in words: ``42 s``, ``3 min 20 s``, ``2 h 5 min``, ``3 d 4 h``."""
     whole = max(0, round(seconds))
     for unit, size, small, small_size in (
         ("d", 86_400, "h", 3_600),

@@ -36,11 +36,11 @@ from dlrover.spec.outcome import Outcome
 from dlrover.spec.plan import Group
 
 DEFAULT_PORT = 29400
-"""Of a master's address that names none; torchrun's rendezvous port."""
+"""Port of a master's address that names none; torchrun's rendezvous port."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``dlrover-run``; its exit code (see ``dlrover.errors.ExitCode``)."""
+    """Run ``dlrover-run``; return its exit code (see ``dlrover.errors.ExitCode``)."""
     procs.open_standard_streams()
     logging.basicConfig(format="dlrover: %(message)s", level=logging.WARNING)
     env = config.environ()
@@ -71,7 +71,7 @@ def run(options: RunOptions, env: Mapping[str, str]) -> Outcome:
     """Run the job, or this machine's part of it, to its end.
 
     Raises:
-        ConfigurationError: something in the options or on this machine does not allow to start.
+        ConfigurationError: an option or this machine prevents the start.
         InfrastructureError: the job's processes cannot be kept alive.
     """
     settings = config.settings(env, options.config_file, options.rdzv_conf)
@@ -103,7 +103,7 @@ def run(options: RunOptions, env: Mapping[str, str]) -> Outcome:
 
 
 def _check_machine(launch: LaunchSpec) -> None:
-    """Refuse at once what every start of a worker would trip over on this machine."""
+    """Refuse at once what would make every start of a worker fail on this machine."""
     if launch.python and shutil.which(launch.python) is None:
         raise ConfigurationError(
             f"PYTHON_EXEC={launch.python}: must be an interpreter that this user may run."
@@ -120,7 +120,7 @@ def _check_machine(launch: LaunchSpec) -> None:
 
 
 class _Plan:
-    """Which processes to start on this machine, and the files that they start from."""
+    """Processes to start on this machine, and the files that they start from."""
 
     def __init__(
         self,
@@ -143,10 +143,10 @@ class _Plan:
         self._has_agent = False
 
     def run_here(self) -> None:
-        """A job of this machine alone: a master that launches one or more local nodes."""
+        """Plan a job of this machine alone: a master that launches one or more local nodes."""
         nodes = self._options.local_nodes or 1
         address = self._options.local_addr or "127.0.0.1"
-        apart = bool(config.node_command(self._env))  # each node has an address of its own
+        apart = bool(config.node_command(self._env))  # each node has its own address
         if not apart:
             _check_store_port(self._options.master_port)
         self._write_master(address if apart else "127.0.0.1", 0, managed_nodes=nodes)
@@ -154,7 +154,7 @@ class _Plan:
         jobs.write_token(self._job_dir, secrets.token_hex(16))
 
     def join(self, master: Endpoint) -> None:
-        """One node of a job whose master is elsewhere."""
+        """Plan one node of a job whose master is elsewhere."""
         token = jobs.given_token(self._env)
         if not token:
             raise ConfigurationError(
@@ -165,8 +165,8 @@ class _Plan:
         self._join(master)
 
     def meet(self, endpoint: Endpoint) -> None:
-        """One node of a job whose nodes know an endpoint; the machine that owns it runs the master."""
-        from dlrover.cli import network  # noqa: PLC0415 - only here: psutil takes its time
+        """Plan one node of a job that meets at an endpoint; the machine that owns it runs the master."""
+        from dlrover.cli import network  # noqa: PLC0415 - only here: psutil is slow to import
 
         run_id = self._options.launch.run_id
         token = jobs.shared_token(self._env, run_id, endpoint.host, endpoint.port)
@@ -182,13 +182,13 @@ class _Plan:
             return
         self._host_lock = network.HostLock(endpoint.port)
         if self._host_lock.held:
-            # Other machines may know the name by another address, unless they have no token.
+            # Other machines may resolve the name differently, but can join only with a token.
             here = network.is_loopback(endpoint.host) or not jobs.given_token(self._env)
             host = network.loopback_of(endpoint.host) if here else ""
             self._write_master(host or "0.0.0.0", endpoint.port, managed_nodes=0)  # noqa: S104 - the token is a secret
 
     def _is_static_host(self) -> bool:
-        """Whether this is the node that torchrun's static rendezvous is with, whatever its address."""
+        """Return True if this is node 0 of torchrun's static rendezvous, whatever its address."""
         options = self._options
         named = options.rdzv_backend == "static" and options.node_rank_given
         return named and options.node_rank == 0
@@ -211,7 +211,7 @@ class _Plan:
         launch = self._options.launch
         signals = [signal.Signals[name] for name in launch.signals_to_handle.split(",")]
         outcome = asyncio.run(supervisor.run(signals, launch.shutdown_timeout))
-        whole = read_outcome(self._job_dir.outcome)  # a node is not told what the master summed up
+        whole = read_outcome(self._job_dir.outcome)  # a node's outcome lacks the master's sums
         if whole is not None:
             known = {"goodput": whole.goodput, "set_aside": whole.set_aside}
             outcome = msgspec.structs.replace(outcome, **known)

@@ -1,4 +1,4 @@
-"""What ``--servers`` means."""
+"""``--servers``: the range of parameter servers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dlrover.errors import ConfigurationError
 
 
 def bounds(text: str, local_nodes: int) -> tuple[int, int]:
-    """The least and the most number of parameter servers; zeros if ``text`` is empty.
+    """Return the least and the most number of parameter servers; zeros if ``text`` is empty.
 
     Args:
         text: ``MAX`` or ``MIN:MAX``.
-        local_nodes: The value of ``--local-nodes``; 0 if it is not given.
+        local_nodes: Value of ``--local-nodes``; 0 if not given.
 
     Raises:
-        ConfigurationError: it is none of these, or nobody could start the servers.
+        ConfigurationError: ``text`` is malformed, or DLRover could not start the servers.
     """
     if not text:
         return 0, 0

@@ -1,4 +1,4 @@
-"""``--node-memory`` and ``--node-cpu``: what each node on this machine gets, and whether it can have that."""
+"""``--node-memory`` and ``--node-cpu``: size of each local node, checked against this machine."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 LEAST_MEMORY = 128 << 20
-"""Bytes; the processes that each node has beside its workers take most of it."""
+"""Least memory of a node in bytes; the node's processes other than workers take most of it."""
 LEAST_CPU = 0.05
-"""Cores."""
+"""Least CPU of a node in cores."""
 
 
 def node_size(args: argparse.Namespace, environ: Mapping[str, str], standalone: bool) -> NodeSize:
-    """The size of each node, from the command line.
+    """Return the size of each node, from the command line.
 
     Raises:
-        ConfigurationError: it is none, or nodes on this machine are not asked for.
+        ConfigurationError: a size is malformed or too small, or no nodes start on this machine.
     """
     for flag, given in (("--node-memory", args.node_memory), ("--node-cpu", args.node_cpu)):
         here = standalone or args.local_nodes
@@ -45,10 +45,10 @@ def node_size(args: argparse.Namespace, environ: Mapping[str, str], standalone: 
 
 
 def most_memory_factor(size: NodeSize, nodes: int) -> float:
-    """How many times its memory each of ``nodes`` nodes can have on this machine; 0 without a size.
+    """Return by how much the memory of ``nodes`` nodes can grow here, as a factor; 0 without a memory size.
 
     Raises:
-        ConfigurationError: this machine cannot give them their size.
+        ConfigurationError: this machine cannot give the nodes their size.
     """
     if not size:
         return 0.0
@@ -72,7 +72,7 @@ def most_memory_factor(size: NodeSize, nodes: int) -> float:
 
 
 def machine_memory() -> int:
-    """Bytes that this machine has, or the container that this process runs in."""
+    """Return the bytes of memory of this machine, or of the container of this process."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     within = cgroup.memory()
     return total if within is None else min(total, within[1])

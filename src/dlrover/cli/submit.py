@@ -1,4 +1,4 @@
-"""``dlrover submit``: check an ElasticJob's manifest, show what would be made of it, create it."""
+"""``dlrover submit``: check an ElasticJob's manifest, preview its objects, or create it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from dlrover.errors import ConfigurationError
 
 Manifest = dict[str, Any]
 LATER = "(set in the cluster)"
-"""Stands for the job's token and its certificate."""
+"""Placeholder for the job's token and its certificate."""
 UID = "UID"
-"""Stands for the job's uid, of which names have the part before the first hyphen."""
+"""Placeholder for the job's uid; names contain its part before the first hyphen."""
 
 
 def submit(
@@ -36,7 +36,7 @@ def submit(
     master_image: MasterImage = IMAGE,
     output: Output = Form.TEXT,
 ) -> None:
-    """Create an ElasticJob; with --dry-run show it and all that the operator would make of it."""
+    """Create an ElasticJob; with --dry-run, show it and all objects that the operator would create for it."""
     with extra():
         import httpx2  # noqa: F401, PLC0415 - needs the extra
         import yaml  # noqa: F401, PLC0415
@@ -66,10 +66,10 @@ def submit(
 
 
 def read(file: str) -> Manifest:
-    """The manifest in a file, which has exactly one.
+    """Return the one manifest in a file.
 
     Raises:
-        ConfigurationError: it cannot be read, or is not a right ElasticJob: every fault, one a line.
+        ConfigurationError: the file cannot be read, or is not one valid ElasticJob: all faults, one a line.
     """
     import yaml  # noqa: PLC0415 - needs the extra
 
@@ -97,7 +97,7 @@ def read(file: str) -> Manifest:
 
 
 def preview(manifest: Manifest, image: str) -> list[Manifest]:
-    """The job, and what the operator creates for it, in its order."""
+    """Return the job and the objects that the operator creates for it, in order of creation."""
     from dlrover.kubernetes import tls  # noqa: PLC0415
     from dlrover.kubernetes.decisions import Observed, Options  # noqa: PLC0415
     from dlrover.kubernetes.reconcile import reconcile  # noqa: PLC0415

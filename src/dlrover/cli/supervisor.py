@@ -1,7 +1,7 @@
-"""The foreground of ``dlrover-run``: starts the master and the agent, keeps them alive, cleans up.
+"""Foreground of ``dlrover-run``: starts the master and the agent, keeps them alive, cleans up.
 
-It decides nothing about the job. When it dies, everything it started dies with it: they hold the other
-end of its lifeline.
+It makes no decisions about the job. When it dies, everything that it started dies too: each process
+holds the other end of its lifeline.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from dlrover.spec.outcome import Outcome
 logger = logging.getLogger(__name__)
 
 RESTART_LIMIT = 10
-"""Restarts of one child within `RESTART_WINDOW` after which something is wrong for good."""
+"""Restarts of one child within `RESTART_WINDOW` after which the supervisor gives up."""
 RESTART_WINDOW = 60.0
 """Seconds."""
 REAP_INTERVAL = 1.0
-"""Seconds between two looks for orphans to reap."""
+"""Seconds between two checks for orphans to reap."""
 END_WAIT = 60.0
-"""Seconds that a stopped job gets beyond its shutdown time-out until it is killed."""
+"""Seconds beyond its shutdown time-out after which a stopped job is killed."""
 
 STOP_RETRY = 0.1
-"""Seconds between attempts to tell the master to stop the job."""
+"""Seconds between attempts to ask the master to stop the job."""
 KILL_WAIT = 10.0
 """Seconds to wait for processes after SIGKILL."""
 LEAVE_WAIT = 10.0
-"""Seconds that an agent gets to leave once its master has left."""
+"""Seconds that an agent has to exit after its master has exited."""
 RELAY_WAIT = 5.0
-"""Seconds that a terminal gets to take the last output."""
+"""Seconds that a terminal has to take the last output."""
 
 
 class Child:
-    """A process that is started again when it dies, until it leaves its outcome in a file."""
+    """Process that is restarted when it dies, until it leaves its outcome in a file."""
 
     def __init__(
         self, name: str, command: Sequence[str], outcome: Path, env: Mapping[str, str], fd: int
@@ -61,18 +61,18 @@ class Child:
         self._env = dict(env)
         self._fd = fd
         self.stdout: int | None = None
-        """Where the process writes to, as `stderr`; None: where this one does."""
+        """File descriptor of the process's output, as `stderr`; None: inherited from this process."""
         self.stderr: int | None = None
         self.process: subprocess.Popen[bytes] | None = None
         self.last_resort: Outcome | None = None
-        """Once this is set, the process is not started again: this is its outcome if it leaves none."""
+        """Once set, the process is not restarted; this is its outcome if it leaves none."""
         self._starts: list[float] = []
 
     async def run(self) -> Outcome:
-        """Keep the process alive until its outcome is there.
+        """Keep the process alive until it leaves its outcome; return the outcome.
 
         Raises:
-            InfrastructureError: it dies again and again, or cannot do its work at all.
+            InfrastructureError: the process dies again and again.
         """
         while True:
             self._check_restarts()
@@ -108,13 +108,13 @@ class Child:
         self._starts.append(now)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process, if it runs."""
+        """Send a signal to the process if it runs."""
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(number)
 
 
 class Supervisor:
-    """The processes of one ``dlrover-run``. Use it on one event loop, once."""
+    """Processes of one ``dlrover-run``. Use it on one event loop, once."""
 
     def __init__(self, job_dir: JobDir, env: Mapping[str, str]) -> None:
         self._job_dir = job_dir
@@ -134,7 +134,7 @@ class Supervisor:
     def add_agent(self, node_rank: int, node_id: int = -1) -> None:
         """Run one node here, of a job whose master is here or elsewhere.
 
-        A node that a platform started (``node_id``) ends with its agent: the master replaces it as a whole.
+        A node that a platform started (``node_id``) ends with its agent: the master replaces the whole node.
         """
         arguments = ["--node-rank", str(node_rank), "--node-id", str(node_id)]
         arguments += ["--outcome", str(self._job_dir.left)]
@@ -148,10 +148,10 @@ class Supervisor:
         return Child(name, command, outcome, self._env, self._lifeline.read_fd)
 
     async def run(self, signals: Sequence[signal.Signals], patience: float) -> Outcome:
-        """Run to the job's end, for this machine.
+        """Run this machine's part of the job to the job's end.
 
-        On a signal the job is asked to stop; after ``patience`` seconds, or at a second signal,
-        everything is killed.
+        A signal asks the job to stop. At a second signal, or `END_WAIT` plus ``patience`` seconds after the
+        first, everything is killed.
 
         Raises:
             InfrastructureError: a child cannot be kept alive.
@@ -187,7 +187,7 @@ class Supervisor:
                 self._relay.close()
 
     def _show(self) -> asyncio.Task[None]:
-        """Begin to show progress: on a terminal below the job's output, which then passes here."""
+        """Start to show progress; on a terminal, below the job's output, which then passes through here."""
         if sys.stderr.isatty():
             width = shutil.get_terminal_size().columns
             self._screen = progress.Screen(sys.stderr.buffer, width=width)
@@ -197,11 +197,11 @@ class Supervisor:
                     child.stderr = self._relay.write_fd
                     child.stdout = self._relay.write_fd if sys.stdout.isatty() else None
         if self.master is None and self._screen is None:
-            return asyncio.create_task(asyncio.sleep(0))  # the machine with the master tells it
+            return asyncio.create_task(asyncio.sleep(0))  # the machine with the master shows it
         return asyncio.create_task(progress.follow(self._job_dir, self._screen))
 
     async def _children(self) -> Outcome:
-        """The agent's outcome if there is one here, else the master's; both have ended then."""
+        """Return the agent's outcome; the master's without an agent, or if it does not exit in time."""
         if self.agent is None:
             assert self.master is not None
             return await self.master.run()
@@ -211,7 +211,7 @@ class Supervisor:
         master = asyncio.ensure_future(self.master.run())
         await asyncio.wait({agent, master}, return_when=asyncio.FIRST_COMPLETED)
         if not agent.done():
-            # The master has dismissed its nodes before it left, unless it never served one.
+            # The master dismissed its nodes before it exited, unless it never served one.
             await asyncio.wait({agent}, timeout=LEAVE_WAIT if self._job_dir.master.exists() else 0)
         if not agent.done():
             agent.cancel()
@@ -248,7 +248,7 @@ class Supervisor:
             await asyncio.sleep(STOP_RETRY)
 
     async def _ask_to_stop(self, reason: str, exit_code: int) -> bool:
-        """Whether the master was told: it may have been started just now."""
+        """Return True if the master got the request; it may have just been started."""
         try:
             async with connect(self._job_dir) as client:
                 await client.stop(reason, exit_code)
@@ -274,19 +274,19 @@ class Supervisor:
         return {p.pid for p in children if p is not None}
 
     def _end(self) -> None:
-        """Leave nothing behind: kill the children, and whatever became an orphan meanwhile."""
+        """Kill the children and everything orphaned meanwhile."""
         for child in (self.master, self.agent):
             if child is not None:
                 child.signal(signal.SIGKILL)
                 if child.process is not None:
                     child.process.wait()
-        procs.end_in_order(procs.running(SAVER), SAVER_WAIT)  # of an agent that was killed
+        procs.end_in_order(procs.running(SAVER), SAVER_WAIT)  # savers of a killed agent
         for pid in procs.end_orphans((), KILL_WAIT):
             logger.error("Process %d hangs in the kernel and could not be ended", pid)
 
 
 def stopping_line(number: signal.Signals, patience: float) -> str:
-    """What a first signal does, how long that takes at most, and what a second one does."""
+    """Return what a first signal does, its time limit, and what a second signal does."""
     again = "press Ctrl-C again" if number is signal.SIGINT else f"send {number.name} again"
     return (
         f"{number.name}: the job is being stopped. Its workers have {patience:g} s to end "
@@ -295,7 +295,7 @@ def stopping_line(number: signal.Signals, patience: float) -> str:
 
 
 class Relay:
-    """Passes what the children write on to the screen, in a thread: a terminal may block."""
+    """Thread that passes the children's output on to the screen: a terminal may block."""
 
     def __init__(self, screen: progress.Screen) -> None:
         self._screen = screen
@@ -304,7 +304,7 @@ class Relay:
         self._thread.start()
 
     def close(self) -> None:
-        """Show what is left and take the status line away. All writers must have ended."""
+        """Show the remaining output and remove the status line. All writers must have ended."""
         os.close(self.write_fd)
         self._thread.join(RELAY_WAIT)
         self._screen.close()

@@ -1,4 +1,4 @@
-"""Where each node's time went, moment by moment: what the page and the trace of a job are drawn from."""
+"""Each node's time by cause, moment by moment: the data for a job's page and trace."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import NamedTuple
 from dlrover.spec.goodput import CAUSES, Cause
 
 KEPT = 4096
-"""Intervals kept of a round or a node. Beyond, neighbours are merged: their order is lost, no time is."""
+"""Most intervals kept per round or node. Beyond, neighbours are merged: their order is lost, no time is."""
 
 _ORDER = (
     Cause.WAITING_FOR_RESOURCES, Cause.NODE_CHECK, Cause.RENDEZVOUS, Cause.START_UP, Cause.COMPILE,
     Cause.DATA, Cause.CHECKPOINT_BLOCK, Cause.RECOMPUTED_STEPS, Cause.PRODUCTIVE, Cause.EVAL,
     Cause.FAULT_DETECTION, Cause.IDLE, Cause.SHUTDOWN, Cause.NOT_MEASURED,
 )  # fmt: skip
-"""In which order the causes of one interval are drawn."""
+"""Order in which the causes of one interval are drawn."""
 _PLACES = [CAUSES.index(cause) for cause in _ORDER]
 
 
@@ -35,7 +35,7 @@ class _Interval(NamedTuple):
 
 
 class Timeline:
-    """Listens to a ledger. Ask it when the ledger has been finished."""
+    """Listener of a ledger. Query it after the ledger is finished."""
 
     def __init__(self) -> None:
         self._rounds: dict[int, list[_Interval]] = defaultdict(list)
@@ -43,24 +43,24 @@ class Timeline:
         self._ran: dict[int, list[tuple[int, int]]] = defaultdict(list)
 
     def node_spent(self, node: int, since: int, until: int, parts: Sequence[int]) -> None:
-        """A node's time, by cause."""
+        """Record a node's time, by cause."""
         _append(self._nodes[node], _Interval(since, until, tuple(parts)))
 
     def round_spent(self, number: int, since: int, until: int, parts: Sequence[int]) -> None:
-        """The time of each node that is in the world of a round."""
+        """Record the time of each node in the world of a round."""
         _append(self._rounds[number], _Interval(since, until, tuple(parts)))
 
     def node_ran(self, node: int, number: int, _since: int, until: int) -> None:
-        """A node was in the world of a round until then."""
+        """Record that a node was in the world of a round until ``until``."""
         self._ran[node].append((number, until))
 
     @property
     def nodes(self) -> list[int]:
-        """The ids of all nodes that ever had time."""
+        """Ids of all nodes with recorded time, sorted."""
         return sorted(self._nodes.keys() | self._ran.keys())
 
     def spans(self, node: int, resolution: int = 0) -> list[Span]:
-        """A node's time in order, without gaps but where it was away.
+        """Return a node's time in order, without gaps except while it was away.
 
         Intervals shorter than ``resolution`` microseconds are merged with their neighbours.
         """
@@ -84,7 +84,7 @@ def _sum(a: _Interval, b: _Interval) -> _Interval:
 
 
 def _merged(intervals: Iterable[_Interval], resolution: int) -> Iterator[_Interval]:
-    """Intervals of at least ``resolution``, but where a node was away in between."""
+    """Yield intervals of at least ``resolution``; do not merge across a node's absence."""
     last: _Interval | None = None
     for interval in intervals:
         if last is None:
@@ -108,7 +108,7 @@ def _expanded(intervals: Iterable[_Interval]) -> Iterator[Span]:
 
 
 def _joined(spans: Iterable[Span]) -> list[Span]:
-    """Spans of which no two neighbours have the same cause."""
+    """Return the spans, with adjacent ones of the same cause joined."""
     joined: list[Span] = []
     for span in spans:
         last = joined[-1] if joined else None

@@ -1,1 +1,1 @@
-"""Jobs on Kubernetes: the operator, and the platform that makes a job's nodes pods."""
+"""Jobs on Kubernetes: the operator, and the platform that runs a job's nodes as pods."""

@@ -1,4 +1,4 @@
-"""Where the API server is and who we are to it: the pod's service account, or a kubeconfig."""
+"""The API server's address and the credentials for it, from the pod's service account or a kubeconfig."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from dlrover import config
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Where a pod finds the token of its service account, the server's certificate and its namespace."""
+"""Directory in a pod with the service account's token, the server's CA certificate and the namespace."""
 TOKEN_LIFE = 60.0
-"""Seconds after which a token is read from its file again: the kubelet renews it."""
+"""Seconds before a token file is read again, because the kubelet renews it."""
 PLUGIN_TIMEOUT = 60.0
-"""Seconds that a credential plugin of a kubeconfig may take."""
+"""Seconds allowed for a kubeconfig's credential plugin."""
 
 
 class Token:
-    """A bearer token that never changes; empty: none is sent."""
+    """A constant bearer token; if empty, requests carry no token."""
 
     def __init__(self, value: str) -> None:
         self._value = value
 
     def current(self) -> str | None:
-        """The token, if it is known without waiting for anything."""
+        """Return the token if it is known without blocking."""
         return self._value
 
     def renew(self) -> str:
-        """Read the token again. May block."""
+        """Read the token again; may block."""
         return self._value
 
 
 class FileToken(Token):
-    """A token in a file that somebody keeps fresh."""
+    """A token in a file that another process keeps fresh."""
 
     def __init__(self, path: Path) -> None:
         super().__init__("")
@@ -51,7 +51,7 @@ class FileToken(Token):
         self._until = 0.0
 
     def current(self) -> str | None:
-        """The token, if it was read lately."""
+        """Return the token if it was read recently."""
         return self._value if time.monotonic() < self._until else None
 
     def renew(self) -> str:
@@ -67,7 +67,7 @@ class FileToken(Token):
 
 
 class PluginToken(Token):
-    """A token that a credential plugin (``exec`` in a kubeconfig) hands out."""
+    """A token from a credential plugin (``exec`` in a kubeconfig)."""
 
     def __init__(self, plugin: Mapping[str, Any], where: str) -> None:
         super().__init__("")
@@ -76,7 +76,7 @@ class PluginToken(Token):
         self._until = 0.0
 
     def current(self) -> str | None:
-        """The token, until it expires."""
+        """Return the token until it expires."""
         return self._value if time.time() < self._until else None
 
     def renew(self) -> str:
@@ -114,18 +114,18 @@ class PluginToken(Token):
 
 
 class Access:
-    """An API server and our credentials for it."""
+    """An API server and the credentials for it."""
 
     def __init__(self, server: str, namespace: str, tls: ssl.SSLContext, token: Token) -> None:
         self.server = server.rstrip("/")
         self.namespace = namespace
-        """The one that is meant where none is named."""
+        """The default namespace."""
         self.tls = tls
         self.token = token
 
 
 def find_access(kubeconfig: str | None = None) -> Access:
-    """The access that ``kubeconfig`` gives; without one, the pod's, ``KUBECONFIG``'s or the user's.
+    """Return the access from ``kubeconfig``, else from the pod, ``KUBECONFIG``, or the user's kubeconfig.
 
     Raises:
         ConfigurationError: there is none, or the file cannot be used.
@@ -184,9 +184,9 @@ def _refuse_unsupported(cluster: Mapping[str, Any], user: Mapping[str, Any]) -> 
 
 
 def _trusting(authority: str) -> ssl.SSLContext:
-    """TLS that trusts a cluster's own authority; the system's ones if that is empty."""
+    """Return a TLS context that trusts a cluster's authority, or the system's if ``authority`` is empty."""
     tls = ssl.create_default_context(cadata=authority or None)
-    # Python 3.13 and newer refuse certificates that many clusters have: without some extensions.
+    # Python 3.13 and newer reject many clusters' certificates, which lack some extensions.
     tls.verify_flags &= ~ssl.VERIFY_X509_STRICT
     return tls
 
@@ -214,7 +214,7 @@ def _tls(cluster: Mapping[str, Any], user: Mapping[str, Any], folder: Path) -> s
         tls.check_hostname = False
         tls.verify_mode = ssl.CERT_NONE
     certificate, key = _pem(user, "client-certificate", folder), _pem(user, "client-key", folder)
-    if certificate and key:  # ssl loads a certificate from a file only
+    if certificate and key:  # ssl loads a certificate only from a file
         with tempfile.NamedTemporaryFile() as file:
             file.write(certificate + b"\n" + key)
             file.flush()

@@ -1,4 +1,4 @@
-"""Carrying out a decision: what the API server is asked to do, in an order that any failure may end."""
+"""The execution of a decision as calls to the API server, in an order that tolerates failure at any point."""
 
 from __future__ import annotations
 
@@ -46,22 +46,21 @@ _POD_GROUPS = {
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a decision."""
+    """The outcome of carrying out a decision."""
 
     job: Manifest | None = None
-    """The job as the server has it now, if its status was written."""
+    """The job as now stored by the server, if its status was written."""
     stale: bool = False
-    """The server knows more than the decision did: decide again soon."""
+    """True if the server's state is newer than the decision's input: decide again soon."""
     taken: bool = False
-    """An object that is not the job's has the name of one that it needs."""
+    """True if a foreign object has a name that the job needs."""
 
 
 async def carry_out(client: Client, jobs: Resource, job: Manifest, decision: Decision) -> Result:
-    """Do what was decided.
+    """Carry out a decision.
 
     Raises:
-        InfrastructureError: the server does not do it now. What it refuses for good is told in the
-            job's status and raised, too.
+        InfrastructureError: a call failed. A permanent refusal is also reported in the job's status.
     """
     namespace = job["metadata"]["namespace"]
     try:
@@ -80,7 +79,7 @@ async def carry_out(client: Client, jobs: Resource, job: Manifest, decision: Dec
             hopeless = error.status in (400, 422)
             await _tell_obstacle(client, jobs, job, "Refused", message, hopeless=hopeless)
         raise
-    # Before what cannot be decided again once it is done: rather told twice than not at all.
+    # Events precede the irreversible actions: reporting one twice is better than losing it.
     for event in decision.events:
         await tell(client, job, event)
     for gone in decision.delete:
@@ -92,13 +91,13 @@ async def carry_out(client: Client, jobs: Resource, job: Manifest, decision: Dec
 
 
 def _is_for_good(error: ApiError) -> bool:
-    """Whether the server refuses something, and will again. 404: the namespace goes."""
+    """Return whether the refusal is permanent. 404 is not: the namespace is being deleted."""
     gone = error.status == 404 and error.reason != "NoPodGroup"
     return not error.retriable and not gone
 
 
 def status_patch(old: Mapping[str, Any] | None, status: ElasticJobStatus) -> dict[str, Any] | None:
-    """The merge patch that makes a status of ``old``; None if it is that. ``training`` is not touched."""
+    """Return the merge patch from ``old`` to ``status``, without ``training``; None if they are equal."""
     wanted = _set(msgspec.to_builtins(status))
     wanted.pop("training", None)
     known = {key: value for key, value in (old or {}).items() if key != "training"}
@@ -106,7 +105,7 @@ def status_patch(old: Mapping[str, Any] | None, status: ElasticJobStatus) -> dic
 
 
 def _set(value: Any) -> Any:
-    """A value without the fields that are empty: what is not set is not written."""
+    """Return a value without its empty fields; unset fields are not written."""
     if isinstance(value, dict):
         inner = {key: _set(child) for key, child in value.items()}
         return {key: child for key, child in inner.items() if child not in ("", [], {})}
@@ -128,7 +127,7 @@ def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any
 async def tell(
     client: Client, job: Manifest, event: Event, component: str = "dlrover-operator"
 ) -> None:
-    """Write an Event about a job; the same one again is counted. It fails silently but for the log."""
+    """Write an Event about a job, or count a repeated one; a failure is only logged."""
     metadata = job["metadata"]
     logger.info("Job %s/%s: %s", metadata["namespace"], metadata["name"], event.message)
     about = f"{metadata.get('uid')} {event.reason} {event.message}"
@@ -165,7 +164,7 @@ async def tell(
 
 
 async def _create(client: Client, made: Manifest) -> bool:
-    """Create an object; False if there is one of its name."""
+    """Create an object; return False if one of its name exists."""
     try:
         resource = _POD_GROUPS.get(made.get("apiVersion", "")) or _RESOURCES[made["kind"]]
         await client.create(resource, made)
@@ -182,14 +181,14 @@ async def _create(client: Client, made: Manifest) -> bool:
 
 
 async def _ensure(client: Client, made: Manifest) -> None:
-    """Create an object where it is missing. An earlier release may have given a role other rules."""
+    """Create an object if missing. Update an existing Role, whose rules may be from an earlier release."""
     if await _create(client, made):
         return
     metadata = made["metadata"]
     if made["kind"] == "Role":
         patch = {"rules": made["rules"]}
         await client.patch(api.ROLES, metadata["namespace"], metadata["name"], patch)
-    elif made["kind"] == "Service":  # the one object that has no name of its own for each job
+    elif made["kind"] == "Service":  # the only object whose name is not unique to each job
         found = await client.get(api.SERVICES, metadata["namespace"], metadata["name"])
         if not _of_jobs_of_this_name(found, metadata["ownerReferences"][0]):
             raise _TakenError(
@@ -198,17 +197,17 @@ async def _ensure(client: Client, made: Manifest) -> None:
 
 
 def _of_jobs_of_this_name(found: Manifest, owner: Manifest) -> bool:
-    """Whether an object belongs to the job, or to an earlier one of its name: that works until it goes."""
+    """Return whether an object belongs to this job or an earlier one of its name, usable until deleted."""
     references = found["metadata"].get("ownerReferences") or ()
     return any((one["kind"], one["name"]) == (owner["kind"], owner["name"]) for one in references)
 
 
 class _TakenError(Exception):
-    """Another's object has a name that the job needs."""
+    """A foreign object has a name that the job needs."""
 
 
 async def _ensure_certificate(client: Client, wanted: Certificate) -> None:
-    """Create a certificate where there is none. The operator cannot read Secrets: it makes one to try."""
+    """Create a certificate if missing. The operator cannot read Secrets, so it must make one to find out."""
     content = await asyncio.to_thread(certificates.make, wanted.hosts)
     await _create(client, {**wanted.secret, "stringData": content})
 
@@ -227,8 +226,8 @@ async def _write_status(
     if patch is None:
         return None
     if (job.get("status") or {}).get("jobUid") not in (None, uid):
-        patch["training"] = None  # an earlier job's
-    patch["jobUid"] = uid  # always: by now, the name may be another job's
+        patch["training"] = None  # belongs to an earlier job
+    patch["jobUid"] = uid  # always, because another job may have the name by now
     try:
         return await client.patch(
             jobs, metadata["namespace"], metadata["name"], {"status": patch}, subresource="status"
@@ -248,7 +247,7 @@ async def _tell_obstacle(
     *,
     hopeless: bool = False,
 ) -> None:
-    """Write with the job why it gets no master. ``hopeless``: nor will it as its manifest is."""
+    """Report in the job's status why it has no master. ``hopeless``: the manifest must change first."""
     old = status_of(job)
     generation = job["metadata"].get("generation", 0)
     obstacle = condition("MasterReady", False, reason, message, generation)

@@ -1,4 +1,4 @@
-"""Certificates that are made for one job: of an authority whose key nobody keeps."""
+"""Certificates for a single job, signed by an authority whose key is discarded."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from dlrover.kubernetes import tls
 
 LIFE = dt.timedelta(days=3650)
-"""Longer than any job; a job that is suspended and goes on keeps its certificate."""
+"""Validity period, longer than any job: a job keeps its certificate when it resumes after a suspension."""
 SLACK = dt.timedelta(days=1)
-"""By so much a node's clock may be behind."""
+"""Tolerated lag of a node's clock."""
 
 
 def make(hosts: Sequence[str]) -> dict[str, str]:
-    """A fresh authority and a server's certificate of it for ``hosts``, as PEM by the Secret's keys.
+    """Return a new authority and its server certificate for ``hosts``, as PEM, by the Secret's keys.
 
-    The authority's key is forgotten: it signs nothing else, ever.
+    The authority's key is discarded, so it never signs anything else.
     """
     authority_key, key = (
         ec.generate_private_key(ec.SECP256R1()),

@@ -1,6 +1,6 @@
-"""The Kubernetes API over HTTP: the one module that knows the HTTP library.
+"""The Kubernetes API over HTTP: the only module that uses the HTTP library.
 
-Objects cross this boundary as plain dictionaries, as their manifests are written.
+Objects cross this boundary as plain dictionaries in the form of their manifests.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ Object = dict[str, Any]
 """A Kubernetes object."""
 
 CALL_TIMEOUT = 30.0
-"""Seconds that one call may take."""
+"""Seconds allowed for one call."""
 CONNECT_TIMEOUT = 10.0
-"""Seconds until a server that does not take the connection counts as away."""
+"""Seconds before a server that does not accept the connection counts as down."""
 ATTEMPTS = 6
-"""How often a call is made until its failure is the caller's."""
+"""Attempts at a call before its failure is raised."""
 CONFLICTS = 5
-"""How often an object is read again that others changed in the meantime."""
+"""Attempts at an update that conflicts with other clients' changes."""
 FIRST_WAIT = 0.2
-"""Seconds before the second attempt; each wait is about twice the last one."""
+"""Seconds before the second attempt; each wait is about twice the previous one."""
 CONFLICT_WAIT = 0.05
-"""Seconds before an object is read again that others changed."""
+"""Seconds before an object is read again after a conflict."""
 LONGEST_WAIT = 10.0
-"""Seconds between two attempts, at most, whatever the server asks for."""
+"""Maximum seconds between two attempts, even if the server asks for more."""
 WATCH_TIMEOUT = 60.0
-"""Seconds after which the server ends a watch, with a bookmark of where it was."""
+"""Seconds after which the server ends a watch; bookmarks mark the position."""
 STALL_GRACE = 10.0
-"""Seconds beyond that after which a watch that neither speaks nor ends counts as stalled."""
+"""Seconds after `WATCH_TIMEOUT` before a silent open watch counts as stalled."""
 PAGE = 500
-"""Objects in one page of a list."""
+"""Objects per page of a list."""
 CONNECTIONS = 64
-"""Connections to the server at once; watches hold one each."""
+"""Maximum concurrent connections to the server; each watch holds one."""
 
 
 class ApiError(InfrastructureError):
-    """The API server answered with an error."""
+    """An error response from the API server."""
 
     def __init__(
         self, status: int, reason: str, message: str, retry_after: float | None = None
@@ -57,27 +57,28 @@ class ApiError(InfrastructureError):
         self.status = status
         """The HTTP status."""
         self.reason = reason
-        """The server's word for it: ``NotFound``, ``AlreadyExists``, ``Conflict``, ``Invalid``…"""
+        """The server's reason: ``NotFound``, ``AlreadyExists``, ``Conflict``, ``Invalid``…"""
         self.message = message
         self.retry_after = retry_after
-        """Seconds that the server asks to wait before another attempt; None: it does not say."""
+        """Seconds that the server asks to wait before another attempt; None if unspecified."""
 
     @property
     def passing(self) -> bool:
-        """Whether the same call may well succeed later."""
+        """True if the same call may succeed later."""
         return self.status in (408, 429) or self.status >= 500
 
     @property
     def retriable(self) -> bool:
-        """Whether another attempt is worthwhile, if only after a new look.
+        """True if another attempt is worthwhile, possibly only after a new read.
 
-        409: others changed the object, or what admission writes, as a ResourceQuota; 401: the token was just exchanged.
+        409: other clients changed the object, or one that admission updates, such as a ResourceQuota. 401:
+        the token was just replaced.
         """
         return self.passing or self.status in (401, 409)
 
 
 class Resource(NamedTuple):
-    """A kind of object, and where the API has it."""
+    """A kind of object and its location in the API."""
 
     group: str
     """Empty for the core group."""
@@ -88,11 +89,11 @@ class Resource(NamedTuple):
 
     @property
     def api_version(self) -> str:
-        """As in a manifest: ``apps/v1``, ``v1``."""
+        """The API version as in a manifest: ``apps/v1``, ``v1``."""
         return f"{self.group}/{self.version}" if self.group else self.version
 
     def path(self, namespace: str | None, name: str = "", subresource: str = "") -> str:
-        """The path of one object, or of all of them; of all namespaces if that is None."""
+        """Return the path of one object, or of all; None as ``namespace`` means all namespaces."""
         parts = ["/apis" if self.group else "/api", self.api_version]
         if self.namespaced and namespace is not None:
             parts += ["namespaces", namespace]
@@ -113,19 +114,20 @@ LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
 
 
 class Client:
-    """Calls to one API server, on one event loop.
+    """A client of one API server, for use on one event loop.
 
-    A call whose failure may pass (429, 5xx, a lost connection) is made again, after the time that the
-    server asks for. `create` may so find the object of its own first attempt: ``AlreadyExists`` does not
-    say who made it. A server that is away raises `InfrastructureError`, its error answers `ApiError`.
+    It repeats a call after a transient failure (429, 5xx, a lost connection) and observes the server's
+    requested delay. A repeated `create` may therefore find the object of its own first attempt:
+    ``AlreadyExists`` does not identify the creator. An unreachable server raises `InfrastructureError`; an
+    error response raises `ApiError`.
     """
 
     def __init__(self, access: Access) -> None:
         self.namespace = access.namespace
-        """The one that is meant where none is named."""
+        """The default namespace."""
         self.on_call: Callable[[str, str], None] = lambda _method, _code: None
-        """Called after each attempt of a call with its method (``WATCH`` is one) and the HTTP status;
-        the latter is empty if no answer came."""
+        """Callback after each attempt at a call, with its method (including ``WATCH``) and the HTTP status,
+        which is empty without a response."""
         self._access = access
         self._http = httpx2.AsyncClient(
             base_url=access.server,
@@ -137,7 +139,7 @@ class Client:
 
     @classmethod
     def from_config(cls, kubeconfig: str | None = None) -> Client:
-        """A client by a kubeconfig; without one, by the pod's service account or the user's file.
+        """Return a client for a kubeconfig, else for the pod's service account or the user's kubeconfig.
 
         Raises:
             ConfigurationError: there is no access to a server.
@@ -145,7 +147,7 @@ class Client:
         return cls(find_access(kubeconfig))
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Object:
-        """One object.
+        """Return one object.
 
         Raises:
             ApiError: 404 if there is none.
@@ -155,9 +157,9 @@ class Client:
     async def list(
         self, resource: Resource, namespace: str | None = None, labels: str = "", fields: str = ""
     ) -> tuple[list[Object], str]:
-        """The objects that the selectors take, and the resource version of that state.
+        """Return the objects that match the selectors, and the resource version of that state.
 
-        Here and in `watch` they come without their ``managedFields``, which nobody here reads.
+        Objects from this method and from `watch` lack their ``managedFields``, which no caller reads.
         """
         path = resource.path(namespace)
         query = _query(labelSelector=labels, fieldSelector=fields)
@@ -173,9 +175,9 @@ class Client:
         except ApiError as error:
             if error.status != 410:
                 raise
-            page = await self._call("GET", path, query)  # the pages' state is gone: all at once
+            page = await self._call("GET", path, query)  # expired pages: list all at once
             items = page.get("items") or []
-        for item in items:  # the items of a list lack them
+        for item in items:  # list items lack their type
             item["metadata"].pop("managedFields", None)
             item.setdefault("apiVersion", resource.api_version)
             item.setdefault("kind", resource.kind)
@@ -190,13 +192,13 @@ class Client:
         fields: str = "",
         timeout: float = WATCH_TIMEOUT,
     ) -> AsyncIterator[tuple[str, Object]]:
-        """What happens after ``resource_version``: ``ADDED``, ``MODIFIED``, ``DELETED``, ``BOOKMARK``.
+        """Yield the events after ``resource_version``: ``ADDED``, ``MODIFIED``, ``DELETED``, ``BOOKMARK``.
 
-        Ends after ``timeout`` seconds. A bookmark has nothing but a resource version.
+        The watch ends after ``timeout`` seconds. A bookmark contains only a resource version.
 
         Raises:
-            ApiError: 410 if the server does not go back that far: list again.
-            InfrastructureError: the connection is cut, or nothing comes in time: it is stalled.
+            ApiError: 410 if ``resource_version`` is too old: list again.
+            InfrastructureError: the connection broke, or stalled without any data.
         """
         query = _query(
             watch="true",
@@ -222,18 +224,18 @@ class Client:
                         yield _event(line)
 
     async def create(self, resource: Resource, obj: Object) -> Object:
-        """Make an object.
+        """Create an object.
 
         Raises:
             ApiError: 409 ``AlreadyExists``; 422 ``Invalid``.
         """
         body = {"apiVersion": resource.api_version, "kind": resource.kind, **obj}
-        again = bool(obj["metadata"].get("name"))  # a generated name would be another object
+        again = bool(obj["metadata"].get("name"))  # else a retry would make a second object
         path = resource.path(obj["metadata"].get("namespace"))
         return await self._call("POST", path, body=body, repeat=again)
 
     async def replace(self, resource: Resource, obj: Object) -> Object:
-        """Write a whole object; with its resource version, only if nobody else wrote it meanwhile.
+        """Replace an object; if it has a resource version, only if it is unchanged since then.
 
         Raises:
             ApiError: 409 ``Conflict``: read it again.
@@ -263,9 +265,9 @@ class Client:
         patch: Object,
         subresource: str = "",
     ) -> Object:
-        """`patch` the object of this ``uid``, never another one of its name.
+        """`patch` the object with this ``uid``, never another with the same name.
 
-        The server ignores the uid in the patch of a status; so the patch has the version that was read.
+        The server ignores the uid in a status patch, so the patch includes the version just read.
 
         Raises:
             ApiError: 404 if the object is gone; 409 if others changed it at each of `CONFLICTS` attempts.
@@ -291,7 +293,7 @@ class Client:
         uid: str = "",
         grace: float | None = None,
     ) -> None:
-        """Delete an object, if there is one; only that of ``uid``. ``grace``: seconds for a pod to end."""
+        """Delete an object if it exists and has any given ``uid``. ``grace``: seconds for a pod to end."""
         options: Object = {"propagationPolicy": "Background"}
         if uid:
             options["preconditions"] = {"uid": uid}
@@ -306,7 +308,7 @@ class Client:
                 raise
 
     async def _has(self, resource: Resource, namespace: str | None, name: str, uid: str) -> bool:
-        """Whether there is the object of this uid."""
+        """Return whether the object with this uid exists."""
         try:
             return bool((await self.get(resource, namespace, name))["metadata"]["uid"] == uid)
         except ApiError as error:
@@ -327,7 +329,7 @@ class Client:
         *,
         repeat: bool = True,
     ) -> Object:
-        """One call, as often as it takes; ``repeat``: also if the last one may have been carried out."""
+        """Make a call, with retries. ``repeat``: retry even if the last attempt may have taken effect."""
         wait, renewed = FIRST_WAIT, False
         for attempt in range(1, ATTEMPTS + 1):
             try:
@@ -388,7 +390,7 @@ class Client:
 
 
 def jitter(seconds: float) -> float:
-    """A time around ``seconds``, so that those who failed together do not come back together."""
+    """Return a time around ``seconds``, so that clients that failed together do not retry together."""
     return seconds * random.uniform(0.75, 1.25)  # noqa: S311
 
 

@@ -1,4 +1,4 @@
-"""What a role's command says of the job: the options of ``dlrover-run`` that the master is to follow."""
+"""The ``dlrover-run`` options in a role's command that the master follows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dlrover.spec.roles import SERVER
 
 
 def options(template: Mapping[str, Any]) -> dict[str, str]:
-    """The options in a template's command, as ``network-check`` and its value, which may be empty."""
+    """Return the options in a template's command, such as ``network-check``; a value may be empty."""
     found: dict[str, str] = {}
     words = list(_words(template))
     for word, following in zip(words, [*words[1:], ""], strict=False):
@@ -23,17 +23,17 @@ def options(template: Mapping[str, Any]) -> dict[str, str]:
 
 
 def number(text: str, default: int) -> int:
-    """An option's value; one that is wrong or a shell's variable is for ``dlrover-run`` to judge."""
+    """Return an option's value; the default for errors and shell variables, left to ``dlrover-run``."""
     return int(text) if text.isdecimal() else default
 
 
 def fewest_nodes(job: ElasticJob) -> int:
-    """The fewest nodes that a job may run with, servers included."""
+    """Return the minimum number of nodes for the job to run, including servers."""
     return _fewest_others(job) + fewest_servers(job)
 
 
 def fewest_servers(job: ElasticJob) -> int:
-    """How many of them are servers."""
+    """Return the minimum number of servers for the job to run."""
     spec = job.spec.replica_specs.get(SERVER)
     return 0 if spec is None else _fewest(spec)
 
@@ -65,7 +65,7 @@ def _words(template: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _split(text: str) -> list[str]:
-    """The words of an argument, which may be a shell's whole script."""
+    """Return the words of an argument, which may be an entire shell script."""
     try:
         return shlex.split(text, comments=True)
     except ValueError:

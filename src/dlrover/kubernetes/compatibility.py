@@ -1,4 +1,4 @@
-"""What an ElasticJob may say for compatibility with the original, and means nothing here."""
+"""ElasticJob fields that are accepted for compatibility with the original but have no effect here."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _OF_MASTER = {
     "minReplicas": (1, "A job has one master."),
     "restartCount": (3, "The operator always brings the master back."),
 }
-"""Fields of the master's role: their defaults, and what is done whatever they say."""
+"""Fields of the master's role: their defaults, and what happens regardless of their values."""
 _MEANT = {
     "distributionStrategy": ("AllreduceStrategy",),
 }
-"""Values that say what is done anyway, or that have an effect."""
+"""Values that need no note: they have an effect or match what happens anyway."""
 
 
 def notes(spec: Mapping[str, Any]) -> list[str]:
-    """A sentence for each field of a spec that is set and has no effect."""
+    """Return a sentence for each field of a spec that is set but has no effect."""
     return list(_notes(spec))
 
 
@@ -51,7 +51,7 @@ def _notes(spec: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _idle(spec: Mapping[str, Any]) -> Iterator[str]:
-    """What means something elsewhere, but not where it stands."""
+    """Yield a sentence for each field that has an effect elsewhere but not where it is set."""
     roles = spec.get("replicaSpecs", {})
     has_worker = "worker" in map(canonical, roles)
     for role, replica in roles.items():

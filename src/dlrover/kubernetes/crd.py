@@ -1,6 +1,6 @@
-"""What is installed in a cluster as far as it follows from the code: definitions and rights.
+"""The custom resource definitions and access rights installed in a cluster, generated from the code.
 
-``python -m dlrover.kubernetes.crd`` writes the files below ``deploy`` that come from here.
+``python -m dlrover.kubernetes.crd`` writes the generated files below ``deploy``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WORKERS = ".spec.replicaSpecs.worker.replicas"
 
 
 def elastic_jobs() -> Manifest:
-    """The definition of ElasticJob."""
+    """Return the definition of ElasticJob."""
     scale = {
         "specReplicasPath": _WORKERS,
         "statusReplicasPath": ".status.replicas",
@@ -40,7 +40,7 @@ def elastic_jobs() -> Manifest:
 
 
 def scale_plans() -> Manifest:
-    """The definition of ScalePlan."""
+    """Return the definition of ScalePlan."""
     columns = [
         _column("State", ".status.phase"),
         _column("Job", ".spec.ownerJob"),
@@ -51,7 +51,7 @@ def scale_plans() -> Manifest:
 
 
 def files() -> dict[str, str]:
-    """The files that are written, by their path below ``deploy``."""
+    """Return the contents of the generated files, by path below ``deploy``."""
     made = {}
     for definition in (elastic_jobs(), scale_plans()):
         name = f"{definition['metadata']['name']}.yaml"
@@ -73,7 +73,7 @@ def files() -> dict[str, str]:
 
 
 def without_rules(node: Any) -> Any:
-    """A definition without its rules in CEL: a cluster before Kubernetes 1.25 refuses one that has any."""
+    """Return a definition without its CEL rules, which clusters before Kubernetes 1.25 reject."""
     if isinstance(node, dict):
         kept = {key: child for key, child in node.items() if key != "x-kubernetes-validations"}
         return {key: without_rules(child) for key, child in kept.items()}
@@ -81,7 +81,7 @@ def without_rules(node: Any) -> Any:
 
 
 def _aggregated() -> list[Manifest]:
-    """Roles that become part of the cluster's own ones."""
+    """Return the roles that are aggregated into the cluster's own roles."""
     into = {"view": ["view", "edit", "admin"], "edit": ["edit", "admin"]}
     prefix = "rbac.authorization.k8s.io/aggregate-to-"
     return [
@@ -103,7 +103,7 @@ def _rights(kind: str) -> list[Manifest]:
 
 
 def _granted(kind: str, name: str, rules: list[Manifest]) -> list[Manifest]:
-    """A role of a kind, bound to the operator's account."""
+    """Return a role of a kind and its binding to the operator's account."""
     rbac = "rbac.authorization.k8s.io"
     subject = {"kind": "ServiceAccount", "name": "dlrover-operator", "namespace": "dlrover-system"}
     return [
@@ -119,15 +119,15 @@ def _granted(kind: str, name: str, rules: list[Manifest]) -> list[Manifest]:
 
 
 def _text(*documents: Manifest) -> str:
-    """Documents as they stand in a file."""
+    """Return documents as the contents of a file."""
     return HEADER + yaml.dump_all(documents, Dumper=_Plain, sort_keys=False, width=100)
 
 
 class _Plain(yaml.SafeDumper):
-    """Without anchors: what occurs twice is written twice."""
+    """A dumper without anchors: it writes repeated values in full."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Whether ``data`` is written in full."""
+        """Return True to write ``data`` in full."""
         return True
 
 

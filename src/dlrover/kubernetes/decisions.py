@@ -1,4 +1,4 @@
-"""What the operator is told of a job, and what it decides: plain records, without a decision in them."""
+"""Plain records of what the operator observes about a job and what it decides, without decision logic."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ Manifest = dict[str, Any]
 
 @dataclass(frozen=True)
 class Observed:
-    """What there is of a job. Pods and Service are those that carry the job's label."""
+    """The observed state of a job; its pods and Service are those with the job's label."""
 
     job: Manifest
     pods: Sequence[Manifest] = ()
     service: Manifest | None = None
     rivals: Sequence[Claim] = ()
-    """What other jobs claim that give way, as this one may."""
+    """Claims of other jobs that may yield, as this one may."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the operator's own options say about jobs."""
+    """The operator's options that apply to jobs."""
 
     master_image: str = "dlrover:latest"
 
 
 @dataclass(frozen=True)
 class Event:
-    """What is told to users, with the job."""
+    """A notice to users, attached to the job."""
 
     reason: str
     message: str
@@ -44,49 +44,49 @@ class Event:
 
 @dataclass(frozen=True)
 class Deletion:
-    """An object to delete; only that of this uid."""
+    """An object to delete, only if it has this uid."""
 
     kind: str
     name: str
     uid: str
     grace: int | None = None
-    """Seconds to end; None: its own."""
+    """Seconds to end; None for the object's own grace period."""
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """A certificate to make: its key is random, so no decision holds it."""
+    """A certificate to make; its key is random, so no decision contains it."""
 
     secret: Manifest
-    """The Secret that is to hold it."""
+    """The Secret to hold it."""
     hosts: Sequence[str]
-    """What it names."""
+    """The hosts that it names."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do, in this order. Nothing of it is done again if it has been done."""
+    """Actions for `apply.carry_out`, safe to repeat."""
 
     ensure: tuple[Manifest, ...] = ()
-    """Objects to create where they are missing."""
+    """Objects to create if missing."""
     certificate: Certificate | None = None
-    """What to make a certificate for where there is none yet."""
+    """Certificate to make if there is none yet."""
     start: Manifest | None = None
-    """The master's pod to create; if there is one already, the rest is for another time."""
+    """The master's pod to create; if one already exists, the remaining actions are skipped."""
     delete: tuple[Deletion, ...] = ()
     status: ElasticJobStatus | None = None
-    """The job's status, but for ``training``; None: not ours to write."""
+    """The job's status without ``training``; None if the status is not the operator's to write."""
     events: tuple[Event, ...] = ()
     claim: Claim | None = None
-    """What other jobs are to know of this one; None: nothing."""
+    """This job's claim as other jobs see it; None if it has none."""
     again: float | None = None
-    """Seconds after which to decide again, though nothing changes."""
+    """Seconds after which to decide again even without a change."""
 
 
 def status_of(manifest: Mapping[str, Any]) -> ElasticJobStatus:
-    """The status in a manifest; an empty one if somebody wrote what is none, or meant an earlier job of its name.
+    """Return a manifest's status; an empty one if it is invalid or belongs to an earlier job of this name.
 
-    The API server takes a patch of a status for whatever has that name: it ignores its uid.
+    The API server ignores the uid in a status patch: the patch reaches any job with that name.
     """
     try:
         status = msgspec.convert(manifest.get("status") or {}, ElasticJobStatus)
@@ -99,7 +99,7 @@ def status_of(manifest: Mapping[str, Any]) -> ElasticJobStatus:
 def condition(
     kind: str, status: bool, reason: str, message: str = "", generation: int = 0
 ) -> Condition:
-    """A condition, without the time of its last change."""
+    """Return a condition without its transition time."""
     return Condition(
         type=kind,
         status="True" if status else "False",
@@ -110,7 +110,7 @@ def condition(
 
 
 def merged(old: Sequence[Condition], changed: Sequence[Condition], now: float) -> list[Condition]:
-    """``old`` with ``changed`` in it; the time of a change is that of the status, not of its reason."""
+    """Return ``old`` updated with ``changed``; a new status, but not a new reason, sets the time."""
     result = {c.type: c for c in old}
     for new in changed:
         before = result.get(new.type)

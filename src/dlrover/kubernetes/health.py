@@ -26,7 +26,7 @@ from dlrover.kubernetes.stats import Durations
 from dlrover.kubernetes.types import Phase
 
 ANSWER_TIMEOUT = 5.0
-"""Seconds that the operator's event loop gets to answer."""
+"""Seconds allowed for the operator's event loop to answer."""
 
 T = TypeVar("T")
 Start = Callable[[str, list[tuple[str, str]]], Any]
@@ -34,7 +34,7 @@ App = Callable[[Mapping[str, Any], Start], Iterable[bytes]]
 
 
 def metrics(serving: Serving) -> Iterator[Metric]:
-    """The metrics of an operator at this moment."""
+    """Yield an operator's current metrics."""
     stats = serving.stats
     yield _histogram(
         "dlrover_operator_reconcile_duration_seconds",
@@ -79,12 +79,12 @@ def _histogram(name: str, what: str, durations: Durations) -> Metric:
 
 
 class HealthServer(Collector):
-    """Serves the port from threads of its own until it is closed.
+    """Serves the port from its own threads until closed.
 
-    All answers are made on the operator's event loop: where that stands still, ``/healthz`` fails.
+    The operator's event loop produces all answers, so ``/healthz`` fails if the loop is blocked.
 
     Raises:
-        ConfigurationError: the address cannot be listened on.
+        ConfigurationError: the server cannot listen on the address.
     """
 
     def __init__(self, serving: Serving, host: str, port: int) -> None:
@@ -111,11 +111,11 @@ class HealthServer(Collector):
         self._thread.join()
 
     def describe(self) -> list[Metric]:
-        """Nothing: the registry holds no other collector whose names might be the same."""
+        """Return nothing: the registry has no other collector whose names could clash."""
         return []
 
     def collect(self) -> list[Metric]:
-        """All metrics, read on the event loop."""
+        """Return all metrics, read on the event loop."""
         return self._ask(lambda: list(metrics(self._serving)))
 
     def _ask(self, question: Callable[[], T]) -> T:
@@ -153,4 +153,4 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 class _Handler(WSGIRequestHandler):
     def log_message(self, *_: object) -> None:
-        """Scrapes are not worth a line."""
+        """Log nothing; scrapes are not worth a log line."""

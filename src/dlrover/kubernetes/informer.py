@@ -1,4 +1,4 @@
-"""A copy of the server's objects that follows them: list, watch, and list again where that fails."""
+"""A local copy of the server's objects, kept current: list, watch, and list again after a failure."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from dlrover.kubernetes.client import WATCH_TIMEOUT, ApiError, Client, Object, R
 logger = logging.getLogger(__name__)
 
 RESYNC = 600.0
-"""Seconds after which everything is listed again and reported, changed or not."""
+"""Seconds after which all objects are listed and reported again, changed or not."""
 FIRST_WAIT = 0.2
-"""Seconds before the first attempt after a failure; each wait is about twice the last one."""
+"""Seconds before the first retry after a failure; each wait is about twice the previous one."""
 LONGEST_WAIT = 30.0
-"""Seconds between two attempts, at most."""
+"""Maximum seconds between two attempts."""
 
 
 class Informer:
-    """Follows the objects of one kind that a selector of labels takes, and one of fields.
+    """Follows the objects of one kind that match a label selector and a field selector.
 
-    ``on_change`` is called with the key of each object that came, changed or went; it looks the object up
-    in `cache`, where it is missing if it went. Several changes may come as one: nothing is said about the
-    states between. No change is missed for good: after whatever failure the objects are listed again.
+    It calls ``on_change`` with the key of each added, changed, or deleted object. The callback looks the
+    object up in `cache`, which lacks deleted objects. One call may cover several changes; intermediate
+    states are not reported. No change is lost permanently: after any failure the informer lists the objects
+    again.
     """
 
     def __init__(  # noqa: PLR0913 - what to follow, and how
@@ -41,9 +42,9 @@ class Informer:
         watch_timeout: float = WATCH_TIMEOUT,
     ) -> None:
         self.cache: dict[str, Object] = {}
-        """Objects by key (``namespace/name``). Read only."""
+        """Objects by key (``namespace/name``); read only."""
         self.synced = asyncio.Event()
-        """Set once the objects have been listed."""
+        """Set after the first list of the objects."""
         self._client = client
         self._resource = resource
         self._namespace = namespace
@@ -68,7 +69,7 @@ class Informer:
             except InfrastructureError as error:
                 asked = error.retry_after if isinstance(error, ApiError) else None
                 if isinstance(error, ApiError) and not error.passing:
-                    self._version = ""  # 410: the server forgot; others: see what a list says
+                    self._version = ""  # 410: the version is too old; others: a list may show why
                 wait = FIRST_WAIT if self._healthy else wait
                 pause = min(LONGEST_WAIT, jitter(wait) if asked is None else asked)
                 wait = min(LONGEST_WAIT, wait * 2)
@@ -79,7 +80,7 @@ class Informer:
 
     @property
     def what(self) -> str:
-        """What is followed, in words."""
+        """The followed objects, in words."""
         selectors = ",".join(filter(None, (self._labels, self._fields)))
         selected = f" with {selectors}" if selectors else ""
         return f"{self._resource.plural} in {self._namespace or 'all namespaces'}{selected}"
@@ -119,7 +120,7 @@ class Informer:
 
 
 def key_of(obj: Object) -> str:
-    """``namespace/name`` of an object; its name alone if it is in no namespace."""
+    """Return an object's ``namespace/name``, or only its name if it has no namespace."""
     metadata = obj["metadata"]
     namespace = metadata.get("namespace")
     return f"{namespace}/{metadata['name']}" if namespace else str(metadata["name"])

@@ -1,4 +1,4 @@
-"""The machines of a Kubernetes cluster and what is taken of them, for the Brain."""
+"""The Brain's view of a Kubernetes cluster: the machines and the resources in use."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from dlrover.kubernetes.resources import quantity
 from dlrover.spec.brain import ClusterNode
 
 PLAIN = ("cpu", "memory")
-"""What is divided under the name that Kubernetes has for it."""
+"""Resources that keep their Kubernetes names."""
 KINDS = ("gpu", "npu")
-"""How the names of resources end that are accelerators, whoever makes them."""
+"""Suffixes of accelerator resource names, independent of the vendor."""
 ENDED = ("Succeeded", "Failed")
 
 
 class KubernetesInventory:
-    """Reads nodes and pods; ``source`` is a kubeconfig, empty: the pod's account or the user's file."""
+    """Reads nodes and pods. ``source``: a kubeconfig; empty: the pod's account or the user's kubeconfig."""
 
     def __init__(self, source: str = "") -> None:
         self._client = Client.from_config(source or None)
 
     async def nodes(self) -> tuple[ClusterNode, ...]:
-        """The machines that run kubelets, and what their pods ask for."""
+        """Return the machines that run kubelets, with the requests of their pods."""
         machines, _ = await self._client.list(NODES)
         pods, _ = await self._client.list(PODS)
         return inventory(machines, pods)
@@ -36,9 +36,9 @@ class KubernetesInventory:
 
 
 def inventory(machines: Iterable[Object], pods: Iterable[Object]) -> tuple[ClusterNode, ...]:
-    """What the machines have, what the pods on them ask for, and how much of that is for jobs.
+    """Return the machines' capacities, the requests of the pods on them, and the part requested by jobs.
 
-    A pod counts from the moment on which it is placed until its containers have ended.
+    A pod counts from its placement until its containers have ended.
     """
     used: dict[str, dict[str, float]] = {}
     by_jobs: dict[str, dict[str, float]] = {}
@@ -65,9 +65,9 @@ def inventory(machines: Iterable[Object], pods: Iterable[Object]) -> tuple[Clust
 
 
 def requests_of(pod: Object) -> dict[str, float]:
-    """What a pod asks for: its containers together, or more where one that runs before them does."""
+    """Return a pod's requests: its containers' total, or the peak of its init containers if higher."""
     spec = pod["spec"]
-    beside: dict[str, float] = {}  # by init containers that go on beside the others
+    beside: dict[str, float] = {}  # init containers that keep running beside the others
     peak: dict[str, float] = {}
     for container in spec.get("initContainers") or ():
         moment = dict(beside)
@@ -108,7 +108,7 @@ def _add(total: dict[str, float], more: Mapping[str, float]) -> None:
 
 
 def _ready(machine: Object) -> bool:
-    """Whether new pods can be placed on it."""
+    """Return whether new pods can be placed on the machine."""
     if (machine.get("spec") or {}).get("unschedulable"):
         return False
     conditions = (machine.get("status") or {}).get("conditions") or ()

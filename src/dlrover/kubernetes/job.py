@@ -1,4 +1,4 @@
-"""A job as its master reads it: the ElasticJob in the cluster, and the `JobSpec` that follows from it."""
+"""A job as seen by its master: the ElasticJob in the cluster and the `JobSpec` derived from it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ ELASTIC_JOBS = Resource(names.GROUP, names.VERSION, "elasticjobs", "ElasticJob")
 
 
 async def read(client: Client, env: Mapping[str, str]) -> ElasticJob:
-    """The job that the environment names, as it runs: see `record`.
+    """Return the job that the environment names, with its running spec (see `record`).
 
     Raises:
-        ConfigurationError: there is none, it is wrong, or another job has its name now.
+        ConfigurationError: there is none, it is invalid, or another job now has its name.
     """
     namespace, _, name = env.get(VARIABLE, "").partition("/")
     uid = env.get(UID_VARIABLE, "")
@@ -51,7 +51,7 @@ async def read(client: Client, env: Mapping[str, str]) -> ElasticJob:
 
 
 async def fetch(env: Mapping[str, str]) -> ElasticJob:
-    """`read` with a client of its own."""
+    """Call `read` with a client of its own."""
     client = Client.from_config()
     try:
         return await read(client, env)
@@ -60,11 +60,11 @@ async def fetch(env: Mapping[str, str]) -> ElasticJob:
 
 
 def job_spec(job: ElasticJob, limits: Limits, rules: tuple[Rule, ...] = ()) -> JobSpec:
-    """What the master is to know of a job.
+    """Return the specification that the master runs the job by.
 
-    The options of ``dlrover-run`` that are the master's to follow are found in the workers' command:
-    ``--nnodes`` (its minimum, where no role has ``minReplicas``; it is not for servers), ``--max-restarts`` (before
-    ``restartCount``), ``--node-unit``, ``--auto-scale``, ``--network-check`` and ``--exclude-straggler``.
+    The master takes these ``dlrover-run`` options from the workers' command: ``--nnodes`` (its minimum, if
+    no role has ``minReplicas``; it excludes servers), ``--max-restarts`` (overrides ``restartCount``),
+    ``--node-unit``, ``--auto-scale``, ``--network-check`` and ``--exclude-straggler``.
     """
     specs = job.spec.replica_specs
     roles = [role for role in nodes.ROLES if role in specs]
@@ -100,7 +100,7 @@ def job_spec(job: ElasticJob, limits: Limits, rules: tuple[Rule, ...] = ()) -> J
 
 
 def brain_side(job: ElasticJob, given: BrainSide) -> BrainSide:
-    """Where the master finds the Brain: the manifest's ``brainService`` and ``optimizeMode`` before its settings."""
+    """Return the Brain settings: ``brainService`` sets the address; ``optimizeMode`` may set ``cluster``."""
     worker = job.spec.replica_specs.get("worker")
     asked = requests_of(worker.template) if worker is not None else {}
     return msgspec.structs.replace(
@@ -117,7 +117,7 @@ def brain_side(job: ElasticJob, given: BrainSide) -> BrainSide:
 
 
 def _auto_scale(job: ElasticJob, flags: Mapping[str, str]) -> bool:
-    """Whether the number of workers is to be found; a chief or an evaluator would have to follow it."""
+    """Return whether to auto-scale the workers; not with a chief or evaluator, which would have to follow."""
     specs = job.spec.replica_specs
     alone = not any(
         specs[role].replicas for role in specs if role in nodes.ROLES and role not in nodes.SCALED

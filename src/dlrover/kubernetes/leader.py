@@ -1,4 +1,4 @@
-"""Leader election by a Lease: of several operators one works, the others wait to take its place."""
+"""Leader election with a Lease: one of several operators works while the others stand by."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ Manifest = dict[str, Any]
 
 @dataclass(frozen=True)
 class Terms:
-    """Times of a Lease, in seconds. ``renew < deadline < duration`` has to hold."""
+    """Periods of a Lease in seconds; ``renew < deadline < duration`` must hold."""
 
     duration: float = 15.0
-    """A Lease that was not renewed for so long is anybody's."""
+    """Time without a renewal after which any operator may take the Lease."""
     deadline: float = 10.0
-    """A leader that could not renew it for so long stops."""
+    """Time without a successful renewal after which a leader stops."""
     renew: float = 2.0
-    """Between two attempts."""
+    """Time between two attempts."""
 
 
 class Leader:
     """Holds the Lease ``namespace/name`` as ``identity``, or waits for it.
 
-    Whether another's Lease has run out is judged by how long this process has seen it unchanged, on its
-    own clock: the clocks of two machines need not agree.
+    A foreign Lease has expired once this process has seen it unchanged for its duration on its own clock.
+    The clocks of two machines need not agree.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class Leader:
 
     @property
     def informed(self) -> bool:
-        """Whether it has read the Lease."""
+        """True once it has read the Lease."""
         return bool(self._seen)
 
     async def acquire(self) -> None:
-        """Wait until the Lease is ours."""
+        """Wait until this process holds the Lease."""
         while True:
             if await self._attempt():
                 break
@@ -66,7 +66,7 @@ class Leader:
         logger.info("%s leads by the Lease %s/%s", self._identity, self._namespace, self._name)
 
     async def hold(self) -> None:
-        """Renew the Lease; returns when it is lost."""
+        """Renew the Lease; return when it is lost."""
         while True:
             await asyncio.sleep(self._terms.renew)
             left = self._renewed_at + self._terms.deadline - self._clock()
@@ -81,7 +81,7 @@ class Leader:
                 return
 
     async def release(self) -> None:
-        """Give the Lease back, so that another need not wait for it to run out."""
+        """Give the Lease back, so that another operator need not wait for it to expire."""
         for attempt in range(1, CONFLICTS + 1):
             try:
                 lease = await self._client.get(LEASES, self._namespace, self._name)
@@ -89,7 +89,7 @@ class Leader:
                     lease["spec"]["holderIdentity"] = ""
                     await self._client.replace(LEASES, lease)
             except InfrastructureError as error:
-                # 409: a renewal of our own that was under way
+                # 409: conflict with our own renewal in progress
                 if isinstance(error, ApiError) and error.status == 409 and attempt < CONFLICTS:
                     continue
                 where = f"{self._namespace}/{self._name}"
@@ -97,7 +97,7 @@ class Leader:
             return
 
     async def _attempt(self) -> bool:
-        """Take or renew the Lease, if it is ours, nobody's, or has run out."""
+        """Take or renew the Lease if this process holds it, it has no holder, or it has expired."""
         began = self._clock()
         try:
             lease = await self._read()
@@ -106,7 +106,7 @@ class Leader:
                 await self._write(lease)
                 self._renewed_at = began
         except ApiError as error:
-            if error.status not in (404, 409):  # 409: another was quicker
+            if error.status not in (404, 409):  # 409: another operator was faster
                 logger.warning("The Lease %s/%s: %s", self._namespace, self._name, error)
             return False
         except InfrastructureError as error:
@@ -151,5 +151,5 @@ class Leader:
         if lease is None:
             metadata = {"name": self._name, "namespace": self._namespace}
             await self._client.create(LEASES, {"metadata": metadata, "spec": spec})
-        else:  # the resource version in it: only if nobody else wrote it meanwhile
+        else:  # its resource version makes this fail after another write
             await self._client.replace(LEASES, {**lease, "spec": spec})

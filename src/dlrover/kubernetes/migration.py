@@ -1,4 +1,4 @@
-"""Pods that a ScalePlan has replaced: others, of another size or not, take their places while they train on."""
+"""Pods that a ScalePlan replaces: each trains until its successor, possibly resized, takes its place."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from dlrover.kubernetes.types import QUANTITY, ElasticJob, ScalePlanSpec
 from dlrover.platform.base import AskMigrate, PlacedNode
 
 Placed = Mapping[str, PlacedNode]
-"""The nodes of a job by the names of their pods."""
+"""A job's nodes by pod name."""
 
 MOST_NAMED = 5
-"""Pods whose names a sentence has, at most."""
+"""Maximum number of pods named in one sentence."""
 _EXAMPLES = {"cpu": "2 or 500m", "memory": "3Gi"}
-"""What of a pod's resources a plan can change."""
+"""The pod resources that a plan can change, with example quantities."""
 _ROLES = " or ".join(nodes.SCALED)
 
 
 class Factors(NamedTuple):
-    """How many times the cores and the memory of its template a pod is to have; None: as many as it has."""
+    """CPU and memory multipliers relative to a pod's template; None keeps the current value."""
 
     cpu: float | None = None
     memory: float | None = None
 
 
-# ---- what a plan asks for
+# ---- what a plan requests
 
 
 def moves(
     spec: ScalePlanSpec, job: ElasticJob, placed: Placed, numbers: Mapping[str, int]
 ) -> dict[str, Factors]:
-    """The pods that a plan has replaced, and the size of those that take their places.
+    """Return the pods that a plan replaces, with the sizes of their replacements.
 
-    They are those that it names, and those of its roles that have another size than it gives them and stay
-    when there are ``numbers`` of pods by role. ``job`` has the templates that pods are made of.
+    These are the pods that the plan names, and those of its roles that differ from the plan's size and
+    remain when there are ``numbers`` of pods by role. ``job`` supplies the pod templates.
 
     Raises:
-        ConfigurationError: a resource is not possible.
+        ConfigurationError: a resource is invalid.
     """
     found: dict[str, Factors] = {}
     for role in nodes.SCALED:
@@ -61,20 +61,20 @@ def moves(
 
 
 def size_of_new(spec: ScalePlanSpec, job: ElasticJob, role: str) -> tuple[float, float]:
-    """How many times the cores and the memory of the template pods of a role have that a plan adds.
+    """Return the CPU and memory multipliers, relative to the template, of pods that a plan adds to a role.
 
     Raises:
-        ConfigurationError: a resource is not possible.
+        ConfigurationError: a resource is invalid.
     """
     cpu, memory = _size(spec, job, role)
     return (1.0 if cpu is None else cpu, 1.0 if memory is None else memory)
 
 
 def check(spec: ScalePlanSpec, job: ElasticJob, placed: Placed, numbers: Mapping[str, int]) -> None:
-    """See whether the pods can be replaced that a plan is about, when there are ``numbers`` of pods by role.
+    """Check that a plan's pods can be replaced when there are ``numbers`` of pods by role.
 
     Raises:
-        ConfigurationError: one cannot.
+        ConfigurationError: a pod cannot be replaced.
     """
     for name, replica in spec.replica_resource_specs.items():
         if replica.resource and name.lower() not in nodes.SCALED:
@@ -97,7 +97,7 @@ def check(spec: ScalePlanSpec, job: ElasticJob, placed: Placed, numbers: Mapping
 
 
 def _fault(node: PlacedNode, job: ElasticJob, numbers: Mapping[str, int]) -> str:
-    """Why a node's pod cannot be replaced, as a clause; empty if it can."""
+    """Return why a node's pod cannot be replaced, as a clause; empty if it can."""
     place = nodes.slot(job, node.node_rank)
     if place.role not in nodes.SCALED:
         return f"a pod of {place.role}"
@@ -109,7 +109,7 @@ def _fault(node: PlacedNode, job: ElasticJob, numbers: Mapping[str, int]) -> str
 
 
 def _size(spec: ScalePlanSpec, job: ElasticJob, role: str) -> Factors:
-    """The size that a plan gives all pods of a role."""
+    """Return the size that a plan gives all pods of a role."""
     for name, replica in spec.replica_resource_specs.items():
         if name.lower() == role:
             field = f"spec.replicaResourceSpecs.{name}.resource"
@@ -118,7 +118,7 @@ def _size(spec: ScalePlanSpec, job: ElasticJob, role: str) -> Factors:
 
 
 def _factors(field: str, resource: Mapping[str, int | str], role: str, job: ElasticJob) -> Factors:
-    """The size that a resource means for pods of a role."""
+    """Return the size that a resource means for pods of a role."""
     asked = nodes.requests(job, role) if resource else {}
     found: dict[str, float] = {}
     for kind, amount in resource.items():
@@ -140,7 +140,7 @@ def _factors(field: str, resource: Mapping[str, int | str], role: str, job: Elas
 
 
 def _quantity(amount: Any) -> float:
-    """A quantity as a number; 0 if it is none."""
+    """Return a quantity as a number; 0 if it is invalid."""
     try:
         known = re.fullmatch(QUANTITY, str(amount)) is not None
         return float(resources.quantity(amount)) if known else 0.0
@@ -149,16 +149,16 @@ def _quantity(amount: Any) -> float:
 
 
 def _has(node: PlacedNode, factors: Factors) -> bool:
-    """Whether a node has a size."""
+    """Return whether a node has a size."""
     pairs = ((node.cpu_factor, factors.cpu), (node.memory_factor, factors.memory))
     return all(wanted is None or math.isclose(has, wanted) for has, wanted in pairs)
 
 
-# ---- having it
+# ---- carrying it out
 
 
 class Migration:
-    """The pods that one plan has replaced. Where they are follows from the job's nodes alone."""
+    """The pod replacements of one plan; their state follows from the job's nodes alone."""
 
     def __init__(
         self,
@@ -167,30 +167,30 @@ class Migration:
         ask: AskMigrate,
         why: str,
     ) -> None:
-        """Make it; the first `advance` asks for the first pod.
+        """Prepare the replacements; the first `advance` requests them.
 
         Args:
-            wanted: What `moves` has found.
-            placed: The nodes of the job.
-            ask: Has one replaced.
-            why: Why, as a clause.
+            wanted: The result of `moves`.
+            placed: Returns the job's nodes.
+            ask: Requests one replacement.
+            why: The reason, as a clause.
         """
         self.missing: list[str] = []
-        """The pods that others have not taken the places of yet, as of the last `advance`."""
+        """Pods not yet replaced at the last `advance`."""
         self.failed = ""
-        """Why one of them stays, as a sentence; empty while none does."""
+        """Why a replacement failed, as a sentence; empty while none has."""
         self.refused = ""
-        """Why the job does not replace them now, as a sentence; empty if it does."""
+        """Why the job refuses replacements now, as a sentence; empty if it does not."""
         self._wanted, self._placed, self._ask, self._why = wanted, placed, ask, why
         self._asked: set[str] = set()
 
     @property
     def pods(self) -> list[str]:
-        """The pods that the plan has replaced."""
+        """The pods that the plan replaces."""
         return [*self._wanted]
 
     def advance(self) -> None:
-        """Have the pods replaced that train and were not asked for yet; see how far the others are."""
+        """Request replacements for training pods not requested yet, and update the state of the others."""
         placed = self._placed()
         trains = {
             node.node_rank: node for node in sorted(placed.values()) if node.standing == "trains"
@@ -206,7 +206,7 @@ class Migration:
                 self._see_to(pod, placed)
 
     def _is_replaced(self, pod: str, node: PlacedNode, other: PlacedNode | None) -> bool:
-        """Whether a pod is gone and an ``other`` trains in its place."""
+        """Return whether a pod is gone and ``other`` trains in its place."""
         if node.standing != "gone" or other is None:
             return False
         if pod not in self._asked and not _has(other, self._wanted[pod]):
@@ -227,7 +227,7 @@ class Migration:
 
 
 def _stays(pod: str, placed: Placed) -> str:
-    """Why nothing takes the place of a pod any more."""
+    """Return why a pod's replacement failed, as a sentence."""
     stays = placed[pod]
     last, other = max(
         (node, name) for name, node in placed.items() if node.node_rank == stays.node_rank
@@ -241,7 +241,7 @@ def _stays(pod: str, placed: Placed) -> str:
 
 
 def asked(spec: ScalePlanSpec, pods: Sequence[str]) -> list[str]:
-    """What follows from a plan that has ``pods`` replaced, in sentences."""
+    """Return the effects of a plan that replaces ``pods``, in sentences."""
     if pods:
         one = len(pods) == 1
         rest = "another pod takes its place" if one else "other pods take their places"
@@ -251,7 +251,7 @@ def asked(spec: ScalePlanSpec, pods: Sequence[str]) -> list[str]:
 
 
 def done(spec: ScalePlanSpec) -> list[str]:
-    """What a plan has done, in sentences."""
+    """Return what a plan has done, in sentences."""
     told = [
         f"The pods of {role} have {_amounts(replica.resource)}."
         for role, replica in spec.replica_resource_specs.items()
@@ -267,7 +267,7 @@ def done(spec: ScalePlanSpec) -> list[str]:
 
 
 def late(has: str, missing: Sequence[str], waits: str, seconds: float) -> str:
-    """What a plan lacks whose time is up: pods that are ``missing``, or that the job ``has`` its number of pods."""
+    """Return what a timed-out plan lacks: replacements of ``missing`` pods, else the number it ``has``."""
     because = f"{waits.rstrip('.') or 'nothing says why'}."
     if missing:
         verb = "is" if len(missing) == 1 else "are"
@@ -277,12 +277,12 @@ def late(has: str, missing: Sequence[str], waits: str, seconds: float) -> str:
 
 
 def _amounts(resource: Mapping[str, int | str]) -> str:
-    """``cpu 4 and memory 16Gi``."""
+    """Return resources in words: ``cpu 4 and memory 16Gi``."""
     return " and ".join(f"{kind} {amount}" for kind, amount in resource.items())
 
 
 def listed(pods: Sequence[str]) -> str:
-    """Names in words, the first of them if they are many."""
+    """Return a list of names in words, limited to the first few."""
     if len(pods) > MOST_NAMED:
         return f"{', '.join(pods[:MOST_NAMED])} and {len(pods) - MOST_NAMED} more"
     return " and ".join(filter(None, (", ".join(pods[:-1]), *pods[-1:])))

@@ -1,4 +1,4 @@
-"""The pods that are a job's nodes: their manifests, and what they say of themselves. Nothing here does I/O."""
+"""The pods of a job's nodes: their manifests and the interpretation of their status. No I/O here."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from dlrover.spec.roles import SERVER, WORKER, index_in_role, is_server
 Manifest = dict[str, Any]
 
 ROLES = ("chief", "evaluator", WORKER, SERVER)
-"""The roles whose pods are nodes, in the order of their ranks."""
+"""Roles whose pods are nodes, in rank order."""
 SCALED = (WORKER, SERVER)
-"""Those whose number may change."""
+"""Roles whose number of pods may change."""
 NODE_LABEL = f"{names.GROUP}/node-id"
-"""The id of the node that a pod is; no two pods of a job have the same."""
+"""Label with the id of a pod's node, unique within a job."""
 RANK_LABEL = f"{names.GROUP}/node-rank"
-"""The rank that the node is to wish for; a pod and its replacement have the same."""
+"""Label with the rank that a pod's node prefers; a pod and its replacement share it."""
 WRONG_COMMAND = (ExitCode.USAGE, 126, 127)
-"""Exit codes that say that a command is wrong; the last line of the container says how."""
+"""Exit codes of a wrong command; the container's last output line gives the details."""
 HOST_LABEL = "kubernetes.io/hostname"
 
 
 class Slot(NamedTuple):
-    """A node's place among those of its role."""
+    """A node's place within its role."""
 
     role: str
     number: int
 
 
 def slots(job: ElasticJob) -> list[Slot]:
-    """The place of each node, by rank."""
+    """Return the place of each node, by rank."""
     return _slots(job, ROLES)
 
 
@@ -53,7 +53,7 @@ def _slots(job: ElasticJob, roles: Iterable[str]) -> list[Slot]:
 
 
 def resized(job: ElasticJob, role: str, replicas: int) -> ElasticJob:
-    """The job with another number of a role's pods."""
+    """Return the job with another number of pods of a role."""
     specs = dict(job.spec.replica_specs)
     if role in specs:
         specs[role] = msgspec.structs.replace(specs[role], replicas=replicas)
@@ -62,7 +62,7 @@ def resized(job: ElasticJob, role: str, replicas: int) -> ElasticJob:
 
 
 def slot(job: ElasticJob, rank: int) -> Slot:
-    """The place of the node that is to wish for a rank."""
+    """Return the place of the node that prefers a rank."""
     if is_server(rank):
         return Slot(SERVER, index_in_role(rank))
     others = _slots(job, (role for role in ROLES if role not in SCALED))
@@ -71,7 +71,7 @@ def slot(job: ElasticJob, rank: int) -> Slot:
 
 
 def requests(job: ElasticJob, role: str) -> dict[str, Any]:
-    """What a role's template asks for its main container; its limits where it has no requests."""
+    """Return the resources of a role's main container: its requests or, where absent, its limits."""
     replica = job.spec.replica_specs.get(role, ReplicaSpec())
     spec = copy.deepcopy(replica.template.get("spec") or {})
     asked = _main(spec).get("resources") or {}
@@ -79,16 +79,16 @@ def requests(job: ElasticJob, role: str) -> dict[str, Any]:
 
 
 def pod_name(job: ElasticJob, launch: LaunchNode) -> str:
-    """The name of a node's pod."""
+    """Return the name of a node's pod."""
     return f"{job.name}-edljob-{slot(job, launch.node_rank).role}-{launch.node_id}"
 
 
 def pod(job: ElasticJob, launch: LaunchNode, master: str) -> Manifest:
-    """The pod of a node; ``master`` is the address at which it finds the job's master.
+    """Return the manifest of a node's pod; ``master`` is the address of the job's master.
 
-    The role's template is kept as it is given. The pod gets what a node needs beyond it: labels, an
-    owner, variables for ``dlrover-run``. It never restarts its containers, whatever the template says:
-    the master makes another pod, which may be elsewhere.
+    The role's template is preserved. The pod also gets what a node needs: labels, an owner, variables for
+    ``dlrover-run``. It never restarts its containers, even if the template says so: the master makes a new
+    pod, possibly on another machine.
     """
     place = slot(job, launch.node_rank)
     replica = job.spec.replica_specs[place.role]
@@ -128,7 +128,7 @@ def pod(job: ElasticJob, launch: LaunchNode, master: str) -> Manifest:
 
 
 def _factors(launch: LaunchNode) -> dict[str, str]:
-    """The annotations by which a master without a journal knows the size of a pod."""
+    """Return the annotations from which a master without a journal reads a pod's size."""
     factors = {
         names.CPU_FACTOR: launch.cpu_factor,
         names.MEMORY_FACTOR: launch.memory_factor,
@@ -137,7 +137,7 @@ def _factors(launch: LaunchNode) -> dict[str, str]:
 
 
 def _main(spec: Manifest) -> Manifest:
-    """The container that runs ``dlrover-run``: the one called ``main``, else the first."""
+    """Return the container that runs ``dlrover-run``: ``main`` if there is one, else the first."""
     containers: list[Manifest] = spec.get("containers") or [{}]
     spec["containers"] = containers
     for container in containers:
@@ -148,7 +148,7 @@ def _main(spec: Manifest) -> Manifest:
 def _give_variables(
     spec: Manifest, main: Manifest, job: ElasticJob, launch: LaunchNode, slot: Slot, master: str
 ) -> None:
-    """Add the variables of the job to all containers, and those of the node to the main one."""
+    """Add the job's variables to all containers, and the node's to the main one."""
     shared = [msgspec.to_builtins(variable) for variable in job.spec.envs.values()]
     for variable in shared:
         if variable["valueFrom"] is None:
@@ -162,7 +162,7 @@ def _give_variables(
     own = _own_variables(job, launch, slot, master)
     names_of_own = {variable["name"] for variable in own}
     theirs = [variable for variable in main["env"] if variable["name"] not in names_of_own]
-    main["env"] = [*own, *theirs]  # first: a variable may refer to those before it
+    main["env"] = [*own, *theirs]  # first, because variables may refer to earlier ones
     main.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
 
 
@@ -198,46 +198,46 @@ def _own_variables(job: ElasticJob, launch: LaunchNode, slot: Slot, master: str)
 
 
 def _avoid(spec: Manifest, hosts: Sequence[str]) -> None:
-    """Keep a pod off hosts, beside whatever its template asks of them."""
+    """Keep a pod off the given hosts, in addition to its template's constraints."""
     if not hosts:
         return
     wanted = {"key": HOST_LABEL, "operator": "NotIn", "values": sorted(hosts)}
     affinity = spec.setdefault("affinity", {})
     node = affinity.setdefault("nodeAffinity", {})
     required = node.setdefault("requiredDuringSchedulingIgnoredDuringExecution", {})
-    terms = required.setdefault("nodeSelectorTerms", [{}])  # one of them has to hold
+    terms = required.setdefault("nodeSelectorTerms", [{}])  # a host must match one of them
     for term in terms:
         term["matchExpressions"] = [*(term.get("matchExpressions") or []), wanted]
 
 
 def _priority(replica: ReplicaSpec, index: int) -> str:
-    """The priority class of a role's pod: a fraction is the part of the pods that get ``high``."""
+    """Return the priority class of a role's pod; a fraction is the share of pods with class ``high``."""
     if replica.priority in ("", "high", "low"):
         return replica.priority
     return "high" if index < math.ceil(float(replica.priority) * replica.replicas) else "low"
 
 
-# ---- what a pod says
+# ---- the status of a pod
 
 
 def node_id(obj: Mapping[str, Any]) -> int:
-    """The id of the node that a pod is; -1 if it is none."""
+    """Return the id of a pod's node; -1 if the pod is no node."""
     value = (obj["metadata"].get("labels") or {}).get(NODE_LABEL, "")
     return int(value) if value.isdecimal() else -1
 
 
 def node_rank(obj: Mapping[str, Any]) -> int:
-    """The rank that a pod's node is to wish for."""
+    """Return the rank that a pod's node prefers."""
     return int(obj["metadata"]["labels"][RANK_LABEL])
 
 
 def ending(obj: Mapping[str, Any]) -> str:
-    """How a pod ended or why it is about to, in words; empty while it lives."""
+    """Return how a pod ended or why it is ending, in words; empty while it lives."""
     status = obj.get("status") or {}
     if status.get("phase") in ("Succeeded", "Failed"):
         return _end(status)
     if _main_ended(obj):
-        return _end(status)  # the others, which serve it, may run for ever
+        return _end(status)  # sidecars may run forever
     if obj["metadata"].get("deletionTimestamp"):
         for condition in status.get("conditions") or ():
             if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
@@ -274,7 +274,7 @@ def _end(status: Mapping[str, Any]) -> str:
 
 
 def exit_code(obj: Mapping[str, Any]) -> int:
-    """That of the first container that failed; 0 if none did, or if it is not known."""
+    """Return the exit code of the first failed container; 0 if none failed or the code is unknown."""
     status = obj.get("status") or {}
     for container in status.get("containerStatuses") or ():
         end = (container.get("state") or {}).get("terminated") or {}
@@ -284,7 +284,7 @@ def exit_code(obj: Mapping[str, Any]) -> int:
 
 
 def impossible(obj: Mapping[str, Any]) -> str:
-    """Why a pod can never start, wherever it is; empty if it can."""
+    """Return why a pod can never start on any machine; empty if it can."""
     for container in (obj.get("status") or {}).get("containerStatuses") or ():
         waiting = (container.get("state") or {}).get("waiting") or {}
         if waiting.get("reason") == "InvalidImageName":
@@ -298,5 +298,5 @@ def _words(what: str, said: Mapping[str, Any]) -> str:
 
 
 def waiting(obj: Mapping[str, Any]) -> str:
-    """Why a pod does not run yet; empty if it does, or if nothing says why."""
+    """Return why a pod does not run yet; empty if it runs or the reason is unknown."""
     return pods.obstacle([obj]).rstrip(".")

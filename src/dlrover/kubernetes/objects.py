@@ -1,4 +1,4 @@
-"""The objects of a job's master: its pod, Service, token, account, and what that account may do."""
+"""The objects of a job's master: pod, Service, token, account and the account's rights."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dlrover.kubernetes.types import ElasticJob
 
 Manifest = dict[str, Any]
 HOME = "/var/lib/dlrover"
-"""Where the master keeps the job's directory: empty in each pod, or the volume of ``journalClaim``."""
+"""Where the master keeps the job's directory: an empty volume per pod, or the volume of ``journalClaim``."""
 USER = 65532
-"""The user and group of the master, as in distroless images."""
+"""User and group id of the master, as in distroless images."""
 
 
 def owner(job: ElasticJob) -> Manifest:
-    """The reference by which the garbage collector removes what belongs to a job."""
+    """Return the owner reference by which the garbage collector removes a job's objects."""
     return {
         "apiVersion": names.API_VERSION,
         "kind": "ElasticJob",
@@ -29,7 +29,7 @@ def owner(job: ElasticJob) -> Manifest:
 
 
 def service(job: ElasticJob) -> Manifest:
-    """The Service by which nodes reach the master, whichever pod it is."""
+    """Return the Service through which nodes reach the master, regardless of its pod."""
     chosen = _chosen(job)
     port = {"name": "grpc", "port": names.MASTER_PORT, "targetPort": names.MASTER_PORT}
     spec = {"selector": chosen, "ports": [port], "publishNotReadyAddresses": True}
@@ -37,25 +37,25 @@ def service(job: ElasticJob) -> Manifest:
 
 
 def _chosen(job: ElasticJob) -> dict[str, str]:
-    """The labels by which the Service chooses the master's pod."""
+    """Return the labels by which the Service selects the master's pod."""
     labels = names.labels(job.name, names.MASTER_ROLE)
     return {key: labels[key] for key in (names.JOB_LABEL, names.ROLE_LABEL)}
 
 
 def missing_labels(job: ElasticJob, pod: Manifest) -> list[str]:
-    """Those that a master's pod does not have any more."""
+    """Return those selector labels that a master's pod has lost."""
     given = pod["metadata"].get("labels") or {}
     return [key for key, value in _chosen(job).items() if given.get(key) != value]
 
 
 def secret(job: ElasticJob, token: str) -> Manifest:
-    """The token that each connection to the master shows."""
+    """Return the Secret with the token that every connection to the master presents."""
     made = _object("v1", "Secret", job, type="Opaque", stringData={names.TOKEN_KEY: token})
     return _own(made, job)
 
 
 def certificate(job: ElasticJob) -> Manifest | None:
-    """The Secret of the master's certificate, without its content; None if the job asks for no TLS."""
+    """Return the Secret of the master's certificate, without content; None if the job does not use TLS."""
     if not job.spec.master.tls:
         return None
     made = _object("v1", "Secret", job, type="kubernetes.io/tls")
@@ -64,7 +64,7 @@ def certificate(job: ElasticJob) -> Manifest | None:
 
 
 def pod_group(job: ElasticJob) -> Manifest | None:
-    """The PodGroup of the job's nodes, if their scheduler needs one."""
+    """Return the PodGroup of the job's nodes; None if their scheduler needs none."""
     group = podgroups.pod_group(job)
     if group is None:
         return None
@@ -74,7 +74,7 @@ def pod_group(job: ElasticJob) -> Manifest | None:
 
 
 def account(job: ElasticJob) -> list[Manifest]:
-    """The master's service account, its role and the binding of the two."""
+    """Return the master's service account, role and role binding."""
     rbac = "rbac.authorization.k8s.io"
     name = _own_name(job)
     subject = {"kind": "ServiceAccount", "name": name, "namespace": job.namespace}
@@ -93,7 +93,7 @@ def account(job: ElasticJob) -> list[Manifest]:
 
 
 def role_rules(job: str) -> list[Manifest]:
-    """What a master may do in its namespace: its own job, pods, plans for jobs and events."""
+    """Return a master's rights in its namespace: its own job, pods, plans for jobs and events."""
     return [
         _rule("", ["pods"], ["get", "list", "watch", "create", "delete"]),
         _rule(names.GROUP, ["elasticjobs"], ["get", "list", "watch", "patch"], job),
@@ -105,7 +105,7 @@ def role_rules(job: str) -> list[Manifest]:
 
 
 def operator_rules() -> list[Manifest]:
-    """What the operator may do where it works. It has all that it gives to masters, as it has to."""
+    """Return the operator's rights where it works; they must include all rights that it grants to masters."""
     rbac = "rbac.authorization.k8s.io"
     return [
         _rule(names.GROUP, ["elasticjobs"], ["get", "list", "watch", "patch", "delete"]),
@@ -124,7 +124,7 @@ def operator_rules() -> list[Manifest]:
 
 
 def aggregated_rules() -> dict[str, list[Manifest]]:
-    """What the cluster's own roles ``view`` and ``edit`` get: the rights of a namespace's users."""
+    """Return the rights of a namespace's users, added to the cluster's roles ``view`` and ``edit``."""
     both = ["elasticjobs", "scaleplans"]
     change = ["create", "update", "patch", "delete", "deletecollection"]
     return {
@@ -144,7 +144,7 @@ def aggregated_rules() -> dict[str, list[Manifest]]:
 
 
 def lease_rules() -> list[Manifest]:
-    """What it may do beside in its own namespace: lead."""
+    """Return the operator's additional rights in its own namespace, for leader election."""
     return [_rule("coordination.k8s.io", ["leases"], ["get", "create", "update"])]
 
 
@@ -154,10 +154,10 @@ def _rule(group: str, resources: list[str], verbs: list[str], only: str = "") ->
 
 
 def master_pod(job: ElasticJob, image: str, memory_factor: float = 1.0) -> Manifest:
-    """The master's pod, by the role ``dlrover-master`` of the job if it has one.
+    """Return the master's pod, from the job's role ``dlrover-master`` if present.
 
-    It has ``memory_factor`` times the memory that it is to have at first.
-    The pod never restarts its container: its end is the operator's to judge.
+    Its memory is multiplied by ``memory_factor``. The pod never restarts its container: the operator
+    decides what follows its end.
     """
     given = job.spec.replica_specs.get(names.MASTER_ROLE)
     template = copy.deepcopy(given.template) if given else {}
@@ -201,14 +201,14 @@ def master_pod(job: ElasticJob, image: str, memory_factor: float = 1.0) -> Manif
 
 
 def _priority(given: str) -> str:
-    """The priority class of the one master: a part of it is all of it."""
+    """Return the master's priority class; any positive fraction means ``high``, as there is one pod."""
     if given in ("high", "low"):
         return given
     return "high" if float(given) else "low"
 
 
 def _complete(container: Manifest, job: ElasticJob, image: str) -> None:
-    """Give the master's container what its template leaves out."""
+    """Fill in what the template of the master's container leaves out."""
     container.setdefault("name", "main")
     container["image"] = job.spec.master.image or container.get("image") or image
     command = ["dlrover", "master", "--platform", "kubernetes", "--port", str(names.MASTER_PORT)]
@@ -221,7 +221,7 @@ def _complete(container: Manifest, job: ElasticJob, image: str) -> None:
     container["volumeMounts"] = [
         *(container.get("volumeMounts") or []),
         {"name": "dlrover-home", "mountPath": HOME},
-        {"name": "dlrover-tmp", "mountPath": "/tmp"},  # noqa: S108 - in the pod
+        {"name": "dlrover-tmp", "mountPath": "/tmp"},  # noqa: S108 - inside the pod
     ]
     container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
     container.setdefault(
@@ -242,7 +242,7 @@ def _complete(container: Manifest, job: ElasticJob, image: str) -> None:
 
 
 def _environment(job: ElasticJob) -> list[Manifest]:
-    # The name keeps a job apart from an earlier one of its name on the same volume.
+    # The name distinguishes the job from an earlier one of its name on the same volume.
     folder = f"{HOME}/{_own_name(job)}"
     plain = {
         "DLROVER_KUBERNETES_JOB": f"{job.namespace}/{job.name}",
@@ -264,7 +264,7 @@ def _own_name(job: ElasticJob) -> str:
 
 
 def _own(made: Manifest, job: ElasticJob) -> Manifest:
-    """An object by a name that no other job's has."""
+    """Name an object so that no other job's object has the same name."""
     made["metadata"]["name"] = _own_name(job)
     return made
 

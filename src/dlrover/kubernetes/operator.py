@@ -1,4 +1,4 @@
-"""The operator: it follows ElasticJobs and what belongs to them, and carries out `reconcile`'s decisions."""
+"""The operator: it watches ElasticJobs and their objects, and carries out `reconcile`'s decisions."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from dlrover.kubernetes.yielding import Claim
 logger = logging.getLogger(__name__)
 
 WORKERS = 16
-"""Jobs that are worked on at once."""
+"""Jobs processed concurrently."""
 FIRST_RETRY = 0.5
-"""Seconds until a job is tried again whose decision could not be carried out; each wait is twice the last."""
+"""Half the delay in seconds before the first retry of a failed job; each wait is twice the previous one."""
 LONGEST_RETRY = 60.0
-"""Seconds between two such attempts, at most."""
+"""Maximum seconds between two such attempts."""
 FOUND_AGAIN = 1.0
-"""Seconds to wait where the API server knows more than has been seen so far."""
+"""Seconds to wait when the API server's state is newer than the cache."""
 
 TAKEN_AGAIN = 5.0
-"""Seconds until it is looked again whether another's object has gone whose name a job needs."""
+"""Seconds before checking again whether a foreign object has released a name that a job needs."""
 
 
 class ByJob:
-    """An informer for objects that carry a job's name as a label, found by the job's key."""
+    """An informer for objects labelled with a job's name, indexed by the job's key."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class ByJob:
         self._of_job: dict[str, set[str]] = {}
 
     def of(self, job: str) -> list[dict[str, Any]]:
-        """The objects of a job."""
+        """Return a job's objects."""
         cache = self.informer.cache
         return [cache[key] for key in sorted(self._of_job.get(job, ())) if key in cache]
 
@@ -76,7 +76,7 @@ class ByJob:
 
 
 class Operator:
-    """Reconciles all ElasticJobs of one namespace, or of the cluster if it is None."""
+    """Reconciles all ElasticJobs of one namespace; of the cluster if ``namespace`` is None."""
 
     def __init__(
         self, client: Client, namespace: str | None, options: Options, stats: Stats
@@ -93,15 +93,15 @@ class Operator:
         self._written: dict[str, int] = {}
         self._claims: dict[str, Claim] = {}
         self.synced = asyncio.Event()
-        """Set once everything there is has been seen."""
+        """Set after the first list of all jobs, pods and Services."""
 
     @property
     def waiting(self) -> int:
-        """Jobs that wait to be looked at."""
+        """Number of jobs waiting to be processed."""
         return self._queue.depth
 
     def phases(self) -> Iterator[str]:
-        """The state of each job."""
+        """Yield the state of each job."""
         for job in self._jobs.cache.values():
             yield (job.get("status") or {}).get("phase") or "Created"
 
@@ -132,7 +132,7 @@ class Operator:
     async def _work(self) -> None:
         while True:
             key = await self._queue.get()
-            # A task of its own: a defect that one job meets must not stop the others.
+            # In its own task, so that a defect triggered by one job does not stop the others.
             task = asyncio.create_task(self._reconcile(key))
             began = time.monotonic()
             try:
@@ -151,7 +151,7 @@ class Operator:
                 self._queue.add_after(key, again)
 
     def _retry(self, key: str, error: BaseException) -> float:
-        """Seconds until a job is tried again."""
+        """Record a failure and return the seconds until the job is retried."""
         self._stats.failures += 1
         failures = self._failures[key] = self._failures.get(key, 0) + 1
         again = min(LONGEST_RETRY, FIRST_RETRY * 2.0 ** min(failures, 10))
@@ -160,21 +160,21 @@ class Operator:
         return again
 
     async def _reconcile(self, key: str) -> float | None:
-        """Decide about a job and carry it out; seconds until it wants to be looked at again."""
+        """Decide about a job and carry it out; return the seconds until the next look, or None."""
         job = self._jobs.cache.get(key)
         if job is None:
             self._written.pop(key, None)
             self._claims.pop(key, None)
             return None
         if _version(job) < self._written.get(key, 0):
-            return FOUND_AGAIN  # what is in the cache is older than what was written from here
+            return FOUND_AGAIN  # the cache is older than our own last write
         pods = self._pods.of(key)
         result, again = await self._decide(key, job, pods)
         if result.stale:
             hidden = await self._hidden(job, pods)
             if hidden is not None:
                 result, again = await self._decide(key, job, [*pods, hidden])
-                again = min(again or TAKEN_AGAIN, TAKEN_AGAIN)  # no event says when it goes
+                again = min(again or TAKEN_AGAIN, TAKEN_AGAIN)  # no event reports its deletion
         if result.job is not None:
             self._written[key] = _version(result.job)
         if result.taken:
@@ -182,7 +182,7 @@ class Operator:
         return FOUND_AGAIN if result.stale else again
 
     async def _hidden(self, job: dict[str, Any], known: list[dict[str, Any]]) -> Any:
-        """The pod of the master's name that has no label of its job, or another's; None if there is none."""
+        """Return the pod with the master's name that lacks this job's label; None if there is none."""
         metadata = job["metadata"]
         name = names.master_name(metadata["name"])
         if any(pod["metadata"]["name"] == name for pod in known):
@@ -194,12 +194,12 @@ class Operator:
                 raise
             return None
         label = (pod["metadata"].get("labels") or {}).get(names.JOB_LABEL)
-        return None if label == metadata["name"] else pod  # else the informer will have it soon
+        return None if label == metadata["name"] else pod  # else the informer sees it soon
 
     async def _decide(
         self, key: str, job: dict[str, Any], pods: list[dict[str, Any]]
     ) -> tuple[Result, float | None]:
-        """Decide with these pods and carry it out; what came of it, and when to decide again."""
+        """Decide with these pods and carry it out; return the result and when to decide again."""
         services = self._services.of(key)
         rivals = tuple(self._claims.values())
         seen = Observed(job, pods, services[0] if services else None, rivals)
@@ -213,6 +213,6 @@ class Operator:
 
 
 def _version(obj: Mapping[str, Any]) -> int:
-    """The resource version, as a number that grows."""
+    """Return the resource version as an increasing number."""
     text = str(obj["metadata"].get("resourceVersion") or "")
     return int(text) if text.isdecimal() else 0

@@ -1,9 +1,8 @@
 """Nodes as pods: the platform of a master that runs in a Kubernetes cluster.
 
-The operator starts the master with ``dlrover master --platform kubernetes`` and tells it the job in
-DLROVER_KUBERNETES_JOB (``namespace/name``). The master reads the ElasticJob itself, and makes one pod for
-each node. A node's pod finds the master by the Service and the Secret that are called as
-`names` says.
+The operator starts the master with ``dlrover master --platform kubernetes`` and passes the job in
+DLROVER_KUBERNETES_JOB (``namespace/name``). The master reads the ElasticJob itself and makes one pod for
+each node. A node's pod finds the master through the Service and the Secret named in `names`.
 """
 
 from __future__ import annotations
@@ -29,49 +28,48 @@ from dlrover.spec.node import FoundNode, LaunchNode
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT = 60.0
-"""Seconds that the API server gets to tell which pods there are."""
+"""Seconds allowed for the API server to list the job's pods."""
 PARALLEL = 16
-"""Pods that are made or deleted at once."""
+"""Maximum concurrent pod creations and deletions."""
 FIRST_WAIT = 0.5
-"""Seconds until a pod is asked for again that could not be made; each wait is twice the last one."""
+"""Seconds before retrying a failed pod creation; each wait is twice the previous one."""
 LONGEST_WAIT = 15.0
-"""Seconds between two such attempts, at most."""
+"""Maximum seconds between two such attempts."""
 KILL_GRACE = 5.0
-"""Seconds that a pod gets between SIGTERM and SIGKILL when its node is ended."""
+"""Seconds between SIGTERM and SIGKILL when a node is ended."""
 FORCE_AFTER = 60.0
-"""Seconds beyond its time after which a pod that is being deleted is removed: its node does not answer."""
+"""Seconds beyond its grace period after which a pod on an unresponsive machine is deleted by force."""
 FORBIDDEN_GRACE = 30.0
-"""Seconds for which a pod is asked for again that is forbidden, or for which something is not found: rights and
-accounts may just be on their way."""
+"""Seconds for which a forbidden or not-found creation is retried: new rights and accounts take time."""
 SWEEP_INTERVAL = 5.0
-"""Seconds between two looks for pods that vanished unseen, or that do not go."""
+"""Seconds between checks for pods that vanished unseen or whose deletion does not end."""
 CLOSE_TIMEOUT = 10.0
-"""Seconds that calls to the server get to be carried out when the master leaves."""
+"""Seconds allowed for pending server calls when the master exits."""
 
 
 @dataclass
 class _Watched:
-    """A node's pod, from the wish for it to its end."""
+    """A node's pod, from the request for it to its end."""
 
     node_id: int
-    #: of the pod that was made; another one may have its name before it, or after
+    #: uid of the pod made; other pods may have its name before or after
     uid: str = ""
-    #: when the server took it; None while it has not
+    #: when the server accepted it; None until then
     created: float | None = None
-    #: it was in the informer's cache
+    #: True once it was in the informer's cache
     seen: bool = False
-    #: its end was reported
+    #: True once its end was reported
     reported: bool = False
-    #: it must not run any more
+    #: True if it must no longer run
     unwanted: bool = False
-    #: what it was last said to wait for
+    #: last reported reason for waiting
     waits: str = ""
-    #: when it should long be gone; None while it is not being deleted
+    #: deadline of its deletion; None while it is not being deleted
     leaving_until: float | None = None
 
 
 class KubernetesPlatform:
-    """Makes a pod for each node, and tells what became of it. Use it on one event loop."""
+    """Makes a pod for each node and reports what happens to it. Use it on one event loop."""
 
     def __init__(
         self, client: Client, job: ElasticJob, master: str, on_exit: OnExit, on_wait: OnWait
@@ -95,10 +93,10 @@ class KubernetesPlatform:
 
     @classmethod
     async def create(cls, setup: Setup) -> KubernetesPlatform:
-        """The platform of the job that the environment names.
+        """Create the platform of the job that the environment names.
 
         Raises:
-            ConfigurationError: there is no such job, or it is wrong.
+            ConfigurationError: the job does not exist or is invalid.
             InfrastructureError: the API server does not answer.
         """
         client = Client.from_config()
@@ -120,10 +118,10 @@ class KubernetesPlatform:
         return platform
 
     async def start(self) -> None:
-        """Get to know the job's pods.
+        """Load the job's pods.
 
         Raises:
-            InfrastructureError: the API server does not tell them in time.
+            InfrastructureError: the API server does not list them in time.
         """
         self._go_on(self._informer.run())
         try:
@@ -135,28 +133,28 @@ class KubernetesPlatform:
         self._go_on(self._sweep_often())
 
     def report(self, reporter: Reporter) -> None:
-        """Have the training's progress written into the job's status."""
+        """Start writing the training's progress into the job's status."""
         self._reporter = reporter
         reporter.waits(self._unmade())
         self._go_on(reporter.run())
 
     def follow(self, scaler: Scaler) -> None:
-        """Have the job scaled as its manifest and its plans say."""
+        """Start scaling the job according to its manifest and its plans."""
         self._go_on(scaler.run())
 
     def resize(self, role: str, replicas: int) -> None:
-        """Pods that are made from now on belong to a job with so many of a role."""
+        """Set the number of nodes of a role for pods made from now on."""
         self._job = nodes.resized(self._job, role, replicas)
 
     @property
     def scaled_by(self) -> str:
-        """The command that scales the job: its manifest has the number."""
+        """The command that scales the job through its manifest."""
         return f"kubectl scale elasticjob/{self._job.name} --replicas=N"
 
     async def close(self) -> None:
-        """Carry out the deletions that are under way, and let go of the pods.
+        """Finish pending creations and deletions, and stop watching the pods.
 
-        What was not made yet is not made: the next master asks for it.
+        Creations not yet started are dropped; the next master requests those pods.
         """
         self._closing.set()
         under_way = {*self._creations, *self._deletions}
@@ -171,14 +169,14 @@ class KubernetesPlatform:
         await self._client.close()
 
     def launch(self, node: LaunchNode) -> str:
-        """Ask for a node's pod; the handle is the pod's name. It is made in the background."""
+        """Request a node's pod, made in the background; the handle is the pod's name."""
         name = nodes.pod_name(self._job, node)
         watched = self._watched[name] = _Watched(node.node_id)
         self._do(self._create(name, node, watched), self._creations)
         return name
 
     def adopt(self, node_id: int, handle: str) -> None:
-        """Watch a pod that an earlier master asked for. Reports its end if it is gone."""
+        """Watch a pod that an earlier master requested; report its end if it is gone."""
         watched = self._watched[handle] = _Watched(node_id, created=time.monotonic())
         loop = asyncio.get_running_loop()
         pod = self._informer.cache.get(self._key(handle))
@@ -190,7 +188,7 @@ class KubernetesPlatform:
             loop.call_soon(self._report, watched, reason)
 
     def find(self) -> list[FoundNode]:
-        """The job's pods that live."""
+        """Return the job's live pods."""
         found = [
             FoundNode(
                 nodes.node_id(pod),
@@ -205,11 +203,11 @@ class KubernetesPlatform:
         return sorted(found, key=lambda node: node.node_id)
 
     def kill(self, handle: str) -> None:
-        """End a pod. One that has ended is kept: its log tells why."""
+        """End a pod; one that has ended is kept for its log."""
         watched = self._watched.get(handle)
         if watched is not None:
             watched.unwanted = True
-        if watched is None or watched.created is not None:  # else `_create` sees to it
+        if watched is None or watched.created is not None:  # else `_create` handles it
             self._do(self._delete(handle), self._deletions)
 
     # ---- making and deleting
@@ -241,20 +239,20 @@ class KubernetesPlatform:
             wait = min(LONGEST_WAIT, wait * 2)
         watched.created = time.monotonic()
         self._wake_reporter()
-        self._changed(self._key(name))  # the informer may have seen it before this task did
+        self._changed(self._key(name))  # the informer may have seen it first
         if watched.unwanted:
             await self._delete(name)
             self._report(watched, "it was no longer wanted")
 
     async def _pause(self, seconds: float) -> None:
-        """Wait, unless the master leaves."""
+        """Wait unless the master exits."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._closing.wait(), seconds)
 
     async def _made(self, name: str) -> str:
-        """The uid of the pod of that name if it is this node's: made by an attempt whose answer was lost.
+        """Return the uid of the node's live pod, made by an attempt with a lost response; empty if none.
 
-        One that an earlier run of the job has left is removed.
+        An ended pod of that name, left by an earlier run of the job, is deleted.
         """
         try:
             pod = await self._client.get(PODS, self._namespace, name)
@@ -268,7 +266,7 @@ class KubernetesPlatform:
         return ""
 
     async def _delete(self, name: str, grace: float = KILL_GRACE, only: str = "") -> None:
-        """Delete a pod that runs, ``only`` the one of that uid. A deletion that is under way keeps its time."""
+        """Delete a running pod, ``only`` the one with that uid; a pending deletion keeps its grace period."""
         wait = FIRST_WAIT
         while True:
             try:
@@ -291,7 +289,7 @@ class KubernetesPlatform:
             wait = min(LONGEST_WAIT, wait * 2)
 
     async def _pod(self, name: str) -> dict[str, Any] | None:
-        """The job's pod of that name; None if there is none. The informer may still have an earlier one."""
+        """Return the job's pod of that name, or None; the informer may still show an earlier one."""
         pod, watched = self._informer.cache.get(self._key(name)), self._watched.get(name)
         if pod is None or (watched is not None and pod["metadata"]["uid"] != watched.uid):
             try:
@@ -303,7 +301,7 @@ class KubernetesPlatform:
         return pod if self._ours(pod) else None
 
     def _go_on(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do something until `close`."""
+        """Run a coroutine until `close`."""
         self._do(work, self._background)
 
     def _do(self, work: Coroutine[Any, Any, None], among: set[asyncio.Task[None]]) -> None:
@@ -320,7 +318,7 @@ class KubernetesPlatform:
     # ---- watching
 
     def _changed(self, key: str) -> None:
-        """The informer's report that a pod came, changed or went."""
+        """Handle the informer's report of an added, changed or deleted pod."""
         name = key.partition("/")[2]
         watched = self._watched.get(name)
         if watched is None:
@@ -329,15 +327,15 @@ class KubernetesPlatform:
         if pod is None:
             if watched.seen:
                 self._report(watched, "its pod was deleted")
-                # It may only have lost its label.
+                # It may only have lost its label and still run.
                 self._do(self._delete(name, only=watched.uid), self._deletions)
             return
         if watched.created is None:
-            return  # the one of that name that is still to go; else `_create` looks again
+            return  # an earlier pod of that name; else `_create` checks again
         if pod["metadata"]["uid"] != watched.uid:
             if watched.seen:
                 self._report(watched, "its pod was deleted")
-            return  # one that the informer saw before
+            return  # an earlier pod in the informer's cache
         watched.seen = True
         if pods.leaving(pod):
             grace = pod["metadata"].get("deletionGracePeriodSeconds") or 0
@@ -370,7 +368,7 @@ class KubernetesPlatform:
             self._reporter.waits(self._unmade())
 
     def _unmade(self) -> str:
-        """Why the first of the pods that are not made cannot be made; empty if all are."""
+        """Return why the first of the pods not made yet cannot be made; empty if none is blocked."""
         unmade = (
             (watched.node_id, f"Pod {name}: {watched.waits}.")
             for name, watched in self._watched.items()
@@ -384,7 +382,7 @@ class KubernetesPlatform:
             await self._sweep()
 
     async def _sweep(self) -> None:
-        """See to pods that the informer never showed, and to those whose deletion does not end."""
+        """Handle pods that the informer never showed and those whose deletion does not end."""
         now = time.monotonic()
         for name, watched in list(self._watched.items()):
             there = self._key(name) in self._informer.cache
@@ -415,7 +413,7 @@ class KubernetesPlatform:
 
 
 def _may_pass(error: ApiError, waited: float) -> bool:
-    """Whether a pod may be made later that the server has refused for so many seconds."""
+    """Return whether a pod refused for ``waited`` seconds may still be created later."""
     return (
         error.retriable
         or (error.status == 403 and "exceeded quota" in error.message)

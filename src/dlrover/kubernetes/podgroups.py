@@ -1,4 +1,4 @@
-"""The groups of schedulers that place pods all together or not at all. Nothing here does I/O.
+"""Pod groups for schedulers that place pods all together or not at all. No I/O here.
 
 ================ ===========================================================================================
 ``volcano``      annotation ``scheduling.k8s.io/group-name``, ``schedulerName: volcano``, and a PodGroup of
@@ -11,7 +11,7 @@
                  ``.../pod-group-total-count`` (https://kueue.sigs.k8s.io/docs/tasks/run/plain_pods/)
 ================ ===========================================================================================
 
-The group has the job's nodes. Its master is none of them: it is what makes them.
+The group contains the job's nodes but not its master, which creates them.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ Manifest = dict[str, Any]
 
 VOLCANO, COSCHEDULING = "scheduling.volcano.sh", "scheduling.x-k8s.io"
 VERSIONS = {"volcano": (VOLCANO, "v1beta1"), "coscheduling": (COSCHEDULING, "v1alpha1")}
-"""Group and version of the PodGroups that are made."""
+"""API group and version of the PodGroups."""
 _SCHEDULERS = {"volcano": "volcano", "koordinator": "koord-scheduler"}
 _KOORDINATOR = "gang.scheduling.koordinator.sh"
 _KUEUE = "kueue.x-k8s.io"
 
 
 def name(job: ElasticJob) -> str:
-    """The name of a job's group, which no earlier job of its name had."""
+    """Return the name of a job's group, distinct from those of earlier jobs of its name."""
     uid = job.uid.partition("-")[0]
     return f"{job.name}-edljob-{uid}"
 
 
 def pod_group(job: ElasticJob) -> Manifest | None:
-    """The PodGroup that a job's scheduler needs beside the pods; None if it needs none.
+    """Return the PodGroup that a job's scheduler needs besides the pods; None if it needs none.
 
-    Its name and its owner are for the caller to give.
+    The caller adds its name and owner.
     """
     gang = job.spec.gang
     if gang.by not in VERSIONS:
@@ -51,9 +51,9 @@ def pod_group(job: ElasticJob) -> Manifest | None:
 
 
 def join(pod: Manifest, job: ElasticJob, nodes: int) -> None:
-    """Make a node's pod a member of its job's group, which has so many ``nodes`` at most.
+    """Make a node's pod a member of its job's group, which has at most ``nodes`` nodes.
 
-    What its template says itself is kept.
+    Values from the pod's template take precedence.
     """
     by, group = job.spec.gang.by, name(job)
     labels: dict[str, str] = {}
@@ -77,5 +77,5 @@ def join(pod: Manifest, job: ElasticJob, nodes: int) -> None:
 
 
 def _queue(job: ElasticJob) -> str:
-    """The queue that the job itself is labelled with."""
+    """Return the queue from the job's own label."""
     return str((job.metadata.get("labels") or {}).get(f"{_KUEUE}/queue-name", ""))

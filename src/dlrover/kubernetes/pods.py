@@ -1,4 +1,4 @@
-"""What pods say: which role they have, whether they run, how they ended, why they do not start."""
+"""The interpretation of pods: their role, whether they run, how they ended, and why they do not start."""
 
 from __future__ import annotations
 
@@ -26,53 +26,53 @@ _STUCK = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContain
 
 @dataclass(frozen=True)
 class End:
-    """How a pod ended; ``final``: the job ended with it, and starting it again would not help."""
+    """How a pod ended; ``final``: the job ended with it, and a restart would not help."""
 
     final: bool
     succeeded: bool
     reason: str
     message: str
     lived: float = 0.0
-    """Seconds that it ran; 0 if nobody says."""
+    """Seconds that it ran; 0 if unknown."""
 
 
 def name(pod: Manifest) -> str:
-    """The pod's name."""
+    """Return the pod's name."""
     return str(pod["metadata"]["name"])
 
 
 def role(pod: Manifest) -> str:
-    """The pod's role, as ``worker``."""
+    """Return the pod's role, such as ``worker``."""
     return str((pod["metadata"].get("labels") or {}).get(names.ROLE_LABEL, ""))
 
 
 def phase(pod: Manifest) -> str:
-    """``Pending``, ``Running``, ``Succeeded``, ``Failed`` or ``Unknown``."""
+    """Return ``Pending``, ``Running``, ``Succeeded``, ``Failed`` or ``Unknown``."""
     return str(_status(pod).get("phase") or "Pending")
 
 
 def ended(pod: Manifest) -> bool:
-    """Whether nothing of it runs any more."""
+    """Return whether all its containers have ended."""
     return phase(pod) in ("Succeeded", "Failed")
 
 
 def leaving(pod: Manifest) -> bool:
-    """Whether it is being deleted."""
+    """Return whether it is being deleted."""
     return bool(pod["metadata"].get("deletionTimestamp"))
 
 
 def ready(pod: Manifest) -> bool:
-    """Whether it runs and answers."""
+    """Return whether it runs, is ready, and is not being deleted."""
     return phase(pod) == "Running" and not leaving(pod) and _condition(pod, "Ready") == "True"
 
 
 def owned(pod: Manifest, uid: str) -> bool:
-    """Whether it belongs to the object of that uid."""
+    """Return whether it belongs to the object with that uid."""
     return any(ref.get("uid") == uid for ref in pod["metadata"].get("ownerReferences") or ())
 
 
 def end_of_master(pod: Manifest) -> End:
-    """How the master's pod ended: with the job's exit code, or by something that befell it."""
+    """Return how the master's pod ended: with the job's exit code, or from an external cause."""
     terminated = _terminated(pod)
     said = str(terminated.get("message") or "").strip().rpartition("\n")[2]
     code = terminated.get("exitCode")
@@ -109,12 +109,12 @@ def _fate(pod: Manifest, code: int | None, why: str) -> str:
 
 
 def memory_factor(pod: Manifest) -> float:
-    """How many times the memory of its template a pod was given; a master's: of the job's first one."""
+    """Return a pod's memory multiplier relative to its template; for a master, to the job's first master."""
     return _factor(pod, names.MEMORY_FACTOR)
 
 
 def cpu_factor(pod: Manifest) -> float:
-    """How many times the cores of its template a pod was given."""
+    """Return a pod's CPU multiplier relative to its template."""
     return _factor(pod, names.CPU_FACTOR)
 
 
@@ -127,7 +127,7 @@ def _factor(pod: Manifest, annotation: str) -> float:
 
 
 def count(pods: Iterable[Manifest]) -> dict[str, ReplicaStatus]:
-    """Pods by role and phase. One that is being deleted is none of them."""
+    """Count pods by role and phase, without the master and live pods that are being deleted."""
     counted: dict[str, dict[str, int]] = {}
     fields = {"Running": "active", "Succeeded": "succeeded", "Failed": "failed"}
     for pod in pods:
@@ -140,7 +140,7 @@ def count(pods: Iterable[Manifest]) -> dict[str, ReplicaStatus]:
 
 
 def obstacle(pods: Sequence[Manifest]) -> str:
-    """Why the first of the pods that wait does not start; empty if none says."""
+    """Return why the first waiting pod with a known reason does not start; empty if there is none."""
     for pod in sorted(pods, key=name):
         if phase(pod) == "Pending" and not leaving(pod):
             why = _obstacle(pod)
@@ -177,6 +177,6 @@ def _condition(pod: Manifest, kind: str) -> str:
 
 
 def _terminated(pod: Manifest) -> Mapping[str, Any]:
-    """How the pod's first container ended; empty if nobody says (an evicted pod)."""
+    """Return how the pod's first container ended; empty if unknown, as for an evicted pod."""
     statuses = _status(pod).get("containerStatuses") or [{}]
     return (statuses[0].get("state") or {}).get("terminated") or {}

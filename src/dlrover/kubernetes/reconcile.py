@@ -1,7 +1,7 @@
-"""What is to be done for one ElasticJob: a pure function from what is there to what should be.
+"""The reconciliation of one ElasticJob: a pure function from the observed state to the next actions.
 
-It is told everything that there is and looks at nothing that was before, but for the job's own status. So
-it may be called at any time, as often as one likes, and after any failure. Times are seconds since 1970.
+It receives all observations and keeps no memory beyond the job's own status. So it may run at any time, any
+number of times, and after any failure. Times are seconds since 1970.
 """
 
 from __future__ import annotations
@@ -40,31 +40,31 @@ from dlrover.kubernetes.types import Condition, ElasticJobStatus, MasterStatus
 Manifest = dict[str, Any]
 
 QUICK = 60.0
-"""A master that lived for less is started again later each time."""
+"""Seconds below which a master's life counts as short; repeated short lives delay its restart ever longer."""
 LONGEST_DELAY = 60.0
-"""Seconds before a master is started again, at most."""
+"""Maximum seconds before a master is restarted."""
 MEMORY_GROWTH = 2.0
-"""So many times the memory of the last one a master gets after one that ran out of it."""
+"""Memory multiplier for a master relative to its predecessor that ran out of memory."""
 MOST_MEMORY = 8.0
-"""So many times the memory of the first one, at most."""
+"""Maximum memory multiplier relative to the first master."""
 QUICK_ENDS = 5
-"""So often in a row a master may fail for an infrastructure within `QUICK` before the job fails."""
+"""Consecutive short-lived masters after which another infrastructure failure within `QUICK` fails the job."""
 CREATION_SLACK = 5.0
-"""Seconds that may lie between the decision to start a master and its pod's creation."""
+"""Seconds allowed between the decision to start a master and its pod's creation."""
 TOO_LATE = "DeadlineExceeded"
-"""Why a job failed that was active for too long."""
+"""Failure reason of a job that exceeded its active deadline."""
 FOREIGN_CHECK = 5.0
-"""Seconds until it is looked again whether another owner's pod has gone."""
+"""Seconds before checking again whether another owner's pod has gone."""
 
 
 def reconcile(seen: Observed, now: float, options: Options, token: str) -> Decision:
-    """What to do for a job.
+    """Return what to do for a job.
 
     Args:
-        seen: What there is.
-        now: The time.
-        options: The operator's.
-        token: A fresh secret, for a job that has none yet.
+        seen: The observed state.
+        now: The current time.
+        options: The operator's options.
+        token: A fresh secret for a job that has none yet.
     """
     manifest = seen.job
     spec = manifest.get("spec")
@@ -86,12 +86,12 @@ def reconcile(seen: Observed, now: float, options: Options, token: str) -> Decis
 
 
 def delay(quick_ends: int) -> float:
-    """Seconds to wait before a master is started after so many that ended quickly."""
+    """Return the seconds to wait before a master starts after this many short-lived ones in a row."""
     return 0.0 if quick_ends < 2 else min(LONGEST_DELAY, 2.0**quick_ends)
 
 
 def _suspends(manifest: Manifest) -> bool:
-    """Whether a manifest suspends its job, wrong as it may be."""
+    """Return whether a manifest, even an invalid one, suspends its job."""
     spec = manifest.get("spec")
     return isinstance(spec, Mapping) and spec.get("suspend") is True
 
@@ -102,7 +102,7 @@ def _has_pods(seen: Observed) -> bool:
 
 
 def _rejected(manifest: Manifest, old: ElasticJobStatus, why: str, now: float) -> Decision:
-    """Start nothing: the manifest is wrong, and the job never ran by another one."""
+    """Start nothing: the manifest is invalid and the job never ran from another one."""
     generation = manifest["metadata"].get("generation", 0)
     accepted = condition("Accepted", False, "Invalid", why, generation)
     told = any(c.type == "Accepted" and c.message == why for c in old.conditions)
@@ -142,7 +142,7 @@ class _Step(Step):
         return self._unlabelled(master, missing) if missing else self._runs(master)
 
     def _unlabelled(self, master: Manifest, missing: list[str]) -> Decision:
-        """The master's pod has lost a label by which nodes and operator find it: another one has it."""
+        """Replace a master's pod that has lost a label by which nodes and operator find it."""
         message = f"The master's pod lost its label {', '.join(missing)}, by which it is found."
         self.events.append(Event("MasterLost", f"{message} It is started again.", warning=True))
         return self._restarting(message, delete=(deletion(master),))
@@ -170,7 +170,7 @@ class _Step(Step):
         return replace(self._complete(end), delete=self._stopped())
 
     def _stopped(self) -> tuple[Deletion, ...]:
-        """The running pods of a job that is stopped. The master goes first: it would replace its workers."""
+        """Return the pods to delete for a stopped job, the master first: it would replace its workers."""
         running = [pod for pod in self.others if not pods.ended(pod)]
         master = self.master
         if master is not None and not (pods.ended(master) or pods.leaving(master)):
@@ -210,9 +210,9 @@ class _Step(Step):
         again: float | None = None,
         **fields: Any,
     ) -> Decision:
-        """Remove the job's pods. The master goes first: it would replace its workers.
+        """Remove the job's pods, the master first: it would replace its workers.
 
-        What they were made from is kept until none is left.
+        The record of their spec is kept until none is left.
         """
         left = self.others or self.master is not None
         going = [self.master] if self.master is not None else self.others
@@ -232,11 +232,11 @@ class _Step(Step):
         )
 
     def _removing(self) -> bool:
-        """Whether pods are still to be removed, or were until now: no new master may find them."""
+        """Return whether pods remain to be removed or have just gone; no new master may find them."""
         return bool(self.old.running_spec or (self.master is None and self.others))
 
     def _yield(self, after: int) -> Decision:
-        """Give the pods to a job that waits before this one."""
+        """Release the pods to a job that waits ahead of this one."""
         least = commands.fewest_nodes(self.job)
         message = (
             f"{yielding.placed(self.others)} of at least {least} nodes were placed while another job "
@@ -256,7 +256,7 @@ class _Step(Step):
         )
 
     def _away(self) -> float:
-        """Seconds for which the job still leaves its place to another one."""
+        """Return the seconds for which the job still leaves its place to another one."""
         last = times.read(self.old.last_yield_time)
         if self.old.phase != "Yielded" or self._yields is None or last is None:
             return 0.0
@@ -268,7 +268,7 @@ class _Step(Step):
         if end.final and not (end.reason == "Infrastructure" and quick):
             return self._complete(end)
         factor, more = self.old.master.memory_factor, ""
-        if end.reason == "OOMKilled":  # the pod says what it had: this may be decided again
+        if end.reason == "OOMKilled":  # read from the pod, so that a repeated decision is the same
             factor = min(MOST_MEMORY, pods.memory_factor(master) * MEMORY_GROWTH)
             more = f" with {factor:g} times the memory of the first one"
         lost = f"{end.message} It is started again{more}."
@@ -333,7 +333,7 @@ class _Step(Step):
         )
 
     def _make_room(self, foreign: Manifest) -> Decision:
-        """Another's pod has the master's name. One of an earlier job of this name is nobody's now."""
+        """Handle a foreign pod with the master's name; delete one of an earlier job of this name."""
         references = foreign["metadata"].get("ownerReferences") or ()
         earlier = any(
             one.get("kind") == "ElasticJob" and one.get("name") == self.job.name
@@ -374,7 +374,7 @@ class _Step(Step):
                 if again == 0.0:
                     return self._yield(self._yields)
         remembered = self._remembered(master)
-        if remembered:  # the server took it, and the answer was lost
+        if remembered:  # the server accepted it, but the response was lost
             self.events.insert(0, self._started(remembered["master"].starts))
         decision = self._decision(
             phase,
@@ -388,17 +388,17 @@ class _Step(Step):
 
     @property
     def _yields(self) -> int | None:
-        """Seconds after which the job gives way; None: never."""
+        """Seconds after which the job yields; None if it never does."""
         return self.job.spec.gang.yield_after_seconds
 
     def _patience(self, after: int) -> float:
-        """Seconds until the job gives way, or until it is looked again whether it should."""
+        """Return the seconds until the job yields or checks again whether it should."""
         own = yielding.claim(self.job, self.old, self.others)
         assert own is not None
         left = yielding.time_left(own, self.seen.rivals, after, self.now)
         return float(after) if left is None else left
 
-    # ---- their parts
+    # ---- parts of the cases
 
     def _complete(self, end: pods.End) -> Decision:
         phase = "Succeeded" if end.succeeded else "Failed"
@@ -433,7 +433,7 @@ class _Step(Step):
         return Event("MasterStarted", f"Master {number} of the job is started.")
 
     def _remembered(self, master: Manifest) -> Manifest:
-        """What the status has to say of a master that was started without its being written."""
+        """Return the status fields for a master whose start was not recorded; empty if it was."""
         text = str(master["metadata"].get("creationTimestamp") or "")
         created = times.read(text)
         before = self.old.master
@@ -446,6 +446,6 @@ class _Step(Step):
         return {"master": started, "start_time": self.old.start_time or started.last_start_time}
 
     def _lived(self) -> float:
-        """Seconds since the last master was started."""
+        """Return the seconds since the last master was started."""
         started = times.read(self.old.master.last_start_time)
         return QUICK if started is None else self.now - started

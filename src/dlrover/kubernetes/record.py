@@ -1,9 +1,9 @@
-"""The spec that a running job keeps: recorded in its status at its start, so that all of its pods are alike.
+"""The spec that a running job keeps: its status records it at the start, so that all its pods are alike.
 
-A changed manifest does not reach the pods of a running job: lost pods, and a lost master, are made again from
-the record. The change applies when the job starts again after ``spec.suspend``. Only what is in `LIVE` and the
-numbers of workers and servers follow the manifest at once. Of a manifest that is wrong elsewhere, `LIVE` alone does:
-a job can always be suspended.
+A changed manifest does not affect the pods of a running job: replacements for lost pods and a lost master
+are made from the record. The change applies when the job starts again after ``spec.suspend``. Only the
+`LIVE` fields and the numbers of workers and servers follow the manifest at once. If the manifest is invalid
+elsewhere, only the `LIVE` fields still follow, so that a job can always be suspended.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ LIVE = (
     "cleanPodPolicy",
     "managedBy",
 )
-"""Fields of the spec that a running job follows."""
+"""Spec fields that take effect on a running job."""
 _LIVE_OF_ROLE = ("replicas", "minReplicas")
 _MOST_SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Running:
-    """What a job runs by."""
+    """The specification of a running job."""
 
     job: ElasticJob
     record: str
-    """Its spec, as the status is to have it while the job runs."""
+    """Its spec as the status records it while the job runs."""
     fault: str = ""
-    """What is wrong with its manifest, of which only `LIVE` has an effect then."""
+    """What is wrong with its manifest; if set, only `LIVE` takes effect."""
     unapplied: str = ""
-    """The changed fields that have no effect until the job starts again, in a sentence."""
+    """The changed fields that take effect only at the next start, in a sentence."""
 
 
 def resolve(manifest: Manifest) -> Running:
-    """What a job runs by: its manifest, or what was recorded when it started.
+    """Return what a job runs by: its manifest, or the record from its start.
 
     Raises:
-        ConfigurationError: the manifest is wrong, and nothing is recorded.
+        ConfigurationError: the manifest is invalid and there is no record.
     """
     recorded = _recorded(manifest)
     try:
@@ -71,13 +71,13 @@ def resolve(manifest: Manifest) -> Running:
 
 
 def stopped(manifest: Manifest, fault: str) -> Running:
-    """What removes the pods of a suspended job whose spec cannot be read: no pods are wanted."""
+    """Return a spec without pods, to remove those of a suspended job with an unreadable spec."""
     spec = ElasticJobSpec(replica_specs={}, suspend=True)
     return Running(ElasticJob(dict(manifest["metadata"]), spec), "", fault=fault)
 
 
 def _live(manifest: Manifest, recorded: dict[str, Any]) -> dict[str, Any]:
-    """The recorded spec with those fields of `LIVE` that are right in a manifest that is not."""
+    """Return the recorded spec with the valid `LIVE` fields of an otherwise invalid manifest."""
     given = manifest.get("spec")
     if not isinstance(given, Mapping):
         return recorded
@@ -91,7 +91,7 @@ def _live(manifest: Manifest, recorded: dict[str, Any]) -> dict[str, Any]:
 
 
 def _recorded(manifest: Manifest) -> dict[str, Any] | None:
-    """The recorded spec; None if there is none that this release can read."""
+    """Return the recorded spec; None if there is none that this release can read."""
     text = status_of(manifest).running_spec
     try:
         spec: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
@@ -106,7 +106,7 @@ def _text(spec: Manifest) -> str:
 
 
 def _followed(recorded: dict[str, Any], given: Manifest, wanted: ElasticJob) -> dict[str, Any]:
-    """The recorded spec with what a running job follows of the ``given`` one."""
+    """Return the recorded spec with the parts of the ``given`` one that a running job follows."""
     spec = {key: value for key, value in copy.deepcopy(recorded).items() if key not in LIVE}
     spec |= {key: given[key] for key in LIVE if key in given}
     now = {canonical(role): replica for role, replica in given["replicaSpecs"].items()}
@@ -124,7 +124,7 @@ def _followed(recorded: dict[str, Any], given: Manifest, wanted: ElasticJob) -> 
 
 
 def _takes(role: str, replica: Manifest, number: int, others: int) -> bool:
-    """Whether a running job can have that many pods of a role."""
+    """Return whether a running job can have that number of pods of a role."""
     if role != WORKER:
         return number > 0
     unit = commands.number(commands.options(replica.get("template") or {}).get("node-unit", ""), 1)
@@ -132,7 +132,7 @@ def _takes(role: str, replica: Manifest, number: int, others: int) -> bool:
 
 
 def _others(spec: Manifest) -> int:
-    """The nodes whose number is fixed."""
+    """Return the number of nodes in roles of fixed size."""
     return sum(
         int(replica.get("replicas", 1))
         for role, replica in spec["replicaSpecs"].items()
@@ -152,7 +152,7 @@ def _unapplied(job: ElasticJob, wanted: ElasticJob) -> str:
 
 
 def _plain(job: ElasticJob) -> Any:
-    """The spec with all defaults: one that a release adds is no change."""
+    """Return the spec with all defaults, so that a default added by a new release is no change."""
     return msgspec.to_builtins(job.spec)
 
 

@@ -1,4 +1,4 @@
-"""The master's part of an ElasticJob's status: how far the training is."""
+"""The master's part of an ElasticJob's status: the training's progress."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 PERIOD = 15.0
 """Seconds between two reports."""
 SHORTEST_PERIOD = 1.0
-"""Seconds between two reports, at least."""
+"""Minimum seconds between two reports."""
 LAST_TIMEOUT = 5.0
-"""Seconds that the last report gets when the master leaves."""
+"""Seconds allowed for the last report when the master exits."""
 
 
 class Reporter:
-    """Writes the training's progress into the status, where it changed."""
+    """Writes changes of the training's progress into the status."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Reporter:
         self._news = asyncio.Event()
 
     def waits(self, reason: str) -> None:
-        """Report at once why a pod cannot be made; empty: all are made."""
+        """Report at once why a pod cannot be made; empty if all are made."""
         if reason != self._waits:
             self._waits = reason
             self._news.set()
@@ -63,7 +63,7 @@ class Reporter:
             await asyncio.sleep(min(self._period, SHORTEST_PERIOD))
 
     async def close(self) -> None:
-        """Report for the last time."""
+        """Send the last report."""
         try:
             await asyncio.wait_for(self._tell(), LAST_TIMEOUT)
         except asyncio.TimeoutError:
@@ -95,7 +95,7 @@ class Reporter:
 
 
 def duration(seconds: float) -> str:
-    """As users read it in a column: ``40s``, ``12m``, ``3h12m``, ``2d5h``."""
+    """Return a duration for display in a column: ``40s``, ``12m``, ``3h12m``, ``2d5h``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"

@@ -1,4 +1,4 @@
-"""What a container asks for: quantities as numbers, and more memory for the next one."""
+"""A container's resources: quantities as numbers, and growth of its requests and limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNITS: dict[str, int | Decimal] = {
 
 
 def quantity(text: str | int) -> Decimal:
-    """A Kubernetes quantity as a number: ``1Gi``, ``500m``, ``1e3``."""
+    """Return a Kubernetes quantity as a number: ``1Gi``, ``500m``, ``1e3``."""
     found = re.fullmatch(
         r"((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(\w*)", str(text).strip(), re.ASCII
     )
@@ -25,7 +25,7 @@ def quantity(text: str | int) -> Decimal:
 
 
 def grow(container: dict[str, Any], memory: float, cpu: float = 1.0) -> None:
-    """Multiply the memory and the cores that a container asks for and may use, where it says so."""
+    """Multiply a container's memory and CPU requests and limits, where set."""
     resources = container.get("resources") or {}
     for kind in ("requests", "limits"):
         asked = resources.get(kind) or {}
@@ -37,5 +37,5 @@ def grow(container: dict[str, Any], memory: float, cpu: float = 1.0) -> None:
 
 
 def _up(amount: Decimal) -> int:
-    """The next whole number; what a factor has lost in its last digits counts for nothing."""
+    """Round up to a whole number, ignoring the rounding error of a multiplication."""
     return math.ceil(round(amount, 6))

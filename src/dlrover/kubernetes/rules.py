@@ -1,6 +1,7 @@
-"""What a schema cannot say about an ElasticJob: each rule once, for the API server and for Python.
+"""Rules for an ElasticJob that a schema cannot express, each defined once for the API server and Python.
 
-The API server gets a rule as CEL where it can check it; servers before 1.25 drop CEL. Python checks all.
+The API server receives a rule as CEL where it can check it; servers before 1.25 drop CEL. Python checks all
+rules.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ _RECOGNIZED = "[" + ", ".join(f"'{role}'" for role in ROLES) + "]"
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule about an object at ``path`` below the spec; ``*`` stands for every key."""
+    """A rule for an object at ``path`` below the spec; ``*`` stands for every key."""
 
     path: tuple[str, ...]
     cel: str
-    """In CEL, about ``self``; for `TEMPLATE_RULES`, about ``replica``."""
+    """The rule in CEL, about ``self``; in `TEMPLATE_RULES`, about ``replica``."""
     says: str
     """What is accepted."""
     holds: Callable[[Any], bool]
     at: str = ""
-    """The field below ``path`` that a sentence names; the object itself if empty."""
+    """The field below ``path`` that a message names; empty for the object itself."""
     shown: Callable[[Any], str] | None = None
-    """The value as a sentence shows it, where that is not the value of the field."""
+    """Formats the value for a message; None shows the field's value."""
 
 
 def canonical(role: str) -> str:
-    """``PS`` and ``Worker`` as the original's first manifests spell them, ``ps`` and ``worker``."""
+    """Return a role in lower case; the original's first manifests have ``PS`` and ``Worker``."""
     return role.lower()
 
 
@@ -52,7 +53,7 @@ def _has_pods(specs: Spec) -> bool:
 
 
 def _numbers(specs: Spec) -> str:
-    """``worker with 0 replicas``, by role."""
+    """Return the replicas by role in words: ``worker with 0 replicas``."""
     return ", ".join(
         f"{role} with {spec.get('replicas', 1)} replicas"
         for role, spec in specs.items()
@@ -145,7 +146,7 @@ RULES = (
         _one_source,
     ),
 )
-"""Rules about the fields of the spec."""
+"""Rules for the fields of the spec."""
 
 _CONTAINERS = "replica.template.spec.containers"
 _HAS_CONTAINERS = f"has(replica.template) && has(replica.template.spec) && has({_CONTAINERS})"
@@ -174,11 +175,11 @@ TEMPLATE_RULES = (
         at="template.spec.containers",
     ),
 )
-"""Rules about the pod template of each role. The master's own may leave out anything."""
+"""Rules for each role's pod template, except the master's, which may omit anything."""
 
 
 def objects(spec: Any, path: tuple[str, ...], walked: str = "spec") -> Iterator[tuple[str, Any]]:
-    """The objects at a path, each with the path that a user knows it by."""
+    """Yield the objects at a path, each with its full path as the user knows it."""
     if not isinstance(spec, Mapping):
         return
     if not path:

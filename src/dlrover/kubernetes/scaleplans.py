@@ -1,4 +1,4 @@
-"""ScalePlans: what each asks for, and what the operator says of those that no master takes up."""
+"""ScalePlans: what each one requests, and the operator's reports on those that no master handles."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ logger = logging.getLogger(__name__)
 Manifest = dict[str, Any]
 SCALE_PLANS = Resource(names.GROUP, names.VERSION, "scaleplans", "ScalePlan")
 TYPE_LABEL = "scale-type"
-"""``auto``: the plan is not a user's, and stays within the bounds of its job."""
+"""Label of a plan; ``auto``: the plan is not a user's and stays within its job's bounds."""
 PENDING, SCALING, SUCCEEDED, FAILED = "Pending", "Scaling", "Succeeded", "Failed"
 FINAL = (SUCCEEDED, FAILED, "NoEffect")
-"""Phases of plans that are over. The last one is an earlier release's."""
+"""Phases of finished plans; the last one is from an earlier release."""
 REASON_LIMIT = 400
-"""Characters of a plan's reason."""
+"""Maximum characters of a plan's reason."""
 RETRY = 5.0
-"""Seconds until a plan is looked at again of which something could not be written."""
+"""Seconds before a plan is processed again after a failed write."""
 
 
-# ---- what a plan asks for
+# ---- what a plan requests
 
 
 def wanted(spec: ScalePlanSpec, job: ElasticJob, now: Mapping[str, int]) -> dict[str, int]:
-    """The numbers of pods that a plan asks for, of each role that it is about.
+    """Return the numbers of pods that a plan requests, for each role that it changes.
 
-    ``now`` are the numbers that there are to be without it. A plan that only replaces pods asks for none.
+    ``now`` has the wanted numbers without the plan. A plan that only replaces pods requests none.
 
     Raises:
-        ConfigurationError: it asks for what is not possible.
+        ConfigurationError: the request is impossible.
     """
     found: dict[str, int] = {}
     for role, replica in spec.replica_resource_specs.items():
@@ -77,14 +77,14 @@ def wanted(spec: ScalePlanSpec, job: ElasticJob, now: Mapping[str, int]) -> dict
 
 
 def replaces(spec: ScalePlanSpec) -> bool:
-    """Whether a plan is about pods that others take the places of."""
+    """Return whether a plan replaces pods."""
     return bool(
         spec.migrate_pods or any(one.resource for one in spec.replica_resource_specs.values())
     )
 
 
 def _bounded(role: str, number: int, job: ElasticJob) -> int:
-    """The number, if the job's manifest takes it."""
+    """Return the number if the job's manifest accepts it."""
     given = job.spec.replica_specs.get(role)
     if given is None:
         raise ConfigurationError(
@@ -100,12 +100,12 @@ def _bounded(role: str, number: int, job: ElasticJob) -> int:
 
 
 def counted(role: str, number: int) -> str:
-    """``2 workers``, ``1 server``: as plans tell of them."""
+    """Return a count as used in messages: ``2 workers``, ``1 server``."""
     return f"{number} {'worker' if role == WORKER else 'server'}{'' if number == 1 else 's'}"
 
 
 def notes(spec: Mapping[str, Any]) -> list[str]:
-    """A sentence for each field of a plan that is set and has no effect."""
+    """Return a sentence for each field of a plan that is set but has no effect."""
     return list(_notes(spec))
 
 
@@ -136,19 +136,19 @@ def _no_effect(field: str, instead: str) -> str:
 
 
 class ScalePlans:
-    """Says of the plans of a namespace, or of all, what their jobs' masters cannot say."""
+    """Reports, for the plans of one or all namespaces, what their jobs' masters cannot report."""
 
     def __init__(
         self, client: Client, namespace: str | None, jobs: Callable[[str], Manifest | None]
     ) -> None:
-        """``jobs`` finds a job by its key."""
+        """Prepare; ``jobs`` returns a job by its key."""
         self._client = client
         self._jobs = jobs
         self._queue = WorkQueue()
         self._plans = Informer(client, SCALE_PLANS, namespace, "", self._queue.add)
 
     def job_changed(self, key: str) -> None:
-        """A job came, changed or went: its plans may be anybody's now."""
+        """Process the plans of an added, changed or deleted job again; their owner may have changed."""
         namespace, _, name = key.partition("/")
         for plan, content in self._plans.cache.items():
             if plan.startswith(f"{namespace}/") and content["spec"].get("ownerJob") == name:
@@ -180,12 +180,12 @@ class ScalePlans:
         job = self._jobs(f"{namespace}/{owner}")
         if job is not None and owner_of(plan) is None and belongs(plan, job["metadata"]):
             await self._own(plan, job)
-            return  # it comes again
+            return  # the queue returns it after this change
         before = plan.get("status") or {}
         status = standing(plan, job)
         if status is None or status.items() <= before.items():
             return
-        # Only if nobody, as the job's master, wrote it meanwhile: then it comes again.
+        # Only if no other writer, such as the master, was faster; its write queues the plan again.
         version = plan["metadata"]["resourceVersion"]
         patch = {"metadata": {"resourceVersion": version}, "status": status}
         try:
@@ -195,7 +195,7 @@ class ScalePlans:
                 raise
 
     async def _own(self, plan: Manifest, job: Manifest) -> None:
-        """Make a plan its job's, so that it goes with it and never scales the next one of its name."""
+        """Set the plan's owner, so that it is deleted with its job and never scales a later namesake."""
         metadata = plan["metadata"]
         owner = {
             "apiVersion": names.API_VERSION,
@@ -216,16 +216,16 @@ class ScalePlans:
 
 
 def owner_of(plan: Manifest) -> str | None:
-    """The uid of the ElasticJob that a plan belongs to; None if to none yet."""
+    """Return the uid of the ElasticJob that owns a plan; None if it has no owner yet."""
     references = plan["metadata"].get("ownerReferences") or ()
     jobs = (one["uid"] for one in references if one.get("kind") == "ElasticJob")
     return next(jobs, None)
 
 
 def belongs(plan: Manifest, job: Mapping[str, Any]) -> bool:
-    """Whether a plan is that of the job with this metadata: by its owner or, where it has none, by its age.
+    """Return whether a plan belongs to the job with this metadata: by its owner or, without one, by its age.
 
-    A plan that is older than the job was made for an earlier one of its name, or for none.
+    A plan older than the job was made for an earlier job of its name, or for none.
     """
     owner = owner_of(plan)
     if owner is not None:
@@ -236,7 +236,7 @@ def belongs(plan: Manifest, job: Mapping[str, Any]) -> bool:
 
 
 def standing(plan: Manifest, job: Manifest | None) -> dict[str, str] | None:
-    """What the operator says of a plan, with the ``job`` of that name; None: it is not its to say."""
+    """Return the operator's status of a plan, given its ``job``; None if the operator must not write one."""
     phase = (plan.get("status") or {}).get("phase") or ""
     owner = (plan.get("spec") or {}).get("ownerJob") or ""
     spec = (job or {}).get("spec") or {}
@@ -244,12 +244,12 @@ def standing(plan: Manifest, job: Manifest | None) -> dict[str, str] | None:
         return None
     if job is not None and not belongs(plan, job["metadata"]):
         older = f"The plan is older than the ElasticJob {owner}: it was not made for it. Create it again."
-        # One with an owner goes with it.
+        # A plan with an owner is deleted with its owner.
         return None if owner_of(plan) else {"phase": FAILED, "message": older}
     gone = f"There is no ElasticJob {owner} in this namespace; create the plan after its job."
     if job is not None and status_of(job).completion_time:
         return {"phase": FAILED, "message": f"The ElasticJob {owner} has ended."}
-    if phase == SCALING:  # its master is at it
+    if phase == SCALING:  # its master carries it out
         return {"phase": FAILED, "message": gone} if job is None else None
     message = f"The master of {owner} takes it up."
     if job is None:

@@ -1,8 +1,8 @@
-"""The master's part of scaling: it follows the replicas of its ElasticJob, and carries out its ScalePlans.
+"""The master's part of scaling: it follows its ElasticJob's replicas and carries out its ScalePlans.
 
-A user's number is in the manifest (``spec.replicaSpecs.ROLE.replicas``, for workers and for servers), where a
-ScalePlan of a user is written, too: a master that starts without a journal reads it there. A plan that is not a
-user's leaves the manifest as it is.
+A user's number is in the manifest (``spec.replicaSpecs.ROLE.replicas``, for workers and servers). A user's
+ScalePlan is written there, too, so that a master that starts without a journal finds it. Other plans leave
+the manifest unchanged.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ logger = logging.getLogger(__name__)
 
 Manifest = dict[str, Any]
 POLL = 1.0
-"""Seconds between two looks at how far a plan is."""
+"""Seconds between checks of a plan's progress."""
 PLAN_TIMEOUT = 600.0
-"""Seconds that a plan gets until the job has the nodes that it asks for."""
+"""Seconds allowed for the job to reach the nodes that a plan requests."""
 _COMPONENT = "dlrover-master"
 _FIELDS = {WORKER: "replicas", SERVER: "servers"}
-"""Where the status of a plan has its number of a role."""
+"""The fields of a plan's status with the number of each role."""
 
 
 class Asks(NamedTuple):
-    """What a job is asked."""
+    """The calls that the scaler makes to the job."""
 
     size: Callable[[str], JobSize]
-    """How many nodes of a role it is to have now."""
+    """Returns the current size of a role."""
     scale: AskScale
-    """To have another number."""
+    """Requests another number of nodes."""
     placed: Callable[[], Mapping[str, PlacedNode]]
-    """The nodes that were asked for, by the names of their pods."""
+    """Returns the requested nodes by pod name."""
     migrate: AskMigrate
-    """To have another node in the place of one."""
+    """Requests a replacement for a node."""
 
 
 class Scaler:
-    """Scales one job as its manifest and its plans say. Use it on one event loop."""
+    """Scales one job according to its manifest and its plans. Use it on one event loop."""
 
     def __init__(
         self,
@@ -72,29 +72,29 @@ class Scaler:
         asks: Asks,
         resize: Callable[[str, int], None],
     ) -> None:
-        """Make it; `run` begins.
+        """Prepare; `run` starts the work.
 
         Args:
-            client: For the API server.
-            job: As the master began with it.
-            asks: What the job is asked.
-            resize: Called with a role and its number, before the nodes are made.
+            client: Client of the API server.
+            job: The job as the master started with it.
+            asks: The calls to the job.
+            resize: Called with a role and its number before the nodes are made.
         """
         self._client, self._job = client, job
         self._asks, self._size, self._resize = asks, asks.size, resize
         self._changed = asyncio.Event()
         self._roles = [role for role in nodes.SCALED if role in job.spec.replica_specs]
-        # by role: the number in the manifest that was last looked at, and plans that are recorded
+        # by role: the last number seen in the manifest, and the number of recorded plans
         self._seen: dict[str, int] = {}
         self._plans_seen: dict[str, int] = {}
-        # by uid: what was said of a plan, and the names of those of which it is not written yet
+        # by uid: the last status of a plan, and the names of plans with unwritten status
         self._said: dict[str, Manifest] = {}
         self._unwritten: dict[str, str] = {}
-        # by role: the plan made here of which there is no record yet
+        # by role: the master's own plan that has no record yet
         self._unrecorded: dict[str, Manifest] = {}
-        # the pods that the plan has replaced that is being carried out, and its uid
+        # uid and replacements of the plan in progress
         self._migration: tuple[str, Migration] | None = None
-        # numbers that are not in the manifest yet, by role
+        # by role: numbers not yet written to the manifest
         self._to_keep: dict[str, int] = {}
         self._manifests = Informer(
             client,
@@ -127,13 +127,13 @@ class Scaler:
         self._changed.set()
 
     def _begin(self) -> None:
-        """Go on where the last master was, which may have left a journal or not."""
+        """Continue where the last master was, with or without its journal."""
         for role in self._roles:
             size = self._size(role)
             self._seen[role], self._plans_seen[role] = size.asked, size.plans
             self._resize(role, size.wanted)
             if size.wanted > size.asked and not size.plans:
-                # Pods that were leaving when a journal was lost are not wanted.
+                # Pods that were leaving when the journal was lost are not wanted.
                 self._seen[role] = -1
 
     async def _look(self) -> None:
@@ -159,7 +159,7 @@ class Scaler:
         number, size = spec.replicas, self._size(role)
         self._seen[role] = number
         if number == size.asked and (size.plans or number == size.wanted):
-            return  # a plan wrote it
+            return  # written by a plan
         reason = f"spec.replicaSpecs.{role}.replicas is {number}"
         sentence, refused = self._scale(role, number, reason, "user")
         if refused:
@@ -167,14 +167,14 @@ class Scaler:
         await self._event("ScaleRefused" if refused else "Scaled", sentence, warning=refused)
 
     def _current(self) -> ElasticJob | None:
-        """The job as its manifest says now; None while that is wrong, or gone."""
+        """Return the job from its current manifest; None if that is invalid or gone."""
         manifest = self._manifests.cache.get(f"{self._job.namespace}/{self._job.name}")
         if manifest is None or manifest["metadata"].get("uid") != self._job.uid:
             return None
         try:
             return validation.parse(manifest)
         except ConfigurationError:
-            return None  # the operator says so
+            return None  # the operator reports it
 
     def _scale(
         self,
@@ -184,7 +184,7 @@ class Scaler:
         source: Literal["user", "plan"],
         factors: tuple[float, float] = (1.0, 1.0),
     ) -> tuple[str, bool]:
-        """Ask for a number of a role's nodes; what follows, and whether that is a refusal."""
+        """Request a number of a role's nodes; return the outcome and whether it is a refusal."""
         reply = self._asks.scale(number, reason, source, role, factors)
         self._resize(role, self._size(role).wanted)
         return reply.sentence, reply.refused
@@ -213,10 +213,10 @@ class Scaler:
         patch = {"spec": {"replicaSpecs": {written: {"replicas": number}}}}
         await amend(ELASTIC_JOBS, job.namespace, job.name, job.uid, patch)
 
-    # ---- plans that were made here
+    # ---- the master's own plans
 
     def _note_plan(self, role: str) -> None:
-        """Have a plan of the master's own kept where users look for it; it is carried out like any other."""
+        """Prepare a ScalePlan object for the master's own plan; it is carried out like any other."""
         size, job = self._size(role), self._job
         if size.plans == self._plans_seen[role]:
             return
@@ -224,7 +224,7 @@ class Scaler:
         self._plans_seen[role] = size.plans
         self._unrecorded[role] = {
             "metadata": {
-                # not the server's choice: an attempt whose answer was lost is found by its name
+                # our own name, so that a retry finds the object if the first response was lost
                 "name": f"{job.name}-plan-{secrets.token_hex(4)}",
                 "namespace": job.namespace,
                 "labels": {scaleplans.TYPE_LABEL: "auto", names.JOB_LABEL: job.name},
@@ -251,14 +251,14 @@ class Scaler:
     # ---- plans
 
     async def _carry_out_plans(self) -> None:
-        """Take up the oldest plan, unless one is being carried out."""
+        """Start the oldest plan, unless one is in progress."""
         waiting = []
         for plan in sorted(self._plans.cache.values(), key=_age):
             phase = self._status_of(plan).get("phase") or ""
             if plan["spec"].get("ownerJob") != self._job.name or phase in FINAL:
                 continue
             if not scaleplans.belongs(plan, self._job.metadata):
-                continue  # an earlier job's
+                continue  # belongs to an earlier job
             if phase == SCALING:
                 await self._see_whether_done(plan)
                 return
@@ -267,7 +267,7 @@ class Scaler:
             await self._take_up(waiting[0])
 
     def _status_of(self, plan: Manifest) -> Manifest:
-        """What was last said of a plan; the informer may not know it yet."""
+        """Return a plan's last reported status, which the informer may not know yet."""
         return self._said.get(plan["metadata"]["uid"]) or plan.get("status") or {}
 
     async def _take_up(self, plan: Manifest) -> None:
@@ -301,7 +301,7 @@ class Scaler:
                 await self._finish(plan, FAILED, " ".join([*told, sentence]))
                 return
             told.append(sentence)
-            self._plans_seen[role] += self._size(role).plans - plans  # this object is its record
+            self._plans_seen[role] += self._size(role).plans - plans  # this object is the record
             if not auto:
                 self._to_keep[role] = number
         sentences = " ".join([*told, *migration.asked(spec, moved.pods)])
@@ -314,16 +314,16 @@ class Scaler:
         await self._keep()
 
     def _asked_by(self, plan: Manifest) -> dict[str, int]:
-        """The numbers that a plan was found to ask for, as an earlier master may have done.
+        """Return the numbers already determined for a plan, possibly by an earlier master.
 
-        A plan for one pod more is for one more than there were: carried out again it must not add another.
+        A plan for one more pod is relative to the number at its start; when resumed, it must not add another.
         """
         status = self._status_of(plan)
         fields = {role: status.get(_FIELDS[role]) for role in self._roles}
         return {role: number for role, number in fields.items() if number is not None}
 
     async def _is_there(self) -> bool:
-        """Whether the job has not been deleted: what is in the cache may be older than a plan."""
+        """Return whether the job still exists; the cache may be older than a plan."""
         job = self._job
         try:
             found = await self._client.get(ELASTIC_JOBS, job.namespace, job.name)
@@ -361,12 +361,12 @@ class Scaler:
             late = migration.late(has, moved.missing, waits, PLAN_TIMEOUT)
             await self._finish(plan, FAILED, f"{why}{late}")
 
-    # ---- pods that others take the places of
+    # ---- pod replacements
 
     def _begin_migration(
         self, plan: Manifest, spec: ScalePlanSpec, numbers: Mapping[str, int]
     ) -> Migration:
-        """What a plan has replaced of the pods that there are now, of which ``numbers`` stay by role."""
+        """Return a plan's replacements among the current pods that stay within ``numbers`` by role."""
         placed, why = self._asks.placed, _why(plan["metadata"]["name"], spec)
         wanted = migration.moves(spec, self._job, placed(), numbers)
         moved = Migration(wanted, placed, self._asks.migrate, why)
@@ -374,16 +374,16 @@ class Scaler:
         return moved
 
     def _migration_of(self, plan: Manifest, spec: ScalePlanSpec) -> Migration:
-        """The same of the plan that is being carried out, which an earlier master may have taken up."""
+        """Return the replacements of the plan in progress, which an earlier master may have started."""
         if self._migration is None or self._migration[0] != plan["metadata"]["uid"]:
             return self._begin_migration(plan, spec, self._numbers())
         return self._migration[1]
 
     def _numbers(self) -> dict[str, int]:
-        """How many nodes there are to be, by role."""
+        """Return the wanted number of nodes by role."""
         return {role: self._size(role).wanted for role in self._roles}
 
-    # ---- what is said
+    # ---- status and events
 
     async def _finish(self, plan: Manifest, phase: str, message: str) -> None:
         await self._say(plan, phase, message, finishTime=times.written(time.time()))
@@ -400,7 +400,7 @@ class Scaler:
         await self._write(uid, name)
 
     async def _write(self, uid: str, name: str) -> None:
-        """Write what was said of a plan; one that is gone, or that the server refuses, is left alone."""
+        """Write a plan's status; ignore a plan that is gone or that the server refuses."""
         patch, namespace = {"status": self._said[uid]}, self._job.namespace
         try:
             await self._client.amend(SCALE_PLANS, namespace, name, uid, patch, "status")
@@ -416,12 +416,12 @@ class Scaler:
 
 
 def _spec(plan: Manifest) -> ScalePlanSpec:
-    """What a plan asks for."""
+    """Return a plan's spec."""
     return msgspec.convert({**plan, "status": {}}, ScalePlan).spec
 
 
 def _why(name: str, spec: ScalePlanSpec) -> str:
-    """Why a plan has something done, as a clause."""
+    """Return the reason that a plan gives for its actions, as a clause."""
     return f"ScalePlan {name} ({spec.reason.rstrip('.')})" if spec.reason else f"ScalePlan {name}"
 
 

@@ -1,4 +1,4 @@
-"""Structural schemas of Kubernetes from the types: no references, no alternatives, defaults in place."""
+"""Structural Kubernetes schemas derived from the types: no references, no alternatives, defaults in place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INT_OR_STRING = "x-kubernetes-int-or-string"
 
 @cache
 def elastic_job() -> Schema:
-    """The schema of an ElasticJob, with its rules in CEL."""
+    """Return the schema of an ElasticJob, with its CEL rules."""
     schema = _of(ElasticJob)
     schema["x-kubernetes-validations"] = [
         {
@@ -42,7 +42,7 @@ def elastic_job() -> Schema:
 
 @cache
 def scale_plan() -> Schema:
-    """The schema of a ScalePlan."""
+    """Return the schema of a ScalePlan."""
     return _of(ScalePlan)
 
 
@@ -60,7 +60,7 @@ def _of(kind: type[msgspec.Struct]) -> Schema:
 
 
 def _structural(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> Schema:
-    """A node with its references resolved. ``null`` is left out: what is not set is absent."""
+    """Return a node with its references resolved and ``null`` removed, since unset fields are absent."""
     if "$ref" in node:
         target = definitions[node["$ref"].rpartition("/")[2]]
         node = {**target, **node}
@@ -79,7 +79,7 @@ def _structural(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> Sche
     for key in ("additionalProperties", "items"):
         if isinstance(node.get(key), dict):
             child = _structural(node[key], definitions)
-            # A map of anything is an object whose fields are kept.
+            # A map with unrestricted values is an object that keeps its fields.
             result.pop(key) if not child else result.update({key: child})
     if "enum" in result:
         result.setdefault("type", "string")
@@ -108,6 +108,6 @@ def _add(node: Schema, cel: str, rule: Rule) -> None:
 
 
 def _but_master(cel: str) -> str:
-    """What holds of each ``replica``, as a rule about all of them: only there a role has its name."""
+    """Turn a rule about one ``replica`` into one about the whole map, where the roles' names are visible."""
     about = cel.replace("replica.", "self[role].")
     return f"self.all(role, role.lowerAscii() == '{names.MASTER_ROLE}' || ({about}))"

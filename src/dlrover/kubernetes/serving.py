@@ -1,4 +1,4 @@
-"""An operator process: it waits for the lead, works while it has it, and says how it stands."""
+"""An operator process: it waits for leadership, works while it leads, and reports its readiness."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from dlrover.kubernetes.stats import Stats
 
 
 class Serving:
-    """An operator for the jobs of a namespace, or of the cluster if it is None.
+    """An operator for the jobs of one namespace; of the cluster if ``namespace`` is None.
 
-    Without ``leader`` it leads from the start.
+    Without ``leader``, it leads from the start.
     """
 
     def __init__(
@@ -30,26 +30,26 @@ class Serving:
 
     @property
     def waiting(self) -> int:
-        """Jobs that wait to be looked at."""
+        """Number of jobs waiting to be processed."""
         return self._operator.waiting
 
     def phases(self) -> Iterator[str]:
-        """The state of each job that it knows; one that does not lead knows none."""
+        """Yield the state of each known job; an operator that does not lead knows none."""
         return self._operator.phases()
 
     @property
     def obstacle(self) -> str:
-        """Why it is not ready, or nothing. One that stands by is ready once it has seen the Lease."""
+        """Why it is not ready; empty if it is. A standby is ready once it has read the Lease."""
         if not self.stats.leads:
             seen = self._leader is not None and self._leader.informed
             return "" if seen else "It has not read its Lease yet."
         return "" if self._operator.synced.is_set() else "It has not seen all jobs and pods yet."
 
     async def run(self) -> None:
-        """Work while it leads.
+        """Work while this operator leads.
 
         Raises:
-            InfrastructureError: another leads now.
+            InfrastructureError: another operator leads now.
         """
         leader = self._leader
         if leader is not None:

@@ -1,4 +1,4 @@
-"""What every decision about a valid job needs: what there is of it, and the status that is written."""
+"""The common basis of all decisions about a valid job: the observed state and the resulting status."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from dlrover.kubernetes.types import Condition, ElasticJobStatus
 Manifest = dict[str, Any]
 
 FORCE_AFTER = 30.0
-"""Seconds beyond its own grace after which a master's pod that does not go is deleted by force.
+"""Seconds beyond its grace period after which a master's pod that does not end is deleted by force.
 
-Its machine is lost. Its service account's token ends with the pod, so it can do nothing more.
+Its machine is lost. Its service account's token expires with the pod, so the pod can do nothing more.
 """
 
 
 class Step:
-    """The state of one decision: a job, its pods, its status before, and what is told."""
+    """The state of one decision: a job, its pods, its previous status and the events to report."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Step:
         self.generation: int = self.job.metadata.get("generation", 0)
 
     def _accept(self) -> None:
-        """Say what is new of the manifest."""
+        """Report what is new about the manifest."""
         fault, unapplied = self.running.fault, self.running.unapplied
         before = next((c for c in self.old.conditions if c.type == "Accepted"), None)
         if fault:
@@ -73,7 +73,7 @@ class Step:
             self.events.append(Event("NotApplied", unapplied, warning=True))
 
     def _standing(self) -> list[Condition]:
-        """What the conditions say of the manifest."""
+        """Return the conditions about the manifest."""
         fault, unapplied = self.running.fault, self.running.unapplied
         if fault:
             return [self._condition("Accepted", False, "Invalid", fault)]
@@ -83,13 +83,13 @@ class Step:
         return [accepted, self._condition("Applied", True, "Applied")]
 
     def _despite(self, fault: str, message: str = "") -> str:
-        """A fault, and what becomes of the job despite it."""
+        """Return a fault and what happens to the job despite it."""
         return f"{fault} {message if self.job.spec.suspend else 'The job goes on as it was before.'}".rstrip()
 
     def _forced(
         self, master: Manifest | None, delete: tuple[Deletion, ...]
     ) -> tuple[bool, tuple[Deletion, ...]]:
-        """Add the deletion by force of a master's pod that should have gone."""
+        """Add a forced deletion of a master's pod that is overdue; return whether one was added."""
         if master is None or not pods.leaving(master) or self._force_after(master) > 0:
             return False, delete
         message = (
@@ -99,12 +99,12 @@ class Step:
         return True, (*delete, deletion(master, grace=0))
 
     def _force_after(self, master: Manifest) -> float:
-        """Seconds until a leaving pod is deleted by force."""
+        """Return the seconds until a leaving pod is deleted by force."""
         due = times.read(master["metadata"].get("deletionTimestamp") or "")
         return (self.now if due is None else due) + FORCE_AFTER - self.now
 
     def _time_left(self) -> float | None:
-        """Seconds until the job was active for too long; None if it may be for any time."""
+        """Return the seconds until the job's active deadline; None if it has none or is not active."""
         most = self.job.spec.active_deadline_seconds
         began = times.read(self.old.start_time)
         if most is None or began is None or self._is("Suspended"):
@@ -163,5 +163,5 @@ class Step:
 
 
 def deletion(pod: Manifest, grace: int | None = None) -> Deletion:
-    """The deletion of a pod."""
+    """Return the deletion of a pod."""
     return Deletion("Pod", pods.name(pod), pod["metadata"].get("uid", ""), grace)

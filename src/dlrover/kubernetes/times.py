@@ -6,17 +6,17 @@ import datetime as dt
 
 
 def written(seconds: float) -> str:
-    """``2026-11-21T08:36:12Z``."""
+    """Return a time as ``2026-11-21T08:36:12Z``."""
     return _utc(seconds).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def written_micro(seconds: float) -> str:
-    """``2026-11-21T08:36:12.000000Z``: Leases need all six digits."""
+    """Return a time as ``2026-11-21T08:36:12.000000Z``; Leases need all six digits."""
     return _utc(seconds).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def read(text: str) -> float | None:
-    """Seconds; None for what is not a time."""
+    """Return a time in seconds; None if the text is not a time."""
     try:
         return dt.datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
     except ValueError:

@@ -1,4 +1,4 @@
-"""TLS between a job's nodes and its master: what the pods are given for it. Nothing here does I/O."""
+"""TLS between a job's nodes and its master: what the pods receive for it. No I/O here."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from dlrover.kubernetes.types import ElasticJob
 Manifest = dict[str, Any]
 
 AUTHORITY, CERTIFICATE, KEY = "ca.crt", "tls.crt", "tls.key"
-"""The keys of the Secret, which are those of every Secret of the type ``kubernetes.io/tls``."""
+"""Keys of the Secret, the same as in every Secret of type ``kubernetes.io/tls``."""
 FOLDER = "/var/run/dlrover/tls"
-"""Where pods have them."""
+"""Directory of these files in pods."""
 VOLUME = "dlrover-tls"
 
 
 def secret_name(job: ElasticJob) -> str:
-    """The name of the Secret with a job's certificate."""
+    """Return the name of the Secret with a job's certificate."""
     return f"{names.own_name(job.name, str(job.metadata.get('uid', '')))}-tls"
 
 
 def hosts(job: ElasticJob) -> list[str]:
-    """What the master's certificate names; first the name that all clients expect."""
+    """Return the hosts in the master's certificate; the first is the name that all clients expect."""
     service = names.master_name(job.name)
     where = f"{service}.{job.namespace}"
     return [service, where, f"{where}.svc", "localhost", "127.0.0.1", "::1"]
 
 
 def give_master(pod: Manifest, container: Manifest, job: ElasticJob) -> None:
-    """Give a master's container the certificate and its key, if the job asks for TLS."""
+    """Give a master's container the certificate and its key if the job uses TLS."""
     variables = {
         "DLROVER_TLS_CERT": f"{FOLDER}/{CERTIFICATE}",
         "DLROVER_TLS_KEY": f"{FOLDER}/{KEY}",
@@ -38,7 +38,7 @@ def give_master(pod: Manifest, container: Manifest, job: ElasticJob) -> None:
 
 
 def give_node(pod: Manifest, container: Manifest, job: ElasticJob) -> None:
-    """Give a node's container what it trusts the master by, if the job asks for TLS."""
+    """Give a node's container the authority to verify the master with if the job uses TLS."""
     _give(pod, container, job, [AUTHORITY], {})
 
 

@@ -1,7 +1,7 @@
 """The resources ``ElasticJob`` and ``ScalePlan`` (``elastic.iml.github.io/v1alpha1``).
 
-The one source of their fields: the schemas of `dlrover.kubernetes.crd`, the checks of
-`dlrover.kubernetes.validation` and the pages follow from it. Times are seconds.
+The only source of their fields: the schemas of `dlrover.kubernetes.crd`, the checks of
+`dlrover.kubernetes.validation` and the documentation are derived from it. Times are in seconds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from msgspec import Meta
 Role = Literal["worker", "ps", "chief", "evaluator", "dlrover-master"]
 Strategy = Literal["AllreduceStrategy", "ParameterServerStrategy", "CustomStrategy", "Local"]
 OptimizeMode = Literal["manual", "single-job", "cluster", "manunal", "mannual"]
-"""The last two are how the original spells ``manual`` in places."""
+"""The last two are misspellings of ``manual`` in the original."""
 CleanPodPolicy = Literal["None", "Running", "All"]
 RestartPolicy = Literal["", "Always", "OnFailure", "Never", "ExitCode"]
 GangBy = Literal["", "volcano", "coscheduling", "koordinator", "kueue"]
@@ -31,7 +31,7 @@ Phase = Literal[
 ]
 
 QUANTITY = r"([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?"
-"""A regular expression for a whole quantity that is a string."""
+"""Regular expression for a complete quantity in a string."""
 _QUANTITY = {"x-kubernetes-int-or-string": True, "minimum": 0, "pattern": f"^({QUANTITY})$"}
 Quantity: TypeAlias = Annotated[
     int | str,
@@ -40,13 +40,13 @@ Quantity: TypeAlias = Annotated[
 
 
 def _kept(**properties: Any) -> dict[str, Any]:
-    """The schema of an object of which only some fields are looked at; all are kept."""
+    """Return the schema of an object that keeps all fields but checks only some."""
     kept = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     return kept | ({"properties": properties} if properties else {})
 
 
 def _list(items: dict[str, Any], most: int | None = None) -> dict[str, Any]:
-    """The schema of a list. What a rule in CEL goes through needs its bound ``most``."""
+    """Return the schema of a list. Lists that CEL rules traverse need the bound ``most``."""
     return {"type": "array", "items": items} | ({"maxItems": most} if most else {})
 
 
@@ -84,11 +84,11 @@ PodTemplate: TypeAlias = Annotated[
 
 
 class _Base(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """Fields are written in camel case; what is not set is not written."""
+    """Base of the resources, with field names in camel case."""
 
 
 class EnvVar(_Base, frozen=True):
-    """An environment variable of every pod of the job, as in a container."""
+    """An environment variable for every pod of the job, as in a container."""
 
     name: Annotated[str, Meta(min_length=1, description="Name of the variable.")]
     value: Annotated[str, Meta(description="Its value.")] = ""
@@ -158,7 +158,7 @@ class MasterSpec(_Base, frozen=True):
 
 
 class GangSpec(_Base, frozen=True):
-    """How the job's nodes are placed all together, its minimum at least, or not at all."""
+    """All-or-nothing placement of at least the job's minimum of nodes."""
 
     by: Annotated[
         GangBy, Meta(description="Who places them so; their pods get the group that it needs.")
@@ -179,7 +179,7 @@ class GangSpec(_Base, frozen=True):
 
 
 class ElasticJobSpec(_Base, frozen=True):
-    """What the job asks for."""
+    """The specification of the job."""
 
     replica_specs: Annotated[
         dict[str, ReplicaSpec],
@@ -228,7 +228,7 @@ class ElasticJobSpec(_Base, frozen=True):
 
 
 class Condition(_Base, frozen=True):
-    """One fact about an object, with when and why it became so (``metav1.Condition``)."""
+    """One fact about an object, with the time and reason of its last change (``metav1.Condition``)."""
 
     type: Annotated[str, Meta(description="What the fact is about.")]
     status: Annotated[Literal["True", "False", "Unknown"], Meta(description="Whether it holds.")]
@@ -243,7 +243,7 @@ class Condition(_Base, frozen=True):
 
 
 class ReplicaStatus(_Base, frozen=True):
-    """Pods of one role, counted by phase."""
+    """Numbers of pods of one role by phase."""
 
     pending: int = 0
     active: int = 0
@@ -252,7 +252,7 @@ class ReplicaStatus(_Base, frozen=True):
 
 
 class MasterStatus(_Base, frozen=True):
-    """What the operator remembers of the job's master."""
+    """The operator's record of the job's master."""
 
     starts: Annotated[int, Meta(description="Master pods that were started.")] = 0
     last_start_time: Annotated[str, Meta(description="When the last one was.")] = ""
@@ -265,7 +265,7 @@ class MasterStatus(_Base, frozen=True):
 
 
 class TrainingStatus(_Base, frozen=True):
-    """How far the training is; the job's master writes it."""
+    """The training's progress, written by the job's master."""
 
     steps: Annotated[int, Meta(description="Optimizer steps, repeated ones included.")] = 0
     restarts: Annotated[int, Meta(description="Restarts of the workers.")] = 0
@@ -275,7 +275,7 @@ class TrainingStatus(_Base, frozen=True):
 
 
 class ElasticJobStatus(_Base, frozen=True):
-    """Where the job stands. Everything but ``training`` is the operator's."""
+    """The state of the job. The operator writes everything except ``training``."""
 
     phase: Annotated[str, Meta(description="The job's state in one word.")] = ""
     message: Annotated[str, Meta(description="The same in a sentence.")] = ""
@@ -316,7 +316,7 @@ class ElasticJobStatus(_Base, frozen=True):
 
 
 class ScaleReplica(_Base, frozen=True):
-    """Wanted pods of a role."""
+    """The wanted pods of a role."""
 
     replicas: (
         Annotated[int, Meta(ge=0, le=100_000, description="Wanted pods; as they are if left out.")]
@@ -329,7 +329,7 @@ class ScaleReplica(_Base, frozen=True):
 
 
 class PlannedPod(_Base, frozen=True):
-    """A pod that a plan names."""
+    """A pod named in a plan."""
 
     name: Annotated[str, Meta(description="Its name.")] = ""
     id: Annotated[int, Meta(ge=0, description="Accepted for compatibility.")] = 0
@@ -343,7 +343,7 @@ class PlannedPod(_Base, frozen=True):
 
 
 class ScalePlanSpec(_Base, frozen=True):
-    """A change of a running job's workers, or of its servers (role ps): their number, their size."""
+    """A change to the number or size of a running job's workers or servers (role ps)."""
 
     owner_job: Annotated[str, Meta(min_length=1, description="Name of the ElasticJob.")]
     replica_resource_specs: Annotated[
@@ -369,7 +369,7 @@ class ScalePlanSpec(_Base, frozen=True):
 
 
 class ScalePlanStatus(_Base, frozen=True):
-    """What became of the plan."""
+    """The progress and result of the plan."""
 
     phase: Annotated[str, Meta(description="Pending, Scaling, Succeeded or Failed.")] = ""
     message: Annotated[str, Meta(description="The same in a sentence.")] = ""
@@ -390,22 +390,22 @@ class ElasticJob(_Base, frozen=True):
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """The job's name."""
         return str(self.metadata["name"])
 
     @property
     def namespace(self) -> str:
-        """Its namespace."""
+        """The job's namespace."""
         return str(self.metadata.get("namespace", "default"))
 
     @property
     def uid(self) -> str:
-        """What no other job has, not even one of its name; empty before the server has it."""
+        """The job's unique id, not shared by other jobs of its name; empty before the server assigns it."""
         return str(self.metadata.get("uid", ""))
 
 
 class ScalePlan(_Base, frozen=True):
-    """A change of the pods of a running ElasticJob."""
+    """A change to the pods of a running ElasticJob."""
 
     metadata: dict[str, Any]
     spec: ScalePlanSpec

@@ -1,4 +1,4 @@
-"""What is wrong with a manifest: one sentence each, with the field, its value and what is accepted."""
+"""Validation of manifests: one sentence per fault, with the field, its value and what is accepted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BOUNDED = {
     "maxItems": "a list of at most {maxItems} entries",
     "maxLength": "a string of at most {maxLength} characters",
 }
-"""What a node with a limit takes, in words."""
+"""Descriptions of the values that a schema node with a limit accepts."""
 _LONGEST_SHOWN = 60
 _TYPES: dict[str, tuple[type[Any], ...]] = {
     "object": (dict,),
@@ -40,10 +40,10 @@ _WORDS = {
 
 
 def parse(manifest: Mapping[str, Any]) -> ElasticJob:
-    """The job of a manifest.
+    """Return the job of a manifest.
 
     Raises:
-        ConfigurationError: it is wrong; the first of its `faults`, or servers are all that it has.
+        ConfigurationError: the manifest is invalid (the first of its `faults`), or its only pods are servers.
     """
     found = faults(manifest) or list(_servers_alone(manifest["spec"]))
     if found:
@@ -54,7 +54,7 @@ def parse(manifest: Mapping[str, Any]) -> ElasticJob:
 
 
 def faults(manifest: Mapping[str, Any], *, strict: bool = False) -> list[str]:
-    """Every fault of an ElasticJob's manifest; ``strict``: fields that nobody knows are faults, too."""
+    """Return every fault of an ElasticJob's manifest; ``strict``: also report unknown fields."""
     metadata = manifest.get("metadata")
     name = metadata.get("name") if isinstance(metadata, Mapping) else None
     found = list(_name(name))
@@ -66,7 +66,7 @@ def faults(manifest: Mapping[str, Any], *, strict: bool = False) -> list[str]:
 
 
 def _servers_alone(spec: Mapping[str, Any]) -> Iterator[str]:
-    """What no API server refuses: manifests of the original, which finds the number of workers, may say so."""
+    """Yield a fault if only servers have pods. API servers accept that: the original adds the workers."""
     numbers = {
         canonical(role): one.get("replicas", 1) for role, one in spec["replicaSpecs"].items()
     }
@@ -164,7 +164,7 @@ def _fits(value: Any, node: Mapping[str, Any]) -> bool:
 
 
 def _accepted(node: Mapping[str, Any]) -> str:
-    """What a node takes, in words."""
+    """Return what a node accepts, in words."""
     if "enum" in node:
         return _alternatives([value or "nothing" for value in node["enum"]])
     if "pattern" in node:

@@ -1,4 +1,4 @@
-"""Keys that wait to be worked on: each at most once, and never by two at a time."""
+"""A queue of keys to process, each at most once and never by two consumers at a time."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dlrover.kubernetes.stats import Durations
 
 
 class WorkQueue:
-    """For one event loop. A key that is added while it is worked on comes again afterwards.
+    """A queue for one event loop; a key added while it is processed returns afterwards.
 
-    ``waits``, if given, takes the time that each key waits.
+    If given, ``waits`` collects each key's waiting time.
     """
 
     def __init__(self, waits: Durations | None = None) -> None:
@@ -22,7 +22,7 @@ class WorkQueue:
         self._filled = asyncio.Event()
 
     def add(self, key: str) -> None:
-        """Have a key worked on as soon as possible."""
+        """Queue a key as soon as possible."""
         timer = self._timers.pop(key, None)
         if timer is not None:
             timer.cancel()
@@ -30,7 +30,7 @@ class WorkQueue:
         self._filled.set()
 
     def add_after(self, key: str, seconds: float) -> None:
-        """Have a key worked on after so many seconds, or earlier if it was to be."""
+        """Queue a key after ``seconds`` unless it is due earlier."""
         loop = asyncio.get_running_loop()
         due = loop.time() + seconds
         timer = self._timers.get(key)
@@ -41,7 +41,7 @@ class WorkQueue:
         self._timers[key] = loop.call_at(due, self.add, key)
 
     async def get(self) -> str:
-        """The next key; call `done` when it has been worked on."""
+        """Wait for the next key and return it; call `done` after processing it."""
         while True:
             for key in self._waiting:
                 if key not in self._active:
@@ -55,17 +55,17 @@ class WorkQueue:
 
     @property
     def depth(self) -> int:
-        """Keys that wait."""
+        """Number of waiting keys."""
         return len(self._waiting)
 
     def done(self, key: str) -> None:
-        """A key has been worked on."""
+        """Mark a key as processed."""
         self._active.discard(key)
         if key in self._waiting:
             self._filled.set()
 
     def close(self) -> None:
-        """Forget all timers."""
+        """Cancel all timers."""
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()

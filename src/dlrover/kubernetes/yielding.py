@@ -1,15 +1,15 @@
-"""The operator's own all-or-nothing wait: a job that cannot be placed as a whole gives way to another one.
+"""The operator's own all-or-nothing wait: a job that cannot be placed completely yields to another one.
 
-Pods cannot be held back here until all of them fit: that is a scheduler's work. But of two jobs of which each
-has a part of what both need, neither starts. So one of them gives its pods back for a while:
+Only a scheduler can hold pods back until all of them fit. Without one, two jobs may each hold part of what
+both need, so that neither starts. So one of them releases its pods for a while:
 
-* A job *waits* while less than its minimum of nodes has a machine. It *holds* something if one has.
-* Waiting jobs are ordered by the priority of their pods, the highest first, then by how often they have given
-  way already, then by age, the oldest first. Of those that hold something the last one gives way, if any
-  other job waits before it. Those that gave way less go last, so that a job that can never be placed does
-  not keep another one from starting for ever.
-* It does so when nothing of this has changed for its time, which begins again for all when one gives way. It
-  comes back after the same time.
+* A job *waits* while fewer nodes than its minimum have a machine. It *holds* something if at least one has.
+* Waiting jobs are ordered by the priority of their pods (highest first), then by how often they have yielded
+  (most often first), then by age (oldest first). Of those that hold something, the last one yields if any
+  other job waits before it. Jobs that yielded less often come last, so that a job that can never be placed
+  does not keep another one from starting forever.
+* A job yields once none of this has changed for its configured time, which restarts for all jobs when one
+  yields. It returns after the same time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Manifest = dict[str, Any]
 
 
 class Claim(NamedTuple):
-    """What other jobs need to know of one. Times are seconds since 1970."""
+    """A job's state as other jobs need it. Times are seconds since 1970."""
 
     key: str
     waits: bool
@@ -35,16 +35,16 @@ class Claim(NamedTuple):
     since: float
     """When it began to wait."""
     yielded: float
-    """When it gave way last; 0 if it never did."""
+    """When it last yielded; 0 if never."""
 
     @property
     def order(self) -> tuple[int, int, float, str]:
-        """Its place among those that wait."""
+        """Its sort key among the waiting jobs."""
         return (-self.priority, -self.yields, self.created, self.key)
 
 
 def placed(nodes: Iterable[Manifest]) -> int:
-    """How many of a job's pods have a machine, and have not ended."""
+    """Return how many of a job's pods have a machine and are neither ended nor leaving."""
     return sum(
         bool(pod["spec"].get("nodeName"))
         for pod in nodes
@@ -53,12 +53,12 @@ def placed(nodes: Iterable[Manifest]) -> int:
 
 
 def is_placed(job: ElasticJob, nodes: Iterable[Manifest]) -> bool:
-    """Whether the job's minimum of nodes is placed."""
+    """Return whether the job's minimum of nodes is placed."""
     return placed(nodes) >= commands.fewest_nodes(job)
 
 
 def claim(job: ElasticJob, status: ElasticJobStatus, nodes: Sequence[Manifest]) -> Claim | None:
-    """What a job claims by its status and its nodes' pods; None if it takes no part."""
+    """Return a job's claim from its status and its nodes' pods; None if it takes no part."""
     if job.spec.gang.yield_after_seconds is None:
         return None
     has_been = any(c.type == "Placed" and c.status == "True" for c in status.conditions)
@@ -76,13 +76,13 @@ def claim(job: ElasticJob, status: ElasticJobStatus, nodes: Sequence[Manifest]) 
 
 
 def time_left(own: Claim, others: Iterable[Claim], after: float, now: float) -> float | None:
-    """Seconds until the job gives way; None if it does not as things are.
+    """Return the seconds until the job yields; None if the current claims do not require it.
 
     Args:
-        own: Its own claim.
-        others: Those of all others.
-        after: Seconds for which nothing must have changed.
-        now: The time.
+        own: The job's own claim.
+        others: The claims of all jobs; its own is ignored.
+        after: Seconds without a change before it yields.
+        now: The current time.
     """
     others = [one for one in others if one.key != own.key]
     waiting = [one for one in others if one.waits]

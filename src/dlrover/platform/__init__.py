@@ -1,1 +1,1 @@
-"""Where nodes come from: "make me this node, tell me what became of it"."""
+"""The platforms that create a job's nodes and report what happens to them."""

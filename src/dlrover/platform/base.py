@@ -13,133 +13,134 @@ from dlrover.spec.node import FoundNode, LaunchNode, NodeSize
 
 
 class OnExit(Protocol):
-    """Called with a node's id and, in words, how its agent ended."""
+    """Callback for a node's end, with the node's id and the reason in words."""
 
     def __call__(
         self, node_id: int, reason: str, /, *, exit_code: int = 0, refused: bool = False
     ) -> None:
-        """``exit_code``: the agent's, if it is known; ``refused``: there can be no such node at all."""
+        """Report the end. ``exit_code``: the agent's, if known; ``refused``: the node can never start."""
 
 
 OnWait = Callable[[int, str], None]
-"""Called with a node's id and, in words, what keeps it from starting; empty: nothing any more."""
+"""Callback with a node's id and, in words, what keeps the node from starting; empty once nothing does."""
 
 PLATFORMS = {
     "kubernetes": "dlrover.kubernetes.platform:KubernetesPlatform",
     "local": "dlrover.platform.local:LocalPlatform",
 }
-"""Platforms by name, as ``module:class``, so that none is imported before it is asked for."""
+"""Platforms by name, as ``module:class``; each module is imported on first use."""
 
 
 class Progress(NamedTuple):
-    """How far a job's training is."""
+    """The progress of a job's training."""
 
     steps: int
-    """Optimizer steps of all rounds, repeated ones included."""
+    """Optimizer steps of all rounds, including repeated ones."""
     restarts: int
     goodput: float | None
-    """Productive seconds of all seconds, 0 to 1; None before the first step."""
+    """Productive seconds / all seconds, 0 to 1; None before the first step."""
     seconds_left: float | None = None
-    """Until the training has made all its steps; None while that is not known."""
+    """Seconds until the training completes all its steps; None while unknown."""
 
 
 class JobSize(NamedTuple):
-    """How many nodes of a role a job is to have, and whether it has all its nodes."""
+    """The size of one role: the wanted number of nodes and whether the job has all its nodes."""
 
     asked: int
-    """What a user last asked for; what the job was submitted with if none has."""
+    """The number that a user last requested; initially the number from the job's submission."""
     wanted: int
-    """The same, or what a plan has made of it."""
+    """The number that the job wants now: ``asked``, or what a plan has changed it to."""
     complete: bool
-    """Whether the running world has just the wanted nodes of all roles, and none is still leaving."""
+    """True if the running world has exactly the wanted nodes of all roles and no node is still leaving."""
     waits_for: str
-    """What the job waits for; empty if for nothing."""
+    """What the job waits for; empty if nothing."""
     plans: int
-    """How often a plan has changed the number."""
+    """Number of times that a plan has changed ``wanted``."""
     reason: str
-    """Why the number was last changed."""
+    """Reason for the last change."""
 
 
 class PlacedNode(NamedTuple):
-    """A node that the platform was asked for, as its job sees it."""
+    """A node requested from the platform, as its job sees it."""
 
     node_id: int
     node_rank: int
     standing: Literal["idle", "trains", "leaves", "gone"]
-    """``idle``: it is being started, waits for a round, or has finished. One that ``leaves`` was called off,
-    or trains until another node takes its place."""
+    """``idle``: the node is starting, waits for a round, or has finished. ``leaves``: the node was called
+    off, or trains only until another node takes its place."""
     cpu_factor: float
-    """How many times the cores that the job asked for it has."""
+    """CPU multiplier, relative to the job's request."""
     memory_factor: float
-    """The same of its memory."""
+    """Memory multiplier, relative to the job's request."""
     why: str
-    """Why it is gone, and what kept it from starting; empty if nothing says so."""
+    """Why the node is gone or what kept it from starting; empty if unknown."""
 
 
 AskScale = Callable[[int, str, Literal["user", "plan"], str, tuple[float, float]], ScaleReply]
-"""Called with a wanted number of nodes, with why, with who says so, with their role, and with how many times the
-cores and the memory that the job asked for the new ones are to have; what follows."""
+"""Callback that requests a number of nodes. Arguments: the number, the reason, the requester, the role, and
+the CPU and memory multipliers for new nodes, relative to the job's request. Returns the outcome."""
 
 AskMigrate = Callable[[str, float, float, str], str]
-"""Called with a node's handle, with how many times the cores and the memory that the job asked for another node is
-to have, and with why. The other one takes the place of the first; why that is not possible now, else empty."""
+"""Callback that requests a replacement for a node. Arguments: the node's handle, the replacement's CPU and
+memory multipliers relative to the job's request, and the reason. Returns why that is impossible now; empty
+if accepted."""
 
 
 class Setup(NamedTuple):
-    """What a master gives its platform. Each class has an async ``create(setup)`` that makes it."""
+    """What a master passes to its platform: the argument of each platform class's async ``create``."""
 
     job_dir: Path
     port: int
-    """Where the master listens."""
+    """The port that the master listens on."""
     env: Mapping[str, str]
     lifeline_fd: int
-    """Closes when the process dies that the master belongs to; -1 for none."""
+    """File descriptor that closes when the process that owns the master dies; -1 for none."""
     on_exit: OnExit
     on_wait: OnWait
     progress: Callable[[], Progress]
     size: Callable[[str], JobSize]
-    """Of a role."""
+    """Returns the size of a role."""
     scale: AskScale
     placed: Callable[[], Mapping[str, PlacedNode]]
-    """The nodes that were ever asked for, by handle."""
+    """Returns every node requested so far, by handle."""
     migrate: AskMigrate
     node_size: NodeSize = NodeSize()
-    """What each node gets, where the platform's nodes share one machine."""
+    """The size of each node, on a platform whose nodes share one machine."""
 
 
 class Platform(Protocol):
-    """Makes nodes. All methods are called on the master's event loop and must not block it."""
+    """Creates nodes. The master calls all methods on its event loop; they must not block."""
 
     def launch(self, node: LaunchNode) -> str:
-        """Start a node; the handle by which it is found again, also by another master process.
+        """Start a node and return its handle, which identifies it to later master processes as well.
 
         Raises:
             InfrastructureError: the node cannot be started.
         """
 
     def adopt(self, node_id: int, handle: str) -> None:
-        """Watch a node that an earlier master process launched. Reports its exit if it is gone."""
+        """Watch a node that an earlier master process launched; report its exit if it is gone."""
 
     def find(self) -> list[FoundNode]:
-        """The job's nodes that run now, whichever master launched them; by node id."""
+        """Return the job's running nodes, by node id, regardless of which master launched them."""
 
     def kill(self, handle: str) -> None:
-        """End a node. Does nothing if it is gone."""
+        """End a node; do nothing if it is gone."""
 
     async def close(self) -> None:
-        """The master leaves: finish what is under way. Nodes go on."""
+        """Finish the operations in progress as the master exits; nodes keep running."""
 
 
 def scaled_by(platform: Platform | None) -> str:
-    """The command that changes the number of nodes, where ``dlrover scale`` must not; else empty."""
+    """Return the command that scales the job if ``dlrover scale`` must not be used; else an empty string."""
     return str(getattr(platform, "scaled_by", ""))
 
 
 def platform_class(name: str) -> Any:
-    """The platform class called ``name``.
+    """Return the platform class called ``name``.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: no platform has that name.
     """
     if name not in PLATFORMS:
         raise ConfigurationError(

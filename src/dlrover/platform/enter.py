@@ -1,7 +1,7 @@
-"""``python enter.py FILE... -- COMMAND``: enter control groups, then become a command.
+"""``python enter.py FILE... -- COMMAND``: join control groups, then exec a command.
 
-What the command uses is counted from its first instruction on. Each FILE is a group's ``cgroup.procs``. It
-imports the standard library alone: it delays the start of each node.
+The groups account for the command's resources from its first instruction. Each FILE is a group's
+``cgroup.procs``. This file imports only the standard library, because it delays the start of each node.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 
 
 def main(words: list[str]) -> None:
-    """Enter the groups and become the command."""
+    """Join the groups and exec the command."""
     end = words.index("--")
     for file in words[:end]:
         Path(file).write_text(str(os.getpid()))
     command = words[end + 1 :]
-    os.execvp(command[0], command)  # noqa: S606 - the command is the caller's
+    os.execvp(command[0], command)  # noqa: S606 - the caller supplies the command
 
 
 if __name__ == "__main__":

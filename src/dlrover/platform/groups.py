@@ -1,7 +1,8 @@
-"""Control groups of nodes on this machine: each node in one of its own, with limits of memory and cores.
+"""Control groups that limit the memory and CPU of the nodes on this machine, one group for each node.
 
-They lie below the group of the process that makes them, in version 1 of the kernel's interface one for each
-controller. Their names tell who made them, so that what a killed process has left behind can be taken away.
+The groups lie below the group of the process that makes them. In version 1 of the kernel's interface, a
+node has one group per controller. Each name identifies the maker, so that a killed process's groups can be
+removed later.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from dlrover.spec.node import NodeSize
 CONTROLLERS = ("memory", "cpu")
 PREFIX = "dlrover"
 PERIOD = 100_000
-"""Microseconds over which cores are measured out."""
+"""CPU accounting period in microseconds."""
 LEAST_QUOTA = 1000
-"""Microseconds of a period; the kernel takes no less."""
+"""Smallest CPU quota per period that the kernel accepts, in microseconds."""
 
 
 class NodeGroups:
-    """Makes and removes the groups of this process's nodes.
+    """Makes and removes the control groups of this process's nodes.
 
     Raises:
         ConfigurationError: this machine does not allow it.
@@ -38,7 +39,7 @@ class NodeGroups:
         self._maker = f"{PREFIX}-{os.getpid()}-{procs.start_time(os.getpid())}"
 
     def make(self, node_id: int, size: NodeSize) -> list[Path]:
-        """Make a node's group; the files that a process enters it by.
+        """Make a node's groups and return the ``cgroup.procs`` files through which a process joins them.
 
         Raises:
             InfrastructureError: the kernel refuses.
@@ -56,17 +57,17 @@ class NodeGroups:
         return [group / "cgroup.procs" for group in made]
 
     def remove(self, node_id: int) -> bool:
-        """Remove a node's group, if it is empty; whether it is gone."""
+        """Remove a node's groups if they are empty; return whether all are gone."""
         kept = [p for p in self._parents if not _remove(p / self._name(node_id))]
         return not kept
 
     def oom_kills(self, node_id: int) -> int:
-        """How often the kernel has killed a process of a node for want of memory."""
+        """Return how often the kernel has killed one of a node's processes because it ran out of memory."""
         found = [cgroup.oom_kills_of(parent / self._name(node_id)) for parent in self._parents]
         return max(found)
 
     def sweep(self) -> None:
-        """Remove the empty groups that processes have left behind which are gone."""
+        """Remove the empty groups of dead processes."""
         for group in [group for top in self._tops for group in _below(top)]:
             if _is_left_behind(group.name):
                 _remove(group)
@@ -76,7 +77,7 @@ class NodeGroups:
 
 
 def check() -> None:
-    """Make a group, let a process enter it, and remove it again.
+    """Make a group, let a process join it, and remove the group.
 
     Raises:
         ConfigurationError: this machine does not allow it.
@@ -94,15 +95,15 @@ def check() -> None:
 
 
 def entering(files: Iterable[Path]) -> list[str]:
-    """The words before a command that make it run in the groups that these files belong to."""
+    """Return the command prefix that runs a command in the groups of these ``cgroup.procs`` files."""
     return [sys.executable, "-I", "-S", enter.__file__, *map(str, files), "--"]
 
 
 def _parents(proc: Path, root: Path) -> tuple[list[Path], list[Path]]:
-    """The groups below which those of nodes are made, and the roots of their hierarchies."""
+    """Return the groups below which node groups are made, and the roots of their hierarchies."""
     own = cgroup.own_groups(proc, root)
     if all(name in own for name in CONTROLLERS):
-        # Two controllers may share a hierarchy: one name of it is a link to the other.
+        # Two controllers may share one hierarchy: one name is then a link to the other.
         names = {(root / name).resolve(): name for name in ("cpuacct", *CONTROLLERS) if name in own}
         return [own[name] for name in names.values()], list(names)
     if "" not in own:
@@ -113,10 +114,10 @@ def _parents(proc: Path, root: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _delegated(own: Path, root: Path) -> Path:
-    """Where version 2 of the interface lets this process make groups with limits.
+    """Return the group below which this process can make limited groups, in version 2 of the interface.
 
-    The children of a group that holds processes cannot have any, unless it is the machine's root: then they
-    are made beside it, or else beside the next group above it that can have some.
+    Unless it is the machine's root, a group that holds processes cannot have limited children. In that case
+    the nearest suitable group above it serves.
     """
     controllers = own / "cgroup.subtree_control"
     with contextlib.suppress(OSError):
@@ -141,14 +142,14 @@ def _has(subtree_control: Path) -> bool:
 
 
 def _limit(group: Path, size: NodeSize) -> None:
-    """Set the limits of a group; those of controllers that it has not are left out."""
+    """Set a group's limits; skip those of missing controllers."""
     if (group.parent / "cgroup.subtree_control").exists():
         memory, swap, cpu = "memory.max", "memory.swap.max", "cpu.max"
     else:
         memory, swap, cpu = "memory.limit_in_bytes", "memory.memsw.limit_in_bytes", ""
     if size.memory and (group.parent / "memory.stat").exists():
         (group / memory).write_text(str(size.memory))
-        with contextlib.suppress(OSError):  # the kernel may not count it
+        with contextlib.suppress(OSError):  # the kernel may not account for swap
             (group / swap).write_text("0" if swap == "memory.swap.max" else str(size.memory))
     quota = max(LEAST_QUOTA, round(size.cpu * PERIOD))
     if size.cpu and cpu:
@@ -169,14 +170,14 @@ def _remove(group: Path) -> bool:
 
 
 def _below(top: Path) -> Iterator[Path]:
-    """All groups below one, the innermost first."""
+    """Yield all DLRover groups below a group, innermost first."""
     for folder, _, _ in os.walk(top, topdown=False):
         if Path(folder).name.startswith(f"{PREFIX}-"):
             yield Path(folder)
 
 
 def _is_left_behind(name: str) -> bool:
-    """Whether a group's name is one of ours, of a process that is gone."""
+    """Return whether a group's name is that of a DLRover process that is gone."""
     words = name.split("-")[1:]
     if len(words) not in (3, 4) or not all(word.isdecimal() for word in words[:2]):
         return False

@@ -1,6 +1,6 @@
-"""Nodes as child processes of the master: one machine plays a cluster.
+"""Nodes as child processes of the master: one machine acts as a cluster.
 
-Nodes that are given a size run in control groups of their own; else they share what the machine has.
+Nodes with a size run in their own control groups; others share the machine's resources.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from dlrover.platform.base import OnExit, Setup
 from dlrover.spec.node import FoundNode, LaunchNode, NodeSize
 
 REMOVE_INTERVAL = 0.1
-"""Seconds between two attempts to remove the group of a node that has ended: its processes may still be ending."""
+"""Seconds between attempts to remove an ended node's group, whose processes may still be ending."""
 REMOVE_TIME = 10.0
-"""Seconds in which they are expected to have ended."""
+"""Seconds allowed for those processes to end."""
 
 
 class LocalPlatform:
     """Starts agents as processes on this machine.
 
-    An agent outlives its master, so that another master process can adopt it; it dies with the process
-    at the other end of its lifeline.
+    An agent outlives its master, so that another master process can adopt it. It dies with the process at
+    the other end of its lifeline.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LocalPlatform:
     ) -> None:
         self._size = size or NodeSize()
         self._groups = groups.NodeGroups() if size else None
-        self._grouped: set[int] = set()  # nodes whose groups are there
+        self._grouped: set[int] = set()  # nodes with existing groups
         self._before = config.node_command(env)
         self._agent_command = list(agent_command)
         self._env = dict(env)
@@ -53,7 +53,7 @@ class LocalPlatform:
 
     @classmethod
     async def create(cls, setup: Setup) -> LocalPlatform:
-        """The platform whose nodes are started from the master's job directory."""
+        """Create the platform that starts its nodes from the master's job directory."""
         command = [sys.executable, "-m", "dlrover.agent", "--job-dir", str(setup.job_dir)]
         pass_fds = []
         if setup.lifeline_fd >= 0:
@@ -65,19 +65,19 @@ class LocalPlatform:
         return platform
 
     async def close(self) -> None:
-        """Remove the groups of the nodes that end, too."""
+        """Remove node groups, including those whose nodes are still ending."""
         until = time.monotonic() + REMOVE_TIME
         while self._grouped and time.monotonic() < until:
             for node_id in list(self._grouped):
                 self._remove_group(node_id)
             await asyncio.sleep(REMOVE_INTERVAL if self._grouped else 0)
         if self._groups is not None:
-            self._groups.sweep()  # those of nodes that earlier masters have started
+            self._groups.sweep()  # groups of nodes that earlier masters started
 
     def launch(self, node: LaunchNode) -> str:
-        """Start an agent; the handle is its pid and start time.
+        """Start an agent and return its pid and start time as the handle.
 
-        Hosts are not avoided: there is one. The factors have no effect without a size of nodes.
+        With only one host, the hosts to avoid have no effect. The factors have none unless nodes have a size.
         """
         own = ["--node-id", str(node.node_id), "--node-rank", str(node.node_rank)]
         size = self._size.times(node.memory_factor, node.cpu_factor)
@@ -109,14 +109,14 @@ class LocalPlatform:
             )
 
     def find(self) -> list[FoundNode]:
-        """The agents on this machine that were started by this command."""
+        """Return the agents on this machine that this command started."""
         found: dict[int, FoundNode] = {}
         for pid in sorted(procs.pids()):
             words, count = procs.command(pid), len(self._agent_command)
             if words[:count] != self._agent_command or len(words) != count + 4:
                 continue
             node_id, node_rank = int(words[count + 1]), int(words[count + 3])
-            # A process that an agent is about to start looks like it for a moment; the agent is older.
+            # A process that an agent forks briefly looks like the agent itself; the agent is older.
             handle = f"{pid}:{procs.start_time(pid)}"
             older = found.get(node_id)
             if older is None or _age(handle) < _age(older.handle):
@@ -130,7 +130,7 @@ class LocalPlatform:
             procs.kill([int(pid)])
 
     def _enter_group(self, node_id: int, size: NodeSize) -> list[str]:
-        """The words before a command that make it run in the node's control group; none without a size."""
+        """Make the node's control group and return the command prefix that joins it; empty without a size."""
         if self._groups is None:
             return []
         files = self._groups.make(node_id, size)
@@ -138,7 +138,7 @@ class LocalPlatform:
         return groups.entering(files)
 
     def _remove_group(self, node_id: int, until: float = 0.0) -> None:
-        """Remove a node's group, once what runs in it has ended; later if it has not by ``until``."""
+        """Remove a node's group once its processes have ended; retry until ``until``."""
         if self._groups is None or self._groups.remove(node_id):
             self._grouped.discard(node_id)
         elif time.monotonic() < until:
@@ -165,7 +165,7 @@ class LocalPlatform:
     def _reason(self, node_id: int, pid: int) -> str:
         process = self._processes.pop(pid, None)
         if process is None:
-            return "another process has its exit code"  # adopted: not a child of this process
+            return "another process has its exit code"  # adopted, so not a child of this process
         code = process.wait()
         reason = procs.exit_reason(-code if code < 0 else code << 8)
         if code == -signal.SIGKILL and self._groups is not None and self._groups.oom_kills(node_id):
@@ -174,6 +174,6 @@ class LocalPlatform:
 
 
 def _age(handle: str) -> tuple[int, int]:
-    """Sorts handles by the start of their process."""
+    """Return a sort key that orders handles by the start of their processes."""
     pid, _, started = handle.partition(":")
     return int(started), int(pid)

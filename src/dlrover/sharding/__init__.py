@@ -1,1 +1,1 @@
-"""Data sets dealt out in shards: who reads which samples, and which of them a model has learned from."""
+"""Datasets leased in shards: who reads which samples, and which of them a model has learned from."""

@@ -1,4 +1,4 @@
-"""A training process's side: shards are fetched ahead by a thread, so that no step waits for them."""
+"""Client of a training process; a thread fetches shards ahead, so that no step waits for them."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ from dlrover.spec.shards import (
 logger = logging.getLogger(__name__)
 
 AHEAD = 5.0
-"""Seconds of samples that are fetched ahead: more than a master needs to come back."""
+"""Seconds of samples to fetch ahead: longer than the restart of a master takes."""
 FEWEST = 2
-"""Shards that are fetched ahead at first; twice as many whenever the training had to wait for them."""
+"""Initial number of shards to fetch ahead; doubled whenever the training had to wait for shards."""
 AT_ONCE = 4096
-"""Samples that the training takes at a time, at most."""
+"""Maximum number of samples that the training takes at a time."""
 REPORT_INTERVAL = 1.0
-"""Seconds between two reports of what is done, where nothing has to be fetched."""
+"""Seconds between two reports of done samples while nothing needs to be fetched."""
 POLL = 0.2
-"""Seconds between two questions whether others have finished."""
+"""Seconds between two checks whether other workers have finished."""
 FIRST_LOOK = 0.02
-"""Seconds after which the speed of the training is first measured; later ones are `POLL` apart."""
+"""Seconds until the training speed is first measured; later measurements are `POLL` apart."""
 RENEWALS = 4
-"""Times that a worker reports within the timeout of its shards, at least."""
+"""Minimum number of reports that a worker sends within the timeout of its shards."""
 RENEWAL_WAIT = 30.0
-"""Seconds that a checkpoint waits for a report when the last one is older than the timeout."""
+"""Seconds that a checkpoint waits for a report if the last one is older than the timeout."""
 RETRY_DELAYS = (0.05, 0.1, 0.2, 0.5, 1.0)
 """Seconds between attempts to reach the master; the last one is repeated."""
 TELL_AFTER = 10.0
-"""Seconds of waiting for shards after which a line says so."""
+"""Seconds of waiting for shards before a warning is logged."""
 CLOSE_WAIT = 2.0
-"""Seconds that the last report may take."""
+"""Maximum seconds for the last report."""
 _SMOOTHING = 0.5
 
 
 class ShardClient:
-    """One worker's shards of one data set. Made by one thread, used by one thread at a time."""
+    """One worker's shards of one dataset. Made by one thread, used by one thread at a time."""
 
     def __init__(
         self,
@@ -74,15 +74,15 @@ class ShardClient:
         self._name = f"{rank}-{uuid.uuid4().hex[:12]}"
         self._incarnation = incarnation
         self._changed = threading.Condition()
-        # ---- all below are guarded by _changed
+        # ---- _changed guards all of the following
         self._mine = Spans()
         self._ready, self._lent = deque[Span](), deque[Span]()
-        """What is to be taken, and what was taken and is not claimed yet."""
+        """Leased samples that are not taken yet, and taken samples that are not claimed yet."""
         self._ahead = 0
         self._fewest = FEWEST
         self._done = Spans()
         self._failed: list[Failed] = []
-        self._between = False  # two loops: it reads nothing of its epoch any more
+        self._between = False  # between two loops: no more reading of its epoch
         self._exhausted = self._complete = self._closing = self._patient = False
         self._starving = self._resting = self._others_starve = False
         self._error: Exception | None = None
@@ -90,14 +90,14 @@ class ShardClient:
         self._count = 0
         self._rate = self._moved_at = 0.0
         self.set_aside = 0
-        """Samples that this worker was the last to try."""
-        self._unread = 0  # dealt, and not yet with the training
-        self._enough = math.inf  # while more than that is unread, it has its share
+        """Samples skipped after this worker's attempt."""
+        self._unread = 0  # leased, and not yet handed to the training
+        self._enough = math.inf  # no fetching while more than this is unread
         self._gap: Span | None = None
         self._grown: tuple[int, ...] = ()
         self._known: tuple[int, ...] = ()
         self._ended = spec.size >= 0
-        # ---- the thread's
+        # ---- used by the thread only
         self._seq = 0
         self._asked_at = time.monotonic()
         self._counted = (self._asked_at, 0)
@@ -107,7 +107,7 @@ class ShardClient:
             raise self._error
         self.first_lane = self._lane = opened.lane
         self.spec = self._spec = opened.spec or spec
-        """The data set; of a stream, as the first worker has found it."""
+        """The dataset; for a stream, as the first worker found it."""
         self._thread = threading.Thread(target=self._run, name="dlrover-shards", daemon=True)
         self._thread.start()
 
@@ -122,16 +122,16 @@ class ShardClient:
             self._changed.notify_all()
 
     def take(self, *, patient: bool = False, idle: float | None = None) -> list[Span]:
-        """The next samples, `AT_ONCE` if there are as many; none when nothing of the epoch is left to take.
+        """Return the next samples, up to `AT_ONCE`; empty if nothing of the epoch is left.
 
-        They are to be claimed in their order, and those that are not to be left by `leave_unclaimed`.
+        Claim them in their order; return unclaimed ones with `leave_unclaimed`.
 
         Args:
-            patient: wait until others have done what they have taken, for it may come back.
+            patient: wait until others have done their leased samples, since these may come back.
             idle: seconds without samples after which a stream has ended for this worker.
 
         Raises:
-            InfrastructureError: this worker's shards were dealt to others.
+            InfrastructureError: this worker's shards were leased to others.
             UserCodeError: too many samples cannot be read.
         """
         began = time.monotonic()
@@ -157,7 +157,7 @@ class ShardClient:
                     logger.warning("Waiting for samples of %s%s", self._spec.name, self._why())
 
     def _taken(self) -> list[Span]:
-        """The first samples that are ready; of a stream a span, which may have many offsets and few messages."""
+        """Return the first ready samples; spans of a stream stay whole, since they may hold few messages."""
         spans, room = [], AT_ONCE
         while self._ready and room > 0:
             span = self._ready.popleft()
@@ -175,7 +175,7 @@ class ShardClient:
         return spans
 
     def claim(self, span: Span) -> bool:
-        """Read the next of what was taken; False: it is with another worker by now, which had nothing to read."""
+        """Claim the next taken samples; return False if they now belong to a worker that lacked samples."""
         with self._changed:
             first = self._lent[0] if self._lent else None
             if first is None or (first.lane, first.start) != (span.lane, span.start):
@@ -189,14 +189,14 @@ class ShardClient:
             return True
 
     def leave_unclaimed(self) -> None:
-        """What was taken and not claimed is taken again next."""
+        """Put samples that were taken and not claimed back to the front."""
         with self._changed:
             self._ahead += _size(self._lent)
             self._ready.extendleft(reversed(self._lent))
             self._lent.clear()
 
     def rest(self) -> None:
-        """The training wants nothing more until it takes again: what it has not claimed is for others."""
+        """Pause until the next `take`; unclaimed samples become available to others."""
         with self._changed:
             self._resting = True
             self._changed.notify_all()
@@ -207,13 +207,13 @@ class ShardClient:
         return " from others" if self._spec.size >= 0 else " that nobody has sent yet"
 
     def wait_for_need(self, timeout: float) -> bool:
-        """Wait until nothing of a stream is left to take, ``timeout`` seconds at most; False: it is closed."""
+        """Wait up to ``timeout`` seconds until nothing of a stream is left to take; return False if over."""
         with self._changed:
             self._changed.wait_for(lambda: self._exhausted or self._over, timeout)
             return not self._over
 
     def wait_for_close(self, timeout: float) -> bool:
-        """Wait ``timeout`` seconds; at once True when this client is closed, or has failed."""
+        """Wait up to ``timeout`` seconds; return True as soon as this client is closed or has failed."""
         with self._changed:
             return self._changed.wait_for(lambda: self._over, timeout)
 
@@ -222,20 +222,20 @@ class ShardClient:
         return self._closing or self._error is not None
 
     def extend(self, ends: tuple[int, ...]) -> None:
-        """The partitions of the stream end here by now."""
+        """Note the new ends of the stream's partitions, to be sent to the dealer."""
         with self._changed:
             if ends != self._known:
                 self._grown = ends
                 self._changed.notify_all()
 
     def break_off(self, error: Exception) -> None:
-        """Nothing can be read any more; the training gets this error."""
+        """End reading with an error, which is raised in the training."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def put_back(self, spans: Iterable[Span]) -> None:
-        """What was taken and not handed to the training is taken again next."""
+        """Put samples that did not reach the training back to the front."""
         with self._changed:
             for span in reversed(list(spans)):
                 if span.start < span.stop:
@@ -243,7 +243,7 @@ class ShardClient:
                     self._ahead += span.stop - span.start
 
     def consumed(self, spans: Iterable[Span]) -> None:
-        """The training has these samples now."""
+        """Mark samples as handed to the training."""
         with self._changed:
             for span in spans:
                 self._mine.add(span)
@@ -254,17 +254,17 @@ class ShardClient:
                 self._changed.notify_all()
 
     def _weight(self, span: Span) -> int:
-        """How many of its positions count for the speed; of a gap in a stream no more than a shard."""
+        """Return how many positions of a span count for the speed; for a gap in a stream, at most a shard."""
         size = span.stop - span.start
         return min(size, self._spec.shard) if self._spec.size < 0 else size
 
     def leave_empty(self, gap: Span) -> None:
-        """Nothing is there in the stream: it is asked for as one shard."""
+        """Note a gap in the stream; the dealer leases it as one shard."""
         with self._changed:
             self._gap = gap
 
     def fail(self, lane: int, position: int, error: str) -> None:
-        """A sample cannot be read."""
+        """Note that a sample cannot be read."""
         failed = Failed(Span(lane, position, position + 1), error[:MAX_ERROR])
         with self._changed:
             self._failed.append(failed)
@@ -273,13 +273,13 @@ class ShardClient:
             self._changed.notify_all()
 
     def mine(self) -> bytes:
-        """What this worker has handed to the training, packed.
+        """Return what this worker has handed to the training, packed.
 
         Raises:
-            InfrastructureError: its shards were dealt to others, or may have been: it was cut off for too long.
+            InfrastructureError: its shards were leased to others, or may have been after a long silence.
         """
         with self._changed:
-            # Who was stopped, or had a stopped master, learns from its next report whether it still has them.
+            # After this worker or the master was stopped, the next report shows if the leases still hold.
             self._changed.wait_for(lambda: self._error or self._silent() < 1, RENEWAL_WAIT)
             if self._error is not None:
                 raise self._error
@@ -291,11 +291,11 @@ class ShardClient:
             return self._mine.packed()
 
     def _silent(self) -> float:
-        """How much of the timeout has passed since the last report that was answered was first sent."""
+        """Return the time since the last answered report was first sent, as a fraction of the timeout."""
         return (_now() - self._renewed) / self._spec.timeout
 
     def close(self) -> None:
-        """Report what is done, give back the rest, and end."""
+        """Report what is done, return the rest, and end."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -329,7 +329,7 @@ class ShardClient:
         return self._closing or bool(self._failed) or bool(self._grown) or leaves or self._short()
 
     def _short(self) -> bool:
-        """Whether more samples are to be fetched."""
+        """Return whether to fetch more samples."""
         if self._resting:
             return False
         if self._exhausted or (self._unread > self._enough and not self._starving):
@@ -340,14 +340,14 @@ class ShardClient:
         return max(self._fewest * self._spec.shard, self._rate * self._seconds_ahead)
 
     def _wanted(self) -> bool:
-        """Whether it is time to ask, or to be heard of."""
-        # What others have taken may come back; who takes from a stream may have what others wait for.
+        """Return whether a request is due, for samples or to report that this worker is alive."""
+        # Samples leased to others may come back; in a stream, others may wait for samples of this worker.
         waiting = (self._patient and self._exhausted) or self._spec.size < 0
         waiting = waiting and not self._complete
         return self._due() or waiting or bool(self._done) or self._silent() * RENEWALS > 1
 
     def _extension(self) -> ExtendShards | None:
-        """Tell how far the stream has grown, if it has."""
+        """Return the report of the stream's growth, if it has grown."""
         if not self._grown or self._closing:
             return None
         ends, self._grown = self._grown, ()
@@ -374,7 +374,7 @@ class ShardClient:
             rate = (self._count - count) / (now - since)
             self._rate = rate if not self._rate else self._rate + _SMOOTHING * (rate - self._rate)
             self._counted = (now, self._count)
-        # In a step that waits for a worker without samples, while what is left of them may be here.
+        # The step may wait for a worker without samples, while the remaining ones are here.
         still = not self._starving and now - self._moved_at > REPORT_INTERVAL
         stuck = still and self._others_starve
         returned = self._leave_to_others(stuck)
@@ -382,7 +382,7 @@ class ShardClient:
         want = max(int(self._starving), -(-int(wanted) // self._spec.shard))
         ends = self._exhausted and not self._patient and self._spec.size >= 0
         if self._closing or self._resting or stuck or ends:
-            want = 0  # a loop that ends must not leave to the next one what others give back now
+            want = 0  # a loop that ends must not fetch returned samples for the next loop
         done = list(self._done)
         self._done = Spans(done[MAX_SPANS:])
         failed, self._failed = self._failed[:MAX_WANT], self._failed[MAX_WANT:]
@@ -403,9 +403,9 @@ class ShardClient:
         )
 
     def _leave_to_others(self, stuck: bool) -> tuple[Span, ...]:
-        """Give up what was not claimed: all while the training rests, half where it is stuck.
+        """Give up unclaimed samples: all while the training rests, half while it is stuck.
 
-        The other half is for the next step, which needs some here, too.
+        The other half is for the next step, which needs samples on this worker, too.
         """
         left = _size(self._lent) + _size(self._ready)
         if not self._resting:
@@ -438,7 +438,7 @@ class ShardClient:
                 if as_wanted:
                     self._fewest = min(2 * self._fewest, MAX_WANT)
             if request.want:
-                # With less than it wanted it has its share of what is left: more when that is nearly used up.
+                # Fewer samples than requested are its share of the rest; ask again when almost used up.
                 self._enough = math.inf if as_wanted else self._unread / 4
             if request.lane == self._lane and not self._failed and not reply.refused:
                 self._exhausted, self._complete = reply.exhausted, reply.complete
@@ -483,7 +483,7 @@ class ShardClient:
 
 
 def _now() -> float:
-    """Seconds, also those in which the machine was suspended: the master's clock went on meanwhile."""
+    """Return seconds including those in suspension, during which the master's clock continued."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 

@@ -1,8 +1,8 @@
-"""Who answers a training process: the job's master by way of the node's agent, or this process itself.
+"""Dealers, which lease shards to a training process: the job's master via the agent, or the process itself.
 
-A worker has no connection to the master. Its agent, which has one, takes its requests on a Unix socket in the
-abstract namespace and passes them on: so no token, no address and no gRPC come into a training process, which
-forks data loaders and must leave nothing behind. A frame is 4 bytes of length (big-endian) and a message.
+A worker has no connection to the master. Its agent takes its requests on a Unix socket in the abstract
+namespace and forwards them. A training process, which forks data loaders and must leave nothing behind,
+therefore holds no token, no address and no gRPC. A frame is 4 bytes of length (big-endian) and a message.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ from dlrover.spec.shards import ShardReply, ShardRequest
 
 LENGTH = struct.Struct(">I")
 MAX_FRAME = 4 * 1024 * 1024
-"""Bytes of a message between worker and agent."""
+"""Maximum bytes of a message between worker and agent."""
 CALL_TIMEOUT = 30.0
-"""Seconds that the agent may take to answer; it says by itself when the master is away."""
+"""Seconds that the agent may take to answer; it reports by itself that the master is away."""
 _reply = msgspec.msgpack.Decoder(ShardReply)
 
 
 class Dealer(Protocol):
-    """Whoever answers requests. Calls come from one thread at a time."""
+    """Service that answers shard requests. Calls come from one thread at a time."""
 
     def ask(self, request: ShardRequest) -> ShardReply:
-        """The answer; with ``away`` or ``refused`` set if there is none."""
+        """Return the answer; ``away`` or ``refused`` is set if there is none."""
 
     def another(self) -> Dealer:
-        """One for another thread."""
+        """Return a dealer for another thread."""
 
     def close(self) -> None:
-        """Let it go."""
+        """Release its resources."""
 
 
 class LocalDealer:
-    """Deals within this process, for a program that runs alone."""
+    """Dealer within this process, for a program that runs alone."""
 
     def __init__(self) -> None:
         self._shards = Shards()
         self._lock = threading.Lock()
 
     def ask(self, request: ShardRequest) -> ShardReply:
-        """The answer."""
+        """Return the answer."""
         with self._lock:
             try:
                 commands = self._shards.handle(request, time.monotonic())
@@ -64,22 +64,22 @@ class LocalDealer:
         return next(command.reply for command in commands if isinstance(command, Answer))
 
     def another(self) -> LocalDealer:
-        """The same: only one thread is in it at a time."""
+        """Return this dealer, which admits one thread at a time."""
         return self
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing; nothing is open."""
 
 
 class RelayDealer:
-    """Asks the job's master by way of the agent."""
+    """Dealer that forwards requests to the job's master through the agent."""
 
     def __init__(self, address: str) -> None:
         self._address = address
         self._sock: socket.socket | None = None
 
     def ask(self, request: ShardRequest) -> ShardReply:
-        """The answer."""
+        """Return the answer."""
         data = msgspec.msgpack.encode(request)
         if len(data) > MAX_FRAME:
             return ShardReply(refused=f"A request has {len(data)} bytes; {MAX_FRAME} are accepted.")
@@ -100,7 +100,7 @@ class RelayDealer:
         return _reply.decode(_received(self._sock, length))
 
     def another(self) -> RelayDealer:
-        """One with a connection of its own."""
+        """Return a dealer with a connection of its own."""
         return RelayDealer(self._address)
 
     def close(self) -> None:
@@ -112,10 +112,10 @@ class RelayDealer:
 
 
 def connect() -> Dealer:
-    """Whoever deals to this process.
+    """Return the dealer for this process.
 
     Raises:
-        ConfigurationError: it is one of several, and nobody could tell them which samples to read.
+        ConfigurationError: this is one of several processes, and no master leases samples to them.
     """
     if defaults.relay:
         return RelayDealer(defaults.relay)
@@ -129,14 +129,14 @@ def connect() -> Dealer:
 
 
 def world() -> tuple[int, int]:
-    """This process's rank, and the number of ranks; parameter servers, which read no data, do not count."""
+    """Return this process's rank and the number of ranks, without parameter servers, which read no data."""
     env = config.environ()
     size = env.get("ROLE_WORLD_SIZE") or env.get("WORLD_SIZE") or 1
     return int(env.get("ROLE_RANK") or env.get("RANK") or 0), int(size)
 
 
 def serves() -> bool:
-    """Whether this process is a parameter server, which reads no data."""
+    """Return whether this process is a parameter server, which reads no data."""
     env = config.environ()
     all_alike = env.get("ROLE_WORLD_SIZE") == env.get("WORLD_SIZE")
     return env.get("ROLE_NAME") == SERVER and not all_alike

@@ -1,12 +1,12 @@
-"""What the launcher of this process says about who deals the data. Nothing, unless it says so."""
+"""Access to the dealer, as the launcher of this process set it; empty unless it did."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 relay = ""
-"""Where the node's agent takes requests for the master: an abstract Unix socket, without the NUL."""
+"""Abstract Unix socket, without the NUL, on which the node's agent takes requests for the master."""
 round = 0  # noqa: A001 - its name everywhere
-"""The round that this process is a worker of."""
+"""Round of this worker process."""
 reading: Callable[[int, int, int], None] | None = None
-"""Is told the key of the data set, lane and first position of each shard whose samples are read now."""
+"""Callback with the dataset's key, the lane and the first position of each shard whose reading begins."""

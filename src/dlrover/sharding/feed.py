@@ -1,4 +1,4 @@
-"""What a broker keeps, read by the spans that the master deals."""
+"""Reader of a broker's messages, by the spans that the master leases."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ logger = logging.getLogger(__name__)
 PATIENCE = 60.0
 """Seconds that a broker may be away."""
 PAUSE = 0.5
-"""Seconds between two attempts to reach it."""
+"""Seconds between two attempts to reach the broker."""
 CHUNK = 500
-"""Messages that are asked for at a time, at most."""
+"""Maximum number of messages to request at a time."""
 FIRST_CHUNK = 50
-"""Messages that are asked for while nobody knows how large they are."""
+"""Messages to request while their size is unknown."""
 CHUNK_BYTES = 16 * 1024 * 1024
-"""Bytes that are asked for at a time, as far as the last messages tell."""
+"""Bytes to request at a time, estimated from the last messages."""
 Result = TypeVar("Result")
 
 
 class Feed:
-    """One stream, read by one thread. ``pause(seconds)`` waits, and is true if that was interrupted.
+    """One stream, read by one thread. ``pause(seconds)`` waits and returns True if interrupted.
 
-    ``ends``: where its partitions have ended already.
+    ``ends``: known ends of the partitions.
     """
 
     def __init__(
@@ -51,23 +51,23 @@ class Feed:
 
     @property
     def identity(self) -> str:
-        """What tells this stream from others in a checkpoint."""
+        """Name that distinguishes this stream from others in a checkpoint."""
         return self._broker.identity
 
     def close(self) -> None:
-        """Let the connection go."""
+        """Close the connection."""
         self._broker.close()
 
     def found(self, spec: DataSpec, shard: int | None, done: Spans) -> tuple[DataSpec, list[int]]:
-        """What is to be read, and where the partitions end now.
+        """Return the completed description of the dataset, and the current ends of the partitions.
 
         Args:
-            spec: with where the partitions began and will end, if a checkpoint says so.
-            shard: offsets in a shard, if the user says so.
-            done: what that checkpoint contains.
+            spec: the dataset, with the begins and limits of the partitions if a checkpoint has them.
+            shard: offsets in a shard, if the user set it.
+            done: samples in that checkpoint.
 
         Raises:
-            InfrastructureError: the broker cannot be reached, or keeps another stream by now.
+            InfrastructureError: the broker cannot be reached, or now keeps another stream.
         """
         bounds = self._insist(self._broker.bounds)
         if len(bounds) < len(spec.begins):
@@ -92,7 +92,7 @@ class Feed:
         return made, [b.end for b in bounds]
 
     def _begins(self, bounds: list[Bounds], *, first_start: bool) -> list[int]:
-        """Where the partitions begin; what is new after the first start begins with its first message."""
+        """Return the partitions' begins; those added after the first start begin with their first message."""
         start = self._stream.start
         earliest: list[int] = self._insist(lambda: [self._broker.beginning(b) for b in bounds])
         if first_start and isinstance(start, datetime):
@@ -102,7 +102,7 @@ class Feed:
         return list(map(max, earliest, first))
 
     def _limits(self, bounds: list[Bounds], known: tuple[int, ...]) -> tuple[int, ...]:
-        """Where the partitions end for the job; empty: nowhere."""
+        """Return where the partitions end for the job; empty: nowhere."""
         until = self._stream.until
         if isinstance(until, datetime):
             return tuple(self._offsets_at(until, bounds))
@@ -113,7 +113,7 @@ class Feed:
         return [max(b.first, min(b.end, at)) for b, at in zip(bounds, found, strict=True)]
 
     def ends(self, begins: tuple[int, ...]) -> tuple[int, ...]:
-        """Where the partitions end now that the job reads; ``begins``: where it has begun in each.
+        """Return the current ends of the partitions; ``begins``: where the job began in each of them.
 
         Raises:
             InfrastructureError: the broker cannot be reached, or has lost messages.
@@ -144,11 +144,11 @@ class Feed:
     def read(
         self, span: Span, leave_empty: Callable[[Span], None]
     ) -> Iterator[tuple[Span, Message | None]]:
-        """All of a span, in parts that follow each other: each ends with a message, or has none.
+        """Yield all of a span in consecutive parts; each ends with a message, or has none.
 
         Args:
-            span: What is read.
-            leave_empty: Told of offsets behind the span where nothing is, if the broker knows of such.
+            span: samples to read.
+            leave_empty: called with empty offsets behind the span, if the broker knows them.
 
         Raises:
             InfrastructureError: the broker cannot be reached, or has removed messages of the span.
@@ -175,7 +175,7 @@ class Feed:
         return lambda: self._broker.fetch(span.lane, start, span.stop, most)
 
     def _adapt(self, messages: list[Message]) -> None:
-        """Ask for as many messages as are not too large together."""
+        """Adapt the number of messages per request to their size."""
         if messages:
             average = sum(map(_size, messages)) / len(messages)
             fitting = int(CHUNK_BYTES / max(1, average))
@@ -193,7 +193,7 @@ class Feed:
         logger.warning("%s; they are skipped", what)
 
     def _insist(self, call: Callable[[], Result]) -> Result:
-        """Ask the broker until it answers, for as long as it may be away."""
+        """Ask the broker until it answers, up to `PATIENCE` seconds."""
         broker = self._broker
         until = time.monotonic() + PATIENCE
         told = False
@@ -221,7 +221,7 @@ class Feed:
 
 
 def _size(message: Message) -> int:
-    """Bytes of a message, about."""
+    """Return the approximate bytes of a message."""
     value = message.value
     parts = value.values() if isinstance(value, dict) else [value]
     return sum(len(part) for part in parts if isinstance(part, bytes))

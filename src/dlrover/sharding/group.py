@@ -1,4 +1,4 @@
-"""Tells a broker how far stored checkpoints are, for those who watch its consumer groups."""
+"""Commits of stored checkpoints' offsets to a broker, for monitoring by its consumer groups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class Group:
-    """The consumer group in a stream's address. Nothing that it is told is ever read back."""
+    """Consumer group in a stream's address. Committed offsets are never read back."""
 
     def __init__(self, stream: Stream[Any]) -> None:
         self._stream = stream
@@ -28,18 +28,18 @@ class Group:
     def commit(
         self, states: Sequence[Mapping[str, Any]], spec: DataSpec, dealer: Dealer | None
     ) -> None:
-        """Commit what a checkpoint contains; what goes wrong is logged, once until it goes well again.
+        """Commit the offsets of a checkpoint; log errors, once until a commit succeeds again.
 
         Args:
-            states: of all ranks, as they are in the checkpoint.
-            spec: the data set.
-            dealer: knows what is set aside, and will be in no checkpoint; None if nothing was read.
+            states: states of all ranks, as in the checkpoint.
+            spec: the dataset.
+            dealer: source of the skipped samples, which appear in no checkpoint; None if nothing was read.
         """
         broker = self._stream.broker()
         try:
             offsets = offsets_of(states, spec, _aside(spec.name, dealer) if dealer else [])
             if not offsets:
-                return  # nobody had begun to read
+                return  # no worker had begun to read
             broker.commit(offsets)
         except Exception as error:  # noqa: BLE001 - whatever a client raises: training goes on
             if not self._failing:
@@ -58,7 +58,7 @@ class Group:
 def offsets_of(
     states: Sequence[Mapping[str, Any]], spec: DataSpec, aside: Iterable[Span]
 ) -> list[int]:
-    """By partition the first offset that is neither in a checkpoint nor set aside."""
+    """Return, by partition, the first offset that is neither in a checkpoint nor skipped."""
     done, _ = merged(states, spec)
     for span in aside:
         done.add(span)

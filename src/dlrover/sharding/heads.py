@@ -1,4 +1,4 @@
-"""A thread that asks a broker how far a stream has grown, while nothing of it is left to take."""
+"""Thread that asks a broker for a stream's growth while nothing of it is left to lease."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INTERVAL = 0.3
 
 
 class Heads:
-    """Tells a client where the partitions end, until that is closed; ``ends``: where they ended when it was opened."""
+    """Reporter of the partitions' ends to a client until that closes; ``ends``: the ends at its opening."""
 
     def __init__(self, stream: Stream[object], client: ShardClient, ends: tuple[int, ...]) -> None:
         self._client = client

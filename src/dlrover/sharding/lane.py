@@ -1,4 +1,4 @@
-"""One lane of a data set: what of it is done, taken, returned, set aside, and still to be dealt."""
+"""One lane of a dataset: which samples are done, leased, returned, skipped, or still to lease."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class Lane:
     """An epoch, or a partition of a stream. Every position is in exactly one of the sets."""
 
     begin: int
-    #: the first position that is not (yet) there
+    #: the first position that does not (yet) exist
     end: int
     done: Ranges = field(default_factory=Ranges)
-    #: dealt, and not yet done
+    #: leased, and not yet done
     taken: Ranges = field(default_factory=Ranges)
-    #: dealt and given back; dealt again before anything else
+    #: leased and given back; leased again before anything else
     returned: Ranges = field(default_factory=Ranges)
-    #: nobody could read it
+    #: skipped, since no worker could read it
     aside: Ranges = field(default_factory=Ranges)
-    #: everything below is in one of the sets above
+    #: every lower position is in one of the sets above
     cursor: int = 0
-    #: nothing is in it; whoever gets its beginning gets all of it
+    #: an empty range; the worker that gets its beginning gets all of it
     gap: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
@@ -34,26 +34,26 @@ class Lane:
 
     @property
     def size(self) -> int:
-        """Positions in it."""
+        """Number of positions."""
         return self.end - self.begin
 
     @property
     def left(self) -> int:
-        """Positions that can be dealt; more, where a checkpoint contains some of them."""
+        """Upper bound of the positions left to lease; a checkpoint may contain some of them."""
         return self.returned.count + max(0, self.end - self.cursor)
 
     @property
     def exhausted(self) -> bool:
-        """Whether nothing can be dealt."""
+        """True if nothing can be leased."""
         return not self.returned and self._next()[0] >= self.end
 
     @property
     def complete(self) -> bool:
-        """Whether everything is done or set aside."""
+        """True if everything is done or skipped."""
         return self.exhausted and not self.taken
 
     def _next(self) -> tuple[int, int]:
-        """What was never dealt, up to what a checkpoint contains."""
+        """Return the next range that was never leased, up to one that a checkpoint contains."""
         start = -1
         while start != self.cursor:
             start = self.cursor
@@ -62,7 +62,7 @@ class Lane:
         return start, min(self.end, *(self.end if stop is None else stop for stop in stops))
 
     def deal(self, shard: int, count: int) -> Iterator[tuple[int, int]]:
-        """Take ``count`` shards of ``shard`` positions out, those that follow each other as one."""
+        """Lease ``count`` shards of ``shard`` positions; yield consecutive ones as one range."""
         while count > 0 and self.returned:
             start, _ = next(iter(self.returned))
             most = self.gap[1] - start if self._is_empty(start) else shard
@@ -85,26 +85,26 @@ class Lane:
         return self.gap[0] <= position < self.gap[1]
 
     def leave_empty(self, start: int, stop: int) -> None:
-        """Nothing is there; what was dealt already stays with whoever has it."""
+        """Note an empty range; leases within it remain with their workers."""
         self.gap = start, stop
 
     def finish(self, start: int, stop: int) -> None:
-        """What was taken is done."""
+        """Mark leased positions as done."""
         self.taken.remove(start, stop)
         self.done.add(start, stop)
 
     def give_back(self, start: int, stop: int) -> None:
-        """What was taken can be dealt again."""
+        """Return leased positions, so that they can be leased again."""
         self.taken.remove(start, stop)
         self.returned.add(start, stop)
 
     def put_aside(self, start: int, stop: int) -> None:
-        """What was taken is not dealt any more."""
+        """Skip leased positions."""
         self.taken.remove(start, stop)
         self.aside.add(start, stop)
 
     def leave_out(self, start: int, stop: int) -> None:
-        """What is not done is not dealt at all; before anything is taken."""
+        """Skip positions that are not done; call this before any lease."""
         self.end = max(self.end, stop)
         self.aside.add(start, stop)
         for begin, end in self.done:
@@ -127,15 +127,15 @@ class Lane:
 
 
 def epoch_size(spec: DataSpec) -> int:
-    """Samples of an epoch that are dealt."""
+    """Return the number of samples of an epoch that are leased."""
     return spec.size - spec.size % spec.shard if spec.drop_last else spec.size
 
 
 def lanes_of(spec: DataSpec, done: Spans) -> dict[int, Lane]:
-    """The lanes of a data set of which ``done`` is done.
+    """Return the lanes of a dataset whose done samples are ``done``.
 
     Raises:
-        ProtocolError: it belongs to another data set.
+        ProtocolError: ``done`` belongs to another dataset.
     """
     lanes: dict[int, Lane] = {}
     if spec.size < 0:

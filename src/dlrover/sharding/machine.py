@@ -1,4 +1,4 @@
-"""All data sets of a job: one queue each, by name."""
+"""All datasets of a job: one queue each, by name."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from dlrover.spec.shards import (
 )
 
 MAX_DATA_SETS = 1000
-"""Data sets of one job."""
+"""Maximum number of datasets in one job."""
 _NEVER = Incarnation(-1, 0)
 
 
 @dataclass
 class Shards:
-    """What is dealt out in one job. `handle` is the only way to change it."""
+    """Shard queues of one job. Only `handle` changes them."""
 
     queues: dict[str, ShardQueue] = field(default_factory=dict)
 
     def handle(self, event: ShardRequest, now: float) -> list[Command]:
-        """Take in one request at time ``now`` (seconds); what is to be done about it.
+        """Handle one request at time ``now`` (seconds); return the resulting commands.
 
         Raises:
-            ProtocolError: it contradicts what is known; nothing has changed.
+            ProtocolError: the request contradicts the known state; nothing has changed.
         """
         if isinstance(event, ForgetWorker):
             commands: list[Command] = [Answer(ShardReply())]
@@ -60,7 +60,7 @@ class Shards:
         return commands
 
     def crashed(self, failure: Failure, how: str) -> list[Command]:
-        """A worker died of itself; what is to be done about the shard that it read."""
+        """Note the crash of a worker; return the commands for the shard that it was reading."""
         if failure.reading is None:
             return []
         key, lane, position = failure.reading
@@ -70,7 +70,7 @@ class Shards:
         return []
 
     def forgive(self, now: float) -> None:
-        """Whoever deals was away until now: nobody was silent meanwhile."""
+        """The dealer was down until `now`; restart all silence timeouts."""
         for queue in self.queues.values():
             queue.forgive(now)
 

@@ -1,10 +1,10 @@
-"""Shuffling without a list: position to record, and the same on every machine.
+"""Shuffling without a list: a mapping of position to record that is the same on every machine.
 
-The positions are written as a grid that is barely larger than their number, and a Feistel network moves
-rows and columns in turn, each by a number that depends on the other. That is a permutation of the grid; what
-it moves beyond the records is moved on until it is one (cycle walking; Black and Rogaway, "Ciphers with
-arbitrary finite domains", 2002). It takes no memory, and some tenths of a microsecond a record in large
-batches with numpy, some microseconds without.
+The positions form a grid that is barely larger than their number. A Feistel network moves rows and columns
+in turn, each by a number that depends on the other; the result is a permutation of the grid. A position
+that it moves beyond the records is moved again until it is a record (cycle walking; Black and Rogaway,
+"Ciphers with arbitrary finite domains", 2002). This takes no memory, and some tenths of a microsecond per
+record in large batches with numpy, some microseconds without.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 ROUNDS = 3
-"""How often rows and columns are moved."""
+"""Number of times that rows and columns are moved."""
 BATCH = 24
-"""Positions from which on a batch is faster with numpy."""
+"""Number of positions from which a batch is faster with numpy."""
 _MASK = (1 << 64) - 1
 _FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _STEP = 0x9E3779B97F4A7C15
 
 
 class Order(Protocol):
-    """Which record is dealt as which position."""
+    """Mapping of positions to records."""
 
     def record(self, position: int) -> int:
-        """The record of one position."""
+        """Return the record of one position."""
 
     def records(self, positions: Sequence[int]) -> list[int]:
-        """The records of many positions."""
+        """Return the records of many positions."""
 
 
 def _mixed(value: Any, factors: Any = _FACTORS, mask: Any = _MASK) -> Any:
-    """SplitMix64's finisher (Steele, Lea and Flood, 2014), of a number or of an array of numpy."""
+    """Apply SplitMix64's finisher (Steele, Lea and Flood, 2014) to a number or a numpy array."""
     value = ((value ^ (value >> 30)) * factors[0]) & mask
     value = ((value ^ (value >> 27)) * factors[1]) & mask
     return value ^ (value >> 31)
@@ -52,7 +52,7 @@ def _numpy() -> Any:
 
 
 class Shuffled:
-    """A permutation of ``range(size)`` that depends on nothing but the arguments."""
+    """Permutation of ``range(size)`` that depends only on the arguments."""
 
     def __init__(self, size: int, seed: int, epoch: int) -> None:
         self._size = size
@@ -63,7 +63,7 @@ class Shuffled:
         self._keys = list(zip(keys[::2], keys[1::2], strict=True))
 
     def record(self, position: int) -> int:
-        """The record of one position."""
+        """Return the record of one position."""
         rows, columns = self._rows, self._columns
         while True:
             row, column = divmod(position, columns)
@@ -75,12 +75,12 @@ class Shuffled:
                 return position
 
     def records(self, positions: Sequence[int]) -> list[int]:
-        """The records of many positions."""
+        """Return the records of many positions."""
         numpy = _numpy()
         if numpy is None or len(positions) < BATCH:
             return [self.record(position) for position in positions]
         number = numpy.uint64
-        if isinstance(positions, range):  # without a Python number for each
+        if isinstance(positions, range):  # avoids a Python number for each
             steps = numpy.arange(len(positions), dtype=number)
             array = number(positions.start) + steps * number(positions.step)
         else:
@@ -94,7 +94,7 @@ class Shuffled:
         return records
 
     def _moved(self, numpy: Any, positions: Any) -> Any:
-        """`record`'s loop once, for an array."""
+        """Run `record`'s loop once, for an array."""
         number = numpy.uint64
         factors, mask, one = [number(factor) for factor in _FACTORS], number(_MASK), number(1)
         rows, columns = number(self._rows), number(self._columns)
@@ -106,12 +106,12 @@ class Shuffled:
 
 
 class ShuffledInBlocks:
-    """The same for records that are read in blocks: blocks in another order, and records within each.
+    """Permutation of records that are read in blocks: it shuffles the blocks, and the records within each.
 
     Args:
-        blocks: how many records each block has.
-        seed: of the order.
-        epoch: it is another one in each.
+        blocks: number of records in each block.
+        seed: seed of the order.
+        epoch: each epoch has another order.
     """
 
     def __init__(self, blocks: Sequence[int], seed: int, epoch: int) -> None:
@@ -122,11 +122,11 @@ class ShuffledInBlocks:
         self._within = functools.lru_cache(maxsize=4)(self._order_within)
 
     def record(self, position: int) -> int:
-        """The record of one position."""
+        """Return the record of one position."""
         return self.records([position])[0]
 
     def records(self, positions: Sequence[int]) -> list[int]:
-        """The records of many positions."""
+        """Return the records of many positions."""
         found: list[int] = []
         at = 0
         while at < len(positions):

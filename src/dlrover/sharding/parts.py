@@ -9,15 +9,15 @@ from dlrover.spec.shards import Span
 
 
 class Part(NamedTuple):
-    """Samples that follow each other."""
+    """Consecutive samples."""
 
     span: Span
-    """Where they stand. Of a stream there is one sample, at its end."""
+    """Positions of the samples. In a stream there is one sample, at the end of the span."""
     items: Sequence[Any]
-    """What the source makes each of them of."""
+    """Inputs from which the source makes the samples."""
 
     def places(self) -> Iterator[tuple[Span, Any]]:
-        """Each sample's own place, and what it is made of."""
+        """Yield each sample's own place and its input."""
         lane, start, stop = self.span.lane, self.span.start, self.span.stop
         if len(self.items) == 1:
             yield self.span, self.items[0]
@@ -26,7 +26,7 @@ class Part(NamedTuple):
             yield Span(lane, at, at + 1), item
 
     def cut(self, count: int) -> tuple[Part, Part | None]:
-        """The first ``count`` samples and the rest, if there is one."""
+        """Split into the first ``count`` samples and the rest, which is None if empty."""
         if count >= len(self.items):
             return self, None
         lane, middle = self.span.lane, self.span.start + count

@@ -1,10 +1,10 @@
-"""The queue of one data set: a state machine that deals shards and knows who has which.
+"""Queue of one dataset: a state machine that leases shards and knows each one's worker.
 
-A sample is *taken* when it was dealt to a worker, and *done* when the worker says that it was handed to the
-training. It is *acknowledged* by the checkpoint that contains its effect: each checkpoint holds the set of the
-samples that its model has learned from. Workers that begin anew, with a checkpoint or without, open the queue
-as a new incarnation with this set: whatever else was taken or done is dealt again. So the data are always
-where the model is.
+A sample is *taken* while it is leased to a worker, and *done* when the worker reports that it was handed to
+the training. The checkpoint that contains its effect *acknowledges* it: each checkpoint holds the set of the
+samples that its model has learned from. When workers restart, with or without a checkpoint, they open the
+queue as a new incarnation with this set, and everything else that was taken or done is leased again. So the
+data always match the model.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from dlrover.spec.shards import (
 )
 
 TAIL = 2
-"""One of several workers has one part in ``TAIL`` times their number of what is left, at most: so all end at the
-same time."""
+"""A worker among several gets at most 1 / (``TAIL`` * number of workers) of the remaining samples, so that
+all end at the same time."""
 QUIET = 2
-"""Workers report four times within a timeout; where none has for half of it, it was not they who were silent."""
+"""Workers report four times per timeout; if all are silent for 1 / ``QUIET`` of it, the dealer was down."""
 FOUND = ("begins", "limits", "shard")
-"""What workers find in a broker, each at another moment."""
+"""Fields that workers find in a broker, each worker at another moment."""
 MAX_ASIDE = 1000
-"""Spans that are set aside with their error; beyond that, the last error stands for all."""
+"""Maximum number of skipped spans that are listed with their error."""
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Answer the request."""
+    """Command to answer the request."""
 
     reply: ShardReply
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Tell that samples were set aside."""
+    """Command to report skipped samples."""
 
     data: str
     what: SetAside
@@ -64,58 +64,58 @@ class Worker:
     """A worker of the current incarnation."""
 
     heard: float
-    #: what it has taken and not done; part of its lanes' ``taken``
+    #: its leased samples that are not done; part of its lanes' ``taken``
     held: Spans = field(default_factory=Spans)
-    #: the epoch that it reads, or will read next
+    #: the epoch that it reads, or reads next
     lane: int = 0
-    #: of its last `TakeShards`; -1 before the first
+    #: number of its last `TakeShards`; -1 before the first
     seq: int = -1
-    #: it waits, and got nothing
+    #: True if it waits and its last request got nothing
     starves: bool = False
     reply: ShardReply = field(default_factory=ShardReply)
 
 
 @dataclass
 class ShardQueue:
-    """All state of one data set. `handle` is the only way to change it."""
+    """State of one dataset. Only `handle` changes it."""
 
     spec: DataSpec
     incarnation: Incarnation = field(default_factory=Incarnation)
-    #: the set that this incarnation began with
+    #: samples that were done when this incarnation began
     base: bytes = b""
     lanes: dict[int, Lane] = field(default_factory=dict)
     workers: dict[str, Worker] = field(default_factory=dict)
-    #: workers whose shards went to others because they were silent, or are dead
+    #: dead or silent workers, whose shards went to others
     dropped: set[str] = field(default_factory=set)
-    #: how often a sample could not be read, by lane and position; only while it may be tried again
+    #: failed attempts to read a sample, by lane and position; only while attempts remain
     tries: dict[tuple[int, int], int] = field(default_factory=dict)
     aside: list[SetAside] = field(default_factory=list)
-    #: how often a worker died of itself while it read a shard, by its lane and first position
+    #: crashes of workers while they read a shard, by its lane and first position
     deaths: dict[tuple[int, int], int] = field(default_factory=dict)
-    #: shards that workers died of; they are left out from the next incarnation on
+    #: shards that repeatedly crashed workers; the following incarnations skip them
     deadly: list[SetAside] = field(default_factory=list)
-    #: the epoch that this incarnation began in
+    #: the epoch in which this incarnation began
     first_lane: int = 0
-    #: when the last request was handled
+    #: time of the last request
     last: float = 0.0
     _next_lane: int = 0
     _out: list[Command] = field(default_factory=list)
 
     @property
     def is_stream(self) -> bool:
-        """Whether the lanes are partitions."""
+        """True if the lanes are partitions."""
         return self.spec.size < 0
 
     # ---- inputs
 
     def handle(self, event: ShardRequest, now: float) -> list[Command]:
-        """Take in one request at time ``now`` (seconds); what is to be done about it.
+        """Handle one request at time ``now`` (seconds); return the resulting commands.
 
         Raises:
-            ProtocolError: it contradicts what is known; nothing has changed.
+            ProtocolError: the request contradicts the known state; nothing has changed.
         """
         self._out = []
-        if isinstance(event, LookShards):  # no journal has it: it changes nothing
+        if isinstance(event, LookShards):  # it changes nothing, so it is not journalled
             self._look()
             return self._out
         if now - self.last > self.spec.timeout / QUIET:
@@ -150,16 +150,16 @@ class ShardQueue:
         self._answer(ShardReply(lane=self.first_lane, spec=spec))
 
     def _settled(self, spec: DataSpec) -> DataSpec:
-        """What a worker says of the data set; of a stream, what the first worker found stands."""
+        """Return a worker's description of the dataset; for a stream, with the first worker's findings."""
         if spec.size >= 0 or not self.is_stream:
             return spec
         mine = {name: getattr(self.spec, name) for name in FOUND}
         return msgspec.structs.replace(spec, **mine)
 
     def _begin(self, event: OpenShards) -> None:
-        """Begin an incarnation: only what its checkpoint contains is done."""
+        """Begin an incarnation: only the content of its checkpoint is done."""
         done = Spans.unpacked(event.done)
-        # Without a checkpoint a stream begins again where this job has begun, not where it is now.
+        # Without a checkpoint, a stream restarts where this job began, not at its current position.
         again = not done and self.spec.begins
         spec = self._settled(event.spec) if again else event.spec
         lanes = lanes_of(spec, done)
@@ -238,7 +238,7 @@ class ShardQueue:
         self._out.append(Report(self.spec.name, what))
 
     def _expire(self, now: float) -> None:
-        """Give up workers that were not heard of for too long; they are told when they are back."""
+        """Give up workers that were silent for too long; they learn it from their next request."""
         limit = now - self.spec.timeout
         for name in [name for name, worker in self.workers.items() if worker.heard < limit]:
             self._forget(name)
@@ -252,7 +252,7 @@ class ShardQueue:
             self.lanes[span.lane].give_back(span.start, span.stop)
 
     def crashed(self, rank: int, round_: int, place: tuple[int, int], how: str) -> list[Command]:
-        """A worker died of itself while it read at ``place`` (lane, position): a try of that shard."""
+        """Count a crash as an attempt at the shard that the worker read at ``place`` (lane, position)."""
         self._out = []
         number, position = place
         lane = self.lanes.get(number)
@@ -293,15 +293,15 @@ class ShardQueue:
         self._answer(msgspec.structs.replace(reply, lane=lane, aside=tuple(self.aside)))
 
     def forgive(self, now: float) -> None:
-        """Restart the silence timeouts: the dealer was away until ``now``, or stopped.
+        """Restart the silence timeouts, because the dealer was down or stopped until ``now``.
 
-        So it was if no worker was heard of for long, for each one reports more often than that.
+        Silence of all workers means this, since each one reports more often.
         """
         self.last = now
         for worker in self.workers.values():
             worker.heard = max(worker.heard, now)
 
-    # ---- dealing
+    # ---- leasing
 
     def _deal(self, worker: Worker, event: TakeShards) -> tuple[Span, ...]:
         spans: list[Span] = []
@@ -326,7 +326,7 @@ class ShardQueue:
         return tuple(spans)
 
     def _open_lanes(self, lane: int) -> Sequence[int]:
-        """The lanes to deal from, in this order."""
+        """Return the lanes to lease from, in this order."""
         if self.is_stream:
             count = len(self.lanes)
             first = self._next_lane
@@ -337,9 +337,9 @@ class ShardQueue:
         return [n for n in self._readable(lane) if not self.lanes[n].exhausted]
 
     def _readable(self, lane: int) -> list[int]:
-        """What a worker that reads an epoch may get: its own, and earlier ones that nobody reads any more.
+        """Return the lanes for a reader of an epoch: its own, and earlier ones without readers.
 
-        What is given back of an epoch that somebody reads belongs to that loop.
+        Samples returned in an epoch that still has a reader belong to that reader's loop.
         """
         earliest = min((worker.lane for worker in self.workers.values()), default=lane)
         return [n for n in sorted(self.lanes) if n == lane or n < min(earliest, lane)]
@@ -357,7 +357,7 @@ class ShardQueue:
         return number
 
     def _others_starve(self, worker: Worker) -> bool:
-        """Whether somebody could do with what this worker has not read yet."""
+        """Return whether another worker needs the samples that this worker has not read yet."""
         others = (other for other in self.workers.values() if other is not worker)
         return self.is_stream and any(other.starves for other in others)
 

@@ -1,4 +1,4 @@
-"""How many samples a stream still gives: tickets, which are dealt to the workers as samples are."""
+"""Limit on the samples of a stream: tickets, which are leased to the workers like samples."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from dlrover.sharding.spans import Spans
 from dlrover.spec.shards import DataSpec, Incarnation, Span
 
 SHARD = 100
-"""Tickets that are dealt at a time, at most: who holds some that it cannot use keeps them from others."""
+"""Maximum number of tickets per lease; tickets that a worker cannot use are missing elsewhere."""
 
 
 class Quota:
-    """This worker's tickets: one for each sample that the training gets. They are all alike.
+    """This worker's tickets: one for each sample that the training gets. Tickets are interchangeable.
 
     Args:
-        data: the stream's data set.
-        most: samples that all workers together get, with those before.
-        used: of these, what the checkpoint contains.
-        dealer: whoever deals.
-        rank: this worker's.
-        incarnation: the data set's.
+        data: the stream's dataset.
+        most: samples that all workers together get, including those before the start.
+        used: the part of them that the checkpoint contains.
+        dealer: the dealer of the tickets.
+        rank: this worker's rank.
+        incarnation: the dataset's incarnation.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class Quota:
         self._ready: deque[int] = deque()
         """Tickets for the next samples."""
         self._drawn: deque[int] = deque()
-        """Tickets for samples that are read, and not yet with the training."""
+        """Tickets for samples that are read but not yet handed to the training."""
 
     def ready(self, *, patient: bool) -> bool:
-        """Whether there is a ticket for another sample; else the stream has ended for this worker.
+        """Return whether there is a ticket for another sample; if not, the stream has ended for this worker.
 
-        To be asked before one waits for the sample: it may never come.
+        Call this before waiting for the sample, which may never come.
         """
         if not self._ready:
             for span in self._client.take(patient=patient):
@@ -59,15 +59,15 @@ class Quota:
         return bool(self._ready)
 
     def draw(self) -> None:
-        """Use a ticket that is ready, for a sample that is there."""
+        """Use a ready ticket for a sample that has been read."""
         self._drawn.append(self._ready.popleft())
 
     def spend(self, count: int) -> None:
-        """The training has got so many samples."""
+        """Mark ``count`` samples as handed to the training."""
         self._client.consumed([self._used() for _ in range(count)])
 
     def put_back(self, count: int) -> None:
-        """So many samples did not come to the training."""
+        """Return the tickets of ``count`` samples that did not reach the training."""
         self._client.put_back([self._used() for _ in range(count)])
 
     def _used(self) -> Span:
@@ -75,5 +75,5 @@ class Quota:
         return Span(0, at, at + 1)
 
     def close(self) -> None:
-        """Give back the tickets that were not used."""
+        """Return the unused tickets."""
         self._client.close()

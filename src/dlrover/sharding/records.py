@@ -1,4 +1,4 @@
-"""A data set as a training script reads it, without any framework."""
+"""A dataset as a training script reads it, without any framework."""
 
 from __future__ import annotations
 
@@ -23,46 +23,46 @@ from dlrover.spec.shards import DataSpec, Incarnation, Span, data_key
 Sample_co = TypeVar("Sample_co", covariant=True)
 
 SHARDS = 1000
-"""Shards that a data set has at least, if nothing says how large they are."""
+"""Minimum number of shards in a dataset, unless the shard size is set."""
 LARGEST = 1000
-"""Samples in a shard, at most, if nothing says how many."""
+"""Maximum number of samples in a shard, unless the shard size is set."""
 
 
 class Source(Protocol[Sample_co]):
-    """Samples by their number: a list, a map-style data set of PyTorch, files of `dlrover.sharding.sources`."""
+    """Samples by number: a list, a map-style dataset of PyTorch, files of `dlrover.sharding.sources`."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of samples."""
 
     def __getitem__(self, index: int) -> Sample_co:
-        """One of them."""
+        """Return one sample."""
 
 
 class Records(Generic[Sample_co]):
-    """Samples that are dealt to all workers of a job: each of an epoch to one of them.
+    """Samples shared among all workers of a job: in each epoch, every sample goes to one worker.
 
-    Iterating gives the rest of the epoch; the next iteration is the next epoch. ``state_dict`` is for a
-    checkpoint, together with the model: after a restore both are at the same sample, on any number of
-    workers. A sample counts as learned from when it was handed out. Without a master (a program that
-    runs alone) everything goes the same way within the process.
+    Iterating yields the rest of the epoch; the next iteration is the next epoch. Save ``state_dict`` in a
+    checkpoint together with the model: a restore puts both at the same sample, on any number of workers.
+    A sample counts as learned from once it is handed out. Without a master (a program that runs alone)
+    the process leases to itself in the same way.
 
-    Of a stream there is one epoch, which ends when the stream does: mostly never.
+    A stream has one epoch, which ends when the stream does: mostly never.
 
     Args:
         source: the samples; the same, and in the same order, on all workers. Or a `Stream`, or its address.
-        name: tells the data sets of a job apart.
-        epochs: how often each sample is dealt; 0: endlessly.
-        shuffle: deal in an order that depends on ``seed`` and the epoch, else in the order of the source.
-            What is read in blocks (Parquet, tables) is shuffled by blocks, and within each.
-        seed: the same on all workers.
-        shard: samples dealt at a time; by default a thousandth of all, 1000 at most; of what is read in
-            blocks a block, or an equal part of one, if that is a hundredth of all at most. Of a stream: offsets.
-        drop_last: leave the incomplete last shard of each epoch out.
-        attempts: how often a sample that cannot be read is tried until it is set aside, which is told.
-        max_set_aside: samples that a worker may set aside until it fails with the error of the last.
-        wait_for_others: end an epoch only when others have read what they have taken: a program in which
-            workers do not wait for each other then reads what one of them leaves when it dies.
-        timeout: seconds of silence after which a worker's samples are dealt to others.
+        name: distinguishes the datasets of a job.
+        epochs: number of times that each sample is leased; 0: endlessly.
+        shuffle: use an order that depends on ``seed`` and the epoch instead of the order of the source.
+            A source that is read in blocks (Parquet, tables) is shuffled by blocks, and within each block.
+        seed: seed of the order; the same on all workers.
+        shard: samples per lease; by default a thousandth of all, at most 1000. For a source in blocks, a
+            block or an equal part of one, if that is at most a hundredth of all. For a stream: offsets.
+        drop_last: leave out the incomplete last shard of each epoch.
+        attempts: attempts to read a sample before it is skipped and reported.
+        max_set_aside: samples that a worker may skip; one more raises the error of the last.
+        wait_for_others: end an epoch only when others have read their leased samples. Use this in a program
+            whose workers do not wait for each other: they then read what a dead worker leaves behind.
+        timeout: seconds of silence after which a worker's samples are leased to others.
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -120,7 +120,7 @@ class Records(Generic[Sample_co]):
         self._loads = 0
         self._orders: dict[int, order.Order] = {}
         self.epoch = 0
-        """The epoch that is being read, or will be next; it ends at ``epochs``."""
+        """The current or next epoch; it ends at ``epochs``."""
 
     # ---- reading
 
@@ -131,10 +131,10 @@ class Records(Generic[Sample_co]):
         self.end_epoch()
 
     def read_ahead(self) -> Iterator[tuple[Span, Sample_co]]:
-        """The rest of the epoch, each sample with where it stands; none counts until `handed_out` says so.
+        """Yield the rest of the epoch as places and samples; a sample counts only after `handed_out`.
 
-        For readers that read ahead of the training. They `put_back` what the training did not get, and call
-        `end_epoch` when it has got the last one.
+        For readers that read ahead of the training. They `put_back` samples that did not reach the training,
+        and call `end_epoch` after the last one that did.
         """
         parts, left = self._parts(), Span(0, 0, 0)
         try:
@@ -156,14 +156,14 @@ class Records(Generic[Sample_co]):
             self.put_back([left])
 
     def handed_out(self, places: Iterable[Span]) -> None:
-        """The training has these samples now."""
+        """Mark samples as handed to the training."""
         known = list(places)
         self._opened().consumed(known)
         if self._stream is not None:
             self._stream.spend(len(known))
 
     def put_back(self, places: Iterable[Span]) -> None:
-        """These samples are read again next."""
+        """Put samples back; they are read again next."""
         known = [place for place in places if place.start < place.stop]
         if self._client is not None:
             self._client.put_back(known)
@@ -171,21 +171,21 @@ class Records(Generic[Sample_co]):
             self._stream.put_back(len(known))
 
     def end_epoch(self) -> None:
-        """The training has got all of the epoch that this worker gets."""
+        """Note that the training has all of this worker's samples of the epoch."""
         if self._stream is None:
             self.epoch += 1
 
     def until_end(self) -> Iterator[int]:
-        """The epochs that are left, for ``for epoch in data.until_end(): for sample in data: ...``."""
+        """Yield the remaining epochs, for ``for epoch in data.until_end(): for sample in data: ...``."""
         self._opened()
         while not self._spec.epochs or self.epoch < self._spec.epochs:
             epoch = self.epoch
             yield epoch
             if self.epoch == epoch:
-                return  # it was not read to its end
+                return  # the epoch was not read to its end
 
     def record(self, lane: int, position: int) -> int:
-        """The number in the source of what is dealt as a position of an epoch."""
+        """Return the number, in the source, of the record at a position of an epoch."""
         return self._order(lane).record(position) if self._shuffle else position
 
     def _order(self, lane: int) -> order.Order:
@@ -210,7 +210,7 @@ class Records(Generic[Sample_co]):
         return fitting or max(1, min(LARGEST, size // SHARDS))
 
     def _parts(self) -> Generator[Part, None, None]:
-        """The samples of this epoch that this worker gets."""
+        """Yield the samples of this epoch that this worker gets."""
         if not self._goes_on():
             return
         client = self._opened()
@@ -235,12 +235,12 @@ class Records(Generic[Sample_co]):
             client.rest()
 
     def _goes_on(self) -> bool:
-        """Whether a stream leaves another sample to this worker."""
+        """Return whether a stream has another sample for this worker."""
         stream, spec = self._stream, self._spec
         return stream is None or stream.goes_on(spec, self._incarnation, patient=self._patient)
 
     def _read(self, spans: Sequence[Span]) -> Iterator[Part]:
-        """The samples of some spans, in parts; those without any are empty positions of a stream."""
+        """Yield the samples of spans in parts; parts without samples are empty positions of a stream."""
         if self._stream is None:
             yield from map(Part, spans, self._items(spans))
             return
@@ -249,7 +249,7 @@ class Records(Generic[Sample_co]):
                 yield Part(place, () if message is None else (message,))
 
     def _items(self, spans: Sequence[Span]) -> Iterator[Sequence[int]]:
-        """The records of some spans; those of spans that follow each other in a lane are found together."""
+        """Yield the records of each span; consecutive spans of a lane are looked up together."""
         if not self._shuffle:
             yield from (range(span.start, span.stop) for span in spans)
             return
@@ -261,7 +261,7 @@ class Records(Generic[Sample_co]):
             yield from (list(islice(records, len(each))) for each in ranges)
 
     def _reads(self, place: Span) -> None:
-        """The samples of the shard there may be what the process dies of."""
+        """Note the shard whose samples are read next, in case the process crashes on them."""
         if defaults.reading is not None:
             defaults.reading(data_key(self._spec.name), place.lane, place.start)
 
@@ -301,7 +301,7 @@ class Records(Generic[Sample_co]):
         return client
 
     def close(self) -> None:
-        """Give back what was taken and not read. Afterwards it cannot be iterated, unless it is restored."""
+        """Return unread samples. Afterwards, iterating requires a restore."""
         self._closed = True
         if self._stream is not None:
             self._stream.close()
@@ -311,7 +311,7 @@ class Records(Generic[Sample_co]):
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """What this worker's model has learned from, as plain values of a few bytes a shard.
+        """Return what this worker's model has learned from, as plain values of a few bytes per shard.
 
         Raises:
             InfrastructureError: the worker was cut off from the master for longer than ``timeout``.
@@ -337,19 +337,19 @@ class Records(Generic[Sample_co]):
         ).as_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from the state of a single worker.
+        """Continue from the state of a single worker.
 
         Raises:
-            ConfigurationError: there were several workers, or it is another data set's state.
+            ConfigurationError: there were several workers, or the state belongs to another dataset.
         """
         self.load_rank_states([state])
 
     def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from the states of all workers that saved; there may be another number of them now.
+        """Continue from the states of all workers that saved; the number of workers may have changed.
 
         Raises:
-            ConfigurationError: some are missing, or they are another data set's.
-            InfrastructureError: they contradict each other.
+            ConfigurationError: states are missing, or belong to another dataset.
+            InfrastructureError: the states contradict each other.
         """
         done, epoch = merged(states, self._spec)
         self.close()
@@ -363,20 +363,20 @@ class Records(Generic[Sample_co]):
 
     @property
     def commits(self) -> bool:
-        """Whether somebody wants to know what stored checkpoints contain: the stream's address has a group."""
+        """True if the stream's address has a group, to which stored checkpoints are committed."""
         return self._stream is not None and self._stream.has_group
 
     def commit_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Tell the group in the stream's address how far a stored checkpoint is: ``states`` of all its ranks.
+        """Commit a stored checkpoint's offsets to the stream's group; ``states`` are those of all ranks.
 
-        A `Checkpointer` calls this in rank 0, in a thread of its own. What goes wrong is logged.
+        A `Checkpointer` calls this in rank 0, in a thread of its own. Errors are logged.
         """
         if self._stream is not None and self.commits:
             self._stream.commit(states, self._spec)
 
 
 def learned(states: Sequence[Mapping[str, Any]]) -> Spans:
-    """The samples that the states of all workers of one checkpoint contain, to look at."""
+    """Return the samples in the states of all workers of one checkpoint, for inspection."""
     first = msgspec.convert(dict(states[0]), RankData)
     spec = DataSpec(name=first.name, size=first.size, order=first.order)
     return merged(states, spec)[0]

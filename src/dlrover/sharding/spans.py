@@ -1,4 +1,4 @@
-"""Sets of positions, kept as spans that do not touch."""
+"""Sets of positions, stored as spans that do not touch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dlrover.spec.shards import Span
 
 
 class Ranges:
-    """A set of integers. Adding next to what was added last takes constant time."""
+    """A set of integers. Adding next to the last addition takes constant time."""
 
     __slots__ = ("_starts", "_stops")
 
@@ -35,11 +35,11 @@ class Ranges:
 
     @property
     def count(self) -> int:
-        """How many integers there are."""
+        """Number of integers."""
         return sum(self._stops) - sum(self._starts)
 
     def add(self, start: int, stop: int) -> None:
-        """Add ``start`` up to ``stop``; some of them may be in the set already."""
+        """Add ``start`` up to ``stop``; some of them may already be in the set."""
         if start >= stop:
             return
         starts, stops = self._starts, self._stops
@@ -52,7 +52,7 @@ class Ranges:
         starts[first:last], stops[first:last] = [start], [stop]
 
     def remove(self, start: int, stop: int) -> None:
-        """Take ``start`` up to ``stop`` out; some of them may not be in the set."""
+        """Remove ``start`` up to ``stop``; some of them may not be in the set."""
         if start >= stop:
             return
         starts, stops = self._starts, self._stops
@@ -65,17 +65,17 @@ class Ranges:
         stops[first:last] = [b for _, b in kept]
 
     def covers(self, start: int, stop: int) -> bool:
-        """Whether all of ``start`` up to ``stop`` are in the set."""
+        """Return whether all of ``start`` up to ``stop`` are in the set."""
         at = bisect_right(self._starts, start) - 1
         return start >= stop or (at >= 0 and self._stops[at] >= stop)
 
     def meets(self, start: int, stop: int) -> bool:
-        """Whether any of ``start`` up to ``stop`` is in the set."""
+        """Return whether any of ``start`` up to ``stop`` is in the set."""
         at = bisect_right(self._stops, start)
         return start < stop and at < len(self._starts) and self._starts[at] < stop
 
     def gap(self, start: int) -> tuple[int, int | None]:
-        """The first integers from ``start`` on that are not in the set; None: without an end."""
+        """Return the first range of integers from ``start`` on that are not in the set; None: endless."""
         at = bisect_right(self._starts, start) - 1
         if at >= 0 and self._stops[at] > start:
             start = self._stops[at]
@@ -83,7 +83,7 @@ class Ranges:
         return start, self._starts[after] if after < len(self._starts) else None
 
     def pop_first(self, most: int) -> tuple[int, int]:
-        """Take the first integers out, ``most`` at most, which follow each other."""
+        """Remove and return the first consecutive integers, at most ``most``."""
         start = self._starts[0]
         stop = min(self._stops[0], start + most)
         self.remove(start, stop)
@@ -113,11 +113,11 @@ class Spans:
 
     @property
     def count(self) -> int:
-        """How many samples there are."""
+        """Number of samples."""
         return sum(ranges.count for ranges in self.lanes.values())
 
     def of(self, lane: int) -> Ranges:
-        """The positions in one lane."""
+        """Return the positions in one lane."""
         found = self.lanes.get(lane)
         if found is None:
             found = self.lanes[lane] = Ranges()
@@ -128,19 +128,19 @@ class Spans:
         self.of(span.lane).add(span.start, span.stop)
 
     def remove(self, span: Span) -> None:
-        """Take samples out."""
+        """Remove samples."""
         self.of(span.lane).remove(span.start, span.stop)
 
     def covers(self, span: Span) -> bool:
-        """Whether all of them are in the set."""
+        """Return whether all of the samples are in the set."""
         return self.of(span.lane).covers(span.start, span.stop)
 
     def meets(self, span: Span) -> bool:
-        """Whether any of them is in the set."""
+        """Return whether any of the samples is in the set."""
         return self.of(span.lane).meets(span.start, span.stop)
 
     def packed(self) -> bytes:
-        """The set as bytes: by lane, the lengths of gaps and ranges in turn. A shard takes 2 to 6."""
+        """Return the set as bytes: by lane, alternating lengths of gaps and ranges. A shard takes 2 to 6."""
         lanes: dict[int, list[int]] = {}
         for lane in sorted(self.lanes):
             numbers, last = [], 0
@@ -153,10 +153,10 @@ class Spans:
 
     @classmethod
     def unpacked(cls, data: bytes) -> Spans:
-        """The set that `packed` gave; an empty one for no bytes.
+        """Return the set that `packed` encoded; an empty one for no bytes.
 
         Raises:
-            ProtocolError: they are something else.
+            ProtocolError: the bytes are no packed set.
         """
         found = cls()
         if not data:

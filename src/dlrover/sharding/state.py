@@ -1,7 +1,7 @@
-"""What a checkpoint holds of a data set: which samples its model has learned from.
+"""Part of a checkpoint about a dataset: which samples the model has learned from.
 
-Each rank keeps what all ranks began with, and what it has handed to the training itself since then. Put
-together they are the samples whose effect the model has; so any number of ranks can go on from them.
+Each rank stores what all ranks began with, and what it has handed to the training itself since then. The
+union is the set of samples whose effect the model has, so any number of ranks can continue from it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dlrover.sharding.spans import Spans
 from dlrover.spec.shards import DataSpec
 
 NO_READER = -1
-"""The rank of a parameter server, whose part says nothing: it reads no data."""
+"""Rank of a parameter server, whose part is empty: it reads no data."""
 
 
 class RankData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,32 +29,32 @@ class RankData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     rank: int
     world_size: int
     epoch: int
-    """The one that is being read, or will be next."""
+    """The current or next epoch."""
     base: bytes
-    """What all ranks began with (packed `Spans`)."""
+    """Samples that all ranks began with (packed `Spans`)."""
     mine: bytes
-    """What this rank has handed to the training since (packed `Spans`)."""
+    """Samples that this rank has handed to the training since (packed `Spans`)."""
     begins: tuple[int, ...] = ()
-    """Of a stream: where each partition began for this job."""
+    """For a stream: where each partition began for this job."""
     limits: tuple[int, ...] = ()
-    """Of a stream that ends: where each partition ends for this job."""
+    """For a stream that ends: where each partition ends for this job."""
     samples_before: int = 0
-    """Of a stream: samples that all ranks together had handed to the training before they began."""
+    """For a stream: samples that all ranks together had handed to the training before they began."""
     samples: int = 0
-    """Of a stream: samples that this rank has handed to the training since."""
+    """For a stream: samples that this rank has handed to the training since."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         plain: dict[str, Any] = msgspec.to_builtins(self, builtin_types=(bytes,))
         return plain
 
 
 def merged(states: Sequence[Mapping[str, Any]], spec: DataSpec) -> tuple[Spans, int]:
-    """What all ranks together have learned from, and the epoch to go on with.
+    """Return the samples that all ranks together have learned from, and the epoch to continue with.
 
     Raises:
-        ConfigurationError: they are not all ranks' parts, or belong to another data set.
-        InfrastructureError: they contradict each other.
+        ConfigurationError: ranks' parts are missing, or belong to another dataset.
+        InfrastructureError: the parts contradict each other.
     """
     parts = [part for part in map(_decoded, states) if part.rank != NO_READER]
     if not parts:
@@ -89,13 +89,13 @@ def merged(states: Sequence[Mapping[str, Any]], spec: DataSpec) -> tuple[Spans, 
 
 
 def began(states: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where the partitions of a stream began, and where they end for the job; of ranks that belong together."""
+    """Return where a stream's partitions began and end for the job, from one checkpoint's states."""
     first = max(map(_decoded, states), key=lambda part: len(part.begins))
     return first.begins, first.limits
 
 
 def count(states: Sequence[Mapping[str, Any]]) -> int:
-    """Samples of a stream that ranks which belong together have handed to the training."""
+    """Return the number of a stream's samples handed to the training, from one checkpoint's states."""
     parts = [_decoded(state) for state in states]
     return parts[0].samples_before + sum(part.samples for part in parts)
 

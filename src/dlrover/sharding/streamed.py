@@ -1,4 +1,4 @@
-"""A stream as one worker of a job reads it: what its broker keeps, when it ends, and who watches it."""
+"""A stream as one worker of a job reads it: its broker, its end, and the monitoring of its progress."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dlrover.spec.shards import DataSpec, Incarnation, Span
 
 
 class Streamed:
-    """Belongs to one data set, and to its thread."""
+    """Stream of one dataset; used by the dataset's thread."""
 
     def __init__(self, stream: Stream[Any], shard: int | None) -> None:
         self.stream = stream
@@ -29,17 +29,17 @@ class Streamed:
         self._heads: Heads | None = None
         self._quota: Quota | None = None
         self.samples_before = 0
-        """Samples that the checkpoint contains."""
+        """Samples in the checkpoint."""
         self.samples = 0
         """Samples that this worker has handed to the training since."""
 
     @property
     def identity(self) -> str:
-        """What tells this stream from others in a checkpoint."""
+        """Name that distinguishes this stream from others in a checkpoint."""
         return self._feed.identity
 
     def open(self, spec: DataSpec, base: bytes, incarnation: Incarnation) -> ShardClient:
-        """A client, for which it is found out how far the stream is."""
+        """Find the current ends of the stream, and return a client."""
         self._dealer = dealer = dealers.connect()
         found, ends = self._feed.found(spec, self._shard, Spans.unpacked(base))
         client = ShardClient(
@@ -51,19 +51,19 @@ class Streamed:
         return client
 
     def read(self, span: Span) -> Iterator[tuple[Span, Message | None]]:
-        """All of a span, in parts that follow each other: each ends with a message, or has none."""
+        """Yield all of a span in consecutive parts; each ends with a message, or has none."""
         return self._feed.read(span, self._leave_empty)
 
     def _leave_empty(self, gap: Span) -> None:
-        if self._client is not None:  # else the rest is read of a data set that was closed
+        if self._client is not None:  # else the rest of a closed dataset is being read
             self._client.leave_empty(gap)
 
-    # ---- the end after so many samples
+    # ---- the end after ``max_samples``
 
     def goes_on(self, spec: DataSpec, incarnation: Incarnation, *, patient: bool) -> bool:
-        """Whether ``max_samples`` leave this worker another one. To be asked before it waits for one."""
+        """Return whether ``max_samples`` leaves a sample for this worker; call this before waiting for it."""
         most = self.stream.max_samples
-        if most is None or self._dealer is None:  # it is asked again when the stream is open
+        if most is None or self._dealer is None:  # asked again when the stream is open
             return True
         if self._quota is None:
             dealer, rank = self._dealer.another(), dealers.world()[0]
@@ -71,41 +71,41 @@ class Streamed:
         return self._quota.ready(patient=patient)
 
     def draw(self) -> None:
-        """A sample is read that the training may get."""
+        """Note that a sample for the training has been read."""
         if self._quota is not None:
             self._quota.draw()
 
     def spend(self, count: int) -> None:
-        """The training has got so many samples."""
+        """Mark ``count`` samples as handed to the training."""
         self.samples += count
         if self._quota is not None:
             self._quota.spend(count)
 
     def put_back(self, count: int) -> None:
-        """So many samples that are read did not come to the training."""
+        """Note that ``count`` samples were read and did not reach the training."""
         if self._quota is not None:
             self._quota.put_back(count)
 
     # ---- checkpoints
 
     def restart(self, samples: int) -> None:
-        """Begin again, with a checkpoint that contains so many samples."""
+        """Restart from a checkpoint that contains ``samples`` samples."""
         self._dealer = None
         self.samples_before, self.samples = samples, 0
 
     @property
     def has_group(self) -> bool:
-        """Whether somebody is to be told what stored checkpoints contain."""
+        """True if a group follows the content of stored checkpoints."""
         return bool(self._group)
 
     def commit(self, states: Sequence[Mapping[str, Any]], spec: DataSpec) -> None:
-        """Tell the group what a stored checkpoint contains; what goes wrong is logged."""
+        """Commit the content of a stored checkpoint to the group; errors are logged."""
         self._group.commit(states, spec, self._dealer)
 
     # ---- the end
 
     def close(self) -> None:
-        """Give back what was taken, and let the broker go."""
+        """Return leased samples, and close the connection to the broker."""
         if self._quota is not None:
             self._quota.close()
             self._quota = None

@@ -1,4 +1,4 @@
-"""Frozen records that every layer shares: what to launch, nodes, failures, events.
+"""Frozen records that all layers share: launch specifications, nodes, failures, events.
 
-Nothing here does I/O, reads a clock or the environment.
+This package does no I/O and reads neither a clock nor the environment.
 """

@@ -1,4 +1,4 @@
-"""The things that a worker does, as numbers. Only the standard library: this is loaded in workers."""
+"""Activities of a worker, as numbers. Workers load this module, so it uses only the standard library."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import enum
 
 
 class Activity(enum.IntEnum):
-    """What a worker does. At any moment it does one of these."""
+    """Activity of a worker; exactly one at any moment."""
 
     START = 0
-    """From the start of its process to its first optimizer step: imports, set-up, loading."""
+    """From process start to the first optimizer step: imports, set-up, loading."""
     STEP = 1
     """Training steps."""
     DATA = 2
@@ -19,4 +19,4 @@ class Activity(enum.IntEnum):
     EVAL = 4
     """Evaluation."""
     CHECKPOINT = 5
-    """Blocked by saving or loading a checkpoint, once the first step was made."""
+    """Blocked by saving or loading a checkpoint, after the first step."""

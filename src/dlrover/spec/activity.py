@@ -1,4 +1,4 @@
-"""What a worker spends its time on, as its node's agent reads it from the progress board."""
+"""Time use of workers, as their node's agent reads it from the progress board."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from dlrover.spec.batches import Batches
 
 
 class WorkerActivity(msgspec.Struct, frozen=True, array_like=True):
-    """One worker's record. Times are seconds since its process began, as long as it lasts."""
+    """Activity of one worker. Times are durations in seconds within the life of its process."""
 
     steps: int
-    """Optimizer steps that it has completed."""
+    """Completed optimizer steps."""
     doing: int
-    """An `Activity`."""
+    """The current `Activity`."""
     since: float
-    """How long it has been doing that; steps count one by one."""
+    """Duration of the current activity; each step counts by itself."""
     seconds: tuple[float, ...]
-    """How long it has been doing each `Activity` in all; the sum is the worker's age."""
+    """Total duration of each `Activity`; the sum is the worker's age."""
     compute: float = 0.0
-    """Seconds of its steps that it did not wait for other ranks."""
+    """Part of the time in steps that was not spent waiting for other ranks."""
     first_step: int = -1
-    """The number of the step that it began with, -1 while that is not known."""
+    """Number of the step that the worker began with; -1 while unknown."""
     ended: bool = False
-    """Its process has ended; the times stand still."""
+    """True if the process has ended; its times no longer change."""
     total_batch: int = 0
-    """Samples of a step of all ranks, where the program keeps that fixed; 0 otherwise."""
+    """Samples per step of all ranks, if the program keeps that fixed; otherwise 0."""
     parameters: int = 0
-    """Numbers that its optimizer trains."""
+    """Number of scalar parameters that the optimizer trains."""
     parameter_bytes: int = 0
     state_bytes: int = 0
-    """Bytes that its optimizer keeps beside them, after the first step."""
+    """Bytes of optimizer state beside the parameters, after the first step."""
     left: int = -1
-    """Optimizer steps that are left to the end of the training, -1 while that is not known."""
+    """Optimizer steps left until the training ends; -1 while unknown."""
     batches: Batches | None = None
-    """Which global batches it allows; None: it stays."""
+    """Allowed global batches; None: the global batch is fixed."""
 
 
 def mean(workers: tuple[WorkerActivity, ...]) -> tuple[float, ...]:
-    """Seconds by `Activity`, the mean over ``workers``; empty without workers."""
+    """Return the mean seconds by `Activity` over ``workers``; empty without workers."""
     if not workers:
         return ()
     return tuple(

@@ -1,4 +1,4 @@
-"""Which global batches a job allows, and how noisy its gradients are."""
+"""Allowed global batches of a job, and the noise of its gradients."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ Norm = Annotated[float, Meta(ge=0, le=1e300)]
 
 
 class Batches(msgspec.Struct, frozen=True, kw_only=True):
-    """The choice of a job's global batch: the samples of an optimizer step of all workers."""
+    """Allowed range of a job's global batch: the samples of one optimizer step over all workers."""
 
     least: Samples
-    """The program's own."""
+    """The program's own global batch."""
     most: Samples
-    """The same as ``least`` where the global batch stays."""
+    """Largest global batch; equals ``least`` if the global batch is fixed."""
     pass_most: Samples
-    """Samples that one worker computes at once, at most."""
+    """Maximum number of samples in one pass of a worker."""
     square: Norm = 0.0
     """Squared norm of the mean gradient; 0: not measured."""
     variance: Norm = 0.0
-    """Of the gradient of one sample, summed over the parameters; 0: not measured."""
+    """Variance of a single sample's gradient, summed over the parameters; 0: not measured."""

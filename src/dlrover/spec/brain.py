@@ -1,7 +1,7 @@
-"""What masters tell the Brain and ask it, and what it shows: the records on the wire.
+"""Messages between masters and the Brain, and what the Brain shows: the records on the wire.
 
-Each report carries a request id. The Brain carries a request out once, however often it comes, and answers
-when what it says is committed.
+Each report carries a request id. The Brain executes a request once, however often it arrives, and answers
+when the result is committed.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from dlrover.spec.batches import Batches
 from dlrover.spec.plan import Group, Plan
 
 Id: TypeAlias = Annotated[str, Meta(min_length=1, max_length=100, pattern=r"^[!-~]+$")]
-"""Of a job, a node, a plan or a request: printable ASCII without blanks."""
+"""Id of a job, a node, a plan or a request: printable ASCII without blanks."""
 JobName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=100)]
-"""A job as a list shows it: the operator sees the tenant's name before the id."""
+"""Name of a job as lists show it: for the operator, the tenant's name precedes the id."""
 Text: TypeAlias = Annotated[str, Meta(max_length=2000)]
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=1_000_000)]
 Amount: TypeAlias = Annotated[float, Meta(ge=0, le=1e18)]
 Positive: TypeAlias = Annotated[float, Meta(gt=0, le=1e18)]
 Use: TypeAlias = dict[str, Amount]
-"""How much of each resource: ``accelerator``, ``cpu`` (cores), ``memory`` (bytes)."""
+"""Amount of each resource: ``accelerator``, ``cpu`` (cores), ``memory`` (bytes)."""
 
 Strategy: TypeAlias = Literal["all-reduce", "ps"]
 Mode: TypeAlias = Literal["manual", "single-job", "cluster"]
@@ -32,20 +32,20 @@ PlanState: TypeAlias = Literal["applied", "rolled-back", "refused"]
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """The size in which a job runs."""
+    """Size in which a job runs."""
 
     groups: dict[str, Group]
-    """The nodes by kind: ``worker``, and ``ps`` for servers."""
+    """Nodes by kind: ``worker``, and ``ps`` for servers."""
     batch: Count = 1
-    """Samples of one worker process in one pass."""
+    """Samples of one worker in one pass."""
     passes: Count = 1
     """Passes before the gradients are exchanged."""
     per_node: Count = 1
-    """Worker processes of each worker node."""
+    """Workers on each worker node."""
 
 
 class Range(msgspec.Struct, frozen=True):
-    """The numbers of nodes that are allowed: multiples of ``unit`` between two bounds."""
+    """Allowed numbers of nodes: multiples of ``unit`` between two bounds."""
 
     least: Count = 1
     most: Count = 1
@@ -53,72 +53,72 @@ class Range(msgspec.Struct, frozen=True):
 
 
 class Space(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes that a job may have. What the user has set has one value."""
+    """Sizes that a job may have. What the user has fixed has one value."""
 
     workers: Range = Range()
     """Worker nodes."""
     servers: Range = Range()
-    """Servers; only of a parameter-server job."""
+    """Servers; only in a parameter-server job."""
     worker_cpu: tuple[Positive, ...] = ()
-    """Cores that a worker may have; empty: what it has."""
+    """Allowed cores of a worker node; empty: unchanged."""
     server_cpu: tuple[Positive, ...] = ()
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job is, and what it may have."""
+    """Description of a job, and of the resources that it may have."""
 
     name: Text
     strategy: Strategy = "all-reduce"
     mode: Mode = "single-job"
-    """Who sizes it: its user, the job alone, or the cluster as a whole."""
+    """What chooses its size: its user, the job alone, or the Brain for the whole cluster."""
     optimizer: Text = ""
-    """The name of the optimiser that plans it; empty: the built-in one of its mode."""
+    """Name of the optimizer that plans it; empty: the built-in one of its mode."""
     features: Annotated[dict[str, str | float], Meta(max_length=100)] = {}
-    """By which similar past jobs are found: user, model, parameters, batch, data set."""
+    """Features by which similar past jobs are found: user, model, parameters, batch, dataset."""
     space: Space = Space()
     groups: dict[str, Group] = {}
-    """What each node gets, by kind, as the user has set it; 0 where that is open. Counts are in ``space``."""
+    """Resources of each node, by kind, as the user set them; 0 if left open. Counts are in ``space``."""
     queue: Text = ""
-    """The queue whose quota it counts to; empty: none."""
+    """Queue whose quota it counts against; empty: none."""
     priority: Positive = 1.0
     total: Amount = 0.0
-    """Samples until its end; 0 if that is not known."""
+    """Samples until its end; 0 if unknown."""
     restart: Amount = 30.0
-    """Seconds without progress after its size was changed."""
+    """Seconds without progress after a change of its size."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """A measured throughput of a size."""
+    """Measured throughput of a size."""
 
     shape: Shape
     throughput: Positive
     """Samples per second of all workers."""
     compute_seconds: Positive | None = None
-    """Of one pass without the exchange of gradients; None where nobody measured it."""
+    """Seconds of one pass without the exchange of gradients; None if not measured."""
     batches: Batches | None = None
-    """Which global batches the job allows; None: each worker's batch stays."""
+    """Global batches that the job allows; None: each worker's batch is fixed."""
     done: Amount = 0.0
-    """Samples that the job has processed so far; 0 if that is not known."""
+    """Samples that the job has processed so far; 0 if unknown."""
     at: Amount = 0.0
-    """Seconds since the epoch; 0: when the Brain gets it."""
+    """Seconds since the epoch; 0: when the Brain receives it."""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node of a job uses."""
+    """Resource usage of a job's node."""
 
     node: Id
-    """Such as ``worker-0`` or ``ps-1``; keeps its name as long as the job lives."""
+    """Name such as ``worker-0`` or ``ps-1``; it lasts for the life of the job."""
     kind: Id = "worker"
     cpu: Amount = 0.0
     """Cores in use."""
     memory: Amount = 0.0
     """Bytes in use."""
     accelerator: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """Share of the time that its accelerators compute."""
+    """Share of time in which its accelerators compute."""
     progress: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """Of the job."""
+    """Progress of the job."""
     at: Amount = 0.0
-    """Seconds since the epoch; 0: when the Brain gets it."""
+    """Seconds since the epoch; 0: when the Brain receives it."""
 
 
 class ClusterNode(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,18 +127,18 @@ class ClusterNode(msgspec.Struct, frozen=True, kw_only=True):
     name: Annotated[str, Meta(min_length=1, max_length=253, pattern=r"^[!-~]+$")]
     capacity: Use
     used: Use = {}
-    """What is asked for on it by everything that runs there."""
+    """Resources requested on it by everything that runs there."""
     by_jobs: Use = {}
-    """The part of ``used`` that nodes of jobs ask for."""
+    """Part of ``used`` that nodes of jobs request."""
     ready: bool = True
-    """Whether new nodes can be put there."""
+    """True if new nodes can be placed on it."""
 
 
 # ---- requests
 
 
 class RegisterJob(msgspec.Struct, frozen=True, kw_only=True, tag="register"):
-    """A job is there. A master that comes back says it again; the last description holds."""
+    """Registration of a job. A restarted master repeats it; the last description holds."""
 
     request: Id
     job: Id
@@ -146,7 +146,7 @@ class RegisterJob(msgspec.Struct, frozen=True, kw_only=True, tag="register"):
 
 
 class ReportSamples(msgspec.Struct, frozen=True, kw_only=True, tag="samples"):
-    """Throughputs that a job has measured."""
+    """Report of throughputs that a job has measured."""
 
     request: Id
     job: Id
@@ -154,7 +154,7 @@ class ReportSamples(msgspec.Struct, frozen=True, kw_only=True, tag="samples"):
 
 
 class ReportUsage(msgspec.Struct, frozen=True, kw_only=True, tag="usage"):
-    """What a job's nodes use."""
+    """Report of the resource usage of a job's nodes."""
 
     request: Id
     job: Id
@@ -162,7 +162,7 @@ class ReportUsage(msgspec.Struct, frozen=True, kw_only=True, tag="usage"):
 
 
 class ReportPlan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
-    """A plan that the job's master has made itself."""
+    """Report of a plan that the job's master made itself."""
 
     request: Id
     job: Id
@@ -172,37 +172,37 @@ class ReportPlan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
 
 
 class ReportOutcome(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):
-    """What became of a plan."""
+    """Report of a plan's outcome."""
 
     request: Id
     job: Id
     plan_id: Id
     state: PlanState
     throughput: Amount = 0.0
-    """Samples per second that were measured after it; 0 if none were."""
+    """Samples per second measured after the plan; 0 if not measured."""
     reason: Text = ""
 
 
 class EndJob(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
-    """A job has ended."""
+    """Report of a job's end."""
 
     request: Id
     job: Id
     state: JobState
     reason: Text = ""
     shape: Shape | None = None
-    """What it had last; None: the shape of its last sample."""
+    """Its last size; None: the shape of its last sample."""
 
 
 class ReportCluster(msgspec.Struct, frozen=True, kw_only=True, tag="cluster"):
-    """All machines of the cluster as they are now; the Brain forgets those that are not named."""
+    """Report of all current machines of the cluster; the Brain forgets any others."""
 
     request: Id
     nodes: Annotated[tuple[ClusterNode, ...], Meta(max_length=20_000)]
 
 
 class SetQuota(msgspec.Struct, frozen=True, kw_only=True, tag="quota"):
-    """What the jobs of a queue may have together; without limits the queue has no quota any more."""
+    """Joint limits of the jobs of a queue; without limits the queue's quota is removed."""
 
     request: Id
     queue: Id
@@ -222,32 +222,32 @@ Report: TypeAlias = (
 
 
 class Committed(msgspec.Struct, frozen=True):
-    """The report is in the database."""
+    """Confirmation that the report is in the database."""
 
 
 class AskPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What should the job have next? The same request gets the same plan again."""
+    """Request for the job's next plan. A repeated request gets the same plan again."""
 
     request: Id
     job: Id
     current: Shape | None = None
-    """What it has; None where nothing runs yet."""
+    """Current size; None if nothing runs yet."""
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to `AskPlan`."""
 
     reason: str
-    """One sentence, also where there is no plan."""
+    """One sentence, also without a plan."""
     plan: Plan | None = None
     """None: the job stays as it is."""
     plan_id: str = ""
-    """By which the outcome is reported; empty without a plan."""
+    """Id for the report of the outcome; empty without a plan."""
     optimizer: str = ""
 
 
 class AskEffect(msgspec.Struct, frozen=True, kw_only=True):
-    """What would a job do with other numbers of nodes?"""
+    """Request for the expected effect of other numbers of nodes on a job."""
 
     job: JobName
     workers: Count
@@ -261,13 +261,13 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
     shape: Shape
     before: Shape
     plan: Plan
-    """The size as a plan, with its effect; nothing is changed by asking."""
+    """The size as a plan, with its effect; asking changes nothing."""
     inside: bool
-    """Whether it is so near to what was measured that a plan may go there."""
+    """True if the size is near enough to measured ones that a plan may use it."""
 
 
 class AskSimilar(msgspec.Struct, frozen=True, kw_only=True):
-    """What has the past job measured that is most like this one?"""
+    """Request for the measurements of the most similar past job."""
 
     job: JobName
 
@@ -278,9 +278,9 @@ class Similar(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""
     """Empty: no job is similar enough."""
     similarity: float = 0.0
-    """From 0 to 1."""
+    """Similarity from 0 to 1."""
     samples: tuple[Sample, ...] = ()
-    """The latest ones, the oldest first."""
+    """The latest samples, oldest first."""
 
 
 # ---- what the Brain shows
@@ -300,17 +300,17 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
     samples: int = 0
     plans: int = 0
     shape: Shape | None = None
-    """What it had in its last sample, or at its end."""
+    """Its size in its last sample, or at its end."""
     throughput: float = 0.0
-    """Of its last sample."""
+    """Throughput of its last sample."""
 
 
 class AskJobs(msgspec.Struct, frozen=True, kw_only=True):
-    """The jobs that the Brain knows, the latest first."""
+    """Request for the jobs that the Brain knows, latest first."""
 
     limit: Annotated[int, Meta(ge=1, le=10_000)] = 100
     running: bool = False
-    """Only those that have not ended."""
+    """True: only jobs that have not ended."""
 
 
 class Jobs(msgspec.Struct, frozen=True):
@@ -320,34 +320,34 @@ class Jobs(msgspec.Struct, frozen=True):
 
 
 class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan, and what became of it."""
+    """A plan and its outcome."""
 
     plan_id: str
     at: float
     """Seconds since the epoch."""
     optimizer: str
-    """Who made it; ``master``: the job's own master."""
+    """Optimizer that made it; ``master``: the job's own master."""
     plan: Plan
     before: Shape | None = None
     state: PlanState | None = None
-    """None: nobody has reported yet."""
+    """None: no outcome has been reported yet."""
     measured: float = 0.0
-    """Samples per second; 0 if none were measured."""
+    """Samples per second; 0 if not measured."""
     error: float | None = None
-    """By how much that differs from the prediction, relative to it."""
+    """Relative difference of the measured throughput from the predicted one."""
     within: bool | None = None
-    """Whether it lies in the predicted interval."""
+    """True if it lies in the predicted interval."""
     reason: str = ""
-    """What the job's master says about what became of it."""
+    """The explanation of the outcome by the job's master."""
 
 
 class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node of a job has used."""
+    """Resource usage of a job's node."""
 
     node: str
     kind: str
     heard: float
-    """Seconds since the epoch."""
+    """Time of the last report, seconds since the epoch."""
     cpu: float
     """Cores, latest and largest."""
     most_cpu: float
@@ -358,46 +358,46 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explain(msgspec.Struct, frozen=True):
-    """Ask what is known of a job."""
+    """Request for everything known about a job."""
 
     job: JobName
 
 
 class Story(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the Brain knows of a job."""
+    """Everything that the Brain knows about a job."""
 
     job: JobRow
     plans: tuple[PlanRecord, ...]
-    """The last 100, the oldest first."""
+    """The last 100, oldest first."""
     nodes: tuple[NodeRecord, ...]
     samples: tuple[Sample, ...]
-    """The last 200, the oldest first."""
+    """The last 200, oldest first."""
 
 
 class AskCluster(msgspec.Struct, frozen=True):
-    """Ask what the cluster has."""
+    """Request for the resources of the cluster."""
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """What the cluster has; empty where nobody told."""
+    """Resources of the cluster; empty if none were reported."""
 
     nodes: tuple[ClusterNode, ...] = ()
     seen: float = 0.0
-    """When; seconds since the epoch."""
+    """Time of the report, seconds since the epoch."""
     capacity: Use = {}
-    """Of the machines that are ready."""
+    """Capacity of the machines that are ready."""
     free: Use = {}
     quotas: dict[str, Use] = {}
-    """By queue."""
+    """Quotas by queue."""
 
 
 class AskDivision(msgspec.Struct, frozen=True):
-    """How would the cluster be divided among its jobs now?"""
+    """Request for the current division of the cluster among its jobs."""
 
 
 class Division(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to `AskDivision`: an advice for each job whose mode is ``cluster``."""
+    """The answer to `AskDivision`: advice for each job whose mode is ``cluster``."""
 
     advice: dict[str, Advice]
     seconds: float
-    """That it took."""
+    """Duration of the computation."""

@@ -1,4 +1,4 @@
-"""The node check on the wire: what a node is asked to measure, and what it found."""
+"""Messages of the node check: what a node measures, and what it found."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import msgspec
 
 
 class Component(str, enum.Enum):
-    """A part of a node. The value is what users see."""
+    """Part of a node. Users see the value."""
 
     DEVICE = "device"
-    """An accelerator, or the processors where there is none."""
+    """An accelerator, or the processors if there is none."""
     MEMORY = "memory"
-    """The host's memory, or an accelerator's."""
+    """Memory of the host or of an accelerator."""
     DISK = "disk"
     CLOCK = "clock"
     NETWORK = "network"
-    """The way to another node."""
+    """The path to another node."""
     AGENT = "agent"
     """The node as a whole: it does not answer."""
 
 
 class ProbeState(str, enum.Enum):
-    """What came of one probe. The value is what users see."""
+    """Result of one probe. Users see the value."""
 
     OK = "ok"
     FAILED = "failed"
@@ -31,43 +31,43 @@ class ProbeState(str, enum.Enum):
 
 
 class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What one probe of a node found."""
+    """Finding of one probe of a node."""
 
     component: Component
     name: str = ""
-    """Which one of several, as ``cuda:3``; the other node's number for the network."""
+    """Which of several parts, such as ``cuda:3``; for the network, the other node's number."""
     state: ProbeState = ProbeState.OK
     figure: float = 0.0
-    """The measured rate or time; 0 where nothing was measured."""
+    """Measured rate or time; 0 if nothing was measured."""
     unit: str = ""
-    """Of ``figure``: ``GFLOP/s``, ``GB/s`` and ``MB/s`` (more is better), ``ms`` (less is better)."""
+    """Unit of ``figure``: ``GFLOP/s``, ``GB/s`` and ``MB/s`` (more is better), ``ms`` (less is better)."""
     message: str = ""
-    """Why it failed or was not done; empty otherwise."""
+    """Why the probe failed or was skipped; otherwise empty."""
 
     @property
     def slowness(self) -> float:
-        """A number that grows the slower the component is; 0.0 where nothing was measured."""
+        """A number that is larger for slower components; 0.0 if nothing was measured."""
         if self.state is not ProbeState.OK or self.figure <= 0:
             return 0.0
         return self.figure if self.unit == "ms" else 1 / self.figure
 
 
 class CheckOrder(msgspec.Struct, frozen=True, kw_only=True, tag="check_order"):
-    """Ask a node to check itself, and the network to the other members of its group."""
+    """Order to a node to check itself, and its network to the other members of its group."""
 
     check: int
     """Number of the check; 1 for a job's first."""
     round: int
-    """1 for the check's first round."""
+    """Number of the round within the check, from 1."""
     seconds: float
-    """How long the node may take."""
+    """Maximum duration of the node's check."""
     local: bool
-    """Check the node's own parts too, not the network alone."""
+    """True: also check the node's own parts, not only the network."""
     members: tuple[int, ...]
-    """Node ids of the group, the ordered node included; a node alone checks no network."""
+    """Node ids of the group, including the ordered node; a group of one checks no network."""
     store_addr: str = ""
     store_port: int = 0
-    """Where the first member opens the group's store."""
+    """With ``store_addr``: where the first member opens the group's store."""
     sent_at: float = 0.0
     """The master's clock, seconds since the epoch."""
 
@@ -79,12 +79,12 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True, tag="check_report")
     round: int
     results: tuple[ProbeResult, ...]
     received_at: float = 0.0
-    """The node's clock when the order came, seconds since the epoch."""
+    """The node's clock when the order arrived, seconds since the epoch."""
     sent_at: float = 0.0
-    """The same when the report left."""
+    """The node's clock when the report left, seconds since the epoch."""
 
     def bounded(self) -> CheckReport:
-        """The same with each text cut to `MESSAGE_LIMIT` and at most `RESULTS_LIMIT` results."""
+        """Return a copy with texts cut to their limits and at most `RESULTS_LIMIT` results."""
         results = tuple(
             msgspec.structs.replace(
                 result, name=result.name[:NAME_LIMIT], message=result.message[:MESSAGE_LIMIT]
@@ -99,4 +99,4 @@ MESSAGE_LIMIT = 400
 NAME_LIMIT = 40
 """Characters of a component's name."""
 RESULTS_LIMIT = 64
-"""Results in one report: a node has fewer parts than that."""
+"""Results in one report; no node has that many parts."""

@@ -1,6 +1,6 @@
-"""The typed events of a job: what ``dlrover events`` shows and ``events.jsonl`` keeps.
+"""Typed events of a job: the content of ``events.jsonl`` and the output of ``dlrover events``.
 
-An event is written once, at the decision it tells of, and reads as one sentence.
+An event is written once, when its decision is made, and reads as one sentence.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dlrover.spec.words import counted
 
 
 class JobSubmitted(msgspec.Struct, frozen=True, tag="job_submitted"):
-    """A job was handed to its master."""
+    """A job was submitted to its master."""
 
     name: str
     min_nodes: int
@@ -26,7 +26,7 @@ class JobSubmitted(msgspec.Struct, frozen=True, tag="job_submitted"):
     max_servers: int = 0
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         nodes = f"{_span(self.min_nodes, self.max_nodes)} nodes"
         if self.max_servers:
             plural = "s" if self.max_servers > 1 else ""
@@ -48,20 +48,20 @@ class MasterRecovered(msgspec.Struct, frozen=True, tag="master_recovered"):
     inputs: int
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         return (
             f"The master is back: it replayed {self.inputs} journal entries; workers kept running."
         )
 
 
 class MasterAdopted(msgspec.Struct, frozen=True, tag="master_adopted"):
-    """A master without a journal took over a round that was running, as its nodes told of it."""
+    """A master without a journal took over a running round from the reports of its nodes."""
 
     round: int
     nodes: int
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         return (
             f"The master is back without its journal: it adopted round {self.round} from "
             f"{self.nodes} nodes; workers kept running. The budgets of restarts begin anew."
@@ -69,19 +69,19 @@ class MasterAdopted(msgspec.Struct, frozen=True, tag="master_adopted"):
 
 
 class NodeLaunched(msgspec.Struct, frozen=True, tag="node_launched"):
-    """The platform was asked for a node."""
+    """The platform was asked to start a node."""
 
     node: int
     replaces: int = -1
     cpu_factor: float = 1.0
-    """How many times the cores that the job asked for it has."""
+    """Cores of the node as a multiple of the job's request."""
     memory_factor: float = 1.0
-    """The same of its memory."""
+    """Memory of the node as a multiple of the job's request."""
     role: str = ""
     """``worker`` or ``ps``; empty in a job without servers."""
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         replaced = f" in place of node {self.replaces}" if self.replaces >= 0 else ""
         sizes = (("cores", self.cpu_factor), ("memory", self.memory_factor))
         other = [f"{factor:.3g} times the {what}" for what, factor in sizes if factor != 1.0]
@@ -96,7 +96,7 @@ class NodeWaits(msgspec.Struct, frozen=True, tag="node_waits"):
     reason: str
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         return f"Node {self.node} is not started yet: {self.reason}."
 
 
@@ -107,12 +107,12 @@ class NodeConnected(msgspec.Struct, frozen=True, tag="node_connected"):
     hostname: str
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         return f"Node {self.node} connected from {self.hostname}."
 
 
 class NodeLost(msgspec.Struct, frozen=True, tag="node_lost"):
-    """A node is gone for good."""
+    """A node is permanently gone."""
 
     node: int
     reason: str
@@ -120,12 +120,12 @@ class NodeLost(msgspec.Struct, frozen=True, tag="node_lost"):
     """``worker`` or ``ps``; empty in a job without servers."""
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         return f"{_node(self.node, self.role)} is lost: {self.reason}."
 
 
 class JobScaled(msgspec.Struct, frozen=True, tag="job_scaled"):
-    """The job is to have another number of nodes."""
+    """The wanted number of nodes has changed."""
 
     before: int
     nodes: int
@@ -133,38 +133,38 @@ class JobScaled(msgspec.Struct, frozen=True, tag="job_scaled"):
     """``user`` or ``plan``."""
     reason: str
     role: str = ""
-    """The role whose nodes these are; empty if all of the job's are."""
+    """Role of these nodes; empty if they are all of the job's nodes."""
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         role = f"{self.role} " if self.role else ""
         count = f"{self.nodes} {role}node{'s' if self.nodes > 1 else ''}"
         return f"The job is to have {count} instead of {self.before}: {self.reason}."
 
 
 class NodeReleased(msgspec.Struct, frozen=True, tag="node_released"):
-    """A node has left that the job no longer needs."""
+    """A node that the job no longer needs has left."""
 
     node: int
     reason: str
-    """How it ended."""
+    """How the node ended."""
     role: str = ""
     """``worker`` or ``ps``; empty in a job without servers."""
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         return f"{_node(self.node, self.role)} is released: {self.reason}."
 
 
 class RoundOpened(msgspec.Struct, frozen=True, tag="round_opened"):
-    """Nodes were called to a new rendezvous round."""
+    """The master called nodes to a new rendezvous round."""
 
     round: int
     reason: str
     awaited: int
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         verb = "is" if self.awaited == 1 else "are"
         return f"Round {self.round} opened ({self.reason}); {counted(self.awaited, 'node')} {verb} awaited."
 
@@ -176,7 +176,7 @@ class NodeCheckStarted(msgspec.Struct, frozen=True, tag="node_check_started"):
     reason: str
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         count = "1 node is" if self.nodes == 1 else f"{self.nodes} nodes are"
         return f"{count} being checked: {self.reason}."
 
@@ -193,7 +193,7 @@ class NodeCheckFinding(msgspec.Struct, frozen=True, tag="node_check_finding"):
     """Those of the nodes that the job goes on without."""
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         named = ", ".join(map(str, self.nodes[:NODES_NAMED]))
         more = "..." if len(self.nodes) > NODES_NAMED else ""
         who = f"node{'s' if len(self.nodes) > 1 else ''} {named}{more}"
@@ -213,7 +213,7 @@ class NodeCheckFinished(msgspec.Struct, frozen=True, tag="node_check_finished"):
     seconds: float
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         rounds = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
         return (
             f"The node check took {self.seconds:.2f} s in {rounds}: "
@@ -222,7 +222,7 @@ class NodeCheckFinished(msgspec.Struct, frozen=True, tag="node_check_finished"):
 
 
 NODES_NAMED = 8
-"""Nodes that a sentence names."""
+"""Maximum number of nodes that a sentence names."""
 
 
 class RoundCompleted(msgspec.Struct, frozen=True, tag="round_completed"):
@@ -233,10 +233,10 @@ class RoundCompleted(msgspec.Struct, frozen=True, tag="round_completed"):
     world_size: int
     seconds: float
     servers: int = 0
-    """How many of its processes are servers."""
+    """Number of its processes that are servers."""
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         servers = f", {counted(self.servers, 'server')}" * bool(self.servers)
         return (
             f"Round {self.round} is complete after {self.seconds:.2f} s: "
@@ -251,12 +251,12 @@ class WorkerFailed(msgspec.Struct, frozen=True, tag="worker_failed"):
     verdict: Verdict
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         return f"{self.verdict.title} ({self.verdict.origin.value})."
 
 
 class RestartDecided(msgspec.Struct, frozen=True, tag="restart_decided"):
-    """The job goes on after a fault."""
+    """The job restarts its workers after a fault."""
 
     restart: int
     reason: str
@@ -265,7 +265,7 @@ class RestartDecided(msgspec.Struct, frozen=True, tag="restart_decided"):
     node: int = -1
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         done = {
             Action.RESTART_FRESH: f"; node {self.node} starts its workers afresh",
             Action.RELAUNCH: f"; the job goes on without node {self.node}",
@@ -275,34 +275,34 @@ class RestartDecided(msgspec.Struct, frozen=True, tag="restart_decided"):
 
 
 class HostExcluded(msgspec.Struct, frozen=True, tag="host_excluded"):
-    """A host is kept out of the job for a while."""
+    """A host is excluded from the job for some time."""
 
     hostname: str
     seconds: float
     reason: str
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         return f"Host {self.hostname} is kept out for {self.seconds:g} s: {self.reason}."
 
 
 class HangFound(msgspec.Struct, frozen=True, tag="hang_found"):
-    """No rank makes progress, and the processes show that none will."""
+    """No rank makes progress, and its processes show that none will."""
 
     round: int
     ranks: tuple[int, ...]
-    """The ranks that the others wait for; empty where nothing tells them apart."""
+    """The ranks that the others wait for; empty if nothing distinguishes them."""
     place: str
-    """Where they are."""
+    """Place of these ranks."""
     groups: str
-    """Where all ranks are."""
+    """Places of all ranks."""
     seconds: float
-    """How long there has been no progress."""
+    """Time without progress."""
     evidence: str = ""
-    """The file in the job directory that has the stacks; empty if it could not be written."""
+    """File with the stacks in the job directory; empty if it could not be written."""
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         where = f"; see {self.evidence}" if self.evidence else ""
         return f"The training hangs, for {self.seconds:.0f} s now: {self.groups}{where}."
 
@@ -313,12 +313,12 @@ class SlowRank(msgspec.Struct, frozen=True, tag="slow_rank"):
     rank: int
     node: int
     factor: float
-    """Its own time for a step as a multiple of the median rank's."""
+    """Its own time per step as a multiple of the median rank's."""
     cause: str
     """``data``: it waits for its batches; ``compute``: anything else."""
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         why = "waits for its data" if self.cause == "data" else "computes"
         return (
             f"Rank {self.rank} on node {self.node} is slow: it {why}, and takes {self.factor:.2f} "
@@ -333,12 +333,12 @@ class SlowRankRecovered(msgspec.Struct, frozen=True, tag="slow_rank_recovered"):
     node: int
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         return f"Rank {self.rank} on node {self.node} is no longer slow."
 
 
 class SamplesSetAside(msgspec.Struct, frozen=True, tag="samples_set_aside"):
-    """Samples of a data set that is dealt are not tried any more."""
+    """Samples of a dataset are skipped: they could not be read, or workers died of them."""
 
     data: str
     lane: int
@@ -346,11 +346,11 @@ class SamplesSetAside(msgspec.Struct, frozen=True, tag="samples_set_aside"):
     start: int
     """The first position or offset."""
     stop: int
-    """The one behind the last."""
+    """The position or offset after the last."""
     error: str
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         count = self.stop - self.start
         what = "A sample" if count == 1 else f"{count} samples"
         is_or_are = "is" if count == 1 else "are"
@@ -364,19 +364,19 @@ class Recovered(msgspec.Struct, frozen=True, tag="recovered"):
     seconds: float
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         return f"Training steps again, {self.seconds:.2f} s after the fault was seen."
 
 
 class StepsUndone(msgspec.Struct, frozen=True, tag="steps_undone"):
-    """A round began with a step before the one that the last round had reached."""
+    """A round began with an earlier step than the last one that the job had reached."""
 
     round: int
     reached: int
     first_step: int
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         again = self.reached - self.first_step
         steps = "1 step is" if again == 1 else f"{again} steps are"
         return f"Step {self.reached} -> {self.first_step}: {steps} done again."
@@ -390,7 +390,7 @@ class NodeSucceeded(msgspec.Struct, frozen=True, tag="node_succeeded"):
     """``worker`` or ``ps``; empty in a job without servers."""
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         if self.role == SERVER:
             return f"The server of node {self.node} ended by itself, with exit code 0."
         return f"All workers of node {self.node} succeeded."
@@ -403,54 +403,54 @@ class JobEnded(msgspec.Struct, frozen=True, tag="job_ended"):
     reason: str
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         return f"The job ended with exit code {self.exit_code}: {self.reason}"
 
 
 GIB = 1 << 30
 MINUTE = 60.0
-"""Seconds."""
+"""Seconds per minute."""
 
 
 def size(amount: int) -> str:
-    """So many bytes: ``1.5 GiB``, ``512 MiB``."""
+    """Return a number of bytes in words: ``1.5 GiB``, ``512 MiB``."""
     return f"{amount / GIB:.1f} GiB" if amount >= GIB else f"{amount >> 20} MiB"
 
 
 def count(nodes: int) -> str:
-    """``1 node``, ``2 nodes``."""
+    """Return ``1 node``, ``2 nodes``."""
     return f"{nodes} node{'' if nodes == 1 else 's'}"
 
 
 def told_size(nodes: int, servers: int) -> str:
-    """``2 nodes``, or ``2 workers and 1 server``."""
+    """Return ``2 nodes``, or ``2 workers and 1 server``."""
     return Size(nodes, servers).sentence_part() if servers else count(nodes)
 
 
 class PlanMade(msgspec.Struct, frozen=True, tag="plan_made"):
-    """The auto-scaler changes the number of nodes."""
+    """The auto-scaler begins to carry out a plan: other nodes, servers or batches."""
 
     number: int
     """1 for a job's first plan."""
     kind: ScaleKind
     nodes: int
-    """What the job shall have."""
+    """Wanted number of nodes."""
     before: int
-    """What it has."""
+    """Current number of nodes."""
     reason: str
     effect: Effect | None = None
     unit: str = "samples/s"
-    """Of the throughputs."""
+    """Unit of the throughputs."""
     plan_id: str = ""
-    """The Brain's name for the plan; empty: the job's master has made it."""
+    """The Brain's id of the plan; empty if the job's master made it."""
     servers: int = 0
-    """Parameter servers that the job shall have; ``nodes`` are of role worker then."""
+    """Wanted number of parameter servers; ``nodes`` then have the role worker."""
     servers_before: int = 0
     batch: int = 0
-    """Samples of a step of all workers that the job shall have; 0: as many as it has."""
+    """Wanted samples per step of all workers; 0: unchanged."""
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         expected = ""
         if self.effect is not None:
             expected = f"; {self.effect.throughput:.3g} {self.unit} are expected"
@@ -459,38 +459,38 @@ class PlanMade(msgspec.Struct, frozen=True, tag="plan_made"):
 
 
 class FirstSize(msgspec.Struct, frozen=True, tag="first_size"):
-    """The Brain has said with how many nodes a job starts."""
+    """The Brain chose the number of nodes with which the job starts."""
 
     nodes: int
     reason: str
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         return f"The job starts with {count(self.nodes)}, as the Brain says: {self.reason}."
 
 
 class PlanMeasured(msgspec.Struct, frozen=True, tag="plan_measured"):
-    """A plan was carried out, and what it brought was measured."""
+    """A plan was carried out and its effect measured."""
 
     number: int
     nodes: int
     throughput: float
-    """Measured."""
+    """Measured throughput."""
     error: float
-    """By how much it differs from the predicted one, relative to that."""
+    """Relative difference of the measured throughput from the predicted one."""
     within: bool
-    """Whether it lies in the predicted interval."""
+    """True if it lies in the predicted interval."""
     short: bool
-    """Whether it is less than its nodes are worth: the change is taken back."""
+    """True if the throughput is less than its nodes are worth; the change is then rolled back."""
     unit: str = "samples/s"
-    """Of the throughput."""
+    """Unit of the throughput."""
     plan_id: str = ""
-    """As of the plan."""
+    """As in the plan."""
     servers: int = 0
-    """As of the plan."""
+    """As in the plan."""
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         where = "within" if self.within else "outside of"
         short = "; that does not pay" if self.short else ""
         return (
@@ -505,10 +505,10 @@ class PlanDropped(msgspec.Struct, frozen=True, tag="plan_dropped"):
     number: int
     reason: str
     plan_id: str = ""
-    """As of the plan."""
+    """As in the plan."""
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         return f"Plan {self.number} is given up: {self.reason}."
 
 
@@ -518,14 +518,14 @@ class SizeSettled(msgspec.Struct, frozen=True, tag="size_settled"):
     nodes: int
     throughput: float
     tried: int
-    """Numbers of nodes that were measured."""
+    """Number of sizes that were measured."""
     unit: str = "samples/s"
-    """Of the throughput."""
+    """Unit of the throughput."""
     servers: int = 0
-    """Parameter servers; ``nodes`` are of role worker then."""
+    """Parameter servers; ``nodes`` then have the role worker."""
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         return (
             f"The job stays at {told_size(self.nodes, self.servers)} with {self.throughput:.3g} {self.unit}: of {self.tried} "
             "measured sizes none is worth a change, and no other is expected to be."
@@ -533,28 +533,28 @@ class SizeSettled(msgspec.Struct, frozen=True, tag="size_settled"):
 
 
 class MemoryGrows(msgspec.Struct, frozen=True, tag="memory_grows"):
-    """A node's memory grows, and will not be enough."""
+    """A node's memory use grows and is expected to exceed the node's memory."""
 
     node: int
     needed: int
-    """Bytes that it is expected to need."""
+    """Bytes that the node is expected to need."""
     limit: int
-    """Bytes that it has."""
+    """Bytes that the node has."""
     seconds: float
-    """How far ahead that is, at most."""
+    """Time until then, at most."""
     ordered: bool
-    """Whether another node with more memory takes its place before that."""
+    """True if another node with more memory takes its place before that."""
     given: int = 0
-    """Bytes that the other one has; 0 if that is not known."""
+    """Bytes of the other node; 0 if unknown."""
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         more = size(self.given) if self.given else "more"
         then = f"; a node with {more} takes its place" if self.ordered else ""
         return f"Node {self.node} is {self.need()}{then}."
 
     def need(self) -> str:
-        """What is foreseen, as the end of a sentence."""
+        """Return the forecast as the end of a sentence."""
         long = self.seconds >= 2 * MINUTE
         soon = f"{self.seconds / MINUTE:.0f} min" if long else f"{self.seconds:.0f} s"
         return f"expected to need {size(self.needed)} of memory within {soon}, and has {size(self.limit)}"
@@ -565,10 +565,10 @@ class MemoryBound(msgspec.Struct, frozen=True, tag="memory_bound"):
 
     node: int
     factor: float
-    """How many times the memory that the job asked for it has."""
+    """Memory of the node as a multiple of the job's request."""
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         has = f", {self.factor:.3g} times what was asked for" if self.factor != 1.0 else ""
         return f"Node {self.node} has all the memory that it can be given{has}: it gets no more."
 
@@ -582,31 +582,31 @@ class NodeMigrates(msgspec.Struct, frozen=True, tag="node_migrates"):
     reason: str
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         return f"Node {self.node} trains on until node {self.successor} takes its place: {self.reason}."
 
 
 class MigrationEnded(msgspec.Struct, frozen=True, tag="migration_ended"):
-    """The node that was to take another one's place is gone."""
+    """A node stays because the node that should take its place is gone."""
 
     node: int
     successor: int
     reason: str
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         return (
             f"Node {self.node} stays: node {self.successor} does not take its place: {self.reason}."
         )
 
 
 class AutoScalingEnded(msgspec.Struct, frozen=True, tag="auto_scaling_ended"):
-    """Somebody set the number of nodes: that wins."""
+    """A user set the number of nodes, which overrules the auto-scaler."""
 
     reason: str
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         return f"Auto-scaling ends: {self.reason}."
 
 
@@ -653,11 +653,11 @@ class Event(msgspec.Struct, frozen=True):
     """An event with its place in the job's history."""
 
     seq: int
-    """1 for a job's first event; no number is left out."""
+    """Number of the event, from 1 without gaps."""
     time: float
     """Seconds since the epoch."""
     body: EventBody
 
     def sentence(self) -> str:
-        """The event in words."""
+        """Return the event as one sentence."""
         return self.body.sentence()

@@ -1,4 +1,4 @@
-"""The record of one worker's failure, and the verdict that the master reaches on it."""
+"""Records of a worker's failure and of the master's verdict on it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import msgspec
 TEXT_LIMIT = 16_384
 """Characters kept of each text in a failure record: head and tail of longer ones.
 
-A master holds the failures of an incident; of all but some of them it keeps less.
+A master holds the failures of an incident, most of them further shortened.
 """
 NAME_LIMIT = 1024
-"""The same of an exception's name, a host name, a path and an id."""
+"""Characters kept of an exception's name, a host name, a path and an id."""
 
 FACTS_LIMIT = 16
 """Facts about a node in one failure record."""
 FACT_LIMIT = 300
-"""Characters of each of them."""
+"""Characters of each fact."""
 
 
 def clip(text: str, limit: int = TEXT_LIMIT) -> str:
-    """``text`` cut to ``limit`` characters, keeping a quarter from its head, the rest its tail.
+    """Cut ``text`` to ``limit`` characters: a quarter from its head, the rest from its tail.
 
-    The end of a traceback or a log names the cause, so the tail gets the larger part.
+    The tail gets the larger part because the end of a traceback or a log names the cause.
     """
     if len(text) <= limit:
         return text
@@ -33,11 +33,11 @@ def clip(text: str, limit: int = TEXT_LIMIT) -> str:
 
 
 OWN_ENDS = frozenset({"SystemExit", "os._exit", "os.abort", "os.kill", "signal.raise_signal"})
-"""What stands for the exception where a program ended its own process."""
+"""Values of ``Failure.exception`` if a program ended its own process."""
 
 
 class FailureKind(str, enum.Enum):
-    """How a worker ended."""
+    """Kind of a worker's end."""
 
     EXCEPTION = "exception"
     """An exception reached the top of the program (``exception``, ``message``, ``traceback``)."""
@@ -48,14 +48,14 @@ class FailureKind(str, enum.Enum):
     SPAWN = "spawn"
     """The process could not be started (``message``)."""
     NODE = "node"
-    """The whole node is lost (``message``: what the platform says of it)."""
+    """The whole node is lost (``message``: the platform's explanation)."""
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about one failed worker, gathered on its node. Texts are at most `TEXT_LIMIT` long."""
 
     id: str
-    """Unique: a report that is sent twice counts once."""
+    """Unique id: a report that is sent twice counts once."""
     kind: FailureKind
     node_id: int
     rank: int
@@ -63,37 +63,37 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     round: int
     pid: int = 0
     time: float = 0.0
-    """Seconds since the epoch at which the process was seen to have ended."""
+    """When the process was seen to have ended, seconds since the epoch."""
     exit_code: int | None = None
     signal: int | None = None
     exception: str = ""
-    """Qualified name of the exception's type, for instance ``ValueError``; one of `OWN_ENDS` where the program
+    """Qualified name of the exception's type, for instance ``ValueError``; one of `OWN_ENDS` if the program
     ended itself, with the call in ``traceback``."""
     asked_by: int = 0
-    """The signal from outside that the program handled shortly before; 0: there was none."""
+    """Signal from outside that the program handled shortly before; 0: none."""
     message: str = ""
     traceback: str = ""
     stderr_tail: str = ""
-    """The last lines that the worker wrote to its standard error."""
+    """Last lines of the worker's standard error."""
     log_path: str = ""
     """The worker's standard error file on its node."""
     steps: int = 0
     """Optimizer steps that the process had completed."""
     first_step: int = -1
-    """The number of the step that it began with, -1 where that is not known."""
+    """Number of the step that the process began with; -1 if unknown."""
     hostname: str = ""
     oom_killed: bool = False
-    """The kernel's out-of-memory killer ended a process of this node's memory cgroup meanwhile."""
+    """True if the kernel's out-of-memory killer meanwhile ended a process in this node's memory cgroup."""
     reading: tuple[int, int, int] | None = None
-    """The shard whose samples it read last: `data_key` of the data set, lane and position."""
+    """Shard that the worker read last: `data_key` of the dataset, lane and position."""
     node_facts: tuple[str, ...] = ()
-    """Lines about the node since the worker started: of the kernel's log, and where a disk is full.
+    """Lines about the node since the worker started: from the kernel's log, and about full disks.
 
-    At most `FACTS_LIMIT`, each of at most `FACT_LIMIT` characters.
+    At most `FACTS_LIMIT` lines of at most `FACT_LIMIT` characters each.
     """
 
     def bounded(self, limit: int = TEXT_LIMIT) -> Failure:
-        """The same record with each text cut to ``limit`` characters, each name to `NAME_LIMIT`."""
+        """Return the record with each text cut to ``limit`` characters and each name to `NAME_LIMIT`."""
         texts = max(len(self.message), len(self.traceback), len(self.stderr_tail))
         names = max(len(self.id), len(self.exception), len(self.log_path), len(self.hostname))
         facts = max((len(fact) for fact in self.node_facts), default=0)
@@ -114,7 +114,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Origin(str, enum.Enum):
-    """Whose fault it is, as far as the evidence tells."""
+    """Origin of a failure, as far as the evidence shows it."""
 
     USER = "user code"
     INFRASTRUCTURE = "infrastructure"
@@ -122,37 +122,37 @@ class Origin(str, enum.Enum):
 
 
 class Action(str, enum.Enum):
-    """The cheapest step that is enough to go on after a failure."""
+    """The cheapest sufficient action after a failure."""
 
     RESTART = "restart"
-    """All workers start again, on the same nodes."""
+    """Restart all workers on the same nodes."""
     RESTART_FRESH = "restart_fresh"
-    """The same; the failed node's workers start from processes that have loaded nothing yet."""
+    """Restart all workers on the same nodes; the failed node's start in fresh, not preloaded, processes."""
     RELAUNCH = "relaunch"
-    """The node is given up and another one takes its place on another host."""
+    """Give up the node; another node on another host takes its place."""
     MORE_MEMORY = "more_memory"
-    """The node is launched again with more memory where the platform can do that, else a restart."""
+    """Launch the node again with more memory if the platform can, else restart the workers."""
     STOP = "stop"
-    """The job ends: a restart would fail in the same way."""
+    """End the job: a restart would fail in the same way."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What a failure means, in words for people and in facts for the restart policy."""
+    """Meaning of a failure, in words for people and in facts for the restart policy."""
 
     title: str
-    """One line: what happened, for instance ``rank 1 was killed by SIGKILL``."""
+    """What happened, in one line, for instance ``rank 1 was killed by SIGKILL``."""
     origin: Origin
     hopeless: bool = False
-    """A restart cannot help: the same program would fail in the same way."""
+    """True if a restart cannot help: the same program would fail in the same way."""
     evidence: str = ""
     """The line that the verdict rests on."""
     advice: str = ""
-    """One sentence: what to do next."""
+    """What to do next, in one sentence."""
     signature: str = ""
-    """Equal for failures that look the same; counts repeated failures."""
+    """Equal for failures that look alike; used to count repeated failures."""
     cause: str = ""
-    """What happened, as a name that stays the same: ``host_oom``; see the table of causes."""
+    """Stable name of the cause, such as ``host_oom``; see the table of causes."""
     action: Action = Action.RESTART
-    """What is enough to go on. Budgets may end the job all the same."""
+    """Sufficient action after the failure. Budgets may end the job all the same."""
     echo: bool = False
-    """The failure may only follow from the end of another worker, or from being told to stop."""
+    """True if the failure may only be a consequence of another worker's end or of a request to stop."""

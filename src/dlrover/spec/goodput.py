@@ -1,4 +1,4 @@
-"""What the time of a job's nodes went into: the causes, and the sums that a report shows."""
+"""Accounting of a job's time: the causes, and the sums in a report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class Cause(str, enum.Enum):
-    """What a node's time goes into. The value is its key in JSON and its label in metrics."""
+    """Use of a node's time. The value is its key in JSON and its label in metrics."""
 
     PRODUCTIVE = "productive"
     """Training steps that had not been made before."""
@@ -17,7 +17,7 @@ class Cause(str, enum.Enum):
     EVAL = "eval"
     """Evaluation."""
     CHECKPOINT_BLOCK = "checkpoint_block"
-    """Training held up by saving or loading a checkpoint."""
+    """Training blocked by saving or loading a checkpoint."""
     COMPILE = "compile"
     """Compiling a model."""
     START_UP = "start_up"
@@ -31,11 +31,11 @@ class Cause(str, enum.Enum):
     FAULT_DETECTION = "fault_detection"
     """From a fault's first sign to its detection, as far as no step was completed meanwhile."""
     WAITING_FOR_RESOURCES = "waiting_for_resources"
-    """Until an ordered node connects, and for nodes that wait while there are too few for a world."""
+    """Until a requested node connects, and while nodes wait because there are too few for a world."""
     IDLE = "idle"
-    """A spare node, while the world trains without it."""
+    """A spare, while the world trains without it."""
     SHUTDOWN = "shutdown"
-    """From the last step of a node's workers, or the end of the job, to the node's leaving."""
+    """From the last step of a node's workers, or the end of the job, until the node leaves."""
     NOT_MEASURED = "not_measured"
     """In a world whose program has reported no training step."""
 
@@ -50,37 +50,37 @@ CAUSES = tuple(Cause)
 
 
 class IncidentKind(str, enum.Enum):
-    """What an incident interrupted."""
+    """Kind of interruption."""
 
     TRAINING = "training"
     """A fault stopped the workers; the incident lasts until the first new step."""
     MASTER = "master"
-    """The master died; the incident lasts until the nodes are connected to the next one. Training may go on."""
+    """The master died; the incident lasts until the nodes connect to the next one. Training may continue."""
 
 
 class IncidentCost(msgspec.Struct, frozen=True, kw_only=True):
-    """What one incident cost. Seconds are summed over all nodes."""
+    """Cost of one incident. Seconds are summed over all nodes."""
 
     kind: IncidentKind = IncidentKind.TRAINING
-    """What it interrupted: `training`, or only the `master`, without which training may go on."""
+    """Interrupted part: `training`, or only the `master`, without which training may continue."""
 
     since: float
-    """When the fault's first sign was, seconds since the epoch."""
+    """Time of the fault's first sign, seconds since the epoch."""
     until: float
-    """When the first new step was completed, or the job ended, or the report was made."""
+    """When the first new step was completed, the job ended, or the report was made."""
     over: bool
-    """Whether training went on or the job ended."""
+    """True if training has resumed or the job has ended."""
     title: str
     """What happened, for instance ``rank 1 was killed by SIGKILL``."""
     node: int
-    """The node on which it happened, -1 if it is not known."""
+    """The node on which it happened; -1 if unknown."""
     round: int
     """The round that it interrupted."""
     seconds: dict[str, float]
-    """What the time until the first new step went into, and later the steps made again, by `Cause`."""
+    """Seconds by `Cause`: the time until the first new step, and later the steps made again."""
     steps_lost: int
-    """Steps that it undid: made before, and to be made again. A step counts each time that it is undone. -1 while that
-    is not known."""
+    """Steps that the incident undid, which must be made again. A step counts each time that it is undone. -1
+    while unknown."""
 
     @property
     def lost(self) -> float:
@@ -89,10 +89,10 @@ class IncidentCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job's time went into. The sum of ``seconds`` is ``wall_seconds``."""
+    """Use of a job's time. The sum of ``seconds`` is ``wall_seconds``."""
 
     goodput_ratio: float | None
-    """Productive seconds of all seconds; None while no training step was reported."""
+    """Productive seconds divided by all seconds; None while no training step was reported."""
     wall_seconds: float
     """Wall time of all nodes together, each from its launch or first connection to its end."""
     job_seconds: float
@@ -104,22 +104,22 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     incidents: tuple[IncidentCost, ...] = ()
     """The latest incidents, oldest first."""
     earlier_incidents: int = 0
-    """Incidents before these that are no longer listed."""
+    """Earlier incidents that are no longer listed."""
     earlier_incident_seconds: float = 0.0
-    """What they cost in all."""
+    """Total cost of the earlier incidents in seconds."""
     rounds_without_first_step: int = 0
-    """Rounds after the first whose programs did not report with which step they began. Steps that they made
-    again count as productive, so the ratio is then an upper bound."""
+    """Rounds after the first whose programs did not report their first step. The steps that they made again
+    count as productive, so the ratio is then an upper bound."""
 
     def in_words(self) -> str:
-        """The ratio as people read it: ``93.1 %``, ``at most 93.1 %`` or ``not measured``."""
+        """Return the ratio as people read it: ``93.1 %``, ``at most 93.1 %`` or ``not measured``."""
         if self.goodput_ratio is None:
             return "not measured"
         bound = "at most " if self.rounds_without_first_step else ""
         return f"{bound}{100 * self.goodput_ratio:.1f} %"
 
     def largest_loss(self) -> tuple[Cause, float] | None:
-        """The cause that is a loss with the most seconds; None without any."""
+        """Return the loss with the most seconds as its cause and seconds; None without any loss."""
         lossless = (Cause.PRODUCTIVE, Cause.NOT_MEASURED)
         losses = [
             (seconds, cause)

@@ -1,4 +1,4 @@
-"""What a job asks for: how many nodes, and the limits it lives under."""
+"""Request of a job: its number of nodes, and its limits."""
 
 from __future__ import annotations
 
@@ -13,120 +13,120 @@ from dlrover.spec.rules import Rule
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Time limits and budgets of a job. Times are seconds.
 
-    Each can be set by ``--rdzv-conf key=value``, by ``DLROVER_<KEY>`` and in the configuration file.
+    Set each one by ``--rdzv-conf key=value``, by ``DLROVER_<KEY>`` or in the configuration file.
     """
 
     join_timeout: float = 600.0
-    """How long a round waits for its minimum of nodes before the job fails."""
+    """Time that a round waits for its minimum number of nodes before the job fails."""
     last_call_timeout: float = 30.0
     """Quiet time after the latest join before a round starts with fewer nodes than the maximum.
 
-    Only the first round of nodes that come by themselves waits for it: whenever it is known who can
-    come, the round starts the moment they are all there.
+    When the master knows which nodes can come, the round starts as soon as all of them have joined. Only a
+    first round of nodes that the master does not launch must wait for this time.
     """
     scale_up_delay: float = 1.0
-    """Quiet time after a new node came before the running world is interrupted to take it in.
+    """Quiet time after a new node joins before the running world is interrupted to include it.
 
-    Training goes on meanwhile; nodes that come together then cost one new round, not several.
+    Training continues meanwhile; nodes that come together then cost one new round, not several.
     """
     heartbeat_interval: float = 15.0
-    """How often an agent reports that it is alive."""
+    """Time between two heartbeats of an agent."""
     heartbeat_timeout: float = 60.0
-    """Silence after which a node counts as lost though its connection is open (a stopped process)."""
+    """Silence after which a node counts as lost although its connection is open (a stopped process)."""
     reconnect_grace: float = 3.0
-    """How long a node may be without a connection before it counts as lost."""
+    """Time without a connection after which a node counts as lost."""
     recovery_grace: float = 15.0
-    """The same after the master itself was away; its absence is not the nodes' fault."""
+    """Time without a connection after which a node counts as lost if the master itself was away."""
     connect_timeout: float = 60.0
-    """How long an agent looks for its master at the start before it gives up, and how long before that its
-    launcher waits for the name of the master's host."""
+    """Time that an agent looks for its master at the start before it gives up. Before that, its launcher
+    waits up to the same time for the master's host name."""
     master_timeout: float = 600.0
-    """How long an agent trains on without a master before it gives up."""
+    """Time that an agent trains on without a master before it gives up."""
     max_infrastructure_restarts: int = 100
     """Restarts allowed per ``restart_window`` for causes outside the user's program."""
     restart_window: float = 3600.0
     """The window of ``max_infrastructure_restarts``, ``cause_budgets`` and ``node_fault_limit``."""
     cause_budgets: dict[str, int] = {}
-    """Restarts allowed per ``restart_window`` for single causes, beside the other budgets.
+    """Restarts allowed per ``restart_window`` for single causes, in addition to the other budgets.
 
     A table in the configuration file; elsewhere ``ecc:2 host_oom:5``, with a blank between two causes.
     """
     node_fault_limit: int = 5
-    """Faults of one node within ``restart_window``, other than the program's, that make the job go on
-    without its host; 0 for never."""
+    """Faults of one node within ``restart_window``, not counting the program's, after which the job goes on
+    without the node's host; 0: never."""
     exclusion_cooldown: float = 3600.0
-    """How long a host is kept out of the job after one of its nodes was given up for its faults."""
+    """Time for which a host is excluded after the job gave up one of its nodes because of faults."""
     no_progress_restarts: int = 3
-    """Restarts in a row without a new step, or with the same failure at the same step, that end a job. Three times as many end
-    it whose failure at the same step is the infrastructure's, or that do not come beyond the furthest step."""
+    """Consecutive restarts without a new step, or with the same failure at the same step, that end a job;
+    three times as many if the failure is the infrastructure's, or if none gets beyond the furthest step."""
     node_start_attempts: int = 3
-    """How often a node's agent may end before it ever joined, until the job fails."""
+    """Number of times that a node's agent may end before its first join; then the job fails."""
     release_grace: float = 120.0
-    """How long a node that the job no longer needs may take to store what its workers have in memory, beyond
-    their shutdown time-out."""
+    """Time that a node that the job no longer needs may take, beyond the workers' shutdown timeout, to
+    persist what they have in memory."""
     end_grace: float = 15.0
-    """How long an ended job's master waits for its nodes to leave, beyond their shutdown time-out."""
+    """Time that an ended job's master waits for its nodes to leave, beyond their shutdown timeout."""
     hang_detection: bool = True
-    """Whether the workers' activity is watched for hangs and slow ranks."""
+    """True: watch the workers' activity for hangs and slow ranks."""
     hang_action: Literal["restart", "report"] = "restart"
-    """What follows a hang: ``restart`` the workers, which counts as a restart for a cause outside of the
-    program, or only ``report`` it. A job that has never made a step is not restarted."""
+    """Response to a hang: ``restart`` the workers, which counts as a restart for a cause outside the program,
+    or only ``report`` it. A job that has never made a step is not restarted."""
     hang_factor: float = 5.0
-    """An activity may last so many times as long as the longest one of its kind so far in this job, but no
-    more than half an hour longer."""
+    """Maximum duration of an activity, as a multiple of the longest one of its kind so far in this job; at
+    most half an hour above the longest. The limits below are always allowed."""
     hang_step_limit: float = 180.0
-    """How long a step may last, whatever was learned."""
+    """Duration always allowed for a step, whatever ``hang_factor`` gives."""
     hang_data_limit: float = 180.0
-    """How long the wait for a batch may last, whatever was learned."""
+    """Duration always allowed for the wait for a batch."""
     hang_start_limit: float = 1800.0
-    """The same from the start of the processes to their first step."""
+    """Duration always allowed from the start of the processes to their first step."""
     hang_compile_limit: float = 1800.0
-    """The same for compiling a model."""
+    """Duration always allowed for compiling a model."""
     hang_eval_limit: float = 1800.0
-    """The same for an evaluation. It is also what a rank gets that is seen to work outside of a step's
-    usual course: some evaluate without telling."""
+    """Duration always allowed for an evaluation. Also applies to a rank that visibly works outside of a
+    step's usual course, since some programs evaluate without reporting it."""
     hang_checkpoint_limit: float = 1800.0
-    """The same for being blocked by a checkpoint."""
+    """Duration always allowed for being blocked by a checkpoint."""
     hang_sample_gap: float = 5.0
-    """Time between the two looks at the processes that have to agree before a hang counts as one."""
+    """Time between the two samples of the processes that must agree before a hang is reported."""
     slow_rank_ratio: float = 1.2
-    """A rank is slow whose steps, without waiting for others, take so many times as long as the median rank's."""
+    """A rank is slow if its steps, without waits for others, take this multiple of the median rank's time."""
     slow_rank_window: float = 30.0
     """Time over which the ranks' steps are compared."""
     slow_rank_windows: int = 3
-    """Windows in a row that name a rank as slow, and that clear it again."""
+    """Consecutive windows after which a rank is reported as slow, or as recovered."""
 
     check_timeout: float = 180.0
-    """How long one round of the node check may take; a third of it is for the network."""
+    """Maximum duration of one round of the node check; a third of it is for the network."""
     check_rounds: int = 4
-    """Rounds in which nodes meet in the node check, at most; what is open then is undetermined."""
+    """Maximum number of rounds in which the node check pairs nodes; open questions are then undetermined."""
     straggler_ratio: float = 2.0
-    """The multiple of the median above which the node check calls a part of a node slow."""
+    """Multiple of the median beyond which the node check calls a part of a node slow."""
     clock_offset: float = 1.0
-    """How far a node's clock may be off the master's before the node check tells it."""
+    """Difference between a node's clock and the master's above which the node check reports it."""
     check_after_fault: bool = True
-    """Whether nodes are checked again after a fault of theirs, if the job checks its nodes at all (1 or 0)."""
+    """True: check a node again after it had a fault, if the job checks its nodes at all (1 or 0)."""
 
     memory_action: Literal["replace", "report"] = "replace"
-    """What follows when a node's memory is foreseen to run out: ``replace`` it by one with more, where the platform
-    can start one, or only ``report`` it."""
+    """Response if a node's memory is expected to run out: ``replace`` the node by one with more memory, where
+    the platform can start one, or only ``report`` it."""
     memory_horizon: float = 1800.0
-    """For how long a node's memory must last; nearer than that it is foreseen to run out."""
+    """Time that a node's memory must last; if the forecast is shorter, ``memory_action`` follows."""
     usage_interval: float = 15.0
-    """How often a node looks at what it uses of its memory and its cores."""
+    """Time between two measurements of a node's memory and cores."""
 
     autoscale_window: float = 30.0
-    """Time over which the auto-scaler measures a world's speed, once it is steady; ten steps at least."""
+    """Time over which the auto-scaler measures a world's speed once it is steady; at least ten steps."""
     autoscale_interval: float = 300.0
-    """Time between two looks of the auto-scaler once it has found a size."""
+    """Time between two reviews by the auto-scaler once it has found a size."""
     autoscale_patience: float = 900.0
-    """How long a change of the auto-scaler may take until its effect is measured; then it is taken back."""
+    """Time limit for measuring the effect of an auto-scaler's change; then the change is rolled back."""
     autoscale_cost: float = 0.5
-    """How much nodes cost the auto-scaler, 0 to 1: it looks for the largest ``speed / nodes ** cost``.
-    With 0 it is the fastest size, with 1 the one with the cheapest sample."""
+    """Weight of the nodes' cost for the auto-scaler, 0 to 1: it maximizes ``speed / nodes ** cost``. 0 finds
+    the fastest size, 1 the size with the cheapest sample."""
 
     def hang_limit(self, activity: int) -> float:
-        """Seconds that an activity may last at least."""
+        """Return the seconds that an activity may always last."""
         return {
             Activity.START: self.hang_start_limit,
             Activity.STEP: self.hang_step_limit,
@@ -138,7 +138,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One job, as it was submitted. Never changed; how many nodes it is to have meanwhile is its master's."""
+    """One job as it was submitted. It never changes; the master keeps the current wanted number of nodes."""
 
     name: str
     min_nodes: int = 1
@@ -146,38 +146,38 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     node_unit: int = 1
     """A world has a multiple of this many nodes."""
     managed_nodes: int = 0
-    """Nodes that the master launches through its platform; 0: they come by themselves. Servers do not count,
-    here and in the numbers above."""
+    """Nodes that the master launches through its platform; 0: nodes come by themselves. Servers are not
+    counted, neither here nor in the numbers above."""
     other_nodes: int = 0
-    """How many of them are of other roles than worker: those of the lowest ranks. Their number is fixed."""
+    """Number of them with a role other than worker: those with the lowest ranks. It is fixed."""
     servers: int = 0
-    """Parameter servers (role ``ps``) that the master launches beside them at the start; 0: the job has none."""
+    """Parameter servers (role ``ps``) that the master launches in addition at the start; 0: no servers."""
     min_servers: int = 0
-    """Servers that a world needs."""
+    """Minimum number of servers in a world."""
     max_servers: int = 0
-    """Servers that the job may have unless a user asks for more."""
+    """Maximum number of servers of the job, unless a user asks for more."""
     max_restarts: int = 0
     """Restarts allowed after failures of the user's program."""
     earlier_restarts: int = 0
-    """Restarts that earlier masters have counted, of which the job has no journal any more."""
+    """Restarts counted by earlier masters whose journal the job no longer has."""
     shutdown_timeout: float = 30.0
-    """Seconds that workers get between SIGTERM and SIGKILL."""
+    """Seconds between SIGTERM and SIGKILL for workers."""
     node_check: bool = False
     """Check nodes before they join a world for the first time (``--network-check``)."""
     exclude_stragglers: bool = False
     """Train without nodes that the check finds slow."""
     limits: Limits = Limits()
     diagnosis_rules: tuple[Rule, ...] = ()
-    """The user's own rows of the table of causes: their content, so that a job keeps what it began with."""
+    """The user's own rows of the table of causes, as content, so that a job keeps the rows it began with."""
     auto_scale: bool = False
     """Find the best number of nodes between ``min_nodes`` and ``max_nodes`` while training."""
     first_size: str = ""
-    """Why it starts with ``managed_nodes``, if the Brain has said so."""
+    """The Brain's reason for starting with ``managed_nodes``; empty if the Brain did not choose it."""
     one_host: bool = False
-    """The platform launches all nodes on one host: none of them can be kept out."""
+    """The platform launches all nodes on one host, so no node's host can be excluded."""
     grows_memory: bool = False
-    """The platform can launch a node with more memory than the job asked for."""
+    """The platform can launch a node with more memory than the job requested."""
     most_memory_factor: float = 0.0
-    """With how many times as much at most; 0: the platform does not know."""
+    """Largest multiple of the requested memory; 0: the platform does not know it."""
     grows_cpu: bool = False
-    """The platform can launch a node with more cores than the job asked for."""
+    """The platform can launch a node with more cores than the job requested."""

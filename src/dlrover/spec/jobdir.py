@@ -1,4 +1,4 @@
-"""The job directory: everything a job leaves behind lies in it, under these names."""
+"""The job directory: file names of everything that a job leaves behind."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from dlrover.spec.plan import Group
 T = TypeVar("T")
 
 FORMAT = 2
-"""Of the journal, the configurations and the events. It changes with the meaning or the shape of any record in them: a
-master never goes on with half of what an earlier version has written."""
+"""Format number of the journal, the configurations and the events. It changes with the meaning or the shape
+of any record in them, so that a master never continues from half of what an earlier version wrote."""
 
 
 class JobDir:
-    """Paths in the job directory at ``path``. Nothing is made or read here."""
+    """Paths in the job directory at ``path``. Creates and reads nothing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -33,27 +33,27 @@ class JobDir:
 
     @property
     def agent(self) -> Path:
-        """The `AgentConfig` of the nodes that were started from here (JSON)."""
+        """The `AgentConfig` of the nodes that were started from this directory (JSON)."""
         return self.path / "agent.json"
 
     @property
     def token(self) -> Path:
-        """The job's token; readable by its owner alone."""
+        """The job's token; only its owner can read it."""
         return self.path / "token"
 
     @property
     def master(self) -> Path:
-        """Where the master listens: a `MasterAddress` (JSON), replaced at each start of a master."""
+        """Address of the master: a `MasterAddress` (JSON), replaced at each start of a master."""
         return self.path / "master.json"
 
     @property
     def journal(self) -> Path:
-        """Every input of the master's machines (SQLite)."""
+        """Every input of the master's state machines (SQLite)."""
         return self.path / "journal.sqlite"
 
     @property
     def events(self) -> Path:
-        """The job's events, one JSON object a line."""
+        """The job's events, one JSON object per line."""
         return self.path / "events.jsonl"
 
     @property
@@ -63,17 +63,17 @@ class JobDir:
 
     @property
     def outcome(self) -> Path:
-        """The job's `Outcome` (JSON), once it has ended."""
+        """The job's `Outcome` (JSON), written when the job ends."""
         return self.path / "outcome.json"
 
     @property
     def left(self) -> Path:
-        """The `Outcome` with which this machine's node left a job whose master is elsewhere (JSON)."""
+        """The `Outcome` with which this machine's node left a job whose master runs elsewhere (JSON)."""
         return self.path / "left.json"
 
     @property
     def lock(self) -> Path:
-        """Locked by the launcher while it runs."""
+        """Lock of the launcher, held while it runs."""
         return self.path / "lock"
 
     @property
@@ -83,23 +83,23 @@ class JobDir:
 
     @property
     def master_log(self) -> Path:
-        """What the master logs."""
+        """The master's log."""
         return self.path / "master.log"
 
     def agent_log(self, name: str) -> Path:
-        """What an agent logs."""
+        """The log of one agent."""
         return self.path / f"agent-{name}.log"
 
 
 class MasterAddress(msgspec.Struct, frozen=True):
-    """Where a job's master listens."""
+    """Address and process id of a job's master."""
 
     address: str
     pid: int
 
 
 class TlsFiles(msgspec.Struct, frozen=True):
-    """Paths of PEM files, and the name that the server's certificate has; empty ones are not used."""
+    """Paths of PEM files, and the name in the server's certificate; empty ones are not used."""
 
     cert: str = ""
     key: str = ""
@@ -108,77 +108,77 @@ class TlsFiles(msgspec.Struct, frozen=True):
 
 
 class MetricsAddress(msgspec.Struct, frozen=True):
-    """Where a master serves Prometheus metrics; port 0: nowhere."""
+    """Address of a master's Prometheus metrics; port 0: no metrics."""
 
     host: str = "127.0.0.1"
     port: int = 0
 
 
 class BrainSide(msgspec.Struct, frozen=True, kw_only=True):
-    """How a master finds the Brain, and what it tells it of its job."""
+    """A master's connection to the Brain, and its report about the job."""
 
     address: str = ""
-    """``host:port``; empty: there is none."""
+    """``host:port``; empty: no Brain."""
     token_file: str = ""
     """File with the Brain's token; empty: the environment has it."""
     cluster: bool = False
-    """The Brain chooses the job's size beside that of all others; else the job does so itself."""
+    """True: the Brain chooses the job's size together with those of all others. False: the job does."""
     program: str = ""
-    """What the job runs, by which similar past jobs are found."""
+    """The job's program, by which similar past jobs are found."""
     node: Group = Group(count=1)
-    """What each node takes of the cluster, where that is known."""
+    """Resources of the cluster that each node takes, where known."""
 
 
 class MasterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a master process is started with; read it with `decode`."""
+    """Configuration of a master process; read it with `decode`."""
 
     format: int = FORMAT
-    """Of the job directory."""
+    """Format of the job directory."""
     job: JobSpec
     host: str = "127.0.0.1"
     """The address to listen on."""
     port: int = 0
     """0: any free port at the first start, the same one afterwards."""
     platform: str = ""
-    """Launches the job's ``managed_nodes``; empty if there are none."""
+    """Platform that launches the job's ``managed_nodes``; empty if there are none."""
     node_size: NodeSize = NodeSize()
-    """What each node gets of the machine, if its platform is ``local``."""
+    """Each node's share of the machine, if the platform is ``local``."""
     tls: TlsFiles = TlsFiles()
     journal: str = "file:"
-    """Where the job's state is kept; see the setting of this name."""
+    """Location of the job's state; see the setting of this name."""
     metrics: MetricsAddress = MetricsAddress()
     brain: BrainSide = BrainSide()
 
 
 class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an agent process is started with; read it with `decode`."""
+    """Configuration of an agent process; read it with `decode`."""
 
     format: int = FORMAT
-    """Of the job directory."""
+    """Format of the job directory."""
     launch: LaunchSpec
     limits: Limits = Limits()
     master_address: str = ""
-    """``host:port``; empty: the one in the job directory."""
+    """``host:port``; empty: the address in the job directory."""
     address: str = "127.0.0.1"
-    """Where the other nodes reach this one; empty: at the address from which it reaches the master."""
+    """Address at which other nodes reach this one; empty: the address from which it reaches the master."""
     store_port: int = 0
-    """The port of the world's store if this node has rank 0; 0: any free one."""
+    """Port of the world's store if this node has rank 0; 0: any free port."""
     accelerator: str = ""
-    """What the program trains on, as ``--accelerator`` names it; empty: whatever the node has."""
+    """Device type for the program, as ``--accelerator`` names it; empty: what the node has."""
     tls: TlsFiles = TlsFiles()
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What the configuration of every version has."""
+    """Fields that the configurations of all versions share."""
 
     format: int = 1
-    """The first version wrote none."""
+    """1 if missing: the first version did not write it."""
     journal: str = "file:"
     """As in `MasterConfig`."""
 
 
 def decode(path: Path, data: bytes, kind: type[T]) -> T:
-    """The configuration that the file ``path`` holds as ``data``.
+    """Decode ``data``, the content of the configuration file ``path``.
 
     Raises:
         FormatError: another version of DLRover wrote it.

@@ -1,4 +1,4 @@
-"""What an agent starts on its node: the parsed command line of ``dlrover-run``."""
+"""Launch specification of a node: the parsed command line of ``dlrover-run``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class Entry(str, enum.Enum):
-    """How the training program is named on the command line."""
+    """Kind of training program on the command line."""
 
     SCRIPT = "script"
     """``python -u target args``."""
@@ -21,7 +21,7 @@ class Entry(str, enum.Enum):
 
 
 class Std(enum.IntFlag):
-    """Which of a worker's streams an option speaks of; the numbers are torchrun's."""
+    """Selection of a worker's output streams; the numbers are torchrun's."""
 
     NONE = 0
     OUT = 1
@@ -30,13 +30,13 @@ class Std(enum.IntFlag):
 
 
 class StdMap(msgspec.Struct, frozen=True):
-    """A stream selection for all local ranks, or for the ones named in ``by_rank``."""
+    """Stream selection for all local ranks, with exceptions in ``by_rank``."""
 
     default: int = 0
     by_rank: dict[int, int] = {}
 
     def of(self, local_rank: int) -> Std:
-        """The streams selected for ``local_rank``."""
+        """Return the streams selected for ``local_rank``."""
         return Std(self.by_rank.get(local_rank, self.default))
 
 
@@ -47,7 +47,7 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     target: str
     args: tuple[str, ...] = ()
     python: str = ""
-    """The interpreter for Python entries; empty: the launcher's own."""
+    """Interpreter for Python entries; empty: the launcher's own."""
     nproc_per_node: int = 1
     role: str = "default"
     run_id: str = "none"
@@ -57,11 +57,11 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     redirects: StdMap = StdMap()
     tee: StdMap = StdMap()
     local_ranks_filter: tuple[int, ...] = ()
-    """Local ranks whose output reaches the console; empty: all."""
+    """Local ranks whose output appears on the console; empty: all."""
     duplicate_stdout_filters: tuple[str, ...] = ()
     duplicate_stderr_filters: tuple[str, ...] = ()
     log_dir: str = ""
-    """Where the workers' logs go; empty: ``logs`` in the job directory."""
+    """Directory of the workers' logs; empty: ``logs`` in the job directory."""
     log_line_prefix_template: str = ""
     """``TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE``: ``${role_name} ${rank} ${local_rank}``."""
     signals_to_handle: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
@@ -69,8 +69,8 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Seconds between SIGTERM and SIGKILL when workers are stopped."""
     virtual_local_rank: bool = False
     save_at_breakpoint: bool = False
-    """What a `Checkpointer` does that is not told: store the newest step in memory when a worker dies."""
+    """Default of a `Checkpointer`: persist the newest step in memory when a worker dies."""
     auto_tuning: bool = False
-    """What an `ElasticDataLoader` and an `ElasticTrainer` do that are not told: follow what is measured."""
+    """Default of an `ElasticDataLoader` and an `ElasticTrainer`: adapt to measurements."""
     numa_binding: str = ""
     """``node``, ``socket``, ``exclusive``, ``core-complex`` or empty for none."""

@@ -1,4 +1,4 @@
-"""The life cycle of a node: one agent and its workers."""
+"""Life cycle of a node: one agent and its workers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class NodeSize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What each node gets of the machine that it shares with others."""
+    """Each node's share of a machine that several nodes share."""
 
     memory: int = 0
     """Bytes; 0: no limit."""
@@ -16,7 +16,7 @@ class NodeSize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Cores; 0: no limit."""
 
     def times(self, memory: float, cpu: float) -> NodeSize:
-        """The size of a node that has so many times as much."""
+        """Return the size scaled by these factors."""
         return NodeSize(memory=round(self.memory * memory), cpu=self.cpu * cpu)
 
     def __bool__(self) -> bool:
@@ -24,51 +24,51 @@ class NodeSize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class LaunchNode(msgspec.Struct, frozen=True):
-    """What a platform is to start a node with."""
+    """Launch request for a node, as its platform gets it."""
 
     node_id: int
     node_rank: int
-    """The rank that the node is to wish for."""
+    """Rank that the node requests."""
     avoid: tuple[str, ...] = ()
-    """Names of the hosts that it should not be on."""
+    """Names of hosts that the node should not run on."""
     memory_factor: float = 1.0
-    """How many times the memory that the job asked for it gets."""
+    """Memory of the node as a multiple of the job's request."""
     cpu_factor: float = 1.0
-    """The same of its cores."""
+    """Cores of the node as a multiple of the job's request."""
 
 
 class FoundNode(msgspec.Struct, frozen=True):
-    """A node that runs, as its platform knows it."""
+    """A running node, as its platform knows it."""
 
     node_id: int
     node_rank: int
     handle: str
-    """By which any master finds it again."""
+    """Handle by which any master finds the node again."""
     memory_factor: float = 1.0
-    """How many times the memory that the job asked for it has."""
+    """Memory of the node as a multiple of the job's request."""
     cpu_factor: float = 1.0
-    """The same of its cores."""
+    """Cores of the node as a multiple of the job's request."""
 
 
 class NodeStatus(str, enum.Enum):
-    """Where a node stands. The value is what users see."""
+    """Status of a node. Users see the value."""
 
     PENDING = "pending"
-    """Asked of the platform; its agent has not connected yet."""
+    """Requested from the platform; its agent has not connected yet."""
     READY = "ready"
-    """Its agent is connected and runs no workers: it waits for a round."""
+    """Its agent is connected and runs no workers; the node waits for a round."""
     RUNNING = "running"
     """Its workers belong to the current world."""
     SUCCEEDED = "succeeded"
     """All of its workers ended with exit code 0."""
     LOST = "lost"
-    """Its agent ended, or was silent for too long. Final: what returns is a new node."""
+    """Its agent ended, or was silent for too long. Final: a returning agent is a new node."""
     RELEASED = "released"
-    """It left because the job ended, or goes on with fewer nodes. Final."""
+    """It left because the job ended or goes on with fewer nodes. Final."""
 
     @property
     def final(self) -> bool:
-        """Whether no transition leads out of this status."""
+        """True if no transition leads out of this status."""
         return not TRANSITIONS[self]
 
 

@@ -1,4 +1,4 @@
-"""What a job shall have, why, and what that is expected to bring."""
+"""Plans: the wanted resources of a job, the reason, and the expected effect."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import msgspec
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Nodes of one kind, and what each of them gets."""
+    """Nodes of one kind, and the resources of each."""
 
     count: int
     cpu: float = 0.0
     """Cores."""
     memory: int = 0
-    """Bytes; 0 where the plan leaves it as it is."""
+    """Bytes; 0 if the plan does not change it."""
     accelerators: int = 0
 
 
 class Effect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a plan is predicted to bring."""
+    """Predicted effect of a plan."""
 
     throughput: float
     """Samples per second."""
     low: float
-    """The throughput lies above this, with half of what ``confidence`` leaves out below it."""
+    """Lower bound of the throughput; half of the probability outside of ``confidence`` lies below it."""
     high: float
     confidence: float = 0.9
-    """How often the measured throughput should lie between ``low`` and ``high``."""
+    """Probability that the measured throughput lies between ``low`` and ``high``."""
     before: float = 0.0
-    """Samples per second without the plan; 0 where nothing runs yet."""
+    """Samples per second without the plan; 0 if nothing runs yet."""
     cost: float = 0.0
-    """Price of the nodes for an hour, in the unit of the prices that the search was given."""
+    """Hourly price of the nodes, in the unit of the prices given to the search."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,29 +39,29 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     reason: str
     """One sentence."""
     effect: Effect | None = None
-    """None where no model could say: a first plan, or more memory after an OOM."""
+    """None if no model could predict it: a first plan, or more memory after an OOM."""
     batch: int | None = None
-    """Samples of one step of all workers; None where the plan leaves it as it is."""
+    """Samples per step of all workers; None if the plan does not change it."""
 
 
 class PlanOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A plan beside what was measured after it had been applied."""
+    """A plan's prediction, and the throughput measured after the plan was applied."""
 
     effect: Effect
     throughput: float
-    """Samples per second, measured."""
+    """Measured samples per second."""
 
     @property
     def error(self) -> float:
-        """By how much the measured throughput differs from the predicted one, relative to that."""
+        """Relative difference of the measured throughput from the predicted one."""
         return self.throughput / self.effect.throughput - 1
 
     @property
     def within(self) -> bool:
-        """Whether the measured throughput lies in the predicted interval."""
+        """True if the measured throughput lies in the predicted interval."""
         return self.effect.low <= self.throughput <= self.effect.high
 
     @property
     def worthwhile(self) -> bool:
-        """Whether the job is faster than before the plan."""
+        """True if the job is faster than before the plan."""
         return self.throughput > self.effect.before

@@ -1,4 +1,4 @@
-"""One row of the table of causes: what a failure looks like, and what it means."""
+"""One row of the table of causes: the signs of a failure, and their meaning."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import msgspec
 from dlrover.spec.failure import Action, FailureKind, Origin
 
 OF_WORKERS = (FailureKind.EXCEPTION, FailureKind.EXIT, FailureKind.SIGNAL)
-"""How a worker that was started can fail."""
+"""Kinds of failure of a started worker."""
 
 
 class OwnCode(str, enum.Enum):
-    """How the user's own files took part in a failure."""
+    """Part of the user's own files in a failure."""
 
     ABSENT = "absent"
-    """Not at all, as far as is known."""
+    """No part, as far as is known."""
     CALLS = "calls"
     """A call from one of them led to it, or the exception has no traceback."""
     RAISES = "raises"
@@ -37,53 +37,53 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """
 
     cause: str
-    """Name of the cause: lower-case letters, digits and underscores. It never changes its meaning."""
+    """Name of the cause: lower-case letters, digits and underscores. Its meaning never changes."""
     kinds: tuple[FailureKind, ...] = ()
-    """Kinds of failure that the row is for. Empty: those that ``types``, ``codes`` and ``signals`` speak of, and
-    all failures of workers where these are empty too."""
+    """Kinds of failure that the row applies to. Empty: those implied by ``types``, ``codes`` and ``signals``,
+    or all failures of workers if these are empty too."""
     types: tuple[str, ...] = ()
-    """Names of exception types, without their modules. Asked of exceptions only."""
+    """Names of exception types, without their modules. Only for exceptions."""
     codes: tuple[int, ...] = ()
-    """Exit codes. Asked of exits only."""
+    """Exit codes. Only for exits."""
     signals: tuple[str, ...] = ()
-    """Names of signals, as SIGKILL. Asked of ends by a signal only."""
+    """Names of signals, such as SIGKILL. Only for ends by a signal."""
     text: str = ""
-    """Regular expression, searched in the messages of the exception and of what it was raised from, in
-    the end of stderr where there is no exception, or in what the platform says of a lost node."""
+    """Regular expression, searched in the messages of the exception and of its causes, in the end of stderr
+    if there is no exception, or in what the platform reports about a lost node."""
     facts: str = ""
     """Regular expression, searched in each fact about the node."""
     raised_in: str = ""
     """Regular expression, searched in the name of the file that raised the exception; the name is empty
-    when the exception came up before the program's first line."""
+    if the exception was raised before the program's first line."""
     own_code: OwnCode = OwnCode.ABSENT
-    """The least that the user's own files did: ``calls`` (one of them is in the traceback, or there is none) or
-    ``raises`` (the innermost line is theirs, and raises; or the program left with the exit code by itself)."""
+    """Minimum part of the user's own files: ``calls`` (one of them is in the traceback, or there is none) or
+    ``raises`` (the innermost line is theirs, and raises; or the program left with the exit code itself)."""
     before_first_step: bool = False
-    """No optimizer step was completed."""
+    """True: only if no optimizer step was completed."""
     oom_killed: bool = False
-    """The kernel's out-of-memory killer struck meanwhile."""
+    """True: only if the kernel's out-of-memory killer struck meanwhile."""
 
     origin: Origin
-    """Whose fault it is."""
+    """Origin of the failure: ``user code``, ``infrastructure`` or ``undetermined``."""
     action: Action = Action.RESTART
-    """The cheapest step that is enough to go on."""
+    """The cheapest sufficient action."""
     echo: bool = False
-    """The failure may only follow from the end of another worker, or from being told to stop."""
+    """True if the failure may only be a consequence of another worker's end or of a request to stop."""
     general: bool = False
-    """The row only repeats how something ended: any other reading of the failure goes before it."""
+    """True if the row only repeats how something ended; any other explanation takes precedence."""
     title: str
     """What happened to the rank, and after ``": "`` why: ``was ended by {signal}: it exceeded a limit``."""
     evidence: str = ""
-    """Stands in for the evidence where the failure's own texts say nothing of its cause."""
+    """Replacement for the evidence if the failure's own texts do not show its cause."""
     advice: str
-    """One sentence: what to do next."""
+    """What to do next, in one sentence."""
     subject: str = ""
-    """Regular expression whose first group that matched is what the advice speaks of."""
+    """Regular expression; its first matching group is the subject of the advice."""
     otherwise: str = ""
-    """What the advice speaks of where ``subject`` finds nothing."""
+    """Subject of the advice if ``subject`` finds nothing."""
 
     def is_for(self, kind: FailureKind) -> bool:
-        """Whether failures of a kind are the row's business."""
+        """Return whether the row applies to failures of a kind."""
         if self.kinds:
             return kind in self.kinds
         named = {

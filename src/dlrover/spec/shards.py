@@ -1,7 +1,7 @@
-"""What is said about a data set that is dealt out: by a training process, and by whoever deals.
+"""Messages about a sharded dataset, between a training process and its dealer, which leases shards.
 
-The samples of a data set are *positions* in *lanes*. An epoch is a lane, and so is a partition of a stream.
-Which record stands at a position is the reader's business: the dealer knows numbers only.
+The samples of a dataset are *positions* in *lanes*. An epoch is a lane, and so is a partition of a stream.
+Only the reader knows which record stands at a position; the dealer knows numbers only.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 MAX_WANT = 1000
-"""Shards in one request, at most."""
+"""Maximum number of shards in one request."""
 MAX_SPANS = 10_000
-"""Spans in one message, at most."""
+"""Maximum number of spans in one message."""
 MAX_NAME = 200
 MAX_ERROR = 2000
 """Characters of an error that are kept."""
 MAX_DONE = 2 * 1024 * 1024
-"""Bytes of the packed spans that a checkpoint contains, at most."""
+"""Maximum bytes of the packed spans in a checkpoint."""
 MAX_LANES = 10_000
-"""Partitions of a stream, at most."""
+"""Maximum number of partitions in a stream."""
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
 _Number = Annotated[int, msgspec.Meta(ge=0)]
 
 
 def data_key(name: str) -> int:
-    """A number above 0 for a data set's name, where no name fits; hardly ever the same for two of a job."""
+    """Return a number above 0 that identifies a dataset where its name does not fit; collisions are rare."""
     return zlib.crc32(name.encode()) + 1
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The positions from ``start`` up to ``stop``, which is not one of them."""
+    """The positions from ``start`` up to, and without, ``stop``."""
 
     lane: _Number
     start: _Number
@@ -41,29 +41,29 @@ class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class DataSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A data set, the same for everybody who reads it."""
+    """Description of a dataset, equal for all of its readers."""
 
     name: _Name
     size: Annotated[int, msgspec.Meta(ge=-1)] = -1
-    """Samples in an epoch; -1: it is a stream, whose lanes grow."""
+    """Samples in an epoch; -1: a stream, whose lanes grow."""
     epochs: _Number = 1
-    """How often each sample is dealt; 0: endlessly. A stream has no epochs."""
+    """Number of times that each sample is leased; 0: endlessly. A stream has no epochs."""
     begins: Annotated[tuple[_Number, ...], msgspec.Meta(max_length=MAX_LANES)] = ()
-    """The first offset of each partition of a stream. What the first worker found stands for all."""
+    """First offset of each partition of a stream. The first worker's finding holds for all."""
     limits: Annotated[tuple[_Number, ...], msgspec.Meta(max_length=MAX_LANES)] = ()
-    """Where each partition of a stream ends for this job, as the first worker found; empty: nowhere."""
+    """End of each partition of a stream for this job, as the first worker found; empty: no end."""
     shard: Annotated[int, msgspec.Meta(ge=1)] = 1000
     """Samples in a shard."""
     drop_last: bool = False
-    """Leave the incomplete last shard of each epoch out."""
+    """Leave out the incomplete last shard of each epoch."""
     order: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = ""
-    """How positions become records: text that is the same for everybody who reads it in the same way."""
+    """Mapping of positions to records: a text that is equal for all readers with the same mapping."""
     attempts: Annotated[int, msgspec.Meta(ge=1)] = 3
-    """How often a sample may fail until it is set aside."""
+    """Failed attempts to read a sample after which it is skipped."""
     max_aside: _Number = 10
-    """Samples that a worker may set aside before it gives up."""
+    """Maximum number of samples that a worker may skip before it gives up."""
     timeout: Annotated[float, msgspec.Meta(gt=0)] = 1800.0
-    """Seconds of silence after which a worker's shards are dealt to others."""
+    """Seconds of silence after which a worker's shards are leased to others."""
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True):
@@ -74,7 +74,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Incarnation(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """What a restart or a restored checkpoint adds to: workers of an earlier one are dead to the dealer."""
+    """One run of the readers; a restart or a restored checkpoint begins a new one and ends earlier ones."""
 
     round: int = 0
     loads: int = 0
@@ -86,38 +86,38 @@ _Failures = Annotated[tuple[Failed, ...], msgspec.Meta(max_length=MAX_WANT)]
 
 
 class OpenShards(msgspec.Struct, frozen=True, array_like=True, tag="open"):
-    """A worker begins to read. The first one of an incarnation says what its checkpoint contains."""
+    """Start of a worker's reading. The first worker of an incarnation reports its checkpoint's content."""
 
     spec: DataSpec
     worker: _Name
     incarnation: Incarnation
     done: Annotated[bytes, msgspec.Meta(max_length=MAX_DONE)] = b""
-    """What the model has learned from already: `dlrover.sharding.spans.Spans`, packed."""
+    """Samples that the model has already learned from: `dlrover.sharding.spans.Spans`, packed."""
 
 
 class TakeShards(msgspec.Struct, frozen=True, array_like=True, tag="take"):
-    """A worker tells what it has done, and asks for more. With the ``seq`` of its last one: a repetition."""
+    """Report of what a worker has done, and request for more. A repeated ``seq`` marks a repetition."""
 
     data: _Name
     worker: _Name
     incarnation: Incarnation
     seq: _Number
     lane: _Number = 0
-    """The epoch that it reads, or will read next; it gets shards of earlier ones that nobody reads, first."""
+    """The epoch that it reads, or will read next. Shards of earlier epochs without readers come first."""
     want: Annotated[int, msgspec.Meta(ge=0, le=MAX_WANT)] = 0
-    """Shards, at most; it gets fewer when few are left."""
+    """Maximum number of shards; the worker gets fewer when few are left."""
     done: _Spans = ()
     failed: _Failures = ()
     starving: bool = False
-    """It waits, and needs one more whatever it has: perhaps to fill a batch."""
+    """True if it waits and needs one more shard whatever it has, perhaps to fill a batch."""
     gap: Span | None = None
-    """Positions of a stream where nothing is, as it has found: they are dealt as one shard."""
+    """Empty positions that it found in a stream; they are leased as one shard."""
     returned: _Spans = ()
-    """What it has taken, and leaves to others."""
+    """Leased samples that it gives back for others."""
 
 
 class ExtendShards(msgspec.Struct, frozen=True, array_like=True, tag="extend"):
-    """The partitions of a stream now end at these offsets."""
+    """New end offsets of a stream's partitions."""
 
     data: _Name
     incarnation: Incarnation
@@ -125,13 +125,13 @@ class ExtendShards(msgspec.Struct, frozen=True, array_like=True, tag="extend"):
 
 
 class ForgetWorker(msgspec.Struct, frozen=True, array_like=True, tag="forget"):
-    """A worker is dead, and what it has not done goes to others. What it has done stays done."""
+    """Death of a worker. Its unfinished samples go to others; what it has done stays done."""
 
     worker: _Name
 
 
 class LookShards(msgspec.Struct, frozen=True, array_like=True, tag="look"):
-    """Ask how far the reading of a data set is."""
+    """Request for the reading progress of a dataset."""
 
     data: _Name
 
@@ -140,7 +140,7 @@ ShardRequest: TypeAlias = OpenShards | TakeShards | ExtendShards | ForgetWorker 
 
 
 class SetAside(msgspec.Struct, frozen=True, array_like=True):
-    """Samples that nobody could read."""
+    """Samples that no worker could read."""
 
     span: Span
     error: str
@@ -150,24 +150,24 @@ class ShardReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The answer to each request."""
 
     spans: tuple[Span, ...] = ()
-    """What the worker may read now, in this order; each is one shard or several that follow each other."""
+    """Samples that the worker may read now, in order; each span is one or several consecutive shards."""
     lane: int = 0
-    """After opening: the first epoch of which something is left."""
+    """After opening: the first epoch with samples left."""
     exhausted: bool = False
-    """Nothing is left to take of this epoch; others may still read what they have taken."""
+    """True if nothing of this epoch is left to lease; others may still read their shards."""
     complete: bool = False
-    """Everything of this epoch is done or set aside."""
+    """True if everything of this epoch is done or skipped."""
     done: int = 0
     """Samples done of this epoch, or of all partitions."""
     taken: int = 0
-    """The same for samples that somebody has taken."""
+    """Samples leased of this epoch, or of all partitions."""
     aside: tuple[SetAside, ...] = ()
-    """What was set aside by this request; everything that was, for `LookShards`."""
+    """Samples that this request caused to be skipped; for `LookShards`, all skipped samples."""
     refused: str = ""
     """Why the request was refused; asking again would not help."""
     away: str = ""
-    """Why nobody could be asked; ask again."""
+    """Why no dealer could be reached; ask again."""
     others_starve: bool = False
-    """Nothing of the stream is left to take, and another worker waits for it."""
+    """True if nothing of the stream is left to lease and another worker waits for it."""
     spec: DataSpec | None = None
-    """After opening a stream: what the first worker found of it, which stands for all."""
+    """After opening a stream: what the first worker found, which holds for all."""

@@ -1,4 +1,4 @@
-"""What a worker looks like from outside, and what the stacks of many ranks say together."""
+"""A worker as seen from outside, and what the stacks of many ranks show together."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import msgspec
 from dlrover.spec.activity import WorkerActivity
 
 STACK_FRAMES = 64
-"""Frames that are kept of a worker's main thread, the innermost ones."""
+"""Innermost frames of a worker's main thread that are kept."""
 BUSY = 5
-"""Percent from which an accelerator counts as busy: monitoring alone uses less."""
+"""Percent from which an accelerator counts as busy; monitoring alone uses less."""
 MOVING = 5
-"""Percent from which its memory counts as used by what it computes."""
+"""Percent from which an accelerator's memory counts as used by a computation."""
 PLACES_NAMED = 6
-"""Groups of ranks that a sentence names; of the rest only their number is told."""
+"""Groups of ranks that a sentence names; the rest is only counted."""
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
@@ -24,7 +24,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
 
     function: str
     file: str
-    """Its full path, or what the interpreter has in its place."""
+    """Full path of the file, or the interpreter's replacement for it."""
     line: int
 
     def __str__(self) -> str:
@@ -32,7 +32,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker at one moment, gathered on its node."""
+    """State of one worker at one moment, gathered on its node."""
 
     pid: int
     time: float
@@ -40,33 +40,33 @@ class WorkerEvidence(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = -1
     local_rank: int = -1
     state: str = ""
-    """The state of the process as in proc(5): ``R`` runs, ``S`` sleeps, ``D`` waits for a disk, ``T`` is stopped."""
+    """Process state as in proc(5): ``R`` runs, ``S`` sleeps, ``D`` waits for a disk, ``T`` is stopped."""
     cpu: float = 0.0
-    """CPU seconds of the process and all that it has started."""
+    """CPU seconds of the process and all of its descendants."""
     moved: int = 0
     """Bytes that the process has read and written."""
     frames: tuple[Frame, ...] = ()
-    """The main thread's stack, innermost call first; empty if it could not be had."""
+    """Stack of the main thread, innermost call first; empty if unavailable."""
     text: str = ""
-    """The stacks of all threads."""
+    """Stacks of all threads."""
     source: str = ""
-    """Who told the stacks: ``py-spy``, ``faulthandler``, or empty."""
+    """Source of the stacks: ``py-spy``, ``faulthandler``, or empty."""
     activity: WorkerActivity | None = None
     flight_record: str = ""
-    """A file on its node in which PyTorch has recorded what it communicated."""
+    """File on its node with PyTorch's record of its communication."""
     busy: int = -1
-    """Percent of the last moment in which its accelerator ran something; -1: not known."""
+    """Percent of the last moment in which its accelerator ran something; -1: unknown."""
     moving: int = -1
-    """Percent in which its accelerator's memory was read or written; -1: not known."""
+    """Percent in which its accelerator's memory was read or written; -1: unknown."""
 
     @property
     def device_computes(self) -> bool:
-        """Whether its accelerator computes; one that only waits in a collective moves hardly anything."""
+        """True if its accelerator computes; one that only waits in a collective hardly uses its memory."""
         return self.busy >= BUSY and self.moving >= MOVING
 
     @property
     def device(self) -> str:
-        """What its accelerator does, for people; empty if that is not known."""
+        """State of its accelerator in words; empty if unknown."""
         if self.busy < 0:
             return ""
         told = f"{self.busy} % busy"
@@ -80,13 +80,13 @@ class WorkerEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Group(msgspec.Struct, frozen=True):
-    """Ranks that are at the same place."""
+    """Ranks at the same place."""
 
     place: str
-    """For people: ``all_reduce (distributed_c10d.py:2800)``; empty if no stack is known."""
+    """The place in words: ``all_reduce (distributed_c10d.py:2800)``; empty if no stack is known."""
     ranks: tuple[int, ...]
     waits: bool
-    """Whether it is a place at which a rank waits for others."""
+    """True if a rank at this place waits for others."""
 
     def __str__(self) -> str:
         return f"{ranks_in_words(self.ranks)} {'in ' + self.place if self.place else 'without a stack'}"
@@ -101,7 +101,7 @@ _FAULTHANDLER_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.+)$', re.MULT
 
 
 def main_thread(text: str) -> tuple[Frame, ...]:
-    """The main thread's frames in what ``py-spy dump`` or `faulthandler` has written; empty if not found."""
+    """Return the main thread's frames in a dump of ``py-spy`` or `faulthandler`; empty if not found."""
     if _FAULTHANDLER_THREAD.search(text):
         last = _FAULTHANDLER_THREAD.split(text)[-1]  # threads come newest first
         found = [Frame(m[3], m[1], int(m[2])) for m in _FAULTHANDLER_FRAME.finditer(last)]
@@ -131,7 +131,7 @@ are exchanged."""
 
 
 def place(frames: Sequence[Frame]) -> str:
-    """Where a thread is, for people: the call that it waits or works in, and the program's line."""
+    """Return where a thread is, in words: the call that it waits or works in, and the program's line."""
     inner = _telling_frame(frames)
     if inner is None:
         return ""
@@ -142,20 +142,20 @@ def place(frames: Sequence[Frame]) -> str:
 
 
 def waits_for_others(frames: Sequence[Frame]) -> bool:
-    """Whether a thread waits for other ranks, as far as its stack tells."""
+    """Return whether a thread waits for other ranks, as far as its stack shows."""
     inner = _telling_frame(frames)
     return inner is not None and _WAITING.search(inner.file) is not None
 
 
 def same_calls(one: Sequence[Frame], other: Sequence[Frame]) -> bool:
-    """Whether two stacks are the same calls; in the innermost one another line may be executed."""
+    """Return whether two stacks have the same calls; the innermost call may be at another line."""
     calls = [[(f.function, f.file, f.line) for f in frames] for frames in (one, other)]
     outer = [frames[1:] for frames in calls]
     return bool(one) and outer[0] == outer[1] and calls[0][0][:2] == calls[1][0][:2]
 
 
 def _telling_frame(frames: Sequence[Frame]) -> Frame | None:
-    """The innermost call that says what a thread does: not the standard library's, where it can be helped."""
+    """Return the innermost call that shows what a thread does, if possible not the standard library's."""
     telling = [f for f in frames if not (_STANDARD.search(f.file) or _OWN.search(f.file))]
     if not telling:
         return frames[0] if frames else None
@@ -173,7 +173,7 @@ def _is_program(frame: Frame) -> bool:
 
 
 def groups(evidence: Iterable[WorkerEvidence]) -> tuple[Group, ...]:
-    """The ranks by place, the largest group first."""
+    """Return the ranks grouped by place, the largest group first."""
     ranks: dict[str, list[int]] = {}
     waits: dict[str, bool] = {}
     for one in evidence:
@@ -185,10 +185,10 @@ def groups(evidence: Iterable[WorkerEvidence]) -> tuple[Group, ...]:
 
 
 def culprits(found: Sequence[Group], missing: Iterable[int] = ()) -> tuple[int, ...]:
-    """The ranks for which the others wait; empty when nothing tells them apart.
+    """Return the ranks that the others wait for; empty if nothing distinguishes them.
 
-    Those that nothing was heard of; else the minority that does not wait for others; else those that are
-    not where most are.
+    These are the ranks that did not answer; else the minority that does not wait for others; else the ranks
+    outside of the largest group.
     """
     silent = tuple(sorted(missing))
     total = sum(len(group.ranks) for group in found)
@@ -203,9 +203,9 @@ def culprits(found: Sequence[Group], missing: Iterable[int] = ()) -> tuple[int, 
 
 
 def starved(evidence: Iterable[WorkerEvidence]) -> tuple[int, ...]:
-    """The ranks whose accelerators have nothing to do while those of most others are busy.
+    """Return the ranks whose accelerators are idle while those of most others are busy.
 
-    The busy ones wait in a collective for what these have not begun. None unless all are known.
+    The busy ones wait in a collective that these have not begun. Empty unless the state of all is known.
     """
     known = list(evidence)
     idle = tuple(sorted(one.rank for one in known if 0 <= one.busy < BUSY))
@@ -214,7 +214,7 @@ def starved(evidence: Iterable[WorkerEvidence]) -> tuple[int, ...]:
 
 
 def _beside_most(found: Sequence[Group], odd: Sequence[Group], total: int) -> Sequence[Group]:
-    """The groups beside the one that most ranks are in: where most are, they wait, by whatever means."""
+    """Return the groups beside the one with most ranks; the majority waits, by whatever means."""
     most = found[0]
     if 2 * len(most.ranks) <= total:
         return odd if len(odd) < len(found) else ()
@@ -223,7 +223,7 @@ def _beside_most(found: Sequence[Group], odd: Sequence[Group], total: int) -> Se
 
 
 def in_words(found: Sequence[Group], missing: Iterable[int] = ()) -> str:
-    """The groups as part of a sentence."""
+    """Return the groups as part of a sentence."""
     named = [str(group) for group in found[:PLACES_NAMED]]
     rest = sum(len(group.ranks) for group in found[PLACES_NAMED:])
     if rest:
@@ -235,7 +235,7 @@ def in_words(found: Sequence[Group], missing: Iterable[int] = ()) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 3 and 5``, or ``62 ranks`` where there are many."""
+    """Return ``rank 3``, ``ranks 3 and 5``, or ``62 ranks`` if there are many."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) == 2:
@@ -244,7 +244,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def report(evidence: Iterable[WorkerEvidence], missing: Iterable[int] = ()) -> str:
-    """Everything there is to read: each group with its ranks and the stacks of its first one."""
+    """Return a full report: each group with its ranks and the stacks of its first rank."""
     by_rank = {one.rank: one for one in evidence}
     silent = sorted(missing)
     parts = []

@@ -1,4 +1,4 @@
-"""What a node uses of its machine."""
+"""Resource usage of a node."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import msgspec
 
 
 class NodeUsage(msgspec.Struct, frozen=True):
-    """One look at a node."""
+    """One measurement of a node."""
 
     cpu: float
-    """Cores kept busy since the last look: by everything in its control group or container, or by its workers
-    with their children where it shares them."""
+    """Cores kept busy since the last measurement by the control group or container of the node, or by the
+    node's workers and their children if it shares that group."""
     memory: int
-    """Bytes in use that cannot be given back: of its control group or container, or of the machine where there
-    is none."""
+    """Bytes in use that cannot be reclaimed: of the node's control group or container, or of the machine if
+    there is none."""
     limit: int
-    """Bytes that there are; 0 if that is not known."""
+    """Available bytes; 0 if unknown."""
     cores: float = 0.0
-    """Cores that it may keep busy; 0 if that is not known."""
+    """Cores that the node may keep busy; 0 if unknown."""
     busy: float = -1.0
-    """Share of time in which its accelerators work, their mean, 0 to 1; -1 if there are none or none tells."""
+    """Mean share of time in which its accelerators work, 0 to 1; -1 if there are none or none reports it."""

@@ -1,4 +1,4 @@
-"""What a node brings to a rendezvous round, and what it is told when the round is complete."""
+"""A node's offer to a rendezvous round, and the world that it receives when the round is complete."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dlrover.spec import roles
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """What a node brings to a round."""
+    """A node's contribution to a round."""
 
     nproc: int
     """Workers that the node will start."""
     addr: str
-    """Address at which the other nodes reach this one."""
+    """Address at which other nodes reach this one."""
     store_port: int
-    """A port that the node holds free for the world's store, should its first worker be rank 0."""
+    """Port that the node keeps free for the world's store, in case its first worker is rank 0."""
     salt: str = ""
-    """Random: of the world's secrets, should its first worker be rank 0."""
+    """Random salt of the world's secrets, in case the node's first worker is rank 0."""
 
 
 class World(msgspec.Struct, frozen=True):
-    """A completed round as one node sees it: of constant size, whatever the world's.
+    """A completed round as one node sees it. Its size does not depend on the world's.
 
-    Ranks are given out in blocks: this node's workers have ranks ``first_rank`` to
-    ``first_rank + nproc - 1``. Rank 0 opens the store at ``store_addr:store_port``, afresh each round.
+    Ranks are assigned in blocks: this node's workers have ranks ``first_rank`` to
+    ``first_rank + nproc - 1``. Rank 0 opens a new store at ``store_addr:store_port`` in each round.
     """
 
     round: int
@@ -36,37 +36,37 @@ class World(msgspec.Struct, frozen=True):
     store_addr: str
     store_port: int
     servers: int = 0
-    """How many of the processes are parameter servers: those of the highest ranks. 0: the job has none."""
+    """Number of processes that are parameter servers; they have the highest ranks. 0: the job has none."""
     global_batch: int = 0
-    """Samples of a step of all workers that were chosen for the job; 0: as many as the program says."""
+    """Samples per step of all workers chosen for the job; 0: the program's own."""
     salt: str = ""
-    """What tells this world's secrets, which are made of the job's token, from another's."""
+    """Salt that makes this world's secrets, derived from the job's token, differ from another world's."""
 
     @property
     def role(self) -> str:
-        """The role of this node: `roles.WORKER` or `roles.SERVER`; empty in a job without servers."""
+        """Role of this node: `roles.WORKER` or `roles.SERVER`; empty in a job without servers."""
         if not self.servers:
             return ""
         return roles.SERVER if self.first_rank >= self.workers else roles.WORKER
 
     @property
     def workers(self) -> int:
-        """How many of the processes are no servers: those of the lowest ranks."""
+        """Number of processes that are not servers; they have the lowest ranks."""
         return self.world_size - self.servers
 
 
 class Holding(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent holds when it meets a master: enough for one that has lost its journal."""
+    """State that an agent reports to a master; enough for a master that has lost its journal."""
 
     round: int = 0
-    """The highest round that the agent was told of; 0 for none."""
+    """Highest round that the agent knows; 0 for none."""
     world: World | None = None
-    """The world whose workers are here, whether they run, have ended or are being stopped."""
+    """World of the node's workers, be they running, ended or being stopped."""
     nproc: int = 1
     """Workers of the node."""
     steps: int = 0
-    """Optimizer steps that they have completed in ``world``."""
+    """Optimizer steps that the workers completed in ``world``."""
     succeeded: bool = False
-    """All of them ended with exit code 0."""
+    """True if all workers ended with exit code 0."""
     stopping: bool = False
-    """They are being stopped: the world is over."""
+    """True while the workers are being stopped because the world is over."""

@@ -1,1 +1,1 @@
-"""What a training script in TensorFlow imports."""
+"""The package that a TensorFlow training script imports."""

@@ -1,4 +1,4 @@
-"""A ``tf.data.Dataset`` whose samples are dealt to all workers of a job while they train."""
+"""A ``tf.data.Dataset`` whose samples are distributed to all workers of a job during training."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def dataset(
     prepare: Callable[..., Any] | None = None,
     prefetch: int = 2,
 ) -> tf.data.Dataset:
-    """The rest of the epoch of ``records``, each time it is iterated.
+    """Return a dataset that yields the rest of the epoch of ``records`` on each iteration.
 
-    A sample counts as learned from when the training gets it, not when it is read ahead. So say here what is
-    to be done with the samples, and add no ``prefetch``, ``shuffle`` or ``batch`` behind: what these read
-    ahead would count. Deal in another order with ``shuffle=True`` of `Records`. ``records`` belongs into the
-    checkpoint, beside the model.
+    A sample counts as learned when the training receives it, not when it is read ahead. So pass all sample
+    processing here and do not append ``prefetch``, ``shuffle`` or ``batch``: samples that these read ahead
+    would count as learned. To shuffle, use ``shuffle=True`` of `Records`. Save ``records`` in the
+    checkpoint, together with the model.
 
     Args:
-        records: the samples, as numbers, strings, arrays, or dicts and tuples of them.
-        signature: what one sample is: ``tf.TensorSpec``, or dicts and tuples of them.
-        batch_size: samples in a batch; the last one of an epoch may have fewer. None: no batches.
-        prepare: makes an example of a sample, as a function for ``Dataset.map``; in parallel.
-        prefetch: examples or batches that are read ahead.
+        records: the samples: numbers, strings, arrays, or dicts and tuples of them.
+        signature: the type of one sample: ``tf.TensorSpec``, or dicts and tuples of them.
+        batch_size: samples per batch; the last batch of an epoch may have fewer. None: no batching.
+        prepare: function for ``Dataset.map`` that makes an example from a sample; runs in parallel.
+        prefetch: number of examples or batches to read ahead.
 
     Raises:
-        ConfigurationError: a number is not accepted.
+        ConfigurationError: ``prefetch`` or ``batch_size`` is out of range.
     """
     if prefetch < 0 or (batch_size is not None and batch_size < 1):
         raise ConfigurationError(
@@ -59,22 +59,22 @@ def dataset(
     found = found.prefetch(prefetch) if prefetch else found
     options = tf.data.Options()
     options.deterministic = True
-    options.experimental_optimization.inject_prefetch = False  # it would be behind the counting
+    options.experimental_optimization.inject_prefetch = False  # would read ahead after the counting
     return found.map(reading.counted).with_options(options)
 
 
 class _Reading:
-    """Reads ahead, and counts what the training gets."""
+    """Reads ahead and counts the samples that the training receives."""
 
     def __init__(self, records: Records[Any]) -> None:
         self._records = records
         self._lock = threading.Lock()
         self._ahead: deque[Span] = deque()
-        """Read, and not yet with the training."""
+        """Spans that were read but have not reached the training."""
         self._over = False
 
     def __call__(self) -> Iterator[tuple[tuple[int, int, int], Any]]:
-        """One epoch, in a thread of TensorFlow."""
+        """Yield one epoch, in a TensorFlow thread."""
         self._over = False
         try:
             for place, sample in self._records.read_ahead():
@@ -85,13 +85,13 @@ class _Reading:
                 self._over = True
                 self._end_epoch()
         finally:
-            if not self._over:  # the training has left the loop
+            if not self._over:  # the training left the loop early
                 with self._lock:
                     self._records.put_back(self._ahead)
                     self._ahead.clear()
 
     def counted(self, places: tf.Tensor, sample: Any) -> Any:
-        """The sample, once it counts."""
+        """Return the sample after it has been counted."""
         noted = tf.py_function(self._note, [places], [])
         with tf.control_dependencies([noted] if noted is not None else []):
             return tf.nest.map_structure(tf.identity, sample)

@@ -1,1 +1,1 @@
-"""The public test kit: simulated agents, and drivers for the state machines."""
+"""Public test kit: simulated agents, and drivers for the state machines."""

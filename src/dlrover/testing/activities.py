@@ -1,8 +1,8 @@
-"""A simulated training as its agents see it: what each rank does at any time, and how its process looks.
+"""Simulated training as its agents see it: what each rank does at any time, and how its process looks.
 
-A training is a row of phases, each on one rank or on all; where only one rank is busy the others wait for
-it in a step. Lengths are drawn by seed. A fault is a rank that does not leave its phase, or one whose own
-part of a step takes longer.
+A training is a sequence of phases, each on one rank or on all; while only one rank is busy, the others
+wait for it in a step. Lengths are drawn by seed. A fault is a rank that never leaves its phase, or one
+whose own part of a step takes longer.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ class Phase:
     activity: Activity
     begin: float
     end: float
-    #: the rank that does it, while the others wait; None: all do
+    #: the busy rank, while the others wait; None: all are busy
     rank: int | None = None
     #: seconds of one step, in a phase of steps
     step: float = 0.0
-    #: whether who does it uses a CPU and gets around in its program
+    #: True if a busy rank uses a CPU and moves through its program
     works: bool = True
-    #: the steps before it
+    #: steps completed before it
     steps_before: int = 0
 
 
 class SimulatedTraining:
-    """One training's ranks. Ask about times in ascending order."""
+    """The ranks of one training. Query times in ascending order."""
 
     def __init__(self, seed: int, ranks: int) -> None:
         self._random = random.Random(seed)  # noqa: S311 - chance, no secret
         self.ranks = ranks
         self.factors: dict[int, float] = {}
-        """Slow ranks: their own part of a step takes so many times as long."""
+        """Slow ranks: factor on the time of their own part of a step."""
         self.data_waits: dict[int, float] = {}
-        """Slow ranks: so much of their own part of a step they wait for data."""
+        """Slow ranks: share of their own part of a step that they wait for data."""
         self._compute = dict.fromkeys(range(ranks), 0.0)
         self._data = dict.fromkeys(range(ranks), 0.0)
         self._counted = 0
@@ -59,12 +59,12 @@ class SimulatedTraining:
     # ---- phases
 
     def advance(self, now: float) -> None:
-        """Go to the phase of a time."""
+        """Move to the phase at time ``now``."""
         while now >= self.phase.end:
             self.phase = self._next(self.phase)
 
     def hang(self, now: float, rank: int | None, activity: Activity) -> None:
-        """From now on a rank does only this, and the others wait for it; None: all wait for each other."""
+        """Hold a rank in ``activity`` from now on, while the others wait; None: all wait for each other."""
         self.advance(now)
         self.phase = Phase(
             activity, now, float("inf"), rank, 0.0, works=False, steps_before=self._steps(now)
@@ -85,14 +85,14 @@ class SimulatedTraining:
         if kind in (Activity.EVAL, Activity.CHECKPOINT) and draw.random() < 0.5:
             rank = 0
             if kind is Activity.EVAL and draw.random() < 0.1:
-                kind = Activity.STEP  # an evaluation that the program does not tell of
+                kind = Activity.STEP  # an evaluation that the program does not report
                 seconds = min(seconds, 1500.0)
         alone = rank is not None
         step = self._usual_step * draw.uniform(0.8, 1.3) if kind is Activity.STEP else 0.0
         return Phase(kind, begin, begin + seconds, rank, 0.0 if alone else step, works, steps)
 
     def _length(self, kind: Activity) -> tuple[float, bool]:
-        """How long a phase of a kind takes, and whether who does it is seen to work."""
+        """Return the length of a phase of a kind, and True if its busy ranks visibly work."""
         draw = self._random
         if kind is Activity.STEP:
             return draw.uniform(50.0, 2000.0) + self._usual_step, True
@@ -100,7 +100,7 @@ class SimulatedTraining:
             rare = 12.0 if draw.random() < 0.01 else 1.0
             return self._usual_eval * draw.lognormvariate(0.0, 0.4) * rare, True
         if kind is Activity.CHECKPOINT:
-            # A storage that keeps a process waiting lets it do nothing else.
+            # A process that waits for its storage does nothing else.
             return min(1700.0, self._usual_save * draw.lognormvariate(0.0, 0.5)), False
         if kind is Activity.COMPILE:
             return draw.uniform(10.0, 1500.0), draw.random() < 0.5
@@ -115,7 +115,7 @@ class SimulatedTraining:
         return phase.steps_before + int((min(now, phase.end) - phase.begin) / phase.step)
 
     def workers(self, now: float) -> dict[int, WorkerActivity]:
-        """What each rank does."""
+        """Return what each rank does."""
         self.advance(now)
         phase, steps = self.phase, self._steps(now)
         self._count(steps)
@@ -133,14 +133,14 @@ class SimulatedTraining:
         self._counted = steps
         usual = 0.6 * self._usual_step
         for rank in range(self.ranks) if new else ():
-            # The mean of many steps, each some per cent longer or shorter.
+            # The mean of many steps, each a few per cent longer or shorter.
             noise = self._random.gauss(1.0, 0.1 / new**0.5)
             own = usual * noise * self.factors.get(rank, 1.0)
             self._compute[rank] += new * own
             self._data[rank] += new * own * self.data_waits.get(rank, 0.02)
 
     def evidence(self, now: float) -> tuple[WorkerEvidence, ...]:
-        """How each rank's process looks."""
+        """Return how each rank's process looks."""
         activities: Mapping[int, WorkerActivity] = self.workers(now)
         phase = self.phase
         found = []

@@ -17,14 +17,14 @@ from dlrover.spec.outcome import Outcome
 from dlrover.spec.world import Offer, World
 
 RECONNECT_DELAYS = (0.05, 0.1, 0.2, 0.5, 1.0)
-"""Seconds between attempts to reach the master, as the real agent's; the last one is repeated."""
+"""Seconds between attempts to reach the master, as in the real agent; the last one repeats."""
 
 
 class SimulatedAgent:
-    """A node whose decisions are the real agent's and whose workers do what the caller says.
+    """A node that decides like the real agent and whose workers do what the caller says.
 
-    `run` is the node's life. Cancel it, and the node is gone from the network; run it again, and the
-    same agent process is back. Several agents may share one ``client``, and with it one connection.
+    `run` is the node's life. Cancel it, and the node vanishes from the network; run it again, and the same
+    agent process returns. Several agents may share one ``client``, and with it one connection.
     """
 
     def __init__(
@@ -40,22 +40,22 @@ class SimulatedAgent:
         """Make an agent; nothing is sent yet.
 
         Args:
-            client: The way to the master. It stays open when the agent leaves.
-            node_id: The id that the agent claims, -1 for none.
-            node_rank: The rank that it wishes for, -1 for none.
+            client: Connection to the master. It stays open when the agent exits.
+            node_id: Id that the agent claims, -1 for none.
+            node_rank: Rank that it asks for, -1 for none.
             nproc: Workers that it claims to start.
-            hostname: What it says its machine is called.
-            phase: When the first heartbeat is due, in heartbeat intervals. Agents with evenly spread
-                phases send evenly spread heartbeats.
+            hostname: Host name that it reports.
+            phase: Time of the first heartbeat, in heartbeat intervals. Agents with evenly spread phases send
+                evenly spread heartbeats.
         """
         self.uid = uuid.uuid4().hex
         self.machine = agent_machine.AgentMachine(nproc)
         self.steps = 0
         """Optimizer steps that the workers claim to have completed in their round."""
         self.silent = False
-        """Send no heartbeats though the stream is open, as a stopped process does."""
+        """True to send no heartbeats on the open stream, like a stopped process."""
         self.outcome: Outcome | None = None
-        """What the agent left with; None before."""
+        """Outcome that the agent exited with; None until then."""
         self._client = client
         self._claimed_id = node_id
         self._node_rank = node_rank
@@ -68,22 +68,22 @@ class SimulatedAgent:
 
     @property
     def node_id(self) -> int:
-        """The id that the master gave; -1 before."""
+        """Id from the master; -1 until assigned."""
         return self.machine.node_id
 
     @property
     def world(self) -> World | None:
-        """The world whose workers run here; None if none do."""
+        """World whose workers run here; None if none do."""
         return self.machine.world
 
     # ---- life
 
     async def run(self) -> Outcome:
-        """Stay connected until the master dismisses the node.
+        """Stay connected until the master dismisses the node; return the outcome.
 
         Raises:
             ConfigurationError: the master refuses the token.
-            ProtocolError: it does not understand a message.
+            ProtocolError: the master does not understand a message.
         """
         beating = asyncio.create_task(self._beat())
         self._attempts = 0
@@ -100,12 +100,12 @@ class SimulatedAgent:
         return self.outcome
 
     async def until(self, condition: Callable[[SimulatedAgent], bool]) -> None:
-        """Wait until ``condition`` holds for this agent; it is asked after every change."""
+        """Wait until ``condition`` holds for this agent; check it after every change."""
         while not condition(self):
             await self._changed.wait()
 
     async def running(self, round_: int = 1) -> World:
-        """Wait until the workers of ``round_``, or of a later one, run; their world."""
+        """Wait until the workers of ``round_`` or a later round run; return their world."""
         await self.until(lambda a: a.outcome is not None or a.machine.running_round >= round_)
         assert self.world is not None, f"The node left: {self.outcome}"
         return self.world
@@ -113,22 +113,22 @@ class SimulatedAgent:
     # ---- what the workers do
 
     def report(self, steps: int) -> None:
-        """The workers have completed ``steps`` steps: tell the master now."""
+        """Report ``steps`` completed steps to the master now."""
         self.steps = steps
         self._say(messages.Heartbeat(self.machine.running_round, steps))
 
     def succeed(self) -> None:
-        """All workers end with exit code 0."""
+        """End all workers with exit code 0."""
         for local_rank in range(self.machine.nproc):
             self._handle(agent_machine.WorkerEnded(local_rank, None))
 
     def fail(self, failure: Failure | None = None) -> None:
-        """A worker fails, by default the first one with an exception of its program."""
+        """Fail a worker; by default the first one, with an exception of its program."""
         failure = failure or self.failure()
         self._handle(agent_machine.WorkerEnded(failure.local_rank, failure))
 
     def failure(self, traceback: str = "", stderr_tail: str = "") -> Failure:
-        """The record of an exception in this node's first worker."""
+        """Return the record of an exception in this node's first worker."""
         return Failure(
             id=uuid.uuid4().hex,
             kind=FailureKind.EXCEPTION,

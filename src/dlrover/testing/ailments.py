@@ -1,4 +1,4 @@
-"""What simulated nodes find when they are checked."""
+"""Results of node checks on simulated nodes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Collection
 from dlrover.spec.check import CheckOrder, CheckReport, Component, ProbeResult, ProbeState
 
 SLOWER = 3.0
-"""How much slower a slow part or network is."""
+"""Factor by which a slow part or network is slower."""
 SCATTER = 1.2
-"""Between the fastest and the slowest sound one."""
+"""Ratio of the fastest to the slowest healthy part or network."""
 
 
 class Ailment(enum.Enum):
@@ -19,9 +19,9 @@ class Ailment(enum.Enum):
 
     NOTHING = "nothing"
     DEVICE = "device"
-    """Its device fails, and the check finds it; training goes on."""
+    """The device fails, and the check finds it; training goes on."""
     NETWORK = "network"
-    """It reaches nobody."""
+    """The node reaches no other node."""
     SLOW_DEVICE = "slow device"
     SLOW_NETWORK = "slow network"
 
@@ -33,7 +33,7 @@ def report(
     chance: random.Random,
     now: float,
 ) -> CheckReport:
-    """What a node answers to an order; ``others`` are its group's other nodes, None for a dead one."""
+    """Return a node's answer to an order; ``others`` are its group's other nodes, None for a dead one."""
     results = []
     if order.local:
         results.append(_device(own, chance))
@@ -45,7 +45,7 @@ def report(
 
 
 def fails(own: Ailment, others: Collection[Ailment | None]) -> bool:
-    """Whether the network of a group fails."""
+    """Return True if the network of a group fails."""
     return bool({own, *others} & {Ailment.NETWORK, None}) and bool(others)
 
 

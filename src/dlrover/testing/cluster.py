@@ -3,7 +3,7 @@
 Everything else is simulated: messages take a random time and are lost with their connection, a platform
 starts and kills nodes, workers start, step together, fail and stop. Nothing waits, sleeps or opens a
 socket, and a seed gives the same run every time. Every machine is validated after every input, and a
-master that comes back must find in its journal exactly the state that the last one had.
+master that takes over must restore exactly its predecessor's state from the journal.
 
 ::
 
@@ -44,7 +44,7 @@ _DETAILS: dict[FailureKind, dict[str, Any]] = {
     FailureKind.SPAWN: {"message": "Resource temporarily unavailable"},
 }
 WORKER_KINDS = tuple(_DETAILS)
-"""How `Cluster.kill_worker` can end a worker."""
+"""Ways in which `Cluster.kill_worker` can end a worker."""
 _ECHO = {"exception": "RuntimeError", "message": "Connection closed by peer [10.0.0.1]:40404"}
 
 _BROKEN_DEVICE = {
@@ -74,13 +74,13 @@ class Cluster:
         """Submit a job.
 
         Args:
-            job: With ``managed_nodes`` if the simulated platform is to launch them.
-            nodes: Nodes that come by themselves.
-            nproc: Workers of each node; a server's has one process.
+            job: Job to run; set ``managed_nodes`` to have the simulated platform launch its nodes.
+            nodes: Nodes that join on their own.
+            nproc: Workers of each node; a server's node has one process.
             steps: Optimizer steps until the program ends; those done before a fault are not repeated,
                 unless ``program.checkpoint_every`` is set.
-            seed: Of all random times and choices.
-            delays: How long things take.
+            seed: Seed of all random times and choices.
+            delays: Durations of the simulated actions.
             validate_every: Inputs between two checks of the job machine; a check takes time in
                 proportion to the number of nodes.
         """
@@ -88,17 +88,17 @@ class Cluster:
         self.machine = JobMachine()
         self.ledger = Ledger()
         self.journal: list[tuple[float, inputs.Input]] = []
-        """Every input of the job machine with its time; what a master that comes back learns from."""
+        """Every input of the job machine with its time; a master that takes over replays it."""
         self.events: list[Event] = []
-        """What the job's event file holds."""
+        """Content of the job's event file."""
         self.nodes: list[SimulatedNode] = []
         """Every node that was ever started, in order."""
         self.alive: dict[str, SimulatedNode] = {}
-        """The nodes whose agents live, by the agents' unique ids, in order."""
+        """Nodes whose agents are alive, by the agents' unique ids, in order."""
         self.master_away = False
         self.program = Program(self.time, delays or Delays(), steps)
         self.similar: Similar | None = None
-        """What the planner is told of a similar past job."""
+        """Similar past job that the planner receives."""
         self._activities = Activities()
         self._scaler = AutoScaler(self.machine, self._submit)
         self._job = job
@@ -120,14 +120,14 @@ class Cluster:
     # ---- time
 
     def run(self, seconds: float) -> None:
-        """Let time pass."""
+        """Advance time by ``seconds``."""
         until = self.time.now + seconds
         while self.time.next_at <= until:
             self.time.advance()
         self.time.now = until
 
     def run_until(self, condition: Callable[[], bool], limit: float = 3600.0) -> None:
-        """Let time pass until ``condition`` holds; it is asked after everything that happens.
+        """Advance time until ``condition`` holds; check it after each happening.
 
         Raises:
             AssertionError: it does not hold within ``limit`` seconds.
@@ -138,7 +138,7 @@ class Cluster:
             self.time.advance()
 
     def finish(self, limit: float = 86_400.0) -> Outcome:
-        """Let time pass until the job has ended and every node has left; the outcome.
+        """Advance time until the job has ended and every node has left; return the outcome.
 
         Raises:
             AssertionError: the job has not ended within ``limit`` seconds, or the nodes do not leave.
@@ -152,12 +152,12 @@ class Cluster:
 
     @property
     def training(self) -> bool:
-        """Whether the workers of the latest world step."""
+        """True if the workers of the latest world are stepping."""
         run = self.program.runs.get(self.machine.rendezvous.round)
         return run is not None and run.steps > 0 and not run.broken
 
     def describe(self) -> str:
-        """Where everything stands, for the message of a failed test."""
+        """Return the state of the job and its agents, for the message of a failed test."""
         agents = [
             f"{n.machine.node_id}:{n.machine.stage.value}" for n in list(self.alive.values())[:20]
         ]
@@ -168,15 +168,15 @@ class Cluster:
     # ---- faults
 
     def add_node(self, node_rank: int = -1) -> SimulatedNode:
-        """A node comes by itself."""
+        """Start a node that joins on its own; return it."""
         return self._start_node(node_rank, -1)
 
     def kill_worker(
         self, node: SimulatedNode, kind: FailureKind = FailureKind.SIGNAL, echoes: int = 0
     ) -> None:
-        """A worker ends: by SIGKILL, an exception, exit code 3, or without having started.
+        """End a worker: by SIGKILL, an exception, exit code 3, or a failed start.
 
-        Workers of so many other nodes then fail too, because they lose the connection to it.
+        Workers of ``echoes`` other nodes then fail too, because they lose the connection to it.
         """
         others = node.peers()
         node.fail(kind, **_DETAILS[kind])
@@ -185,9 +185,9 @@ class Cluster:
             self.time.after(delay, lambda n=other: n.fail(FailureKind.EXCEPTION, **_ECHO))
 
     def break_device(self, node: SimulatedNode) -> None:
-        """A worker fails because its device does: the kernel's log of the node says so.
+        """Fail a worker through its device, with a line in the kernel's log of the node.
 
-        For a node that came by itself and is sent away, another one comes from another host.
+        If the node joined on its own and is dismissed, another one joins from another host.
         """
         revive = self.program.delays.revive
         if node.alive and node.launched_as < 0 and revive is not None:
@@ -195,30 +195,30 @@ class Cluster:
         node.fail(FailureKind.EXCEPTION, **_BROKEN_DEVICE)
 
     def kill_agent(self, node: SimulatedNode) -> None:
-        """An agent and its workers die by SIGKILL."""
+        """Kill an agent and its workers with SIGKILL."""
         revive = self.program.delays.revive
         if node.alive and node.launched_as < 0 and revive is not None:
             self.time.after(revive, self._come_again, node.node_rank)
         node.end("its agent was killed by SIGKILL")
 
     def disconnect(self, node: SimulatedNode, seconds: float = 0.0) -> None:
-        """A stream breaks; the agent cannot connect again before ``seconds`` have passed."""
+        """Break a stream; the agent cannot reconnect before ``seconds`` have passed."""
         node.unreachable_until = self.time.now + seconds
         if node.link is not None:
             node.link.cut()
 
     def silence(self, node: SimulatedNode, seconds: float) -> None:
-        """An agent's process is stopped and continued after ``seconds``; its workers run on."""
+        """Stop an agent's process for ``seconds``; its workers keep running."""
         node.stopped_until = max(node.stopped_until, self.time.now + seconds)
         timeout = self._job.limits.heartbeat_timeout
         if seconds > timeout and node.link is not None:
             self.time.after(timeout, self._notice_silence, node.link)
 
     def kill_master(self, away: float = 1.0, *, after_commands: int | None = None) -> None:
-        """The master dies; another one takes over ``away`` seconds later.
+        """Kill the master; another one takes over ``away`` seconds later.
 
-        With ``after_commands`` it dies at its next input, which it has journalled and handled, when it
-        has carried out that many of the commands.
+        With ``after_commands``, the master dies at its next input: it journals and handles the input, but
+        carries out only that many of the resulting commands.
         """
         if self.master_away:
             return
@@ -237,27 +237,27 @@ class Cluster:
         self.time.after(away, self._take_over)
 
     def lose_disk(self, away: float = 1.0) -> None:
-        """The master dies with its journal; its next one knows only what its nodes and platform tell.
+        """Kill the master and delete its journal; its successor learns only from its nodes and platform.
 
-        The file with the events is kept, as on a disk of its own.
+        The file with the events is kept, as on a separate disk.
         """
         self.kill_master(away)
         self._disk_lost = True
 
     def stop(self, exit_code: int = ExitCode.STOPPED) -> None:
-        """Somebody stops the job."""
+        """Stop the job as a user would."""
         self._submit(inputs.StopRequested("stopped", exit_code))
 
     def scale(
         self, nodes: int, source: Literal["user", "plan"] = "user", role: str = WORKER
     ) -> None:
-        """Somebody asks for another number of managed nodes of a role."""
+        """Ask for another number of managed nodes of a role."""
         self._submit(inputs.ScaleAsked(nodes, "a test", source, role))
 
     def inject(
         self, faults: Sequence[Callable[[SimulatedNode], None]], *, every: float, until: float
     ) -> None:
-        """Do one of ``faults`` to a random node, about ``every`` seconds, ``until`` a time has come."""
+        """Apply random ``faults`` to random nodes, about every ``every`` seconds, until time ``until``."""
 
         def strike() -> None:
             alive = list(self.alive.values())
@@ -275,7 +275,7 @@ class Cluster:
     # ---- the master's process
 
     def _submit(self, event: inputs.Input) -> None:
-        """Do what the master's shell does with an input."""
+        """Act as the master's shell on an input."""
         if self.master_away:
             return
         now = self.time.now
@@ -309,7 +309,7 @@ class Cluster:
         self._set_timer()
 
     def _take_over(self) -> None:
-        """Start another master process: its state comes from the journal."""
+        """Start another master process, which restores its state from the journal."""
         if self._disk_lost:
             self._begin_anew()
             return
@@ -332,7 +332,7 @@ class Cluster:
         self._watch_all()
 
     def _begin_anew(self) -> None:
-        """Start a master process whose journal is empty."""
+        """Start a master process with an empty journal."""
         over = self.machine.outcome
         self._disk_lost = False
         self.machine, self.ledger, self.journal = JobMachine(), Ledger(), []
@@ -396,7 +396,7 @@ class Cluster:
 
     def _stand_in(self, node: SimulatedNode) -> None:
         if node.alive and node.machine.outcome is None:
-            return  # it was kept
+            return  # the node was kept
         self._come_again(node.node_rank)
 
     def _launch(self, command: LaunchNode) -> None:
@@ -457,7 +457,7 @@ class Cluster:
             self._submit(inputs.NodeSucceeded(link.node_id, message.round))
 
     def _auto_scale(self) -> None:
-        """Do what the master's auto-scaler does now and then."""
+        """Act as the master's auto-scaler, which runs now and then."""
         if not self.machine.autoscaling.active:
             return
         self._scaler.measure(self.time.now)
@@ -498,7 +498,7 @@ class Cluster:
             self._hang_up(link.node_id)
 
     def _hang_up(self, node_id: int) -> None:
-        """Close the stream of a node that is given up: what returns is a new node."""
+        """Close the stream of a node that was given up: if it returns, it is a new node."""
         link = self._links.get(node_id)
         if link is not None:
             link.cut()

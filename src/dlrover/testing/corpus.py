@@ -1,4 +1,4 @@
-"""Excerpts of real failures, each with the cause that a person gave it."""
+"""Excerpts of real failures, each with the cause that a person assigned."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from dlrover.spec.failure import Failure, FailureKind, Origin, Verdict
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One excerpt, in the fields of the record that would hold it."""
+    """One excerpt, in the fields of a failure's record."""
 
     source: str
-    """Where it is from: ``owner/repository#number``."""
+    """Origin of the excerpt: ``owner/repository#number``."""
     exception: str = ""
     message: str = ""
     stderr: str = ""
     signal: int | None = None
     exit_code: int | None = None
     facts: tuple[str, ...] = ()
-    """About the node."""
+    """Facts about the node."""
     node: str = ""
-    """What the platform says of a lost node."""
+    """What the platform reports about a lost node."""
     cause: str
     origin: Origin
     first: str = ""
-    """The cause that the table gave at first, where that was wrong."""
+    """First cause from the table of causes, if it was wrong."""
 
     def failure(self) -> Failure:
-        """The excerpt as the record of a failure."""
+        """Return the excerpt as a failure's record."""
         kind = FailureKind.EXIT
         if self.node:
             kind = FailureKind.NODE
@@ -54,28 +54,28 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         )
 
     def verdict(self) -> Verdict:
-        """What the table of causes makes of it."""
+        """Return the verdict of the table of causes."""
         return table().diagnose(self.failure())
 
 
 class Log(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a program, its launcher or its node has printed."""
+    """Output of a program, its launcher or its node."""
 
     id: str
     text: str
     cause: str
-    """``a|b`` means that either is right."""
+    """``a|b`` means that both are right."""
     origin: str
-    """The same."""
+    """One origin, or several as in `cause`."""
 
     @property
     def causes(self) -> list[str]:
-        """The causes that are right."""
+        """The right causes."""
         return self.cause.split("|")
 
     @property
     def origins(self) -> list[Origin]:
-        """The origins that are right."""
+        """The right origins."""
         return [Origin(origin) for origin in self.origin.split("|")]
 
 
@@ -88,10 +88,10 @@ class _File(msgspec.Struct, frozen=True):
 
 
 def read(path: Path) -> tuple[Case, ...]:
-    """The cases in a TOML file, a list named ``case``."""
+    """Return the cases in a TOML file, a list named ``case``."""
     return msgspec.toml.decode(path.read_bytes(), type=_File).case
 
 
 def read_logs(path: Path) -> tuple[Log, ...]:
-    """The logs in a TOML file, a list named ``log``."""
+    """Return the logs in a TOML file, a list named ``log``."""
     return msgspec.toml.decode(path.read_bytes(), type=_Logs).log

@@ -17,27 +17,27 @@ from dlrover.spec.world import Offer
 
 
 class JobDriver:
-    """A job machine with a clock that the caller sets.
+    """Job machine with a clock that the caller sets.
 
-    Nodes are named by their numbers: the agent of node 2 has the unique id ``agent 2``.
+    Node numbers name the nodes: the agent of node 2 has the unique id ``agent 2``.
     """
 
     def __init__(self, min_nodes: int = 1, max_nodes: int = 3, **spec: Any) -> None:
-        """Submit a job at time 0; ``spec`` are further fields of its `JobSpec`."""
+        """Submit a job at time 0; ``spec`` holds further fields of its `JobSpec`."""
         self.now = 0.0
         self.machine = JobMachine()
         self.ledger = Ledger()
         self.events: list[EventBody] = []
-        """Everything that was emitted."""
+        """All emitted events."""
         job = JobSpec(name="job", min_nodes=min_nodes, max_nodes=max_nodes, **spec)
         self.submitted = self.give(inputs.Submitted(job, "/jobs/1", rules=built_in()))
-        """The commands that the submission led to."""
+        """Commands from the submission."""
 
     @classmethod
     def running(
         cls, count: int = 3, min_nodes: int = 1, max_nodes: int = 3, **spec: Any
     ) -> JobDriver:
-        """A job whose nodes 0, 1, ... came by themselves, joined at time 10 and run round 1."""
+        """Return a job whose unmanaged nodes 0, 1, ... joined at time 10 and run round 1."""
         driver = cls(min_nodes, max_nodes, **spec)
         for node in range(count):
             driver.connect(node)
@@ -49,7 +49,7 @@ class JobDriver:
 
     @classmethod
     def launched(cls, min_nodes: int = 3, max_nodes: int = 3, **spec: Any) -> JobDriver:
-        """The same with as many nodes as the job may have, launched by the platform."""
+        """Return a running job with as many nodes as it may have, launched by the platform."""
         driver = cls(min_nodes, max_nodes, managed_nodes=max_nodes, **spec)
         for node in range(max_nodes):
             driver.give(inputs.NodePlaced(node, f"process {node}"))
@@ -59,7 +59,7 @@ class JobDriver:
         return driver
 
     def give(self, *events: inputs.Input, at: float | None = None) -> list[inputs.Command]:
-        """Give the machine inputs; what the last one leads to, but for the events, which are kept."""
+        """Give the machine inputs, record their events, and return the last one's other commands."""
         self.now = self.now if at is None else at
         commands: list[inputs.Command] = []
         for event in events:
@@ -71,14 +71,14 @@ class JobDriver:
         return [c for c in commands if not isinstance(c, inputs.Emit)]
 
     def connect(self, node: int, *, claims: int = -1, runs: int = 0) -> list[inputs.Command]:
-        """An agent opens its stream: it claims a node id and runs the workers of a round."""
+        """Open an agent's stream; the agent claims a node id and runs the workers of a round."""
         hello = inputs.NodeConnected(f"agent {node}", claims, -1, f"host{node}", runs)
         return self.give(hello)
 
     def join(
         self, *nodes: int, round_: int | None = None, at: float | None = None
     ) -> list[inputs.Command]:
-        """Nodes join a round with two workers each, by default the one that they may join now."""
+        """Join nodes to a round with two workers each; by default, the next round."""
         number = self.machine.rendezvous.next_round if round_ is None else round_
         offers = {node: Offer(2, f"host{node}", 29400 + node) for node in nodes}
         return self.give(*(inputs.NodeJoined(i, number, offers[i]) for i in nodes), at=at)
@@ -86,7 +86,7 @@ class JobDriver:
     def fail(
         self, node: int, details: dict[str, Any], *, at: float | None = None, **facts: Any
     ) -> list[inputs.Command]:
-        """A node's first worker fails in the latest world; ``details`` and ``facts`` are the record's."""
+        """Fail a node's first worker in the latest world; ``details`` and ``facts`` go into the record."""
         self.now = self.now if at is None else at
         record: dict[str, Any] = {
             "id": f"node {node}: {details}",
@@ -99,14 +99,14 @@ class JobDriver:
         return self.give(inputs.WorkerFailed(Failure(**(record | details | facts))))
 
     def spent(self) -> dict[str, float]:
-        """What all nodes' time went into until now, by cause: seconds that are not 0."""
+        """Return all nodes' time until now in seconds, by cause, without zeros."""
         seconds = self.ledger.goodput(self.now).seconds
         return {cause: spent for cause, spent in seconds.items() if spent}
 
     def emitted(self, kind: type[EventBody]) -> list[EventBody]:
-        """The events of one kind."""
+        """Return the events of one kind."""
         return [body for body in self.events if isinstance(body, kind)]
 
     def status(self, node: int) -> NodeStatus:
-        """Where a node stands."""
+        """Return a node's status."""
         return self.machine.nodes[node].status

@@ -1,4 +1,4 @@
-"""Real master processes, to be killed and started again."""
+"""Real master processes that tests can kill and restart."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import JobDir, MasterAddress, MasterConfig, TlsFiles
 
 START_TIMEOUT = 30.0
-"""Seconds that a master process may take until it listens."""
+"""Seconds that a master process has until it listens."""
 START_POLL = 0.005
-"""Seconds between two looks whether it listens."""
+"""Seconds between two checks for a listening master."""
 
 
 @final
@@ -45,7 +45,7 @@ class MasterProcess:
         self.token = token
         self.tls = tls or TlsFiles()
         self.process: subprocess.Popen[bytes] | None = None
-        self._lifeline = os.pipe()  # the master leaves when its writing end closes
+        self._lifeline = os.pipe()  # the master exits when its writing end closes
         config = MasterConfig(job=job, tls=self.tls)
         files.write_atomically(self.job_dir.token, token.encode(), mode=0o600)
         files.write_atomically(self.job_dir.job, msgspec.json.encode(config))
@@ -61,25 +61,25 @@ class MasterProcess:
 
     @property
     def pid(self) -> int:
-        """The process id of the master that was started last."""
+        """Process id of the master that was started last."""
         assert self.process is not None
         return self.process.pid
 
     @property
     def address(self) -> str:
-        """Where the master listens; the same after each start."""
+        """Address on which the master listens; the same after each start."""
         found = msgspec.json.decode(self.job_dir.master.read_bytes(), type=MasterAddress)
         return found.address
 
     def client(self) -> MasterClient:
-        """A new connection to the master."""
+        """Return a new connection to the master."""
         return MasterClient(self.address, self.token, wire.Tls(ca=self.tls.ca))
 
     async def start(self) -> None:
-        """Start a master process, the first one or one that takes over, and wait until it listens.
+        """Start a master process, the first one or a successor, and wait until it listens.
 
         Raises:
-            InfrastructureError: it ends, or does not listen within `START_TIMEOUT`.
+            InfrastructureError: the process ends, or does not listen within `START_TIMEOUT`.
         """
         self.process = process = self._spawn()
         until = time.monotonic() + START_TIMEOUT

@@ -1,6 +1,6 @@
 """Simulated nodes on a virtual clock: real agent machines with simulated processes, workers and streams.
 
-`dlrover.testing.cluster` makes a whole job of them.
+`dlrover.testing.cluster` combines them into a whole job.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from dlrover.testing import ailments
 from dlrover.testing.ailments import Ailment
 
 Range = tuple[float, float]
-"""Bounds in seconds between which a random time is drawn."""
+"""Bounds in seconds of a random time."""
 USAGE_INTERVAL = 15.0
-"""Seconds between two looks of a node at what it uses."""
+"""Seconds between two measurements of a node's resource usage."""
 
 
 class Delays(msgspec.Struct, frozen=True, kw_only=True):
-    """How long things take."""
+    """Durations of the simulated actions."""
 
     message: Range = (0.0005, 0.02)
-    """From one end of a stream to the other; messages of one stream keep their order."""
+    """Transit from one end of a stream to the other; messages of one stream keep their order."""
     notice: Range = (0.001, 0.3)
-    """Until an end of a broken stream, or the platform, notices it."""
+    """Until one end of a broken stream, or the platform, notices it."""
     reconnect: Range = (0.05, 1.0)
     """Between two attempts of an agent to reach its master."""
     launch: Range = (0.2, 3.0)
     """From the order of a node to its agent's first attempt to connect."""
     check: Range = (1.0, 4.0)
-    """One round of the node check; a group whose network fails takes its whole time limit."""
+    """One round of the node check; a group whose network fails takes a third of its time limit."""
     start: Range = (0.05, 2.0)
     """From the order to start workers to their readiness for the first step."""
     stop: Range = (0.01, 1.0)
@@ -53,11 +53,11 @@ class Delays(msgspec.Struct, frozen=True, kw_only=True):
     step: Range = (0.5, 0.6)
     """One optimizer step of the whole world."""
     revive: Range | None = None
-    """From the death of a node that came by itself to its next process; None: it stays away."""
+    """From the death of a node that joined on its own to its next process; None: it stays away."""
 
 
 class Time:
-    """Virtual time, and everything that is due."""
+    """Virtual clock with a queue of scheduled actions."""
 
     def __init__(self, seed: int) -> None:
         self.now = 0.0
@@ -68,42 +68,42 @@ class Time:
 
     @property
     def next_at(self) -> float:
-        """When something happens next; infinity for never."""
+        """Time of the next action; infinity if there is none."""
         return self._due[0][0] if self._due else float("inf")
 
     def after(self, delay: float | Range, action: Callable[..., None], *args: Any) -> None:
-        """Do something after ``delay``: seconds, or bounds of a random time."""
+        """Schedule an action after ``delay``: seconds, or bounds of a random time."""
         seconds = self.random.uniform(*delay) if isinstance(delay, tuple) else delay
         heapq.heappush(self._due, (self.now + seconds, next(self._order), action, args))
 
     def advance(self) -> None:
-        """Go to the next thing that is due, and do it."""
+        """Move to the next scheduled action and run it."""
         self.now, _, action, args = heapq.heappop(self._due)
         action(*args)
 
 
 class Run:
-    """The workers of one round. They step together, once those of every node are up."""
+    """Workers of one round. They step together, once those of every node are up."""
 
     def __init__(self, program: Program, size: Size, store: str = "") -> None:
         self.store = store
-        """The address of its store; a master that knows of no round may use a number again."""
+        """Address of its store; a master that lost its journal may reuse a round's number."""
         self.nodes: list[SimulatedNode] = []
         """Nodes whose workers are up."""
         self.steps = 0
         self.first_step = program.steps_done
         self.first_step_at: float | None = None
-        """When the first step was completed."""
+        """Time at which the first step was completed."""
         self.last_step_at = 0.0
         self.broken = False
-        """A worker is gone: the others wait for it until they are stopped."""
+        """True if a worker is gone: the others wait for it until they are stopped."""
         self.compute = None if program.law is None else program.law(size.nodes)[1]
-        """Seconds of a step that a worker does not wait for others."""
+        """Seconds of a step in which a worker does not wait for others."""
         self._program = program
         self._size = size
 
     def add(self, node: SimulatedNode) -> None:
-        """The workers of ``node`` are up."""
+        """Add a node whose workers are up."""
         self.nodes.append(node)
         if len(self.nodes) == self._size.nodes:
             self._continue()
@@ -129,7 +129,7 @@ class Run:
                 node.succeed(self)
 
     def _tell(self) -> list[SimulatedNode]:
-        """The nodes that tell of a step; where all know the same, that of rank 0 does."""
+        """Return the nodes that report a step; without ``served_law``, only that of rank 0."""
         if self._program.served_law is not None:
             return self.nodes
         return [min(self.nodes, key=lambda n: n.first_rank)]
@@ -137,29 +137,29 @@ class Run:
 
 @dataclass
 class Program:
-    """What the job's workers run. After a fault they go on from the last checkpoint."""
+    """Program of the job's workers. After a fault they resume from the last checkpoint."""
 
     time: Time
     delays: Delays
     #: optimizer steps until the workers end with exit code 0
     steps: int
-    #: steps between two checkpoints; with 1 none is repeated
+    #: steps between two checkpoints; with 1, no step is repeated
     checkpoint_every: int = 1
-    #: seconds of a step of so many nodes, and those of them that are computation; None: ``delays.step``
+    #: seconds of a step by number of nodes, in all and for computation; None: ``delays.step``
     law: Callable[[int], tuple[float, float]] | None = None
-    #: seconds of a step of so many workers and servers
+    #: seconds of a step by numbers of workers and servers
     served_law: Callable[[Size], float] | None = None
-    #: what a node uses of its machine, which it tells every `USAGE_INTERVAL`
+    #: resource usage of a node, reported every `USAGE_INTERVAL`
     usage: Callable[[SimulatedNode], NodeUsage] | None = None
     #: largest relative deviation of a step from its law
     noise: float = 0.0
     steps_done: int = 0
     runs: dict[int, Run] = field(default_factory=dict)
-    #: the nodes that have been given ids; they meet when they are checked
+    #: nodes by id; a node check looks up the members of its group here
     nodes: dict[int, SimulatedNode] = field(default_factory=dict)
 
     def step_time(self, size: Size) -> float | Range:
-        """Seconds of one step of a world."""
+        """Return the seconds of one step of a world."""
         if self.served_law is not None:
             step = self.served_law(size)
         elif self.law is not None:
@@ -169,7 +169,7 @@ class Program:
         return step * self.time.random.uniform(1 - self.noise, 1 + self.noise)
 
     def run_of(self, world: World) -> Run:
-        """The run of a world's round."""
+        """Return the run of a world's round."""
         run = self.runs.get(world.round)
         if run is None or run.store != world.store_addr:
             self.steps_done -= self.steps_done % self.checkpoint_every
@@ -179,7 +179,7 @@ class Program:
 
 
 class Link:
-    """One stream between an agent and a master. What is on its way when it breaks may be lost."""
+    """One stream between an agent and a master. Messages in transit when it breaks may be lost."""
 
     def __init__(
         self,
@@ -194,16 +194,16 @@ class Link:
         Args:
             node: The agent's end.
             time: Virtual time.
-            delays: How long messages take.
+            delays: Durations of the simulated actions.
             take: Called at the master's end with each message.
             lost: Called once when the master notices that the stream is broken.
         """
         self.node = node
         self.node_id = -1
-        """The node that the master takes the agent for."""
+        """Id of the agent's node for the master."""
         self.open = True
         self.greeted = False
-        """The agent has heard of the master; it says nothing before."""
+        """True once the agent has heard from the master; it says nothing before."""
         self._time = time
         self._delays = delays
         self._take = take
@@ -213,24 +213,24 @@ class Link:
         self._down_at = 0.0
 
     def up(self, message: messages.AgentMessage) -> None:
-        """The agent says something."""
+        """Send a message from the agent."""
         self._up_at = self._arrival(self._up_at)
         self._time.after(self._up_at - self._time.now, self._arrive_up, message)
 
     def down(self, message: messages.MasterMessage) -> None:
-        """The master says something."""
+        """Send a message from the master."""
         self._down_at = self._arrival(self._down_at)
         self._time.after(self._down_at - self._time.now, self._arrive_down, message)
 
     def cut(self) -> None:
-        """The stream breaks; each end notices it later."""
+        """Break the stream; each end notices it later."""
         if self.open:
             self.open = False
             self._time.after(self._delays.notice, self._notice)
             self._time.after(self._delays.notice, self.node.reconnect, self)
 
     def forget(self) -> None:
-        """The master is dead: nothing arrives there any more."""
+        """Break the stream of a dead master: nothing arrives there any more."""
         self._noticed = True
         self.cut()
 
@@ -238,7 +238,7 @@ class Link:
         return max(previous, self._time.now + self._time.random.uniform(*self._delays.message))
 
     def _arrive_up(self, message: messages.AgentMessage) -> None:
-        # What was sent before the stream broke may still arrive until the master notices.
+        # Messages sent before the stream broke may still arrive until the master notices.
         if not self._noticed and (self.open or self._time.random.random() < 0.5):
             self._take(self, message)
 
@@ -259,7 +259,7 @@ class Link:
 
 
 class SimulatedNode:
-    """A node: a real agent machine whose process, stream and workers are simulated."""
+    """A real agent machine whose process, stream and workers are simulated."""
 
     def __init__(
         self,
@@ -272,16 +272,16 @@ class SimulatedNode:
         node_rank: int = -1,
         node_id: int = -1,
     ) -> None:
-        """Make a node; `reconnect` makes it look for its master.
+        """Make a node; `reconnect` lets it look for its master.
 
         Args:
-            uid: Of the agent process.
-            program: What its workers run.
-            dial: A new stream to the master; None when it cannot be reached.
+            uid: Unique id of the agent process.
+            program: Program of its workers.
+            dial: Returns a new stream to the master; None if it cannot be reached.
             ended: Called once, when the agent has ended, with the reason.
             nproc: Workers of the node.
-            node_rank: The rank that it wishes for, -1 for none.
-            node_id: The id that it was launched with, -1 for a node that comes by itself.
+            node_rank: Rank that it asks for, -1 for none.
+            node_id: Id that it was launched with, -1 for a node that joins on its own.
         """
         self.uid = uid
         self.node_rank = node_rank
@@ -290,9 +290,9 @@ class SimulatedNode:
         self.alive = True
         self.link: Link | None = None
         self.unreachable_until = 0.0
-        """It cannot connect before."""
+        """Time before which it cannot connect."""
         self.stopped_until = 0.0
-        """Its process does nothing before."""
+        """Time before which its process does nothing."""
         self.hostname = f"machine of {uid}"
         self.ailment = Ailment.NOTHING
         """What a check of the node finds."""
@@ -308,24 +308,24 @@ class SimulatedNode:
 
     @property
     def training(self) -> bool:
-        """Whether its workers are up and all there."""
+        """True if its workers are up and none has ended."""
         run = self._run
         return run is not None and self in run.nodes and self.machine.stage is Stage.RUNNING
 
     @property
     def serves(self) -> bool:
-        """Whether it is a parameter server of its world: it steps with the others, and never ends."""
+        """True if it is a parameter server of its world: it steps with the others, and never ends."""
         return self.machine.world is not None and self.machine.world.role == SERVER
 
     @property
     def first_rank(self) -> int:
-        """The rank of its first worker; -1 without workers."""
+        """Rank of its first worker; -1 without workers."""
         return self.machine.world.first_rank if self.machine.world is not None else -1
 
     # ---- faults
 
     def fail(self, kind: FailureKind, **details: Any) -> None:
-        """A worker ends in failure, if one runs."""
+        """End a worker in failure, if one runs."""
         run, world = self._run, self.machine.world
         if world is None or run is None or self.machine.stage is not Stage.RUNNING:
             return
@@ -346,11 +346,11 @@ class SimulatedNode:
         self.when_awake(self._worker_ended, run, local_rank, failure)
 
     def peers(self) -> list[SimulatedNode]:
-        """The other nodes whose workers are up in the same run."""
+        """Return the other nodes whose workers are up in the same run."""
         return [n for n in self._run.nodes if n is not self] if self._run is not None else []
 
     def end(self, reason: str) -> None:
-        """The agent ends, and its workers with it."""
+        """End the agent, and its workers with it."""
         if not self.alive:
             return
         self.alive = False
@@ -362,14 +362,14 @@ class SimulatedNode:
     # ---- the process
 
     def when_awake(self, action: Callable[..., None], *args: Any) -> None:
-        """Do something, later if the process is stopped."""
+        """Call ``action`` now, or later if the process is stopped."""
         if self.alive and self._time.now < self.stopped_until:
             self._time.after(self.stopped_until - self._time.now, self.when_awake, action, *args)
         elif self.alive:
             action(*args)
 
     def reconnect(self, broken: Link | None = None) -> None:
-        """Look for the master until it is reached, unless another stream took the place of ``broken``."""
+        """Look for the master until it is reached, unless another stream has replaced ``broken``."""
         if self.link is broken:
             self.when_awake(self._connect)
 
@@ -449,7 +449,7 @@ class SimulatedNode:
     # ---- the workers
 
     def report_steps(self) -> None:
-        """Tell the master how many steps the workers have completed, and what they do."""
+        """Report to the master the workers' completed steps and activities."""
         run = self._run
         steps = run.steps if run is not None else 0
         workers = (self._activity(run),) * self.machine.nproc if run is not None else ()
@@ -461,7 +461,7 @@ class SimulatedNode:
         self._say(messages.Heartbeat(round_, steps, workers, usage=usage))
 
     def _activity(self, run: Run) -> WorkerActivity:
-        """What one worker does: it starts until the first step, then it trains."""
+        """Return one worker's activity: starting until the first step, then training."""
         now, first = self._time.now, run.first_step_at
         doing = Activity.START if first is None else Activity.STEP
         start = (now if first is None else first) - self._run_since
@@ -472,7 +472,7 @@ class SimulatedNode:
         return WorkerActivity(run.steps, doing, since, seconds, compute, run.first_step)
 
     def succeed(self, run: Run) -> None:
-        """The workers reach the end of the program."""
+        """End the workers at the end of the program."""
         for local_rank in range(self.machine.nproc):
             self._time.after(
                 self._delays.start, self.when_awake, self._worker_ended, run, local_rank, None

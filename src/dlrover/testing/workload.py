@@ -1,8 +1,8 @@
-"""A cluster that replays a workload of training jobs under a policy, from measured tables.
+"""Simulated cluster that replays a workload of training jobs under a policy, from measured tables.
 
-Time passes in ticks. In each, every job trains with what it has; then the policy divides the cluster anew.
-A job whose placement was changed does nothing for `Setting.restart` seconds. Progress is counted in
-steps of the reference batch: a larger batch makes more of them per step, by the noise of its gradients.
+Time passes in ticks. In each, every job trains with its placement; then the policy divides the cluster
+again. A job whose placement changed makes no progress for `Setting.restart` seconds. Progress is counted
+in steps of the reference batch: a larger batch makes more of them per step, by the noise of its gradients.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ Placement = tuple[int, ...]
 
 
 class Application(Protocol):
-    """What was measured of a kind of job."""
+    """Measurements of a kind of job."""
 
     name: str
     reference_batch: int
     most_batch: int
     replica_least: int
-    """Samples of one replica in one pass."""
+    """Least samples of one replica in one pass."""
     replica_most: int
     epochs: int
 
     def times(self, replicas: Placement, batch: int) -> tuple[float, float]:
-        """Seconds of a step of one pass, and of its exchange of gradients.
+        """Return the seconds of a step of one pass, and of its exchange of gradients.
 
         Args:
-            replicas: On each node that the job has any on.
+            replicas: Replicas on each node that the job uses.
             batch: Samples of one replica in one pass.
         """
         ...
 
     def gradients(self, batch: int, epoch: int) -> tuple[float, float]:
-        """Squared norm and variance of the gradients of a reference batch, seen with a batch."""
+        """Return the gradients' squared norm and variance for the reference batch, seen with a batch."""
         ...
 
     def progress(self, epoch: int) -> float:
-        """Steps of the reference batch that make up the first ``epoch`` epochs."""
+        """Return the steps of the reference batch that make up the first ``epoch`` epochs."""
         ...
 
 
@@ -58,26 +58,26 @@ class Setting:
 
 @dataclass
 class SimulatedJob:
-    """A job, with what a policy may know of it."""
+    """A job, with what a policy may know about it."""
 
     name: str
     application: Application
     submitted: float
     wanted_replicas: int
-    """What the user asked for."""
+    """Replicas that the user asked for."""
     wanted_batch: int
     placement: Placement = ()
-    """Empty while it has nothing."""
+    """Empty while the job has no accelerator."""
     batch: int = 0
     passes: int = 1
     measured: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict)
-    """By nodes, replicas and batch: seconds of a step and of its exchange."""
+    """Seconds of a step and of its exchange, by nodes, replicas and batch."""
     gradients: tuple[float, float] | None = None
     done: float = 0.0
-    """Steps of the reference batch."""
+    """Completed steps of the reference batch."""
     epoch: int = 0
     service: float = 0.0
-    """Accelerator-seconds that it has had."""
+    """Accelerator-seconds that the job has had."""
     restarts: int = 0
     ended: float | None = None
     now: float = 0.0
@@ -85,12 +85,12 @@ class SimulatedJob:
 
     @property
     def replicas(self) -> int:
-        """How many it has."""
+        """Number of its replicas."""
         return sum(self.placement)
 
     @property
     def nodes(self) -> int:
-        """On how many nodes."""
+        """Number of nodes that it uses."""
         return sum(1 for count in self.placement if count)
 
     @property
@@ -99,7 +99,7 @@ class SimulatedJob:
         return max(self.application.progress(self.application.epochs) - self.done, 1e-9)
 
     def place(self, placement: Placement, restart: float) -> None:
-        """Change its placement."""
+        """Change the job's placement."""
         if placement == self.placement:
             return
         self.placement = placement
@@ -108,7 +108,7 @@ class SimulatedJob:
             self._wait = restart
 
     def train(self, seconds: float, policy: Policy) -> None:
-        """Let time pass."""
+        """Advance the job's time by ``seconds``."""
         end = self.now + seconds
         if self.placement and self.ended is None:
             held = min(self._wait, seconds)
@@ -120,7 +120,7 @@ class SimulatedJob:
         self.now = end
 
     def _train_until(self, end: float, policy: Policy) -> None:
-        """Up to the end of the epoch, or of the time."""
+        """Train to the end of the epoch, or to time ``end`` if that is earlier."""
         self.batch, self.passes = policy.batch(self)
         rate = self._measure()
         goal = self.application.progress(self.epoch + 1)
@@ -137,7 +137,7 @@ class SimulatedJob:
             self.ended = self.now
 
     def _measure(self) -> float:
-        """Progress per second; what is measured meanwhile is noted."""
+        """Return the progress per second, and record the measurements."""
         here = tuple(count for count in self.placement if count)
         step, exchange = self.application.times(here, self.batch)
         total = self.batch * self.passes * self.replicas
@@ -149,28 +149,28 @@ class SimulatedJob:
 
 
 class Policy(Protocol):
-    """Who gets what, and with which batch a job trains."""
+    """Division of the cluster among jobs, and the batch that each job trains with."""
 
     name: str
 
     def divide(
         self, now: float, jobs: Sequence[SimulatedJob], setting: Setting
     ) -> Mapping[str, Placement]:
-        """Placements by job; a job that is missing gets nothing."""
+        """Return placements by job; a job that is missing gets nothing."""
         ...
 
     def batch(self, job: SimulatedJob) -> tuple[int, int]:
-        """Samples of one replica in one pass, and passes per step."""
+        """Return the samples of one replica in one pass, and the passes per step."""
         ...
 
 
 @dataclass(frozen=True)
 class Replay:
-    """How a workload went. Times are seconds."""
+    """Result of a replayed workload. Times are seconds."""
 
     policy: str
     completion: dict[str, float]
-    """By job: from its submission to its end."""
+    """Time from submission to end, by job."""
     makespan: float
     restarts: int
     used: float
@@ -182,16 +182,16 @@ class Replay:
         return sum(self.completion.values()) / len(self.completion)
 
     def percentile(self, share: float) -> float:
-        """The completion time that ``share`` of the jobs do not exceed."""
+        """Return the completion time that ``share`` of the jobs do not exceed."""
         times = sorted(self.completion.values())
         return times[max(0, math.ceil(share * len(times)) - 1)]
 
 
 def replay(jobs: Sequence[SimulatedJob], policy: Policy, setting: Setting | None = None) -> Replay:
-    """Run all jobs to their end.
+    """Run all jobs to their end; return the result.
 
     Raises:
-        ValueError: The policy gives out more than a node has.
+        ValueError: The policy assigns more than a node has.
     """
     cluster = setting or Setting()
     now = 0.0

@@ -1,4 +1,4 @@
-"""Flash Checkpoint inside other libraries: one module for each, which needs that library.
+"""Flash Checkpoint inside other libraries, with one module per library, which requires it.
 
 See `transformers`, `deepspeed`, `lightning`, `accelerate`, `megatron` and `dcp` in this package.
 """

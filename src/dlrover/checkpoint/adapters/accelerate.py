@@ -1,4 +1,4 @@
-"""Flash Checkpoint for Hugging Face Accelerate: its ``save_state`` and ``load_state``, by memory."""
+"""Flash Checkpoint for Hugging Face Accelerate: ``save_state`` and ``load_state`` through memory."""
 # ruff: noqa: SLF001  # what is prepared is known to the Accelerator alone
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ logger = logging.getLogger(__name__)
 
 
 class FlashAccelerator:
-    """Saves and restores all that an ``Accelerator`` has prepared, and what is registered with it.
+    """Checkpoints of everything that is prepared by or registered with an ``Accelerator``.
 
-    These are models, optimizers, schedulers, the seeds and epochs of the samplers, random numbers, the
-    scaler of gradients, and objects given to ``register_for_checkpointing``. Make it, in every rank, after
+    These are models, optimizers, schedulers, sampler seeds and epochs, random number states, the gradient
+    scaler, and objects given to ``register_for_checkpointing``. Create one in every rank, after
     ``accelerator.prepare``; that is collective.
 
     Args:
         accelerator: an ``accelerate.Accelerator``.
-        path: the directory of the checkpoints; all ranks must see the same one.
-        keep: how many stored steps to keep, the newest ones.
+        path: the checkpoint directory; all ranks must see the same one.
+        keep: the number of newest stored steps to keep.
 
     Raises:
         ConfigurationError: an argument is wrong, or the kind of training is not supported.
@@ -53,22 +53,22 @@ class FlashAccelerator:
         self._checkpointer = Checkpointer(path, keep=keep, local=("rng",))
 
     def save_state(self, step: int, to: Literal["memory", "storage"] = "memory") -> None:
-        """Copy everything to memory; with ``to="storage"`` it is also stored, in the background.
+        """Copy everything to memory; with ``to="storage"`` also store it, in the background.
 
         Raises:
             ConfigurationError: something cannot be kept.
-            InfrastructureError: there is not enough memory.
+            InfrastructureError: the saver failed, or lacks memory after a restart.
         """
         self._checkpointer.save(step, self._state(), to=to)
 
     def load_state(self) -> LoadRecord | None:
-        """Restore the newest step that all ranks can; None if nothing was ever saved. Collective.
+        """Restore the newest step that all ranks can load; None if nothing was ever saved. Collective.
 
-        `skip_first_batches` goes on within an epoch.
+        Use `skip_first_batches` to continue within an epoch.
 
         Raises:
             ConfigurationError: the saved state has other keys, types or shapes.
-            InfrastructureError: there were checkpoints, and none can be loaded.
+            InfrastructureError: checkpoints existed, and none can be loaded.
         """
         state = {**self._state(), "rng": None, "loaders": None}
         record = self._checkpointer.load(state)
@@ -77,15 +77,15 @@ class FlashAccelerator:
         self._accelerator.step = state["step"]
         for loader, saved in zip(self._accelerator._dataloaders, state["loaders"], strict=True):
             _restore_loader(loader, objects.decode(saved, trusted=True))
-        if state["rng"] is not None:  # as many ranks as have saved
+        if state["rng"] is not None:  # as many ranks as saved it
             self._random_states = objects.decode(state["rng"], trusted=True)
             randomness.restore(self._random_states)
         return record
 
     def skip_first_batches(self, loader: Any, batches: int) -> Iterator[Any]:
-        """The rest of an epoch. Its first batch comes with the random numbers that were loaded.
+        """Yield the rest of an epoch; restore the loaded random number states before its first batch.
 
-        To begin with the data takes random numbers, which the training has done long before.
+        Starting to iterate the data uses random numbers, which the original training did long before.
         """
         saved, self._random_states = self._random_states, None
         if not batches:
@@ -98,10 +98,10 @@ class FlashAccelerator:
             yield batch
 
     def close(self) -> None:
-        """Wait until all that was asked for storage is durable, and disconnect.
+        """Wait until all steps for storage are durable, and disconnect.
 
         Raises:
-            InfrastructureError: something was not stored; the message says what.
+            InfrastructureError: a step was not stored; the message says which.
         """
         with contextlib.closing(self._checkpointer):
             self._checkpointer.wait()

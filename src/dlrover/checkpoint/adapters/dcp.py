@@ -1,12 +1,12 @@
-"""``torch.distributed.checkpoint.save`` and ``load`` by way of memory.
+"""``torch.distributed.checkpoint.save`` and ``load`` through memory.
 
 ::
 
     dcp.save(state, storage_writer=FlashWriter(checkpointer, step))
     dcp.load(state, storage_reader=FlashReader(checkpointer))
 
-DCP's planners decide which rank saves what, so everything that DCP can save, and load in another layout,
-can be saved and loaded here: FSDP1's sharded state dicts, for one.
+DCP's planners decide which rank saves what. Everything that DCP can save, and load in another layout,
+therefore works here too, for example FSDP1's sharded state dicts.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from dlrover.errors import InfrastructureError
 
 
 class _Placeless:
-    """What reader and writer leave as it is: the place is the checkpointer's, the plans are DCP's."""
+    """Methods that do nothing here: the checkpointer sets the place, and DCP makes the plans."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def set_up_storage_writer(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     set_up_storage_reader = set_up_storage_writer
 
     def prepare_local_plan(self, plan: Any) -> Any:
-        """The plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
-        """The plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """No path can be used."""
+        """Return False: paths are not used."""
         return False
 
 
 class FlashWriter(_Placeless, dcp.StorageWriter):
-    """Saves one step with a `Checkpointer`. DCP's own file formats and paths are not used."""
+    """DCP writer that saves one step with a `Checkpointer`, without DCP's file formats and paths."""
 
     def __init__(
         self, checkpointer: Checkpointer, step: int, to: Literal["memory", "storage"] = "memory"
@@ -63,7 +63,7 @@ class FlashWriter(_Placeless, dcp.StorageWriter):
         self._checkpointer, self._step, self._to = checkpointer, step, to
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
-        """Save what the plan gives to this rank."""
+        """Save what the plan assigns to this rank."""
         parts: list[tuple[str, Shard]] = []
         objects: dict[str, bytes] = {}
         results = []
@@ -84,11 +84,11 @@ class FlashWriter(_Placeless, dcp.StorageWriter):
         return _done(results)
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
-        """Nothing to do: each rank has told its saver what it has."""
+        """Do nothing: each rank has sent its part to its saver."""
 
 
 class FlashReader(_Placeless, dcp.StorageReader):
-    """Loads the newest step that was saved with a `FlashWriter`."""
+    """DCP reader that loads the newest step saved with a `FlashWriter`."""
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         self._reading = Reading(checkpointer)
@@ -96,14 +96,14 @@ class FlashReader(_Placeless, dcp.StorageReader):
 
     @property
     def record(self) -> LoadRecord | None:
-        """Which step, and where it was; None before it is known."""
+        """The loaded step and its source; None before they are known."""
         return self._reading.record
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        """What was saved.
+        """Return the metadata of what was saved. Collective.
 
         Raises:
-            InfrastructureError: nothing was.
+            InfrastructureError: nothing was saved, or nothing can be loaded.
         """
         saved = self._reading.look()
         if saved is None:
@@ -114,7 +114,7 @@ class FlashReader(_Placeless, dcp.StorageReader):
         return dcp.Metadata(state_dict_metadata=found)
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
-        """Load what the plan gives to this rank."""
+        """Load what the plan assigns to this rank. Collective."""
         tensors = []
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:

@@ -18,7 +18,7 @@ from dlrover.checkpoint.adapters import objects
 from dlrover.checkpoint.checkpointer import Checkpointer
 from dlrover.errors import ConfigurationError, InfrastructureError
 
-_MARK = b"This file is in a DLRover flash checkpoint.\n"  # where DeepSpeed expects its own
+_MARK = b"This file is in a DLRover flash checkpoint.\n"  # in place of DeepSpeed's own
 
 
 def attach(
@@ -29,21 +29,21 @@ def attach(
     *,
     trusted: bool = False,
 ) -> FlashCheckpointEngine:
-    """Have ``engine.save_checkpoint`` and ``load_checkpoint`` use memory first. Collective.
+    """Make ``engine.save_checkpoint`` and ``load_checkpoint`` use memory first. Collective.
 
-    Call it before ``load_checkpoint``: it points ``latest`` to the newest tag that can be loaded.
+    Call this before ``load_checkpoint``: it points ``latest`` to the newest tag that can be loaded.
 
     Args:
-        engine: of ``deepspeed.initialize``.
-        path: the directory of the checkpoints; all ranks must see the same one.
-        keep: how many stored steps to keep, the newest ones.
-        storage_every: one of so many saves goes to storage too.
-        trusted: whether pickled objects may be read, of these checkpoints and of DeepSpeed's own files:
-            that runs whatever they say. Without it, loading such objects is an error.
+        engine: the engine from ``deepspeed.initialize``.
+        path: the checkpoint directory; all ranks must see the same one.
+        keep: the number of newest stored steps to keep.
+        storage_every: one save in ``storage_every`` also goes to storage.
+        trusted: allow reading pickled objects in these checkpoints and in DeepSpeed's own files, which can
+            run any code. Without it, loading such objects is an error.
 
     Raises:
         ConfigurationError: an argument is wrong, or the model is a pipeline.
-        InfrastructureError: there were checkpoints, and none can be loaded.
+        InfrastructureError: checkpoints existed, and none can be loaded.
     """
     if storage_every < 1:
         raise ConfigurationError(f"storage_every is {storage_every}; it must be at least 1 save.")
@@ -57,7 +57,7 @@ def attach(
 
 
 class FlashCheckpointEngine(CheckpointEngine):
-    """The files of one tag are one step. `attach` makes it."""
+    """DeepSpeed checkpoint engine in which the files of one tag are one step. `attach` creates it."""
 
     def __init__(
         self, engine: Any, checkpointer: Checkpointer, storage_every: int, trusted: bool
@@ -76,13 +76,13 @@ class FlashCheckpointEngine(CheckpointEngine):
         self._folder, self._files = Path(info.save_dir, info.tag).absolute(), {}
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Add a file."""
+        """Add a file to the tag."""
         self._files[str(Path(path).absolute().relative_to(self._folder))] = objects.encode(
             state_dict
         )
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
-        """Save what was collected."""
+        """Save the collected files."""
         self._saves += 1
         about = {
             "folder": str(self._folder),
@@ -99,7 +99,7 @@ class FlashCheckpointEngine(CheckpointEngine):
         return True
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """One file of the newest step, or one that DeepSpeed itself has written. Collective."""
+        """Load one file of the newest step, or one that DeepSpeed itself has written. Collective."""
         file, name = Path(path).absolute(), Path(path).name
         if not _is_mark(file):
             return objects.load(path, path, map_location, trusted=self._trusted)
@@ -112,16 +112,16 @@ class FlashCheckpointEngine(CheckpointEngine):
         return found[1][name]
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        """Every rank saves all that it will load."""
+        """Return True: every rank saves all that it will load."""
         return True
 
     def cleanup(self) -> None:
-        """Wait until all is durable, and disconnect: call it at the end of the training."""
+        """Wait until everything is durable, and disconnect. Call this at the end of the training."""
         with contextlib.closing(self._checkpointer):
             self._checkpointer.wait()
 
     def point_to_newest(self) -> None:
-        """Put the marks of the newest step in place, and its tag into ``latest``."""
+        """Write the marks of the newest step, and its tag to ``latest``."""
         found = objects.read(self._checkpointer, ("about",), trusted=self._trusted)
         if found is None:
             return
@@ -134,7 +134,7 @@ class FlashCheckpointEngine(CheckpointEngine):
         torch.distributed.barrier()
 
     def _mark(self, folder: Path, names: list[str]) -> None:
-        """Put marks where DeepSpeed looks for files, and remove those of the step before."""
+        """Write marks where DeepSpeed looks for files, and remove those of the previous step."""
         folder.mkdir(parents=True, exist_ok=True)
         marks = [folder / name for name in names]
         for mark in marks:
@@ -152,7 +152,7 @@ def _is_mark(path: Path) -> bool:
 
 
 def _is_ours(latest: Path) -> bool:
-    """Whether the tag is not one that DeepSpeed itself has written, after the newest step."""
+    """Return whether ``latest`` is missing, or its tag has no files that DeepSpeed itself has written."""
     if not latest.exists():
         return True
     return all(_is_mark(path) for path in (latest.parent / latest.read_text().strip()).glob("*.pt"))

@@ -20,19 +20,19 @@ from dlrover.errors import ConfigurationError, InfrastructureError
 logger = logging.getLogger(__name__)
 
 _MARK = "This file is in a DLRover flash checkpoint, as step "
-"""How the files begin that stand where Lightning expects its own."""
+"""Start of the files that take the place of Lightning's own."""
 
 
 class FlashCheckpointIO(TorchCheckpointIO):
-    """Keeps Lightning's checkpoints in memory, and in storage in the background.
+    """Checkpoint plugin that keeps Lightning's checkpoints in memory, and stores them in the background.
 
-    One process needs ``Trainer(plugins=[FlashCheckpointIO("out/flash")])``; several also
+    One process needs ``Trainer(plugins=[FlashCheckpointIO("out/flash")])``; several processes also need
     ``strategy=FlashDDPStrategy()``, with which every rank saves.
 
     Args:
-        path: the directory of the checkpoints; all ranks must see the same one.
-        keep: how many stored steps to keep, the newest ones.
-        storage_every: one of so many saves goes to storage too.
+        path: the checkpoint directory; all ranks must see the same one.
+        keep: the number of newest stored steps to keep.
+        storage_every: one save in ``storage_every`` also goes to storage.
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -47,12 +47,12 @@ class FlashCheckpointIO(TorchCheckpointIO):
         self._opened: Checkpointer | None = None
         self._saves = 0
         self._last: Any = None
-        """What tells the last save from others of its step."""
+        """Key that distinguishes the last save from others of its step."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Save; Lightning's strategies call this in one rank.
+        """Save in a training of one rank; Lightning's own strategies call this in one rank only.
 
         Raises:
             ConfigurationError: there are several ranks.
@@ -62,7 +62,7 @@ class FlashCheckpointIO(TorchCheckpointIO):
         self.save_in_every_rank(checkpoint, path)
 
     def save_in_every_rank(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
-        """Save; all ranks call this. A second file of the same state costs nothing."""
+        """Save; all ranks must call this. A second file of the same state costs nothing."""
         step = checkpoint["global_step"]
         this = step, repr(checkpoint.get("loops")), "optimizer_states" in checkpoint
         if this != self._last:
@@ -86,12 +86,12 @@ class FlashCheckpointIO(TorchCheckpointIO):
         map_location: Any = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """The newest step, if that is the one of the file; ``last*.ckpt`` is any. Collective.
+        """Load the newest step if the file names it, or any newest step for ``last*.ckpt``. Collective.
 
-        A file that Lightning itself has written is read by Lightning.
+        Lightning reads the files that it has written itself.
 
         Raises:
-            InfrastructureError: the step of the file is not the newest one that can be loaded.
+            InfrastructureError: the file's step is not the newest one that can be loaded.
         """
         with Path(path).open("rb") as file:
             begin = file.read(len(_MARK) + 20)
@@ -110,10 +110,10 @@ class FlashCheckpointIO(TorchCheckpointIO):
         return objects.decode(found[1]["checkpoint"], trusted=True)
 
     def teardown(self) -> None:
-        """Wait until all is durable.
+        """Wait until all steps for storage are durable, and disconnect.
 
         Raises:
-            InfrastructureError: something was not stored; the message says what.
+            InfrastructureError: a step was not stored; the message says which.
         """
         if self._opened is not None:
             checkpointer, self._opened, self._last = self._opened, None, None
@@ -127,7 +127,7 @@ class FlashCheckpointIO(TorchCheckpointIO):
 
 
 class FlashDDPStrategy(DDPStrategy):
-    """DDP, whose ranks all save: each finds its state in the memory of its own node."""
+    """DDP strategy in which every rank saves, so that it finds its state in its own node's memory."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -135,7 +135,7 @@ class FlashDDPStrategy(DDPStrategy):
         """Save in every rank.
 
         Raises:
-            ConfigurationError: the checkpoint plugin is another one.
+            ConfigurationError: the checkpoint plugin is not a `FlashCheckpointIO`.
         """
         if not isinstance(self.checkpoint_io, FlashCheckpointIO):
             raise ConfigurationError("FlashDDPStrategy needs plugins=[FlashCheckpointIO(...)].")

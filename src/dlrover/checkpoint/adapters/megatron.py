@@ -1,4 +1,4 @@
-"""Megatron-core's ``dist_checkpointing.save`` and ``load`` by way of memory.
+"""Megatron-core's ``dist_checkpointing.save`` and ``load`` through memory.
 
 ::
 
@@ -6,8 +6,8 @@
     flash = FlashLoad(checkpointer)
     dist_checkpointing.load(state, flash.newest(), sharded_strategy=flash, common_strategy=flash)
 
-Megatron itself writes two small files into the directory, ``common.pt`` and ``metadata.json``. What the
-first one holds is saved with the rest, and loaded from there.
+Megatron itself writes two small files to the directory, ``common.pt`` and ``metadata.json``. The content of
+``common.pt`` is saved with the rest and loaded from there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DIRECTORY, _COMMON = "directory", "common"
 
 
 class FlashSave(base.SaveShardedStrategy):
-    """Saves one step with a `Checkpointer`. Of replicas the main one is kept, as Megatron does."""
+    """Strategy that saves one step with a `Checkpointer`. As in Megatron, only main replicas are kept."""
 
     can_handle_sharded_objects = True
 
@@ -45,11 +45,11 @@ class FlashSave(base.SaveShardedStrategy):
         self._checkpointer, self._step, self._to = checkpointer, step, to
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        """Save what this rank has, and the common state.
+        """Save this rank's part and the common state.
 
         Raises:
             ConfigurationError: something cannot be kept.
-            InfrastructureError: there is not enough memory.
+            InfrastructureError: the saver failed, or lacks memory after a restart.
         """
         parts, found = states.parts_and_objects(sharded_state_dict)
         found[_DIRECTORY] = str(checkpoint_dir)
@@ -59,12 +59,12 @@ class FlashSave(base.SaveShardedStrategy):
 
 
 class FlashLoad(base.LoadCommonStrategy, base.LoadShardedStrategy):
-    """Loads the newest step that was saved with `FlashSave`. It must be given as both strategies.
+    """Strategy that loads the newest step saved with `FlashSave`. It must be passed as both strategies.
 
     Args:
-        checkpointer: what `FlashSave` was given.
-        trusted: whether pickled objects may be read, such as Megatron's arguments: that runs whatever they
-            say. Without it, loading such objects is an error.
+        checkpointer: the one passed to `FlashSave`.
+        trusted: allow reading pickled objects, such as Megatron's arguments, which can run any code.
+            Without it, loading such objects is an error.
     """
 
     can_handle_sharded_objects = True
@@ -76,15 +76,15 @@ class FlashLoad(base.LoadCommonStrategy, base.LoadShardedStrategy):
 
     @property
     def record(self) -> LoadRecord | None:
-        """Which step, and where it was; None before it is known."""
+        """The loaded step and its source; None before they are known."""
         return self._reading.record
 
     def newest(self) -> str | None:
-        """The directory of the newest step, ready to be loaded; None if nothing was saved. Collective.
+        """Return the directory of the newest step, ready to load; None if nothing was saved. Collective.
 
         Raises:
             ConfigurationError: the step was not saved with `FlashSave`.
-            InfrastructureError: there were checkpoints, and none can be loaded.
+            InfrastructureError: checkpoints existed, and none can be loaded.
         """
         saved = self._reading.look()
         if saved is None:
@@ -98,15 +98,15 @@ class FlashLoad(base.LoadCommonStrategy, base.LoadShardedStrategy):
         return directory
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Refuse what Megatron's own strategies have saved."""
+        """Refuse checkpoints that other strategies have saved."""
         if loaded_backend not in (_FORMAT.sharded_backend, _FORMAT.common_backend):
             raise ConfigurationError(f"FlashLoad cannot load a checkpoint of {loaded_backend}.")
 
     def check_version_compatibility(self, loaded_version: int) -> None:
-        """There is one version."""
+        """Accept any version, as there is only one."""
 
     def load_common(self, checkpoint_dir: str | Path) -> Any:
-        """The state that is not sharded. Collective.
+        """Load the state that is not sharded. Collective.
 
         Raises:
             ConfigurationError: the newest step was saved with another directory.
@@ -135,11 +135,11 @@ class FlashLoad(base.LoadCommonStrategy, base.LoadShardedStrategy):
     load_sharded_objects = load
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> Any:
-        """The tensors that were saved, without content. Collective."""
+        """Return the saved tensors, without content. Collective."""
         return states.described_tensors(self._look())
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> Any:
-        """The tensors and objects that were saved, without content. Collective."""
+        """Return the saved tensors and objects, without content. Collective."""
         saved = self._look()
         names = saved.objects.keys() - {_DIRECTORY, _COMMON}
         return states.described_tensors(saved) | states.described_objects(names)

@@ -1,4 +1,4 @@
-"""What Megatron-core calls a sharded state, as parts of tensors and objects by their names."""
+"""Megatron-core's sharded states, as parts of tensors and as objects, by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dlrover.errors import ConfigurationError
 
 
 def parts_and_objects(state: Any) -> tuple[list[tuple[str, Shard]], dict[str, Any]]:
-    """What this rank saves: of replicas, the main one.
+    """Return what this rank saves: of replicas, only the main one.
 
     Raises:
         ConfigurationError: an object cannot be pickled.
@@ -36,12 +36,12 @@ def parts_and_objects(state: Any) -> tuple[list[tuple[str, Shard]], dict[str, An
 
 
 def _data(item: Any) -> torch.Tensor:
-    """The tensor, with as many dimensions as the whole one has."""
+    """Return the tensor, with as many dimensions as the whole one has."""
     return item.data.detach()[(None,) * item.prepend_axis_num]
 
 
 def wanted(saved: Saved, state: Any) -> list[Wanted]:
-    """What the tensors of a state need of a step.
+    """Return the parts of a step that the tensors of a state need.
 
     Raises:
         ConfigurationError: something was not saved, or has another shape.
@@ -69,14 +69,14 @@ def _wanted(saved: Saved, item: Any) -> Wanted:
     item.init_data("cpu")
     data, at = _data(item), tuple(item.global_offset)
     if not fits:
-        data.zero_()  # padding, which the checkpoint need not have
+        data.zero_()  # padding, which the checkpoint may lack
     ends = [min(a + n, size) for a, n, size in zip(at, data.shape, whole, strict=True)]
     shape = tuple(max(0, end - a) for a, end in zip(at, ends, strict=True))
     return Wanted(item.key, Extent(whole, at, shape), data[tuple(map(slice, shape))])
 
 
 def filled(saved: Saved, state: Any, *, trusted: bool) -> Any:
-    """The state with tensors, which are loaded, and objects."""
+    """Return the state with its loaded tensors and its objects."""
 
     def fill(item: Any) -> Any:
         if isinstance(item, ShardedObject):
@@ -87,7 +87,7 @@ def filled(saved: Saved, state: Any, *, trusted: bool) -> Any:
 
 
 def described_tensors(saved: Saved) -> dict[str, Any]:
-    """The tensors of a step, without content."""
+    """Return the tensors of a step, without content."""
     found = {}
     for name in saved.chunks:
         hollow = torch.empty(saved.whole(name), dtype=saved.dtype(name), device="meta")
@@ -96,5 +96,5 @@ def described_tensors(saved: Saved) -> dict[str, Any]:
 
 
 def described_objects(names: Iterable[str]) -> dict[str, Any]:
-    """Objects by their names, without content."""
+    """Return objects by name, without content."""
     return {name: ShardedObject.empty_from_unique_key(name) for name in names}

@@ -1,4 +1,4 @@
-"""A state as other libraries describe it: parts of tensors, and objects, by their names."""
+"""A state as other libraries describe it: parts of tensors, and objects, by name."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _TENSORS, _WHOLES, _OBJECTS = "tensors", "wholes", "objects"
 
 
 def by_tensors(parts: Iterable[tuple[str, Shard]], objects: Mapping[str, Any]) -> State:
-    """What this rank saves, if it has at most one part of each tensor.
+    """Return the state that this rank saves, if it has at most one part of each tensor.
 
     Raises:
-        ConfigurationError: it has several.
+        ConfigurationError: it has several parts of a tensor.
     """
     tensors: dict[str, Shard] = {}
     for name, part in parts:
@@ -32,7 +32,7 @@ def by_tensors(parts: Iterable[tuple[str, Shard]], objects: Mapping[str, Any]) -
 
 
 def by_chunks(parts: Iterable[tuple[str, Shard]], objects: Mapping[str, Any]) -> State:
-    """What this rank saves, if it may have several parts: each is stored as a tensor of its own."""
+    """Return the state that this rank saves, with each of its parts as a separate tensor."""
     tensors: dict[str, dict[str, Shard]] = {}
     wholes: dict[str, list[int]] = {}
     for name, part in parts:
@@ -44,7 +44,7 @@ def by_chunks(parts: Iterable[tuple[str, Shard]], objects: Mapping[str, Any]) ->
 
 
 class Wanted(NamedTuple):
-    """A part of a saved tensor, and the tensor that it is copied to."""
+    """A wanted part of a saved tensor, and the tensor to copy it to."""
 
     name: str
     extent: Extent
@@ -52,14 +52,14 @@ class Wanted(NamedTuple):
 
 
 class Saved:
-    """What all ranks saved of one step; a `ConfigurationError` if it was not saved by names."""
+    """One step as all ranks saved it; raises `ConfigurationError` if it was not saved by name."""
 
     def __init__(self, ranks: Mapping[int, RankState]) -> None:
         self._ranks = ranks
         self.objects: dict[str, Any] = {}
-        """Of all ranks, by their names."""
+        """The objects of all ranks, by name."""
         self.chunks: dict[str, list[Chunk]] = {}
-        """The parts of each tensor."""
+        """The parts of each tensor, by name."""
         for rank, state in ranks.items():
             tree = layouts.decode(state.skeleton)
             if not isinstance(tree, dict) or tree.keys() != {_TENSORS, _WHOLES, _OBJECTS}:
@@ -71,16 +71,16 @@ class Saved:
                 self.chunks.setdefault(name, []).append(Chunk(rank, index, box))
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of the elements of a tensor."""
+        """Return the element type of a tensor."""
         chunk = self.chunks[name][0]
         return DTYPES[self._ranks[chunk.rank].tensors[chunk.index].dtype]
 
     def whole(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
+        """Return the shape of a tensor."""
         return self.chunks[name][0].extent.whole
 
     def targets(self, wanted: Wanted) -> Iterator[Target]:
-        """Which saved parts go where.
+        """Yield which saved parts go where.
 
         Raises:
             InfrastructureError: a part was not saved.
@@ -99,7 +99,7 @@ class Saved:
 
 
 def _place(tensor: layouts.Tensor, whole: Sequence[int]) -> Extent:
-    """Where a saved tensor lies in the whole one."""
+    """Return the position of a saved tensor in the whole one."""
     if len(tensor.path) == 2:  # saved `by_tensors`
         return layouts.extent_of(tensor.shape, tensor.part)
     at = tuple(int(number) for number in str(tensor.path[2]).split(".") if number)
@@ -107,19 +107,19 @@ def _place(tensor: layouts.Tensor, whole: Sequence[int]) -> Extent:
 
 
 class Reading:
-    """Loads a step in two goes: first what was saved, then parts of it."""
+    """A load in two passes: first the description of what was saved, then parts of it."""
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         self._checkpointer = checkpointer
         self.record: LoadRecord | None = None
-        """Which step, and where it was; None before it is known."""
+        """The loaded step and its source; None before they are known."""
 
     def look(self) -> Saved | None:
-        """What was saved of the newest step; None if nothing was ever saved. Collective.
+        """Return what was saved of the newest step; None if nothing was ever saved. Collective.
 
         Raises:
-            ConfigurationError: it was saved in another way than by names.
-            InfrastructureError: there were checkpoints, and none can be loaded.
+            ConfigurationError: the step was not saved by name.
+            InfrastructureError: checkpoints existed, and none can be loaded.
         """
         found: list[Saved] = []
 
@@ -131,10 +131,10 @@ class Reading:
         return found[-1] if self.record is not None else None
 
     def take(self, choose: Callable[[Saved], Iterable[Wanted]]) -> None:
-        """Load the parts that ``choose`` names, of the step that was looked at. Collective.
+        """Load the parts that ``choose`` returns, of the step that `look` found. Collective.
 
         Raises:
-            InfrastructureError: the step is damaged.
+            InfrastructureError: the step is damaged or gone.
         """
 
         def targets(ranks: Mapping[int, RankState]) -> Sequence[Target]:

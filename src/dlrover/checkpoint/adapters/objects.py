@@ -1,7 +1,7 @@
-"""Any state dict as one that a checkpoint can hold, and back.
+"""Conversion of any state dict to one that a checkpoint can hold, and back.
 
-What is neither a tensor, a plain value nor a container of these becomes bytes, by ``torch.save``. To read them
-with ``torch.load(weights_only=False)`` runs what the file says: that takes ``trusted=True``.
+Anything but tensors, plain values and containers of these becomes bytes, through ``torch.save``. Reading
+these with ``torch.load(weights_only=False)`` can run any code, and therefore requires ``trusted=True``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dlrover.checkpoint.tree import DTYPES, Spread, State
 from dlrover.errors import ConfigurationError
 
 TAG = "__dlrover__"
-"""The key of a dict that stands for something else; its value says for what."""
+"""Key of a dict that stands for another object; its value says for which kind."""
 
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _DTYPES = frozenset(DTYPES.values())
@@ -28,26 +28,26 @@ _KINDS: dict[str, Any] = {"dict": dict, "OrderedDict": OrderedDict, "Size": torc
 
 
 class Portable:
-    """Something with a state dict, whose state may hold anything.
+    """Wrapper that makes an object's state dict, which may hold anything, fit for a checkpoint.
 
     Args:
-        owner: has ``state_dict`` and ``load_state_dict``.
+        owner: the object, with ``state_dict`` and ``load_state_dict``.
     """
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
 
     def state_dict(self) -> Any:
-        """Its state, as a checkpoint can hold it."""
+        """Return the owner's state, as a checkpoint can hold it."""
         return encode(self._owner.state_dict())
 
     def load_state_dict(self, state: Any) -> None:
-        """Give it back."""
+        """Restore the owner's state."""
         self._owner.load_state_dict(decode(state, trusted=True))
 
 
 def encode(value: Any, path: layout.Path = ()) -> Any:
-    """An equal tree that a checkpoint can hold; tensors stay the live ones.
+    """Return an equal tree that a checkpoint can hold; tensors stay the live ones.
 
     Raises:
         ConfigurationError: a leaf cannot be pickled; the message names its path.
@@ -64,13 +64,13 @@ def encode(value: Any, path: layout.Path = ()) -> Any:
             return items if kind is dict else {TAG: kind.__name__, "items": items}
         pairs = [(encode(key), encode(item, (*path, str(key)))) for key, item in value.items()]
         return {TAG: kind.__name__, "pairs": pairs}
-    if kind is torch.Size:  # very many in some states
+    if kind is torch.Size:  # frequent in some states
         return {TAG: "Size", "items": list(value)}
     return {TAG: pickled(value, path)}
 
 
 def _is_kept(value: Any) -> bool:
-    """Whether it is a tensor that needs no bytes."""
+    """Return whether the value is a tensor that a checkpoint holds directly."""
     if isinstance(value, Spread):
         return True
     return (
@@ -82,7 +82,7 @@ def _is_kept(value: Any) -> bool:
 
 
 def pickled(value: Any, path: layout.Path) -> bytes:
-    """Any object as bytes.
+    """Convert any object to bytes.
 
     Raises:
         ConfigurationError: it cannot be pickled; the message names its path.
@@ -98,19 +98,19 @@ def pickled(value: Any, path: layout.Path) -> bytes:
 
 
 def unpickled(data: bytes, device: str | None = None, *, trusted: bool) -> Any:
-    """What `pickled` was given; tensors come to where they were, or to the device.
+    """Restore the object given to `pickled`; tensors return to their own device, or go to ``device``.
 
     Raises:
-        ConfigurationError: it holds objects, and is not trusted.
+        ConfigurationError: the data holds objects, and is not trusted.
     """
     return load(io.BytesIO(data), "The checkpoint", device, trusted=trusted)
 
 
 def load(source: Any, where: str, device: Any = None, *, trusted: bool) -> Any:
-    """What ``torch.save`` has written; objects of other classes than tensors and plain values only if trusted.
+    """Load what ``torch.save`` has written; other classes than tensors and plain values only if trusted.
 
     Raises:
-        ConfigurationError: it holds such objects, and is not trusted.
+        ConfigurationError: the data holds such objects, and is not trusted.
     """
     try:
         return torch.load(source, map_location=device, weights_only=not trusted)
@@ -124,10 +124,10 @@ def load(source: Any, where: str, device: Any = None, *, trusted: bool) -> Any:
 
 
 def decode(value: Any, *, trusted: bool) -> Any:
-    """What `encode` was given.
+    """Restore the value given to `encode`.
 
     Raises:
-        ConfigurationError: it holds objects, and is not trusted.
+        ConfigurationError: it holds pickled objects, and is not trusted.
     """
     kind = type(value)
     if kind is list or kind is tuple:
@@ -140,7 +140,7 @@ def decode(value: Any, *, trusted: bool) -> Any:
 
 
 def _meant(value: dict[str, Any], *, trusted: bool) -> Any:
-    """What a dict with a tag stands for."""
+    """Restore the object that a dict with a tag stands for."""
     meaning = value[TAG]
     if isinstance(meaning, bytes):
         return unpickled(meaning, trusted=trusted)
@@ -153,10 +153,10 @@ def _meant(value: dict[str, Any], *, trusted: bool) -> Any:
 def read(
     checkpointer: Checkpointer, keys: Collection[str], *, trusted: bool
 ) -> tuple[LoadRecord, State] | None:
-    """What `Checkpointer.read` gives, decoded. Collective.
+    """Return the decoded result of `Checkpointer.read`. Collective.
 
     Raises:
-        ConfigurationError: it holds objects, and is not trusted.
+        ConfigurationError: it holds pickled objects, and is not trusted.
     """
     found = checkpointer.read(keys)
     return None if found is None else (found[0], decode(found[1], trusted=trusted))

@@ -1,4 +1,4 @@
-"""The state of all random numbers of a process."""
+"""The states of all random number generators of a process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def states(*, every_device: bool) -> dict[str, Any]:
-    """Of Python, NumPy, PyTorch and the accelerators: all that this process sees, or its current one."""
+    """Return the states of Python, NumPy, PyTorch and accelerators: all visible ones, or the current one."""
     cpu = torch.random.get_rng_state()
     found = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": cpu}
     if torch.accelerator.is_available():
@@ -21,7 +21,7 @@ def states(*, every_device: bool) -> dict[str, Any]:
 
 
 def restore(saved: dict[str, Any]) -> None:
-    """Set what `states` gave with ``every_device``; accelerators that are not there now are left out."""
+    """Restore the result of `states` with ``every_device``; skip accelerators if their number changed."""
     random.setstate(saved["python"])
     np.random.set_state(saved["numpy"])
     torch.random.set_rng_state(saved["cpu"])

@@ -21,19 +21,19 @@ from dlrover.errors import ConfigurationError
 
 
 class FlashCallback(TrainerCallback):
-    """Saves a ``Trainer``'s whole state to memory as it trains, and to storage when the Trainer saves.
+    """Callback that saves a ``Trainer``'s whole state to memory, and to storage when the Trainer saves.
 
-    A callback cannot tell the Trainer where in the data to go on; `resume` can::
+    A callback cannot set where in the data the Trainer continues; `resume` can::
 
         flash = FlashCallback("out/flash")
         trainer = Trainer(..., callbacks=[flash])
         trainer.train(resume_from_checkpoint=flash.resume())
 
     Args:
-        path: the directory of the checkpoints; all ranks must see the same one.
-        keep: how many stored steps to keep, the newest ones.
+        path: the checkpoint directory; all ranks must see the same one.
+        keep: the number of newest stored steps to keep.
         memory_every: steps between two saves to memory.
-        storage_every: steps between two saves to storage, besides those when the Trainer saves.
+        storage_every: steps between two saves to storage, in addition to the Trainer's own saves.
 
     """
 
@@ -52,16 +52,16 @@ class FlashCallback(TrainerCallback):
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._stored = -1
         self._history: list[str] = []
-        """The entries of the Trainer's log, as JSON: only new ones are encoded."""
+        """Entries of the Trainer's log as JSON, kept so that only new ones are encoded."""
 
     def resume(self) -> str | None:
-        """What ``train`` is to be given; None if nothing was ever saved. Collective.
+        """Return the argument for ``train``; None if nothing was ever saved. Collective.
 
         It is a folder with the Trainer's own record of the newest step. Model and optimizer are restored
         when the training begins.
 
         Raises:
-            InfrastructureError: there were checkpoints, and none can be loaded.
+            InfrastructureError: checkpoints existed, and none can be loaded.
         """
         found = objects.read(self._checkpointer(), ("trainer", "rng", "ranks"), trusted=True)
         if found is None:
@@ -72,7 +72,7 @@ class FlashCallback(TrainerCallback):
         if state["ranks"] == _ranks():
             name = f"rng_state_{dist.get_rank()}.pth" if _ranks() > 1 else "rng_state.pth"
             torch.save(state["rng"], folder / name)
-        torch.save(state["model"], folder / "pytorch_model.bin")  # zeros: the Trainer insists on it
+        torch.save(state["model"], folder / "pytorch_model.bin")  # zeros: the Trainer requires it
         return str(folder)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **live: Any) -> None:
@@ -89,7 +89,7 @@ class FlashCallback(TrainerCallback):
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **live: Any) -> None:
-        """Save; the last step also to storage."""
+        """Save to memory or storage as the intervals say; save the last step to storage."""
         step, every = state.global_step, self._storage_every
         if control.should_training_stop or (every is not None and step % every == 0):
             self.on_save(args, state, control, **live)
@@ -97,18 +97,18 @@ class FlashCallback(TrainerCallback):
             self._checkpointer().save(step, self._state(args, state, live))
 
     def on_save(self, args: Any, state: Any, control: Any, **live: Any) -> None:
-        """Save to storage, unless this step was."""
+        """Save to storage, unless this step was saved there already."""
         if self._stored != state.global_step:
             self._stored = state.global_step
             self._checkpointer().save(self._stored, self._state(args, state, live), to="storage")
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **live: Any) -> None:
-        """Save to storage if the training was stopped."""
+        """Save to storage if the training is about to stop."""
         if control.should_training_stop:
             self.on_save(args, state, control, **live)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **live: Any) -> None:
-        """Wait for the storage."""
+        """Wait until all steps for storage are durable, and disconnect."""
         checkpointer, self._opened, self._stored = self._checkpointer(), None, -1
         if self._folder is not None:
             self._folder.cleanup()

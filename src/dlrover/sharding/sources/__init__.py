@@ -1,4 +1,4 @@
-"""Samples in files and tables, by their number, and in streams: for `Records` and ``ElasticDataset``."""
+"""Samples in files and tables, by number, and in streams: for `Records` and ``ElasticDataset``."""
 
 from dlrover.sharding.sources.parquet import Parquet
 from dlrover.sharding.sources.stream import Message, Stream

@@ -1,4 +1,4 @@
-"""Records of which many are read at once: row groups of files, pages of tables."""
+"""Records that are read in blocks: row groups of files, pages of tables."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ Block = TypeVar("Block")
 Record = TypeVar("Record")
 
 SHARDS = 100
-"""Shards that a data set in blocks has at least, if nothing says how large they are."""
+"""Minimum number of shards in a dataset in blocks, unless the shard size is set."""
 SMALLEST = 100
-"""Records in a shard from which on it is worth to end where a block ends."""
+"""Records in a shard from which on aligning shards with blocks pays off."""
 
 
 @runtime_checkable
 class InBlocks(Protocol):
-    """A source that reads blocks, or one that passes on to such a source.
+    """A source that reads blocks, or a wrapper of one.
 
-    Its records are shuffled block by block, and within each: a block is then read once, not once a record.
+    Its records are shuffled block by block, and within each: a block is then read once, not once per record.
     """
 
     blocks: Sequence[int]
-    """How many records each block has."""
+    """Number of records in each block."""
 
 
 class BlockRecords(ABC, Generic[Block, Record]):
-    """Records of blocks. Each process keeps the blocks that it has read last."""
+    """Records of blocks. Each process keeps the blocks that it read last."""
 
     def __init__(self, blocks: Sequence[int], kept: int) -> None:
         self.blocks = list(blocks)
@@ -55,20 +55,20 @@ class BlockRecords(ABC, Generic[Block, Record]):
 
     @abstractmethod
     def _read(self, number: int) -> Block:
-        """One block."""
+        """Read one block."""
 
     @abstractmethod
     def _record(self, block: Block, at: int) -> Record:
-        """One of a block's records."""
+        """Return one of a block's records."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_read_last": OrderedDict()}
 
 
 def shard_of(blocks: Sequence[int]) -> int | None:
-    """Records in a shard, so that shards end where blocks end; None: no such number is any good.
+    """Return a number of records per shard so that shards end where blocks end; None if no number fits.
 
-    It divides what most blocks have, and makes `SHARDS` shards at least.
+    It divides the most frequent block size, and gives at least `SHARDS` shards.
     """
     if not blocks:
         return None

@@ -1,7 +1,7 @@
-"""Records of files by their number, whatever the format.
+"""Records of files by number, for any format.
 
-A file is read once to learn where its records begin, 8 bytes of memory for each; after that any record is
-one read. The index is the same in all processes, and so is the number of a record.
+Each file is read once to learn where its records begin, which takes 8 bytes of memory per record; then each
+record is one read. The index is the same in all processes, and so is the number of a record.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 class FileRecords(ABC, Generic[Record]):
-    """The records of one or several files, which must not change.
+    """Records of one or several files, which must not change.
 
     Raises:
         ConfigurationError: a file cannot be read.
@@ -61,14 +61,14 @@ class FileRecords(ABC, Generic[Record]):
 
     @abstractmethod
     def _index(self, path: str) -> Iterator[int]:
-        """Where the records of a file begin, and where the last one ends."""
+        """Yield where the records of a file begin, and where the last one ends."""
 
     @abstractmethod
     def _record(self, data: bytes, number: int) -> Record:
-        """The record in the bytes of file ``number``."""
+        """Return the record in the bytes of file ``number``."""
 
     def _file(self, number: int) -> int:
-        """The descriptor of a file, this process's own."""
+        """Return this process's own descriptor of a file."""
         if self._pid != os.getpid():
             self._files, self._pid = {}, os.getpid()
         if number not in self._files:

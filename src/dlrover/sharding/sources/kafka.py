@@ -1,4 +1,4 @@
-"""Kafka: partitions and offsets are the broker's own. Messages of transactions are read once they are committed."""
+"""Kafka, with the broker's own partitions and offsets. Transactional messages are read once committed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 class Kafka(Broker):
     """``kafka://host:9092/topic``, several hosts with commas; user and password are those of SASL.
 
-    Options with a dot are librdkafka's: ``?security.protocol=SASL_SSL&sasl.mechanism=PLAIN``; ``group`` is the
-    consumer group that is told how far the job is.
+    Options with a dot are librdkafka's: ``?security.protocol=SASL_SSL&sasl.mechanism=PLAIN``. ``group`` is
+    the consumer group that follows the job's progress.
     """
 
     needs = "confluent-kafka"
@@ -48,7 +48,7 @@ class Kafka(Broker):
             "socket.timeout.ms": int(TIMEOUT * 1000),
             **given,
             "bootstrap.servers": address.servers,
-            # librdkafka asks for a name; without a group nothing is committed
+            # librdkafka requires a name; without a group nothing is committed
             "group.id": self.group or "dlrover",
             **_OWN,
         }
@@ -58,7 +58,7 @@ class Kafka(Broker):
         self._consumer: Any = None
         self._at = (-1, -1)
         self._found = False
-        """Whether the topic was there once."""
+        """True if the topic has been found once."""
 
     @property
     def identity(self) -> str:
@@ -66,7 +66,7 @@ class Kafka(Broker):
         return f"kafka {self._topic}"
 
     def bounds(self) -> list[Bounds]:
-        """How much each partition keeps."""
+        """Return the bounds of each partition."""
         consumer = self._connected()
         topic = consumer.list_topics(self._topic, timeout=TIMEOUT).topics[self._topic]
         if topic.error is not None:
@@ -75,7 +75,7 @@ class Kafka(Broker):
         return [self._bounds(number) for number in range(len(topic.partitions))]
 
     def offsets_at(self, when: datetime, bounds: list[Bounds]) -> list[int]:
-        """By the messages' time stamps: the first that is not before."""
+        """Return, by the messages' time stamps, the first offsets that are not earlier."""
         at = int(when.timestamp() * 1000)
         asked = self._places([at] * len(bounds))
         found = self._connected().offsets_for_times(asked, timeout=TIMEOUT)
@@ -88,7 +88,7 @@ class Kafka(Broker):
         ]
 
     def commit(self, offsets: list[int]) -> None:
-        """Commit the offsets of the group; a broker refuses where the group has consumers."""
+        """Commit the group's offsets; a broker refuses this if the group has consumers."""
         consumer = self._connected()
         for place in consumer.commit(offsets=self._places(offsets), asynchronous=False):
             if place.error is not None:
@@ -99,7 +99,7 @@ class Kafka(Broker):
         return [make(self._topic, number, offset) for number, offset in enumerate(offsets)]
 
     def _refusal(self, error: Any) -> Exception:
-        """What to raise for a broker's error: some will not be over after a while."""
+        """Return the exception for a broker's error; some errors are permanent."""
         names = _HOPELESS if self._found else _HOPELESS + _ABSENT
         if error.code() in {getattr(self._kafka.KafkaError, name) for name in names}:
             return ConfigurationError(f"{self.address} cannot be read: {error.str()}.")
@@ -107,7 +107,7 @@ class Kafka(Broker):
         return found
 
     def fetch(self, partition: int, start: int, stop: int, most: int) -> Fetched:
-        """Read messages; a consumer goes on where it was, or is sent to another place."""
+        """Fetch messages; a consumer continues where it was, or is moved."""
         consumer = self._connected()
         if self._at != (partition, start):
             consumer.assign([self._kafka.TopicPartition(self._topic, partition, start)])
@@ -120,12 +120,12 @@ class Kafka(Broker):
                 raise TimeoutError("the messages that it has do not come")
             for message in got:
                 at = max(at, self._taken(message, found, stop))
-        # What was fetched from ``stop`` on is fetched again, by whoever gets it.
+        # Messages fetched from ``stop`` on are fetched again by the worker that gets them.
         self._at = (partition, at) if at <= stop else (-1, -1)
         return Fetched(found, min(at, stop), max(start, self._bounds(partition).first))
 
     def _taken(self, message: Any, found: list[Message], stop: int) -> int:
-        """Keep a message; the offset up to which all are there by now."""
+        """Keep a message; return the offset up to which all messages have arrived."""
         error = message.error()
         if error is None:
             if message.offset() < stop:
@@ -145,7 +145,7 @@ class Kafka(Broker):
         if error.code() == self._kafka.KafkaError._AUTO_OFFSET_RESET:  # noqa: SLF001 - its name
             return self._bounds(
                 message.partition()
-            ).first  # what was asked for is not there any more
+            ).first  # the requested offset does not exist any more
         raise self._refusal(error)
 
     def _bounds(self, partition: int) -> Bounds:
@@ -186,4 +186,4 @@ _HOPELESS = (
 )
 """Errors that waiting does not mend."""
 _ABSENT = ("UNKNOWN_TOPIC_OR_PART", "_UNKNOWN_TOPIC", "TOPIC_EXCEPTION")
-"""There is no such topic; or a broker does not know it at the moment, if there was one before."""
+"""Errors about a missing topic; for a topic that was there before, a broker may not know it at the moment."""

@@ -14,18 +14,18 @@ from dlrover.errors import ConfigurationError
 from dlrover.sharding.sources.stream import TIMEOUT, Address, Bounds, Broker, Fetched, Message
 
 _WAIT = 1.0
-"""Seconds that messages may take that the server says it has."""
+"""Seconds that messages may take which the server reports as available."""
 _INACTIVE = 300.0
 """Seconds after which the server forgets a reader that died."""
 _OURS = "DLRover: where the last stored checkpoint ends"
-"""Describes the consumers that show how far a job is."""
+"""Description of the consumers that show a job's progress."""
 Result = TypeVar("Result")
 
 
 class Nats(Broker):
     """``nats://user:password@host:4222/STREAM?subject=a.*``; ``tls`` with TLS, a token as the user.
 
-    With ``group=NAME`` a durable consumer of this name shows how far the job is.
+    With ``group=NAME``, a durable consumer of this name shows the job's progress.
     """
 
     needs = "nats-py"
@@ -55,15 +55,15 @@ class Nats(Broker):
 
     @property
     def identity(self) -> str:
-        """The streams, and the subject that is read of them."""
+        """The streams, and the subject read from them."""
         return f"nats {' '.join(self._streams)} {self._subject}".strip()
 
     def bounds(self) -> list[Bounds]:
-        """How much each stream keeps."""
+        """Return the bounds of each stream."""
         return self._run(self._bounds())
 
     def fetch(self, partition: int, start: int, stop: int, most: int) -> Fetched:
-        """Read messages with a consumer of the server's that lasts as long as reading goes on where it was."""
+        """Fetch messages with a consumer on the server that lasts while reading continues where it was."""
         return self._run(self._fetch(partition, start, stop, most))
 
     async def _bounds(self) -> list[Bounds]:
@@ -97,7 +97,7 @@ class Nats(Broker):
         return Fetched(messages, reached, max(start, state.first_seq))
 
     def offsets_at(self, when: datetime, bounds: list[Bounds]) -> list[int]:
-        """By when the server took the messages in."""
+        """Return the offsets by the time at which the server received the messages."""
         return self._run(self._offsets_at(when, bounds))
 
     async def _offsets_at(self, when: datetime, bounds: list[Bounds]) -> list[int]:
@@ -115,10 +115,10 @@ class Nats(Broker):
         return found
 
     def commit(self, offsets: list[int]) -> None:
-        """Make the durable consumer anew: its place cannot be changed. Its messages that wait are the lag.
+        """Recreate the durable consumer, whose position cannot be changed. Its pending messages are the lag.
 
         Raises:
-            ConfigurationError: somebody else has such a consumer, or the stream keeps messages for consumers.
+            ConfigurationError: a foreign consumer has this name, or the stream keeps messages for consumers.
         """
         self._run(self._commit(offsets))
 
@@ -173,7 +173,7 @@ class Nats(Broker):
         return self._connection.jetstream(timeout=TIMEOUT)
 
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Let the client, which lives in an event loop, do something."""
+        """Run a coroutine of the client, which lives in an event loop."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(
@@ -194,7 +194,7 @@ class Nats(Broker):
         if self._connection is not None:
             with contextlib.suppress(
                 Exception
-            ):  # the broker may be away; it forgets idle readers itself
+            ):  # the broker may be away; it forgets idle readers by itself
                 self._run(self._end())
         self._connection, self._readers = None, {}
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -208,7 +208,7 @@ class Nats(Broker):
 
 
 class _Reader:
-    """A consumer that the server keeps for us: messages from ``at`` on, in order."""
+    """A consumer on the server: messages from ``at`` on, in order."""
 
     def __init__(self, subscription: Any, at: int) -> None:
         self._subscription, self.at = subscription, at
@@ -217,7 +217,7 @@ class _Reader:
     async def begin(
         cls, jetstream: Any, stream: str, subject: str, start: int, **where: Any
     ) -> _Reader:
-        """Begin at an offset; with ``where`` at another place, as the server says it."""
+        """Begin at an offset, or with ``where`` at a place in the server's own terms."""
         from nats.js import api  # noqa: PLC0415 - only if there is such a source
 
         at_offset = {
@@ -234,7 +234,7 @@ class _Reader:
         return cls(await jetstream.pull_subscribe_bind(info.name, stream), start)
 
     async def read(self, stop: int, most: int) -> tuple[list[Any], int]:
-        """Messages up to offset ``stop``, and the offset up to which there are no others."""
+        """Return messages up to offset ``stop``, and the offset up to which there are no others."""
         import nats  # noqa: PLC0415 - only if there is such a source
 
         got: list[Any] = []
@@ -252,14 +252,14 @@ class _Reader:
         return [m for m in got if m.metadata.sequence.stream < stop], reached
 
     async def first(self, default: int) -> int:
-        """The offset of the first message."""
+        """Return the offset of the first message."""
         if not (await self._subscription.consumer_info()).num_pending:
             return default
         (message,) = await self._subscription.fetch(1, _WAIT)
         return int(message.metadata.sequence.stream)
 
     async def end(self) -> None:
-        """Let the server forget it."""
+        """Remove the consumer from the server."""
         with contextlib.suppress(Exception):
             info = await self._subscription.consumer_info()
             await self._subscription.unsubscribe()
@@ -272,4 +272,4 @@ def _turn(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def _quiet(_: Exception) -> None:
-    """What goes wrong is the answer to a call."""
+    """Ignore an error; the failed call raises it."""

@@ -1,4 +1,4 @@
-"""Parquet files: a sample a row."""
+"""Parquet files: one sample per row."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _SUFFIX = ".parquet"
 class Parquet(BlockRecords[Any, "dict[str, Any]"]):
     """Rows of Parquet files as dicts of their columns.
 
-    A row group is read at once, so it should have 1,000 to 100,000 rows. No threads are started: a process
-    that forks the readers of a loader may have none.
+    A row group is read at once, so it should have 1,000 to 100,000 rows. This starts no threads, since a
+    process that forks the readers of a loader must have none.
 
     Args:
-        paths: files, directories (all ``*.parquet`` below, but not what begins with ``_`` or ``.``) or
+        paths: files, directories (all ``*.parquet`` below, except names that begin with ``_`` or ``.``) or
             patterns such as ``part-*.parquet``; each may be a URL of fsspec, ``s3://bucket/folder``.
-        columns: the ones to read; by default all.
+        columns: the columns to read; by default all.
         kept: row groups that each process keeps in memory.
 
     Raises:
-        ConfigurationError: there is no file, one is no Parquet file or has not these columns, or a package
+        ConfigurationError: there is no file, one is no Parquet file or lacks a column, or a package
             is missing: ``dlrover[parquet]``, and ``dlrover[remote]`` for URLs.
     """
 
@@ -69,7 +69,7 @@ class Parquet(BlockRecords[Any, "dict[str, Any]"]):
         }
 
     def _checked(self, number: int) -> Any:
-        """A file that has the columns."""
+        """Return a file after checking that it has the columns."""
         path = self.paths[number]
         try:
             file = self._file(number)
@@ -77,7 +77,7 @@ class Parquet(BlockRecords[Any, "dict[str, Any]"]):
             raise ConfigurationError(f"{path} does not exist.") from error
         except OSError as error:
             raise ConfigurationError(f"{path} cannot be read: {error}.") from error
-        except ValueError as error:  # what pyarrow finds wrong is one
+        except ValueError as error:  # pyarrow raises it for invalid files
             raise ConfigurationError(f"{path} is no Parquet file: {error}") from error
         names = file.schema_arrow.names
         missing = [name for name in self.columns or () if name not in names]
@@ -88,7 +88,7 @@ class Parquet(BlockRecords[Any, "dict[str, Any]"]):
         return file
 
     def _file(self, number: int) -> Any:
-        """An open file, this process's own; the last one stays open."""
+        """Return an open file of this process; the last one stays open."""
         if self._opened is not None and self._opened[:2] == (os.getpid(), number):
             return self._opened[2]
         parquet = _package("pyarrow.parquet", "parquet")
@@ -102,7 +102,7 @@ class Parquet(BlockRecords[Any, "dict[str, Any]"]):
         return file
 
     def close(self) -> None:
-        """Let the open file and the row groups go; reading opens it again."""
+        """Release the open file and the row groups; reading opens the file again."""
         self._opened = None
         self._read_last.clear()
 
@@ -111,7 +111,7 @@ class Parquet(BlockRecords[Any, "dict[str, Any]"]):
 
 
 def _files(path: str) -> list[str]:
-    """The files that a path stands for, in order."""
+    """Return the files that a path stands for, in order."""
     if "://" in path:
         found = _remote_files(path)
     elif os.path.isdir(path):
@@ -141,7 +141,7 @@ def _remote_files(url: str) -> list[str]:
 
 
 def _visible(folder: str, files: Iterable[str]) -> list[str]:
-    """Without those that writers of data sets keep for themselves."""
+    """Return the files without those that writers of datasets keep for themselves."""
     return sorted(
         file
         for file in files

@@ -1,7 +1,7 @@
-"""Apache Pulsar: partitions are the topic's, and an offset is the id of a message as one number.
+"""Apache Pulsar, with the topic's partitions; an offset is the id of a message as one number.
 
-Pulsar keeps a partition in ledgers, and removes whole ledgers. Their ids only grow, and are the cluster's, so
-there are gaps between them. A batch of a producer is one entry of a ledger.
+Pulsar keeps a partition in ledgers, and removes whole ledgers. Ledger ids only grow and belong to the
+cluster, so a partition has gaps between them. A producer's batch is one entry of a ledger.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from dlrover.sharding.sources.stream import (
 )
 
 _BATCH = 12
-"""Bits of an offset that are the place in a batch."""
+"""Bits of an offset for the position in a batch."""
 _ENTRY = 20
-"""Bits above that are the entry of a ledger; the ledger's id is above them."""
+"""Bits above these for the entry of a ledger; the ledger's id is above them."""
 _LEDGER = _ENTRY + _BATCH
 _LARGEST = (1 << 31) - 1, (1 << _ENTRY) - 1, (1 << _BATCH) - 1
 _FRESH = 10.0
-"""Seconds for which the first message of a partition is taken to be what it was."""
+"""Seconds for which the first message of a partition is cached."""
 _BUSY = 1.0
-"""Seconds for which other workers of the job may have the subscription open."""
+"""Seconds for which other workers of the job may hold the subscription open."""
 _HOPELESS = (
     "AuthenticationError",
     "AuthorizationError",
@@ -47,13 +47,13 @@ _HOPELESS = (
 )
 """Errors that waiting does not mend."""
 _of_parents: list[Any] = []
-"""Clients of the process that this one was forked from: they have no threads here, and cannot be ended."""
+"""Clients of the process that this one was forked from; they have no threads here and cannot be ended."""
 
 
 class Pulsar(Broker):
-    """``pulsar://user:password@host:6650/tenant/namespace/topic``; ``pulsar+ssl`` with TLS, a token as the user.
+    """``pulsar://user:password@host:6650/tenant/namespace/topic``; ``pulsar+ssl`` with TLS, a token as user.
 
-    With ``group=NAME`` a durable subscription of this name shows how far the job is, and keeps what it has not read.
+    With ``group=NAME``, a durable subscription shows the job's progress and keeps unread messages.
     """
 
     needs = "pulsar-client"
@@ -71,7 +71,7 @@ class Pulsar(Broker):
         self._client: Any = None
         self._process = 0
         self._names: list[str] = []
-        """By partition: the topic that it is."""
+        """Topic of each partition."""
         self._subscribed: set[str] = set()
         self._readers: dict[int, _Reader] = {}
         self._tails: dict[int, Any] = {}
@@ -80,7 +80,7 @@ class Pulsar(Broker):
         self._firsts: dict[int, tuple[float, int]] = {}
         """By partition: when its first message was looked up, and the offset."""
         self._batch = 1
-        """Messages in the last batch that was seen at an end."""
+        """Messages in the last batch seen at the end of a partition."""
 
     @property
     def identity(self) -> str:
@@ -88,7 +88,7 @@ class Pulsar(Broker):
         return f"pulsar {self._topic}"
 
     def bounds(self) -> list[Bounds]:
-        """How much each partition keeps; the subscription is made if there is none."""
+        """Return the bounds of each partition; create the subscription if it does not exist."""
         names = self._partitions()
         for name in names:
             self._subscribe_once(name)
@@ -99,10 +99,10 @@ class Pulsar(Broker):
         return self._names
 
     def _subscribe_once(self, name: str) -> None:
-        """Make the subscription, so that what comes is kept for it."""
+        """Create the subscription, so that new messages are kept for it."""
         if not self.group or name in self._subscribed:
             return
-        with contextlib.suppress(self._pulsar.ConsumerBusy):  # so there is one
+        with contextlib.suppress(self._pulsar.ConsumerBusy):  # so the subscription exists
             self._subscribe(name).close()
         self._subscribed.add(name)
 
@@ -118,7 +118,7 @@ class Pulsar(Broker):
         return Bounds(first, end)
 
     def _end(self, number: int) -> int:
-        """The offset behind the last message. A reader that has read it is asked whether there is another."""
+        """Return the offset behind the last message; a reader at the end shows whether one has followed."""
         tail = self._tails.get(number)
         if tail is None or tail.has_message_available():
             self._close_tail(number)
@@ -135,7 +135,7 @@ class Pulsar(Broker):
             tail.close()
 
     def _first(self, number: int) -> int | None:
-        """The offset of the first message; None if there is none."""
+        """Return the offset of the first message; None if there is none."""
         reader = self._open(number, self._pulsar.MessageId.earliest, 1)
         try:
             return _found(reader).offset if reader.has_message_available() else None
@@ -143,11 +143,11 @@ class Pulsar(Broker):
             reader.close()
 
     def shard(self, bounds: list[Bounds]) -> int:
-        """About a hundred messages, if batches are as large as the last ones."""
+        """Return the number of offsets for about a hundred messages in batches as large as the last ones."""
         return max(1, SHARD // self._batch) << _BATCH
 
     def offsets_at(self, when: datetime, bounds: list[Bounds]) -> list[int]:
-        """By when producers have published the messages; a batch has one time."""
+        """Return the offsets by the messages' publication time; a batch has one time."""
         found = []
         for number, (_, end) in enumerate(bounds):
             reader = self._open(number, self._pulsar.MessageId.earliest, 1)
@@ -159,7 +159,7 @@ class Pulsar(Broker):
         return found
 
     def fetch(self, partition: int, start: int, stop: int, most: int) -> Fetched:
-        """Read messages with a reader that lasts as long as reading goes on where it was."""
+        """Fetch messages with a reader that lasts while reading continues where it was."""
         reader = self._reader(partition, start, most)
         messages: list[Message] = []
         at = first = start
@@ -168,7 +168,7 @@ class Pulsar(Broker):
             kept = self._kept(partition, at, stop, reader)
             if kept > at:
                 if messages:
-                    break  # told when it is asked for
+                    break  # reported when that offset is requested
                 first = kept
             if found is None or found.offset >= stop:
                 at = stop if found is None else found.offset
@@ -179,12 +179,12 @@ class Pulsar(Broker):
         return Fetched(messages, at, first)
 
     def _kept(self, partition: int, at: int, stop: int, reader: _Reader) -> int:
-        """Up to which offset messages from ``at`` on may have been removed; ``at``: none were.
+        """Return the offset up to which messages from ``at`` on may have been removed; ``at`` if none.
 
-        The end of a ledger is a gap only. So is all before the first ledger of a topic that was empty.
+        The end of a ledger is only a gap. So is everything before the first ledger of a topic that was empty.
         """
         following = reader.next()
-        if following is None:  # though there was a message before the end
+        if following is None:  # although there was a message before the end
             return stop
         ledger = at >> _LEDGER
         if ledger and not reader.is_whole and ledger != following.offset >> _LEDGER:
@@ -206,7 +206,7 @@ class Pulsar(Broker):
         return reader
 
     def _open(self, number: int, place: Any, ahead: int) -> Any:
-        """A reader from a message on, which is sent about ``ahead`` messages before they are read."""
+        """Return a reader from a message on, which prefetches about ``ahead`` messages."""
         client = self._connected()
         names = self._names or self._partitions()
         return client.create_reader(
@@ -214,12 +214,12 @@ class Pulsar(Broker):
         )
 
     def _id(self, partition: int, offset: int) -> Any:
-        """The id at an offset. A message that is in no batch has no place in one."""
+        """Return the message id at an offset. A message outside of batches has no position in one."""
         ledger, entry = offset >> _LEDGER, offset >> _BATCH & _LARGEST[1]
         return self._pulsar.MessageId(partition, ledger, entry, (offset & _LARGEST[2]) or -1)
 
     def commit(self, offsets: list[int]) -> None:
-        """Set the subscription to the last message that the checkpoint contains, so that its ledger is kept.
+        """Move the subscription to the last message in the checkpoint, so that its ledger is kept.
 
         Raises:
             ConfigurationError: the subscription has consumers.
@@ -275,13 +275,13 @@ class Pulsar(Broker):
         return self._client
 
     def close(self) -> None:
-        """Close the connection, and with it all readers."""
+        """Close the connection and all readers."""
         if self._client is None:
             return
         readers = [*self._readers.values(), *self._tails.values()]
         if self._process == os.getpid():
             self._client.shutdown()
-            # Now a reader waits for nobody; it and the client know each other.
+            # Closing a reader no longer blocks now. It and the client refer to each other.
             for reader in readers:
                 with contextlib.suppress(self._pulsar.PulsarException):
                     reader.close()
@@ -292,7 +292,7 @@ class Pulsar(Broker):
 
 
 class _Found(NamedTuple):
-    """A message of the client's, and its offset."""
+    """A message of the client, and its offset."""
 
     offset: int
     message: Any
@@ -305,35 +305,35 @@ class _Reader:
         self._reader, self.at = reader, at
         self._following: _Found | None = None
         self.is_whole = False
-        """Whether it was looked up that nothing is missing before the next message."""
+        """True after a check that nothing is missing before the next message."""
 
     def goes_on_at(self, start: int) -> bool:
-        """Whether nothing is between where it is and an offset."""
+        """Return whether no message lies between the reader's position and an offset."""
         following = self._following
         return start == self.at or (following is not None and self.at < start <= following.offset)
 
     def next(self) -> _Found | None:
-        """The next message, which stays the next one until it is taken; None if there is none."""
+        """Return the next message, which remains the next one until `take`; None if there is none."""
         while self._following is None and self._reader.has_message_available():
             found = _found(self._reader)
-            # A message that is in no batch comes though the offset is behind it.
+            # A message outside of batches arrives even if the offset is behind it.
             self._following = found if found.offset >= self.at else None
         return self._following
 
     def take(self) -> int:
-        """Go on behind the next message: the offset there."""
+        """Move behind the next message; return the offset there."""
         assert self._following is not None, "nothing was read"
         self.at = self._following.offset + 1
         self._following, self.is_whole = None, False
         return self.at
 
     def close(self) -> None:
-        """Let the broker forget it."""
+        """Remove the reader from the broker."""
         self._reader.close()
 
 
 def _topic(address: Address) -> str:
-    """The full name of the topic."""
+    """Return the full name of the topic."""
     parts = address.path.split("/")
     if parts[0] == "persistent" and len(parts) > 1:
         parts = parts[1:]
@@ -356,7 +356,7 @@ def _credentials(address: Address) -> Any:
 
 
 def _found(reader: Any) -> _Found:
-    """The next message of a client's reader that has one."""
+    """Read the next message from a client's reader that has one."""
     message = reader.read_next(int(TIMEOUT * 1000))
     place = message.message_id()
     parts = place.ledger_id(), place.entry_id(), max(0, place.batch_index())

@@ -1,6 +1,6 @@
-"""RabbitMQ streams by AMQP: each queue is a partition, and offsets are the broker's own, with gaps.
+"""RabbitMQ streams by AMQP: each queue is a partition; offsets are the broker's own, with gaps.
 
-AMQP, since it needs no plugin of the broker; its clients acknowledge each message, which moves nothing here.
+AMQP needs no plugin of the broker. Acknowledgments move nothing in a stream, and none are sent.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from dlrover.errors import ConfigurationError
 from dlrover.sharding.sources.stream import TIMEOUT, Address, Bounds, Broker, Fetched, Message
 
 _FILLED = 5.0
-"""Seconds that a message may take that is there."""
+"""Seconds that an existing message may take to arrive."""
 _EMPTY = 1.0
-"""Seconds after which a queue that has shown no message yet is taken for empty."""
+"""Seconds after which a queue that has shown no message yet counts as empty."""
 _QUIET = 0.05
-"""Seconds without a message after which a chunk is taken to be over."""
+"""Seconds without a message after which a chunk counts as complete."""
 _CHUNK = 5000
-"""Messages in a chunk, at most."""
+"""Maximum number of messages in a chunk."""
 _REFUSED = {403, 404, 405, 406}
-"""Codes with which a broker closes a channel that it would close again."""
+"""Codes of channel closures by the broker that a retry would repeat."""
 
 
 class RabbitMq(Broker):
@@ -54,11 +54,11 @@ class RabbitMq(Broker):
             socket_timeout=TIMEOUT,
             stack_timeout=TIMEOUT,
             blocked_connection_timeout=TIMEOUT,
-            heartbeat=0,  # nobody answers between two calls
+            heartbeat=0,  # the client does not answer between two calls
         )
         self._connection: Any = None
         self._ends: dict[int, int] = {}
-        """Of queues that have shown a message: where they ended at least."""
+        """Minimum end of each queue that has shown a message."""
 
     @property
     def identity(self) -> str:
@@ -66,9 +66,9 @@ class RabbitMq(Broker):
         return f"rabbitmq {' '.join(self._queues)}"
 
     def bounds(self) -> list[Bounds]:
-        """Where the first message of each queue is, and the last: what comes at once of its last chunk.
+        """Return the bounds of each queue; its end follows from the messages of its last chunk.
 
-        The number of messages that the broker tells is seconds old, and too high after a removal.
+        The broker's count of messages is seconds old, and too high after a removal.
         """
         found = []
         for number in range(len(self._queues)):
@@ -83,7 +83,7 @@ class RabbitMq(Broker):
         return found
 
     def offsets_at(self, when: datetime, bounds: list[Bounds]) -> list[int]:
-        """By when the broker wrote the messages; it begins with a whole chunk, and knows seconds."""
+        """Return the offsets by the broker's write time, which has whole chunks and whole seconds."""
         found = []
         for number, (_, end) in enumerate(bounds):
             message = self._read(number, when, 1, at_once=True, patience=_EMPTY)
@@ -91,7 +91,7 @@ class RabbitMq(Broker):
         return found
 
     def fetch(self, partition: int, start: int, stop: int, most: int) -> Fetched:
-        """Read messages; the broker begins with a later one if that is the first that it has."""
+        """Fetch messages; the broker begins with a later one if ``start`` does not exist."""
         got = self._read(partition, start, min(most, stop - start), stop)
         messages = [message for message in got if message.offset < stop]
         reached = stop if len(messages) < len(got) else got[-1].offset + 1
@@ -110,11 +110,11 @@ class RabbitMq(Broker):
         at_once: bool = False,
         patience: float = _FILLED,
     ) -> list[Message]:
-        """``count`` messages, or those up to ``stop``; fewer only where those are asked for that come at once.
+        """Return ``count`` messages, or those up to ``stop``; fewer only if ``at_once`` is True.
 
-        ``patience``: seconds for the first one; with `_EMPTY` there may be none.
+        ``patience``: seconds for the first message; with `_EMPTY` there may be none.
 
-        None is acknowledged, so that the broker sends ``count`` of them, at most, and none is left to be
+        No message is acknowledged, so that the broker sends at most ``count`` of them, and none is left to be
         rejected at the end, which a stream cannot do.
         """
         queue, found = self._queues[partition], list[Message]()
@@ -154,7 +154,7 @@ class RabbitMq(Broker):
         try:
             yield channel
         except pika.exceptions.ChannelClosedByBroker as error:
-            # A queue that its broker has not started yet is "down or inaccessible".
+            # The broker calls a queue that it has not started yet "down or inaccessible".
             if error.reply_code not in _REFUSED or "is down" in error.reply_text:
                 raise ConnectionError(error.reply_text) from None
             raise

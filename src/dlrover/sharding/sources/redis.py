@@ -17,22 +17,22 @@ from dlrover.sharding.sources.stream import (
 )
 
 _BITS = 20
-"""Bits of an offset that are the second part of an id; the first, mostly milliseconds, is above."""
+"""Bits of an offset for the second part of an id; the first part, mostly milliseconds, is above."""
 _MASK = (1 << _BITS) - 1
 _LARGEST = (1 << 43) - 1
 _CLOCK = 1 << 30
-"""From here on the first part of an id is taken for milliseconds; below, for a number that somebody chose."""
+"""First parts of ids from here on count as milliseconds; lower ones as numbers chosen by the producer."""
 _SHORTEST = 100
-"""Milliseconds in a shard, at least: what is shorter makes many empty ones of a pause."""
+"""Minimum milliseconds in a shard: shorter ones would split a pause into many empty shards."""
 _PAGE = 1000
-"""Entries that are counted at a time."""
+"""Entries to count at a time."""
 _PAGES = 1000
-"""So often, at most, for one commit."""
+"""Maximum number of pages to count for one commit."""
 _COUNT = """
 local found = redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[2], 'COUNT', ARGV[3])
 return {#found, #found > 0 and found[#found][1] or ''}
 """
-"""Counts entries in the server, which has no command for that."""
+"""Script that counts entries in the server, which has no command for that."""
 
 
 class Redis(Broker):
@@ -70,7 +70,7 @@ class Redis(Broker):
         )
         self._length = 0
         self._removed: dict[str, tuple[int, int]] = {}
-        """By key: how many entries were removed by when nothing was from this offset on."""
+        """By key: number of removed entries, and the offset from which on none was removed then."""
 
     @property
     def identity(self) -> str:
@@ -78,7 +78,7 @@ class Redis(Broker):
         return f"redis {' '.join(self._keys)}"
 
     def bounds(self) -> list[Bounds]:
-        """How much there is under each key; nothing, where there is no such key yet."""
+        """Return the bounds of each key; empty ones for a key that does not exist yet."""
         with self._redis.pipeline(transaction=False) as pipe:
             for key in self._keys:
                 pipe.xinfo_stream(key)
@@ -97,20 +97,20 @@ class Redis(Broker):
         return found
 
     def shard(self, bounds: list[Bounds]) -> int:
-        """About a hundred entries, if they are as dense as on the average, and 0.1 s at least."""
+        """Return the number of offsets for about a hundred entries at average density, and at least 0.1 s."""
         reach = sum(end - first for first, end in bounds)
         average = max(1, reach * SHARD // max(1, self._length))
         return average if _are_chosen(bounds) else max(average, _SHORTEST << _BITS)
 
     def beginning(self, bounds: Bounds) -> int:
-        """The first entry, or the time if there never was one: its id will be a time, far from 0."""
+        """Return the first entry, or the current time if there never was one: ids are times, far from 0."""
         if bounds.end > 1:
             return bounds.first
         seconds, microseconds = self._redis.time()
         return int(seconds * 1000 + microseconds // 1000) << _BITS
 
     def offsets_at(self, when: datetime, bounds: list[Bounds]) -> list[int]:
-        """What the ids say: mostly they are milliseconds."""
+        """Return the offsets by the ids, which are usually milliseconds."""
         if _are_chosen(bounds):
             raise ConfigurationError(
                 f"The ids of entries of {self.address} are no times, and start and until are."
@@ -118,7 +118,7 @@ class Redis(Broker):
         return [int(when.timestamp() * 1000) << _BITS] * len(bounds)
 
     def fetch(self, partition: int, start: int, stop: int, most: int) -> Fetched:
-        """Read entries, and whether some before them were removed, in one transaction."""
+        """Fetch entries, and check for removed ones before them, in one transaction."""
         key = self._keys[partition]
         with self._redis.pipeline(transaction=True) as pipe:
             pipe.xrange(key, _id(start), _id(stop - 1), most)
@@ -134,10 +134,10 @@ class Redis(Broker):
         return Fetched(messages, reached, max(start, self._left(key, info)))
 
     def _left(self, key: str, info: dict[str, Any]) -> int:
-        """The offset from which on nothing was removed, as far as it is known.
+        """Return the offset from which on nothing was removed, as far as known.
 
-        Redis does not tell which entries were removed, but how many. A first entry that is not the one
-        expected is no loss as long as that number is what it was.
+        Redis reports how many entries were removed, but not which. A first entry that is not the expected one
+        is no loss while that number is unchanged.
         """
         if "entries-added" not in info:
             raise ConfigurationError(
@@ -146,19 +146,19 @@ class Redis(Broker):
         removed, first = info["entries-added"] - info["length"], _first(info)
         known, before = self._removed.get(key, (removed, first))
         left = min(before, first) if known == removed else first
-        left = left if removed else 0  # nothing ever was
+        left = left if removed else 0  # no entry was ever removed
         self._removed[key] = removed, left
         return left
 
     def commit(self, offsets: list[int]) -> None:
-        """Set the group's last delivered id, and how many entries it has read, of which Redis makes the lag.
+        """Set the group's last delivered id and number of read entries, from which Redis computes the lag.
 
         Raises:
             ConfigurationError: the group has consumers.
         """
         for key, offset in zip(self._keys, offsets, strict=True):
             if not self._redis.exists(key):
-                continue  # the first entry makes it
+                continue  # the first entry creates the key
             info = self._redis.xinfo_stream(key)
             offset = min(offset, _end(info))  # noqa: PLW2901 - a limit may be behind the last entry
             groups = {group["name"].decode(): group for group in self._redis.xinfo_groups(key)}
@@ -177,7 +177,7 @@ class Redis(Broker):
     def _read_until(
         self, key: str, offset: int, info: dict[str, Any], group: dict[str, Any] | None
     ) -> int | None:
-        """How many entries there ever were up to an offset; None if they are too many to count."""
+        """Return how many entries ever existed up to an offset; None if they are too many to count."""
         if offset == _end(info):
             return int(info["entries-added"])
         start, read = 0, info["entries-added"] - info["length"]
@@ -201,7 +201,7 @@ class Redis(Broker):
 
 
 def _are_chosen(bounds: list[Bounds]) -> bool:
-    """Whether somebody has chosen the ids; else they are the time."""
+    """Return whether producers have chosen the ids; otherwise ids are times."""
     return any(0 < end >> _BITS < _CLOCK or 1 < end <= _MASK for _, end in bounds)
 
 

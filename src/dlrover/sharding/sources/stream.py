@@ -1,8 +1,8 @@
 """Streams: messages that brokers keep, by partition and offset.
 
-Offsets are this job's: the master deals them, and each checkpoint holds those whose messages its model has
-learned from. A broker is only asked for the messages from one offset up to another. Where its address names a
-group, it is told how far a stored checkpoint is; nothing of that is read back.
+The job keeps its own offsets: the master leases them, and each checkpoint holds those whose messages its
+model has learned from. A broker only delivers the messages between two offsets. If the stream's address
+names a group, the offsets of stored checkpoints are committed to it; they are never read back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Sample_co = TypeVar("Sample_co", covariant=True)
 TIMEOUT = 10.0
 """Seconds that a broker may take to answer."""
 SHARD = 100
-"""Messages in a shard, if nothing says how many."""
+"""Messages in a shard, unless set."""
 
 _BROKERS = {
     "redis": ("redis", "Redis"),
@@ -39,18 +39,18 @@ _BROKERS = {
 
 
 class Message(NamedTuple):
-    """What a broker keeps at an offset."""
+    """A broker's message at an offset."""
 
     partition: int
     offset: int
     value: Any
-    """Bytes; of Redis a dict of the entry's fields, as text, and their bytes."""
+    """Bytes; for Redis, a dict of the entry's fields, as text, and their bytes."""
     key: bytes | None = None
-    headers: dict[str, Any] = {}  # noqa: RUF012 - nobody changes it
+    headers: dict[str, Any] = {}  # noqa: RUF012 - never changed
 
 
 class Bounds(NamedTuple):
-    """How much of a partition there is."""
+    """Extent of a partition."""
 
     first: int
     """The first offset that is still kept; ``end`` if there is none."""
@@ -59,24 +59,24 @@ class Bounds(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """What a broker has between two offsets."""
+    """A broker's messages between two offsets."""
 
     messages: list[Message]
     stop: int
-    """Up to here there are no others; it may be behind the offset up to which was asked for."""
+    """End of the range without other messages; may be behind the requested end."""
     first: int
-    """Behind the offset that was asked for: what is before it has been removed."""
+    """If behind the requested start: messages before this offset have been removed."""
 
 
 class Address:
-    """The address of a stream. Only ``str`` of it may be shown: it has no credentials."""
+    """Address of a stream. Show only its ``str``, which has no credentials."""
 
     def __init__(self, url: str) -> None:
         try:
             self._parts: SplitResult = urlsplit(url)
             self._ports = [urlsplit(f"//{server}").port for server in self.servers.split(",")]
         except ValueError:
-            # What it found instead may be a part of the password.
+            # The error may contain a part of the password.
             raise ConfigurationError(
                 "The address of a stream has a wrong port, or a wrong host in brackets: ports are numbers up to"
                 " 65535, and special characters of a password are %-escaped."
@@ -102,7 +102,7 @@ class Address:
 
     @property
     def port(self) -> int | None:
-        """The port of the only host; None if none is given."""
+        """Port of the only host; None if not given."""
         if len(self._ports) > 1:
             raise ConfigurationError(
                 f"The address {self} names {len(self._ports)} hosts; one is accepted."
@@ -111,11 +111,11 @@ class Address:
 
     @property
     def servers(self) -> str:
-        """Hosts with their ports, with commas, as they were given."""
+        """Hosts with their ports, separated by commas, as given."""
         return self._parts.netloc.rpartition("@")[2]
 
     def option(self, name: str, default: str = "") -> str:
-        """The value of an option that is given once, at most."""
+        """Return the value of an option that may be given once."""
         values = self.options.get(name, [default])
         if len(values) > 1:
             raise ConfigurationError(f"The address {self} gives {name} {len(values)} times.")
@@ -129,39 +129,39 @@ class Address:
 
     @property
     def group(self) -> str:
-        """The consumer group that shows how far the job is; empty if none is given."""
+        """Consumer group that follows the job's progress; empty if not given."""
         group = self.option("group")
         if "group" in self.options and not group:
             raise ConfigurationError(f"The address {self} has an empty group.")
         return group
 
     def names(self, text: str, what: str) -> list[str]:
-        """The streams that a part of the address names, with commas; each is a partition."""
+        """Return the streams that a part of the address names, separated by commas; each is a partition."""
         found = [name for name in text.split(",") if name]
         if not found or len(set(found)) < len(found):
             raise ConfigurationError(f"The address {self} must name {what}, each of them once.")
         return found
 
     def scrubbed(self, error: BaseException) -> str:
-        """What an error says, without the password, or the token that stands in its place."""
+        """Return an error's text without the password, or the token in its place."""
         text = f"{type(error).__name__}: {error}"
         secret = self.password or self.user
         return text.replace(secret, "***") if secret else text
 
 
 class Broker(ABC):
-    """One stream of a broker, read by one thread. It connects when it is used.
+    """One stream of a broker, read by one thread. It connects on first use.
 
-    Methods raise the client's own errors; those of ``transient`` may be over after a while.
+    Methods raise the client's own errors; those in ``transient`` may pass.
     """
 
     transient: tuple[type[BaseException], ...] = (OSError, TimeoutError)
     hopeless: tuple[type[BaseException], ...] = ()
-    """Some of ``transient`` that will not be over."""
+    """Those of ``transient`` that do not pass."""
     needs: ClassVar[str] = ""
-    """The package that is its client."""
+    """Package with its client."""
     group = ""
-    """Who is told how far stored checkpoints are; empty: nobody."""
+    """Group that follows stored checkpoints; empty: none."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
@@ -169,30 +169,30 @@ class Broker(ABC):
     @property
     @abstractmethod
     def identity(self) -> str:
-        """What tells this stream from others in a checkpoint: no host, which may change."""
+        """Name that tells this stream apart in a checkpoint; without the host, which may change."""
 
     @abstractmethod
     def bounds(self) -> list[Bounds]:
-        """How much there is of each partition."""
+        """Return the bounds of each partition."""
 
     @abstractmethod
     def fetch(self, partition: int, start: int, stop: int, most: int) -> Fetched:
-        """Messages from offset ``start`` up to ``stop``, in order, about ``most`` of them."""
+        """Return messages from offset ``start`` up to ``stop``, in order, about ``most`` of them."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let the connection go; the next call opens another."""
+        """Close the connection; the next call opens another."""
 
     def shard(self, bounds: list[Bounds]) -> int:
-        """How many offsets make a shard."""
+        """Return the number of offsets in a shard."""
         return SHARD
 
     def beginning(self, bounds: Bounds) -> int:
-        """Where a job begins that reads all of a partition."""
+        """Return the offset at which a job begins that reads all of a partition."""
         return bounds.first
 
     def offsets_at(self, when: datetime, bounds: list[Bounds]) -> list[int]:
-        """The first offset of each partition from a time on; its end if there is nothing.
+        """Return the first offset of each partition from a time on; its end if there is nothing.
 
         Raises:
             ConfigurationError: the broker does not keep times.
@@ -202,7 +202,7 @@ class Broker(ABC):
         )
 
     def commit(self, offsets: list[int]) -> None:
-        """Tell the group up to which offset of each partition a stored checkpoint has everything.
+        """Commit to the group the offset of each partition up to which a stored checkpoint has everything.
 
         Raises:
             ConfigurationError: the broker has no groups.
@@ -211,21 +211,21 @@ class Broker(ABC):
 
 
 class Stream(Generic[Sample_co]):
-    """A stream as the source of ``ElasticDataset``; its address alone does as well.
+    """A stream as the source of ``ElasticDataset``; its address alone suffices as well.
 
     Args:
-        url: where it is, for example ``redis://host:6379/0?stream=clicks``.
+        url: address, for example ``redis://host:6379/0?stream=clicks``.
         decode: makes a sample of a `Message`; by default the message's ``value``.
-        start: the first message for a job without a checkpoint: ``earliest`` that is kept, or ``latest``,
-            which is what comes after the first worker has started; or a time, from which on messages are read.
-        until: ``now``: end with the last message that there was when the first worker started; or a time that
-            has passed: end before the first message from then on.
+        start: the first message for a job without a checkpoint: ``earliest`` that is kept; ``latest``, the
+            first one after the start of the first worker; or a time, from which on messages are read.
+        until: ``now``: end with the last message that existed when the first worker started; or a past time:
+            end before the first message from then on.
         max_samples: messages that all workers of the job together learn from; then the stream ends.
         idle: seconds without a new message after which a worker stops reading.
-        lost: what is done about messages that the broker has removed before they were read: ``fail``, or
-            ``skip``, which the log tells.
-        ahead: seconds of messages that a worker takes at a time. So far apart are workers in the stream; so
-            long no worker waits for a master that is away.
+        lost: response to messages that the broker removed before they were read: ``fail``, or ``skip``,
+            which is logged.
+        ahead: seconds of messages that a worker leases at a time. Workers may be this far apart in the
+            stream, and need no master for this long.
 
     Raises:
         ConfigurationError: an argument is wrong, or the package of the broker's client is not installed.
@@ -262,11 +262,11 @@ class Stream(Generic[Sample_co]):
         self.max_samples, self.idle, self.ahead = max_samples, idle, ahead
 
     def __getitem__(self, message: Message) -> Sample_co:
-        """The sample in a message."""
+        """Return the sample in a message."""
         return self._decode(message)
 
     def broker(self) -> Broker:
-        """A broker of this stream, which has not connected yet."""
+        """Return a broker of this stream, not yet connected."""
         address = Address(self._url)
         if address.scheme not in _BROKERS:
             known = ", ".join(f"{name}://" for name in _BROKERS)
@@ -288,7 +288,7 @@ def _value(message: Message) -> Any:
 
 
 def _moment(name: str, value: str | datetime, *words: str) -> str | datetime:
-    """One of ``words``, or a time."""
+    """Return one of ``words``, or a time."""
     if value in words:
         return value
     known = ", ".join(map(repr, words))

@@ -1,4 +1,4 @@
-"""Tables of databases: a sample a row, in the order of a key."""
+"""Tables of databases: one sample per row, in the order of a key."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dlrover.sharding.sources.blocks import BlockRecords
 logger = logging.getLogger(__name__)
 
 PAGE = 1000
-"""Rows that are read at once."""
+"""Rows to read at once."""
 KEPT = 4
 """Pages that a process keeps."""
 PATIENCE = 60.0
 """Seconds that a database may be away."""
 RETRY_DELAYS = (0.1, 0.2, 0.5, 1.0)
-"""Seconds between attempts to reach it; the last one is repeated."""
+"""Seconds between attempts to reach the database; the last one is repeated."""
 _DRIVERS = {
     "mysql": "mysql+pymysql",
     "mariadb": "mariadb+pymysql",
@@ -34,19 +34,19 @@ _DRIVERS = {
 class Table(BlockRecords["list[Any]", "dict[str, Any]"]):
     """Rows of a table as dicts of their columns, in the order of a unique key.
 
-    When it is opened, every ``page``-th key is looked up in the key's index; a page is then read by its range
-    of keys, and never counted from the table's beginning. Rows that come behind the last key are not seen;
-    those before it must not come or go. A database that is away for less than `PATIENCE` is waited for.
+    Opening looks up every ``page``-th key in the key's index; a page is then read by its range of keys,
+    without counting from the table's beginning. Rows added behind the last key are ignored; rows before it
+    must not be added or removed. Reads wait for a database that is away for less than `PATIENCE`.
 
     Args:
-        url: of SQLAlchemy: ``sqlite:///file``, ``mysql://user:password@host/database``, ``postgresql://...``.
-            Its password is never told.
+        url: URL of SQLAlchemy: ``sqlite:///file``, ``mysql://user:password@host/database``,
+            ``postgresql://...``. Its password is never shown.
         table: the table, ``schema.table`` or a view.
-        key: a column with a unique index; by default the primary key. That of a view is not verified.
-        columns: the ones to read; by default all.
+        key: a column with a unique index; by default the primary key. The key of a view is not verified.
+        columns: the columns to read; by default all.
         first: the first key; by default the table's.
-        last: the last key. Give it if rows are added: after a restart there must be as many as before.
-        page: rows that are read at once.
+        last: the last key. Give it if rows are added: a restart must find as many rows as before.
+        page: rows to read at once.
         kept: pages that each process keeps in memory.
 
     Raises:
@@ -100,10 +100,10 @@ class Table(BlockRecords["list[Any]", "dict[str, Any]"]):
         if hasattr(self, "_engines"):
             self._disconnect()
 
-    # ---- what there is
+    # ---- columns and pages
 
     def _reflected(self, table: str, key: str | None, columns: Sequence[str] | None) -> Any:
-        """The columns to read, and the key."""
+        """Return the columns to read, and the key."""
         sql, engine = self._sql, self._engine()
         schema, _, name = table.rpartition(".")
         try:
@@ -151,7 +151,7 @@ class Table(BlockRecords["list[Any]", "dict[str, Any]"]):
             )
 
     def _pages(self, first: Any, last: Any, page: int) -> tuple[list[Any], list[int], Any]:
-        """The first key and the number of rows of each page, and the last key of all."""
+        """Return the first key and the number of rows of each page, and the last key of all."""
         sql, key = self._sql, self._key
         starts: list[Any] = []
         blocks: list[int] = []
@@ -164,7 +164,7 @@ class Table(BlockRecords["list[Any]", "dict[str, Any]"]):
             while start is not None:
                 starts.append(start)
                 ahead = self._from(start, last, [key])
-                # An offset of one page from a key, within the index: it costs the same for every page.
+                # An offset of one page from a key, within the index, costs the same for every page.
                 start = connection.scalar(ahead.offset(page).limit(1))
                 if start is None:
                     rest = sql.select(sql.func.count()).select_from(ahead.subquery())
@@ -201,14 +201,14 @@ class Table(BlockRecords["list[Any]", "dict[str, Any]"]):
         return dict(block[at]._mapping)  # noqa: SLF001 - that is its public name
 
     def _from(self, first: Any, last: Any, columns: Sequence[Any]) -> Any:
-        """Rows between two keys, in their order."""
+        """Select the rows between two keys, in their order."""
         rows = self._sql.select(*columns).order_by(self._key)
         if first is not None:
             rows = rows.where(self._key >= first)
         return rows if last is None else rows.where(self._key <= last)
 
     def _ask(self, statement: Any) -> list[Any]:
-        """The rows; a database that is away is waited for."""
+        """Return the rows; wait for a database that is away."""
         until = time.monotonic() + PATIENCE
         attempt = 0
         while True:
@@ -227,7 +227,7 @@ class Table(BlockRecords["list[Any]", "dict[str, Any]"]):
             threading.Event().wait(delay)
 
     def _engine(self) -> Any:
-        """This process's own connections."""
+        """Return this process's own connections."""
         if self._engines is None or self._engines[0] != os.getpid():
             if self._engines is not None:
                 self._engines[1].dispose(close=False)  # they are the parent's
@@ -240,7 +240,7 @@ class Table(BlockRecords["list[Any]", "dict[str, Any]"]):
         return self._engines[1]
 
     def _told(self, error: Any) -> str:
-        """An error in one line, without secrets of the URL."""
+        """Return an error in one line, without secrets of the URL."""
         text = " ".join(str(getattr(error, "orig", None) or error).split())
         secrets = [str(v) for k, v in self._url.query.items() if "pass" in k.lower()]
         for secret in filter(None, [self._url.password, *secrets]):

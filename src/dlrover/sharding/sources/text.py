@@ -1,4 +1,4 @@
-"""Text files: one sample a line, or a row."""
+"""Text files: one sample per line or row."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from dlrover.errors import ConfigurationError
 from dlrover.sharding.sources.files import FileRecords, Paths, Record
 
 CHUNK = 1 << 22
-"""Bytes that are looked through at a time."""
+"""Bytes to search at a time."""
 
 
 class _Text(FileRecords[Record]):
     """Records of text."""
 
     _quoted = False
-    """Whether a line may end within quotes, and the record goes on."""
+    """True if a record may continue behind a line end within quotes."""
 
     def _index(self, path: str) -> Iterator[int]:
         return _bounds(path, quoted=self._quoted)
@@ -31,7 +31,7 @@ class _Text(FileRecords[Record]):
 
     @abstractmethod
     def _decoded(self, text: str, number: int) -> Record:
-        """The record in a text of file ``number``."""
+        """Return the record in a text of file ``number``."""
 
 
 class Lines(_Text[str]):
@@ -42,14 +42,14 @@ class Lines(_Text[str]):
 
 
 class JsonLines(_Text[Any]):
-    """One JSON value a line, decoded."""
+    """One JSON value per line, decoded."""
 
     def _decoded(self, text: str, number: int) -> Any:
         return msgspec.json.decode(text)
 
 
 class Csv(_Text["dict[str, str]"]):
-    """Rows of CSV files as dicts; the first row of each names the columns. Quoted fields may have lines."""
+    """Rows of CSV files as dicts; the first row of each names the columns. Quoted fields may span lines."""
 
     _quoted = True
 
@@ -79,7 +79,7 @@ class Csv(_Text["dict[str, str]"]):
 
 
 def _bounds(path: str, *, quoted: bool) -> Iterator[int]:
-    """Where the records of a file begin, and where the last one ends."""
+    """Yield where the records of a file begin, and where the last one ends."""
     yield 0
     position, quotes, last = 0, 0, 0
     with open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""TFRecord files: serialised records, each with its length and checksums."""
+"""TFRecord files: serialized records, each with its length and checksums."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dlrover.sharding.sources.files import FileRecords
 
 _LENGTH = struct.Struct("<Q")
 _HEAD = _LENGTH.size + 4
-"""The length of a record, and the length's checksum."""
+"""Bytes of a record's length and of the length's checksum."""
 _TAIL = 4
-"""The checksum of the record."""
+"""Bytes of the record's checksum."""
 
 
 class TfRecords(FileRecords[bytes]):
-    """The bytes of each record; the checksums are not compared. The files must not be compressed.
+    """Bytes of each record; the checksums are not verified. The files must not be compressed.
 
     Raises:
         ConfigurationError: a file cannot be read, or ends within a record.

@@ -1,1 +1,1 @@
-"""Faults for real processes: inject them into a running job, and take the time until it trains again."""
+"""Faults for real processes: inject them into a running job, and time its return to training."""

@@ -1,4 +1,4 @@
-"""A full disk: room is taken by a file without a name, which vanishes with its process."""
+"""A full disk: a nameless file takes the space and vanishes with its process."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dlrover.errors import ConfigurationError
 
 GIB = 1 << 30
 LARGEST = 4 * GIB
-"""Bytes of the largest file system that may be filled: this must be one made for it."""
+"""Most bytes of a file system that may be filled: it must be made for this purpose."""
 
 
 def check_small(directory: Path) -> None:
-    """Refuse a file system that somebody else may need.
+    """Refuse a file system that may serve another purpose.
 
     Raises:
-        ConfigurationError: it is too large, or the directory is not there.
+        ConfigurationError: it is too large, or the directory does not exist.
     """
     try:
         facts = os.statvfs(directory)
@@ -35,7 +35,7 @@ def check_small(directory: Path) -> None:
 
 
 class Filling:
-    """All the room that is left on the file system of a directory, until it is closed."""
+    """File that takes all free space on a directory's file system until it is closed."""
 
     def __init__(self, directory: Path) -> None:
         self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - kept open
@@ -43,7 +43,7 @@ class Filling:
         self._fill(os.statvfs(directory))
 
     def _fill(self, facts: os.statvfs_result) -> None:
-        """Take pieces, smaller and smaller ones as they no longer fit."""
+        """Allocate pieces, halving their size when they no longer fit."""
         piece = facts.f_bavail * facts.f_frsize
         while piece >= facts.f_frsize:
             if self._take(piece):
@@ -61,5 +61,5 @@ class Filling:
         return True
 
     def close(self) -> None:
-        """Give the room back."""
+        """Free the space."""
         self._file.close()

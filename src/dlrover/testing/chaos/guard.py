@@ -1,4 +1,4 @@
-"""Ends what a chaos run has started when the run itself has ended, however it did.
+"""Guard that ends the processes of a chaos run when the run itself has ended in any way.
 
 ``python -m dlrover.testing.chaos.guard --fd N --mark TEXT`` waits until the pipe ``N`` closes. Then it kills
 every process whose environment holds the mark, stopped ones too, and prints a line for each.
@@ -20,15 +20,15 @@ import psutil
 from dlrover._util import procs
 
 MARK = "DLROVER_CHAOS_MARK"
-"""The variable by which the processes of a run are known, whoever their parent is by now."""
+"""Variable that identifies the processes of a run, whatever their parent is by now."""
 POLL = 0.05
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 PATIENCE = 30.0
-"""Seconds that killed processes get to go away."""
+"""Seconds that killed processes have to vanish."""
 
 
 class Guard:
-    """The process that watches over a run; it outlives the run by a moment."""
+    """Process that watches over a run and briefly outlives it."""
 
     def __init__(self, mark: str, env: Mapping[str, str]) -> None:
         fd, self._held = os.pipe2(os.O_CLOEXEC)
@@ -44,14 +44,14 @@ class Guard:
         os.close(fd)
 
     def dismiss(self) -> list[str]:
-        """End the watch; what the run had left behind, which is dead now."""
+        """End the watch; return a line for each process that the run left behind and the guard killed."""
         os.close(self._held)
         said, _ = self._process.communicate(timeout=2 * PATIENCE)
         return said.splitlines()
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """The living processes of a run."""
+    """Return the living processes of a run."""
     return [process for process in psutil.process_iter() if _mark(process) == mark]
 
 
@@ -64,7 +64,7 @@ def _mark(process: psutil.Process) -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Watch, and clean up; 0 if there was nothing to clean up."""
+    """Watch, and clean up; return 0 if there was nothing to clean up, else 1."""
     parser = argparse.ArgumentParser(prog="python -m dlrover.testing.chaos.guard")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--mark", required=True)
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             break
         procs.kill([process.pid for process in alive])
         pause.wait(POLL)
-    with contextlib.suppress(BrokenPipeError):  # a run that was killed does not listen
+    with contextlib.suppress(BrokenPipeError):  # a killed run does not read
         os.write(1, "".join(f"{line}\n" for line in left).encode())
     return min(len(left), 1)
 

@@ -1,4 +1,4 @@
-"""``python -m dlrover.testing.chaos.hog BYTES``: holds so much memory until it is killed."""
+"""``python -m dlrover.testing.chaos.hog BYTES``: hold ``BYTES`` of memory until killed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 CHUNK = 16 << 20
-"""Bytes that are taken at a time."""
+"""Bytes allocated at a time."""
 
 
 def main(nbytes: int) -> None:
-    """Take memory, touch it, and stay. If memory runs out, the kernel ends this process first."""
+    """Allocate memory, touch it, and wait. If memory runs out, the kernel kills this process first."""
     Path("/proc/self/oom_score_adj").write_text("1000")
     held = []
     while nbytes > 0:

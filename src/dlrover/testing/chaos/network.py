@@ -1,4 +1,4 @@
-"""A network of its own for each local node, so that a cable can be pulled.
+"""Separate networks for local nodes, so that a node's cable can be pulled.
 
 The whole run lives in a network namespace with a bridge; each node has another one, joined to the bridge by
 a pair of virtual interfaces. No namespace has a name: the kernel removes each with its last process.
@@ -21,15 +21,15 @@ from dlrover.errors import InfrastructureError
 CLONE_NEWNET = 0x40000000
 BRIDGE = "nodes"
 INTERFACE = "eth0"
-"""What each node calls its interface."""
+"""Name of the interface in each node."""
 MASTER = "198.18.0.1"
-"""The bridge's address, of a range that is set apart for tests of networks (RFC 2544)."""
+"""Address of the bridge, in a range reserved for network tests (RFC 2544)."""
 FIRST_NODE = 2
-"""What is added to a node's id to get the number of its address."""
+"""Number added to a node's id to get the number of its address."""
 
 
 def why_not() -> str:
-    """Why no networks can be made here, in a few words; empty if they can."""
+    """Return why no networks can be made here, in a few words; empty if they can."""
     for program in ("ip", "nsenter", "unshare"):
         if shutil.which(program) is None:
             return f"there is no program {program}"
@@ -43,7 +43,7 @@ def enter() -> None:
     """Move this process, which must have one thread, into a new network with a bridge for nodes.
 
     Raises:
-        InfrastructureError: that is not possible, although `why_not` knew no reason.
+        InfrastructureError: the network cannot be made, although `why_not` found no reason.
     """
     _leave_network()
     _ip("link", "set", "lo", "up")
@@ -53,7 +53,7 @@ def enter() -> None:
 
 
 def environ() -> dict[str, str]:
-    """Variables of a launcher whose local nodes have networks of their own."""
+    """Return the variables of a launcher whose local nodes have separate networks."""
     own = shlex.join([sys.executable, "-m", __name__])
     families = ("GLOO", "TP", "NCCL", "HCCL")
     interfaces = {f"{family}_SOCKET_IFNAME": INTERFACE for family in families}
@@ -61,17 +61,17 @@ def environ() -> dict[str, str]:
 
 
 def cut(node_id: int) -> None:
-    """Pull a node's cable: what is sent gets lost, and no connection is closed."""
+    """Pull a node's cable: packets get lost, and no connection is closed."""
     _ip("link", "set", _outer(node_id), "down")
 
 
 def join(node_id: int) -> None:
-    """Plug it in again, if the node still has a network."""
+    """Plug a node's cable in again, if the node still has a network."""
     _ip("link", "set", _outer(node_id), "up", missing_ok=True)
 
 
 def _outer(node_id: int) -> str:
-    """A node's interface at the bridge."""
+    """Return the name of a node's interface at the bridge."""
     return f"node{node_id}"
 
 
@@ -88,7 +88,7 @@ def _leave_network() -> None:
 
 
 def _ip(*words: str, outside: int = 0, missing_ok: bool = False) -> None:
-    """Run ``ip``, in the network of the process ``outside`` if there is one given."""
+    """Run ``ip``, in the network of the process ``outside`` if given."""
     around = ["nsenter", f"--net=/proc/{outside}/ns/net"] if outside else []
     done = subprocess.run([*around, "ip", *words], capture_output=True, text=True, check=False)
     if done.returncode and not missing_ok:
@@ -96,7 +96,7 @@ def _ip(*words: str, outside: int = 0, missing_ok: bool = False) -> None:
 
 
 def main(command: Sequence[str], env: Mapping[str, str]) -> None:
-    """Become a node's agent, whose command line is ``command``, in a network of its own."""
+    """Become a node's agent, with the command line ``command``, in a network of its own."""
     node_id = int(command[command.index("--node-id") + 1])
     outside = os.getppid()
     _leave_network()

@@ -1,4 +1,4 @@
-"""What became of a fault, from the job's events and from the program's own step numbers. Pure."""
+"""Outcome of a fault, from the job's events and its ledger. Pure."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ SIGNS = (
     events.RestartDecided,
     events.MasterRecovered,
 )
-"""The events by which a job shows that it has seen a fault."""
+"""Events that show that the job has noticed a fault."""
 
 
 class Sighting(msgspec.Struct, frozen=True):
-    """What the events say of a fault so far. Times are seconds since it was injected."""
+    """What the events say about a fault so far. Times are seconds since it was injected."""
 
     detected: float | None = None
     restarted: bool = False
-    """Whether the job decided to start its workers anew."""
+    """True if the job decided to restart its workers."""
     recovered: float | None = None
-    """When the first step after the restart was made."""
+    """Time of the first step after the restart."""
     verdict: str = ""
-    """The sentence with which the job tells what happened; empty while it has told nothing."""
+    """The job's sentence about the fault; empty until there is one."""
 
 
 def sight(happened: Sequence[Event], injected_at: float) -> Sighting:
-    """What ``happened``, the events since a fault was injected, says of it.
+    """Return what ``happened``, the events since a fault was injected, says about the fault.
 
-    ``injected_at`` is in seconds since the epoch, as the events' times.
+    ``injected_at`` is in seconds since the epoch, as the events' times are.
     """
     signs = [event for event in happened if isinstance(event.body, SIGNS)]
     if not signs:
@@ -52,9 +52,9 @@ def sight(happened: Sequence[Event], injected_at: float) -> Sighting:
 
 
 def steps_lost(incidents: Sequence[IncidentCost], since: float, until: float) -> int | None:
-    """Steps that a fault undid, as the job's ledger has them; None where it does not know.
+    """Return the steps that a fault undid, from the job's ledger; None if it does not know.
 
-    ``since`` is when the fault was injected, ``until`` when the next one was, in seconds since the epoch.
+    ``since`` and ``until`` are when this fault and the next one were injected, in seconds since the epoch.
     """
     lost = [incident.steps_lost for incident in incidents if since <= incident.until < until]
     return None if min(lost, default=0) < 0 else sum(lost)

@@ -1,4 +1,4 @@
-"""What a run found out: a row for each fault, the job's end, and what was asserted but does not hold."""
+"""Report of a run: a row for each fault, the job's end, and the assertions that do not hold."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ class FaultRow(msgspec.Struct, frozen=True, kw_only=True):
     injected: float
     """Seconds since the job was started."""
     detected: float | None
-    """None: the job told nothing of it."""
+    """None: the job did not report it."""
     training_again: float | None
-    """None: it never trained again; 0: it trained on all the time."""
+    """None: the job never trained again; 0: training never stopped."""
     steps_lost: int | None = None
     """None: not measured."""
     verdict: str
-    """What the job said of it, or what was seen."""
+    """The job's sentence about the fault, or what was observed."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole run."""
+    """Report of a whole run."""
 
     job_dir: str
     seed: int
     exit_code: int
-    """The job's own."""
+    """The job's exit code."""
     reason: str
     """Why the job ended."""
     wall_seconds: float
     start_up_seconds: float
     """From the start to the first step."""
     steps: int
-    """All that were made, those done again included."""
+    """All completed steps, including those done again."""
     goodput: Goodput | None
     """As ``dlrover goodput`` shows it; None if the job left none."""
     faults: tuple[FaultRow, ...]
     not_injected: tuple[str, ...] = ()
-    """Faults that the job's end came before."""
+    """Faults not injected because the job ended first."""
     left_behind: tuple[str, ...] = ()
-    """Processes that were still there at the job's end, and were killed."""
+    """Processes that outlived the job and were killed."""
     unmet: tuple[str, ...] = ()
     """A sentence for each assertion that does not hold."""
 
 
 def goodput_in_words(report: Report) -> str:
-    """The goodput of a run: ``93.1 %``, ``at most 93.1 %`` or ``not measured``."""
+    """Return a run's goodput: ``93.1 %``, ``at most 93.1 %`` or ``not measured``."""
     return "not measured" if report.goodput is None else report.goodput.in_words()
 
 
@@ -62,7 +62,7 @@ def _ratio(report: Report) -> float | None:
 
 
 def unmet(report: Report, recovery: float | None, goodput: float | None) -> tuple[str, ...]:
-    """The assertions that do not hold: seconds until the job trains again, and its goodput."""
+    """Return a sentence for each assertion that does not hold, and for each process left behind."""
     found = []
     if recovery is not None:
         for row in report.faults:

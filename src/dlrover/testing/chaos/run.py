@@ -1,4 +1,4 @@
-"""One run: start a job, wait for its steps, inject fault after fault, and see what becomes of each."""
+"""One run: start a job, wait for its steps, inject fault after fault, and record each outcome."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ from dlrover.testing.chaos.verbs import VERBS, Settings, Verb
 from dlrover.testing.chaos.watcher import STATUS_POLL, JobOverError, Watcher
 
 HEARTBEATS = {"DLROVER_HEARTBEAT_INTERVAL": "2", "DLROVER_HEARTBEAT_TIMEOUT": "10"}
-"""Settings of a job with a partition, unless the environment has them: a minute is long on a laptop."""
+"""Settings of a job with a partition, unless the environment sets them: shorter than the defaults."""
 HANGS = {
     "DLROVER_HEARTBEAT_INTERVAL": "1",
     "DLROVER_HANG_STEP_LIMIT": "3",
     "DLROVER_HANG_DATA_LIMIT": "3",
     "DLROVER_HANG_SAMPLE_GAP": "1",
 }
-"""The same of a job with a hang."""
+"""Settings of a job with a hang, unless the environment sets them."""
 SILENCE = 70.0
-"""Seconds that a partition may take to be seen, whatever the heartbeats of the job are."""
+"""Extra seconds for the detection of a partition, whatever the job's heartbeat settings are."""
 SPARE_RESTARTS = 20
 """Restarts that a job is allowed beyond one for each planned fault."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run, and what to do to it. Times are seconds."""
+    """The job to run, and the faults to inject. Times are seconds."""
 
     program: tuple[str, ...]
-    """The rest of the command line of ``dlrover-run``: the program and its arguments."""
+    """Rest of the command line of ``dlrover-run``: the program and its arguments."""
     job_dir: Path
     plan: tuple[Planned, ...]
     settings: Settings = Settings()
@@ -60,15 +60,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     patience: float = 120.0
     """How long to wait for a step: the first one, and after each fault."""
     steps_between: int = 5
-    """Steps that the job makes between two faults, at least."""
+    """Least steps between two faults."""
     steps_file: Path | None = None
-    """JSON lines with a number ``step``, as the program writes them."""
+    """JSON lines with a number ``step``, written by the program."""
     stop: bool = False
     """Stop the job after the last fault instead of waiting for its end."""
 
 
 class Run:
-    """A run. ``say`` is called with a line of text now and then."""
+    """One run of a job with faults. ``say`` is called with a line of text now and then."""
 
     def __init__(
         self, options: Options, env: Mapping[str, str], say: Callable[[str], None]
@@ -82,19 +82,19 @@ class Run:
         self._rows: list[FaultRow] = []
 
     def check(self) -> None:
-        """See to it that every planned fault can be had on this machine.
+        """Check that every planned fault is possible on this machine.
 
         Raises:
-            ConfigurationError: one cannot.
+            ConfigurationError: a fault is not possible.
         """
         for name in dict.fromkeys(planned.verb for planned in self._options.plan):
             VERBS[name](self._options.settings).check()
 
     async def run(self) -> Report:
-        """Run the job to its end; what happened. Nothing of it is left, also when this is cancelled.
+        """Run the job to its end; return the report. No process is left behind, even if this is cancelled.
 
         Raises:
-            InfrastructureError: the job makes no step, or there is nobody to strike.
+            InfrastructureError: the job makes no step, or there is no process to strike.
         """
         options = self._options
         output = options.job_dir / "chaos" / "output.txt"
@@ -149,7 +149,7 @@ class Run:
             await self._strike(planned)
 
     async def _until_trains(self, steps: int) -> None:
-        """Wait until the job has all its workers and has made so many steps."""
+        """Wait until the job has all its workers and has completed at least ``steps`` steps."""
         options = self._options
         count = options.nodes * options.nproc_per_node
         watcher = self._watcher
@@ -211,7 +211,7 @@ class Run:
             await self._watcher.until(lambda: False, STATUS_POLL)
 
     def _with_steps(self, goodput: Goodput | None) -> Iterator[FaultRow]:
-        """The rows with the steps that each fault undid, from the job's ledger."""
+        """Yield the rows with the steps that each fault undid, from the job's ledger."""
         if goodput is None:
             yield from self._rows
             return

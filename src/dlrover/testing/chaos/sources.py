@@ -1,4 +1,4 @@
-"""Where a run learns what its job does: the events, the master's status."""
+"""Sources on a job's progress: its events and the master's status."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dlrover.spec.events import Event
 from dlrover.spec.jobdir import JobDir, MasterAddress, MasterConfig, decode
 
 STATUS_TIMEOUT = 2.0
-"""Seconds that the master gets to answer."""
+"""Seconds that the master has to answer."""
 
 
 class EventLog:
-    """The events of a job, read from its file as they are written."""
+    """Events of a job, read from its file as they are written."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -26,7 +26,7 @@ class EventLog:
         self.events: list[Event] = []
 
     def refresh(self) -> list[Event]:
-        """All events so far; a line that is being written is left for the next time."""
+        """Return all events so far; leave a half-written line for the next call."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -40,7 +40,7 @@ class EventLog:
 
 
 async def ask_status(job_dir: JobDir) -> Status | None:
-    """Where the job stands; None while its master does not answer."""
+    """Return the job's status; None if its master does not answer."""
     try:
         async with _connect(job_dir) as client:
             return await client.status()
@@ -49,7 +49,7 @@ async def ask_status(job_dir: JobDir) -> Status | None:
 
 
 async def ask_to_stop(job_dir: JobDir, reason: str, exit_code: int) -> bool:
-    """Whether the master was told to end the job."""
+    """Ask the master to end the job; return True if it got the request."""
     try:
         async with _connect(job_dir) as client:
             await client.stop(reason, exit_code)

@@ -1,4 +1,4 @@
-"""One fault: injected, watched, taken back, watched again."""
+"""One fault: inject it, watch the job, heal it, and watch again."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from dlrover.testing.chaos.verbs import Injected, Verb
 from dlrover.testing.chaos.watcher import Watcher
 
 AT_LAST = 4.0
-"""Seconds at the end of a fault in which a step shows that training went on. Steps are reported each second."""
+"""Last seconds of a fault, in which a step shows that training went on. Steps are reported each second."""
 DECISION_WAIT = 2.0
-"""Seconds between the first sign of a fault and the decision to restart, at most."""
+"""Most seconds between the first sign of a fault and the decision to restart."""
 RETRY = 0.5
-"""Seconds until a fault is tried again that found nobody to strike."""
+"""Seconds until a fault that found no target is tried again."""
 
 
 class Strike:
@@ -52,10 +52,10 @@ class Strike:
         """Seconds since the epoch."""
 
     async def inject(self) -> Injected:
-        """Strike, as soon as there is somebody to strike; who was struck.
+        """Strike as soon as there is a target; return what was struck.
 
         Raises:
-            InfrastructureError: there is nobody for too long.
+            InfrastructureError: there is no target for too long.
             JobOverError: the job ended before.
         """
         until = time.monotonic() + self._patience
@@ -71,7 +71,7 @@ class Strike:
         return self._injected
 
     async def follow(self) -> None:
-        """Watch until the job trains again, or for as long as patience lasts; take the fault back.
+        """Watch until the job trains again, or until patience ends; heal the fault.
 
         Raises:
             JobOverError: the job ended before.
@@ -94,7 +94,7 @@ class Strike:
             await self._wait_for_step()
 
     async def _watch_for(self, seconds: float) -> tuple[bool, bool]:
-        """Wait for a sign of the fault, so long; whether there was one, and whether steps were made at last."""
+        """Wait for a sign of the fault; return True if there was one, and True if steps were made at last."""
         await self._watcher.until(self._detected, seconds - AT_LAST)
         before = self._watcher.steps
         detected = await self._watcher.until(self._detected, min(seconds, AT_LAST))
@@ -104,11 +104,11 @@ class Strike:
         before = self._watcher.steps
         if await self._watcher.until(lambda: self._watcher.steps > before, self._patience):
             self._again_at = time.time()
-        # Without a master nobody counts, but the workers train on.
+        # Without a master, steps are not counted, but the workers train on.
         self._went_on = self._verb.master and bool(self._again_at)
 
     def row(self, started_at: float) -> FaultRow:
-        """What is known of it by now; ``started_at`` is when the job was started."""
+        """Return what is known about the fault by now; ``started_at`` is when the job was started."""
         assert self._injected is not None
         sighting = self._sight()
         return FaultRow(
@@ -151,7 +151,7 @@ class Strike:
 
 
 def _started_at(pid: int) -> float:
-    """When a process was started: seconds since the epoch, to a clock tick."""
+    """Return when a process was started: seconds since the epoch, to a clock tick."""
     ticks = procs.start_time(pid)
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - age

@@ -1,4 +1,4 @@
-"""The processes of one local job, found from its job directory: what a fault may strike."""
+"""Processes of one local job that a fault may strike, found from the job directory."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from dlrover.errors import InfrastructureError
 
 MASTER, AGENT, SAVER = "dlrover.master", "dlrover.agent", "dlrover.checkpoint.saver"
 ZYGOTE = "zygote.main("
-"""What the command line of a zygote holds, and that of no worker."""
+"""Text in the command line of every zygote, but of no worker."""
 
 Candidate = TypeVar("Candidate")
 
 
 @dataclass(frozen=True)
 class Worker:
-    """A training process, and where it stands."""
+    """A training process, with its node and ranks."""
 
     process: psutil.Process
     node: int
@@ -38,9 +38,9 @@ class Node:
     workers: tuple[Worker, ...]
 
     def stop(self) -> list[psutil.Process]:
-        """Stop every process of the node with SIGSTOP, the agent first; the stopped processes."""
+        """Stop every process of the node with SIGSTOP, the agent first; return those processes."""
         stopped: list[psutil.Process] = []
-        while fresh := [p for p in self._family() if p not in stopped]:  # what was just forked, too
+        while fresh := [p for p in self._family() if p not in stopped]:  # new forks too
             for process in fresh:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.suspend()
@@ -48,7 +48,7 @@ class Node:
         return stopped
 
     def savers(self) -> list[psutil.Process]:
-        """The checkpoint savers that workers of this node have started."""
+        """Return the checkpoint savers that workers of this node have started."""
         return [process for process in _children(self.agent) if SAVER in _words(process)]
 
     def _family(self) -> list[psutil.Process]:
@@ -59,17 +59,17 @@ class Node:
 
 
 class Targets:
-    """The processes of the job in a directory. Every call looks anew."""
+    """Processes of the job in a directory. Every call searches again."""
 
     def __init__(self, job_dir: Path) -> None:
         self._job_dir = str(job_dir)
 
     def master(self) -> psutil.Process | None:
-        """The job's master; None while there is none."""
+        """Return the job's master; None if there is none."""
         return next(self._running(MASTER), None)
 
     def nodes(self) -> list[Node]:
-        """The nodes whose agents run, in the order of their ranks."""
+        """Return the nodes whose agents run, in the order of their ranks."""
         agents = sorted(self._running(AGENT), key=lambda agent: _number(agent, "--node-rank"))
         nodes: list[Node] = []
         for agent in agents:
@@ -79,7 +79,7 @@ class Targets:
         return nodes
 
     def workers(self) -> list[Worker]:
-        """All workers, in the order of their ranks."""
+        """Return all workers, in the order of their ranks."""
         return [worker for node in self.nodes() for worker in node.workers]
 
     def _running(self, module: str) -> Iterator[psutil.Process]:
@@ -90,7 +90,7 @@ class Targets:
 
 
 def savers_of(directory: Path) -> list[psutil.Process]:
-    """The checkpoint savers of a directory; one may have outlived the node that started it."""
+    """Return the checkpoint savers of a directory; one may have outlived the node that started it."""
     name = str(directory.absolute())
     found = []
     for process in psutil.process_iter():
@@ -109,7 +109,7 @@ def _workers(agent: psutil.Process, node: int, first_rank: int) -> Iterator[Work
 
 
 def _local_rank(process: psutil.Process) -> int:
-    """Read from the name of the log that a worker writes to; -1 where it writes elsewhere."""
+    """Return the local rank, from the name of the worker's log; -1 if it writes elsewhere."""
     with contextlib.suppress(OSError, ValueError):
         return int(Path(f"/proc/{process.pid}/fd/1").readlink().parent.name)
     return -1
@@ -139,10 +139,10 @@ def _number(process: psutil.Process, flag: str) -> int:
 
 
 def choose(draw: float, candidates: Sequence[Candidate]) -> Candidate:
-    """The one of the candidates that a draw between 0 and 1 falls on.
+    """Return the candidate that ``draw``, between 0 and 1, falls on.
 
     Raises:
-        InfrastructureError: there are none.
+        InfrastructureError: there are no candidates.
     """
     if not candidates:
         raise InfrastructureError("The job has no process that the fault could strike.")

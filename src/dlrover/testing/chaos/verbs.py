@@ -1,4 +1,4 @@
-"""The faults, one class for each: strike, and take back what can be taken back."""
+"""Faults, one class for each: inject it, and heal it where that is possible."""
 
 from __future__ import annotations
 
@@ -21,64 +21,64 @@ from dlrover.testing.chaos.targets import Targets, Worker, choose, savers_of
 
 MIB = 1 << 20
 SLOW_PERIOD = 0.2
-"""Seconds of one turn of the worker that is slowed down: it runs for a part of it."""
+"""Seconds of one period of a slowed worker, which runs for a part of it."""
 STEP = re.compile(r"step-(\d+)")
-"""A stored step in a checkpoint directory."""
+"""Pattern of a stored step in a checkpoint directory."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What faults need to know beside the job's processes."""
+    """What faults need to know besides the job's processes."""
 
     checkpoint_dir: Path | None = None
-    """Where the program keeps its Flash Checkpoints."""
+    """Directory of the program's Flash Checkpoints."""
     memory_mb: int = 512
     """MiB that the memory hog takes."""
     slow_share: float = 0.3
-    """Part of the time that a slowed worker runs, between 0 and 1."""
+    """Share of the time that a slowed worker runs, between 0 and 1."""
     hog_environ: dict[str, str] = {}
-    """The environment of the memory hog."""
+    """Environment of the memory hog."""
     own_networks: bool = False
-    """Whether each node has a network of its own (`dlrover.testing.chaos.network`)."""
+    """True if each node has a network of its own (`dlrover.testing.chaos.network`)."""
 
 
 class Injected(msgspec.Struct, frozen=True):
-    """What a fault has struck; -1 where that has no such number."""
+    """Target of an injected fault; -1 where it has no such number."""
 
     target: str
-    """In words."""
+    """The target in words."""
     node: int = -1
     rank: int = -1
     pid: int = -1
 
 
 class Verb(Protocol):
-    """One kind of fault. A verb is used for one fault only."""
+    """One kind of fault. An instance serves for one fault only."""
 
     restarts: ClassVar[bool]
-    """Whether the job cannot but start its workers anew."""
+    """True if the job must restart its workers."""
     lasting: ClassVar[bool]
-    """Whether the fault goes on until it is taken back."""
+    """True if the fault lasts until it is healed."""
     ends_when_seen: ClassVar[bool]
-    """Whether it is taken back as soon as the job has noticed it, else when the job trains again."""
+    """True if it is healed as soon as the job has noticed it, else when the job trains again."""
     master: ClassVar[bool]
-    """Whether it strikes the master, which interrupts nobody's training."""
+    """True if it strikes the master, which does not interrupt training."""
 
     def check(self) -> None:
-        """Raise `ConfigurationError` if this fault cannot be had here."""
+        """Raise `ConfigurationError` if this fault is not possible here."""
 
     def inject(self, targets: Targets, draw: float) -> Injected:
-        """Strike; ``draw``, between 0 and 1, chooses whom.
+        """Strike the target that ``draw``, between 0 and 1, selects.
 
         Raises:
-            InfrastructureError: there is nobody to strike.
+            InfrastructureError: there is no target.
         """
 
     def heal(self) -> None:
-        """Take the fault back. Does nothing if there is nothing to take back."""
+        """Undo the fault, if there is anything to undo."""
 
 
 class _Fault:
-    """What most verbs have in common: they work everywhere, and leave nothing to take back."""
+    """Base of most verbs, which work everywhere and need no healing."""
 
     restarts: ClassVar[bool] = False
     lasting: ClassVar[bool] = False
@@ -96,7 +96,7 @@ class _Fault:
 
 
 class _KillRank(_Fault):
-    """A worker gets SIGKILL."""
+    """SIGKILL to a worker."""
 
     restarts = True
 
@@ -107,7 +107,7 @@ class _KillRank(_Fault):
 
 
 class _KillNode(_Fault):
-    """An agent and all that descends from it get SIGKILL, and the memory checkpoints are lost."""
+    """SIGKILL to an agent and all its descendants; the memory checkpoints are lost."""
 
     restarts = True
 
@@ -118,7 +118,7 @@ class _KillNode(_Fault):
 
 
 class _KillMaster(_Fault):
-    """The job's master gets SIGKILL."""
+    """SIGKILL to the job's master."""
 
     master = True
 
@@ -131,7 +131,7 @@ class _KillMaster(_Fault):
 
 
 class _Hang(_Fault):
-    """A worker is stopped by SIGSTOP: it makes no progress, and says nothing."""
+    """SIGSTOP to a worker: it makes no progress, and says nothing."""
 
     lasting = True
     _worker: Worker | None = None
@@ -147,7 +147,7 @@ class _Hang(_Fault):
 
 
 class _Slow(_Fault):
-    """A worker is stopped and continued in turns, so that it runs for a part of the time only."""
+    """SIGSTOP and SIGCONT to a worker in turns, so that it runs only a part of the time."""
 
     lasting = True
     _thread: threading.Thread | None = None
@@ -175,10 +175,10 @@ class _Slow(_Fault):
 
 
 class _Partition(_Fault):
-    """A node is cut off: the cable of its network is pulled. When the job has given it up, it is back.
+    """Pulled network cable of a node, plugged in again when the job has given the node up.
 
-    Where nodes have no networks of their own, all processes of the node are stopped instead: nothing of
-    it answers any more, and its connections stay open. Its checkpoint savers are killed: the node that takes
+    Where nodes have no networks of their own, all processes of the node are stopped instead: none of them
+    answers any more, and its connections stay open. Its checkpoint savers are killed: the node that takes
     its place would reach their memory, which on another machine is out of reach.
     """
 
@@ -205,7 +205,7 @@ class _Partition(_Fault):
 
 
 class _CorruptCheckpoint(_Fault):
-    """Bytes of the newest stored step are flipped; all workers and memory checkpoints are lost."""
+    """Inverted bytes in the newest stored step; all workers and memory checkpoints are lost."""
 
     restarts = True
 
@@ -231,7 +231,7 @@ class _CorruptCheckpoint(_Fault):
 
 
 class _FillDisk(_Fault):
-    """The file system of the checkpoint directory is filled; its space is given back afterwards."""
+    """Full file system under the checkpoint directory; its space is freed afterwards."""
 
     lasting = True
     _filling: Filling | None = None
@@ -255,7 +255,7 @@ class _FillDisk(_Fault):
 
 
 class _MemoryHog(_Fault):
-    """A process takes much memory, but no more than the machine has left."""
+    """Process that takes much memory, but at most nine tenths of what is available."""
 
     lasting = True
     _process: subprocess.Popen[bytes] | None = None
@@ -290,14 +290,14 @@ VERBS: dict[str, Callable[[Settings], Verb]] = {
 }
 """Every fault by its name."""
 DEFAULT = ("kill-rank", "kill-node", "kill-master", "hang", "slow")
-"""The faults that are injected when none is named."""
+"""Faults that are injected if none is named."""
 
 
 def newest_step(directory: Path) -> Path:
-    """The directory of the newest stored step.
+    """Return the directory of the newest stored step.
 
     Raises:
-        InfrastructureError: there is no older one, which a load could take instead.
+        InfrastructureError: there is no older step for a load to fall back to.
     """
     found = [path for path in directory.iterdir() if STEP.fullmatch(path.name)]
     if len(found) < 2:

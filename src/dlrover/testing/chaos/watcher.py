@@ -1,4 +1,4 @@
-"""What a run knows of its job at any moment, and waits for what it wants to know."""
+"""Watcher of a job: keeps its events and status current, and waits for conditions."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from dlrover.testing.chaos.launch import Launch
 from dlrover.testing.chaos.sources import EventLog, ask_status
 
 POLL = 0.05
-"""Seconds between two looks at the files of a job."""
+"""Seconds between two reads of a job's files."""
 STATUS_POLL = 0.25
-"""Seconds between two questions to its master."""
+"""Seconds between two status requests to the master."""
 
 Found = TypeVar("Found")
 
 
 class JobOverError(Exception):
-    """The job has ended while something else was waited for."""
+    """The job has ended during a wait for something else."""
 
 
 class Watcher:
-    """Looks at a job all the time, in the background of the event loop."""
+    """Observer of a job, in the background of the event loop."""
 
     def __init__(self, job_dir: JobDir, launch: Launch) -> None:
         self._job_dir = job_dir
@@ -45,16 +45,16 @@ class Watcher:
 
     @property
     def steps(self) -> int:
-        """Steps that the job has made, those done again included, as far as the master has heard."""
+        """Steps known to the master, including those done again."""
         return self._status.total_steps if self._status is not None else 0
 
     @property
     def running(self) -> bool:
-        """Whether a world is formed."""
+        """True if a world is formed."""
         return self._status is not None and self._status.phase == "running"
 
     async def watch(self) -> None:
-        """Look, until the task is cancelled."""
+        """Watch the job until the task is cancelled."""
         while True:
             self._look()
             self._status = await ask_status(self._job_dir) or self._status
@@ -69,7 +69,7 @@ class Watcher:
         self._log.refresh()
 
     async def until(self, condition: Callable[[], Found], seconds: float) -> Found:
-        """The value of a condition once it is true, or after so long.
+        """Wait until a condition is true, at most ``seconds``; return its last value.
 
         Raises:
             JobOverError: the job has ended.
@@ -83,12 +83,12 @@ class Watcher:
 
     @property
     def over(self) -> bool:
-        """Whether the job has ended."""
+        """True if the job has ended."""
         ended = any(isinstance(event.body, events.JobEnded) for event in self.events[-3:])
         return ended or self._launch.exit_code() is not None
 
     async def until_over(self) -> None:
-        """Wait for the job's end, however long that takes."""
+        """Wait for the job's end, without a time limit."""
         with contextlib.suppress(JobOverError):
             while True:
                 await self.until(lambda: False, 60.0)
