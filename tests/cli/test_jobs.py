@@ -40,6 +40,15 @@ def test_the_last_job_is_found_without_a_name(env: dict[str, str]):
     assert jobs.find({**env, "DLROVER_JOB_DIR": str(first.path)}, "", "").path == first.path
 
 
+def test_a_job_is_not_found_by_the_beginning_of_its_name(env: dict[str, str]):
+    own, longer = jobs.create(env, "my job", ""), jobs.create(env, "my job-big", "")
+    for job in (own, longer):
+        job.job.touch()
+    assert jobs.find(env, "my job", "").path == own.path
+    with pytest.raises(ConfigurationError, match="Job my was not found"):
+        jobs.find(env, "my", "")
+
+
 @pytest.mark.parametrize(
     ("job", "path", "message"),
     [("", "", "No job was found"), ("x", "", "Job x was not found"), ("", "/", "there is no job")],

@@ -170,7 +170,8 @@ def taken(host: str, port: int) -> contextlib.AbstractContextManager:
     try:
         return socket.create_server((host, port))
     except OSError as error:
-        assert error.errno == errno.EADDRINUSE, error
+        if error.errno != errno.EADDRINUSE:
+            raise
         return contextlib.nullcontext()
 
 

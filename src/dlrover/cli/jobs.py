@@ -7,6 +7,7 @@ import fcntl
 import glob
 import logging
 import os
+import re
 import secrets
 import shutil
 import time
@@ -35,6 +36,8 @@ OUTCOME_ROOM = 256 * 1024
 """Bytes reserved for an outcome: more than the longest texts of a failure take."""
 LAST = "last"
 """Name of the link to the job directory that was last made or used."""
+_START = r"-\d{8}-\d{6}-[0-9a-f]{4}"
+"""End of a job directory's name: the start time and a random number."""
 
 
 def job_name(run_id: str, target: str) -> str:
@@ -302,12 +305,8 @@ def _used(state: Path) -> float:
 
 def _by_name(states: Sequence[Path], job: str) -> Path:
     places = [state / "jobs" for state in states]
-    found = [
-        p
-        for jobs in places
-        for p in jobs.glob("*")
-        if p.name == job or p.name.startswith(f"{job}-")
-    ]
+    own = re.compile(rf"{re.escape(_safe(job))}({_START})?")
+    found = [p for jobs in places for p in jobs.glob("*") if own.fullmatch(p.name)]
     if not found:
         raise ConfigurationError(f"Job {job} was not found in {places[0]}.")
     # Names end in the job's start time: the last one is the newest.

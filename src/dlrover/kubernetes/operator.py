@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 WORKERS = 16
 """Jobs processed concurrently."""
-FIRST_RETRY = 0.5
-"""Half the delay in seconds before the first retry of a failed job; each wait is twice the previous one."""
+FIRST_RETRY = 1.0
+"""Seconds before the first retry of a failed job; each further delay is twice the previous one."""
 LONGEST_RETRY = 60.0
 """Maximum seconds between two such attempts."""
 FOUND_AGAIN = 1.0
@@ -154,7 +154,7 @@ class Operator:
         """Record a failure and return the seconds until the job is retried."""
         self._stats.failures += 1
         failures = self._failures[key] = self._failures.get(key, 0) + 1
-        again = min(LONGEST_RETRY, FIRST_RETRY * 2.0 ** min(failures, 10))
+        again = min(LONGEST_RETRY, FIRST_RETRY * 2.0 ** min(failures - 1, 10))
         defect = None if isinstance(error, InfrastructureError) else error
         logger.warning("Job %s is tried again in %.0f s: %s", key, again, error, exc_info=defect)
         return again
