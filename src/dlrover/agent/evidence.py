@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import shutil
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ SIGNAL_TIME = 2.0
 SIGNAL_POLL = 0.02
 QUIET_TIME = 0.1
 """Seconds without another byte after which the stacks are complete."""
+_STOPPED = ("T", "t")
 TICKS = os.sysconf("SC_CLK_TCK")
 FLIGHT_RECORDS = "/tmp/nccl_trace_rank_"  # noqa: S108
 """Where PyTorch's flight recorder writes unless it is told otherwise."""
@@ -117,6 +119,7 @@ async def _by_py_spy(pid: int) -> str:
     program = shutil.which("py-spy")
     if program is None:
         return ""
+    before = _state(pid)
     process = await asyncio.create_subprocess_exec(
         program, "dump", "--full-filenames", "--pid", str(pid),
         stdin=asyncio.subprocess.DEVNULL,
@@ -129,7 +132,16 @@ async def _by_py_spy(pid: int) -> str:
         process.kill()
         await process.wait()
         return ""
+    finally:
+        _undo_stop(pid, before)
     return output.decode(errors="replace") if process.returncode == 0 else ""
+
+
+def _undo_stop(pid: int, before: str) -> None:
+    """Continue a process that was not stopped ``before``: a tracer attaches by SIGSTOP and may leave it behind."""
+    if before not in _STOPPED and _state(pid) in _STOPPED:
+        with contextlib.suppress(OSError):  # it has ended
+            os.kill(pid, signal.SIGCONT)
 
 
 async def _by_signal(pid: int) -> str:
