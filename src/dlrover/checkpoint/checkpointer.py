@@ -267,6 +267,14 @@ class Checkpointer:
                 if to is None:  # the other ranks do, whatever failed here
                     self._pace.settle()
 
+    def set_damaged_aside(self) -> None:
+        """Set aside the damaged steps that a load found now, instead of at the next save. For adapters.
+
+        A training does so that ends because of them: its next try takes an older step.
+        """
+        if not self._read_only:
+            self._mark_what_was_found(self._joined.session)
+
     def _mark_what_was_found(self, session: int) -> None:
         """Set damaged steps aside before new ones come; begin the line of a training that went back."""
         if not self._damaged and self._went_back is None:

@@ -122,10 +122,10 @@ def test_an_excerpt_reads_only_its_keys(directory):
 
 
 def test_objects_are_read_only_if_they_are_trusted():
-    held = objects.encode({"odd": ODD["namespace"], "plain": [1, torch.ones(2)]})
+    held = objects.encode({"odd": ODD["dataclass"], "plain": [1, torch.ones(2)]})
     with pytest.raises(ConfigurationError, match=r"pickled objects.*pass trusted=True"):
         objects.decode(held, trusted=False)
-    assert objects.decode(held, trusted=True)["odd"] == ODD["namespace"]
+    assert objects.decode(held, trusted=True)["odd"] == ODD["dataclass"]
     assert objects.decode({"plain": held["plain"]}, trusted=False)["plain"][0] == 1
     harmless = objects.pickled({"w": torch.ones(2), "step": 3}, ())
     assert objects.unpickled(harmless, trusted=False)["step"] == 3

@@ -134,7 +134,7 @@ class Reading:
         """Load the parts that ``choose`` returns, of the step that `look` found. Collective.
 
         Raises:
-            InfrastructureError: the step is damaged or gone.
+            InfrastructureError: the step is damaged or gone. The next try takes an older one.
         """
 
         def targets(ranks: Mapping[int, RankState]) -> Sequence[Target]:
@@ -143,6 +143,7 @@ class Reading:
 
         before, self.record = self.record, self._checkpointer.load_parts(targets)
         if self.record is None or before is None or self.record.step != before.step:
+            self._checkpointer.set_damaged_aside()
             raise InfrastructureError(
                 "The step that was to be loaded is damaged or gone; load again to take an older one."
             )
