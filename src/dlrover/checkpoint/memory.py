@@ -4,9 +4,9 @@
 
     header page | data (64-byte aligned) | index (MessagePack of the Layout) | checksums (8 bytes each)
 
-The header's ``state`` is written last when a generation is published and first when it is given up, so
-that a process that dies in between leaves one that is not valid. Whoever reads trusts no size: every
-range is checked against the file, the header and the index against their checksums.
+The header's ``state`` is written last when a generation is published and first when it is given up. A
+process that dies in between leaves an invalid generation. Readers trust no size: they check every range
+against the file, and the header and the index against their checksums.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from dlrover.errors import InfrastructureError
 PAGE = mmap.PAGESIZE
 MAGIC = b"DLROVER\0"
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-"""Says whether the kernel gives huge pages to shared memory: always, on advice, or never."""
+"""Kernel setting for huge pages in shared memory: always, on advice, or never."""
 MADV_POPULATE_WRITE = 23
 POPULATE_CHUNK = 1 << 26
-"""Bytes for which page tables are made at a time."""
+"""Bytes of memory that one call enters in the page tables."""
 INDEX_ROOM = 1 << 16
-"""Bytes kept for an index to grow in before the memory must be made larger."""
+"""Bytes reserved for the index to grow before the memory must be enlarged."""
 
 _FIELDS = struct.Struct("<8sIIqQQQQQQQQQ")
 _START = struct.Struct("<8sI")
-"""Magic and format; the same in every format."""
+"""Magic and format number; this part is the same in every format."""
 _STATE_AT = 256
 _SUMMED_AT = 264
 _WORD = struct.Struct("<Q")
@@ -49,7 +49,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class State(enum.IntEnum):
-    """Whether a generation can be used."""
+    """State of a generation; only a ``VALID`` one can be used."""
 
     EMPTY = 0
     WRITING = 1
@@ -57,7 +57,7 @@ class State(enum.IntEnum):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What the header page says of a valid generation."""
+    """Contents of a valid generation's header page."""
 
     rank: int
     world_size: int
@@ -70,7 +70,7 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class Generation:
-    """One memfd, mapped until the last reference to it is gone. The descriptor stays the caller's."""
+    """One memfd, mapped until its last reference is gone. The caller still owns the descriptor."""
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, os.fstat(fd).st_size or _grow(fd, PAGE))
@@ -80,7 +80,7 @@ class Generation:
 
     @property
     def size(self) -> int:
-        """Bytes that are mapped."""
+        """Number of mapped bytes."""
         return len(self._map)
 
     @property
@@ -91,12 +91,12 @@ class Generation:
     # ---- write
 
     def invalidate(self, state: State = State.EMPTY) -> None:
-        """Say that what is here cannot be used."""
+        """Mark the generation as unusable."""
         _WORD.pack_into(self._map, _STATE_AT, state)
         _WORD.pack_into(self._map, _SUMMED_AT, 0)
 
     def publish(self, packed: PackedLayout, *, rank: int, world_size: int, save: SaveId) -> None:
-        """Write index and header for data that is in place, then say that it is valid."""
+        """Write index and header for data already in place, then mark the generation valid."""
         index, data_bytes = packed.encoded, packed.data_bytes
         if needed_for(packed) > self.size:
             raise InfrastructureError(
@@ -113,7 +113,7 @@ class Generation:
         _WORD.pack_into(self._map, _STATE_AT, State.VALID)
 
     def store_sums(self, header: Header, sums: Sequence[int]) -> None:
-        """Write the tensors' checksums."""
+        """Write the tensors' checksums and mark them present."""
         data = array("Q", sums).tobytes()
         start = _sums_at(header)
         self._map[start : start + len(data)] = data
@@ -125,15 +125,15 @@ class Generation:
 
     @property
     def state(self) -> State:
-        """What the header says; EMPTY if it says nonsense."""
+        """State in the header; EMPTY if the value is unknown."""
         (value,) = _WORD.unpack_from(self._map, _STATE_AT)
         return State(value) if value in State.__members__.values() else State.EMPTY
 
     def header(self) -> Header | None:
-        """The header of a valid generation; None if there is none.
+        """Return the header of a valid generation; None if the generation is not valid.
 
         Raises:
-            InfrastructureError: it is damaged.
+            InfrastructureError: the header is damaged.
         """
         if self.state is not State.VALID:
             return None
@@ -162,10 +162,10 @@ class Generation:
         )
 
     def layout(self, header: Header) -> Layout:
-        """The checked index.
+        """Read the index and check it.
 
         Raises:
-            InfrastructureError: it is damaged.
+            InfrastructureError: the index is damaged.
         """
         start = PAGE + header.data_bytes
         index = bytes(self._map[start : start + header.index_bytes])
@@ -183,10 +183,10 @@ class Generation:
         return layout
 
     def sums(self, header: Header) -> list[int] | None:
-        """The tensors' checksums; None if they have not been computed.
+        """Return the tensors' checksums; None if they are not computed yet.
 
         Raises:
-            InfrastructureError: they are damaged.
+            InfrastructureError: the checksums are damaged.
         """
         if _WORD.unpack_from(self._map, _SUMMED_AT) != (1,):
             return None
@@ -200,38 +200,38 @@ class Generation:
         return list(array("Q", data))
 
     def tensor_bytes(self, entry: layouts.TensorEntry) -> memoryview:
-        """The bytes of one tensor."""
+        """Return the bytes of one tensor."""
         return self.buffer[PAGE + entry.offset : PAGE + entry.end]
 
 
 def required(data_bytes: int, index_bytes: int, tensors: int) -> int:
-    """Bytes that a generation takes."""
+    """Return the size of a generation in bytes."""
     return PAGE + data_bytes + index_bytes + 8 * tensors + _WORD.size
 
 
 def needed_for(packed: PackedLayout) -> int:
-    """Bytes that a generation of this state takes."""
+    """Return the size in bytes of a generation with this layout."""
     return required(packed.data_bytes, len(packed.encoded), packed.tensors)
 
 
 def room_for(packed: PackedLayout, more: int = 0) -> int:
-    """Bytes to reserve for a state like this one and ``more`` bytes of tensors that it will get."""
+    """Return the bytes to reserve for a state like this one that gains ``more`` bytes of tensors."""
     size = needed_for(packed) + more + more // 8 + len(packed.encoded) + INDEX_ROOM
     return -(-size // PAGE) * PAGE
 
 
 def provide(fd: int, nbytes: int) -> None:
-    """Have the kernel provide ``nbytes`` of memory for a generation, in huge pages where it gives them on advice.
+    """Have the kernel provide ``nbytes`` for a generation, in huge pages if it gives them on advice.
 
     Raises:
-        OSError: there is not that much; the generation is as large as before.
+        OSError: memory is short; the generation keeps its size.
     """
     before = os.fstat(fd).st_size
     try:
         if _huge_pages_on_advice():
             os.ftruncate(
                 fd, nbytes
-            )  # the advice counts for memory that is touched, not for allocations
+            )  # the advice applies to memory that is touched, not to allocations
             populate(Generation(fd))
         os.posix_fallocate(fd, 0, nbytes)
     except OSError:
@@ -249,7 +249,7 @@ def _huge_pages_on_advice() -> bool:
 def populate(generation: Generation, wanted: Callable[[], bool] = lambda: True) -> None:
     """Enter the memory in this process's page tables, so that the first copy does not have to.
 
-    A kernel before 5.14 cannot; then the first copy is slower. Ends early when ``wanted`` returns False.
+    A kernel before 5.14 cannot do this; the first copy is then slower. Stop when ``wanted`` returns False.
     """
     address = ctypes.addressof(ctypes.c_char.from_buffer(generation.buffer))
     for start in range(0, generation.size, POPULATE_CHUNK):
@@ -260,12 +260,12 @@ def populate(generation: Generation, wanted: Callable[[], bool] = lambda: True) 
 
 
 def compute_sums(generation: Generation, layout: Layout) -> list[int]:
-    """The checksum of each tensor."""
+    """Compute the checksum of each tensor."""
     return [sum_of(generation, entry) for entry in layout.entries]
 
 
 def sum_of(generation: Generation, entry: layouts.TensorEntry) -> int:
-    """The checksum of a tensor: XXH3, 64 bits."""
+    """Compute the checksum of a tensor: XXH3, 64 bits."""
     return xxhash.xxh3_64_intdigest(generation.tensor_bytes(entry))
 
 

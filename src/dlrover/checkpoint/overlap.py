@@ -1,10 +1,10 @@
-"""Copies that run beside the training, and what keeps them from being torn.
+"""Copies that run beside the training, and the checks that detect torn ones.
 
-A parameter and its optimizer's state change only when the optimizer steps: a hook makes that wait for the
-copy. All other tensors are copied before `save` returns. A write that no hook sees voids the copy, however it
-is made. torch counts changes in place, except those through ``.data``, a graph of an accelerator or a kernel
-of somebody else's. So the state is read again after the copy and compared byte for byte, and a sample of it
-is compared with what it was when `save` was called.
+A parameter and its optimizer's state change only when the optimizer steps: a hook makes the optimizer wait
+for the copy. All other tensors are copied before `save` returns. A write that no hook sees voids the copy.
+torch counts changes in place, except those through ``.data``, an accelerator's graph or a foreign kernel.
+So the state is read again after the copy and compared byte for byte, and a sample of it is compared with
+its values at the call of `save`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from dlrover.checkpoint.tree import Spread, State
 from dlrover.errors import InfrastructureError
 
 SAMPLED_TENSORS = 1024
-"""Of more tensors than this, some are sampled: an optimizer's step changes all of them."""
+"""Tensors above which only some are sampled: an optimizer's step changes all of them."""
 SAMPLES = 16
-"""Elements of a tensor, at equal distances. Each is a miss of the cache."""
+"""Elements sampled per tensor, at equal distances. Each costs a cache miss."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-"""Types to look at the bits of elements with, by the elements' size."""
+"""Integer types that show the bits of elements, by element size in bytes."""
 
 _version = operator.attrgetter("_version")
 
 
 class Background:
-    """Runs one copy at a time in a thread; optimizers wait for it before they step."""
+    """Background thread that runs one copy at a time; optimizers wait for it before they step."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -43,21 +43,21 @@ class Background:
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def start(self, copy: Callable[[], None]) -> None:
-        """Begin a copy; the last one has been waited for."""
+        """Start a copy; the caller has waited for the last one."""
         self._running = self._pool.submit(copy)
 
     def wait(self) -> None:
         """Wait for the copy, if there is one.
 
         Raises:
-            InfrastructureError: it failed.
+            InfrastructureError: the copy failed.
         """
         running, self._running = self._running, None
         if running is not None:
             running.result()
 
     def finish(self) -> None:
-        """Wait for the copy, if there is one; `wait` raises what went wrong."""
+        """Wait for the copy, if there is one; leave its error to `wait`."""
         if self._running is not None:
             self._running.exception()
 
@@ -65,24 +65,24 @@ class Background:
         self.finish()
 
     def close(self) -> None:
-        """Let optimizers go on without this."""
+        """Remove the optimizer hook and stop the thread."""
         self._hook.remove()
         self._pool.shutdown()
 
 
 class Guarded:
-    """Tells which tensors of a state only its optimizers change."""
+    """The tensors of a state that only its optimizers change."""
 
     def __init__(self) -> None:
         self._key: object = None
         self._changed: set[int] = set()
         self.unguarded: list[int] = []
-        """The others, by their number in the layout."""
+        """All other tensors, by their number in the layout."""
         self.guarded: list[int] = []
         self.sample = Sample([])
 
     def look_at(self, state: State, copier: Copier) -> None:
-        """Find them; at once if the state's tensors lie where they lay."""
+        """Find the guarded and unguarded tensors; do nothing if all have the addresses of the last call."""
         sources = copier.sources
         key = [source.data_ptr() for source in sources]
         if key == self._key:
@@ -97,13 +97,13 @@ class Guarded:
         self._key = key
 
     def distrust(self, changed: list[int]) -> None:
-        """Do not rely on these any more."""
+        """Treat these tensors as unguarded from now on."""
         self._changed.update(changed)
         self._key = None
 
 
 class Sample:
-    """Some elements of tensors, seen as integers: writes to a whole tensor change them."""
+    """Sampled elements of tensors, seen as integers: a write to a whole tensor changes them."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         every = -(-len(tensors) // SAMPLED_TENSORS) or 1
@@ -113,17 +113,17 @@ class Sample:
         self._kinds = [list(alike) for _, alike in groupby(views, key=kinds)]
 
     def take(self) -> list[torch.Tensor]:
-        """What the elements are now."""
+        """Return the current elements."""
         with torch.no_grad():
             return [torch.cat(views) for views in self._kinds]
 
     def equals(self, before: list[torch.Tensor]) -> bool:
-        """Whether they are what they were."""
+        """Return True if the current elements equal ``before``."""
         return all(map(torch.equal, self.take(), before))
 
 
 def _can_be_sampled(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie one behind the other, in whatever order, and are what they seem."""
+    """Return True if the elements are contiguous in memory, in any order, and stored as they appear."""
     places = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     dense = not tensor.numel() or places == tensor.numel()
     return dense and not (tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
@@ -135,7 +135,7 @@ def _elements(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Snapshot:
-    """What of a state must be known before `save` returns, so that the copy can be made later."""
+    """The part of a state to keep before `save` returns, so that the copy can follow later."""
 
     def __init__(self, copier: Copier, guarded: Guarded) -> None:
         self._copier = copier
@@ -152,7 +152,7 @@ class Snapshot:
         return [_version(sources[index]) for index in self._guarded]
 
     def copy(self, buffer: torch.Tensor) -> list[int]:
-        """Copy to a generation; the tensors that changed meanwhile: then it must not be used."""
+        """Copy to a generation; return the tensors that changed meanwhile: with any, the copy is void."""
         self._copier.copy(buffer)
         for index, tensor in self._copies:
             self._copier.put(buffer, index, tensor)
@@ -170,7 +170,7 @@ class Snapshot:
 
 
 def torn(step: int, copier: Copier, changed: list[int]) -> InfrastructureError:
-    """The error of a copy that must not be used."""
+    """Return the error for a copy that must be discarded."""
     others = f" and {len(changed) - 1} other tensors were" if len(changed) > 1 else " was"
     return InfrastructureError(
         f"Step {step} was not kept: {name(copier.path(changed[0]))}{others} changed in place while it was"

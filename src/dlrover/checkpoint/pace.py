@@ -1,4 +1,4 @@
-"""Where each save goes: what the user's interval says, or what is picked from measured costs."""
+"""The destination of each save: set by the user's interval, or by one picked from measured costs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Interval = int | Literal["auto"] | None
 
 
 def check(interval: object, hours_between_failures: float | None) -> None:
-    """Refuse what is no interval.
+    """Refuse an invalid interval or time between failures.
 
     Raises:
-        ConfigurationError: a value is wrong.
+        ConfigurationError: a value is out of range.
     """
     if not (interval in (None, "auto") or (isinstance(interval, int) and interval >= 1)):
         raise ConfigurationError(f"interval is {interval!r}; it must be 1 or more, or 'auto'.")
@@ -34,7 +34,7 @@ def check(interval: object, hours_between_failures: float | None) -> None:
 
 
 class Pace:
-    """Decides for saves that do not say where to."""
+    """Destination of saves that do not name one."""
 
     def __init__(
         self, interval: Interval, hours_between_failures: float | None, world: World
@@ -44,12 +44,12 @@ class Pace:
         self._auto = Auto(hours * 3600)
         self._world = world
         self.asked: dict[SaveId, float] = {}
-        """When saves that are not durable yet were sent to storage, by this process's clock."""
+        """Times at which saves that are not durable yet were sent to storage, by this process's clock."""
 
     def due(self, step: int, client: SaverClient) -> Do:
-        """Where a step goes."""
+        """Return the destination of a step."""
         if self._interval == "auto":
-            do = self._auto.ask(time.monotonic())  # first: all ranks have to count the same
+            do = self._auto.ask(time.monotonic())  # first, because all ranks must count alike
             self._note_durable(client)
             return do
         return "storage" if self._interval and step % self._interval == 0 else "memory"
@@ -57,7 +57,7 @@ class Pace:
     def _note_durable(self, client: SaverClient) -> None:
         if not self.asked:
             return
-        with contextlib.suppress(SaverGoneError):  # the save that follows starts it again
+        with contextlib.suppress(SaverGoneError):  # the save that follows restarts the saver
             newest = client.stored()
             for save in [save for save in self.asked if newest is not None and save <= newest]:
                 began = self.asked.pop(save)
@@ -65,16 +65,16 @@ class Pace:
                     self.stored(began)
 
     def saved(self, began: float) -> None:
-        """A save that began then has returned."""
+        """Note that a save that began at ``began`` has returned."""
         now = time.monotonic()
         self._auto.saved(now - began, now)
 
     def stored(self, began: float) -> None:
-        """A step that was sent to storage then is durable."""
+        """Note that a step sent to storage at ``began`` is durable."""
         self._auto.stored(time.monotonic() - began)
 
     def settle(self) -> None:
-        """Pick the interval, if it is time to. Collective: after each save that did not say where to."""
+        """Pick the interval if it is due. Collective: call it after each save that names no destination."""
         if self._interval != "auto" or not self._auto.due:
             return
         mine = [round(seconds * 1e6) for seconds in self._auto.costs]

@@ -1,4 +1,4 @@
-"""Tensors that other ranks can see, sent from rank to rank while all of them load."""
+"""Tensors sent from rank to rank while all ranks load: each rank sends what it can read."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dlrover.checkpoint.extent import Box, Chunk, Extent, Piece
 from dlrover.checkpoint.world import World
 
 BATCH = 1 << 26
-"""Bytes that are sent at once, unless one piece is larger."""
+"""Maximum bytes per message, unless one piece is larger."""
 
 Read = Callable[[Piece], torch.Tensor]
-"""The elements of a piece that this rank can see."""
+"""Returns the elements of a piece that this rank can read."""
 
 _pieces = msgspec.msgpack.Decoder(list[tuple[int, int, tuple[int, ...], tuple[int, ...]]])
 
@@ -27,14 +27,14 @@ def fetch(
     itemsize: Callable[[Piece], int],
     read: Read,
 ) -> Iterator[tuple[Piece, torch.Tensor]]:
-    """The bytes of pieces, in any order. Collective: exhaust it on every rank.
+    """Yield the bytes of pieces, in any order. Collective: exhaust it on every rank.
 
     Args:
         world: the ranks.
-        servers: who sends what a saved rank had, by saved rank; the same on all ranks.
-        wanted: what this rank needs.
-        itemsize: bytes of an element of a piece.
-        read: what this rank sends.
+        servers: the rank that sends a saved rank's pieces, by saved rank; the same on all ranks.
+        wanted: the pieces that this rank needs.
+        itemsize: returns the bytes per element of a piece.
+        read: returns the elements of a piece that this rank sends.
     """
     asked = [(p.chunk.rank, p.chunk.index, p.box.in_source, p.box.shape) for p in wanted]
     everyone = [_pieces.decode(data) for data in world.gather(msgspec.msgpack.encode(asked))]

@@ -1,8 +1,8 @@
-"""From memory to storage: one step of all ranks, as a directory that DCP reads.
+"""Persist one step of all ranks, from memory to storage, as a directory that DCP reads.
 
-The saver of each node writes its ranks' files where they do not count yet. A tensor, or part of one, that
-a lower rank has too is not written again. The saver of rank 0 waits for all ranks' indices, adds DCP's
-metadata and the manifest, and makes the step count.
+The saver of each node writes its ranks' files to a draft, which does not count as a step yet. A tensor, or
+a part of one, that a lower rank also has is not written again. The saver of rank 0 waits for all ranks'
+indices, adds DCP's metadata and the manifest, and publishes the step.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from dlrover.errors import InfrastructureError
 logger = logging.getLogger(__name__)
 
 RETRY_DELAYS = (0.5, 2.0, 8.0)
-"""Seconds to wait before a failed storage is tried again."""
+"""Seconds to wait before each retry of a failed storage."""
 PEER_PATIENCE = 600.0
-"""Seconds that the nodes of a world may differ in storing their parts of a step."""
+"""Seconds that the nodes of a world wait for each other's parts of a step."""
 SAY_EVERY = 30.0
-"""Seconds between two lines that say what is waited for."""
+"""Seconds between two log lines about a wait."""
 CHUNK = 4 << 20
-"""Bytes that are hashed and written at a time."""
+"""Bytes hashed and written at a time."""
 WRITERS = 4
-"""Ranks whose files are written at once."""
+"""Number of ranks whose files are written at once."""
 _Value = TypeVar("_Value")
 
 
 class TensorBytes(Protocol):
-    """What holds the tensors of a layout: a `Generation`, for one."""
+    """Holder of a layout's tensors, for example a `Generation`."""
 
     def tensor_bytes(self, entry: TensorEntry) -> memoryview:
-        """The bytes of one of them."""
+        """Return the bytes of one tensor."""
 
 
 @dataclass(frozen=True)
@@ -65,21 +65,21 @@ class Job:
     save: SaveId
     world_size: int
     sources: Mapping[int, Source]
-    """By rank: those of this node."""
+    """This node's parts of the step, by rank."""
     pause: Callable[[float], None]
-    """Waits so many seconds; raises when the job is to be given up."""
+    """Waits the given number of seconds; raises when the job must be given up."""
     patience: float
-    """Seconds to wait for other nodes."""
+    """Seconds to wait for other nodes before giving up."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What the training measured at this step; those of rank 0's node count."""
+    """Metrics that the training measured at this step; those of rank 0's node count."""
     guard: Callable[[], None] = lambda: None
-    """Raises when this world may not publish anything in the directory."""
+    """Raises when this world must not publish anything in the directory."""
     at_breakpoint: bool = False
-    """Whether the world has ended: what failed before that may be tried again."""
+    """True if the world has ended; a save that failed before may then be retried."""
 
     @property
     def step(self) -> int:
-        """Which one is saved."""
+        """The saved step."""
         return self.save.step
 
 
@@ -87,14 +87,14 @@ def persist(job: Job) -> None:
     """Write the save and return when it is durable, on all nodes.
 
     Raises:
-        OSError: the storage failed; it can be tried again.
-        InfrastructureError: another node did not write its part in time, or a newer save of the step is stored.
+        OSError: the storage failed; the call can be retried.
+        InfrastructureError: another node did not write its part, or a newer save of the step is stored.
     """
     faults.point("persist.begun")
     job.guard()
     if 0 in job.sources:
         storage.remove_given_up(job.store, job.save.session, before=job.save.number)
-    if not _is_stored(job):  # or it was published the last time, and what came after failed
+    if not _is_stored(job):  # else an earlier attempt published it and failed afterwards
         draft = job.store.draft(job.save)
         _refuse_given_up(job, draft)
         _write_ranks(job, draft)
@@ -117,20 +117,20 @@ def _is_stored(job: Job) -> bool:
 
 
 def _refuse_older(job: Job) -> None:
-    """Refuse to replace a step by an older save of it."""
+    """Refuse to replace a stored step by an older save of it."""
     known = storage.save_of(job.store, job.step)
     if known is not None and known > job.save:
         raise InfrastructureError(f"Step {job.step} was not stored: a newer save of it is.")
 
 
 def _refuse_given_up(job: Job, draft: Draft) -> None:
-    """Go no further with a save that another writer of it has given up."""
+    """Refuse to continue a save that another of its writers has given up."""
     if storage.is_given_up(job.store, draft, at_breakpoint=job.at_breakpoint):
         raise InfrastructureError(f"Step {job.step} was not stored: another node gave it up.")
 
 
 def _write_ranks(job: Job, draft: Draft) -> None:
-    """Write the parts of this node's ranks. Where one cannot be written, nobody waits for it."""
+    """Write the parts of this node's ranks. If one fails, the others stop waiting for it."""
     failed = threading.Event()
 
     def pause(seconds: float) -> None:
@@ -139,7 +139,7 @@ def _write_ranks(job: Job, draft: Draft) -> None:
         job.pause(seconds)
 
     waiting = replace(job, pause=pause)
-    with ThreadPoolExecutor(WRITERS) as pool:  # in order: a rank waits for lower ones only
+    with ThreadPoolExecutor(WRITERS) as pool:  # in order: a rank waits only for lower ones
         parts = [pool.submit(_write_rank, waiting, draft, rank) for rank in sorted(job.sources)]
         done, _ = wait(parts, return_when=FIRST_EXCEPTION)
         failed.set()
@@ -170,7 +170,7 @@ def _write_rank(job: Job, draft: Draft, rank: int) -> None:
                 )  # fmt: skip
                 for part in (head, data, tail):
                     file.write(part)
-                if entry.nbytes:  # tied tensors lie at the same place
+                if entry.nbytes:  # tied tensors share one place
                     written[entry.offset, entry.nbytes] = known
             tensors.append(msgspec.structs.replace(known, path=entry.path, part=entry.part))
     files = {name: file.record()}
@@ -182,7 +182,7 @@ def _write_rank(job: Job, draft: Draft, rank: int) -> None:
 
 
 def _written_by_others(job: Job, draft: Draft, rank: int) -> dict[tuple[object, ...], StoredTensor]:
-    """What lower ranks write that this rank may have too."""
+    """Return the tensors that lower ranks write and this rank may have too."""
     entries = job.sources[rank].layout.entries
     owners = {entry.part.owner if entry.part is not None else 0 for entry in entries}
     return {
@@ -211,12 +211,12 @@ def _finish(job: Job, draft: Draft) -> None:
         place=draft.place,
     )
     faults.point("persist.manifest")
-    job.guard()  # it may have taken long to write all that
+    job.guard()  # the writing may have taken long
     _refuse_older(job)
     _refuse_given_up(job, draft)
     if job.at_breakpoint:
         storage.remove_marks(job.store, draft)
-    # These two may take the place of those of a stored step: nothing of it is touched before.
+    # These two may replace those of a stored step, which is untouched up to here.
     job.store.write(join(draft.top, DCP_METADATA), metadata)
     job.store.write(join(draft.top, MANIFEST), formats.encode(manifest))
     job.store.publish(draft, {*files, MANIFEST})
@@ -226,8 +226,8 @@ def _finish(job: Job, draft: Draft) -> None:
 def _encode_metadata(
     job: Job, draft: Draft, indices: Sequence[RankIndex]
 ) -> tuple[bytes, dict[str, FileRecord]]:
-    """Write the plain values of rank 0; DCP's metadata, and the records of both files."""
-    dcp: Any = importlib.import_module("dlrover.checkpoint.dcp")  # torch, only when it is needed
+    """Write the plain values of rank 0; return DCP's metadata and the records of both files."""
+    dcp: Any = importlib.import_module("dlrover.checkpoint.dcp")  # loads torch, only when needed
     source = job.sources[0]
 
     def tensor(number: int) -> tuple[StoredTensor, memoryview]:
@@ -267,7 +267,7 @@ def _await(job: Job, draft: Draft, condition: Callable[[], _Value | None], what:
         try:
             _refuse_given_up(job, draft)
         except InfrastructureError:
-            if (value := condition()) is not None:  # what was just published looks like that, too
+            if (value := condition()) is not None:  # a save just published looks given up, too
                 return value
             raise
         if waited >= job.patience:
@@ -285,7 +285,7 @@ def _await(job: Job, draft: Draft, condition: Callable[[], _Value | None], what:
 
 
 class _File:
-    """A file that is hashed while it is written."""
+    """File that is hashed while it is written."""
 
     def __init__(self, file: Writer) -> None:
         self._file = file

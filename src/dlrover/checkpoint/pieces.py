@@ -1,4 +1,4 @@
-"""Tensors put together from pieces of saved ones."""
+"""Assembly of tensors from pieces of saved ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dlrover.checkpoint.tree import DTYPES
 
 
 def cut(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """The elements of a piece, from the tensor that holds it."""
+    """Return the elements of a piece from the tensor that holds it."""
     if piece.box.shape == tuple(tensor.shape):
         return tensor
     return tensor[_slices(piece.box.in_source, piece.box.shape)]
@@ -27,7 +27,7 @@ def assemble(
     pieces: Sequence[Sequence[Piece]],
     read: Callable[[Piece], torch.Tensor],
 ) -> list[torch.Tensor]:
-    """The wanted part of each tensor; a view where one piece is all of it."""
+    """Return the wanted part of each tensor; where one piece covers it, return that piece without a copy."""
     tensors = []
     for tensor, wanted, needed in zip(
         planned.tensors, planned.restoration.wanted, pieces, strict=True

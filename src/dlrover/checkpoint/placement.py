@@ -1,24 +1,24 @@
-"""Which nodes hold copies of a node's memory: the placement of GEMINI (SOSP 2023).
+"""Placement of copies of a node's memory on other nodes, as in GEMINI (SOSP 2023).
 
-Groups lose a step only when all nodes of one group are lost; with rings every run of neighbours is one.
+A step is lost only when all nodes of one group are lost; in a ring every run of neighbours is a group.
 """
 
 from __future__ import annotations
 
 
 def holders(node: int, nodes: int, copies: int) -> tuple[int, ...]:
-    """The other nodes that hold copies of a node's memory.
+    """Return the other nodes that hold copies of a node's memory.
 
     Args:
-        node: its number, from 0.
-        nodes: how many there are.
-        copies: how many there are to be of each node's memory, with its own.
+        node: the node's number, from 0.
+        nodes: the number of nodes.
+        copies: the number of copies of each node's memory, including its own.
 
-    Nodes are grouped by number, ``copies`` of them each; where that leaves a rest, the last group and the
-    rest are a ring.
+    Nodes are grouped by number, ``copies`` to a group; if some are left over, they form a ring with the
+    last group.
     """
     copies = max(1, min(copies, nodes))
-    grouped = (nodes // copies - 1) * copies  # a ring of only as many is a group, too
+    grouped = (nodes // copies - 1) * copies  # a ring of ``copies`` nodes is a group, too
     if node < grouped:
         first = node - node % copies
         return tuple(other for other in range(first, first + copies) if other != node)
@@ -26,5 +26,5 @@ def holders(node: int, nodes: int, copies: int) -> tuple[int, ...]:
 
 
 def ring(node: int, nodes: int, copies: int) -> tuple[int, ...]:
-    """The same, if each node's memory is copied to those that follow it."""
+    """Return the holders in a ring, where each node's memory is copied to the nodes that follow it."""
     return tuple((node + distance) % nodes for distance in range(1, copies))

@@ -1,4 +1,4 @@
-"""What of a saved step a rank needs: from its own part where that is right, else from everybody's."""
+"""The parts of a saved step that a rank needs: its own part if that fits, else parts of all ranks."""
 
 from __future__ import annotations
 
@@ -17,64 +17,64 @@ from dlrover.errors import ConfigurationError, InfrastructureError
 
 @dataclass(frozen=True)
 class RankState:
-    """What one rank saved."""
+    """The state that one rank saved."""
 
     tensors: Sequence[Tensor]
     skeleton: bytes
     sums: Sequence[int]
-    """Of the tensors; empty if they are not known."""
+    """Checksums of the tensors; empty if they are not known."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to read, and what to do with it."""
+    """The pieces to read, and the restoration that uses them."""
 
     restoration: Restoration | Reading | Taking
     base: int
-    """The saved rank whose plain values are restored."""
+    """Saved rank whose plain values are restored."""
     tensors: Sequence[Tensor]
-    """What is restored: what that rank saved, or parts of it."""
+    """Tensors to restore: those that rank ``base`` saved, or the chosen parts of saved ones."""
     needed: list[list[Piece]] | None
-    """The pieces of each of them; None: they are all as the rank ``base`` saved them."""
+    """Pieces of each tensor; None if all tensors are just as rank ``base`` saved them."""
 
     @property
     def pieces(self) -> Iterator[Piece]:
-        """All pieces."""
+        """All pieces of all tensors."""
         return itertools.chain.from_iterable(self.needed or ())
 
 
 @dataclass(frozen=True)
 class Question:
-    """How is a step to be restored on this rank?"""
+    """Everything that decides how a step is restored on this rank."""
 
     ranks: Mapping[int, RankState]
-    """What is known of the saved ranks."""
+    """The known states of saved ranks, by rank."""
     base: int
-    """The one of them whose plain values are restored."""
+    """Saved rank whose plain values are restored."""
     moved: bool
-    """Whether another number of ranks loads than saved."""
+    """True if the number of ranks that load differs from the number that saved."""
     complete: bool
-    """Whether ``ranks`` are all."""
+    """True if ``ranks`` holds all saved ranks."""
     own: bool = False
-    """Whether what ``base`` saved can be read here, though more is known."""
+    """True if the part of ``base`` can be read here, even if other ranks are known."""
     size: int = 1
-    """How many ranks saved."""
+    """Number of ranks that saved."""
 
 
 Planner = Callable[[Question], Plan | None]
-"""None: more saved ranks must be known."""
+"""Returns the plan for a step; None if more saved ranks must be known."""
 
 
 def restoring(prepare: Prepare, question: Question) -> Plan | None:
-    """How to restore all of a step; None if more saved ranks must be known for it.
+    """Plan how to restore all of a step; return None if more saved ranks must be known.
 
     Args:
-        prepare: what is done with the saved tree.
-        question: the step.
+        prepare: turns the saved tree into a restoration.
+        question: the step to restore.
 
     Raises:
         ConfigurationError: the saved state does not fit.
-        InfrastructureError: a part of it was not saved.
+        InfrastructureError: a part of the state was not saved.
     """
     ranks, base, moved = question.ranks, question.base, question.moved
     mine = ranks.get(base)
@@ -98,7 +98,7 @@ def restoring(prepare: Prepare, question: Question) -> Plan | None:
 def _from_anybody(
     restoration: Restoration | Reading, question: Question, mine: RankState
 ) -> list[list[Piece]]:
-    """The pieces of each tensor, whoever saved them."""
+    """Return the pieces of each tensor, from any saved rank."""
     known = _Chunks(question.ranks, question.base)
     needed: list[list[Piece]] = []
     for index, (tensor, need) in enumerate(zip(mine.tensors, restoration.wanted, strict=True)):
@@ -115,7 +115,7 @@ def _from_anybody(
 
 
 def _own(restoration: Restoration | Reading, base: int, mine: RankState) -> Plan | None:
-    """How to restore from what the same rank saved; None if it needs more."""
+    """Plan how to restore from what rank ``base`` saved; return None if that is not enough."""
     if restoration.as_saved:
         return Plan(restoration, base, mine.tensors, None)
     own = [extent_of(tensor.shape, tensor.part) for tensor in mine.tensors]
@@ -130,7 +130,7 @@ def _own(restoration: Restoration | Reading, base: int, mine: RankState) -> Plan
 
 @dataclass(frozen=True)
 class Target:
-    """A part of a saved tensor, and where it is to go. It is a `Tensor` too."""
+    """A part of a saved tensor, and the tensor that receives it. It also is a `Tensor`."""
 
     path: layouts.Path
     dtype: str
@@ -139,24 +139,24 @@ class Target:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the part."""
+        """Shape of the part."""
         return self.extent.shape
 
     @property
     def part(self) -> layouts.Part:
-        """Where it lies in the whole."""
+        """Position of the part in the whole tensor."""
         return layouts.Part(self.extent.whole, self.extent.at, -1)
 
 
 class Taking:
-    """Parts of saved tensors, copied to where they are wanted."""
+    """A restoration that copies parts of saved tensors to given targets."""
 
     def __init__(self, targets: Sequence[Target]) -> None:
         self._targets = targets
         self.wanted: list[Extent | None] = [target.extent for target in targets]
 
     def run(self, tensors: Sequence[torch.Tensor], copy: Copy = torch._foreach_copy_) -> None:
-        """Copy them."""
+        """Copy the parts to their targets."""
         targets = [target.tensor for target in self._targets]
         if targets:
             with torch.no_grad():
@@ -166,11 +166,11 @@ class Taking:
 def taking(
     choose: Callable[[Mapping[int, RankState]], Sequence[Target]], question: Question
 ) -> Plan | None:
-    """How to get parts of tensors, whichever ranks saved them; None if not all ranks are known.
+    """Plan how to get parts of tensors from any saved ranks; return None if not all ranks are known.
 
     Args:
-        choose: what is wanted of a step, all of whose ranks are known.
-        question: the step.
+        choose: returns the targets for a step, given all its ranks.
+        question: the step to read.
 
     Raises:
         InfrastructureError: a part was not saved.
@@ -189,7 +189,7 @@ def _entire(rank: int, index: int, has: Extent) -> Piece:
 
 
 class _Chunks:
-    """All saved parts, by the paths of their tensors."""
+    """All saved parts of tensors, by path."""
 
     def __init__(self, ranks: Mapping[int, RankState], base: int) -> None:
         self._found: dict[layouts.Path, list[tuple[Chunk, Tensor, int]]] = {}
@@ -205,7 +205,7 @@ class _Chunks:
                 yield chunk, checksum
 
     def check_equal(self, tensor: Tensor, checksum: int) -> None:
-        """Refuse a tensor of which each rank has saved its own."""
+        """Refuse a tensor whose content differs between ranks."""
         if any(other != checksum for _, other in self._of(tensor)):
             raise ConfigurationError(
                 f"Each rank saved another tensor {name(tensor.path)}, so another number of ranks cannot load"
@@ -213,7 +213,7 @@ class _Chunks:
             )
 
     def pieces(self, tensor: Tensor, wanted: Extent) -> list[Piece]:
-        """Cover what is wanted of a tensor."""
+        """Return pieces that cover the wanted part of a tensor."""
         parts: dict[Extent, int] = {}
         for chunk, checksum in self._of(tensor):
             if parts.setdefault(chunk.extent, checksum) != checksum:

@@ -1,7 +1,7 @@
-"""Which stored steps are kept.
+"""Policies that choose which stored steps are kept.
 
-A policy is asked after each step that was stored, and what it does not keep is deleted. It never wants a
-step again that it let go before, so it does not matter how often it is asked.
+After each stored step the policy is applied, and the steps that it does not keep are deleted. A policy
+never wants a step that it dropped before, so it does not matter how often it is applied.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import msgspec
 from dlrover.errors import ConfigurationError
 
 MAX_METRICS = 64
-"""Metrics of one step."""
+"""Maximum number of metrics of one step."""
 MAX_NAME = 200
-"""Characters in the name of a metric."""
+"""Maximum length of a metric's name, in characters."""
 _A_NAME = f"1 to {MAX_NAME} printable characters"
 
 
 class StepInfo(msgspec.Struct, frozen=True):
-    """What a policy knows of a stored step."""
+    """A stored step as a policy sees it."""
 
     step: int
     line: int = 0
-    """Which line of the training it belongs to; the newest has the greatest."""
+    """Line of the training that the step belongs to; the newest line has the greatest number."""
     number: int = 0
-    """Greater for one that was saved later."""
+    """Number of the save; greater for a later one."""
     metrics: dict[str, float] = {}
 
     @property
     def age(self) -> tuple[int, int, int]:
-        """Greater for the newer one: the newest line comes first."""
+        """Sort key, greater for the newer step; the line decides first."""
         return self.line, self.number, self.step
 
 
@@ -43,11 +43,11 @@ class Policy(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def uses_metrics(self) -> bool:
-        """Whether `StepInfo.metrics` matters."""
+        """True if the policy needs `StepInfo.metrics`."""
         return False
 
     def kept(self, steps: Sequence[StepInfo]) -> set[int]:
-        """The steps that stay; the newest one is always among them."""
+        """Return the steps to keep; the newest one is always among them."""
         return self._wanted(steps) | _newest(steps, 1)
 
     def _wanted(self, steps: Sequence[StepInfo]) -> set[int]:
@@ -76,9 +76,9 @@ class KeepLast(Policy, frozen=True):
 
 
 class KeepEvery(Policy, frozen=True):
-    """Keep the first step stored at or after each multiple of ``interval`` steps, for ever.
+    """Keep the first step stored at or after each multiple of ``interval`` steps, forever.
 
-    Where the training went back and came by again, the step of the newer line.
+    If the training went back and passed a multiple again, the step of the newer line is kept.
 
     Raises:
         ConfigurationError: ``interval`` is less than 1.
@@ -99,7 +99,7 @@ class KeepEvery(Policy, frozen=True):
 class KeepBest(Policy, frozen=True):
     """Keep the ``count`` steps whose ``metric`` is lowest (``mode="min"``) or highest (``"max"``).
 
-    Of equal steps the newer one is better. A step that was saved without the metric is not kept for it.
+    If values are equal, the newer step is better. A step saved without the metric is not kept by this policy.
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -120,7 +120,7 @@ class KeepBest(Policy, frozen=True):
 
     @property
     def uses_metrics(self) -> bool:
-        """It does."""
+        """Always True: the metric decides."""
         return True
 
     def _wanted(self, steps: Sequence[StepInfo]) -> set[int]:
@@ -134,13 +134,13 @@ class KeepBest(Policy, frozen=True):
 
 
 class KeepAny(Policy, frozen=True):
-    """Keep what at least one of several policies keeps; made by ``|``."""
+    """Keep the steps that at least one of several policies keeps; made by ``|``."""
 
     policies: tuple[KeepLast | KeepEvery | KeepBest, ...]
 
     @property
     def uses_metrics(self) -> bool:
-        """Whether one of them needs them."""
+        """True if one of the policies needs metrics."""
         return any(policy.uses_metrics for policy in self.policies)
 
     def _wanted(self, steps: Sequence[StepInfo]) -> set[int]:
@@ -152,10 +152,10 @@ _decoder = msgspec.json.Decoder(_Known | int)
 
 
 def policy_of(keep: int | Policy) -> Policy:
-    """The policy that a user means; a number of steps means the newest ones.
+    """Return the policy for a user's ``keep``; a number of steps means the newest ones.
 
     Raises:
-        ConfigurationError: it is neither a number from 1 nor a policy.
+        ConfigurationError: ``keep`` is neither a number of at least 1 nor a policy.
     """
     if isinstance(keep, Policy):
         return keep
@@ -169,12 +169,12 @@ def policy_of(keep: int | Policy) -> Policy:
 
 
 def encode(policy: Policy) -> str:
-    """The policy as one line of JSON, for a command line."""
+    """Encode the policy as one line of JSON, for a command line."""
     return msgspec.json.encode(policy).decode()
 
 
 def decode(text: str) -> Policy:
-    """The policy again; a number means the newest steps.
+    """Decode a policy from JSON; a number means the newest steps.
 
     Raises:
         ConfigurationError: the text is not a policy.
@@ -186,7 +186,7 @@ def decode(text: str) -> Policy:
 
 
 def checked_metrics(metrics: Mapping[Any, Any]) -> dict[str, float]:
-    """A step's metrics as they are stored. One that is not finite is left out: it is never the best.
+    """Return a step's metrics as they are stored, without those that are not finite: they are never the best.
 
     Raises:
         ConfigurationError: a name or a value cannot be a metric, or there are too many.

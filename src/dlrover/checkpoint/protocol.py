@@ -1,8 +1,8 @@
-"""What workers and the saver of their node say to each other, and over what.
+"""Protocol between workers and the saver of their node: the messages and their transport.
 
-A Unix socket of packets in the abstract namespace: no file to leave behind. Each packet is one message in
-MessagePack; memory is handed over as file descriptors. The worker asks, the saver answers, in turn. Both
-ends check that the other one runs as the same user.
+The transport is a Unix packet socket in the abstract namespace, which leaves no file behind. Each packet is
+one message in MessagePack; memory is handed over as file descriptors. The worker asks and the saver answers,
+in turn. Both ends check that the other one runs as the same user.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from dlrover.errors import InfrastructureError, ProtocolError
 
 MAX_PACKET = 1 << 16
 GENERATIONS = 3
-"""Of each rank, where there is memory for them. Two are written in turn, so that ranks that are a step apart
-have one in common; the third takes part while one is being stored."""
+"""Generations of each rank, if memory allows. Two are written in turn, so that ranks one step apart have a
+save in common; the third joins in while one is being persisted."""
 
 
 class SaverGoneError(InfrastructureError):
-    """The saver has ended."""
+    """Raised when the saver has ended."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -38,49 +38,49 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Attach(Message, frozen=True):
-    """A worker introduces itself; answered by `Attached`, with its generations' descriptors."""
+    """A worker's introduction; answered by `Attached`, with the descriptors of its generations."""
 
     rank: int
     job: str = ""
-    """The job's identifier; empty if it has none."""
+    """Identifier of the job; empty if it has none."""
 
 
 class Peer(msgspec.Struct, frozen=True, array_like=True):
-    """Where a saver takes replicas."""
+    """Address at which a saver accepts replicas of other nodes' memory."""
 
     host: str
     port: int
     fingerprint: bytes = b""
-    """Of the certificate that it shows; empty: it speaks no TLS."""
+    """Fingerprint of the saver's certificate; empty if it does not speak TLS."""
 
 
 class Replication(msgspec.Struct, frozen=True, array_like=True):
-    """To which savers a world's memory is copied."""
+    """Plan for copying a world's memory to other savers."""
 
     token: bytes
-    """What savers of this world know each other by."""
+    """Secret by which the savers of this world recognize each other."""
     own: Peer
     peers: tuple[Peer, ...]
     bandwidth: float | None
-    """Bytes per second that are sent; None: as many as can be."""
+    """Maximum bytes sent per second; None means no limit."""
     pem: str = ""
-    """The saver's private key and certificate; empty: no saver of this world speaks TLS."""
+    """The saver's private key and certificate; empty if no saver of this world speaks TLS."""
 
 
 class Join(Message, frozen=True):
-    """The world that the worker is part of. What an earlier one had not finished asking for is dropped."""
+    """The worker's announcement of its world. Saves that earlier worlds have not completed are dropped."""
 
     session: int
     world_size: int
     ranks: tuple[int, ...]
     """The ranks that share this saver."""
     save_at_breakpoint: bool = False
-    """Whether what is in memory is stored when a worker ends without a `Goodbye`."""
+    """True to persist the save in memory when a worker ends without a `Goodbye`."""
     replication: Replication | None = None
 
 
 class Listen(Message, frozen=True):
-    """Take replicas at an address of this node, with port 0 at any free port; answered by `Listening`."""
+    """Request to accept replicas at an address; port 0 means any free one. Answered by `Listening`."""
 
     host: str
     port: int
@@ -88,9 +88,9 @@ class Listen(Message, frozen=True):
 
 
 class Reserve(Message, frozen=True):
-    """Provide ``nbytes`` of memory for one generation; answered by `Reserved` when it is there.
+    """Request to provide ``nbytes`` of memory for one generation; answered by `Reserved` when it is there.
 
-    It may take seconds, so it may come on a connection that is attached to no rank.
+    This may take seconds, so the request may come on a connection that is attached to no rank.
     """
 
     rank: int
@@ -99,66 +99,66 @@ class Reserve(Message, frozen=True):
 
 
 class Begin(Message, frozen=True):
-    """Which generation may be written? Answered by `Granted`, when one is free."""
+    """Request for a generation to write; answered by `Granted` when one is free."""
 
     save: SaveId
     ready: int = GENERATIONS
-    """The generations that memory is provided for; the first of the others may be named, but is not granted."""
+    """Number of generations that have memory. The reply may name the next one, but does not grant it."""
 
 
 class Publish(Message, frozen=True):
-    """The generation is valid."""
+    """Notice that a generation is valid."""
 
     slot: int
     save: SaveId
     to_storage: bool
     metrics: dict[str, float] = {}
-    """What the training measured; rank 0's counts."""
+    """Metrics that the training measured; those of rank 0 count."""
 
 
 class PassOver(Message, frozen=True):
-    """This rank's part of a save does not come."""
+    """Notice that this rank's part of a save will not come."""
 
     save: SaveId
     written: bool
-    """Whether the worker itself writes it to the storage."""
+    """True if the worker itself writes the part to storage."""
 
 
 class Keep(Message, frozen=True):
-    """The save that was chosen to continue from; None: none in memory. Others are given up."""
+    """The save in memory to continue from; None means no save in memory. All others are given up."""
 
     save: SaveId | None
 
 
 class Open(Message, frozen=True):
-    """Look into the memory of another rank; answered by `Attached`, with descriptors."""
+    """Request to read the memory of another rank; answered by `Attached`, with descriptors."""
 
     rank: int
 
 
 class Verify(Message, frozen=True):
-    """Compare the tensors of a rank's generation with their checksums; answered by `Verified`."""
+    """Request to compare the tensors of a generation with their checksums; answered by `Verified`."""
 
     rank: int
     slot: int
     below: int = 0
-    """Only tensors of less than so many bytes; 0: all."""
+    """Size in bytes below which tensors are compared; 0 means all."""
 
 
 class Wait(Message, frozen=True):
-    """Answered by `Settled` when everything asked for storage by this world is durable or has failed."""
+    """Request to wait until this rank's saves to storage are durable or failed; answered by `Settled`."""
 
 
 class Stored(Message, frozen=True):
-    """What is the newest save of this world that was stored? Answered by `NewestStored`."""
+    """Request for the newest stored save of this world; answered by `NewestStored`."""
 
 
 class Goodbye(Message, frozen=True):
-    """The worker is about to disconnect, and has all that it wants."""
+    """Notice that the worker is about to disconnect in good order."""
 
 
 class Look(Message, frozen=True):
-    """What is valid, of any rank? Answered by `Holding`."""
+    """Request for the valid generations of all ranks; answered by `Holding`."""
 
 
 class Held(msgspec.Struct, frozen=True, array_like=True):
@@ -171,73 +171,73 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Attached(Message, frozen=True):
-    """The saver's name for itself."""
+    """Reply to `Attach` and `Open`, with the saver's identifier."""
 
     saver: int
     newest: Newest = Newest()
-    """Of all saves that this saver has seen."""
+    """Greatest line and number of all saves that this saver has seen."""
 
 
 class Reserved(Message, frozen=True):
-    """How many generations there are; fewer than before where memory is short."""
+    """Reply with the number of generations, which falls if memory is short."""
 
     generations: int
     problem: str = ""
-    """Why there is no memory for even one; the only one keeps its size."""
+    """Reason if memory does not suffice for even one generation, which then keeps its size; else empty."""
 
 
 class Holding(Message, frozen=True):
-    """All valid generations here."""
+    """Reply with all valid generations of this saver."""
 
     held: tuple[Held, ...]
     unrecorded: str = ""
-    """Why it is not recorded in the directory that there were whole saves; empty: it is, or there were none."""
+    """Reason why the directory has no record of whole saves; empty if it has, or there were none."""
 
 
 class Listening(Message, frozen=True):
-    """Where replicas are taken."""
+    """Reply with the port at which replicas are accepted."""
 
     port: int
     pem: str = ""
-    """The saver's private key and certificate, if it was asked for TLS."""
+    """The saver's private key and certificate; empty if TLS was not requested."""
 
 
 class Done(Message, frozen=True):
-    """Nothing more to say."""
+    """Reply without content: the request was carried out."""
 
 
 class Granted(Message, frozen=True):
-    """The generation to write."""
+    """Reply with the generation to write."""
 
     slot: int
     news: str = ""
-    """What the user is to be told of the storage, once on each node."""
+    """Sentence about the storage for the user, sent once on each node; empty if there is none."""
 
 
 class Verified(Message, frozen=True):
-    """Why the generation cannot be used; empty if it is whole."""
+    """Reply with the reason why a generation cannot be used; empty if it is whole."""
 
     problem: str
 
 
 class Settled(Message, frozen=True):
-    """What went wrong since the last time it was asked, one sentence each."""
+    """Reply with the world's problems since the worker's last `Wait`, one sentence each."""
 
     problems: tuple[str, ...]
 
 
 class NewestStored(Message, frozen=True):
-    """A save; None: none."""
+    """Reply with the newest stored save; None if there is none."""
 
     save: SaveId | None
 
 
 class Refused(Message, frozen=True):
-    """What was asked cannot be done."""
+    """Reply that a request cannot be carried out."""
 
     reason: str
     wrong: bool = False
-    """Whether it should not have been asked: the program has to be changed."""
+    """True if the request itself was wrong, so that the program must be changed."""
 
 
 Request = (
@@ -274,17 +274,17 @@ _replies = msgspec.msgpack.Decoder(Reply)
 
 
 def address(location: str, identity: str, node: str = "") -> str:
-    """The abstract address of a node's saver for a checkpoint directory and its identity.
+    """Return the abstract address of a node's saver for a checkpoint directory and its identity.
 
-    ``node`` tells nodes on one machine apart: each has memory of its own, as machines have. The format is in it, too:
-    a saver and workers of different versions do not meet.
+    ``node`` distinguishes nodes on one machine: each has its own memory, as separate machines do. The address
+    includes the format, so a saver and workers of different versions do not connect.
     """
     text = f"{location}\0{identity}\0{node}".encode()
     return f"\0dlrover-ckpt-{FORMAT}-{os.getuid()}-{xxhash.xxh3_128_hexdigest(text)}"
 
 
 def log_file(location: str) -> Path:
-    """Where a saver says what it does: in its directory; for a URL, among this node's temporary files."""
+    """Return the log file of a saver: in its directory, or for a URL among this node's temporary files."""
     if not is_url(location):
         return Path(location) / f"saver-{socket.gethostname()}.log"
     name = f"dlrover-saver-{os.getuid()}-{xxhash.xxh3_64_hexdigest(location.encode())}.log"
@@ -292,15 +292,15 @@ def log_file(location: str) -> Path:
 
 
 def new_socket() -> socket.socket:
-    """A socket of the kind that the protocol uses."""
+    """Create a socket of the type that the protocol uses."""
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def check_peer(sock: socket.socket) -> int:
-    """Refuse a peer that runs as another user. The peer's process id; 0 if it is not to be seen here.
+    """Refuse a peer that runs as another user; return the peer's process id, or 0 if it is not visible here.
 
     Raises:
-        ProtocolError: it does.
+        ProtocolError: the peer runs as another user.
     """
     pid, uid = peer(sock)
     if uid != os.getuid():
@@ -317,10 +317,10 @@ def send(sock: socket.socket, message: Message, fds: Sequence[int] = ()) -> None
 
 
 def receive_request(sock: socket.socket) -> Request | None:
-    """The next request; None when the peer is gone.
+    """Receive the next request; return None when the peer is gone.
 
     Raises:
-        ProtocolError: it is not one.
+        ProtocolError: the packet is not a request.
     """
     data = sock.recv(MAX_PACKET)
     try:
@@ -330,11 +330,11 @@ def receive_request(sock: socket.socket) -> Request | None:
 
 
 def receive_reply(sock: socket.socket) -> tuple[Reply, list[int]]:
-    """The next reply, and the descriptors that came with it.
+    """Receive the next reply, and the descriptors that came with it.
 
     Raises:
         SaverGoneError: the saver is gone.
-        ProtocolError: it is not a reply, or does not fit its time.
+        ProtocolError: the packet is not a reply, or was truncated.
     """
     room = socket.CMSG_SPACE(GENERATIONS * array.array("i").itemsize)
     data, ancillary, flags, _ = sock.recvmsg(MAX_PACKET, room, socket.MSG_CMSG_CLOEXEC)

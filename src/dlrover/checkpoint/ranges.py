@@ -1,4 +1,4 @@
-"""Ranges of remote files, read by many requests at once."""
+"""Ranges of remote files, read by many concurrent requests."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import NamedTuple, Protocol, TypeVar
 from dlrover.checkpoint.stores import Range, UnreachableError, join
 
 READERS = 16
-"""Requests at once."""
+"""Maximum number of concurrent requests."""
 REQUEST = 32 << 20
-"""Bytes that one request asks for."""
+"""Maximum bytes per request."""
 GAP = 1 << 16
-"""Bytes that are read for nothing rather than asking once more."""
+"""Maximum gap in bytes that is read and discarded to save a request."""
 READ_RETRIES = (0.5, 2.0)
-"""Seconds to wait before a failed read is tried again, after what the implementation itself has tried."""
+"""Seconds to wait before each retry of a failed read, after the implementation's own retries."""
 _Value = TypeVar("_Value")
 
 
 class Source(Protocol):
-    """What the ranges are read from."""
+    """Store that the ranges are read from."""
 
     def size(self, file: str) -> int:
-        """Bytes of a file."""
+        """Return the size of a file in bytes."""
 
     def read_range(self, wanted: Range) -> bytes:
-        """Some of a file's bytes; fewer where it ends before."""
+        """Read a range of a file; return fewer bytes if the file ends before."""
 
 
 class _Span(NamedTuple):
@@ -39,7 +39,7 @@ class _Span(NamedTuple):
 
 
 class Ranges:
-    """Ranges of the files in one folder: what is expected is read by many requests at once."""
+    """Ranges of the files in one folder; expected ones are read by many concurrent requests."""
 
     def __init__(self, source: Source, folder: str) -> None:
         self._source = source
@@ -48,24 +48,24 @@ class Ranges:
         self._found: dict[Range, memoryview] = {}
 
     def size(self, file: str) -> int:
-        """Bytes of a file."""
+        """Return the size of a file in bytes."""
         if file not in self._sizes:
             self._sizes[file] = self._source.size(join(self._folder, file))
         return self._sizes[file]
 
     def expect(self, wanted: Iterable[Range]) -> None:
-        """Read what will be viewed."""
+        """Read the ranges that will be viewed."""
         self._found.update(self._read({part for part in wanted if part.nbytes}))
 
     def view(self, wanted: Range) -> memoryview:
-        """The bytes of one range, which may be written over."""
+        """Return the bytes of one range; the caller may overwrite them."""
         if not wanted.nbytes:
             return memoryview(b"")
         found = self._found.get(wanted)
         return self._read({wanted})[wanted] if found is None else found
 
     def fill(self, wanted: Range, buffer: memoryview) -> None:
-        """Copy the bytes of one range."""
+        """Copy the bytes of one range to a buffer."""
         buffer[:] = self.view(wanted)
 
     def _read(self, wanted: Iterable[Range]) -> dict[Range, memoryview]:
@@ -92,7 +92,7 @@ class Ranges:
 
 
 def _neighbours(ranges: list[Range]) -> list[list[Range]]:
-    """Ranges of one file with small gaps at most; ``ranges`` are in order."""
+    """Group ranges of one file with gaps of at most `GAP` bytes; ``ranges`` are in order."""
     groups: list[list[Range]] = []
     end = 0
     for wanted in ranges:
@@ -112,7 +112,7 @@ def _span(group: list[Range]) -> _Span:
 
 
 def again(read: Callable[[], _Value]) -> _Value:
-    """Try to read again if the store does not answer."""
+    """Call ``read``; retry if the store does not answer."""
     delays = iter(READ_RETRIES)
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The memory of a node's ranks: who wrote it, who uses it, and what may be written over."""
+"""The memory of a node's ranks: its writers, its users, and the generations that may be overwritten."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from dlrover.errors import ConfigurationError, InfrastructureError
 logger = logging.getLogger(__name__)
 
 ENOUGH = 2
-"""Generations that a rank needs."""
+"""Number of generations that a rank needs."""
 
 
 class NoMemoryError(InfrastructureError):
-    """There is not enough memory for a generation."""
+    """Raised when memory does not suffice for a generation."""
 
 
 @dataclass
@@ -31,22 +31,22 @@ class Slot:
     fd: int
     generation: Generation
     saved: SaveId | None = None
-    """What is in it; None: nothing that is valid."""
+    """Save in the generation; None if it is not valid."""
     metrics: dict[str, float] = field(default_factory=dict)
     pins: int = 0
-    """How many need it as it is, to persist it."""
+    """Number of users that need the content unchanged, to persist it."""
     epoch: int = 0
-    """Counts how often it was granted."""
+    """Number of times that the generation was granted."""
     outdated: bool = False
-    """Whether it is given up as soon as nobody needs it."""
+    """True if the generation is given up once it is no longer pinned."""
 
     @property
     def pinned(self) -> bool:
-        """Whether it must not be written."""
+        """True if the generation must not be overwritten."""
         return self.pins > 0
 
     def header(self) -> Header | None:
-        """The header of a valid generation; None if there is none, or it is damaged."""
+        """Return the header of a valid generation; None if the generation is not valid, or damaged."""
         try:
             return self.generation.header()
         except InfrastructureError as error:
@@ -54,25 +54,25 @@ class Slot:
             return None
 
     def remap(self) -> None:
-        """See all the memory that it has by now."""
+        """Map the memory again if its size has changed."""
         if os.fstat(self.fd).st_size != self.generation.size:
             self.generation = Generation(self.fd)
 
     def give_up(self, state: State = State.EMPTY) -> None:
-        """Say that it cannot be used."""
+        """Mark the generation as unusable."""
         self.saved = None
         self.outdated = False
         self.generation.invalidate(state)
 
     def retire(self) -> None:
-        """Give it up, as soon as nobody needs it."""
+        """Give the generation up once it is no longer pinned."""
         if self.pinned:
             self.outdated = True
         else:
             self.give_up()
 
     def unpin(self) -> None:
-        """One less needs it."""
+        """Remove one pin; give an outdated generation up when the last one goes."""
         self.pins -= 1
         if self.outdated and not self.pins:
             self.give_up()
@@ -80,22 +80,22 @@ class Slot:
 
 @dataclass
 class World:
-    """Ranks that save together, as far as this node knows them."""
+    """The ranks that save together, as far as this node knows them."""
 
     joined: protocol.Join
     problems: list[str] = field(default_factory=list)
-    """What was not stored, and why."""
+    """Sentences about saves that were not stored, with the reasons."""
     stored: SaveId | None = None
-    """The newest save that was stored."""
+    """Newest stored save."""
     failing: bool = False
-    """Whether the last step that was to be stored was not."""
+    """True if the last save to storage failed."""
     news: str = ""
-    """A sentence about storage that fails, or works again; empty once a worker of the node has told it."""
+    """Sentence about storage that fails or works again; empty once a worker of the node has received it."""
     voted: tuple[SaveId, ...] | None = None
-    """The newest save in memory, if any, when it was asked last what of this world is to be stored."""
+    """Newest save in memory, if any, at this node's last vote on what to store of this world."""
 
     def note(self, save: SaveId, problem: str) -> None:
-        """A save was stored, or was not because of a problem."""
+        """Record that a save was stored, or why not if there is a ``problem``."""
         if problem:
             if self.stored is not None and self.stored.step == save.step:
                 problem += " What was saved of the step before is stored."
@@ -111,46 +111,46 @@ class World:
 
 @dataclass
 class RankMemory:
-    """One rank's generations and its worker. Without a worker: of an earlier world, or a replica."""
+    """One rank's generations and its worker. Without a worker: left from an earlier world, or a replica."""
 
     slots: list[Slot]
     owner: int = 0
-    """The connection of its worker; 0: there is none."""
+    """Connection of the rank's worker; 0 if there is none."""
     pid: int = 0
-    """Its worker's process; 0: not known."""
+    """Process id of the worker; 0 if unknown."""
     job: str = ""
-    """Its worker's job; empty if that has no identifier."""
+    """Job identifier of the worker; empty if the job has none."""
     world: World | None = None
     told: int = 0
-    """How many of the world's problems its worker has heard."""
+    """Number of the world's problems that the worker has received."""
     providing: threading.Lock = field(default_factory=threading.Lock)
-    """Held while memory is provided for one of its generations."""
+    """Lock held while memory is provided for one of the generations."""
     receiving: int = 0
-    """How many copies from another node are being written to it."""
+    """Number of copies from other nodes being written to this memory."""
     passed: int = 0
-    """The number of its worker's newest save, whether or not it is in memory."""
+    """Number of the worker's newest save, even if the save is not in memory."""
 
     @property
     def session(self) -> int:
-        """The world's; 0 if there is none."""
+        """Session of the world; 0 if there is none."""
         return self.world.joined.session if self.world is not None else 0
 
 
 class Ranks:
-    """All ranks' memory. Hold ``changed`` when you use it."""
+    """Memory of all ranks. Hold ``changed`` while using it."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.memories: dict[int, RankMemory] = {}
         self.world: World | None = None
-        """The one that was joined last."""
+        """World that was joined last."""
         self._base: SaveId | None = None
-        """The save that the world continues from."""
+        """Save that the world continues from."""
         self.newest = Newest()
-        """Of all saves that were ever here."""
+        """Greatest line and number of all saves that were ever in memory here."""
 
     def of(self, rank: int, generations: int = protocol.GENERATIONS) -> RankMemory:
-        """The memory of a rank, made if there is none."""
+        """Return the memory of a rank; create it if there is none."""
         mine = self.memories.get(rank)
         if mine is None:
             slots = [_new_slot(rank, number) for number in range(generations)]
@@ -158,7 +158,7 @@ class Ranks:
         return mine
 
     def held(self) -> tuple[protocol.Held, ...]:
-        """All generations that can be used; a damaged one is given up."""
+        """Return all usable generations; give damaged ones up."""
         held = []
         for rank, mine in self.memories.items():
             for number, slot in enumerate(mine.slots):
@@ -174,7 +174,7 @@ class Ranks:
         return tuple(held)
 
     def continue_from(self, mine: RankMemory, save: SaveId | None) -> None:
-        """What else a rank, or one without a worker, has is not used any more."""
+        """Retire every other save of a rank, and of all ranks without a worker."""
         self._base = save
         for known in self.memories.values():
             if known is mine or not known.owner:
@@ -183,15 +183,15 @@ class Ranks:
                         slot.retire()
 
     def admit(self, slot: Slot, save: SaveId) -> None:
-        """A generation is valid."""
+        """Record that a generation holds a valid save."""
         slot.saved = save
         self.newest = self.newest.including(save)
 
     def check_agreement(self, mine: RankMemory, save: SaveId) -> None:
-        """Refuse a save that another rank of the node has made of another step.
+        """Refuse a save if another rank of the node made the same save at another step.
 
         Raises:
-            ConfigurationError: it has.
+            ConfigurationError: another rank did.
         """
         for rank, known in self.memories.items():
             for slot in known.slots if known is not mine else ():
@@ -206,9 +206,9 @@ class Ranks:
                     )
 
     def must_wait(self, mine: RankMemory, ready: int) -> bool:
-        """Whether a generation without memory yet has to be written next.
+        """Return True if the next generation to write is one that has no memory yet.
 
-        So it is when the first ``ready`` ones are to be persisted, or are the newest valid one.
+        This is so if each of the first ``ready`` ones is pinned or is the newest valid one.
         """
         newest = max(mine.slots, key=_age)
         return ready < len(mine.slots) and all(
@@ -224,7 +224,7 @@ class Ranks:
         to_worker: bool,
         ready: int = protocol.GENERATIONS,
     ) -> Slot:
-        """The generation to write next, of those that are free and have their memory: there must be one."""
+        """Return the generation to write next, the oldest that is free and has memory; there must be one."""
         free = [slot for slot in mine.slots[:ready] if not slot.pinned]
         for slot in free:
             if (
@@ -241,13 +241,13 @@ class Ranks:
         return chosen
 
     def drop_last(self, mine: RankMemory) -> None:
-        """Keep one generation of a rank less from now on."""
+        """Remove the last generation of a rank for good."""
         dropped = mine.slots.pop()
         dropped.give_up()
         os.close(dropped.fd)
 
     def _forget_strangers(self, mine: RankMemory) -> None:
-        """Let go of the memory of ranks that are not part of the world any more."""
+        """Free the memory of ranks that no longer belong to the world."""
         ranks = mine.world.joined.ranks if mine.world is not None else ()
         for rank, known in list(self.memories.items()):
             in_use = any(
@@ -262,17 +262,17 @@ class Ranks:
 
 
 def _age(slot: Slot) -> tuple[int, int]:
-    """Greater for newer content."""
+    """Return a sort key, greater for newer content."""
     return (slot.saved.line, slot.saved.number) if slot.saved is not None else (-1, -1)
 
 
 def reserve(slots: list[Slot], nbytes: int, rank: int, *, spare: bool = False) -> None:
-    """Make generations that large, and have the kernel provide the memory.
+    """Enlarge generations to ``nbytes`` each and have the kernel provide the memory.
 
-    For a ``spare`` one at most half of what is available is taken: the training needs the rest more.
+    With ``spare``, take at most half of the available memory: the training needs the rest more.
 
     Raises:
-        NoMemoryError: there is not enough.
+        NoMemoryError: memory is short.
     """
     more = sum(max(0, nbytes - os.fstat(slot.fd).st_size) for slot in slots)
     available = available_memory()

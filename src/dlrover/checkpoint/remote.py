@@ -1,11 +1,11 @@
-"""Checkpoints in an object store, or wherever else fsspec reaches.
+"""Checkpoints in an object store, or in any other place that fsspec reaches.
 
-There are no directories that could be renamed, so a step counts when it has a manifest::
+An object store cannot rename directories, so a step counts once it has a manifest::
 
-    step-40/manifest.json              put last; taken away first
-    step-40/.metadata                  what DCP reads first
-    step-40/0123456789abcdef-7/…       the files, in a folder with the name of the save: session and number
-    step-30/manifest.json.bad          the manifest of a step that was found to be damaged
+    step-40/manifest.json              written last, deleted first
+    step-40/.metadata                  the file that DCP reads first
+    step-40/0123456789abcdef-7/…       the files, in a folder named after the save: session and number
+    step-30/manifest.json.bad          the manifest of a damaged step
 """
 
 from __future__ import annotations
@@ -45,33 +45,33 @@ from dlrover.checkpoint.stores import (
 from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
 
 POLL = 1.0
-"""Seconds between two looks for what other savers write."""
+"""Seconds between two checks for files of other savers."""
 WRITE = 16 << 20
-"""Bytes that are handed on at a time."""
+"""Maximum bytes passed to the implementation at a time."""
 _TIMES = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")
-"""What the implementations call the time of the last change."""
+"""Names that the implementations use for the time of the last change."""
 _STEP = re.compile(r"step-(\d+)")
 _Value = TypeVar("_Value")
 
 
 class _Place(msgspec.Struct):
-    """What of a manifest matters here."""
+    """The part of a manifest that matters here."""
 
     place: str = ""
 
 
 def remote_store(url: str) -> Store:
-    """A checkpoint directory at a URL.
+    """Open a checkpoint directory at a URL.
 
     Raises:
-        ConfigurationError: the URL is of no kind that fsspec knows, or a package is missing.
-        InfrastructureError: what is there does not answer.
+        ConfigurationError: fsspec does not know the kind of URL, or a package is missing.
+        InfrastructureError: the service does not answer.
     """
     return _RemoteStore(url)
 
 
 class _RemoteStore:
-    """What goes wrong in the implementation is an OSError, whatever it raises."""
+    """Checkpoint directory at a URL; any error of the implementation becomes an OSError."""
 
     poll = POLL
     renames = False
@@ -102,23 +102,23 @@ class _RemoteStore:
     def _refused(self, error: Exception) -> ConfigurationError:
         return ConfigurationError(f"{self.location} cannot be used: {self._said(error)}.")
 
-    # ---- what the implementation says
+    # ---- calls and errors of the implementation
 
     def _said(self, error: Exception) -> str:
-        """The text of an error, without a password."""
+        """Return the text of an error, without a password."""
         text = str(getattr(error, "strerror", None) or str(error) or type(error).__name__)
         return (text.replace(self._secret, "") if self._secret else text).rstrip(".")
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
-        """Raise what goes wrong as an OSError, whatever the implementation raises."""
+        """Convert any error of the implementation to an OSError."""
         try:
             yield
         except FileNotFoundError as error:
             raise FileNotFoundError(errno.ENOENT, "there is no such file or bucket") from error
         except (UnreachableError, DLRoverError):
             raise
-        except Exception as error:  # noqa: BLE001 - of whatever library the implementation uses
+        except Exception as error:  # noqa: BLE001 - of any library that the implementation uses
             cause = None if self._secret else error
             raise UnreachableError(errno.EIO, self._said(error), self.location) from cause
 
@@ -186,14 +186,14 @@ class _RemoteStore:
         return Ranges(self, folder)
 
     def read_range(self, wanted: Range) -> bytes:
-        """Some of a file's bytes; fewer where it ends before."""
+        """Read a range of a file; return fewer bytes if the file ends before."""
         path, end = self._path(wanted.file), wanted.offset + wanted.nbytes
         return cast(
             "bytes", again(lambda: self._ask("cat_file", path, start=wanted.offset, end=end))
         )
 
     def size(self, file: str) -> int:
-        """Bytes of a file."""
+        """Return the size of a file in bytes."""
         return int(again(lambda: self._ask("info", self._path(file)))["size"])
 
     @contextlib.contextmanager
@@ -208,10 +208,10 @@ class _RemoteStore:
             raise
 
     def _abandon(self, opened: Any) -> None:
-        """Close a file without finishing it, where the implementation can do that."""
+        """Close a file without finishing it, if the implementation can."""
         with contextlib.suppress(
             Exception
-        ):  # any implementation's; what is told is why it was given up
+        ):  # of any implementation; the reason for giving up is raised instead
             if hasattr(opened, "discard"):
                 opened.discard()
                 opened.closed = True
@@ -220,7 +220,7 @@ class _RemoteStore:
         self._with_folder(file, lambda path: self._ask("pipe_file", path, data))
 
     def sync(self, folder: str) -> None:
-        """What was written is durable."""
+        """Do nothing: what is written is durable."""
 
     def write_once(self, file: str, data: bytes) -> None:
         def put(path: str) -> None:
@@ -231,7 +231,7 @@ class _RemoteStore:
             self._with_folder(file, put)
 
     def _with_folder(self, file: str, put: Callable[[str], _Value]) -> _Value:
-        """Write a file; where there are folders, its own is made if there is none."""
+        """Write a file; if that fails because its folder is missing, make the folder and retry."""
         path = self._path(file)
         try:
             return put(path)
@@ -240,7 +240,7 @@ class _RemoteStore:
             return put(path)
 
     def _make_folders(self, folder: str) -> None:
-        """Those below the checkpoint directory, and that; a bucket is not made."""
+        """Make a folder, with those above it up to the checkpoint directory, but no bucket."""
         below = folder[len(self._root) :].strip("/").split("/")
         folders = [self._root]
         folders += [join(self._root, "/".join(below[: n + 1])) for n in range(len(below))]
@@ -269,10 +269,10 @@ class _RemoteStore:
             return ""
 
     def publish(self, draft: Draft, files: Collection[str]) -> None:
-        """The manifest is there: that is all."""
+        """Do nothing: the manifest is written, so the step counts."""
 
     def adopt(self) -> None:
-        """A manifest is replaced at once."""
+        """Do nothing: a manifest is replaced at once, so no replacement is cut short."""
 
     def give_up(self, save: SaveId, mark: str) -> None:
         self.write(join(self.draft(save).marks, mark), b"")
@@ -303,7 +303,7 @@ class _RemoteStore:
                 others = [name for name in others if name != DCP_METADATA]
                 try:
                     used = {self._place(join(top, name)) for name in manifests}
-                except OtherFormatError:  # where its files are is not known
+                except OtherFormatError:  # the place of its files is unknown
                     continue
                 others = [name for name in others if "" not in used and name not in used]
             found += [Leftover(int(match[1]), name, join(top, name)) for name in others]
@@ -317,7 +317,7 @@ class _RemoteStore:
 
 
 class _Upload:
-    """A file that is being written, a bounded number of bytes at a time."""
+    """File that is being written, a bounded number of bytes at a time."""
 
     def __init__(self, store: _RemoteStore, file: Any) -> None:
         self._store = store
@@ -331,7 +331,7 @@ class _Upload:
 
 
 def _modified(known: Mapping[str, Any]) -> float:
-    """When a file changed last; now if the implementation does not say."""
+    """Return when a file changed last; the current time if the implementation does not say."""
     for key in _TIMES:
         value = known.get(key)
         if isinstance(value, dt.datetime):

@@ -1,7 +1,7 @@
-"""Copies of this node's memory on other nodes, and of theirs here: savers that send and receive.
+"""Replicas between nodes: a saver sends copies of its node's memory to others and receives theirs.
 
-Nobody waits for a replica. Each step that a rank publishes is sent to the other nodes in the background;
-when the rank needs the memory again before all of it is sent, the rest is given up for a newer step.
+No rank waits for a replica. Each step that a rank publishes is sent to the other nodes in the background.
+If the rank needs the memory again before all of it is sent, the rest is given up for a newer step.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from dlrover.errors import InfrastructureError, ProtocolError
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT = 5.0
-"""Seconds to reach another saver, and for it to say who it is."""
+"""Seconds to connect to another saver, and for it to identify itself."""
 PATIENCE = 30.0
-"""Seconds that another saver may take for one message, or for checking a replica."""
+"""Seconds that another saver may take for one message, or to check a replica."""
 BACK_OFF = (0.2, 30.0)
-"""Seconds before a lost saver is tried again: at first, and at most."""
+"""Seconds before another attempt to reach a saver: the first delay, and the longest."""
 
 
 class Replicas:
-    """Sends and receives. Methods may be called from any thread."""
+    """Sender and receiver of replicas. Methods may be called from any thread."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
@@ -46,10 +46,10 @@ class Replicas:
         self._pem = ""
 
     def certify(self, *, tls: bool) -> str:
-        """Speak TLS with whoever connects from now on, or do not; this saver's key and certificate for it.
+        """Turn TLS on or off for later connections; return this saver's key and certificate, if any.
 
         Raises:
-            ConfigurationError: it cannot be made.
+            ConfigurationError: the certificate cannot be made.
         """
         with self._lock:
             if not tls:
@@ -59,10 +59,10 @@ class Replicas:
             return self._pem
 
     def listen(self, host: str, port: int) -> int:
-        """Take replicas at an address of this node; the port. With port 0 any free one.
+        """Accept replicas at an address of this node; return the port. Port 0 means any free one.
 
         Raises:
-            OSError: the address cannot be had.
+            OSError: the address is not available.
         """
         with self._lock:
             listener = self._listeners.get(host)
@@ -74,16 +74,16 @@ class Replicas:
             return int(listener.getsockname()[1])
 
     def close(self) -> None:
-        """Take no more replicas."""
+        """Stop accepting connections."""
         with self._lock:
             for listener in self._listeners.values():
                 with contextlib.suppress(OSError):
-                    listener.shutdown(socket.SHUT_RDWR)  # wakes whoever waits for a connection
+                    listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts connections
                 listener.close()
             self._listeners.clear()
 
     def join(self, joined: Join) -> None:
-        """Send what a world saves; another world's is not sent any more."""
+        """Start sending what a world saves, and stop sending for any other world."""
         world, plan = self._exchange.world(), joined.replication
         if plan is None or world is None or world.joined.session != joined.session:
             return
@@ -92,7 +92,7 @@ class Replicas:
                 return
             self._sending = world
             self._pem = plan.pem
-        try:  # this saver may be a new one, which the others do not know of
+        try:  # a saver that has just started does not listen yet
             self.listen(plan.own.host, plan.own.port)
         except OSError as error:
             logger.warning("No replicas are taken on %s: %s", plan.own.host, error)
@@ -117,7 +117,7 @@ class Replicas:
 
 
 class _Limit:
-    """A bucket for several threads."""
+    """Token bucket for several threads."""
 
     def __init__(self, bucket: TokenBucket) -> None:
         self._bucket = bucket
@@ -129,13 +129,13 @@ class _Limit:
 
 
 class _Problems:
-    """Logs each problem of a rank once, whatever step or amount of memory it names by now."""
+    """Log that says each problem of a rank once, even if the numbers in it change."""
 
     def __init__(self) -> None:
         self._said: set[tuple[int, str]] = set()
 
     def say(self, problem: str, rank: int = -1) -> None:
-        """Log it; rank -1: it is no rank's."""
+        """Log a problem unless it was logged before; ``rank`` is -1 if it concerns no single rank."""
         kind = rank, re.sub(r"\d+", "#", problem)
         if kind not in self._said:
             logger.warning("%s", problem)
@@ -143,7 +143,7 @@ class _Problems:
 
 
 class Receiver:
-    """One connection of another saver."""
+    """One connection from another saver."""
 
     def __init__(self, exchange: Exchange, sock: socket.socket, address: str, pem: str) -> None:
         self._exchange = exchange
@@ -153,7 +153,7 @@ class Receiver:
         self._problems = _Problems()
 
     def run(self) -> None:
-        """Take what comes until the other one is gone."""
+        """Receive replicas until the other saver is gone."""
         with contextlib.suppress(ConnectionError, TimeoutError):
             try:
                 self._sock.settimeout(CONNECT_TIMEOUT)
@@ -161,7 +161,7 @@ class Receiver:
                     self._attend()
             except (ProtocolError, OtherFormatError, ssl.SSLError) as error:
                 logger.warning("The saver at %s is not listened to: %s", self._address, error)
-            except SupersededError as error:  # what is on its way is of no use
+            except SupersededError as error:  # the data in transit is useless now
                 logger.info("A replica of the saver at %s is given up: %s", self._address, error)
 
     def _secured(self) -> socket.socket:
@@ -170,7 +170,7 @@ class Receiver:
     def _attend(self) -> None:
         world = self._greet()
         while world is not None:
-            self._sock.settimeout(None)  # until there is a new step
+            self._sock.settimeout(None)  # no limit, until the next step comes
             offer = wire.expect(self._sock, wire.Offer)
             if not self._exchange.wait(world, 0.0):
                 return
@@ -201,7 +201,7 @@ class Receiver:
         except (InfrastructureError, OSError) as error:
             self._refuse(header.rank, f"No replica of rank {header.rank} is taken: {error}")
             return
-        if copy is None:  # it is here
+        if copy is None:  # the replica is already here
             wire.send(self._sock, wire.Answer(wanted=False))
             return
         try:
@@ -222,7 +222,7 @@ class Receiver:
             wire.send(self._sock, wire.Answer(wanted=True))
 
     def _receive(self, copy: Copy) -> int | None:
-        """The hash of the checksums; None if the rest does not come."""
+        """Receive a copy; return the hash of its checksums, or None if the sender gives up."""
         end = 0
         while True:
             message = wire.receive(self._sock)
@@ -242,7 +242,7 @@ class Receiver:
 
 
 class Sender:
-    """Sends a world's steps to one other saver."""
+    """Sender of a world's steps to one other saver."""
 
     def __init__(
         self,
@@ -258,11 +258,11 @@ class Sender:
         self._peer = peer
         self._limit = limit
         self._sent: dict[int, int] = {}
-        """By rank: the number of the newest save that was sent, or was not wanted."""
+        """Number of the newest save that was sent or not wanted, by rank."""
         self._problems = _Problems()
 
     def run(self) -> None:
-        """Until there is another world."""
+        """Send until another world begins."""
         delay = BACK_OFF[0]
         while self._exchange.wait(self._world, 0.0):
             before = len(self._sent), sum(self._sent.values())

@@ -1,7 +1,7 @@
-"""From a saved tree back into a state, in place.
+"""Restoration of a saved tree into a state, in place.
 
-What is restored decides which part of each tensor is needed: a tensor that was saved as four shards can
-come back as two, or whole.
+The state to restore decides which part of each tensor is needed: a tensor that was saved as four shards
+can be restored as two, or whole.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from dlrover.errors import ConfigurationError
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 Prepare = Callable[[Any, Sequence[Tensor], bool], "Restoration | Reading"]
-"""What to do with a saved tree and its tensors; True: another number of ranks saved them."""
+"""Prepares the restoration of a saved tree and its tensors; True: another number of ranks saved them."""
 
 Copy = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], object]
-"""Gives each of the first the content of the second."""
+"""Copies the content of each tensor of the second sequence to its counterpart in the first."""
 
 
 @runtime_checkable
 class Filler(Protocol):
-    """Saved tensors that can be read straight to where they are needed."""
+    """Saved tensors that can be read directly to their targets."""
 
     def fill(self, pending: list[tuple[torch.Tensor, int]]) -> list[tuple[torch.Tensor, int]]:
-        """Overwrite tensors with saved ones, given by number; those that it leaves to be copied."""
+        """Overwrite tensors with saved ones, given by number; return the pairs that the caller must copy."""
 
 
 def in_place(state: State, local: Collection[str]) -> Prepare:
-    """Restore ``state``; its keys ``local`` only for as many ranks as have saved."""
+    """Return how to restore ``state``; the keys in ``local`` only if the number of ranks is unchanged."""
 
     def prepare(tree: Any, specs: Sequence[Tensor], moved: bool) -> Restoration:
         return Restoration(state, tree, specs, except_for=local if moved else ())
@@ -47,13 +47,13 @@ def in_place(state: State, local: Collection[str]) -> Prepare:
 
 
 class Restoration:
-    """One restoration, planned: what it needs, and then its execution.
+    """The plan of one restoration, and its execution.
 
     Args:
-        state: what is restored.
+        state: the state to restore.
         tree: the saved tree, with a `TensorRef` for each tensor.
-        specs: what these tensors were, by index.
-        except_for: keys of ``state`` that stay as they are.
+        specs: the descriptions of these tensors, by index.
+        except_for: keys of ``state`` that stay unchanged.
 
     Raises:
         ConfigurationError: the saved state has other keys, types or shapes; the message names them.
@@ -71,29 +71,29 @@ class Restoration:
         self._state, self._specs = state, specs
         self._tree = {key: item for key, item in tree.items() if key not in except_for}
         self._live: dict[int, Any] = {}
-        """State of the objects with ``state_dict``, by their id."""
+        """State of optimizers, and of objects with spread tensors, by object id."""
         self._models: dict[int, Any] = {}
-        """The tensors that saved ones become, or are to be like, by index."""
+        """The live tensors that saved ones overwrite or imitate, by index."""
         self._tensors: Sequence[torch.Tensor] = ()
         self.needs_ranks = False
-        """Whether something in the state is restored from what all ranks have saved."""
+        """True if a part of the state is restored from the saved trees of all ranks."""
         self._ranks: Sequence[Any] = ()
         restored = {key: item for key, item in state.items() if key not in except_for}
         _check_keys(restored, self._tree, ())
         self._match(restored, self._tree, ())
         self._copy: Copy = torch._foreach_copy_
         self._pending: list[tuple[torch.Tensor, int]] = []
-        """Tensors to overwrite, and with which saved ones."""
+        """Tensors to overwrite, each with the index of its saved tensor."""
 
     # ---- plan
 
     def know(self, trees: Sequence[Any]) -> None:
-        """Take in what all ranks have saved, by rank."""
+        """Store the saved trees of all ranks, by rank."""
         self._ranks = trees
 
     @property
     def as_saved(self) -> bool:
-        """Whether just those parts are needed that were saved."""
+        """True if the needed parts are exactly the saved ones."""
         spread = {i for i, model in self._models.items() if isinstance(model, Spread | _Like)}
         parts = {i for i, spec in enumerate(self._specs) if spec.part is not None}
         return all(
@@ -104,7 +104,7 @@ class Restoration:
 
     @functools.cached_property
     def wanted(self) -> list[Extent | None]:
-        """Which part is needed of each tensor; None: it is not needed at all."""
+        """The needed part of each tensor; None if it is not needed at all."""
         return [
             self._wanted(index) if index in self._used else None
             for index in range(len(self._specs))
@@ -115,7 +115,7 @@ class Restoration:
         return {ref.index for ref in _refs(self._tree)}
 
     def _match(self, value: Any, saved: Any, path: Path) -> None:
-        """Compare before anything is changed, as far as the live state tells."""
+        """Compare live and saved state before any change, as far as the live state allows."""
         if isinstance(value, torch.Tensor | Spread):
             self._check_tensor(value, saved, path)
             self._models[saved.index] = value
@@ -145,7 +145,7 @@ class Restoration:
             )
 
     def _find_models(self, value: Any, saved: Any) -> None:
-        """See what an object's tensors are like now, where that can make a difference."""
+        """Note how an object's tensors are spread now, if that can matter."""
         is_module = isinstance(value, torch.nn.Module)
         is_optimizer = isinstance(value, torch.optim.Optimizer)
         spread = any(self._specs[ref.index].part is not None for ref in _refs(saved))
@@ -174,7 +174,7 @@ class Restoration:
     def _pair_with_parameters(
         self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]
     ) -> None:
-        """State that the optimizer does not have yet is spread as its parameters are."""
+        """Plan to spread state that the optimizer does not have yet like its parameters."""
         for number, parameter in enumerate(_parameters(optimizer)):
             for item in _items(saved.get("state", {}).get(number, {})):
                 ref = item[1]
@@ -200,10 +200,10 @@ class Restoration:
     # ---- execute
 
     def run(self, tensors: Sequence[torch.Tensor], copy: Copy = torch._foreach_copy_) -> None:
-        """Restore.
+        """Restore the state.
 
-        ``tensors`` are the wanted parts. They may be views of memory that changes later: what is kept of
-        them is copied. Tensors are overwritten by ``copy``.
+        ``tensors`` are the wanted parts. They may be views of memory that changes later, so anything kept is
+        copied. ``copy`` overwrites the live tensors.
         """
         self._tensors, self._copy = tensors, copy
         with torch.no_grad():
@@ -212,7 +212,7 @@ class Restoration:
             self._overwrite()
 
     def _restored(self, value: Any, saved: Any, path: Path) -> Any:
-        """What is to stand where ``value`` stands."""
+        """Return the restored replacement for ``value``."""
         if isinstance(value, torch.Tensor | Spread):
             return self._overwritten(value, saved.index)
         if hasattr(value, "load_rank_states"):
@@ -232,14 +232,14 @@ class Restoration:
         return value
 
     def _overwritten(self, value: Any, index: int) -> Any:
-        """A live tensor with the saved content."""
+        """Schedule a live tensor to be overwritten with the saved content, and return it."""
         target = trees.local_part(value) if isinstance(value, Spread) else value
         if target.numel():
             self._pending.append((target, index))
         return value
 
     def _overwrite(self) -> None:
-        """Do it: one call for all, for there may be very many."""
+        """Overwrite all scheduled tensors in one call, because there may be very many."""
         pending, self._pending = self._pending, []
         if pending and isinstance(self._tensors, Filler):
             pending = self._tensors.fill(pending)
@@ -248,10 +248,10 @@ class Restoration:
             self._copy(targets, contents)
 
     def _load(self, value: Any, saved: Any) -> None:
-        """Hand an object its state.
+        """Pass an object its saved state.
 
-        A module copies what it gets. An optimizer keeps it: it gets its own tensors, with the saved
-        content, or copies. What others do is not known: they get copies.
+        A module copies the tensors that it gets. An optimizer keeps them, so it gets its own tensors with the
+        saved content, or copies. Other objects get copies, because they may do either.
         """
         if isinstance(value, torch.nn.Module):
             if isinstance(self._tensors, Filler) and not _has_load_hooks(value):
@@ -264,11 +264,11 @@ class Restoration:
             state = self._reused(self._live[id(value)], saved)
         else:
             state = self._filled(saved, copy=True)
-        self._overwrite()  # it may look at what it is handed
+        self._overwrite()  # the object may read the tensors
         value.load_state_dict(state)
 
     def _filled(self, saved: Any, *, copy: bool) -> Any:
-        """The saved tree with its tensors."""
+        """Return the saved tree with its tensors."""
         if isinstance(saved, TensorRef):
             tensor = self._tensors[saved.index]
             return self._like_model(saved.index, tensor.clone() if copy else tensor)
@@ -281,7 +281,7 @@ class Restoration:
         return saved
 
     def _like_model(self, index: int, tensor: torch.Tensor) -> Any:
-        """The part as what the state has there now."""
+        """Wrap a part in the type that the state has there now."""
         model = self._models.get(index)
         if isinstance(model, _Like):
             model = model.tensor
@@ -297,7 +297,7 @@ class Restoration:
         return tensor
 
     def _reused(self, live: Any, saved: Any) -> Any:
-        """The saved tree, with the live tree's tensors where they fit."""
+        """Return the saved tree, with the live tree's tensors where they fit."""
         if isinstance(saved, TensorRef):
             if isinstance(live, torch.Tensor | Spread):
                 mine = trees.local_part(live) if isinstance(live, Spread) else live
@@ -312,17 +312,17 @@ class Restoration:
 
 
 def _has_load_hooks(module: torch.nn.Module) -> bool:
-    """Whether a state may be changed before it is loaded: it must not be in the module's own memory then."""
+    """Return True if hooks may change a state before loading; it must then not use the module's memory."""
     return any(part._load_state_dict_pre_hooks for part in module.modules())  # noqa: SLF001
 
 
 class Reading:
-    """A saved state as new tensors; parts of spread ones as `Shard`.
+    """A saved state read into new tensors; parts of spread ones become `Shard` objects.
 
     Args:
         tree: the saved tree, with a `TensorRef` for each tensor.
-        specs: what these tensors were, by index.
-        keys: the keys of the tree whose tensors are read; the others' are zeros that take no memory.
+        specs: the descriptions of these tensors, by index.
+        keys: the keys of the tree whose tensors are read; all others become zeros that take no memory.
     """
 
     def __init__(
@@ -340,10 +340,10 @@ class Reading:
         ]
 
     def know(self, trees: Sequence[Any]) -> None:
-        """What other ranks have saved is of no use to it."""
+        """Do nothing: the states of other ranks are not needed."""
 
     def run(self, tensors: Sequence[torch.Tensor], copy: Copy = torch._foreach_copy_) -> None:
-        """Make the state of these tensors, which may be views of memory that changes later."""
+        """Build the state from copies of these tensors, which may be views of memory that changes later."""
         self.state = self._made(self._tree, tensors)
         targets, contents = self._pending
         if targets:
@@ -376,19 +376,19 @@ def _extent_of(spec: Tensor) -> Extent:
 
 
 class _Like:
-    """Marks a tensor that another one is to be spread like; it is not to be overwritten."""
+    """Marker for a tensor that shows how another one is spread; it is not overwritten."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """In the order of the numbers that they have in the optimizer's state."""
+    """Return the parameters in the order of their numbers in the optimizer's state."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _at(tree: Any, path: Path) -> Any:
-    """What stands at a path of a saved tree; None if that is not there."""
+    """Return the item at a path of a saved tree; None if there is none."""
     try:
         for key in path:
             tree = tree[key]
@@ -410,7 +410,7 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _is_live(value: Any) -> bool:
-    """Whether there is something in it that is restored in place, not replaced as a whole."""
+    """Return True if the value holds something that is restored in place, not replaced as a whole."""
     if isinstance(value, torch.Tensor | Spread):
         return True
     if hasattr(value, "load_state_dict") or hasattr(value, "load_rank_states"):

@@ -1,4 +1,4 @@
-"""The memory that a rank saves to: found, made larger, and provided before it is needed."""
+"""The memory that a rank saves to, enlarged and provided before it is needed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 class Room:
     """The generations of this rank, as its worker sees them.
 
-    A thread has their memory provided one after the other, so that a save waits for the generation that it
-    writes to, and not for the others.
+    A thread has their memory provided one after the other, so a save waits only for the generation that it
+    writes to.
     """
 
     def __init__(self, client: SaverClient) -> None:
@@ -31,20 +31,20 @@ class Room:
         self._warned: set[str] = set()
         self._changed = threading.Condition()
         self._provider: threading.Thread | None = None
-        """Provides memory; None: it is done, or was not begun."""
+        """Thread that provides memory; None before it starts and after it ends."""
         self._wanted = 0
-        """Bytes that each generation is to have."""
+        """Bytes that each generation should have."""
         self._ready = 0
-        """The generations that have them; those that follow are still to come."""
+        """Number of generations that have their memory; the following ones do not have it yet."""
         self._problem = ""
-        """Why there is no memory for even one."""
+        """Reason why memory does not suffice for even one generation; empty if it does."""
         self._error: DLRoverError | None = None
-        """Why memory could not be asked for."""
+        """Error of the last request for memory; None if it succeeded."""
 
     def make(self, layout: PackedLayout) -> bool:
-        """Wait until a state fits in one generation at least; False if there is no memory for it.
+        """Wait until a state fits in at least one generation; return False if memory is short.
 
-        The others follow in the background.
+        The other generations follow in the background.
         """
         with self._changed:
             if self._problem or self._error or self._wanted < memory.needed_for(layout):
@@ -58,18 +58,18 @@ class Room:
         return not problem
 
     def reserve_ahead(self, layout: PackedLayout, more: int) -> None:
-        """Have memory provided in the background, and entered in this process's tables.
+        """Have memory provided in the background, and entered in this process's page tables.
 
-        ``more``: bytes of tensors that the state will get.
+        ``more``: bytes of tensors that the state will gain.
         """
         with self._changed:
             self._provide(memory.room_for(layout, more))
 
     def begin(self, save: SaveId) -> int:
-        """The generation to write next, when it has its memory.
+        """Return the generation to write next, once it has its memory.
 
         Raises:
-            DLRoverError: memory for another one is needed, and could not be asked for.
+            DLRoverError: another generation needs memory, and the request for it failed.
         """
         while True:
             with self._changed:
@@ -89,9 +89,9 @@ class Room:
     def buffer(
         self, slot: int, device: torch.device | None = None
     ) -> tuple[Generation, torch.Tensor]:
-        """A generation and its data as a tensor; the same one as long as it is as large.
+        """Return a generation and its data as a tensor; the same ones until the generation is mapped again.
 
-        ``device``: the accelerator that will write to it, if there is one.
+        ``device``: the accelerator that will write to the tensor, if there is one.
         """
         generation = self._client.generation(slot)
         known = self._buffers.get(slot)
@@ -103,12 +103,12 @@ class Room:
         return known
 
     def wait(self) -> None:
-        """Wait for what is provided in the background."""
+        """Wait until no memory is being provided in the background."""
         with self._changed:
             self._changed.wait_for(lambda: self._provider is None)
 
     def forget(self) -> None:
-        """Let go of the memory."""
+        """Wait for the background thread and release the memory."""
         self.wait()
         self._buffers.clear()
         self._wanted = self._ready = 0
@@ -116,7 +116,7 @@ class Room:
     # ---- in the background
 
     def _provide(self, nbytes: int) -> None:
-        """Begin, or begin again with more. Hold the lock."""
+        """Start providing memory, or restart with a larger size. Hold the lock."""
         self._wanted = max(self._wanted, nbytes)
         self._ready, self._problem, self._error = 0, "", None
         if self._provider is None:
@@ -131,7 +131,7 @@ class Room:
             failed = InfrastructureError(f"Memory cannot be asked for: {reason(error)}.")
         finally:
             with self._changed:
-                if self._provider is threading.current_thread():  # it has failed
+                if self._provider is threading.current_thread():  # the thread failed
                     self._provider, self._error = None, failed
                     self._changed.notify_all()
 
@@ -161,13 +161,13 @@ class Room:
         if not (problem or failed) and slot < len(generations):
             memory.populate(generations[slot], threading.main_thread().is_alive)
         with self._changed:
-            if self._wanted == nbytes:  # else more was asked for meanwhile
+            if self._wanted == nbytes:  # else more was requested meanwhile
                 self._problem, self._error = problem, failed
                 self._ready = slot if problem or failed else min(slot + 1, len(generations))
                 self._changed.notify_all()
 
     def _warn(self, subject: str, warning: str) -> None:
-        """Warn once."""
+        """Log a warning once per subject."""
         if subject not in self._warned:
             self._warned.add(subject)
             logger.warning("%s", warning)

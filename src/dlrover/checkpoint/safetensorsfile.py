@@ -1,4 +1,4 @@
-"""Files of safetensors: tensors by dotted names, and everything else as JSON in the metadata."""
+"""Files in the safetensors format: tensors by dotted names, all other values as JSON in the metadata."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dlrover.checkpoint.tree import DTYPES
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 TREE = "dlrover.tree"
-"""Key of a safetensors file's metadata: the whole state as JSON, tensors by their names."""
+"""Metadata key that holds the whole state as JSON, with tensors by name."""
 NAMES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
     "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16",
@@ -26,16 +26,16 @@ NAMES = {
     "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2": "F8_E5M2", "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "float8_e8m0fnu": "F8_E8M0",
 }  # fmt: skip
-"""The types of tensors that safetensors can hold, and its names for them."""
+"""Tensor types that safetensors can hold, and its names for them."""
 _OURS = {theirs: ours for ours, theirs in NAMES.items() if ours in DTYPES}
 
 
 def read(path: Path) -> Content:
-    """What is in a file; one that another tool wrote is a flat dict.
+    """Read a file; the state of a file from another tool is a flat dict.
 
     Raises:
-        ConfigurationError: it holds what cannot be kept.
-        InfrastructureError: it is damaged.
+        ConfigurationError: the file holds a type that is not supported, or the package is missing.
+        InfrastructureError: the file is damaged.
     """
     try:
         library: Any = importlib.import_module("safetensors")
@@ -72,7 +72,7 @@ def _tensor(file: Any, key: str) -> Held:
 
 
 def write(content: Content, path: Path) -> None:
-    """Make a file, one tensor after the other. Tied tensors are kept once, by the first one's name.
+    """Write a file, one tensor after the other. Tied tensors are kept once, under the first one's name.
 
     Raises:
         ConfigurationError: the format cannot hold something; the message names it.
@@ -80,7 +80,7 @@ def write(content: Content, path: Path) -> None:
     names = [name(content.paths[first]) for first in content.same_as]
     order = sorted(
         set(content.same_as), key=lambda i: (-ITEM_BYTES[content.tensors[i].dtype], names[i])
-    )  # large elements first: all are aligned then
+    )  # large elements first, so that all are aligned
     _check(content, names, order)
     tree = json.dumps(_tagged(content.tree, names), separators=(",", ":"))
     header: dict[str, Any] = {"__metadata__": {"format": "pt", TREE: tree}}
@@ -120,9 +120,9 @@ def _check(content: Content, names: Sequence[str], order: Sequence[int]) -> None
 
 
 def _tagged(tree: Any, tensors: Sequence[str]) -> Any:
-    """A tree as JSON has it; what JSON has not is a dict with one key that begins with ``$``.
+    """Convert a tree to JSON values; types that JSON lacks become a dict with one key that begins with ``$``.
 
-    ``tensors`` are their names, by index.
+    ``tensors`` are the tensors' names, by index.
     """
     if isinstance(tree, TensorRef):
         return {"$tensor": tensors[tree.index]}
@@ -141,10 +141,10 @@ def _tagged(tree: Any, tensors: Sequence[str]) -> Any:
 
 
 def _untagged(value: Any, tensors: Mapping[str, Any]) -> Any:
-    """The tree again.
+    """Convert JSON values back to the tree.
 
     Raises:
-        KeyError: a tensor or a tag is not known.
+        KeyError: a tensor or a tag is unknown.
     """
     if isinstance(value, list):
         return [_untagged(item, tensors) for item in value]

@@ -1,8 +1,8 @@
-"""The saver: the process of a node that holds its ranks' memory checkpoints and stores them.
+"""The saver: the process of a node that holds its ranks' memory checkpoints and persists them.
 
-Whichever worker comes first starts it (``python -m dlrover.checkpoint.saver``); it belongs to no worker's
-process group and outlives them all. It leaves when nobody has been connected for the linger time and all
-that was asked for is durable. One thread serves each worker, one computes checksums, one persists.
+The first worker starts it (``python -m dlrover.checkpoint.saver``). It belongs to no worker's process group
+and outlives all workers. It exits when no worker has been connected for the linger time and all requested
+steps are durable or failed. One thread serves each worker, one computes checksums, one persists.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
 logger = logging.getLogger(__name__)
 
 STARVING_PATIENCE = 30.0
-"""The same, while a save waits for the memory."""
+"""Seconds to wait for other nodes' parts of a step if a save needs its memory."""
 BREAKPOINT_PATIENCE = 120.0
-"""The same, when the world has ended and the savers have just agreed to store it."""
+"""Seconds to wait for other nodes' parts of a step that the savers agreed to persist at the world's end."""
 
 
 BACKLOG = 1 << 10
-"""Workers that may be waiting to be attended to."""
+"""Maximum number of worker connections that wait to be accepted."""
 
 
 class Saver:
-    """Serves the workers that connect to ``listener``."""
+    """Server for the workers that connect to ``listener``."""
 
     def __init__(
         self, store: Store, identity: str, keep: Policy, linger: float, listener: socket.socket
@@ -64,7 +64,7 @@ class Saver:
         self._lease = Lease(store, lease.job_of(config.environ()))
 
     def serve(self) -> None:
-        """Run until nobody needs this process any more."""
+        """Run until no worker needs this process any more."""
         breakpoints = Breakpoints(self._store, self._book.breaks, self._book.saver)
         targets = (
             self._accept, self._compute_sums, self._persist, self._record, self._beat, breakpoints.run,
@@ -76,7 +76,7 @@ class Saver:
         logger.info("The saver leaves")
 
     def stop(self) -> None:
-        """Leave as soon as everything asked for is durable."""
+        """Exit once all requested steps are durable or failed."""
         self._book.stop()
 
     # ---- workers
@@ -112,7 +112,7 @@ class Saver:
                 recorded = first_save.record(
                     self._store, self._identity, self._lease.job, first.joined, saves
                 )
-            except Exception as error:  # noqa: BLE001 - or the thread ends, and the saver stays for ever
+            except Exception as error:  # noqa: BLE001 - else the thread ends, and the saver never exits
                 problem = (
                     f"It is not recorded in {self._store.location} that steps were saved to memory:"
                     f" {reason(error)}."
@@ -133,7 +133,7 @@ class Saver:
 
     def _persist(self) -> None:
         self._book.wait_for_world()
-        importlib.import_module("dlrover.checkpoint.dcp")  # loads torch, before it is needed
+        importlib.import_module("dlrover.checkpoint.dcp")  # loads torch before it is needed
         while True:
             task = self._book.tasks.next()
             problem = self._carry_out(task)
@@ -143,7 +143,7 @@ class Saver:
             self._book.tasks.finish(task, problem)
 
     def _carry_out(self, task: Task) -> str:
-        """Persist; what went wrong, in one sentence, or an empty text."""
+        """Persist a task; return the problem in one sentence, or an empty text."""
         for delay in RETRY_DELAYS:
             problem, again = self._attempt(task)
             if not again:
@@ -154,7 +154,7 @@ class Saver:
         return self._attempt(task)[0]
 
     def _attempt(self, task: Task) -> tuple[str, bool]:
-        """Persist once; what went wrong, and whether it may go better next time."""
+        """Persist a task once; return the problem and whether a retry may succeed."""
         try:
             self._persist_task(task)
         except OSError as error:
@@ -165,7 +165,7 @@ class Saver:
         except DLRoverError as error:
             return str(error), False
         except Exception as error:
-            # Whatever it is, this thread must not end: all workers would wait for ever.
+            # This thread must not end, whatever the error: all workers would wait forever.
             logger.exception("Step %d was not stored", task.step)
             return f"Step {task.step} was not stored: {error!r}.", False
         return "", False
@@ -198,7 +198,7 @@ class Saver:
         logger.info("Step %d is stored", task.step)
 
     def _guard(self, task: Task) -> None:
-        """Raise when a task may not publish or delete anything in the directory."""
+        """Raise if a task must not publish or delete anything in the directory."""
         storage.check_identity(self._store, self._identity)
         if 0 in task.ranks:
             self._lease.check(task.session, lambda seconds: self._pause(task, seconds))
@@ -207,7 +207,7 @@ class Saver:
         self._book.tasks.pause(task, seconds, yielding=False)
 
     def _make_room(self, task: Task) -> None:
-        """Delete what other worlds have not touched for so long that they cannot be at it."""
+        """Delete unfinished files of other worlds that have not changed for `PEER_PATIENCE`."""
         if 0 in task.ranks:
             try:
                 self._guard(task)
@@ -216,16 +216,16 @@ class Saver:
                 logger.warning("What others left in %s stays: %s", self._store.location, error)
 
     def _give_up(self, task: Task) -> None:
-        """Let other nodes see that they wait in vain."""
+        """Mark a task as given up, so that other nodes stop waiting for it."""
         try:
             storage.give_up(
                 self._store, self._identity, task.save, at_breakpoint=task.at_breakpoint
             )
-        except Exception as error:  # noqa: BLE001 - or the thread ends, and all workers wait for ever
+        except Exception as error:  # noqa: BLE001 - else the thread ends, and all workers wait forever
             logger.warning("Other nodes may wait for step %d in vain: %s", task.step, error)
 
     def _wait_for_peers(self, task: Task, seconds: float, began: float) -> None:
-        """Wait; not for long if a rank of this node cannot go on."""
+        """Wait for other nodes; after `STARVING_PATIENCE` give up if a rank of this node needs the memory."""
         late = time.monotonic() - began > STARVING_PATIENCE
         if self._book.tasks.pause(task, seconds, yielding=late):
             raise InfrastructureError(
@@ -235,7 +235,7 @@ class Saver:
 
 
 class Client:
-    """One worker's connection."""
+    """Connection of one worker."""
 
     def __init__(
         self, book: Book, replicas: Replicas, lease: Lease, sock: socket.socket, pid: int
@@ -251,7 +251,7 @@ class Client:
         self._goodbye = False
 
     def attend(self) -> None:
-        """Answer until the worker is gone."""
+        """Answer requests until the worker is gone."""
         try:
             while not self._goodbye:
                 request = protocol.receive_request(self._sock)
@@ -281,7 +281,7 @@ class Client:
             reply = protocol.Refused(str(error), isinstance(error, ConfigurationError))
         protocol.send(self._sock, reply, fds)
 
-    def _reply(self, request: protocol.Request) -> protocol.Reply:  # noqa: PLR0911 - one a question
+    def _reply(self, request: protocol.Request) -> protocol.Reply:  # noqa: PLR0911 - one per request
         book, rank = self._book, self._rank
         if isinstance(request, protocol.Look):
             return protocol.Holding(book.look(), book.unrecorded)
@@ -329,10 +329,10 @@ class Client:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve a checkpoint directory; return at once in the process that was started.
+    """Serve a checkpoint directory from a child process; return at once in the process that was started.
 
-    The process that was started leaves when the address is bound, and the serving one is an orphan: it
-    outlives whoever started it. If the address is taken there is a saver already.
+    The started process exits when the address is bound. The serving child is an orphan, so it outlives the
+    worker that started it. If the address is taken, a saver already runs.
     """
     parser = argparse.ArgumentParser(prog="python -m dlrover.checkpoint.saver")
     parser.add_argument("--directory", required=True)
@@ -356,18 +356,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     _log_to(protocol.log_file(location))
     node = f" on node {args.node}" if args.node else ""
     logger.info("Saver %d serves %s%s", os.getpid(), location, node)
-    listener.listen(BACKLOG)  # once more: whoever connects is told the process that did this last
+    listener.listen(BACKLOG)  # again: peers see the process id of the last caller
     saver = Saver(open_store(place), args.identity, args.keep, args.linger, listener)
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=saver.stop).start())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     saver.serve()
-    os._exit(0)  # the other threads may be held up by the storage
+    os._exit(0)  # other threads may hang in the storage
 
 
 def _log_to(path: Path) -> None:
-    """Send everything that is logged or printed to a file: whoever started this process has left.
+    """Send all logged and printed text to a file, because the process that started this one has exited.
 
-    Where it cannot be written, as on a disk that can only be read, nothing is logged.
+    If the file cannot be written, for example on a read-only disk, nothing is logged.
     """
     try:
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)

@@ -1,8 +1,8 @@
-"""What identifies a save, and which of two saves is the newer one.
+"""Identity and order of saves.
 
-A number alone does not do: a step can be saved twice, and a training that went back to step 10 saves steps
-that are newer than the step 30 it has abandoned. So every save has a number of its own, greater than all that
-were known when its session began, and belongs to a *line*: going back to a stored step begins a new one.
+A step number alone does not suffice: a step can be saved twice, and a training that went back to step 10
+saves steps that are newer than the abandoned step 30. So every save has its own number, greater than all
+known ones when its session began, and belongs to a *line*: going back to a stored step begins a new line.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ import msgspec
 
 
 class SaveId(msgspec.Struct, frozen=True, order=True):
-    """One save of all ranks. The newer one is greater."""
+    """Identifier of one save of all ranks. The newer save is greater."""
 
     line: int
-    """The number that the last going back had; 0: there was none."""
+    """Number of the line: that of the last return to a stored step; 0 if there was none."""
     number: int
     step: int
     session: int
-    """The run of the world that made it: equal on all its ranks, different in each run."""
+    """Identifier of the world's run that made the save: equal on all ranks, different in each run."""
 
     @property
     def folder(self) -> str:
-        """The part of a file name that no other save has."""
+        """Part of a file name that is unique to this save."""
         return f"{self.session:016x}-{self.number}"
 
 
 class Newest(msgspec.Struct, frozen=True, array_like=True):
-    """The greatest line and number that somebody has seen."""
+    """The greatest line and number that a process or directory knows."""
 
     line: int = 0
     number: int = 0
 
     def including(self, *saves: SaveId | Newest) -> Newest:
-        """The greatest of these, too."""
+        """Return the greatest line and number of these and the given saves."""
         return Newest(
             max([self.line, *(save.line for save in saves)]),
             max([self.number, *(save.number for save in saves)]),
@@ -43,10 +43,10 @@ class Newest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Numbering:
-    """Numbers the saves of a session.
+    """Numbering of the saves of a session.
 
-    All ranks make the same saves in the same order, so that their numbers agree without a word. What counts is
-    the call: also one that keeps nothing, or fails on some rank.
+    All ranks make the same saves in the same order, so their numbers agree without communication. Every call
+    counts, even one that keeps nothing or fails on some rank.
     """
 
     def __init__(self, session: int, newest: Newest) -> None:
@@ -54,7 +54,7 @@ class Numbering:
         self._newest = newest
 
     def next(self, step: int) -> SaveId:
-        """The next save."""
+        """Return the identifier of the next save, at ``step``."""
         line, number = self._newest.line, self._newest.number + 1
         self._newest = Newest(line, number)
         return SaveId(line, number, step, self._session)
@@ -64,14 +64,14 @@ class Numbering:
         self._newest = self._newest.including(save)
 
     def go_back(self) -> int:
-        """Begin a new line, which is newer than all others; its number."""
+        """Begin a new line, newer than all others; return its number."""
         number = self._newest.number + 1
         self._newest = Newest(number, number)
         return number
 
 
 class Order:
-    """Sorts steps that may be without a readable save: such a one is where its step puts it in the newest line."""
+    """Sort order of steps. A step without a readable save is placed by its number in the newest line."""
 
     def __init__(self, saves: Iterable[SaveId]) -> None:
         found = list(saves)
@@ -79,7 +79,7 @@ class Order:
         self._saves = [save for save in found if save.line == self._line]
 
     def key(self, step: int, save: SaveId | None) -> tuple[int, int, int, int]:
-        """Greater for the newer one."""
+        """Return a sort key, greater for the newer step."""
         if save is not None:
             return save.line, save.number, 0, step
         before = (known.number for known in self._saves if known.step < step)

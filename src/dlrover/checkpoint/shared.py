@@ -1,4 +1,4 @@
-"""Whether all nodes of a world see the same checkpoint directory."""
+"""Check that all nodes of a world see the same checkpoint directory."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from dlrover.errors import ConfigurationError
 logger = logging.getLogger(__name__)
 
 PATIENCE = 75.0
-"""Seconds until a node has to see what another one has written: by default NFS caches names for up to 60."""
+"""Seconds for a node to see a file that another one has written: NFS caches names for up to 60 by default."""
 KILLED = 3600.0
-"""Seconds after which a start that has left its file behind was killed; far more than clocks differ."""
+"""Age in seconds from which a leftover file belongs to a killed start; far more than clocks differ."""
 _MARK = ".shared."
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class _Facts(msgspec.Struct, frozen=True, array_like=True):
-    """What each rank tells the others."""
+    """Data that each rank sends to the others."""
 
     host: str
     location: str
@@ -37,19 +37,19 @@ class _Facts(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def node(self) -> tuple[str, str]:
-        """Ranks of one node see the same."""
+        """Key that is equal for ranks of one node, which see the same files."""
         return self.host, self.location
 
 
 def check(world: World, store: Store, identity: str, *, read_only: bool = False) -> None:
     """Refuse a directory that the nodes do not share. Collective.
 
-    Rank 0 writes a file, and the first rank of every other node has to see it. With ``read_only``, or on a file
-    system that can only be read, the names of the directories have to be equal.
+    Rank 0 writes a file, and the first rank of every other node must see it. With ``read_only``, or on a
+    read-only file system, only the identities of the directories must be equal.
 
     Raises:
-        ConfigurationError: they do not share it.
-        OSError: it cannot be written or read.
+        ConfigurationError: the nodes do not share the directory.
+        OSError: the directory cannot be written or read.
     """
     mine = _Facts(socket.gethostname(), store.location, identity, secrets.token_hex(8))
     every = [
@@ -76,7 +76,7 @@ def check(world: World, store: Store, identity: str, *, read_only: bool = False)
 
 
 def _refuse(every: Sequence[_Facts], blind: Sequence[int]) -> None:
-    """Raise on every rank alike if there are ranks that do not see what rank 0 sees."""
+    """Raise the same error on every rank if some ranks do not see what rank 0 sees."""
     if blind:
         first, other = every[0], every[blind[0]]
         raise ConfigurationError(
@@ -87,7 +87,7 @@ def _refuse(every: Sequence[_Facts], blind: Sequence[int]) -> None:
 
 
 def _write(store: Store, mark: str) -> bool:
-    """Write a file, and remove those of starts that were killed; False if nothing can be written."""
+    """Write a file and remove those of killed starts; return False if the directory is read-only."""
     try:
         for name in store.names():
             if name.startswith(_MARK) and _is_old(store, name):
@@ -102,7 +102,7 @@ def _write(store: Store, mark: str) -> bool:
 
 
 def _is_old(store: Store, mark: str) -> bool:
-    """Whether no other start waits for it any more: a training and its evaluation may start together."""
+    """Return True if no start still waits for the file: a training and its evaluation may start together."""
     try:
         return time.time() - float(store.read(mark)) > KILLED
     except FileNotFoundError:
@@ -112,7 +112,7 @@ def _is_old(store: Store, mark: str) -> bool:
 
 
 def until_seen(store: Store, file: str, patience: float | None = None) -> bool:
-    """Wait until a file that another node has written is seen here too; whether it is."""
+    """Wait until this node sees a file that another node has written; return True if it does."""
     until = time.monotonic() + (PATIENCE if patience is None else patience)
     warned = False
     while not store.exists(file):

@@ -1,7 +1,7 @@
-"""States in files of any format that we know, their tensors read one by one.
+"""States read from files of any supported format, tensor by tensor.
 
-A step of ours becomes one state: sharded tensors are put together from their parts, and where ranks differ
-in other things, the lowest rank that has them counts.
+A step of this project becomes one state: sharded tensors are assembled from their parts. If ranks differ
+in other values, the lowest rank that has them counts.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ _UNPICKLING = (
     pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, KeyError, TypeError,
     ValueError,
 )  # fmt: skip
-"""What a damaged pickle can end with."""
+"""Errors that a damaged pickle can raise."""
 _DTYPE_NAMES = {dtype: key for key, dtype in DTYPES.items()}
 
 
 def read(
     place: str | os.PathLike[str], step: int | None = None, *, trusted: bool = False
 ) -> Content:
-    """What is in a directory or file; its kind is found out.
+    """Read a directory or file, and detect its format.
 
-    ``step`` picks one of a checkpoint directory's steps; by default the newest. A DCP directory must be
+    ``step`` picks one step of a checkpoint directory; the default is the newest. A DCP directory must be
     ``trusted``.
 
     Raises:
-        ConfigurationError: it is of no kind that we know, or holds what cannot be kept.
-        InfrastructureError: it is damaged.
+        ConfigurationError: the format is unknown, or the content cannot be kept.
+        InfrastructureError: the content is damaged.
     """
     store = open_store(place)
     with tools.told(store.location):
@@ -75,7 +75,7 @@ def read(
         return _read_step(store, step_folder(tools.chosen(place, step)))
 
 
-# ---- a step of ours
+# ---- DLRover steps
 
 
 def _read_step(store: Store, folder: str) -> Content:
@@ -86,7 +86,7 @@ def _read_step(store: Store, folder: str) -> Content:
 
 
 class _Ranks:
-    """All ranks' states as one."""
+    """The states of all ranks, merged into one."""
 
     def __init__(self, stored: StoredStep) -> None:
         self._stored = stored
@@ -106,7 +106,7 @@ class _Ranks:
             self.tree = self._merged(self.tree, tree, ()) if self.tree else tree
 
     def _merged(self, known: Any, more: Any, path: layouts.Path) -> Any:
-        """What is known, with what another rank has in addition."""
+        """Return the known state, extended by values that only another rank has; note differences."""
         if isinstance(known, dict) and isinstance(more, dict):
             both = {key: (*path, key) for key in known.keys() & more.keys()}
             agreed = {key: self._merged(known[key], more[key], at) for key, at in both.items()}
@@ -115,7 +115,7 @@ class _Ranks:
         if kind in (list, tuple) and kind is type(more) and len(known) == len(more):
             pairs = enumerate(zip(known, more, strict=True))
             return kind(self._merged(a, b, (*path, at)) for at, (a, b) in pairs)
-        # As text: nan is unequal to itself, and 1 is equal to True.
+        # Compared as text: nan is unequal to itself, and 1 is equal to True.
         if known is not more and repr(known) != repr(more):
             self.differing[name(path)] = None
         return known
@@ -123,7 +123,7 @@ class _Ranks:
     def _put_together(
         self, path: layouts.Path, saved: Sequence[tuple[Chunk, StoredTensor]]
     ) -> Held:
-        """A tensor of which ranks saved parts, or each all of it."""
+        """Combine the saves of one tensor, of which each rank saved a part or all."""
         first = saved[0][1]
         whole = first.extent.whole
         parts: dict[Extent, StoredTensor] = {}
@@ -151,7 +151,7 @@ class _Ranks:
 
 
 def _filled(tree: Any, path: layouts.Path, held: Mapping[layouts.Path, Held]) -> Any:
-    """The tree with its tensors, which lie where their paths say."""
+    """Return the tree with each tensor reference replaced by the tensor at its path."""
     if isinstance(tree, TensorRef):
         return held[path]
     if isinstance(tree, dict):
@@ -232,14 +232,14 @@ def _dcp_tensor(reader: Any, metadata: Any, key: str) -> Held:
 
 
 class _Reading:
-    """One item of a DCP checkpoint is read; DCP asks this where to put it."""
+    """Reading of one item of a DCP checkpoint; DCP calls it to place the data."""
 
     def __init__(self, reader: Any, metadata: Any, key: str, target: torch.Tensor | None) -> None:
         self._reader, self._metadata = reader, metadata
         self._key, self._value = key, target
 
     def run(self) -> Any:
-        """Read it."""
+        """Read the item."""
         plan = create_default_local_load_plan({self._key: self._value}, self._metadata)
         try:
             self._reader.read_data(self._reader.prepare_local_plan(plan), self).wait()
@@ -253,20 +253,20 @@ class _Reading:
         return self._value
 
     def load_bytes(self, _: Any, data: Any) -> None:
-        """Of a plain value."""
+        """Store a plain value."""
         self._value = torch.load(data, weights_only=True)
 
     def resolve_tensor(self, item: Any) -> torch.Tensor:
-        """Where a part of the tensor goes."""
+        """Return the target for a part of the tensor."""
         assert self._value is not None
         return self._value[_slices(item.dest_offsets, item.lengths)]
 
     def commit_tensor(self, _: Any, __: torch.Tensor) -> None:
-        """It is there."""
+        """Do nothing: the part is in place."""
 
 
 class _List(dict[int, Any]):
-    """A list of which not all is known yet."""
+    """Incomplete list, by index."""
 
 
 def _put(tree: dict[Any, Any], path: layouts.Path, value: Any) -> None:
@@ -276,7 +276,7 @@ def _put(tree: dict[Any, Any], path: layouts.Path, value: Any) -> None:
 
 
 def _with_lists(tree: Any) -> Any:
-    """DCP keeps no empty dicts: those are what a list lacks."""
+    """Convert incomplete lists to lists; a gap is an empty dict, because DCP stores none."""
     if isinstance(tree, _List):
         return [_with_lists(tree.get(index, {})) for index in range(max(tree) + 1)]
     if isinstance(tree, dict):
@@ -300,6 +300,6 @@ def _read_torch(path: Path) -> Content:
 
 
 def _reason(error: Exception) -> str:
-    """What torch says, without its advice."""
+    """Return torch's error message without its advice."""
     found = re.search(r"(?:WeightsUnpickler error:\s*|(?=Trying to load ))(.+)", str(error))
     return found[1] if found else str(error).partition("\n")[0]

@@ -1,17 +1,17 @@
-"""Checkpoints in a directory: their names, what they must contain, and which of them can be used.
+"""Checkpoints in a directory: their names, their required content, and the choice of usable ones.
 
 ::
 
     <directory>/
-    ├── checkpoint-id          names the directory; a new one gets a new name
-    ├── latest                 the `SaveId` of the newest step that was stored (JSON)
-    ├── step-40/               one checkpoint: what DCP reads, and
+    ├── checkpoint-id          the identity of the directory; a new directory gets a new one
+    ├── latest                 the `SaveId` of the newest stored step (JSON)
+    ├── step-40/               one checkpoint: the files that DCP reads, and
     │   ├── manifest.json      a `Manifest`; written last
-    │   └── rank-0.index       a `RankIndex`: where each tensor of a rank lies, with its checksum
-    ├── step-30.bad/           was found to be damaged
+    │   └── rank-0.index       a `RankIndex`: the place and checksum of each tensor of a rank
+    ├── step-30.bad/           a damaged step
     └── .step-50.<session>-<number>/    a save that is being written
 
-Where nothing can be renamed it looks a little different, see `dlrover.checkpoint.remote`.
+Stores that cannot rename use a slightly different layout, see `dlrover.checkpoint.remote`.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CHUNK = 4 << 20
-"""Bytes that are read and hashed at a time: they must fit in a cache that the cores share."""
+"""Bytes read and hashed at a time: they must fit in a cache that the cores share."""
 GIVEN_UP, BREAKPOINT_GIVEN_UP = "given-up", "given-up.breakpoint"
-"""Files that say so in the folder of a save that is being written: the training's attempt, and the last one."""
+"""Mark files of a given-up save: for the training's attempt, and for the last one, at the breakpoint."""
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -66,26 +66,26 @@ class FileRecord(msgspec.Struct, frozen=True):
 
     nbytes: int
     xxh3_64: str
-    """Of the whole file, in hexadecimal."""
+    """Checksum of the whole file, in hexadecimal."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint consists of."""
+    """Contents of a checkpoint."""
 
     step: int
     save: SaveId
     world_size: int
     replicated: bool
-    """Whether all ranks hold the same tensors: then any number of ranks can load it."""
+    """True if all ranks hold the same tensors; any number of ranks can then load the checkpoint."""
     files: dict[str, FileRecord]
     metrics: dict[str, float] = {}
-    """What the training measured at this step."""
+    """Metrics that the training measured at this step."""
     place: str = ""
-    """The folder that the files are in, beside the manifest; empty: they are beside it themselves."""
+    """Folder of the files, beside the manifest; empty if the files are directly beside it."""
 
 
 class StoredTensor(msgspec.Struct, frozen=True, array_like=True):
-    """Where a tensor's bytes lie."""
+    """Location of a tensor's bytes."""
 
     path: layouts.Path
     dtype: str
@@ -100,23 +100,23 @@ class StoredTensor(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def extent(self) -> Extent:
-        """Where it lies in the whole tensor."""
+        """Position in the whole tensor."""
         return layouts.extent_of(self.shape, self.part)
 
 
 class RankIndex(msgspec.Struct, frozen=True):
-    """One rank's state."""
+    """The saved state of one rank."""
 
     rank: int
     step: int
     skeleton: bytes
     tensors: tuple[StoredTensor, ...]
     files: dict[str, FileRecord]
-    """Those that this rank wrote."""
+    """Files that this rank wrote."""
 
 
 class _Saved(msgspec.Struct):
-    """What of a manifest says which save it is."""
+    """The part of a manifest that identifies the save."""
 
     save: SaveId
 
@@ -128,17 +128,17 @@ _DAMAGED = SaveId(0, 0, -1, 0)
 
 
 def index_file(rank: int, place: str = "") -> str:
-    """The name of a rank's `RankIndex`, as the manifest knows it."""
+    """Return the file name of a rank's `RankIndex`, as in the manifest."""
     return join(place, f"rank-{rank}.index")
 
 
 def identity(store: Store, *, create: bool = True) -> str:
-    """The name of this directory, made at its first use; the same for all who ask.
+    """Return the identity of this directory, made at its first use; every process gets the same one.
 
-    Without ``create`` nothing is written, and a directory that has no name yet has an empty one.
+    Without ``create``, write nothing, and return an empty text for a directory that has no identity yet.
 
     Raises:
-        InfrastructureError: it cannot be read or written.
+        InfrastructureError: the directory cannot be read or written.
     """
     try:
         if not store.exists(IDENTITY):
@@ -151,10 +151,10 @@ def identity(store: Store, *, create: bool = True) -> str:
 
 
 def check_identity(store: Store, expected: str) -> None:
-    """Refuse a directory that is not the one it was: its disk is not mounted any more.
+    """Refuse a directory without the expected identity, for example because its disk was unmounted.
 
     Raises:
-        OSError: it is another one, or none.
+        OSError: the identity is missing or differs, or cannot be read.
     """
     try:
         found = store.read(IDENTITY).decode(errors="replace").strip()
@@ -168,17 +168,17 @@ def check_identity(store: Store, expected: str) -> None:
 
 
 def steps(store: Store) -> list[int]:
-    """The steps that look whole, newest first."""
+    """Return the steps that look complete, newest first."""
     return list(saves(store))
 
 
 def saves(store: Store) -> dict[int, SaveId | None]:
-    """The steps that look whole, newest first, and which save each one is.
+    """Return the steps that look complete, newest first, with the save of each.
 
-    None: its manifest is damaged, or another version of DLRover has written it.
+    The save is None if the manifest is damaged, or was written by another version of DLRover.
 
     Raises:
-        OSError: they cannot be read.
+        OSError: the steps cannot be read.
     """
     matches = map(_STEP.fullmatch, store.names())
     found: dict[int, SaveId | None] = {}
@@ -191,10 +191,10 @@ def saves(store: Store) -> dict[int, SaveId | None]:
 
 
 def save_of(store: Store, step: int) -> SaveId | None:
-    """Which save a stored step is; None if there is no such step, or its manifest is damaged.
+    """Return the save of a stored step; None if there is no such step, or its manifest is damaged.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the step cannot be read.
         OtherFormatError: another version of DLRover has written it.
     """
     try:
@@ -219,10 +219,10 @@ def _saved_here(store: Store, step: int) -> SaveId | None:
 
 
 def is_published(store: Store, save: SaveId) -> bool:
-    """Whether a save is stored, or a later one of its session that is of the same step.
+    """Return True if a save is stored, or a later save of the same step and session.
 
     Raises:
-        OSError: that cannot be found out.
+        OSError: the step cannot be read.
         OtherFormatError: another version of DLRover has stored the step.
     """
     known = save_of(store, save.step)
@@ -230,10 +230,10 @@ def is_published(store: Store, save: SaveId) -> bool:
 
 
 def newest(store: Store) -> Newest:
-    """The greatest line and number that are known of here.
+    """Return the greatest line and number that the directory knows.
 
     Raises:
-        InfrastructureError: it cannot be read.
+        InfrastructureError: the directory cannot be read.
     """
     last = tracked(store)
     try:
@@ -244,17 +244,17 @@ def newest(store: Store) -> Newest:
 
 
 def begin_line(store: Store, step: int, line: int) -> None:
-    """Put a step, and those that led to it, into a new line: what is newer is abandoned from now on.
+    """Move a step, and the steps that led to it, to a new line; newer steps are thereby abandoned.
 
     Raises:
-        OSError: that cannot be written.
+        OSError: a manifest or the tracker cannot be written.
         InfrastructureError: the manifest of a step is damaged.
     """
     known = saves(store)
     last = known.get(step)
     if last is None or last.line > line:
         return
-    for other, save in sorted(known.items(), key=lambda item: item[0] == step):  # it is the last
+    for other, save in sorted(known.items(), key=lambda item: item[0] == step):  # step itself last
         if save is not None and save.line == last.line and save.number <= last.number:
             manifest = read_manifest(store, step_folder(other))
             moved = msgspec.structs.replace(save, line=line)
@@ -264,10 +264,10 @@ def begin_line(store: Store, step: int, line: int) -> None:
 
 
 def tracked(store: Store) -> SaveId | None:
-    """The newest save that was ever stored; None if none was, one of step -1 if the tracker is damaged.
+    """Return the newest save ever stored; None if none was, a save of step -1 if the tracker is damaged.
 
     Raises:
-        InfrastructureError: it cannot be read, or another version of DLRover has written it.
+        InfrastructureError: the tracker cannot be read, or another version of DLRover has written it.
     """
     try:
         return formats.decode(store.read(TRACKER), SaveId, store.where(TRACKER))
@@ -280,7 +280,7 @@ def tracked(store: Store) -> SaveId | None:
 
 
 def track(store: Store, save: SaveId) -> None:
-    """Say that a save is stored, unless a newer one is."""
+    """Record a save as the newest stored one, unless a newer one is recorded."""
     last = tracked(store)
     if last is None or last <= save:
         store.write(TRACKER, formats.encode(save))
@@ -288,7 +288,7 @@ def track(store: Store, save: SaveId) -> None:
 
 
 def quarantine(store: Store, step: int, manifest: bytes | None = None) -> None:
-    """Put a damaged step out of the way, unless its manifest is not ``manifest`` any more."""
+    """Withdraw a damaged step, unless its manifest no longer equals ``manifest``."""
     try:
         if manifest is None or store.read(join(step_folder(step), MANIFEST)) == manifest:
             logger.warning("Step %d is damaged and is now %s", step, store.set_aside(step))
@@ -301,12 +301,12 @@ def prune(store: Store, policy: Policy, guard: Callable[[], None] = lambda: None
 
     Args:
         store: the directory.
-        policy: which steps are kept.
-        guard: is called before each of them is deleted, and raises when it may not be.
+        policy: the policy that chooses the steps to keep.
+        guard: called before each deletion; raises if the deletion is not allowed.
 
     Raises:
-        OSError: one cannot be deleted.
-        StorageAwayError: what the policy asks for cannot be read now.
+        OSError: a step cannot be deleted.
+        StorageAwayError: the data that the policy needs cannot be read now.
     """
     try:
         stored = {step: save for step, save in saves(store).items() if save is not None}
@@ -334,10 +334,10 @@ def _info(store: Store, save: SaveId, policy: Policy) -> StepInfo:
 
 
 def give_up(store: Store, identity: str, save: SaveId, *, at_breakpoint: bool = False) -> None:
-    """Let all that write a save, now or later, see that it will not be whole.
+    """Mark a save as given up, for all its writers, present and future.
 
     Raises:
-        OSError: it cannot be written, or the directory is another one than ``identity``.
+        OSError: the mark cannot be written, or the directory does not have the ``identity``.
     """
     if identity:
         check_identity(store, identity)
@@ -345,27 +345,27 @@ def give_up(store: Store, identity: str, save: SaveId, *, at_breakpoint: bool = 
 
 
 def is_given_up(store: Store, draft: Draft, *, at_breakpoint: bool = False) -> bool:
-    """Whether a writer of a save has given it up, or it has been published.
+    """Return True if a writer of a save has given it up, or the save has been published.
 
-    At a breakpoint only what was given up there counts: a save that failed before is tried again.
+    At a breakpoint, only a mark made there counts: a save that failed before is retried.
 
     Raises:
-        OSError: that cannot be found out.
+        OSError: the marks cannot be read.
     """
     marks = [BREAKPOINT_GIVEN_UP] if at_breakpoint else [GIVEN_UP, BREAKPOINT_GIVEN_UP]
     return store.is_given_up(draft) or any(store.exists(join(draft.marks, mark)) for mark in marks)
 
 
 def remove_marks(store: Store, draft: Draft) -> None:
-    """Delete those of an attempt before, which would become part of the step."""
+    """Delete the marks of an earlier attempt, which would otherwise become part of the step."""
     for mark in (GIVEN_UP, BREAKPOINT_GIVEN_UP):
         store.delete(join(draft.marks, mark))
 
 
 def remove_unfinished(store: Store, session: int, idle: float = 0.0) -> None:
-    """Delete what worlds other than ``session`` did not finish; nobody may be writing that.
+    """Delete unfinished saves of worlds other than ``session``, which no process may still be writing.
 
-    Only what has not changed for ``idle`` seconds; what cannot be deleted stays.
+    Only saves unchanged for ``idle`` seconds are deleted. If a deletion fails, the save stays.
     """
     store.adopt()
     for left in store.leftovers():
@@ -377,9 +377,9 @@ def remove_unfinished(store: Store, session: int, idle: float = 0.0) -> None:
 
 
 def remove_given_up(store: Store, session: int, before: int | None = None) -> None:
-    """Delete what this world did not finish before the save of a number: they are stored one after the other.
+    """Delete this world's unfinished saves with numbers below ``before``: it stores one save after the other.
 
-    What cannot be deleted stays.
+    Without ``before``, all are deleted. If a deletion fails, the save stays.
     """
     store.adopt()
     for left in store.leftovers():
@@ -390,7 +390,7 @@ def remove_given_up(store: Store, session: int, before: int | None = None) -> No
 
 
 def adopt(store: Store) -> None:
-    """Make steps count again whose replacement was cut short, where that is possible."""
+    """Restore steps whose replacement was cut short, if possible; log a failure."""
     try:
         store.adopt()
     except OSError as error:
@@ -401,14 +401,14 @@ def adopt(store: Store) -> None:
 
 
 class StoredStep:
-    """A checkpoint, its files read as they are needed. Use it in a ``with`` block.
+    """A checkpoint whose files are read on demand. Use it in a ``with`` block.
 
     Args:
-        store: where it is.
-        folder: its folder there; empty if the store is the step itself.
+        store: the store that holds the checkpoint.
+        folder: the checkpoint's folder in the store; empty if the store is the step itself.
 
     Raises:
-        InfrastructureError: its manifest is missing or damaged.
+        InfrastructureError: the manifest is missing or damaged.
     """
 
     def __init__(self, store: Store, folder: str) -> None:
@@ -418,20 +418,20 @@ class StoredStep:
         self._indices: dict[int, RankIndex] = {}
         self._reader = store.reader(folder)
         self._whole: set[str] = set()
-        """Files that have the size that they should have."""
+        """Files whose size is correct."""
         self._verified: set[tuple[str, int]] = set()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._reader = self._store.reader(self._folder)  # what it has read goes with its last view
+        self._reader = self._store.reader(self._folder)  # its data is freed with the last view
 
     def index(self, rank: int) -> RankIndex:
-        """What a rank saved.
+        """Return the index of a rank.
 
         Raises:
-            InfrastructureError: its index is missing or damaged.
+            InfrastructureError: the index is missing or damaged.
         """
         found = self._indices.get(rank)
         if found is None:
@@ -441,19 +441,19 @@ class StoredStep:
         return found
 
     def expect(self, tensors: Iterable[StoredTensor]) -> None:
-        """Say which tensors will be asked for; a remote store reads them now, many at once.
+        """Announce the tensors to read; a remote store reads them now, many at once.
 
         Raises:
-            InfrastructureError: they are missing.
+            InfrastructureError: the tensors are missing.
         """
         with self._told():
             self._reader.expect([self._range(tensor) for tensor in tensors])
 
     def verified(self, tensor: StoredTensor) -> memoryview:
-        """The bytes of a tensor, compared with its checksum.
+        """Return the bytes of a tensor, compared with its checksum.
 
         Raises:
-            InfrastructureError: they are missing or damaged.
+            InfrastructureError: the bytes are missing or damaged.
         """
         with self._told():
             data = self._reader.view(self._range(tensor))
@@ -464,10 +464,10 @@ class StoredStep:
         return data
 
     def fill(self, tensor: StoredTensor, buffer: memoryview) -> None:
-        """Read a tensor into a buffer of its size, and compare it with its checksum. Any thread may.
+        """Read a tensor into a buffer of its size, and compare it with its checksum. Any thread may call it.
 
         Raises:
-            InfrastructureError: it is missing or damaged; the buffer is written all the same.
+            InfrastructureError: the tensor is missing or damaged; the buffer may be overwritten nevertheless.
         """
         where = self._range(tensor)
         digest = xxhash.xxh3_64()
@@ -475,7 +475,7 @@ class StoredStep:
             for start in range(0, tensor.nbytes, CHUNK):
                 part = buffer[start : start + CHUNK]
                 self._reader.fill(Range(where.file, where.offset + start, len(part)), part)
-                digest.update(part)  # while the processor has it at hand
+                digest.update(part)  # while it is in the processor's cache
         if digest.intdigest() != tensor.xxh3:
             raise self._damaged(tensor)
 
@@ -484,7 +484,7 @@ class StoredStep:
         return InfrastructureError(f"The tensor {name(tensor.path)} in {where} is damaged.")
 
     def _range(self, tensor: StoredTensor) -> Range:
-        """Where it is, in a file that is as large as it should be."""
+        """Return the range of a tensor, in a file whose size is correct."""
         record = self.manifest.files.get(tensor.file)
         if tensor.file not in self._whole:
             size = self._reader.size(tensor.file)
@@ -511,11 +511,11 @@ class StoredStep:
 
 
 def read_manifest(store: Store, folder: str) -> Manifest:
-    """The manifest of a checkpoint.
+    """Read the manifest of a checkpoint.
 
     Raises:
-        OtherFormatError: another version of DLRover has written it.
-        InfrastructureError: it is missing or damaged.
+        OtherFormatError: another version of DLRover has written the manifest.
+        InfrastructureError: the manifest is missing or damaged.
     """
     where = store.where(join(folder, MANIFEST))
     try:
@@ -525,10 +525,10 @@ def read_manifest(store: Store, folder: str) -> Manifest:
 
 
 def read_index(store: Store, folder: str, rank: int, manifest: Manifest) -> RankIndex:
-    """A rank's index, compared with the manifest.
+    """Read a rank's index, and compare it with the manifest.
 
     Raises:
-        InfrastructureError: it is missing or damaged.
+        InfrastructureError: the index is missing or damaged.
     """
     file = index_file(rank, manifest.place)
     record = manifest.files.get(file)
@@ -543,12 +543,12 @@ def read_index(store: Store, folder: str, rank: int, manifest: Manifest) -> Rank
 
 
 def record_of(data: bytes) -> FileRecord:
-    """The record of a file with this content."""
+    """Return the record of a file with this content."""
     return FileRecord(len(data), xxhash.xxh3_64_hexdigest(data))
 
 
 def _check(index: RankIndex) -> None:
-    """Refuse sizes and types that cannot be."""
+    """Refuse impossible sizes and unknown types."""
     entries = []
     end = 0
     for tensor in index.tensors:

@@ -1,6 +1,6 @@
-"""Where checkpoints lie: a directory of this machine (`local`), or any place that fsspec reaches (`remote`).
+"""Checkpoint stores: a directory of this machine (`local`), or any place that fsspec reaches (`remote`).
 
-Files are named by their path below the checkpoint directory, with ``/``.
+A file's name is its path below the checkpoint directory, with ``/``.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from dlrover.errors import ConfigurationError, InfrastructureError
 
 MANIFEST = "manifest.json"
 BAD = "manifest.json.bad"
-"""The manifest of a step that was found to be damaged, where the step cannot be renamed."""
+"""Manifest of a damaged step, in stores that cannot rename the step."""
 TRACKER = "latest"
 IDENTITY = "checkpoint-id"
 DCP_METADATA = ".metadata"
-"""What ``torch.distributed.checkpoint`` reads first."""
+"""File that ``torch.distributed.checkpoint`` reads first."""
 _SCHEME = re.compile(r"[A-Za-z][\w+.-]*:/")
 
 
 class UnreachableError(OSError):
-    """A remote store did not answer, or refused; what it holds is not known."""
+    """Raised when a remote store does not answer, or refuses; its content is unknown."""
 
 
 class FileInfo(NamedTuple):
-    """What a store knows of a file."""
+    """Size and modification time of a file."""
 
     nbytes: int
     modified: float
-    """Seconds since the epoch."""
+    """Time of the last change, in seconds since the epoch."""
 
 
 class Range(NamedTuple):
-    """Some of a file's bytes."""
+    """Range of bytes in a file."""
 
     file: str
     offset: int
@@ -48,165 +48,165 @@ class Range(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """A save that is being written."""
+    """Save that is being written."""
 
     save: SaveId
     top: str
-    """The folder of its manifest."""
+    """Folder of the manifest."""
     place: str
-    """The folder in it for the other files; empty: they are beside the manifest."""
+    """Folder in ``top`` for the other files; empty if they are beside the manifest."""
     marks: str
-    """The folder of the marks of those that have given the save up. They are no part of the step."""
+    """Folder for the marks of writers that gave the save up. The marks are not part of the step."""
 
     def named(self, file: str) -> str:
-        """A file's name, as the manifest knows it."""
+        """Return a file's name as in the manifest."""
         return f"{self.place}/{file}" if self.place else file
 
     def path(self, file: str) -> str:
-        """Where a file is written."""
+        """Return the path at which a file is written."""
         return join(self.top, self.named(file))
 
 
 class Leftover(NamedTuple):
-    """A step, or some files of one, that was not finished."""
+    """Unfinished step, or files of one."""
 
     step: int
     name: str
-    """Has `SaveId.folder` of the save in it, if it was being written."""
+    """Name of the leftover; it contains `SaveId.folder` of the save if the save was being written."""
     folder: str
 
 
 class Writer(Protocol):
-    """A file that is being written."""
+    """File that is being written."""
 
     def write(self, data: bytes | memoryview, /) -> object:
-        """Append."""
+        """Append data."""
 
 
 class Reader(Protocol):
-    """Reads ranges of the files in one folder."""
+    """Reader of ranges of the files in one folder."""
 
     def size(self, file: str) -> int:
-        """Bytes of a file."""
+        """Return the size of a file in bytes."""
 
     def expect(self, wanted: Iterable[Range]) -> None:
-        """Say what will be viewed: a remote store reads it now, many ranges at once."""
+        """Announce the ranges to view; a remote store reads them now, many at once."""
 
     def view(self, wanted: Range) -> memoryview:
-        """The bytes, which lie within the file and may be written over."""
+        """Return the bytes of a range within the file; the caller may overwrite them."""
 
     def fill(self, wanted: Range, buffer: memoryview) -> None:
-        """Read the bytes into a buffer of that size; any thread may."""
+        """Read the bytes into a buffer of the same size; any thread may call this."""
 
 
 class Store(Protocol):
-    """A checkpoint directory. Everything raises OSError when it fails."""
+    """A checkpoint directory. All methods raise OSError on failure."""
 
     url: str
-    """What it was opened with."""
+    """Path or URL that the store was opened with."""
     location: str
-    """The same for people: without a password."""
+    """Path or URL for display, without a password."""
     poll: float
-    """Seconds between two looks for what other savers write."""
+    """Seconds between two checks for files of other savers."""
     renames: bool
-    """Whether a step has its name only when it is whole; else it counts when it has a manifest."""
+    """True if a step gets its name only when complete; else a step counts once it has a manifest."""
     is_private: bool
-    """Whether no other process sees the same."""
+    """True if no other process sees the content."""
 
     def where(self, name: str) -> str:
-        """A file or folder, for people."""
+        """Return the path of a file or folder for display."""
 
     def is_there(self) -> bool:
-        """Whether there is such a directory."""
+        """Return True if the directory exists."""
 
     def names(self, folder: str = "") -> list[str]:
-        """The files and folders in a folder; none if there is no such folder."""
+        """Return the files and folders in a folder; none if there is no such folder."""
 
     def folders(self) -> list[str]:
-        """The folders in the directory."""
+        """Return the folders in the directory."""
 
     def files(self, folder: str) -> dict[str, FileInfo]:
-        """All files below a folder."""
+        """Return all files below a folder."""
 
     def exists(self, file: str) -> bool:
-        """Whether there is such a file."""
+        """Return True if the file exists."""
 
     def read(self, file: str) -> bytes:
-        """All of a file."""
+        """Return the content of a file."""
 
     def open(self, file: str) -> contextlib.AbstractContextManager[BinaryIO]:
-        """A file, to be read from its beginning to its end."""
+        """Open a file for reading from start to end."""
 
     def reader(self, folder: str) -> Reader:
-        """For ranges of files."""
+        """Return a reader for ranges of the files in a folder."""
 
     def create(self, file: str) -> contextlib.AbstractContextManager[Writer]:
-        """Write a file, which is durable at the end of the ``with`` block."""
+        """Open a file for writing; it is durable at the end of the ``with`` block."""
 
     def write(self, file: str, data: bytes) -> None:
-        """Replace a file: a reader sees all of it, old or new."""
+        """Replace a file atomically: a reader sees either the old or the new content."""
 
     def sync(self, folder: str) -> None:
-        """Make the names in a folder durable, where that takes more than writing its files."""
+        """Make the names in a folder durable, if writing the files does not suffice."""
 
     def write_once(self, file: str, data: bytes) -> None:
-        """Make a file, in a new directory too, unless there is one."""
+        """Make a file, and its directory if needed, unless the file exists."""
 
     def delete(self, file: str) -> None:
-        """Delete a file; it may be gone already."""
+        """Delete a file if it exists."""
 
     def remove(self, folder: str) -> None:
         """Delete a folder."""
 
     def draft(self, save: SaveId) -> Draft:
-        """Where to write a save; all savers of a world are told the same."""
+        """Return the draft for a save; all savers of a world get the same one."""
 
     def publish(self, draft: Draft, files: Collection[str]) -> None:
-        """Make a step count whose files, with the manifest, are all there.
+        """Publish a step, whose files and manifest are all written.
 
         Raises:
-            FileNotFoundError: one is not there any more: the save was given up.
+            FileNotFoundError: a file is gone, because the save was given up.
         """
 
     def adopt(self) -> None:
-        """Make steps count again whose replacement was cut short."""
+        """Restore steps whose replacement was cut short."""
 
     def give_up(self, save: SaveId, mark: str) -> None:
-        """Leave a mark, then take away what there is of a save, in stores where that can be done at once."""
+        """Leave a mark, then remove the save's files, in stores that can do so atomically."""
 
     def is_given_up(self, draft: Draft) -> bool:
-        """Whether somebody has done that, or has published the step."""
+        """Return True if the save was given up, or the step was published."""
 
     def set_aside(self, step: int) -> str:
-        """Make a damaged step not count any more; what it is called now."""
+        """Withdraw a damaged step so that it no longer counts; return its new name."""
 
     def remove_step(self, step: int) -> None:
-        """Delete a step, which does not count any more from the first moment on."""
+        """Delete a step; it stops counting before its first file goes."""
 
     def leftovers(self) -> list[Leftover]:
-        """What is being written, or was not finished."""
+        """Return the saves that are being written or were not finished."""
 
     def modified(self, folder: str) -> float:
-        """When something in it changed last; infinite if that is not to be found out."""
+        """Return when a folder's content changed last; infinity if that cannot be determined."""
 
 
 def join(folder: str, name: str) -> str:
-    """The name of something in a folder; "" is the checkpoint directory."""
+    """Return the name of an item in a folder; "" is the checkpoint directory."""
     return f"{folder}/{name}" if folder else name
 
 
 def step_folder(step: int) -> str:
-    """The folder of a step."""
+    """Return the folder of a step."""
     return f"step-{step}"
 
 
 def is_url(place: str) -> bool:
-    """Whether it is a URL, not a path."""
+    """Return True if the place is a URL, not a path."""
     return "://" in place
 
 
 def location_of(place: str) -> str:
-    """A path as it is; a URL in its normal form, without a password."""
+    """Return a path unchanged, or a URL in its normal form, without a password."""
     if not is_url(place):
         return place
     parts = urlsplit(place)
@@ -215,17 +215,17 @@ def location_of(place: str) -> str:
 
 
 def login(url: str) -> str:
-    """User and password in a URL, up to the @; empty if there is no password."""
+    """Return user and password of a URL, up to the @; empty if there is no password."""
     user, at, _ = urlsplit(url).netloc.rpartition("@")
     return user + at if ":" in user else ""
 
 
 def open_store(place: str | os.PathLike[str]) -> Store:
-    """The checkpoint directory at a path, or at a URL that fsspec knows.
+    """Open the checkpoint directory at a path, or at a URL that fsspec knows.
 
     Raises:
-        ConfigurationError: nothing can be kept at such a URL.
-        InfrastructureError: what is at the URL does not answer.
+        ConfigurationError: checkpoints cannot be kept at such a URL.
+        InfrastructureError: the service at the URL does not answer.
     """
     text = os.fspath(place)
     if is_url(text):
@@ -240,11 +240,11 @@ def open_store(place: str | os.PathLike[str]) -> Store:
 
 
 def open_shared(place: str | os.PathLike[str]) -> Store:
-    """The same, where other processes see it too.
+    """Open a checkpoint directory that other processes see too.
 
     Raises:
-        ConfigurationError: they do not, or nothing can be kept there.
-        InfrastructureError: what is at the URL does not answer.
+        ConfigurationError: other processes do not see it, or checkpoints cannot be kept there.
+        InfrastructureError: the service at the URL does not answer.
     """
     store = open_store(place)
     if store.is_private:
@@ -256,10 +256,10 @@ def open_shared(place: str | os.PathLike[str]) -> Store:
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether an error shows that what is stored is damaged: a missing file, or content that is wrong.
+    """Return True if an error shows that the stored data is damaged: a missing file, or wrong content.
 
-    Any other error of the system says only that the storage cannot be read now: no memory or no descriptor
-    is left, access is denied, the disk or the server fails.
+    Any other error of the system only means that the storage cannot be read now: memory or descriptors have
+    run out, access is denied, or the disk or the server fails.
     """
     if isinstance(error, OSError | MemoryError):
         return isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
@@ -267,13 +267,13 @@ def is_damage(error: Exception) -> bool:
 
 
 def failure(error: Exception, what: str) -> InfrastructureError:
-    """The error with a sentence, ``what`` and the reason; `StorageAwayError` unless it shows damage."""
+    """Return an error that says ``what`` and the reason; a `StorageAwayError` unless it shows damage."""
     kind = InfrastructureError if is_damage(error) else StorageAwayError
     return kind(f"{what}: {reason(error)}.")
 
 
 def reason(error: Exception) -> str:
-    """Why, in a few words."""
+    """Return the reason for an error in a few words."""
     if isinstance(error, MemoryError):
         return "Cannot allocate memory"
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -281,4 +281,4 @@ def reason(error: Exception) -> str:
 
 
 class StorageAwayError(InfrastructureError):
-    """What is stored cannot be read now, on this rank or another; that does not mean that it is damaged."""
+    """Raised when storage cannot be read now, on this rank or another; the data need not be damaged."""

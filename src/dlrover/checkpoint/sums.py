@@ -1,4 +1,4 @@
-"""Checksums of the generations: computed in the background, and compared when memory is read."""
+"""Checksums of generations: computed in the background, and compared when memory is read."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from dlrover.errors import InfrastructureError
 
 
 class Checksums:
-    """Of all ranks' generations."""
+    """Checksums of all ranks' generations."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._unsummed: deque[tuple[Slot, int]] = deque()
 
     def ask(self, slot: Slot) -> None:
-        """Have them computed. Hold the lock of the ranks."""
+        """Queue a generation for its checksums. Hold the lock of the ranks."""
         self._unsummed.append((slot, slot.epoch))
 
     def compute_next(self) -> None:
-        """Wait for a generation without checksums and compute them, unless it is written meanwhile."""
+        """Wait for a queued generation and compute its checksums, unless it is granted again meanwhile."""
         with self._ranks.changed:
             self._ranks.changed.wait_for(lambda: bool(self._unsummed))
             slot, epoch = self._unsummed.popleft()
@@ -49,9 +49,9 @@ class Checksums:
         return sums
 
     def verify(self, slot: Slot, below: int = 0) -> str:
-        """Compare a generation with its checksums; what is wrong with it, or an empty text.
+        """Compare a generation with its checksums; return the problem, or an empty text.
 
-        Only tensors of less than ``below`` bytes; 0: all.
+        Only tensors of less than ``below`` bytes are compared; 0 means all.
         """
         with self._ranks.changed:
             generation, epoch = slot.generation, slot.epoch
@@ -72,10 +72,10 @@ class Checksums:
         return ""
 
     def source(self, slot: Slot, save: SaveId) -> Source:
-        """What is to be written of a generation.
+        """Return the source to persist a save from a generation.
 
         Raises:
-            InfrastructureError: it does not hold the save any more.
+            InfrastructureError: the generation no longer holds the save.
         """
         generation, epoch = slot.generation, slot.epoch
         header = generation.header()

@@ -1,4 +1,4 @@
-"""The steps that are to be persisted, and the memory that must stay as it is until they are."""
+"""The steps to persist, and the generations pinned until they are persisted."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from dlrover.errors import InfrastructureError
 
 @dataclass(eq=False)
 class Task:
-    """One save to persist, once all its ranks of this node have published it."""
+    """One save to persist, once all its ranks on this node have published it."""
 
     world: World
     save: SaveId
     ranks: tuple[int, ...]
-    """Those whose parts this node writes."""
+    """Ranks whose parts this node writes."""
     slots: dict[int, Slot] = field(default_factory=dict)
     at_breakpoint: bool = False
-    """Whether nobody asked for it: the world has ended."""
+    """True if the save is persisted because the world ended, not on request."""
     given_up: str = ""
-    """Why it is not to be gone on with."""
+    """Cancellation reason; empty while active."""
 
     elsewhere: set[int] = field(default_factory=set)
-    """Of these ranks: those whose workers write their parts themselves."""
+    """Ranks among these whose workers write their parts themselves."""
 
     @property
     def step(self) -> int:
-        """Which one is saved."""
+        """The saved step."""
         return self.save.step
 
     @property
     def session(self) -> int:
-        """The world's."""
+        """Session of the world."""
         return self.save.session
 
     @property
@@ -45,22 +45,22 @@ class Task:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What rank 0 measured, if it is of this node."""
+        """Metrics of rank 0; empty if rank 0 is on another node."""
         return self.slots[0].metrics if 0 in self.slots else {}
 
     @property
     def lacking(self) -> set[int]:
-        """The ranks that have not published it."""
+        """Ranks that have not published the save."""
         return set(self.ranks) - self.slots.keys() - self.elsewhere
 
     @property
     def complete(self) -> bool:
-        """Whether it can be persisted."""
+        """True if the save can be persisted."""
         return bool(self.slots) and not self.lacking
 
 
 class Tasks:
-    """All of them, the oldest first."""
+    """All tasks of this saver."""
 
     def __init__(self, ranks: Ranks, sums: Checksums) -> None:
         self._ranks = ranks
@@ -69,38 +69,38 @@ class Tasks:
         self._tasks: dict[SaveId, Task] = {}
         self._running: Task | None = None
         self._starved: set[int] = set()
-        """Ranks that wait for a generation."""
+        """Ranks that wait for a free generation."""
 
-    # ---- for whoever holds the lock of the ranks
+    # ---- call these with the lock of the ranks held
 
     @property
     def ready(self) -> bool:
-        """Whether there is a step that can be persisted."""
+        """True if a step can be persisted."""
         return any(task.complete for task in self._tasks.values())
 
     def wants(self, rank: int) -> bool:
-        """Whether a rank's memory is still to be persisted."""
+        """Return True if a rank's memory must still be persisted."""
         return any(rank in task.slots for task in self._tasks.values())
 
     def find(self, save: SaveId) -> Task | None:
-        """The task for a save."""
+        """Return the task for a save; None if there is none."""
         return self._tasks.get(save)
 
     def of(self, session: int) -> list[Task]:
-        """A world's tasks."""
+        """Return a world's tasks."""
         return [task for task in self._tasks.values() if task.session == session]
 
     def only(self, session: int) -> bool:
-        """Whether no other world has anything left to persist."""
+        """Return True if no other world has anything left to persist."""
         return all(task.session == session for task in self._tasks.values())
 
     def add(self, task: Task) -> None:
-        """Persist a step; its generations are pinned already."""
+        """Add a task; its generations are pinned already."""
         self._tasks[task.save] = task
         self._changed.notify_all()
 
     def publish(self, world: World, save: SaveId, rank: int, slot: Slot) -> None:
-        """Persist a save once all ranks of the node have published it."""
+        """Record that a rank published a save, which is persisted once all ranks of the node have."""
         task = self._task(world, save)
         if rank not in task.slots:
             slot.pins += 1
@@ -108,11 +108,11 @@ class Tasks:
         self._drop_hopeless(task)
 
     def exempt(self, world: World, save: SaveId, rank: int) -> None:
-        """Persist a save without the part of a rank, whose worker writes it itself."""
+        """Persist a save without the part of one rank, whose worker writes it itself."""
         task = self._task(world, save)
         task.elsewhere.add(rank)
         if task.elsewhere >= set(task.ranks):
-            del self._tasks[save]  # there is nothing left to do here
+            del self._tasks[save]  # nothing is left to do here
         else:
             self._drop_hopeless(task)
 
@@ -124,13 +124,13 @@ class Tasks:
         return task
 
     def drop_passed(self, rank: int, mine: RankMemory) -> None:
-        """A rank has gone on: what it has not published by now it will not publish."""
+        """End tasks that a rank has passed without publishing its part: it never will."""
         for task in self.of(mine.session):
             if task.save.number <= mine.passed and rank in task.lacking:
                 self._end_without(task, rank, "did not save it")
 
     def _drop_hopeless(self, task: Task) -> None:
-        """Give a save up that a rank of the node will not publish any more."""
+        """Give a save up if a rank of the node will never publish it."""
         for rank in sorted(task.lacking):
             known = self._ranks.memories.get(rank)
             if known is None or known.world is None:
@@ -146,19 +146,19 @@ class Tasks:
         self.end(task, f"Step {task.step} was not stored: rank {rank} {why}.")
 
     def drop_incomplete(self, rank: int) -> None:
-        """A rank is gone, and with it the steps that it has not published."""
+        """End all tasks that lack the part of a rank that is gone."""
         for task in list(self._tasks.values()):
             if rank in task.lacking:
                 self._end_without(task, rank, "ended before")
 
     def drop_others(self, session: int) -> None:
-        """Another world has begun, and the earlier ones will not complete their steps."""
+        """End the incomplete tasks of earlier worlds, because another world has begun."""
         for task in list(self._tasks.values()):
             if task.session != session and not task.complete:
                 self.end(task, f"Step {task.step} was not stored: its world ended before.")
 
     def cancel(self, task: Task, problem: str) -> None:
-        """Give a step up, also when it is being persisted."""
+        """Give a task up, even while it is being persisted."""
         if task is self._running:
             task.given_up = problem
             self._changed.notify_all()
@@ -166,7 +166,7 @@ class Tasks:
             self.end(task, problem)
 
     def end(self, task: Task, problem: str) -> None:
-        """The task is done, or has failed."""
+        """End a task; an empty ``problem`` means that the save is stored."""
         if self._tasks.pop(task.save, None) is None:
             return
         for slot in task.slots.values():
@@ -175,11 +175,11 @@ class Tasks:
         self._changed.notify_all()
 
     def is_starved(self, rank: int) -> bool:
-        """Whether a rank waits for memory."""
+        """Return True if a rank waits for memory."""
         return rank in self._starved
 
     def wait_for_memory(self, rank: int, mine: RankMemory) -> None:
-        """Wait while all of a rank's generations are to be persisted."""
+        """Wait while all of a rank's generations are pinned."""
         self._starved.add(rank)
         self._changed.notify_all()
         self._changed.wait_for(lambda: any(not slot.pinned for slot in mine.slots))
@@ -188,7 +188,7 @@ class Tasks:
     # ---- for the thread that persists
 
     def next(self) -> Task:
-        """Wait for a step that is complete; the oldest one."""
+        """Wait for a complete task; return the oldest one."""
         with self._changed:
             self._changed.wait_for(lambda: self.ready)
             ready = [task for task in self._tasks.values() if task.complete]
@@ -196,15 +196,15 @@ class Tasks:
             return self._running
 
     def sources(self, task: Task) -> dict[int, Source]:
-        """What is to be written.
+        """Return the sources to persist, by rank.
 
         Raises:
-            InfrastructureError: the step is not in memory any more.
+            InfrastructureError: the step is no longer in memory.
         """
         return {rank: self._sums.source(slot, task.save) for rank, slot in task.slots.items()}
 
     def pause(self, task: Task, seconds: float, *, yielding: bool) -> bool:
-        """Wait; with ``yielding`` only while no rank needs the task's memory. Whether one does.
+        """Wait; with ``yielding`` only while no rank needs the task's memory. Return True if one does.
 
         Raises:
             InfrastructureError: the task was given up.
@@ -221,7 +221,7 @@ class Tasks:
         return any(map(self.is_starved, task.slots))
 
     def finish(self, task: Task, problem: str) -> None:
-        """The task is done, or has failed."""
+        """End the task that is being persisted; see `end`."""
         with self._changed:
             self._running = None
             self.end(task, problem)

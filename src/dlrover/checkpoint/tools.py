@@ -1,4 +1,4 @@
-"""Stored steps seen from outside of a training: listed, described, deleted. Without torch."""
+"""Tools for stored steps outside of a training: list, describe and delete them. They do not need torch."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ Place = str | os.PathLike[str]
 """A path, or a URL that fsspec knows."""
 
 StepState = Literal["complete", "damaged", "bad", "unfinished", "other version"]
-"""``complete``: every file of the manifest is there with its size. ``damaged``: not so. ``bad``: put aside by
-a load. ``unfinished``: being written or deleted, or left over from that. ``other version``: in a format that
-another version of DLRover has written."""
+"""State of a stored step. ``complete``: every file of the manifest is there with its size. ``damaged``: the
+manifest or a file is missing or wrong. ``bad``: put aside by a load. ``unfinished``: being written or deleted,
+or left over from that. ``other version``: written in the format of another version of DLRover."""
 
 
 class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What a look at the names and sizes of a step's files tells."""
+    """Summary of a stored step, from the names and sizes of its files."""
 
     step: int
     name: str
-    """Of its directory."""
+    """Name of the step's directory."""
     state: StepState
     latest: bool
-    """Whether it is the newest one that was ever stored."""
+    """True if this is the newest step ever stored."""
     time: float
-    """When it was finished, or changed last: seconds since the epoch."""
+    """Time at which the step was finished, or last changed, in seconds since the epoch."""
     ranks: int | None
-    """How many saved it; None if the manifest cannot be read."""
+    """Number of ranks that saved the step; None if the manifest cannot be read."""
     files: int
     nbytes: int
     save: SaveId | None
-    """Which save it is; None if the manifest cannot be read."""
+    """Save of the step; None if the manifest cannot be read."""
 
 
 class TensorSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,17 +64,17 @@ class TensorSummary(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     dtype: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     parts: int
-    """Different parts that the ranks have saved; 1 for one that is not sharded."""
+    """Number of different parts that the ranks have saved; 1 if the tensor is not sharded."""
     nbytes: int
-    """Of the whole tensor."""
+    """Bytes of the whole tensor."""
     differs: bool
-    """Whether ranks saved other content for it."""
+    """True if ranks saved different content for the same part."""
 
 
 class StepDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step holds."""
+    """Contents of a stored step."""
 
     step: int
     ranks: int
@@ -82,20 +82,20 @@ class StepDescription(msgspec.Struct, frozen=True, kw_only=True):
     values: list[str]
     """Names of the plain values."""
     elements: int
-    """Of all tensors."""
+    """Number of elements of all tensors."""
     nbytes: int
-    """Of all tensors; tied ones count each."""
+    """Bytes of all tensors; each tied tensor counts."""
     stored_nbytes: int
-    """Of all files."""
+    """Bytes of all files."""
 
 
 class Pruning(msgspec.Struct, frozen=True, kw_only=True):
-    """What was deleted, or would be."""
+    """Result of a pruning: the steps that were deleted, or would be in a dry run."""
 
     deleted: list[StepSummary]
     kept: list[int]
     newest_whole: int | None
-    """None if nothing had to be deleted: then nothing was verified."""
+    """Newest step verified as whole; None if nothing had to be deleted, so nothing was verified."""
     dry_run: bool
 
 
@@ -103,11 +103,11 @@ class Pruning(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_directory(store: Store) -> None:
-    """Refuse what is no checkpoint directory.
+    """Refuse a place that is not a checkpoint directory.
 
     Raises:
-        ConfigurationError: it is none.
-        InfrastructureError: it cannot be read.
+        ConfigurationError: the place is not a checkpoint directory.
+        InfrastructureError: the place cannot be read.
     """
     where = store.location
     with told(where):
@@ -124,11 +124,11 @@ def check_directory(store: Store) -> None:
 
 
 def listing(place: Place) -> list[StepSummary]:
-    """All steps, the newest first; also those that cannot be used.
+    """List all steps, newest first, including unusable ones.
 
     Raises:
-        ConfigurationError: it is no checkpoint directory.
-        InfrastructureError: it cannot be read.
+        ConfigurationError: the place is not a checkpoint directory.
+        InfrastructureError: the directory cannot be read.
     """
     store = open_store(place)
     check_directory(store)
@@ -141,17 +141,17 @@ def listing(place: Place) -> list[StepSummary]:
         with told(store.where(folder)), contextlib.suppress(FileNotFoundError):
             found.append(
                 _summary(store, folder, step, latest)
-            )  # unless a saver has just renamed it
+            )  # suppressed: a saver has just renamed it
     found.sort(key=lambda item: (item.state == "complete", item.name))
     order = Order(item.save for item in found if item.save is not None)
     return sorted(found, key=lambda item: order.key(item.step, item.save), reverse=True)
 
 
 def chosen(place: Place, step: int | None) -> int:
-    """The step that a user means: ``step``, or the newest one.
+    """Return ``step``, or the newest step if None.
 
     Raises:
-        ConfigurationError: there is no such step, or it is no checkpoint directory.
+        ConfigurationError: there is no such step, or the place is not a checkpoint directory.
     """
     check_directory(open_store(place))
     there = finished(place)
@@ -166,7 +166,7 @@ def chosen(place: Place, step: int | None) -> int:
 
 
 def finished(place: Place) -> list[int]:
-    """The steps that have their final name, newest first, whether or not they are whole."""
+    """Return the steps that have their final name, newest first, even if damaged."""
     store = open_store(place)
     if not store.renames:
         with told(store.location):
@@ -193,10 +193,10 @@ def _entries(store: Store) -> Iterator[tuple[str, int]]:
 
 @contextlib.contextmanager
 def told(where: str) -> Iterator[None]:
-    """Raise what the system says about a path or a URL as an error with a sentence.
+    """Convert a system error about a path or a URL to an error with a sentence.
 
     Raises:
-        InfrastructureError: it did.
+        InfrastructureError: the system reported an error.
     """
     try:
         yield
@@ -242,7 +242,7 @@ def _summary(store: Store, folder: str, step: int, latest: int | None) -> StepSu
 
 
 def describe(place: Place, step: int) -> StepDescription:
-    """What a step holds, from its indices; the tensors are not read.
+    """Describe a step from its indices, without reading the tensors.
 
     Raises:
         InfrastructureError: an index is missing or damaged.
@@ -290,13 +290,14 @@ def _described(found: list[StoredTensor]) -> TensorSummary:
 
 
 def prune(place: Place, keep: int, *, dry_run: bool = False) -> Pruning:
-    """Delete all but the newest ``keep`` steps, but never the newest one that is whole.
+    """Delete all but the newest ``keep`` steps, but never the newest whole one.
 
-    To know that one, steps are verified, from the newest on, until one is whole. What is not ``complete`` stays.
+    To find that step, steps are verified from the newest on, until one is whole. Steps that are not
+    ``complete`` stay.
 
     Raises:
-        ConfigurationError: ``keep`` is less than 1, or it is no checkpoint directory.
-        InfrastructureError: no step is whole, or one cannot be deleted.
+        ConfigurationError: ``keep`` is less than 1, or the place is not a checkpoint directory.
+        InfrastructureError: no step is whole, or a step cannot be deleted.
     """
     if keep < 1:
         raise ConfigurationError(f"--keep is {keep}; at least 1 step must be kept.")
@@ -320,5 +321,5 @@ def prune(place: Place, keep: int, *, dry_run: bool = False) -> Pruning:
 
 def _delete(store: Store, step: int) -> None:
     where = store.where(step_folder(step))
-    with told(where), contextlib.suppress(FileNotFoundError):  # a saver was faster
+    with told(where), contextlib.suppress(FileNotFoundError):  # a saver deleted it first
         store.remove_step(step)

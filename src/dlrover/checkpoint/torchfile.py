@@ -1,7 +1,7 @@
 """The bytes around a tensor that make it a file of ``torch.save``, written without torch.
 
-Such a file is a zip archive: a pickle that says how to rebuild the tensor, and the tensor's bytes as they
-are. DCP stores each tensor as one. What is pickled here is only names and numbers; ``torch.load`` with
+Such a file is a zip archive: a pickle that says how to rebuild the tensor, and the tensor's raw bytes. DCP
+stores each tensor in this form. The pickle holds only names and numbers, so ``torch.load`` with
 ``weights_only=True`` reads it.
 """
 
@@ -18,7 +18,7 @@ _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR64 = struct.Struct("<4sLQL")
 _END = struct.Struct("<4s4H2LH")
 _PADDING = struct.Struct("<2H")
-_PADDING_ID = 0x4246  # the one that torch uses
+_PADDING_ID = 0x4246  # the ID that torch uses
 _BIG = 0xFFFFFFFF
 _VERSION = 45  # of the zip format: the first with 64-bit sizes
 _MIDNIGHT = (0, 0x21)  # 1980-01-01, the earliest time that zip knows
@@ -27,9 +27,9 @@ _MIDNIGHT = (0, 0x21)  # 1980-01-01, the earliest time that zip knows
 def wrap(
     dtype: str, shape: Sequence[int], data: memoryview, at: int, alignment: int
 ) -> tuple[bytes, bytes]:
-    """What goes before and after ``data``, a tensor's bytes in row-major order.
+    """Return the bytes before and after ``data``, a tensor's bytes in row-major order.
 
-    ``at`` is where in a larger file it will start: the data then lies at a multiple of ``alignment``.
+    ``at`` is the start of the result in a larger file; it places the data at a multiple of ``alignment``.
     """
     small = [
         (b"archive/data.pkl", _pickle(dtype, shape, len(data))),
@@ -81,7 +81,7 @@ def _central(name: bytes, crc: int, size: int, offset: int, *, wide: bool = Fals
 
 
 def _pickle(dtype: str, shape: Sequence[int], nbytes: int) -> bytes:
-    """The call ``_rebuild_tensor_v3(storage, 0, shape, strides, False, OrderedDict(), dtype)``."""
+    """Pickle the call ``_rebuild_tensor_v3(storage, 0, shape, strides, False, OrderedDict(), dtype)``."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

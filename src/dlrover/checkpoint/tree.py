@@ -1,4 +1,4 @@
-"""From what a user calls state to tensors and a skeleton."""
+"""Conversion of a user's state to tensors and a skeleton."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dlrover.checkpoint.layout import ITEM_BYTES, Part, Path, TensorSpec, name
 from dlrover.errors import ConfigurationError
 
 State = dict[str, Any]
-"""Modules, optimizers, anything with ``state_dict``, tensors and plain values, nested as you like."""
+"""Modules, optimizers, objects with ``state_dict``, tensors and plain values, in any nesting."""
 
 DTYPES = {key: getattr(torch, key) for key in ITEM_BYTES if hasattr(torch, key)}
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -28,39 +28,39 @@ _NAMES = {dtype: key for key, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's part of a tensor that is spread over ranks by other means than ``DTensor``."""
+    """This rank's part of a tensor that is spread over ranks without ``DTensor``."""
 
     tensor: torch.Tensor
     whole: tuple[int, ...]
     """The shape of the whole tensor."""
     at: tuple[int, ...]
-    """Where the part begins, in each dimension."""
+    """Start of the part in each dimension."""
     owner: int = -1
-    """The lowest rank that has the same part; -1: no other rank has it."""
+    """Lowest rank that has the same part; -1 if no other rank has it."""
 
 
 Spread: TypeAlias = DTensor | Shard | ShardedTensor
-"""What a rank has only a part of."""
+"""Tensors that each rank has only a part of."""
 
 
 @dataclass(frozen=True)
 class Flat:
-    """A state taken apart. The tensors are the live ones."""
+    """A state split into its live tensors and the packed tree."""
 
     tensors: list[torch.Tensor]
-    """Of spread ones, this rank's part."""
+    """Tensors of the state; for spread ones, this rank's part."""
     paths: list[Path]
     spread: dict[int, Spread]
-    """What they are parts of, by their index."""
+    """Spread values that tensors are parts of, by index of the tensor."""
     packed: Any
-    """The tree as `layouts.pack` makes it."""
+    """Tree as made by `layouts.pack`."""
 
 
 def flatten(state: State) -> Flat:
-    """Take a state apart; nothing is copied.
+    """Split a state; nothing is copied.
 
     Raises:
-        ConfigurationError: something in it cannot be kept; the message names its path.
+        ConfigurationError: an item cannot be kept; the message names its path.
     """
     tensors: list[torch.Tensor] = []
     paths: list[Path] = []
@@ -79,7 +79,7 @@ def flatten(state: State) -> Flat:
         return value
 
     def whole(value: dict[Any, Any], path: Path) -> dict[Any, Any] | None:
-        """Of a dict that holds plain tensors only: a module's state may have very many."""
+        """Pack a dict of plain tensors in one go, since modules may have very many; else return None."""
         if not value or not (
             set(map(type, value)) == {str} and _PLAIN.issuperset(map(type, value.values()))
         ):
@@ -94,7 +94,7 @@ def flatten(state: State) -> Flat:
 
 
 def local_part(value: Spread, path: Path = ()) -> torch.Tensor:
-    """The live tensor of this rank.
+    """Return the live tensor of this rank.
 
     Raises:
         ConfigurationError: this rank has several parts.
@@ -113,10 +113,10 @@ def local_part(value: Spread, path: Path = ()) -> torch.Tensor:
 
 
 def extent(value: torch.Tensor | Spread, path: Path = ()) -> Extent:
-    """Which part of the whole tensor this rank has.
+    """Return which part of the whole tensor this rank has.
 
     Raises:
-        ConfigurationError: it cannot be told, or is not one box.
+        ConfigurationError: the part cannot be determined, or is not one box.
     """
     if isinstance(value, Shard):
         return Extent(value.whole, value.at, tuple(value.tensor.shape))
@@ -151,7 +151,7 @@ def _extent_of_dtensor(value: DTensor, path: Path) -> Extent:
 
 
 def _check_contiguous(value: DTensor, shape: Sequence[int], at: Sequence[int], path: Path) -> None:
-    """Refuse what shards of shards may be: rows that are not neighbours."""
+    """Refuse parts with gaps between their rows, as shards of shards may have."""
     coordinate = value.device_mesh.get_coordinate() or []
     rows = {dim: torch.arange(size) for dim, size in enumerate(value.shape)}
     for mesh_dim, placement in enumerate(value.placements):
@@ -183,7 +183,7 @@ def _owner(value: Spread) -> int:
 
 
 def placing(value: Spread) -> object:
-    """Equal for values of which each rank has the same part."""
+    """Return a key that is equal for values with the same part on every rank."""
     if isinstance(value, DTensor):
         return value.device_mesh, value.placements, value.shape
     if isinstance(value, Shard):
@@ -192,7 +192,7 @@ def placing(value: Spread) -> object:
 
 
 def specs(flat: Flat) -> list[TensorSpec]:
-    """What each tensor is.
+    """Return the description of each tensor.
 
     Raises:
         ConfigurationError: a tensor is of a kind that cannot be kept.
@@ -229,7 +229,7 @@ def _problem(tensor: torch.Tensor) -> str:
 
 
 def same_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """For each tensor the index of the first one that is the same memory seen in the same way."""
+    """Return for each tensor the index of the first one that is the same view of the same memory."""
     first: dict[object, int] = {}
     same = []
     for index, tensor in enumerate(tensors):
@@ -242,7 +242,7 @@ def same_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def expected_bytes(state: State) -> int:
-    """Bytes that optimizers without state yet will add to it: two tensors per parameter for Adam's kin."""
+    """Return the bytes that optimizers without state will add: for Adam, two tensors per parameter."""
     total = 0
     for value in state.values():
         if isinstance(value, torch.optim.Optimizer) and not value.state:
@@ -262,7 +262,7 @@ def _copies(group: dict[str, Any]) -> int:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Leave garbage alone: looking for it costs more than a walk over many thousand tensors."""
+    """Disable garbage collection: it costs more than a walk over many thousand tensors."""
     was = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Whether a stored step is what was saved: every file, every checksum. Without torch."""
+"""Verification of a stored step: every file and every checksum, without torch."""
 
 from __future__ import annotations
 
@@ -26,38 +26,38 @@ from dlrover.checkpoint.stores import (
 from dlrover.errors import InfrastructureError
 
 READ = 1 << 22
-"""Bytes that are read at a time."""
+"""Bytes read at a time."""
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """What is wrong with a step."""
+    """A problem of a stored step."""
 
     file: str
     tensor: str
-    """Empty if no single tensor is concerned."""
+    """Name of the tensor; empty if the problem concerns no single tensor."""
     problem: str
 
 
 class Verification(msgspec.Struct, frozen=True, kw_only=True):
-    """What reading all of a step has shown."""
+    """Result of reading a whole step."""
 
     step: int
     name: str
-    """Of its directory."""
+    """Name of the step's directory."""
     whole: bool
     files: int
-    """How many were read."""
+    """Number of files of the step, including the manifest."""
     nbytes: int
     problems: list[Problem]
     unknown: list[str]
-    """Files that do not belong to the step; they do no harm."""
+    """Files that do not belong to the step; they are harmless."""
 
 
 def verify(place: str | os.PathLike[str], step: int) -> Verification:
-    """Read all of a step and compare it with every checksum; nothing is changed.
+    """Read all of a step and compare it with every checksum; change nothing.
 
     Raises:
-        InfrastructureError: it cannot be looked at now.
+        InfrastructureError: the step cannot be read now.
     """
     store = open_store(place)
     try:
@@ -67,7 +67,7 @@ def verify(place: str | os.PathLike[str], step: int) -> Verification:
 
 
 class _Check:
-    """One verification."""
+    """A single verification."""
 
     def __init__(self, store: Store, step: int) -> None:
         self._store = store
@@ -78,7 +78,7 @@ class _Check:
         self._nbytes = 0
 
     def run(self) -> Verification:
-        """Look at everything."""
+        """Check the whole step."""
         there = self._store.files(self._folder)
         try:
             with StoredStep(self._store, self._folder) as stored:
@@ -106,10 +106,10 @@ class _Check:
         )
 
     def _add(self, file: str, tensor: str, problem: str) -> None:
-        self._problems[Problem(file, tensor, problem)] = None  # once, if ranks share a tensor
+        self._problems[Problem(file, tensor, problem)] = None  # only once if ranks share a tensor
 
     def _indices(self, stored: StoredStep) -> Iterator[RankIndex]:
-        """Those that can be read; what is wrong with the others is noted."""
+        """Yield the readable indices; note the problems of the others."""
         for rank in range(stored.manifest.world_size):
             file = storage.index_file(rank, stored.manifest.place)
             try:
@@ -126,7 +126,7 @@ class _Check:
             yield index
 
     def _check_files(self, indices: list[RankIndex]) -> None:
-        """Every byte of every file, and every tensor in it."""
+        """Check every byte of every file, and every tensor in it."""
         tensors: dict[str, list[StoredTensor]] = {file: [] for file in self._files}
         for index in indices:
             for tensor in index.tensors:
@@ -161,7 +161,7 @@ class _Check:
             self._add(file, "", "differs from its checksum")
 
     def _check_cover(self, indices: list[RankIndex]) -> None:
-        """Whether the parts of each sharded tensor are all of it."""
+        """Check that the parts of each sharded tensor cover it."""
         found: dict[tuple[layouts.Path, str, tuple[int, ...]], list[Extent]] = {}
         for index in indices:
             for tensor in index.tensors:
@@ -175,7 +175,7 @@ class _Check:
 
 
 def _missing(whole: tuple[int, ...], extents: list[Extent]) -> str:
-    """How much of a tensor the parts are; empty if they are all of it."""
+    """Return what is missing if the parts do not cover a tensor; else an empty text."""
     try:
         extent.pieces(extent.entire(whole), [Chunk(0, 0, box) for box in extents])
     except extent.MissingPartError as error:
@@ -186,9 +186,9 @@ def _missing(whole: tuple[int, ...], extents: list[Extent]) -> str:
 def _sums(
     file: BinaryIO, ranges: list[tuple[int, int]]
 ) -> tuple[int, str, dict[tuple[int, int], int]]:
-    """Size and checksum of a file, and the checksums of the ranges that it has, in one pass.
+    """Return size and checksum of a file, and the checksums of the ranges in it, from one pass.
 
-    ``ranges`` are offsets and lengths, in order; of two that overlap only the first is found.
+    ``ranges`` are offsets and lengths, in order. If two overlap, only the first gets a checksum.
     """
     whole = xxhash.xxh3_64()
     found: dict[tuple[int, int], int] = {}
@@ -208,7 +208,7 @@ def _sums(
 
 
 def _feed(file: BinaryIO, length: int, *hashes: xxhash.xxh3_64) -> int:
-    """Read so many bytes, or to the end; how many there were."""
+    """Read up to ``length`` bytes and feed them to the hashes; return the number of bytes read."""
     left = length
     while left and (data := file.read(min(left, READ))):
         for one in hashes:
@@ -218,7 +218,7 @@ def _feed(file: BinaryIO, length: int, *hashes: xxhash.xxh3_64) -> int:
 
 
 def leaves(tree: Any, path: layouts.Path = ()) -> Iterator[tuple[layouts.Path, Any]]:
-    """The tensors and plain values of a tree; a list of scalars is one value."""
+    """Yield the tensors and plain values of a tree with their paths; a list of scalars is one value."""
     if isinstance(tree, dict):
         for key, item in tree.items():
             yield from leaves(item, (*path, key))

@@ -1,6 +1,6 @@
-"""Copies out of a generation, checked meanwhile: each chunk is hashed while the processor has it at hand.
+"""Verified copies out of a generation: each chunk is hashed while it is in the processor's cache.
 
-Hashing apart from the copy reads the memory once more, and memory bandwidth is what limits a load.
+Hashing apart from the copy would read the memory a second time, and memory bandwidth limits a load.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from dlrover.checkpoint.layout import TensorEntry, name
 from dlrover.checkpoint.memory import Generation
 
 LARGE = 1 << 20
-"""Bytes from which on a tensor is checked here; the saver checks the others, so that both have work."""
+"""Minimum bytes of a tensor checked here; the saver checks smaller ones, so both processes have work."""
 CHUNK = 4 << 20
-"""Bytes that are hashed and copied at a time: they must fit in a cache that the cores share."""
+"""Bytes hashed and copied at a time: they must fit in a cache that the cores share."""
 THREADS = 4
-"""At most so many at once; beyond that the memory is the limit."""
+"""Maximum number of threads; beyond it, memory bandwidth is the limit."""
 
 _Job = tuple[int, torch.Tensor | None]
-"""The number of a tensor, and where it goes; None: it is only checked."""
+"""Number of a tensor, and its target; None if the tensor is only checked."""
 
 
 class VerifiedCopy:
-    """Copies tensors of one generation. Call `copy` any number of times, then `problem` once.
+    """Verified copy of one generation's tensors. Call `copy` any number of times, then `problem` once.
 
     Args:
-        generation: Where they are.
-        entries: What they are.
-        sums: Their checksums.
-        share: How many processes of this machine do the same at the same time.
+        generation: The generation that holds the tensors.
+        entries: The descriptions of the tensors.
+        sums: The checksums of the tensors.
+        share: The number of processes on this machine that do the same at the same time.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class VerifiedCopy:
         self._damaged: list[int] = []
 
     def copy(self, targets: Sequence[torch.Tensor], contents: Sequence[torch.Tensor]) -> None:
-        """Give each target its content; they are equal in shape."""
+        """Copy each content to its target; both have the same shape."""
         jobs: list[_Job] = []
         others: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         for target, content in zip(targets, contents, strict=True):
@@ -70,7 +70,7 @@ class VerifiedCopy:
         self._run(jobs)
 
     def problem(self) -> str:
-        """Check what was not copied here; what is wrong, or an empty text."""
+        """Check the large tensors not copied by `copy`; return the first problem, or an empty text."""
         missing = [index for index in self._large.values() if index not in self._checked]
         self._run([(index, None) for index in missing])
         if not self._damaged:
@@ -78,7 +78,7 @@ class VerifiedCopy:
         return f"The tensor {name(self._entries[min(self._damaged)].path)} in memory is damaged."
 
     def _whole(self, content: torch.Tensor) -> int | None:
-        """The number of the large tensor that this is; None if it is none, or only a part of one."""
+        """Return the number of a whole large tensor not checked yet; None for any other content."""
         index = self._large.get(content.data_ptr() - self._base)
         if index is None or index in self._checked or not is_plain(content):
             return None
@@ -108,6 +108,6 @@ class VerifiedCopy:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it is the bytes that lie one behind the other in this process's memory."""
+    """Return True if the tensor is exactly its contiguous bytes in this process's memory."""
     plain = tensor.device.type == "cpu" and tensor.is_contiguous()
     return plain and not tensor.is_conj() and not tensor.is_neg()

@@ -1,8 +1,8 @@
-"""What savers of different nodes say to each other, over TCP.
+"""Protocol between the savers of different nodes, over TCP.
 
-Each message is its length (4 bytes, most significant first) and MessagePack, and is bounded. The sender
-says `Hello`, then offers one generation after the other; each is answered before its data is sent, and
-after.
+Each message is its length (4 bytes, most significant first) and MessagePack, and is bounded in size. The
+sender says `Hello`, then offers one generation after the other; the receiver answers each one before and
+after its data is sent.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dlrover.checkpoint.memory import Header
 from dlrover.errors import ProtocolError
 
 CHUNK = 1 << 20
-"""Bytes of a generation in one message."""
+"""Maximum bytes of a generation in one message."""
 MAX_MESSAGE = CHUNK + (1 << 12)
-"""Bytes of the largest message."""
+"""Maximum bytes of a message."""
 MAX_HELLO = 1 << 10
-"""Bytes of the first one, from whoever it may be."""
+"""Maximum bytes of the first message, from an unknown peer."""
 _LENGTH = struct.Struct(">I")
 
 
@@ -30,45 +30,45 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Hello(Message, frozen=True):
-    """Who sends. Answered by `Answer`."""
+    """Identification of the sender. Answered by `Answer`."""
 
     session: int
     token: bytes
     format: int = 1
-    """The last field, so that every version can read it."""
+    """Format of the checkpoints; the last field, so that every version can read it."""
 
 
 class Offer(Message, frozen=True):
-    """A generation. Answered by `Answer`."""
+    """Offer of a generation. Answered by `Answer`."""
 
     header: Header
 
 
 class Chunk(Message, frozen=True):
-    """Some of what follows a generation's header page: data, index and checksums."""
+    """Part of the content after a generation's header page: data, index and checksums."""
 
     offset: int
     data: bytes
 
 
 class Commit(Message, frozen=True):
-    """All of it has been sent. Answered by `Answer`."""
+    """End of a generation that was sent completely. Answered by `Answer`."""
 
     sums_hash: int
-    """XXH3, 64 bits, of the checksums."""
+    """XXH3 hash, 64 bits, of the checksums."""
 
 
 class GiveUp(Message, frozen=True):
-    """The rest will not come."""
+    """Notice that the rest of a generation will not come."""
 
 
 class Answer(Message, frozen=True):
-    """What the receiver says."""
+    """Reply of the receiver."""
 
     wanted: bool
-    """Whether the sender may go on."""
+    """True if the sender may continue."""
     problem: str = ""
-    """Why not; empty: there is no need."""
+    """Reason for a refusal; empty if nothing went wrong."""
 
 
 AnyMessage = Hello | Offer | Chunk | Commit | GiveUp | Answer
@@ -83,11 +83,11 @@ def send(sock: socket.socket, message: Message) -> None:
 
 
 def receive(sock: socket.socket, most: int = MAX_MESSAGE) -> AnyMessage:
-    """The next message, of at most so many bytes.
+    """Receive the next message, of at most ``most`` bytes.
 
     Raises:
         ConnectionError: the peer is gone.
-        ProtocolError: it is not a message.
+        ProtocolError: the data is not a message, or is too long.
     """
     (length,) = _LENGTH.unpack(_read(sock, _LENGTH.size))
     if length > most:
@@ -100,11 +100,11 @@ def receive(sock: socket.socket, most: int = MAX_MESSAGE) -> AnyMessage:
 
 
 def expect(sock: socket.socket, kind: type[_Message], most: int = MAX_MESSAGE) -> _Message:
-    """The next message, which must be of one kind.
+    """Receive the next message, which must be of one kind.
 
     Raises:
         ConnectionError: the peer is gone.
-        ProtocolError: it is another one.
+        ProtocolError: the message is of another kind.
     """
     message = receive(sock, most)
     if not isinstance(message, kind):

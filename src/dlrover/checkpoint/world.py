@@ -14,16 +14,16 @@ from dlrover.errors import ConfigurationError, InfrastructureError
 
 _Value = TypeVar("_Value")
 _WELL, _CANNOT, _STOPPED, _WRONG = range(4)
-"""What an action came to, the gravest last."""
+"""Outcomes of an action, the gravest last."""
 _KINDS = {_CANNOT: InfrastructureError, _STOPPED: StorageAwayError, _WRONG: ConfigurationError}
 MAX_SAID = 2000
-"""Bytes of an error that other ranks repeat."""
+"""Maximum bytes of an error message that other ranks repeat."""
 
 
 class World:
     """The ranks of ``torch.distributed`` if it is initialised, else this process alone.
 
-    Making one is collective.
+    Creating a world is collective.
     """
 
     def __init__(self) -> None:
@@ -35,24 +35,24 @@ class World:
             self.group = dist.new_group(backend="gloo")
 
     def close(self) -> None:
-        """Give the group back, whose threads must not outlive the interpreter.
+        """Destroy the group, whose threads must not outlive the interpreter.
 
-        A thread of gloo may still hold a tensor of the last exchange. If it lets go of it when the interpreter
-        has ended, the process aborts (https://github.com/pytorch/pytorch/pull/179291). The last reference
-        to the group waits for its threads.
+        A gloo thread may still hold a tensor of the last exchange. If it releases the tensor after the
+        interpreter has ended, the process aborts (https://github.com/pytorch/pytorch/pull/179291). Dropping
+        the last reference to the group waits for its threads.
         """
         group, self.group = self.group, None
         if group is not None and _is_initialised():
             with contextlib.suppress(
                 ValueError
-            ):  # the program has destroyed all groups and made new ones
+            ):  # the program has already destroyed all groups and made new ones
                 dist.destroy_process_group(group)
 
     def check(self) -> None:
-        """Refuse to go on when the process has joined a world since.
+        """Refuse to continue if the process has joined a larger world since.
 
         Raises:
-            ConfigurationError: it has.
+            ConfigurationError: the process has joined one.
         """
         if self.size == 1 and _is_initialised() and dist.get_world_size() > 1:
             raise ConfigurationError(
@@ -60,14 +60,14 @@ class World:
             )
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
-        """Every rank's values, by rank; all must give equally many 64-bit integers. Collective."""
+        """Return every rank's 64-bit integers, by rank; all ranks must give the same number. Collective."""
         if self.size == 1:
             return [list(values)]
         mine = torch.tensor(values, dtype=torch.int64)
         return [tensor.tolist() for tensor in self._gather(mine)]
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, by rank. Collective."""
+        """Return every rank's bytes, by rank. Collective."""
         if self.size == 1:
             return [data]
         sizes = [size for (size,) in self.exchange([len(data)])]
@@ -85,15 +85,15 @@ class World:
         return every
 
     def agree(self, action: Callable[[], _Value]) -> _Value:
-        """Let all ranks do something; its value if all of them could. Collective.
+        """Run an action on all ranks; return its value if all succeed. Collective.
 
-        All ranks raise an error of the same kind, the gravest one: what a rank cannot read now must not
-        make another one take it for damaged.
+        All ranks raise an error of the same kind, the gravest one: if one rank cannot read the data now, no
+        other rank may take it for damaged.
 
         Raises:
-            ConfigurationError: what is asked for is wrong, on this rank or another.
-            StorageAwayError: this rank or another cannot read the storage, or failed in another way.
-            InfrastructureError: this rank or another cannot.
+            ConfigurationError: the request is wrong, on this rank or another.
+            StorageAwayError: this rank or another cannot read the storage, or failed unexpectedly.
+            InfrastructureError: this rank or another failed.
         """
         error: Exception | None = None
         value = None

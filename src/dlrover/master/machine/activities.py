@@ -1,4 +1,4 @@
-"""The latest that the nodes of a round told of what their workers do."""
+"""Latest reports of a round's nodes on what their workers do."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from dlrover.spec.activity import WorkerActivity, mean
 
 
 class Activities:
-    """What the workers of the latest round do, by node."""
+    """Activities of the workers of the latest round, by node."""
 
     def __init__(self) -> None:
         self.round = 0
         self.steps = 0
-        """The most steps of a node."""
+        """Maximum number of steps of any node."""
         self._workers: dict[int, tuple[WorkerActivity, ...]] = {}
         self._heard: set[int] = set()
 
     def note(self, node: int, round_: int, steps: int, workers: tuple[WorkerActivity, ...]) -> None:
-        """Keep a node's report. What is said of an older round is forgotten."""
+        """Record a node's report; ignore one of an older round."""
         if round_ < self.round:
             return
         if round_ > self.round:
@@ -34,18 +34,18 @@ class Activities:
 
     @property
     def known(self) -> bool:
-        """Whether any node told what its workers do."""
+        """True if any node has reported what its workers do."""
         return bool(self._workers)
 
     @property
     def first_step(self) -> int:
-        """The step that the round began with; -1 while no worker has told it."""
+        """Step that the round began with; -1 while no worker has reported it."""
         return max((worker.first_step for worker in self._told()), default=-1)
 
     def seconds_left(self) -> float | None:
-        """How long the training will take at its pace of this round; None while nobody knows.
+        """Return how long the training will take at the pace of this round; None while unknown.
 
-        The pace is that of all that happens between steps, checkpoints and evaluations included.
+        The pace includes everything between steps, such as checkpoints and evaluations.
         """
         left = (
             worker.left * sum(worker.seconds[Activity.STEP :]) / worker.steps
@@ -56,16 +56,16 @@ class Activities:
         return max(left, default=None)
 
     def progress(self, members: Iterable[int]) -> inputs.Progressed:
-        """Where the round stands: the mean over the workers of its ``members``, the nodes that train.
+        """Return the progress of the round: the mean over the workers of ``members``, the training nodes.
 
-        The mean is left out until every member was heard: the next one has to be over the same workers, or
-        the difference of the two says nothing. A new master hears them one after another. Records of another
-        shape, as another version of the agent might send, are left out.
+        The mean is left out until every member has reported. Otherwise the next mean would be over other
+        workers, and their difference would mean nothing. A new master hears the nodes one after another.
+        Reports of another shape, as another version of the agent may send, are ignored.
         """
         seconds = mean(self._told()) if self._heard.issuperset(members) else ()
         return inputs.Progressed(self.round, self.steps, seconds, self.first_step)
 
     def _told(self) -> tuple[WorkerActivity, ...]:
-        """The latest report of each worker, in the shape that this version knows."""
+        """Return the latest report of each worker, in the shape that this version knows."""
         reported = (worker for node in self._workers.values() for worker in node)
         return tuple(worker for worker in reported if len(worker.seconds) == len(Activity))

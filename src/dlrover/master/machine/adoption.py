@@ -1,9 +1,9 @@
-"""Adoption: what a master without a journal learns from the agents, and what it makes of it.
+"""Adoption of a running round by a master without a journal, from what the agents report.
 
-The disk with the journal may be lost while agents and workers run on. Each agent says at its first
-message what it holds. As soon as all nodes of one world have said so, the round of that world is running
-as before: no worker is stopped. If some of them are missing when the time is up, or are stopping their
-workers, a new round opens, with a number above any that was reported.
+The disk with the journal may be lost while agents and workers continue. Each agent reports what it holds in
+its first message. As soon as all nodes of one world have done so, its round continues and no worker is
+stopped. If some of them are still missing at the deadline, or are stopping their workers, a new round opens
+with a number above all reported ones.
 """
 
 from __future__ import annotations
@@ -22,53 +22,53 @@ Report = inputs.WorkerFailed | inputs.NodeSucceeded
 
 @dataclass
 class Adoption:
-    """What the agents of a job have told a master that knows nothing. Change it through its methods."""
+    """Reports of a job's agents to a master without state. Change it through its methods."""
 
-    #: when the master decides with what it knows; None before anybody tells of an earlier round
+    #: when the master decides with what it knows; None until it begins to listen
     deadline: float | None = None
     began_at: float = 0.0
-    #: nothing is adopted any more: a round was adopted, opened or completed
+    #: True once a round was adopted, opened or completed; nothing is adopted any more
     over: bool = False
-    #: nodes that the platform runs and that have not spoken
+    #: nodes that the platform runs and that have not reported
     awaited: set[int] = field(default_factory=set)
-    #: whether the platform knows all nodes, so that nobody else need be waited for
+    #: True if the platform knows all nodes, so that no unknown node can come
     complete: bool = False
     held: dict[int, Holding] = field(default_factory=dict)
-    #: the nodes that tell of the same world, by that world without what is a single node's
+    #: nodes that report the same world, by that world without node-specific fields
     groups: dict[World, set[int]] = field(default_factory=dict)
-    #: what happened to the world meanwhile; handled once it is adopted
+    #: events of the world since then, handled once it is adopted
     reports: dict[str, Report] = field(default_factory=dict)
 
     @property
     def pending(self) -> bool:
-        """Whether the master still listens; no round is open then."""
+        """True while the master still collects reports; no round is open then."""
         return self.deadline is not None and not self.over
 
     @property
     def highest(self) -> int:
-        """The highest round that any agent has told of."""
+        """Highest round that any agent has reported."""
         return max((h.round for h in self.held.values()), default=0)
 
     @property
     def restart_count(self) -> int:
-        """The highest number of restarts that any agent has told of."""
+        """Highest number of restarts that any agent has reported."""
         return max((world.restart_count for world in self.groups), default=0)
 
     def begin(self, awaited: Iterable[int], now: float, until: float) -> None:
-        """Listen ``until`` a time, or until all nodes of a world or all ``awaited`` ones have spoken."""
+        """Listen until a deadline, or until all nodes of a world or all ``awaited`` nodes have reported."""
         self.began_at, self.deadline = now, until
         self.awaited = set(awaited)
         self.complete = bool(self.awaited)
 
     def hear(self, node_id: int, holding: Holding) -> None:
-        """Take in what a node holds now."""
+        """Record what a node holds now."""
         self.forget(node_id)
         self.held[node_id] = holding
         if holding.world is not None:
             self.groups.setdefault(_shared(holding.world), set()).add(node_id)
 
     def forget(self, node_id: int) -> None:
-        """Leave out a node that is gone."""
+        """Drop a node that is gone."""
         self.awaited.discard(node_id)
         holding = self.held.pop(node_id, None)
         if holding is None or holding.world is None:
@@ -79,7 +79,7 @@ class Adoption:
             del self.groups[shared]
 
     def report(self, report: Report) -> None:
-        """Keep what an agent reports of its world until that is adopted; a repetition counts once."""
+        """Keep an agent's report on its world until the world is adopted; repetitions count once."""
         if isinstance(report, inputs.NodeSucceeded):
             self.reports[f"succeeded {report.node_id}"] = report
             return
@@ -88,16 +88,16 @@ class Adoption:
             self.reports[f"failed {failure.id}"] = inputs.WorkerFailed(failure)
 
     def admitted(self, failure: Failure) -> Failure | None:
-        """A failure with as much of its texts as there is room for; None if it is known."""
+        """Return a failure with as much of its texts as there is room for; None if it is known."""
         if f"failed {failure.id}" in self.reports:
             return None
         whole = len(self.reports) < reports.FIRST_TEXTS
         return failure.bounded() if whole else failure.bounded(reports.LATER_TEXT)
 
     def due(self, now: float, largest: int) -> bool:
-        """Whether it can be decided what becomes of the round, as no other one can be running.
+        """Return whether the fate of the round can be decided, since no other round can be running.
 
-        While a smaller world than the ``largest`` tells, a node that was cut off may be telling of an old one.
+        A reported world smaller than the ``largest`` possible may be an old one of nodes that were cut off.
         """
         if self.deadline is not None and now >= self.deadline:
             return True
@@ -107,7 +107,7 @@ class Adoption:
         return latest is not None and len(self.groups[latest]) >= max(latest.node_count, largest)
 
     def members(self) -> dict[int, Holding]:
-        """What the nodes of the latest world hold, in order of rank; empty unless all of them train on."""
+        """Return the holdings of the latest world by rank; empty unless all its nodes still train."""
         latest = self._latest()
         if latest is None:
             return {}
@@ -116,7 +116,7 @@ class Adoption:
         return ordered if _is_whole(latest, list(ordered.values())) else {}
 
     def told(self) -> str:
-        """Who has told of the latest round, in words."""
+        """Return how many nodes have reported the latest round, in words."""
         latest = self._latest()
         if latest is None:
             return f"{len(self.held)} nodes tell of no running round"
@@ -127,7 +127,7 @@ class Adoption:
         return max(self.groups, key=lambda w: (w.round, len(self.groups[w])), default=None)
 
     def validate(self) -> None:
-        """Check the invariants; raise AssertionError on the first that is broken."""
+        """Check the invariants; raise AssertionError on the first broken one."""
         grouped = [i for group in self.groups.values() for i in group]
         assert sorted(grouped) == sorted(i for i, h in self.held.items() if h.world is not None)
         assert all(self.groups.values()), "a world that nobody tells of"
@@ -136,7 +136,7 @@ class Adoption:
 
 
 def _shared(world: World) -> World:
-    """A world without what differs from node to node."""
+    """Return a world without its node-specific fields."""
     return msgspec.structs.replace(world, node_rank=0, first_rank=0)
 
 
@@ -147,7 +147,7 @@ def _place(holding: Holding) -> tuple[int, int]:
 
 
 def _is_whole(shared: World, holdings: list[Holding]) -> bool:
-    """Whether nodes in order of rank have each rank of a world once, and none stops its workers."""
+    """Return whether these nodes, in order of rank, form the whole world and none stops its workers."""
     first_rank = 0
     for node_rank, holding in enumerate(holdings):
         if holding.stopping or _place(holding) != (node_rank, first_rank):

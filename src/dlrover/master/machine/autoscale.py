@@ -1,12 +1,13 @@
-"""The auto-scaler's memory of one job: what was measured, what is tried, and what came of it.
+"""The auto-scaler's state for one job: measurements, trials and their outcomes.
 
-Three stages. *Start*: the first size is measured. *Initial adjustment*: one size after the other is tried, as
-long as the model expects a gain or does not know. *Running*: the size stays, and is looked at now and then.
+There are three stages. *Start*: the first size is measured. *Initial adjustment*: sizes are tried one after
+the other while the model expects a gain or is uncertain. *Running*: the size stays, with reviews from time to
+time.
 
-One change at a time: a plan is applied, its world is measured, and the outcome is kept beside the prediction.
-A size that is worth less than the one before is taken back. What to try next is not decided here: that needs a
-fitted model (`dlrover.master.planner`), and its answer comes as an input, so that a journal replays to the same
-state on any machine.
+There is one change at a time: a plan is applied, its world is measured, and the outcome is kept with the
+prediction. A size that is worth less than the one before is rolled back. The choice of the next size needs a
+fitted model (`dlrover.master.planner`). It arrives as an input, so that replays of a journal agree on all
+machines.
 """
 
 from __future__ import annotations
@@ -32,67 +33,68 @@ from dlrover.spec.roles import Size
 from dlrover.spec.speed import ModelProfile, ScaleDecision, ScaleKind, ScaleStage, SpeedSample
 
 KEPT_SAMPLES = 5
-"""Of each size, the latest ones."""
+"""Number of latest samples kept of each size."""
 SLACK = 0.02
-"""Share of its worth by which a size may fall behind the one before without being taken back."""
+"""Share of its worth that a size may lose against the one before without being rolled back."""
 DRIFT = 0.25
-"""Relative change of a size's speed, at once or little by little since the search ended, after which everything
-that was measured before is out of date."""
+"""Relative change of a size's speed, sudden or gradual since the search ended, that makes all earlier
+measurements obsolete."""
 DRIFT_WINDOWS = 3
-"""Windows in a row that show it."""
+"""Consecutive windows that must show the drift."""
 MAX_TRIES = 12
-"""Changes in the initial adjustment after which no size is tried only to learn of it."""
+"""Changes in the initial adjustment after which no size is tried only for its measurement."""
 MOST_DOUBLED = 8
-"""Times that the pause before a new search is doubled, at most."""
+"""Maximum number of times that the pause before a new search doubles."""
 MOST_CHANGES = 24
-"""Changes of one search, and of what follows it, after which only measured sizes are taken."""
+"""Changes of one search, and of what follows it, after which only measured sizes are considered."""
 MAX_REPLACED = 3
-"""Slow nodes of a job that are replaced."""
+"""Maximum number of changes of one kind that keeps the node count, such as replacing a slow node."""
 REPLACE_GAIN = 0.05
-"""Share of its speed that a job must win by it."""
+"""Minimum expected gain, as a share of the job's speed, for replacing a slow node."""
 
 
 @dataclass
 class AutoScaling:
-    """One job's auto-scaling. Change it only through its methods."""
+    """Auto-scaling of one job. Change it only through its methods."""
 
     job: JobSpec
     active: bool = False
     stage: ScaleStage = ScaleStage.START
-    #: what was measured, by size
+    #: measurements by size
     samples: dict[Size, list[SpeedSample]] = field(default_factory=dict)
     region: TrustRegion = field(default_factory=TrustRegion)
     change: Change | None = None
-    #: plans made so far
+    #: number of plans made so far
     made: int = 0
-    #: plans made since the search began
+    #: number of plans made since the search began
     tries: int = 0
-    #: the outcomes of plans with a prediction, the latest last
+    #: outcomes of plans with a prediction, the latest last
     outcomes: list[PlanOutcome] = field(default_factory=list)
-    #: the latest sample of the running world; None until there is one
+    #: latest sample of the running world; None until there is one
     latest: SpeedSample | None = None
-    #: the world that was measured last, and its round
+    #: size of the world that was measured last, and its round
     size: Size = field(default_factory=lambda: Size(0))
     round: int = 0
-    #: windows in a row that drifted from what their size had
+    #: consecutive windows that drifted from their size's speed
     drifted: int = 0
-    #: speeds by size when the search ended: what they may drift from
+    #: speeds by size at the end of the search, from which drift is measured
     settled: dict[Size, float] = field(default_factory=dict)
-    #: where the last search ended, how many in a row have ended there, and when drift may begin the next one
+    #: end of the last search, number of repetitions of that end in a row, and when drift may start the next
+    #: search
     ended: Size | None = None
     same_end: int = 0
     search_at: float = 0.0
     #: when the next plan may be made
     next_at: float = 0.0
-    #: what the job may have
+    #: sizes that the job may have
     sizes: Sizes = field(init=False)
-    #: the global batch that was chosen for the job; 0: the program's own
+    #: global batch chosen for the job; 0: the program's own
     batch: int = 0
-    #: the largest one that it may have, as the program failed with a larger one; 0: there is no such bound
+    #: largest allowed global batch, as the program failed with a larger one; 0: no such bound
     most_batch: int = 0
-    #: changes of each kind that left the numbers of nodes as they were
+    #: number of changes of each kind that keeps the node count; `MAX_REPLACED` once a kind did not help
     done: dict[ScaleKind, int] = field(default_factory=dict)
-    #: of what was measured
+    #: unit of the measured throughput
     unit: str = ""
     profile: ModelProfile = field(default_factory=ModelProfile)
 
@@ -103,12 +105,12 @@ class AutoScaling:
     # ---- queries
 
     def due(self, now: float) -> bool:
-        """Whether the planner is to be asked."""
+        """Return whether the planner should be asked."""
         ready = self.active and self.latest is not None and self.change is None
         return ready and now >= self.next_at
 
     def question(self) -> Question:
-        """What the planner is asked, once it is `due`."""
+        """Return the question for the planner, once it is `due`."""
         assert self.latest is not None, "nothing was measured yet"
         workers, servers = self.sizes.workers(), self.sizes.servers()
         if self.tries >= MOST_CHANGES:
@@ -125,26 +127,26 @@ class AutoScaling:
         )
 
     def deadline(self) -> float | None:
-        """When a change is given up; None without one."""
+        """Return when the current change is given up; None without one."""
         return (
             None if self.change is None else self.change.since + self.job.limits.autoscale_patience
         )
 
     def worth(self, throughput: float, size: Size) -> float:
-        """What is to be as large as it can be."""
+        """Return the worth of a size with this throughput, which the search maximizes."""
         return float(throughput / self.cost(size) ** self.job.limits.autoscale_cost)
 
     def cost(self, size: Size) -> float:
-        """Of a size, in worker nodes."""
+        """Return the cost of a size, in worker nodes."""
         return self.latest.cost(size) if self.latest is not None else float(size.nodes)
 
     def speed(self, size: Size) -> float:
-        """Throughput of a size: the mean of its samples; 0 if it was not measured."""
+        """Return a size's throughput: the mean of its samples; 0 if it was not measured."""
         known = self.samples.get(size, ())
         return sum(sample.throughput for sample in known) / len(known) if known else 0.0
 
     def free(self, kind: ScaleKind, most: int = MAX_REPLACED) -> bool:
-        """Whether a change that leaves the numbers of nodes as they are may begin."""
+        """Return whether a change of this kind, which keeps the numbers of nodes, may begin."""
         idle = self.active and self.change is None and self.latest is not None
         return idle and self.done.get(kind, 0) < most
 
@@ -159,9 +161,9 @@ class AutoScaling:
         *,
         held_up: bool = False,
     ) -> tuple[list[events.EventBody], ScaleDecision | None]:
-        """A window of the running world was measured; what to tell, and the size to go back to, if any.
+        """Record a window of the running world; return events and the size to go back to, if any.
 
-        A world that may have been ``held_up`` by a slow rank says nothing new of a size that was measured.
+        A world that a slow rank may have ``held_up`` adds no sample to a size that was measured before.
         """
         if not self.active:
             return [], None
@@ -179,7 +181,7 @@ class AutoScaling:
         return self._conclude(change, sample, now)
 
     def planned(self, decision: ScaleDecision | None, now: float) -> list[events.EventBody]:
-        """The planner has answered: a change begins, or the size is found."""
+        """Apply the planner's answer: begin a change or settle on the size; return events."""
         if decision is None:
             return self._settle(now)
         if self.stage is ScaleStage.START:
@@ -190,7 +192,7 @@ class AutoScaling:
         return [told]
 
     def slow(self, found: events.SlowRank, now: float) -> events.PlanMade | None:
-        """A rank holds up the others; the plan to replace its node, if that is worth it."""
+        """Plan the replacement of a slow rank's node; None if it is not worth it or not allowed now."""
         latest = self.latest
         if latest is None or not self.free(ScaleKind.REPLACE) or found.cause != "compute":
             return None
@@ -206,12 +208,12 @@ class AutoScaling:
     def same_size(
         self, kind: ScaleKind, gain: float, reason: str, now: float
     ) -> events.PlanMade | None:
-        """Begin a change that leaves the numbers of nodes as they are, if one may begin.
+        """Begin a change that keeps the numbers of nodes, if one may begin.
 
         Args:
-            kind: What is changed.
-            gain: The share of its speed that the job is expected to win.
-            reason: Why, as part of a sentence.
+            kind: Kind of the change.
+            gain: Expected gain as a share of the job's speed.
+            reason: Reason as part of a sentence.
             now: Seconds since the epoch.
         """
         latest = self.latest
@@ -229,7 +231,7 @@ class AutoScaling:
         return self._begin(decided(kind, latest.size, reason, effect), latest.size, now)
 
     def one_more_server(self) -> Size | None:
-        """The size with one more server, if it may be tried now and was not measured yet."""
+        """Return the size with one more server if it may be tried now and was not measured yet."""
         latest = self.latest
         if latest is None or self.change is not None or not self.active:
             return None
@@ -240,7 +242,7 @@ class AutoScaling:
     def more_servers(
         self, gain: float, reason: str, now: float
     ) -> tuple[list[events.EventBody], ScaleDecision | None]:
-        """All servers are hot: one more is tried, unless that was measured or may not be."""
+        """Try one more server because all are hot, unless that size was measured or is not allowed."""
         latest, size = self.latest, self.one_more_server()
         if latest is None or size is None:
             return [], None
@@ -256,7 +258,7 @@ class AutoScaling:
         return [self._begin(decision, latest.size, now)], decision
 
     def expired(self, now: float) -> tuple[list[events.EventBody], ScaleDecision | None]:
-        """A change has taken too long: the size to go back to."""
+        """Drop a change that takes too long; return events and the size to go back to."""
         change, deadline = self.change, self.deadline()
         if change is None or deadline is None or now < deadline:
             return [], None
@@ -276,10 +278,10 @@ class AutoScaling:
     def failed(
         self, size: Size, round_: int, title: str, now: float
     ) -> tuple[list[events.EventBody], ScaleDecision | None]:
-        """The program has failed in a world of ``size``: if a change has formed it, the size to go back to.
+        """Roll back a change if the program failed in its world of ``size``; return events and the old size.
 
-        While a change is carried out, its world may first have a part of the nodes. What is told is empty where
-        the failure has nothing to do with a change.
+        While a change is carried out, its world may first have only some of the nodes. There are no events if
+        the failure is unrelated to a change.
         """
         change = self.change
         if (
@@ -307,12 +309,12 @@ class AutoScaling:
         return told, back
 
     def returning(self, size: Size) -> bool:
-        """Whether a world of ``size`` is only on the way back to another size."""
+        """Return whether a world of ``size`` is only an intermediate state on the way back."""
         change = self.change
         return change is not None and change.kind is ScaleKind.RETURN and change.size != size
 
     def bounded(self, sample: SpeedSample) -> SpeedSample:
-        """A sample without the batches with which the program has failed."""
+        """Return a sample without the batches with which the program has failed."""
         batches = sample.batches
         if batches is None or not 0 < self.most_batch < batches.most:
             return sample
@@ -320,7 +322,7 @@ class AutoScaling:
         return msgspec.structs.replace(sample, batches=msgspec.structs.replace(batches, most=most))
 
     def overruled(self, reason: str, role: str, nodes: int) -> list[events.EventBody]:
-        """Somebody has set the number of nodes of a role: that wins from now on."""
+        """Accept a user's number of nodes for a role, which overrules the auto-scaler; return events."""
         if not self.active:
             return []
         change, self.change = self.change, None
@@ -332,15 +334,15 @@ class AutoScaling:
         return [] if change is None else [events.PlanDropped(change.number, reason, change.plan_id)]
 
     def world_formed(self) -> None:
-        """A new round: what the last world's speed was says nothing of this one."""
+        """Forget the latest sample, since the last world's speed says nothing about a new one."""
         self.latest = None
 
     # ---- steps
 
     def _note(self, sample: SpeedSample, now: float) -> None:
-        """Keep a sample, unless it is an outlier; if they go on, the job has become another one."""
+        """Keep a sample unless it is an outlier; repeated outliers start a new search."""
         if any(known[-1].total_batch != sample.total_batch for known in self.samples.values()):
-            self.samples.clear()  # of another batch
+            self.samples.clear()  # they are of another batch
             self.settled.clear()
         usual = self.settled.get(sample.size) or self.speed(sample.size)
         if usual and abs(sample.throughput / usual - 1) > DRIFT:
@@ -355,9 +357,10 @@ class AutoScaling:
         del known[:-KEPT_SAMPLES]
 
     def _search_anew(self) -> None:
-        """What is known of other sizes may not hold any more, nor how far the model could be trusted.
+        """Start a new search, since what is known of other sizes and of the model may no longer hold.
 
-        A search that would begin during the pause after earlier ones with the same end waits until that is over.
+        A search that would begin during the pause after earlier ones with the same end waits for the pause's
+        end.
         """
         self.stage, self.tries, self.next_at = ScaleStage.ADJUST, 0, self.search_at
         self.sizes.open_all()
@@ -367,7 +370,7 @@ class AutoScaling:
     def _conclude(
         self, change: Change, sample: SpeedSample, now: float
     ) -> tuple[list[events.EventBody], ScaleDecision | None]:
-        """The effect of a change of the size is known."""
+        """Evaluate the measured effect of a change of size."""
         self.change = None
         before, after = self.speed(change.origin), sample.throughput
         returned = change.kind is ScaleKind.RETURN or bool(change.plan_id)
@@ -389,12 +392,12 @@ class AutoScaling:
     def _replacement(
         self, change: Change, sample: SpeedSample
     ) -> tuple[list[events.EventBody], ScaleDecision | None]:
-        """The nodes are others, or do other things; what was measured before is out of date if that has helped."""
+        """Evaluate a change that kept the numbers of nodes; discard older measurements if it helped."""
         self.change = None
         assert change.effect is not None, "a change for nothing"
         short = sample.throughput < (1 + SLACK) * change.effect.before
         if short or sample.throughput < change.effect.low:
-            self.done[change.kind] = MAX_REPLACED  # it is not that
+            self.done[change.kind] = MAX_REPLACED  # this was not the cause
         if not short:
             self.samples = {sample.size: [sample]}
             self._search_anew()
@@ -403,7 +406,7 @@ class AutoScaling:
     def _outcome(
         self, change: Change, sample: SpeedSample, short: bool
     ) -> tuple[list[events.EventBody], bool]:
-        """Keep what a plan has brought beside what it promised; whether that was within its interval."""
+        """Record a plan's outcome; return its events and whether it lies in the predicted interval."""
         if change.effect is None:
             return [], False
         outcome = PlanOutcome(effect=change.effect, throughput=sample.throughput)
@@ -469,14 +472,14 @@ class AutoScaling:
         size = self.latest.size
         self.same_end = self.same_end + 1 if self.ended == size else 0
         self.ended = size
-        if self.same_end:  # a load that comes and goes, rather than another law
+        if self.same_end:  # the load comes and goes; the scaling law has not changed
             doubled = 2.0 ** min(self.same_end - 1, MOST_DOUBLED)
             self.search_at = now + self.job.limits.autoscale_interval * doubled
         speed, tried = self.speed(size), len(self.samples)
         return [events.SizeSettled(size.workers, speed, tried, self.unit, size.servers)]
 
     def validate(self) -> None:
-        """Check the invariants; raise AssertionError on the first that is broken."""
+        """Check the invariants; raise AssertionError on the first broken one."""
         change = self.change
         assert change is None or self.active, "a change without auto-scaling"
         assert change is None or change.size.workers > 0
@@ -486,6 +489,6 @@ class AutoScaling:
 
 
 def _between(one: Size, size: Size, other: Size) -> bool:
-    """Whether a size lies between two others, in each role."""
+    """Return whether a size lies between two others, in each role."""
     bounds = zip(one, size, other, strict=True)
     return all(min(a, b) <= n <= max(a, b) for a, n, b in bounds)

@@ -1,4 +1,4 @@
-"""A change of a job's size: what is asked before it, what is kept of it, and how it is told."""
+"""Changes of a job's size: the planner's question, the record of a change, and its wording."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ from dlrover.spec.roles import SERVER, WORKER, Size
 from dlrover.spec.speed import ScaleDecision, ScaleKind, SpeedSample
 
 SAME_SIZE = (ScaleKind.REPLACE, ScaleKind.MIGRATE, ScaleKind.REBALANCE)
-"""Changes that leave the numbers of nodes as they are."""
+"""Changes that keep the numbers of nodes."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is known of a job when its size is looked at."""
+    """What is known of a job when its size is reviewed."""
 
     current: SpeedSample
-    """The running world."""
+    """Sample of the running world."""
     samples: Sequence[SpeedSample]
-    """Of all sizes that were measured, this one included."""
+    """Samples of all measured sizes, including the current one."""
     sizes: Sequence[int]
-    """Numbers of nodes that the job may have; with servers, of role worker."""
+    """Allowed numbers of nodes; of role worker in a job with servers."""
     region: TrustRegion
     cost: float
-    """How much nodes cost, 0 to 1."""
+    """Weight of the nodes' cost, 0 to 1."""
     explore: bool
-    """Whether a size may be tried only to learn of it."""
+    """True if a size may be tried only for its measurement."""
     servers: Sequence[int] = (0,)
-    """Numbers of servers that it may have."""
+    """Allowed numbers of servers."""
 
 
 @dataclass
 class Change:
-    """A plan that is carried out."""
+    """A plan that is being carried out."""
 
     number: int
     kind: ScaleKind
     size: Size
     origin: Size
-    """What there was before it."""
+    """Size before the change."""
     effect: Effect | None
     since: float
     round: int
-    """The round that it began in."""
+    """Round in which the change began."""
     plan_id: str = ""
-    """The Brain's name for it, if it is the Brain's."""
+    """The Brain's id of the plan; empty if the job's master made it."""
     batch_before: int = 0
-    """The chosen global batch that there was before it; 0: the program's own."""
+    """Chosen global batch before the change; 0: the program's own."""
 
 
 def groups_of(size: Size) -> dict[str, Group]:
-    """The nodes of a size, by role."""
+    """Return the nodes of a size, by role."""
     groups = {WORKER: Group(count=size.workers)}
     if size.servers:
         groups[SERVER] = Group(count=size.servers)
@@ -62,7 +62,7 @@ def groups_of(size: Size) -> dict[str, Group]:
 
 
 def direction(origin: Size, size: Size) -> ScaleKind:
-    """Whether a size is more or fewer nodes than another one."""
+    """Return whether a size has more or fewer nodes than the original one, as a kind of change."""
     return ScaleKind.GROW if size.nodes > origin.nodes else ScaleKind.SHRINK
 
 
@@ -74,7 +74,7 @@ def decided(
     plan_id: str = "",
     batch: int = 0,
 ) -> ScaleDecision:
-    """That the job shall have this size, and this global batch unless it is 0."""
+    """Return the decision for this size, and for this global batch unless it is 0."""
     plan = Plan(groups=groups_of(size), reason=reason, effect=effect)
     return ScaleDecision(
         kind=kind, nodes=size.workers, servers=size.servers, batch=batch, plan=plan, plan_id=plan_id
@@ -82,7 +82,7 @@ def decided(
 
 
 def told_change(origin: Size, size: Size) -> str:
-    """``1 -> 2 nodes``; with servers, what changes of both."""
+    """Return ``1 -> 2 nodes``; with servers, the changes of both roles."""
     if not size.servers:
         return f"{origin.workers} -> {size.workers} nodes"
     pairs = zip(("workers", "servers"), origin, size, strict=True)
@@ -90,9 +90,9 @@ def told_change(origin: Size, size: Size) -> str:
 
 
 def gain_without(found: events.SlowRank, latest: SpeedSample) -> float:
-    """By which share a job is faster when a slow rank is as fast as the others.
+    """Return the share of speed that a job gains if a slow rank becomes as fast as the others.
 
-    In a synchronous job all wait for it. With servers nobody does: it costs its own share only.
+    In a synchronous job all ranks wait for it. With servers none waits: the rank only loses its own share.
     """
     if latest.servers:
         others = latest.replicas - 1

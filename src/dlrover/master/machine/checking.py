@@ -1,7 +1,7 @@
-"""The node check of a job: orders to the nodes, their reports, and what is made of them.
+"""The node check of a job: orders to the nodes, their reports, and the conclusion.
 
-A check runs while a round collects: its nodes have joined and wait for their world. `nodecheck` decides who
-meets whom and what the reports mean.
+A check runs while a round collects: its nodes have joined and wait for their world. `nodecheck` pairs the
+nodes and interprets the reports.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from dlrover.spec.job import JobSpec
 from dlrover.spec.world import Offer
 
 ANSWER_GRACE = 15.0
-"""Seconds beyond a round's time limit, which the nodes keep themselves, in which reports may arrive."""
+"""Seconds after a round's time limit, which the nodes enforce themselves, in which reports may arrive."""
 
 
 @dataclass
 class CheckRun:
-    """A check that is under way."""
+    """A check in progress."""
 
     number: int
     evidence: Evidence
     began: float
-    #: where nodes meet
+    #: offers of the nodes, with the addresses where they meet
     offers: dict[int, Offer]
     round: int = 0
     round_began: float = 0.0
-    #: what the nodes of this round were told
+    #: orders to the nodes of this round
     orders: dict[int, CheckOrder] = field(default_factory=dict)
     groups: list[tuple[int, ...]] = field(default_factory=list)
-    #: answers to them
+    #: answers to these orders
     reports: dict[int, CheckReport] = field(default_factory=dict)
-    #: nodes that were lost meanwhile
+    #: nodes lost during the check
     gone: set[int] = field(default_factory=set)
-    #: what is to be told of the nodes' clocks
+    #: notes on the nodes' clocks
     clocks: list[Finding] = field(default_factory=list)
 
     @property
     def missing(self) -> set[int]:
-        """Nodes whose answers are awaited; the round is over when there are none."""
+        """Nodes whose answers are awaited; without any, the round is over."""
         return self.orders.keys() - self.reports.keys() - self.gone
 
 
@@ -54,23 +54,23 @@ class Checks:
     job: JobSpec
     #: checks begun
     count: int = 0
-    #: nodes that were checked and need not be before the next fault
+    #: nodes that passed and need no further check before their next fault
     passed: set[int] = field(default_factory=set)
     run: CheckRun | None = None
     #: when the last check ended
     ended: float = 0.0
 
     def due(self, nodes: Collection[int]) -> set[int]:
-        """Those of the nodes that have to be checked before they join a world."""
+        """Return the nodes that have to be checked before they join a world."""
         return set(nodes) - self.passed if self.job.node_check else set()
 
     def doubt(self, nodes: Collection[int]) -> None:
-        """Check these nodes again before they join another world: there was a fault of theirs."""
+        """Have these nodes checked again before they join another world, since they had a fault."""
         if self.job.limits.check_after_fault:
             self.passed -= set(nodes)
 
     def deadline(self) -> float | None:
-        """When the round of a check ends whether all have answered or not; None without a check."""
+        """Return when the running round of a check times out; None without a check."""
         if self.run is None:
             return None
         return self.run.round_began + self.job.limits.check_timeout + ANSWER_GRACE
@@ -78,7 +78,7 @@ class Checks:
     def begin(
         self, nodes: Sequence[int], offers: Mapping[int, Offer], now: float
     ) -> list[inputs.Command]:
-        """Check those of ``nodes``, in order of rank, that are due; others among them help."""
+        """Check those of ``nodes``, given in order of rank, that are due; some of the others help."""
         due = [node for node in nodes if node not in self.passed]
         others = [node for node in nodes if node in self.passed]
         helpers = others[: max(2, len(due))]
@@ -93,13 +93,13 @@ class Checks:
         return self._start_round(nodecheck.first_pairs(due, helpers), taking_part, now)
 
     def again(self, node: int) -> list[inputs.Command]:
-        """What a node is to be told that has come back, and whose answer is awaited."""
+        """Return the order for a node that has come back while its answer is awaited."""
         if self.run is None or node not in self.run.missing:
             return []
         return [inputs.OrderCheck(node, self.run.orders[node])]
 
     def take(self, node: int, report: CheckReport, now: float) -> list[inputs.Command]:
-        """Take in a report; it may open the next round."""
+        """Record a report; it may open the next round."""
         run = self.run
         expected = run is not None and (report.check, report.round) == (run.number, run.round)
         if run is None or not expected or node not in run.missing:
@@ -111,7 +111,7 @@ class Checks:
         return self._go_on(now)
 
     def lose(self, node: int, now: float) -> list[inputs.Command]:
-        """A node is lost: what it took part in says nothing."""
+        """Remove a lost node; the trials that it took part in do not count."""
         self.passed.discard(node)
         if self.run is None or node not in self.run.evidence.nodes:
             return []
@@ -119,7 +119,7 @@ class Checks:
         return self._go_on(now)
 
     def time_out(self, now: float) -> list[inputs.Command]:
-        """The time of a round may have passed."""
+        """Record silent nodes as failed if the round's time is up."""
         deadline = self.deadline()
         if self.run is None or deadline is None or now < deadline:
             return []
@@ -137,7 +137,7 @@ class Checks:
         return self._go_on(now)
 
     def conclude(self, now: float) -> tuple[list[Finding], dict[int, Finding]] | None:
-        """What a check that is over found, and the nodes to go on without; None while it is under way."""
+        """Return the findings of a completed check and the nodes to exclude; None while it runs."""
         run = self.run
         if run is None or run.orders:
             return None
@@ -154,7 +154,7 @@ class Checks:
     def _start_round(
         self, groups: list[tuple[int, ...]], local: Collection[int], now: float
     ) -> list[inputs.Command]:
-        """Let pairs meet; the nodes in ``local`` check their own parts, too."""
+        """Start a round for these pairs; the nodes in ``local`` check their own parts, too."""
         run = self.run
         assert run is not None
         run.round += 1
@@ -184,7 +184,7 @@ class Checks:
         )
 
     def _go_on(self, now: float) -> list[inputs.Command]:
-        """Open the next round, or end the check, if nothing is awaited any more."""
+        """Open the next round or end the check, unless answers are awaited."""
         run = self.run
         assert run is not None
         if run.missing or not run.orders:
@@ -200,14 +200,14 @@ class Checks:
         if run.round < self.job.limits.check_rounds:
             ratio = self.job.limits.straggler_ratio
             groups = nodecheck.next_pairs(evidence, ratio)
-            # Once more, for a part may have been busy; what counts is the better figure.
+            # Repeated once, since a part may have been busy; the better figure counts.
             slow = nodecheck.slow_parts(evidence, ratio) if run.round == 1 else set()
             if groups or slow:
                 return self._start_round(groups, slow, now)
         return []
 
     def validate(self) -> None:
-        """Check the invariants; raise AssertionError on the first that is broken."""
+        """Check the invariants; raise AssertionError on the first broken one."""
         run = self.run
         if run is None:
             return
@@ -220,7 +220,7 @@ class Checks:
 
 
 def told(found: Sequence[Finding], out: Mapping[int, Finding]) -> list[NodeCheckFinding]:
-    """The events of a check that is over: what it found, and the nodes that are left out for it."""
+    """Return the events of a completed check: each finding and the nodes excluded for it."""
     return [
         NodeCheckFinding(
             finding.kind.value,
@@ -234,7 +234,7 @@ def told(found: Sequence[Finding], out: Mapping[int, Finding]) -> list[NodeCheck
 
 
 def trial(pair: tuple[int, int], first: CheckReport, second: CheckReport) -> Trial:
-    """What two nodes found about the network between them."""
+    """Combine the two nodes' results on the network between them."""
     results = [_network(first), _network(second)]
     failed = [r.message for r in results if r is not None and r.state is ProbeState.FAILED]
     if None in results:
@@ -252,7 +252,7 @@ def _network(report: CheckReport) -> ProbeResult | None:
 def _clock_notes(
     node: int, order: CheckOrder, report: CheckReport, now: float, limit: float
 ) -> list[Finding]:
-    """Whether a node's clock is off, by the four times of an order and its answer, as in NTP."""
+    """Return a note if a node's clock is off, from the four times of an order and its answer, as in NTP."""
     if not order.local or not report.received_at:
         return []
     offset = (report.received_at - order.sent_at + report.sent_at - now) / 2

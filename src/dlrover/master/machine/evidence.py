@@ -1,4 +1,4 @@
-"""What a node check has found so far, and what good and bad meetings of nodes say of them."""
+"""Evidence of a node check: what is known so far, and what good and bad trials say of the nodes."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from dlrover.spec.check import Component, ProbeResult, ProbeState
 
 
 class Kind(str, enum.Enum):
-    """What a finding says of its nodes."""
+    """Meaning of a finding for its nodes."""
 
     FAULT = "fault"
     SLOW = "slow"
     LINK = "link"
     """Two nodes work, but not with each other."""
     UNDETERMINED = "undetermined"
-    """At least one of the nodes is at fault, and nothing tells which."""
+    """At least one of the nodes is at fault; the evidence does not show which."""
     UNTESTED = "untested"
     """The node met no node that is known to be sound."""
     NOTE = "note"
-    """Worth knowing; no reason to leave a node out."""
+    """Worth knowing, but no reason to exclude a node."""
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing that a check found."""
+    """One result of a check."""
 
     kind: Kind
     nodes: tuple[int, ...]
@@ -36,16 +36,16 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """Two nodes that checked the network between them."""
+    """A network check between two nodes."""
 
     nodes: tuple[int, int]
     slowness: float = 0.0
-    """Grows with the time it took; 0.0 where nothing was measured."""
+    """A figure that grows with the time of the check; 0.0 if not measured."""
     failed: str = ""
-    """Why it failed; empty if it did not."""
+    """Why it failed; empty if it passed."""
 
     def partner(self, node: int) -> int:
-        """The other node."""
+        """Return the other node."""
         first, second = self.nodes
         return second if node == first else first
 
@@ -56,32 +56,32 @@ class Evidence:
 
     #: all nodes of the check, in order of rank
     nodes: tuple[int, ...]
-    #: what each node found of its own parts; nothing for one that has not answered
+    #: results of each node's own parts; no entry for a node that has not answered
     local: dict[int, tuple[ProbeResult, ...]] = field(default_factory=dict)
     trials: list[Trial] = field(default_factory=list)
-    #: nodes known to be sound from an earlier check: they are here to help
+    #: nodes that an earlier check found sound; they take part as helpers
     trusted: frozenset[int] = frozenset()
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """What a set of bad and good trials says of the nodes."""
+    """Classification of the nodes by a set of bad and good trials."""
 
     sound: frozenset[int]
     guilty: frozenset[int]
-    """Bad with two sound nodes."""
+    """Nodes that are not known to be sound and failed with at least two sound nodes."""
     links: tuple[tuple[int, int], ...]
     """Bad pairs of two sound nodes."""
     doubtful: frozenset[int]
-    """In a bad trial, and neither sound nor guilty."""
+    """Nodes with a bad trial that are neither sound nor guilty."""
 
 
 def named(found: Iterable[Finding], *kinds: Kind) -> set[int]:
-    """The nodes that findings of these kinds name."""
+    """Return the nodes named by findings of these kinds."""
     return {node for finding in found if finding.kind in kinds for node in finding.nodes}
 
 
 def better(first: Sequence[ProbeResult], again: Sequence[ProbeResult]) -> tuple[ProbeResult, ...]:
-    """Two measurements of a node's parts as one: what failed once has failed, else the faster counts."""
+    """Merge two measurements of a node's parts: a failure in either counts, else the faster result."""
     best: dict[tuple[Component, str], ProbeResult] = {}
     for result in (*first, *again):
         key = result.component, result.name
@@ -100,7 +100,7 @@ def standing(
     good: Collection[tuple[int, int]],
     trusted: Collection[int] = (),
 ) -> Standing:
-    """What bad and good meetings say; ``trusted`` nodes are known to be sound."""
+    """Classify the nodes by bad and good pairs; ``trusted`` nodes are known to be sound."""
     sound = frozenset(trusted).union(*good)
     meetings: dict[int, set[int]] = {}
     for first, second in bad:

@@ -1,4 +1,4 @@
-"""Which nodes and hosts a job goes on without: faults counted by node, hosts kept out for a while."""
+"""Faults counted by node, and hosts excluded from the job for some time."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from dlrover.spec.job import JobSpec
 
 @dataclass
 class Faults:
-    """The faults of one job's nodes. Change it only through its methods."""
+    """Faults of one job's nodes. Change it only through its methods."""
 
     job: JobSpec
-    #: times of the faults of each node within the window, other than the program's
+    #: times of each node's faults within the window, excluding echoes and the program's faults
     by_node: dict[int, list[float]] = field(default_factory=dict)
-    #: until when each host is kept out
+    #: end of each host's exclusion
     excluded_until: dict[str, float] = field(default_factory=dict)
-    #: why
+    #: reason of each host's exclusion
     reasons: dict[str, str] = field(default_factory=dict)
 
     def action(self, node_id: int, verdict: Verdict, now: float) -> Action:
-        """What is to be done about a failure on a node: its verdict's action, or more if it repeats."""
+        """Return the action for a failure on a node: its verdict's, or a stronger one if failures repeat."""
         if verdict.echo or verdict.origin is Origin.USER:
             return verdict.action
         limit = self.job.limits.node_fault_limit
@@ -34,20 +34,20 @@ class Faults:
         return verdict.action
 
     def forget(self, node_id: int) -> None:
-        """A node is gone; what takes its place begins without faults."""
+        """Forget the faults of a node that is gone; its successor starts without any."""
         self.by_node.pop(node_id, None)
 
     def exclude(self, hostname: str, reason: str, now: float) -> None:
-        """Keep a host out for the cool-down."""
+        """Exclude a host for the cool-down."""
         self.excluded_until[hostname] = now + self.job.limits.exclusion_cooldown
         self.reasons[hostname] = reason
 
     def excluded(self, now: float) -> tuple[str, ...]:
-        """The hosts that are kept out at time ``now``, in order of their names."""
+        """Return the hosts excluded at time ``now``, sorted by name."""
         return tuple(sorted(host for host, until in self.excluded_until.items() if until > now))
 
     def refusal(self, hostname: str, now: float) -> str:
-        """Why a host is kept out, as one sentence; empty if it is not."""
+        """Return why a host is excluded, as one sentence; empty if it is not."""
         left = self.excluded_until.get(hostname, 0.0) - now
         if left <= 0:
             return ""
@@ -57,6 +57,6 @@ class Faults:
         )
 
     def validate(self) -> None:
-        """Check the invariants; raise AssertionError on the first that is broken."""
+        """Check the invariants; raise AssertionError on the first broken one."""
         assert self.excluded_until.keys() == self.reasons.keys()
         assert all(times == sorted(times) for times in self.by_node.values())

@@ -1,17 +1,18 @@
-"""Whether the training hangs: two independent signals, and what was learned of how long things take.
+"""Hang detection from two independent signals and from learned durations of activities.
 
-1. *Nobody gets on.* Every living rank has been doing the same thing for longer than it may: so many times
-   the longest that this job has seen of that activity (but no more than half an hour beyond that), and at least the activity's limit. As long as one
-   rank is within its limit the others may be waiting for it: an evaluation of rank 0 alone is no hang.
-   Once a rank has ended the others have at least the limit of an evaluation to finish.
-2. *The processes show it.* All nodes look at their workers, twice. A rank is blocked whose main thread has
-   made the same calls both times, or whose processes used no CPU meanwhile and moved no data, unless its
-   accelerator computed both times. One that only waits in a collective is busy, too, but leaves its memory
-   alone. The training hangs if the ranks that the others wait for are blocked; if one of them works on, it
-   gets the limit of an evaluation.
+1. *No rank makes progress.* Every living rank has been in the same activity for longer than its limit. The
+   limit is a multiple of the longest duration of that activity in this job, at most half an hour above the
+   longest, and at least the configured limit of the activity. While one rank is within its limit, the others
+   may be waiting for it: an evaluation on rank 0 alone is no hang. Once a rank has ended, the others have at
+   least the limit of an evaluation to finish.
+2. *The processes confirm it.* All nodes sample their workers twice. A rank is blocked if its main thread
+   shows the same calls in both samples or its processes used no CPU in between, unless they moved data or its
+   accelerator was computing in both samples. An accelerator that only waits in a collective is busy, too, but
+   leaves its memory alone. The training hangs if the ranks that the others wait for are blocked. If one of
+   them works, it gets the limit of an evaluation.
 
-A rank that gets on in between ends the suspicion. What is learned is kept for the whole job; what a rank
-does is forgotten with its round, and only activities that have ended are learned from.
+Progress of a rank in between ends the suspicion. Learned durations are kept for the whole job. Activities of
+ranks are forgotten with their round, and only completed activities are learned from.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from dlrover.spec.job import Limits
 from dlrover.spec.stacks import WorkerEvidence
 
 FLAT_CPU = 0.05
-"""CPU seconds per second below which a rank's processes count as idle: their own helper threads use some."""
+"""CPU seconds per second up to which a rank's processes count as idle, since helper threads use some."""
 MOVED_BYTES = 1 << 20
-"""Bytes per second from which a rank counts as reading or writing."""
+"""Bytes per second above which a rank counts as reading or writing."""
 MARGIN = 1800.0
-"""Seconds that an activity may last beyond the longest one so far, at most."""
+"""Maximum seconds by which an activity's learned limit exceeds its longest duration so far."""
 SHORT_WAIT = 5.0
-"""Seconds up to which waiting for data is part of a step's usual course."""
+"""Seconds up to which waiting for data is part of a normal step."""
 PATIENCE = 2.0
-"""After a suspicion that proved wrong the next one takes so many times as long."""
+"""Factor by which all limits grow after each suspicion that proved wrong."""
 
 # ---- inputs
 
@@ -50,18 +51,18 @@ class WorldFormed(msgspec.Struct, frozen=True):
     round: int
     world_size: int
     has_stepped: bool
-    """Whether the job has ever made a step."""
+    """True if the job has ever made a step."""
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What the workers of one node do, by rank."""
+    """Activities of one node's workers, by rank."""
 
     round: int
     workers: dict[int, WorkerActivity]
 
 
 class Looked(msgspec.Struct, frozen=True):
-    """The nodes have looked at their workers, as `Look` asked for; some may not have answered."""
+    """The nodes have sampled their workers, as `Look` asked; some may not have answered."""
 
     round: int
     workers: tuple[WorkerEvidence, ...]
@@ -77,7 +78,7 @@ Input: TypeAlias = WorldFormed | Report | Looked | Tick
 
 
 class Look(msgspec.Struct, frozen=True):
-    """Ask all nodes to look at their workers of the round."""
+    """Ask all nodes to sample their workers of the round."""
 
     round: int
 
@@ -96,37 +97,37 @@ Command: TypeAlias = Look | Found
 
 @dataclass
 class Suspicion:
-    """Nobody gets on."""
+    """A suspected hang: no rank makes progress."""
 
     first: dict[int, WorkerEvidence] = field(default_factory=dict)
-    #: when the second look is due; None while an answer is awaited
+    #: when the second sample is due; None while an answer is awaited
     look_at: float | None = None
 
 
 @dataclass
 class HangDetector:
-    """One job's detector. Times are seconds."""
+    """Hang detector of one job. Times are seconds."""
 
     limits: Limits = field(default_factory=Limits)
     round: int = 0
     world_size: int = 0
-    #: what each rank was last reported to do
+    #: last reported activity of each rank
     workers: dict[int, WorkerActivity] = field(default_factory=dict)
-    #: ranks that were doing something for which the others have to wait
+    #: ranks in an activity for which the others have to wait
     awaited: set[int] = field(default_factory=set)
-    #: when a rank last was
+    #: when ``awaited`` last had a rank
     awaited_at: float = -math.inf
-    #: the longest that each activity has lasted, of all that ended
+    #: longest duration of each activity, of all completed ones
     longest: dict[int, float] = field(default_factory=dict)
     has_stepped: bool = False
     suspicion: Suspicion | None = None
-    #: so much longer than the limits everything must last before the next suspicion
+    #: factor on all limits before the next suspicion
     patience: float = 1.0
-    #: the hang of this round was reported
+    #: True once the hang of this round was reported
     found: bool = False
 
     def handle(self, event: Input, now: float) -> list[Command]:
-        """Take in one input at time ``now``; what is to be done about it."""
+        """Handle one input at time ``now``; return the resulting commands."""
         if not self.limits.hang_detection:
             return []
         if isinstance(event, WorldFormed):
@@ -142,7 +143,7 @@ class HangDetector:
     # ---- the first signal
 
     def limit(self, activity: int) -> float:
-        """How long an activity may last."""
+        """Return how long an activity may last."""
         longest = self.longest.get(activity, 0.0)
         learned = min(self.limits.hang_factor * longest, longest + MARGIN)
         return max(learned, self.limits.hang_limit(activity))
@@ -162,7 +163,7 @@ class HangDetector:
         for rank, worker in event.workers.items():
             before = self.workers.get(rank)
             if before is not None and sum(worker.seconds) < sum(before.seconds):
-                continue  # it was overtaken by a later one
+                continue  # a later report overtook it
             self.workers[rank] = worker
             if worker.steps:
                 self.has_stepped = True
@@ -174,7 +175,7 @@ class HangDetector:
             (self.awaited.add if is_awaited(worker) else self.awaited.discard)(rank)
 
     def _learn(self, ended: WorkerActivity, now: float) -> None:
-        """An activity has ended. A step in which a rank waited for another one's evaluation teaches nothing."""
+        """Learn from a completed activity, except a step in which a rank waited for an evaluation."""
         if ended.doing == Activity.STEP and now - ended.since < self.awaited_at:
             return
         self.longest[ended.doing] = max(self.longest.get(ended.doing, 0.0), ended.since)
@@ -245,7 +246,7 @@ class HangDetector:
         return [self._hang(second, missing, culprits, found)]
 
     def _worked_too_long(self, rank: int) -> bool:
-        """Whether a rank that works does so in a step, for longer than even an evaluation may take."""
+        """Return whether a working rank has been in one step for longer than even an evaluation may take."""
         worker = self.workers[rank]
         in_step = worker.doing in (Activity.STEP, Activity.DATA)
         return in_step and worker.since > self.limit(Activity.EVAL)
@@ -272,14 +273,14 @@ class HangDetector:
 
 
 def got_on(before: WorkerActivity, now: WorkerActivity) -> bool:
-    """Whether a rank has begun something else between two reports."""
+    """Return whether a rank has begun something else between two reports."""
     ended = now.ended and not before.ended
     changed = (now.steps, now.doing) != (before.steps, before.doing)
     return ended or changed or now.since < before.since
 
 
 def is_awaited(worker: WorkerActivity) -> bool:
-    """Whether a rank does something beside its steps, for longer than they usually wait for data."""
+    """Return whether a rank is in an activity outside its steps, or waits unusually long for data."""
     beside = worker.doing not in (Activity.STEP, Activity.DATA)
     return not worker.ended and (
         beside or (worker.doing == Activity.DATA and worker.since > SHORT_WAIT)
@@ -287,9 +288,9 @@ def is_awaited(worker: WorkerActivity) -> bool:
 
 
 def works(first: WorkerEvidence, second: WorkerEvidence) -> bool:
-    """Whether a process does something between two looks at it.
+    """Return whether a process works, judging by two samples.
 
-    It does if it uses CPU and is at another place in its program, if it moves data, or if its accelerator
+    It works if it uses CPU and is at another place in its program, if it moves data, or if its accelerator
     computes.
     """
     if first.device_computes and second.device_computes:
@@ -302,7 +303,7 @@ def works(first: WorkerEvidence, second: WorkerEvidence) -> bool:
 
 
 def place_of(ranks: Iterable[int], groups: Sequence[stacks.Group]) -> str:
-    """Where some ranks are; where all are if there are none."""
+    """Return the place of some ranks; of all ranks if ``ranks`` is empty."""
     wanted = set(ranks)
     places = [g.place for g in groups if g.place and (not wanted or wanted & set(g.ranks))]
     return " and ".join(places[:2])

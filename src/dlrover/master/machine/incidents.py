@@ -1,4 +1,4 @@
-"""The incidents of a job in the ledger: when, what, where, and what each cost."""
+"""Incidents of a job in the ledger: time, cause, place and cost."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from dlrover.master.machine.state import Incident
 from dlrover.spec.goodput import CAUSES, Cause, IncidentCost, IncidentKind
 
 KEPT = 200
-"""Incidents that are kept one by one; earlier ones are summed up."""
+"""Maximum number of incidents kept individually; earlier ones are summed up."""
 
 _IDLE = INDEX[Cause.IDLE]
 _STANDSTILL = {INDEX[Cause.RENDEZVOUS], INDEX[Cause.WAITING_FOR_RESOURCES], INDEX[Cause.NODE_CHECK]}
-"""What nodes spend time on that wait for a master: a running world does not."""
+"""Causes of time that nodes spend while they wait for a master; a running world spends none on them."""
 
 
 @dataclass
 class Entry:
-    """One incident. Times are microseconds, summed over all nodes where they are lists."""
+    """One incident. Times are microseconds; lists are sums over all nodes."""
 
     since: int
     round: int
-    #: the sums of the ledger when the incident was opened
+    #: the ledger's sums when the incident began
     before: list[int]
     node: int = -1
     title: str = ""
@@ -39,11 +39,11 @@ class Entry:
     steps_lost: int = -1
     spent: list[int] = field(default_factory=nothing)
     kind: IncidentKind = IncidentKind.TRAINING
-    #: whether a world ran when the master died
+    #: True if a world ran when the master died
     trained: bool = False
 
     def cost(self, now: int, sums: Sequence[int]) -> IncidentCost:
-        """The incident as it stands at ``now``."""
+        """Return the incident as it stands at ``now``."""
         spent = self.spent if self.until >= 0 else self.spent_until(sums)
         return IncidentCost(
             kind=self.kind,
@@ -58,21 +58,21 @@ class Entry:
         )
 
     def charge(self, undone: Sequence[int], times: int) -> None:
-        """The fault itself turned time of ``times`` nodes into loss, before it was detected."""
+        """Add the time, by cause, that each of ``times`` nodes lost before the fault was detected."""
         for index in (DETECTION, RECOMPUTED):
             self.spent[index] += undone[index] * times
 
     def undo(self, steps: int) -> None:
-        """A round began so many steps before the last one that an earlier round had come to."""
+        """Add lost steps: a round began ``steps`` before the last step that an earlier round had reached."""
         self.steps_lost = max(0, self.steps_lost) + steps
 
     def redo(self, again: int) -> None:
-        """The nodes spent time on steps that the fault had undone."""
-        if self.until >= 0:  # before, the ledger's sums have it
+        """Add the nodes' time for steps that the fault had undone."""
+        if self.until >= 0:  # until then, the ledger's sums include it
             self.spent[RECOMPUTED] += again
 
     def spent_until(self, sums: Sequence[int]) -> list[int]:
-        """What the fault cost until the ledger's sums are these."""
+        """Return what the fault has cost when the ledger's sums are ``sums``."""
         spent = [s + n - b for s, n, b in zip(self.spent, sums, self.before, strict=True)]
         if self.kind is IncidentKind.MASTER:
             return [part if i in _STANDSTILL else 0 for i, part in enumerate(spent)]
@@ -81,26 +81,26 @@ class Entry:
 
 
 class IncidentBook:
-    """All incidents of a job: the open one, the latest ones, and the sum of those before."""
+    """All incidents of a job: the open one, the latest ones, and the sum of earlier ones."""
 
     def __init__(self) -> None:
         self.open: Entry | None = None
-        #: the master died, and not all nodes are connected to the next one
+        #: set from the master's death until all nodes are connected to the next master
         self.master: Entry | None = None
         self.entries: list[Entry] = []
         self.count = 0
-        #: the sum of the entries that are no longer kept
+        #: number and cost of the entries that are no longer kept
         self.earlier_count = 0
         self.earlier = 0
 
     def begin(self, entry: Entry) -> None:
-        """A fault was detected."""
+        """Open an incident for a detected fault."""
         self.open = entry
         self.count += 1
         self._add(entry)
 
     def begin_master(self, now: int, round_: int, sums: list[int], *, trained: bool) -> None:
-        """The master died, at ``now`` or later. While nodes wait for a fault to be over, that costs them."""
+        """Open an incident for the master's death at ``now`` or later, unless one is open."""
         if self.master is None:
             kind, title = IncidentKind.MASTER, "the master died"
             self.master = Entry(now, round_, sums, -1, title, kind=kind, trained=trained)
@@ -108,7 +108,7 @@ class IncidentBook:
             self._add(self.master)
 
     def end_master(self, now: int, sums: Sequence[int], *, trains: bool) -> None:
-        """All nodes are connected to the next master, or the job ended."""
+        """Close the master's incident; if a fault's incident is open, only the latter bears the cost."""
         entry, self.master = self.master, None
         assert entry is not None
         entry.spent = nothing() if self.open is not None else entry.spent_until(sums)
@@ -123,7 +123,7 @@ class IncidentBook:
             self.earlier += sum(self.entries.pop(0).spent)
 
     def describe(self, incident: Incident, table: Table) -> None:
-        """Say of the open incident what is known by now."""
+        """Describe the open incident as far as it is known."""
         entry = self.open
         if entry is None or entry.title:
             return
@@ -138,7 +138,7 @@ class IncidentBook:
             entry.node, entry.title = root.node_id, table.diagnose(root).title
 
     def end(self, now: int, sums: Sequence[int]) -> None:
-        """The first new step was made, or the job ended."""
+        """Close the open incident: the first new step was made, or the job ended."""
         assert self.open is not None
         self.open.spent = self.open.spent_until(sums)
         self.open.until = now

@@ -1,4 +1,4 @@
-"""What the job machine is told (journalled before it is handled) and what it orders in return."""
+"""Inputs of the job machine, which are journalled before they are handled, and its commands."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from dlrover.spec.world import Holding, Offer, World
 
 
 class Submitted(msgspec.Struct, frozen=True, tag="submitted"):
-    """The job is handed over. The first input, once.
+    """The job was submitted. This is the first input and comes once.
 
-    A master that has lost its journal gets it, too: ``found`` are the nodes that its platform runs
-    already, ``earlier_events`` counts the events that an earlier master has recorded. ``rules`` are the rows of
-    diagnosis that come with this release, tried after the job's own: a replay diagnoses as the job did.
+    A master that has lost its journal gets it, too: ``found`` are the nodes that its platform already runs,
+    and ``earlier_events`` is the number of events that an earlier master recorded. ``rules`` are this
+    release's diagnosis rules, which apply after the job's own; the journal has them, so that replays diagnose
+    alike.
     """
 
     job: JobSpec
@@ -36,7 +37,7 @@ class Submitted(msgspec.Struct, frozen=True, tag="submitted"):
 
 
 class MasterStarted(msgspec.Struct, frozen=True, tag="master_started"):
-    """A master process begins or takes over; connections of the last one are gone."""
+    """A master process starts or takes over; the previous master's connections are gone."""
 
     replayed: int = 0
 
@@ -49,7 +50,7 @@ class NodePlaced(msgspec.Struct, frozen=True, tag="node_placed"):
 
 
 class NodeWaits(msgspec.Struct, frozen=True, tag="node_waits"):
-    """The platform tells what keeps a node from starting; empty: nothing any more."""
+    """The platform reports what keeps a node from starting; empty once nothing does."""
 
     node_id: int
     reason: str
@@ -61,16 +62,16 @@ class NodeExited(msgspec.Struct, frozen=True, tag="node_exited"):
     node_id: int
     reason: str
     exit_code: int = 0
-    """The agent's, where the platform knows it."""
+    """Exit code of the agent, if the platform knows it."""
     refused: bool = False
-    """The platform cannot make the node, and will not be able to make another one in its place."""
+    """True if the platform can make neither this node nor another one in its place."""
 
 
 class NodeConnected(msgspec.Struct, frozen=True, tag="node_connected"):
     """An agent opened its stream, for the first time or again.
 
-    ``uid`` is unique to the agent process. ``node_id`` is the id it was launched with or given
-    before, -1 for none. ``round`` is the round whose workers it runs, 0 for none; ``held`` tells more.
+    ``uid`` is unique to the agent process. ``node_id`` is the id that it was launched with or got earlier; -1
+    for none. ``round`` is the round whose workers it runs; 0 for none. ``held`` has the details.
     """
 
     uid: str
@@ -88,7 +89,7 @@ class NodeDisconnected(msgspec.Struct, frozen=True, tag="node_disconnected"):
 
 
 class NodeSilent(msgspec.Struct, frozen=True, tag="node_silent"):
-    """An agent sent nothing for the heartbeat time-out though its stream is open."""
+    """An agent sent nothing for the heartbeat timeout although its stream is open."""
 
     node_id: int
     seconds: float
@@ -110,7 +111,7 @@ class NodeChecked(msgspec.Struct, frozen=True, tag="node_checked"):
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, tag="worker_failed"):
-    """A worker of the round ``failure.round`` ended in failure."""
+    """A worker of the round ``failure.round`` failed."""
 
     failure: Failure
 
@@ -128,20 +129,20 @@ class Progressed(msgspec.Struct, frozen=True, tag="progressed"):
     round: int
     steps: int
     seconds: tuple[float, ...] = ()
-    """How long its workers have been doing each `Activity`, the mean; empty while that is not known."""
+    """Mean duration of each `Activity` over the workers so far; empty while unknown."""
     first_step: int = -1
-    """The number of the step that the round began with, -1 while that is not known."""
+    """Number of the step that the round began with; -1 while unknown."""
 
 
 class Hung(msgspec.Struct, frozen=True, tag="hung"):
-    """The training of a round hangs; with ``restart`` its workers are to be restarted."""
+    """The training of a round hangs; ``restart`` asks for a restart of its workers."""
 
     found: HangFound
     restart: bool
 
 
 class RankSpeed(msgspec.Struct, frozen=True, tag="rank_speed"):
-    """A rank of ``round`` has become slow, or is no longer."""
+    """A rank of ``round`` has become slow or has recovered."""
 
     round: int
     found: SlowRank | SlowRankRecovered
@@ -154,16 +155,16 @@ class SpeedMeasured(msgspec.Struct, frozen=True, tag="speed_measured"):
     sample: SpeedSample
     profile: ModelProfile = ModelProfile()
     held_up: bool = False
-    """Whether a rank may have been slow in it."""
+    """True if a rank may have been slow during the window."""
 
 
 class MemoryForecast(msgspec.Struct, frozen=True, tag="memory_forecast"):
-    """A node of ``round`` will not have enough memory."""
+    """A node of ``round`` is expected to run out of memory."""
 
     round: int
     node_id: int
     needed: int
-    """Bytes."""
+    """Bytes that the node is expected to need."""
     limit: int
     seconds: float
     """How far ahead the forecast reaches."""
@@ -172,70 +173,70 @@ class MemoryForecast(msgspec.Struct, frozen=True, tag="memory_forecast"):
 
 
 class ServersBusy(msgspec.Struct, frozen=True, tag="servers_busy"):
-    """Parameter servers of ``round`` have too much to do; what is asked for is one of three things."""
+    """Parameter servers of ``round`` are overloaded; the input asks for one of three remedies."""
 
     round: int
     migrate: dict[int, float]
-    """How many times its cores each hot server needs, by node."""
+    """Cores that each hot server needs, as a multiple of its present cores, by node."""
     more: bool
-    """Another server."""
+    """True if the job needs another server."""
     rebalance: bool
-    """A new round, in which the program divides its parameters anew."""
+    """True if a new round should open in which the program redistributes its parameters."""
     gain: float
-    """The share of its speed that the job is expected to win."""
+    """Expected gain as a share of the job's speed."""
     reason: str
 
 
 class ScalePlanned(msgspec.Struct, frozen=True, tag="scale_planned"):
-    """The planner has looked at what was measured; None: no other size is worth a change."""
+    """The planner has evaluated the measurements; None: no other size is worth a change."""
 
     round: int
     decision: ScaleDecision | None
 
 
 class MigrateAsked(msgspec.Struct, frozen=True, tag="migrate_asked"):
-    """Have another node in the place of one that trains, which trains on until the other has joined.
+    """Replace a training node by a new one; the old node trains until the new one has joined.
 
-    What `JobMachine.migration_refusal` has a sentence for changes nothing.
+    A request that `JobMachine.migration_refusal` refuses changes nothing.
     """
 
     node_id: int
     cpu_factor: float
-    """How many times the cores that the job asked for the other one shall have. As its node has: `Node.cpu_factor`."""
+    """Cores of the new node as a multiple of the job's request, as in `Node.cpu_factor`."""
     memory_factor: float
-    """The same of its memory, up to what the platform can give."""
+    """Memory of the new node as a multiple of the job's request, limited to what the platform can give."""
     reason: str
-    """Why, as a clause: ``its queue is long``."""
+    """Reason as a clause: ``its queue is long``."""
 
 
 class StopRequested(msgspec.Struct, frozen=True, tag="stop_requested"):
-    """Somebody asked to stop the job."""
+    """A stop of the job was requested."""
 
     reason: str
     exit_code: int
 
 
 class ScaleAsked(msgspec.Struct, frozen=True, tag="scale_asked"):
-    """Somebody wants another number of managed nodes.
+    """Another number of managed nodes was requested.
 
-    What `Scaling.refusal` has a sentence for changes nothing, and neither does the number that is wanted
-    already.
+    A request that `Scaling.refusal` refuses changes nothing. A request for the number that is already wanted
+    changes no node, but a user's still overrules plans.
     """
 
     nodes: int
-    """Nodes of ``role``, which is ``worker`` or ``ps``."""
+    """Number of nodes of ``role``, which is ``worker`` or ``ps``."""
     reason: str
-    """Why, as part of a sentence."""
+    """Reason as part of a sentence."""
     source: Literal["user", "plan"]
-    """Who: a ``user``'s number may be any and counts for good, that of a ``plan`` stays within the bounds
-    that the job was submitted with and gives way to a user's."""
+    """Origin of the request. A ``user`` may ask for any number, and it stays. A ``plan`` stays within the
+    bounds of the submitted job and gives way to a user."""
     role: str = WORKER
     factors: tuple[float, float] = (1.0, 1.0)
-    """How many times the cores and the memory that the job asked for those get that are launched for it."""
+    """CPU and memory multipliers, relative to the job's request, for nodes launched by this change."""
 
 
 class DeadlinePassed(msgspec.Struct, frozen=True, tag="deadline_passed"):
-    """The time that the machine named in ``deadline()`` has come."""
+    """The time that the machine's ``deadline()`` returned has come."""
 
 
 Input: TypeAlias = (
@@ -274,7 +275,7 @@ class KillNode(msgspec.Struct, frozen=True):
 
 
 class Welcome(msgspec.Struct, frozen=True):
-    """Tell the agent ``uid`` its node id and the round it may join."""
+    """Send the agent ``uid`` its node id and the round that it may join."""
 
     uid: str
     node_id: int
@@ -282,7 +283,7 @@ class Welcome(msgspec.Struct, frozen=True):
 
 
 class CallToRound(msgspec.Struct, frozen=True):
-    """Tell a node to stop its workers and join ``round``."""
+    """Order a node to stop its workers and join ``round``."""
 
     node_id: int
     round: int
@@ -290,23 +291,23 @@ class CallToRound(msgspec.Struct, frozen=True):
 
 
 class OrderCheck(msgspec.Struct, frozen=True):
-    """Tell a node to check itself."""
+    """Order a node to check itself."""
 
     node_id: int
     order: CheckOrder
 
 
 class AssignWorld(msgspec.Struct, frozen=True):
-    """Tell a node its place in a completed round."""
+    """Send a node its place in a completed round."""
 
     node_id: int
     world: World
     fresh: bool = False
-    """Its workers start from processes that have loaded nothing yet."""
+    """True if its workers start from processes that have loaded nothing yet."""
 
 
 class Dismiss(msgspec.Struct, frozen=True):
-    """Tell a node that the job is over, or that it itself is no longer part of it."""
+    """Inform a node that the job is over, or that the node no longer belongs to it."""
 
     node_id: int
     outcome: Outcome
@@ -319,7 +320,7 @@ class Emit(msgspec.Struct, frozen=True):
 
 
 class EndJob(msgspec.Struct, frozen=True):
-    """The job is over; the master may leave when its nodes have left."""
+    """End the job; the master may exit once the nodes have left."""
 
     outcome: Outcome
 

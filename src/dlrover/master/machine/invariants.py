@@ -1,4 +1,4 @@
-"""What holds of a job's state after every input."""
+"""Invariants of a job's state after every input."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def check(machine: JobMachine) -> None:
-    """Raise AssertionError on the first invariant that is broken."""
+    """Raise AssertionError on the first broken invariant."""
     machine.rendezvous.validate()
     machine.restarts.validate()
     machine.adoption.validate()

@@ -1,9 +1,9 @@
 """The job machine: nodes, rounds, incidents and the job's end, composed from the smaller machines.
 
-A *fault* (a worker fails, a node of the world is lost) opens an *incident*. The first thing every fault
-needs is the same, so it is ordered at once: the remaining workers stop and their nodes join a new round.
-Whether the job goes on is decided as soon as a conclusive failure is known. A failure that merely echoes
-a peer's death (a reset connection) is not conclusive: the decision then waits for the reports of the
+A *fault* (a worker fails, a node of the world is lost) opens an *incident*. The first response is the same
+for all faults and is ordered at once: the remaining workers stop and their nodes join a new round. The
+restart policy decides whether the job continues once a conclusive failure is known. A failure that merely
+echoes a peer's death (a reset connection) is not conclusive: the decision then waits for the reports of the
 other nodes, which precede their joining.
 """
 
@@ -37,18 +37,18 @@ from dlrover.spec.words import counted
 from dlrover.spec.world import Holding
 
 MEMORY_GROWTH = 2.0
-"""How many times the memory a node gets that was killed for want of it, where the platform can do that."""
+"""Memory multiplier for the successor of a node killed for lack of memory, if the platform supports it."""
 
 
 class JobMachine(JobAuto):
-    """What a job does about each input. `handle` is the only way to change it."""
+    """A job's response to each input. `handle` is the only way to change it."""
 
     # ---- inputs
 
     def handle(self, event: inputs.Input, now: float) -> list[inputs.Command]:
-        """Take in one input at time ``now`` (seconds since the epoch); what is to be done about it.
+        """Handle one input at time ``now`` (seconds since the epoch); return the resulting commands.
 
-        Inputs may be repeated and may come late: what no longer applies changes nothing.
+        Inputs may be repeated and may come late. An input that no longer applies changes nothing.
         """
         self._out = []
         if self.outcome is None or isinstance(event, _AFTER_THE_END):
@@ -153,7 +153,7 @@ class JobMachine(JobAuto):
             self._catch_up(node, event.round, now)
 
     def _hear(self, node: Node, held: Holding | None, now: float) -> bool:
-        """Note what a node holds, if a running round may have to be adopted; whether that is so."""
+        """Note what a node holds; return whether a running round may have to be adopted."""
         adoption, rdzv = self.adoption, self.rendezvous
         if adoption.over or held is None:
             return False
@@ -166,7 +166,7 @@ class JobMachine(JobAuto):
         return True
 
     def _catch_up(self, node: Node, running_round: int, now: float) -> None:
-        """Send a node what it missed while it had no connection."""
+        """Send a node what it missed while it was disconnected."""
         rdzv = self.rendezvous
         if rdzv.collecting:
             rdzv.expect(node.id)
@@ -174,7 +174,7 @@ class JobMachine(JobAuto):
                 self._call(node, "a new round is open")
         elif node.id in self.worlds:
             if running_round > rdzv.round:
-                # A crash of the master's machine may take the journal's last moments.
+                # A crash of the master's machine may lose the journal's last moments.
                 self._open_round("the master has lost a round", now)
             elif running_round < rdzv.round and node.status is NodeStatus.RUNNING:
                 self._assign(node.id)
@@ -221,7 +221,7 @@ class JobMachine(JobAuto):
         failure, rdzv = event.failure, self.rendezvous
         current = failure.round == rdzv.round and not rdzv.collecting
         if current and self.is_server(failure.node_id) and self._is_about_to_end():
-            # It may have failed because a worker left that has finished; one that needs it will fail, too.
+            # A worker that finished and left may be the reason; one that needs the server will fail, too.
             verdict = self.table.diagnose(failure)
             self._emit(events.WorkerFailed(failure, verdict))
             return
@@ -289,7 +289,7 @@ class JobMachine(JobAuto):
     # ---- steps that several inputs share
 
     def _advance(self, now: float) -> None:
-        """Do what the state now allows: complete a round, end the job."""
+        """Do what the state now allows, such as completing a round or ending the job."""
         largest = self.rendezvous.usable(self.rendezvous.most).nodes
         if self.outcome is None and self.adoption.pending and self.adoption.due(now, largest):
             self._settle(now)
@@ -309,12 +309,12 @@ class JobMachine(JobAuto):
             self._end(ExitCode.SUCCESS, "All workers succeeded.", now)
 
     def _settle(self, now: float) -> None:
-        """Adopt the round that the nodes tell of, or open a new one."""
+        """Adopt the round that the nodes report, or open a new one."""
         adoption, rdzv = self.adoption, self.rendezvous
         adoption.over = True
         held_back, adoption.reports = adoption.reports, {}
         members = adoption.members()
-        # A world that is too large now is taken over, and its surplus nodes leave it in order.
+        # A world that is now too large is adopted; its surplus nodes then leave it in order.
         size = rdzv.count(members)
         surplus = self.scaling.due and rdzv.exceeds(size)
         if members and (surplus or rdzv.usable(size) == size):
@@ -332,7 +332,7 @@ class JobMachine(JobAuto):
             self._open_first_round(now)
 
     def _adopt(self, members: dict[int, Holding], now: float) -> None:
-        """Go on with a round that is running."""
+        """Continue a running round."""
         self.worlds = {i: held.world for i, held in members.items() if held.world is not None}
         some_world = next(iter(self.worlds.values()))
         self.rendezvous.adopt(some_world.round, tuple(self.worlds))
@@ -358,9 +358,9 @@ class JobMachine(JobAuto):
                 self._call(self.nodes[node_id], reason)
 
     def _checking(self, now: float) -> bool:
-        """Check nodes that are due before their world is formed; whether nodes are being checked.
+        """Check nodes that are due before their world is formed; return whether a check is under way.
 
-        When a check is over, the job goes on without the nodes that it names, or it ends.
+        After a check, the job continues without the nodes that it names, or it ends.
         """
         if self._has_ended():
             return False
@@ -369,7 +369,7 @@ class JobMachine(JobAuto):
             incident = self.incident
             ready = rdzv.ready(now)
             if ready and incident is not None and not incident.decided:
-                # It may be to go on without one of the nodes.
+                # The decision may exclude one of the nodes.
                 ready = self._decide(incident, now) and rdzv.ready(now)
             due = checks.due(rdzv.offers) if ready else set()
             if due:
@@ -395,7 +395,7 @@ class JobMachine(JobAuto):
         return self._checking(now)
 
     def _leave_out(self, node: Node, finding: Finding, now: float) -> None:
-        """Go on without a node that the check named."""
+        """Continue without a node that the check named."""
         if self._has_ended() or node.status.final:
             return
         reason = f"the node check names its {finding.component.value}: {finding.message}"
@@ -415,7 +415,7 @@ class JobMachine(JobAuto):
 
     def _complete_round(self, now: float) -> None:
         rdzv = self.rendezvous
-        for node_id in rdzv.missing:  # late ones; they are called to the next round when they join
+        for node_id in rdzv.missing:  # late; they are called to the next round when they join
             if self.nodes[node_id].status in (NodeStatus.RUNNING, NodeStatus.SUCCEEDED):
                 self._move(self.nodes[node_id], NodeStatus.READY)
         ranks = {i: self.nodes[i].node_rank for i in rdzv.offers}
@@ -479,7 +479,7 @@ class JobMachine(JobAuto):
             self._replace(node, now)
 
     def _node_fault(self, node: Node, now: float) -> None:
-        """A node of the world is lost."""
+        """Respond to the loss of a node of the world."""
         incident = self._begin_incident(now)
         incident.lost_nodes.append(loss_of(node, incident.round, now))
         goes_on = incident.decided or self._decide(incident, now)
@@ -490,14 +490,14 @@ class JobMachine(JobAuto):
         old, round_ = self.incident, self.rendezvous.last_round
         if old is not None and old.round == round_:
             return old
-        # A fault before the first step after another one prolongs the interruption.
+        # A fault before the first step after another fault prolongs the interruption.
         self.incident = Incident(since=now if old is None else old.since, round=round_)
         return self.incident
 
     def _decide(self, incident: Incident, now: float) -> bool:
-        """Ask the restart policy about an incident, once; whether the job goes on."""
+        """Ask the restart policy about an incident, once; return whether the job continues."""
         incident.decided = True
-        # What was reported before the loss of a node can only echo it, or it had been decided upon.
+        # A report before the loss of a node can only echo the loss; otherwise it would be decided by now.
         if incident.hang and not incident.lost_nodes:
             return self._decide_hang(incident.hang, now)
         root = None if incident.lost_nodes else self.table.root_cause(incident.failures)
@@ -548,7 +548,7 @@ class JobMachine(JobAuto):
         return True
 
     def _action(self, node: Node, verdict: Verdict, now: float) -> Action:
-        """What is done about a failure: what its verdict or its repetition asks for, where that is possible."""
+        """Return the action for a failure: what its verdict or its repetition asks for, if possible."""
         if node.status.final:
             return verdict.action
         action = self.faults.action(node.id, verdict, now)
@@ -556,7 +556,7 @@ class JobMachine(JobAuto):
         return Action.RESTART if action is Action.RELAUNCH and stays else action
 
     def _act(self, node: Node, action: Action, verdict: Verdict, now: float) -> None:
-        """Do what a restart of all workers does not."""
+        """Do what goes beyond a restart of all workers."""
         if action is Action.RESTART_FRESH:
             self.fresh = (node.id, self.rendezvous.last_round + 1)
         elif action is Action.RELAUNCH:
@@ -572,7 +572,7 @@ class JobMachine(JobAuto):
     # ---- invariants
 
     def validate(self) -> None:
-        """Check the invariants; raise AssertionError on the first that is broken."""
+        """Check the invariants; raise AssertionError on the first broken one."""
         invariants.check(self)
 
 
@@ -583,7 +583,7 @@ _AFTER_THE_END = (
     | inputs.NodeConnected
     | inputs.NodeDisconnected
 )
-"""What still counts when the job has ended: which nodes there are, for all have to leave."""
+"""Inputs that still count after the job's end, since they show which nodes have yet to leave."""
 
 _HANDLERS: dict[type, Callable[[JobMachine, Any, float], None]] = {
     inputs.Submitted: JobMachine._submitted,  # noqa: SLF001

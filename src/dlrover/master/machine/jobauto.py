@@ -1,4 +1,4 @@
-"""A job that finds its number of nodes by itself, and replaces slow ones."""
+"""A job that adapts to measurements: auto-scaling, and replacement of slow or overloaded nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dlrover.spec.speed import ScaleDecision, ScaleKind
 
 
 class JobAuto(JobMigrate):
-    """What a job does about its speed."""
+    """A job that responds to its measured speed and load."""
 
     def _rank_speed(self, event: inputs.RankSpeed, now: float) -> None:
         if event.round != self.rendezvous.round:
@@ -23,7 +23,7 @@ class JobAuto(JobMigrate):
             self._replace_slow(event.found, now)
 
     def _replace_slow(self, found: events.SlowRank, now: float) -> None:
-        """Go on with another node in place of a slow one, if the auto-scaler finds that worth it."""
+        """Replace a slow node if the auto-scaler finds that worth it."""
         node = self.nodes[found.node]
         asked = inputs.MigrateAsked(node.id, node.cpu_factor, node.memory_factor, "it is slow")
         if self.migration_refusal(asked):
@@ -36,7 +36,7 @@ class JobAuto(JobMigrate):
         self._migrate_asked(asked, now)
 
     def _memory_forecast(self, event: inputs.MemoryForecast, now: float) -> None:
-        """Have a node with more memory before one runs out of it, where the platform can give it that."""
+        """Replace a node by one with more memory before it runs out, if the platform can provide it."""
         node = self.nodes[event.node_id]
         if event.round != self.rendezvous.round or node.status is not NodeStatus.RUNNING:
             return
@@ -58,7 +58,7 @@ class JobAuto(JobMigrate):
             self._emit(events.MemoryBound(node.id, node.memory_factor))
 
     def _servers_busy(self, event: inputs.ServersBusy, now: float) -> None:
-        """Do something about hot or uneven servers, if nothing else is being changed."""
+        """Relieve hot or uneven servers, if no other change is under way."""
         scaling = self.autoscaling
         moves = [self._with_cores(node_id, factor) for node_id, factor in event.migrate.items()]
         refused = any(self.migration_refusal(move) for move in moves)
@@ -78,7 +78,7 @@ class JobAuto(JobMigrate):
             self._open_round("the program is to divide its parameters anew", now)
 
     def _with_cores(self, node_id: int, factor: float) -> inputs.MigrateAsked:
-        """A node with so many times the cores in place of a server."""
+        """Return the request to replace a server by a node with ``factor`` times its cores."""
         node = self.nodes[node_id]
         cores = node.cpu_factor * factor
         return inputs.MigrateAsked(node_id, cores, node.memory_factor, "it is a hot server")
@@ -101,7 +101,7 @@ class JobAuto(JobMigrate):
     def _rescale(
         self, told: list[events.EventBody], decision: ScaleDecision | None, now: float
     ) -> None:
-        """Tell of the auto-scaler's decision, and do as it says."""
+        """Emit the auto-scaler's events and carry out its decision."""
         for body in told:
             self._emit(body)
         if decision is None:

@@ -1,9 +1,8 @@
-"""Nodes that leave a job that goes on: it is to have fewer.
+"""Nodes that leave a continuing job because it needs fewer.
 
-A node that is called off stops its workers and stores what they have in memory, if the job saves at
-breakpoint. It takes part in the end of the running world as all others do: the next round waits for its
-leaving, so that the workers of that round find the step. It is not lost: no fault, no restart, no
-replacement.
+A node that is called off stops its workers and, if the job saves at breakpoint, persists what they have in
+memory. It takes part in the end of the running world like all others: the next round waits until it has left,
+so that the new workers find the step. The node is not lost: there is no fault, no restart and no replacement.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from dlrover.spec.outcome import Outcome
 
 
 class JobLeaving(JobState):
-    """What a job does with nodes that it no longer needs."""
+    """A job that releases the nodes that it no longer needs."""
 
     def _surplus(self) -> list[Node]:
-        """The nodes beyond the wanted number that were not called off yet.
+        """Return the nodes beyond the wanted number that were not called off yet.
 
-        Of two with the same rank the older one leaves, unless it waits for the other to take its place. A
-        master without a journal may find two, too.
+        Of two nodes with the same rank the older one leaves, unless it waits for the other to take its place.
+        A master without a journal may find two such nodes, too.
         """
         scaling, leaving = self.scaling, self.scaling.leaving
         kept = {migration.node for _, migration in self._coming()}
@@ -41,7 +40,7 @@ class JobLeaving(JobState):
         ]
 
     def _call_off(self, node: Node, now: float) -> None:
-        """Ask a node to leave; one whose agent never came, or has ended, is released at once."""
+        """Ask a node to leave; release it at once if its agent never came or has ended."""
         if node.status is NodeStatus.PENDING or node.gone:
             self._release(node, "it had not started" if not node.gone else "its workers had ended")
             return
@@ -56,12 +55,12 @@ class JobLeaving(JobState):
         self._out += self.checks.lose(node.id, now)
 
     def _released(self, node: Node) -> Outcome:
-        """What a node is told that was called off."""
+        """Return the outcome for a node that was called off."""
         replaced = any(migration.node == node.id for migration in self.migrations.values())
         return released(node, replaced=replaced)
 
     def _release(self, node: Node, how: str) -> None:
-        """A node has left that the job does not need."""
+        """Complete the release of a node that the job does not need."""
         self.scaling.leaving.pop(node.id, None)
         self.lost_at.pop(node.id, None)
         self.rendezvous.drop(node.id)
@@ -76,7 +75,7 @@ class JobLeaving(JobState):
             self._send(inputs.KillNode(node.id))
 
     def _forget_migration(self, node: Node) -> bool:
-        """A node is gone. Whether the other one has its rank: the one for its place, or whose place it was for."""
+        """Drop the lost node's migration; return True if its counterpart keeps the rank."""
         migration = self.migrations.pop(node.id, None)
         if migration is not None:
             other = self.nodes[migration.node]

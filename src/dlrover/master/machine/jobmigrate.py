@@ -1,9 +1,8 @@
-"""Nodes that give their place to another one, which is started while they train on.
+"""Migrations: a node trains while the node that will replace it starts.
 
-The node that is to take over has the same rank, and may have more or fewer cores and more or less memory.
-Once it has joined, a new round opens, and the other leaves as any node that is not needed any more: training
-stands still for one round, not for the start of a node. Whatever happens to one of the two before that, the
-rank stays with the other.
+The new node has the same rank. It may have more or fewer cores, and more or less memory. Once it has joined,
+a new round opens, and the old node leaves like any surplus node: training stops for one round, not for the
+start of a node. If one of the two nodes fails before that, the other keeps the rank.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from dlrover.spec.node import NodeStatus
 
 
 class JobMigrate(JobScale):
-    """What a job does to have another node in the place of one that trains."""
+    """A job that can replace a training node."""
 
     def migration_refusal(self, asked: inputs.MigrateAsked) -> str:
-        """Why a node cannot be replaced now, as one sentence; empty if it can."""
+        """Return why a node cannot be replaced now, as one sentence; empty if it can."""
         node = self.nodes.get(asked.node_id)
         if node is None or not node.launched:
             return f"Node {asked.node_id} is none that DLRover has started: only those can be replaced."
@@ -48,17 +47,17 @@ class JobMigrate(JobScale):
         self._emit(events.NodeMigrates(node.id, successor, event.reason))
 
     def _bounded(self, memory_factor: float) -> float:
-        """No more memory than the platform can give."""
+        """Return the factor, limited to the memory that the platform can give."""
         most = self.job.most_memory_factor
         return min(memory_factor, most) if most else memory_factor
 
     def _may_grow(self, node: Node) -> bool:
-        """Whether the platform can give more memory than a node has."""
+        """Return whether the platform can give a node more memory than it has."""
         most = self.job.most_memory_factor
         return not most or node.memory_factor < most
 
     def _take_places(self, now: float) -> None:
-        """Let the nodes take over that have joined."""
+        """Let the successors that have joined take over."""
         rdzv = self.rendezvous
         due = [
             (successor, migration.node)
@@ -81,7 +80,7 @@ class JobMigrate(JobScale):
             self._open_round(told, now)
 
     def _give_up_migrations(self, now: float) -> None:
-        """Go on with the nodes whose successors did not come in time, or that others need not wait for."""
+        """Give up successors that did not join in time; end the wait of joined ones for the others."""
         if self.places_at is not None and self.places_at <= now:
             self.places_at = None
         limit = self.job.limits.join_timeout

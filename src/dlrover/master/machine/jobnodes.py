@@ -1,4 +1,4 @@
-"""The nodes of a job: who they are, how they come, are replaced, kept out and called together."""
+"""Nodes of a job: how they are identified, launched, replaced, excluded and called to a round."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dlrover.spec.node import FoundNode, LaunchNode, NodeStatus
 from dlrover.spec.roles import is_server
 
 _USAGE = (ExitCode.USAGE, 126, 127)
-"""Exit codes by which an agent, or the shell that starts it, says that its command is wrong."""
+"""Exit codes by which an agent, or the shell that starts it, reports that its command is wrong."""
 
 
 class JobNodes(JobLeaving):
-    """What a job does with its nodes, whatever the reason."""
+    """A job that manages its nodes."""
 
     def _add_node(self, node_rank: int, node_id: int | None = None) -> Node:
         node = Node(id=self.next_id if node_id is None else node_id, node_rank=node_rank)
@@ -34,10 +34,11 @@ class JobNodes(JobLeaving):
         self.lost_at[node.id] = now + self.job.limits.recovery_grace
 
     def _node_of(self, event: inputs.NodeConnected) -> Node:
-        """The node that an agent process is.
+        """Return the node of an agent process, if necessary a new one.
 
-        An unknown process is a new node, and so is one whose node is lost, unless that has been replaced.
-        While a round may be adopted it keeps the id that an earlier master gave it, if that is free.
+        An unknown process is a new node unless it names a node that awaits its agent. So is one whose node is
+        lost, unless the platform had launched that node. While a round may be adopted, a new node keeps the
+        id that an earlier master gave it, if that is free.
         """
         known = self.by_uid.get(event.uid)
         if known is None and event.node_id in self.nodes and not self.nodes[event.node_id].uid:
@@ -58,7 +59,7 @@ class JobNodes(JobLeaving):
         replaces: Node | None = None,
         factors: tuple[float, float] | None = None,
     ) -> int:
-        """Order a node; without ``factors`` it has the cores and the memory of the one that it replaces."""
+        """Launch a node and return its id; by default it has the resources of the node that it replaces."""
         node = self._add_node(node_rank)
         node.launched = True
         if replaces is not None:
@@ -92,7 +93,7 @@ class JobNodes(JobLeaving):
             self.failed_starts[node.node_rank] = attempts
             if attempts >= self.job.limits.node_start_attempts:
                 if node.excluded and self._enough_nodes():
-                    return  # whatever takes its place is at fault, too; the others train on
+                    return  # every replacement is at fault, too; the others train on
                 self._end(
                     ExitCode.USAGE if node.exit_code in _USAGE else ExitCode.INFRASTRUCTURE,
                     f"node {node.id} could not be started in {attempts} attempts: {node.reason}.",
@@ -108,7 +109,7 @@ class JobNodes(JobLeaving):
             self._send(inputs.KillNode(node.id))
 
     def _give_up(self, node: Node, reason: str, now: float) -> None:
-        """Go on without a node that is still there; the platform replaces one that it had launched."""
+        """Continue without a node that is still there; replace it if the platform had launched it."""
         self.faults.forget(node.id)
         if node.status.final or node.id in self.scaling.leaving:
             return
@@ -128,7 +129,7 @@ class JobNodes(JobLeaving):
             self._emit(events.HostExcluded(node.hostname, seconds, reason))
 
     def _refuse(self, node: Node, now: float) -> bool:
-        """Dismiss a newcomer from a host that is kept out, if the job can do without it."""
+        """Dismiss a newcomer from an excluded host if the job can do without it; return whether it did so."""
         refusal = self.faults.refusal(node.hostname, now)
         newcomer = node.status is NodeStatus.PENDING and not node.launched
         if not refusal or not newcomer or self.outcome is not None or not self._can_spare(node):

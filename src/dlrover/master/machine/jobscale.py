@@ -11,7 +11,7 @@ from dlrover.spec.roles import WORKER
 
 
 class JobScale(JobNodes):
-    """What a job does when it is to have more or fewer nodes."""
+    """A job that gets more or fewer nodes on request."""
 
     def _scale_asked(self, event: inputs.ScaleAsked, _now: float) -> None:
         scaling = self.scaling
@@ -24,18 +24,18 @@ class JobScale(JobNodes):
             self._emit(events.JobScaled(before, after, event.source, event.reason, role))
 
     def _overrule(self, role: str, wanted: Wanted) -> None:
-        """Keep the auto-scaler from what a user has set."""
+        """Keep the auto-scaler from changing what a user has set."""
         if not wanted.by_user:
-            return  # it was refused
+            return  # the request was refused
         what = "nodes" if role == WORKER else "servers"
         reason = f"a user asked for {wanted.nodes} {what}"
         for body in self.autoscaling.overruled(reason, role, wanted.nodes):
             self._emit(body)
 
     def _scale(self, now: float) -> None:
-        """Launch the nodes that are missing; call off those that are too many, by a new round.
+        """Launch missing nodes; call off surplus ones, with a new round if they train.
 
-        A world of which some workers have succeeded is about to end: it is left alone.
+        If some workers have succeeded, the world is about to end and is left alone.
         """
         rdzv, scaling = self.rendezvous, self.scaling
         surplus = self._surplus()

@@ -1,4 +1,4 @@
-"""The state of a job, what can be asked of it, and the elementary changes that every decision is made of."""
+"""State of a job, queries on it, and the elementary changes behind every decision."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class JobState:
 
     job: JobSpec = field(default_factory=lambda: JobSpec(name=""))
     job_dir: str = ""
-    #: what failures look like, and what they mean
+    #: patterns of failures, and their meaning
     table: Table = field(default_factory=Table)
     nodes: dict[int, Node] = field(default_factory=dict)
-    #: agent process -> node; every node whose agent ever connected
+    #: node by agent process, for all agents that ever connected
     by_uid: dict[str, int] = field(default_factory=dict)
     rendezvous: Rendezvous = field(init=False)
     restarts: RestartPolicy = field(init=False)
     adoption: Adoption = field(default_factory=Adoption)
-    #: the id of the next new node: above all that ever were
+    #: id of the next new node, higher than all before it
     next_id: int = 0
     faults: Faults = field(init=False)
-    #: a node, and the round that its workers begin from processes that have loaded nothing
+    #: a node, and the round in which its workers start from processes that have loaded nothing
     fresh: tuple[int, int] | None = None
     checks: Checks = field(init=False)
     autoscaling: AutoScaling = field(init=False)
@@ -49,7 +49,7 @@ class JobState:
     #: set once, when the job ends
     outcome: Outcome | None = None
     incident: Incident | None = None
-    #: what each member of the last completed round was told
+    #: world sent to each member of the last completed round
     worlds: dict[int, World] = field(default_factory=dict)
     submitted_at: float = 0.0
     #: when the world of the last completed round was formed
@@ -58,19 +58,19 @@ class JobState:
     steps: int = 0
     #: steps of all rounds before it
     earlier_steps: int = 0
-    #: the number of the step that it began with, -1 while that is not known
+    #: number of the step that the last completed round began with; -1 while unknown
     first_step: int = -1
-    #: the number of the last step of the round before, or of the one that it began with; -1 if that is not known
+    #: number of the step that the round before had come to, its first if it completed none; -1 if unknown
     reached: int = -1
-    #: when a connectionless node counts as lost; only for nodes that are not connected nor final
+    #: when a disconnected node counts as lost; only for nodes that are neither connected nor final
     lost_at: dict[int, float] = field(default_factory=dict)
-    #: when the running world is interrupted to take in newcomers
+    #: when the running world is interrupted to include newcomers
     grow_at: float | None = None
-    #: nodes that are to take another one's place, by id
+    #: migrations by id of the new node
     migrations: dict[int, Migration] = field(default_factory=dict)
-    #: until when those that have joined wait for the others: together they cost one round
+    #: until when joined successors wait for the others, so that they cost one round together
     places_at: float | None = None
-    #: by wanted rank: how often in a row a launched node ended before it was part of a world
+    #: by wanted rank: consecutive launched nodes that ended before they were part of a world
     failed_starts: dict[int, int] = field(default_factory=dict)
     _out: list[inputs.Command] = field(default_factory=list)
 
@@ -78,7 +78,7 @@ class JobState:
         self._compose()
 
     def _compose(self) -> None:
-        """Make the smaller machines, for the job as it is known now."""
+        """Create the smaller machines for the job as it is known now."""
         self.rendezvous = Rendezvous(self.job)
         self.restarts = RestartPolicy(self.job)
         self.faults = Faults(self.job)
@@ -90,7 +90,7 @@ class JobState:
 
     @property
     def phase(self) -> Phase:
-        """Where the job stands."""
+        """Current phase of the job."""
         if self.outcome is not None:
             return phase_after(self.outcome.exit_code)
         if self.adoption.pending:
@@ -101,21 +101,21 @@ class JobState:
 
     @property
     def world_size(self) -> int:
-        """Processes of the last completed round, servers included; 0 before the first."""
+        """Number of processes of the last completed round, servers included; 0 before the first."""
         return next(iter(self.worlds.values())).world_size if self.worlds else 0
 
     @property
     def workers(self) -> int:
-        """The same without servers."""
+        """Number of processes of the last completed round without servers; 0 before the first."""
         return next(iter(self.worlds.values())).workers if self.worlds else 0
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps done since the job began, repeated ones included."""
+        """Optimizer steps since the job began, repeated ones included."""
         return self.earlier_steps + self.steps
 
     def admitted(self, failure: Failure) -> Failure | None:
-        """A reported failure as it is to be journalled; None if the report changes nothing."""
+        """Return a reported failure as it should be journalled; None if the report changes nothing."""
         rdzv, incident = self.rendezvous, self.incident
         if self.outcome is not None:
             return None
@@ -128,10 +128,10 @@ class JobState:
         return reports.admitted(incident, failure, self.table)
 
     def deadline(self) -> float | None:
-        """When `DeadlinePassed` is due, unless another input changes that; None for never."""
+        """Return when `DeadlinePassed` is due, unless another input changes that; None for never."""
         if self.outcome is not None:
             return None
-        checked = self.checks.deadline()  # a round does not go on while its nodes are checked
+        checked = self.checks.deadline()  # a round pauses while its nodes are checked
         times = [checked or self.rendezvous.deadline(), self.grow_at, *self.lost_at.values()]
         times.append(self.autoscaling.deadline())
         times += self.scaling.leaving.values()
@@ -142,18 +142,18 @@ class JobState:
         return min((t for t in times if t is not None), default=None)
 
     def may_scale(self, now: float) -> bool:
-        """Whether the auto-scaler may change the number of nodes."""
+        """Return whether the auto-scaler may change the number of nodes."""
         whole = self.rendezvous.size == self.scaling.size and not self.migrations
         return whole and self.is_quiet() and self.autoscaling.due(now)
 
     def is_quiet(self) -> bool:
-        """Whether a world trains, and nothing is the matter with it."""
+        """Return whether a world trains and no incident is open."""
         rdzv = self.rendezvous
         away = rdzv.collecting or self.adoption.pending or not rdzv.members
         return self.incident is None and self.outcome is None and not away
 
     def _coming(self) -> list[tuple[int, Migration]]:
-        """The nodes that are to take another one's place, and have not joined."""
+        """Return the successors that have not joined yet, with their migrations."""
         joined = self.rendezvous.offers
         return [(i, migration) for i, migration in self.migrations.items() if i not in joined]
 
@@ -161,18 +161,18 @@ class JobState:
         return self.outcome is not None
 
     def training(self) -> list[int]:
-        """The nodes of the running world whose workers train."""
+        """Return the nodes of the running world whose workers train."""
         rdzv, running = self.rendezvous, NodeStatus.RUNNING
         return [
             i for i in rdzv.members if i not in rdzv.servers and self.nodes[i].status is running
         ]
 
     def is_server(self, node_id: int) -> bool:
-        """Whether a node is a parameter server."""
+        """Return whether a node is a parameter server."""
         return node_id in self.rendezvous.servers
 
     def told_role(self, node_id: int) -> str:
-        """A node's role as users are told it; empty in a job without servers."""
+        """Return a node's role as users see it; empty in a job without servers."""
         return role_of(self.nodes[node_id].node_rank) if self.job.servers else ""
 
     def _enough_nodes(self) -> bool:
@@ -184,7 +184,7 @@ class JobState:
         return self.rendezvous.can_form(living)
 
     def _can_spare(self, node: Node) -> bool:
-        """Whether the other nodes are enough for a world."""
+        """Return whether the other nodes are enough for a world."""
         others = {
             n.id
             for n in self.nodes.values()
@@ -193,7 +193,7 @@ class JobState:
         return self.rendezvous.can_form(others)
 
     def _can_grow(self) -> bool:
-        """Whether a new round would form a larger world than the running one."""
+        """Return whether a new round would form a larger world than the running one."""
         rdzv = self.rendezvous
         if self.adoption.pending or self._is_about_to_end():
             return False
@@ -202,13 +202,13 @@ class JobState:
         return rdzv.usable(larger).nodes > running.nodes
 
     def _workers_succeeded(self) -> Iterator[bool]:
-        """Whether each worker's node of the world has finished; servers do not end by themselves."""
+        """Yield for each worker node of the world whether it has finished; servers never end alone."""
         for node_id in self.rendezvous.members:
             if not self.is_server(node_id):
                 yield self.nodes[node_id].status is NodeStatus.SUCCEEDED
 
     def _is_about_to_end(self) -> bool:
-        """Whether some workers of the running world have finished."""
+        """Return whether some workers of the running world have finished."""
         return not self.rendezvous.collecting and any(self._workers_succeeded())
 
     def _all_succeeded(self) -> bool:
@@ -221,7 +221,7 @@ class JobState:
         self._send(inputs.AssignWorld(node_id, world, self.fresh == (node_id, world.round)))
 
     def _end(self, exit_code: int, reason: str, now: float, root: Failure | None = None) -> None:
-        """End the job and dismiss every node; one that may come back is dismissed when it does."""
+        """End the job and dismiss every node; a node that comes back later is dismissed then."""
         failures = self.incident.failures if self.incident is not None else []
         self.outcome = Outcome(
             exit_code=int(exit_code),

@@ -1,9 +1,9 @@
-"""The goodput ledger: what every microsecond of every node of a job went into.
+"""The goodput ledger: the cause of every microsecond of every node of a job.
 
-It is told the same inputs as the job machine, after that has handled them, and reads where the nodes
-stand. A node's time begins when it is launched, or connects for the first time, and ends when it is lost
-or released; of an ended job's nodes it ends with their connection. Each moment between belongs to exactly
-one cause, so the sums are the wall time, to the microsecond.
+It gets the same inputs as the job machine, after the machine has handled them, and reads the nodes' state. A
+node's time begins when it is launched or first connects, and ends when it is lost or released. After the
+job's end, it ends with the node's connection. Each moment in between belongs to exactly one cause, so the
+sums equal the wall time, to the microsecond.
 """
 
 from __future__ import annotations
@@ -37,31 +37,31 @@ _RENDEZVOUS = INDEX[Cause.RENDEZVOUS]
 _NODE_CHECK = INDEX[Cause.NODE_CHECK]
 _IDLE = INDEX[Cause.IDLE]
 _WORLD = -1
-"""In place of a cause: the node's workers run in the world, whose `RoundTime` knows."""
+"""Placeholder for a cause: the node's workers run in the world, and its `RoundTime` has the causes."""
 
 
 class Listener(Protocol):
-    """Is told of each interval when its causes are known. Times are microseconds since the epoch."""
+    """Receiver of intervals once their causes are known. Times are microseconds since the epoch."""
 
     def node_spent(self, node: int, since: int, until: int, parts: Sequence[int]) -> None:
-        """A node's time, by cause."""
+        """Record a node's time, by cause."""
 
     def round_spent(self, number: int, since: int, until: int, parts: Sequence[int]) -> None:
-        """The time of each node that is in the world of a round."""
+        """Record the time of each node in the world of a round, by cause."""
 
     def node_ran(self, node: int, number: int, since: int, until: int) -> None:
-        """A node was in the world of a round; its time there is that of the round."""
+        """Record that a node was in the world of a round; its time there is the round's."""
 
 
 @dataclass
 class _Account:
-    """A node that is there. ``spent`` are the causes of its time from ``began`` to ``since``."""
+    """Account of a present node; ``spent`` is its time from ``began`` to ``since``, by cause."""
 
     node: int
     began: int
     since: int
     cause: int
-    #: launched and not yet connected
+    #: True from its launch to its first connection
     pending: bool = False
     spent: list[int] = field(default_factory=nothing)
 
@@ -71,33 +71,33 @@ class Ledger:
 
     def __init__(self, listener: Listener | None = None) -> None:
         self.incidents = IncidentBook()
-        #: the nodes that are there, by id
+        #: accounts of the present nodes, by id
         self.accounts: dict[int, _Account] = {}
-        #: nodes that the job ever had
+        #: number of nodes that the job ever had
         self.nodes = 0
-        #: by cause, of intervals that are over
+        #: time of completed intervals, by cause
         self.closed = nothing()
-        #: time of the nodes that are no longer there
+        #: time of the nodes that are gone
         self.closed_wall = 0
-        #: the world that runs, None while there is none
+        #: the running world; None without one
         self.round: RoundTime | None = None
         self.rounds_without_first_step = 0
         self.submitted_at = 0
         self.ended_at = -1
         self._listener = listener
         self._now = 0
-        # the number of the first step that nobody has made
+        # number of the first step that no round has made
         self._furthest = 0
-        # whether the program is known to tell of its steps
+        # True if the program is known to report its steps
         self._tells = False
-        # whether any round has made a step
+        # True if any round has made a step
         self._trained = False
-        # nodes without a connection: since when
+        # since when each disconnected node has been away
         self._away: dict[int, int] = {}
-        # the incident that ended the last round, None if no fault did
+        # the incident that ended the last round; None if no fault did
         self._undone_by: Entry | None = None
         self._key: tuple[object, ...] = ()
-        # of the open intervals: how many there are of each cause, and the sum of their beginnings
+        # of the open intervals: their number and the sum of their beginnings, by cause
         self._open = nothing()
         self._open_since = nothing()
         self._in_world = 0
@@ -107,14 +107,14 @@ class Ledger:
     # ---- queries
 
     def sums(self, now: int) -> list[int]:
-        """Microseconds of all nodes until ``now`` by cause, in the order of `CAUSES`."""
+        """Return the microseconds of all nodes until ``now`` by cause, in the order of `CAUSES`."""
         sums = self.certain(now)
         if self.round is not None:
             add(sums, self.round.unproved(now), self._in_world)
         return sums
 
     def certain(self, now: int) -> list[int]:
-        """The same without what the running world did since its last new step: none ever shrinks."""
+        """Return the sums without the running world's time since its last new step; none ever shrinks."""
         sums = [
             closed + count * now - since
             for closed, count, since in zip(self.closed, self._open, self._open_since, strict=True)
@@ -124,11 +124,11 @@ class Ledger:
         return sums
 
     def wall(self, now: int) -> int:
-        """Microseconds of wall time of all nodes until ``now``."""
+        """Return the microseconds of wall time of all nodes until ``now``."""
         return self.closed_wall + len(self.accounts) * now - self._began
 
     def goodput(self, now: float) -> Goodput:
-        """The report at a time, seconds since the epoch."""
+        """Return the report at a time in seconds since the epoch."""
         at = max(self._now, microseconds(now))
         sums, wall, book = self.sums(at), self.wall(at), self.incidents
         ended = self.ended_at if self.ended_at >= 0 else at
@@ -148,7 +148,7 @@ class Ledger:
     # ---- inputs
 
     def handle(self, event: inputs.Input, now: float, machine: JobMachine) -> None:
-        """Take in an input at time ``now`` (seconds since the epoch) that ``machine`` has handled."""
+        """Take in an input at time ``now`` (seconds since the epoch) after ``machine`` has handled it."""
         at = max(self._now, microseconds(now))
         if isinstance(event, inputs.Submitted):
             self.submitted_at = at
@@ -169,7 +169,7 @@ class Ledger:
         self._now = at
 
     def _note_progress(self, event: inputs.Input, now: int, machine: JobMachine) -> None:
-        """Take in what is said of the workers of the running world."""
+        """Record reports on the workers of the running world."""
         round_ = self.round
         if round_ is None:
             return
@@ -191,17 +191,17 @@ class Ledger:
                 self._undone_by.undo(max(0, machine.reached - round_.first_step))
 
     def _note_absence(self, event: inputs.Input, now: int, machine: JobMachine) -> None:
-        """Keep since when nodes have been without a connection."""
+        """Record since when nodes have been disconnected."""
         if isinstance(event, inputs.NodeConnected):
             self._away.pop(machine.by_uid[event.uid], None)
         elif isinstance(event, inputs.NodeDisconnected) and event.node_id in self.accounts:
             self._away.setdefault(event.node_id, now)
         elif isinstance(event, inputs.MasterStarted):
-            # The last entry of the master that died is the last time at which they were there.
+            # The nodes were last known to be present at the dead master's last entry.
             self._away = dict.fromkeys(self.accounts, self._now) | self._away
 
     def _touched(self, event: inputs.Input, machine: JobMachine) -> list[int]:
-        """The nodes that the input may have changed, unless it changed the round for all."""
+        """Return the nodes that the input may have changed; changes of the whole round do not count."""
         touched = list(machine.nodes)[self.nodes :] if len(machine.nodes) > self.nodes else []
         self.nodes = len(machine.nodes)
         if isinstance(event, inputs.MasterStarted | inputs.ScaleAsked):
@@ -211,11 +211,11 @@ class Ledger:
         if isinstance(event, inputs.NodeConnected):
             return [*touched, machine.by_uid[event.uid]]
         if isinstance(event, inputs.MigrateAsked):
-            return touched  # it may name any node, and changes none of those that are there
+            return touched  # it may name any node and changes no present one
         return [*touched, event.node_id] if hasattr(event, "node_id") else touched
 
     def _note_presence(self, node: Node, now: int, machine: JobMachine) -> None:
-        """Open the account of a node that has come, close that of one that has gone."""
+        """Open the account of a node that has come; close the account of one that has gone."""
         account = self.accounts.get(node.id)
         if not _is_there(node, machine):
             if account is not None:
@@ -238,7 +238,7 @@ class Ledger:
             return
         succeeded = machine.outcome is not None and machine.outcome.exit_code == ExitCode.SUCCESS
         fault = machine.incident is not None
-        # What was completed after the first sign was not held up by the fault.
+        # The fault did not hold up a step that was completed after its first sign.
         sign = max(round_.proved, self._first_sign(event, now, machine)) if fault else now
         failed_start = isinstance(event, inputs.WorkerFailed) and not round_.steps
         if succeeded:
@@ -265,12 +265,12 @@ class Ledger:
         self.round = None
 
     def _lacks_first_step(self) -> bool:
-        """Whether steps of the running round may have been made before, and nobody tells."""
+        """Return whether the running round may repeat earlier steps without reporting its first step."""
         round_ = self.round
         return round_ is not None and round_.number > 1 and round_.steps > 0 > round_.first_step
 
     def _first_sign(self, event: inputs.Input, now: int, machine: JobMachine) -> int:
-        """When the fault that an input tells of began."""
+        """Return when the fault reported by an input began."""
         if isinstance(event, inputs.NodeSilent):
             return now - max(0, microseconds(event.seconds))
         if isinstance(event, inputs.Hung):
@@ -282,7 +282,7 @@ class Ledger:
         return min((self._away[i] for i in lost), default=now)
 
     def _classify(self, touched: Iterable[int], now: int, machine: JobMachine) -> None:
-        """Put the time from now on to the right causes."""
+        """Assign the time from now on to the right causes."""
         rdzv, over = machine.rendezvous, machine.outcome is not None
         if self.round is None and not rdzv.collecting and rdzv.members and not over:
             tells, trained = self._tells, self._trained
@@ -302,7 +302,7 @@ class Ledger:
                 self._close(account, now)
 
     def _cause(self, node: Node, machine: JobMachine, short: bool) -> int:
-        """What a node's time goes into from now on."""
+        """Return the cause of a node's time from now on."""
         if machine.outcome is not None:
             return SHUTDOWN
         if node.id in machine.scaling.leaving:
@@ -325,7 +325,7 @@ class Ledger:
         self._begin(cause, now)
 
     def _close(self, account: _Account, now: int) -> None:
-        """A node has gone: fold its account into the sums."""
+        """Fold the account of a node that has gone into the sums."""
         self._end_interval(account, now, done=False)
         wall = now - account.began
         assert sum(account.spent) == wall, f"node {account.node}: its time is not accounted for"
@@ -363,7 +363,7 @@ class Ledger:
             self._listener.node_spent(account.node, since, now, parts)
 
     def _leave_world(self, account: _Account, now: int, last: Sequence[int]) -> None:
-        """A node leaves the world; ``last`` is what it did since the last new step."""
+        """Take a node out of the world; ``last`` is its time since the last new step, by cause."""
         round_ = self.round
         assert round_ is not None
         for parts in (round_.spent, last):
@@ -385,7 +385,7 @@ class Ledger:
         if book.master is not None and (over or not away):
             book.end_master(now, self.sums(now), trains=self.round is not None)
         if book.open is None and incident is not None and not over:
-            # A fault while no world runs: another node, or a late report.
+            # A fault while no world runs: the loss of another node, or a late report.
             book.begin(Entry(now, incident.round, self.sums(now)))
         if book.open is None:
             return
@@ -397,7 +397,7 @@ class Ledger:
     # ---- the end, and invariants
 
     def finish(self, now: float) -> None:
-        """Attribute what is still open until ``now``; nothing can be handled afterwards."""
+        """Attribute all open time until ``now``; no input can be handled afterwards."""
         at = max(self._now, microseconds(now))
         for account in list(self.accounts.values()):
             if account.cause == _WORLD:
@@ -410,7 +410,7 @@ class Ledger:
         self._now = at
 
     def validate(self) -> None:
-        """Check the invariants; raise AssertionError on the first that is broken."""
+        """Check the invariants; raise AssertionError on the first broken one."""
         now = self._now
         assert sum(self.sums(now)) == self.wall(now), "the causes do not add up to the wall time"
         assert min(self.sums(now)) >= 0, "a cause has a negative time"
@@ -427,7 +427,7 @@ class Ledger:
 
 
 def _is_there(node: Node, machine: JobMachine) -> bool:
-    """Whether a node's time counts."""
+    """Return whether a node's time counts."""
     if node.status.final or node.gone:
         return False
     return machine.outcome is None or node.connected

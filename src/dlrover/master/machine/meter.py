@@ -1,9 +1,9 @@
-"""How fast a world trains, from what its agents report: one sample for each window of steady steps.
+"""Measurement of a world's training speed: one sample for each window of steady steps.
 
-In a synchronous training all ranks' steps take equally long. With parameter servers each worker goes at its own
-pace: what counts is the sum of their rates.
+In synchronous training, the steps of all ranks take equally long. With parameter servers, each worker has its
+own pace, so the sum of their rates counts.
 
-The first steps of a round are left out: they warm caches up, compile, and wait for each other's start.
+The first steps of a round are excluded: they warm up caches, compile, and wait for other workers' start.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from dlrover.spec.speed import ModelProfile, SpeedSample
 WARM_UP_STEPS = 5
 """First steps of a worker in a round that do not count."""
 MIN_STEPS = 10
-"""Steps in a window, at least."""
+"""Minimum number of steps in a window."""
 LATE_WINDOWS = 3
-"""Windows after which a worker counts nothing that has not made so many, where workers do not wait for each other."""
+"""Windows after which a worker with fewer than `MIN_STEPS` is left out, if workers do not wait for others."""
 WATCHED = 0.98
-"""A compute time above this share of the step's is none: nobody saw the last gradient, so all counts."""
+"""Maximum share of compute time in a step; above it, the last gradient was missed and all time counted."""
 
 
 @dataclass(frozen=True)
@@ -33,29 +33,29 @@ class Servers:
 
     count: int
     worker_cpu: float = 0.0
-    """Cores of a worker's node, the mean; 0 if nobody knows them."""
+    """Mean number of cores of a worker's node; 0 if unknown."""
     server_cpu: float = 0.0
-    """The same of a server's node."""
+    """Mean number of cores of a server's node; 0 if unknown."""
 
 
 @dataclass
 class Meter:
-    """Measures one round after the other. It is told what is reported, by rank."""
+    """Speed meter that measures one round after the other from the reports of its ranks."""
 
     limits: Limits = field(default_factory=Limits)
-    #: what each rank reported when the window began
+    #: report of each rank at the start of the window
     marks: dict[int, WorkerActivity] = field(default_factory=dict)
     latest: dict[int, WorkerActivity] = field(default_factory=dict)
     began: float | None = None
 
     def begin(self) -> None:
-        """A new world."""
+        """Start over for a new world."""
         self.marks.clear()
         self.latest.clear()
         self.began = None
 
     def note(self, workers: Mapping[int, WorkerActivity], now: float) -> None:
-        """Take in a report of a node's ranks."""
+        """Record a report of a node's ranks."""
         for rank, worker in workers.items():
             if len(worker.seconds) != len(Activity) or worker.ended:
                 continue
@@ -67,13 +67,13 @@ class Meter:
     def take(
         self, nodes: int, replicas: int, now: float, servers: Servers | None = None
     ) -> SpeedSample | None:
-        """The sample of a window that has passed, and the next one begins; None while it goes on.
+        """Return the sample of a window that has passed and begin the next one; None while it goes on.
 
         Args:
-            nodes: Of role worker.
+            nodes: Nodes of role worker.
             replicas: Workers of the world.
             now: Seconds since the epoch.
-            servers: What serves them; None: they exchange their gradients.
+            servers: The parameter servers; None if the workers exchange their gradients.
         """
         if self.began is None or now - self.began < self.limits.autoscale_window:
             return None
@@ -101,7 +101,7 @@ class Meter:
     def _take_sum(
         self, nodes: int, replicas: int, now: float, servers: Servers
     ) -> SpeedSample | None:
-        """The same for workers that do not wait for each other. A slow one may take a few windows to be known."""
+        """Return the sample if workers do not wait for each other; a slow one may take several windows."""
         assert self.began is not None
         late = now - self.began >= LATE_WINDOWS * self.limits.autoscale_window
         spans = [(mark, self.latest[rank]) for rank, mark in self.marks.items()]
@@ -126,7 +126,7 @@ class Meter:
 
     @property
     def profile(self) -> ModelProfile:
-        """What a worker's optimizer holds, the largest one; zeros while nobody told."""
+        """Largest optimizer among the workers; zeros while unknown."""
         largest = max(self.latest.values(), key=lambda w: w.parameters, default=None)
         if largest is None:
             return ModelProfile()
@@ -144,7 +144,7 @@ def _per_step(
 
 
 def _training(worker: WorkerActivity) -> float:
-    """Seconds of all steps that are complete, with the waits for their data."""
+    """Return the seconds of all completed steps, including the waits for their data."""
     spent = worker.seconds[Activity.STEP] + worker.seconds[Activity.DATA]
     begun = worker.since if worker.doing in (Activity.STEP, Activity.DATA) else 0.0
     return spent - begun

@@ -1,17 +1,17 @@
-"""Which nodes meet in each round of a node check, and which of them are at fault: pure functions.
+"""Pairing of nodes in a node check, and its verdict on them: pure functions.
 
-Nodes check their own parts alone, and the network in pairs, for a pair that fails does not tell which of
-its two nodes is at fault. What is assumed of a fault:
+Each node checks its own parts alone. The network is checked in pairs, and a failed pair does not show which
+of its two nodes is at fault. Assumptions about faults:
 
-- a fault of a node's own part fails its own probe; it may fail the pairs that the node is in, too;
-- a fault of a node's network fails every pair that the node is in;
+- a fault of a node's own part fails its own probe; it may also fail the pairs of the node;
+- a fault of a node's network fails every pair of the node;
 - a fault of a link fails the pair of the two nodes that it joins; no two broken links share a node;
-- slow parts are judged among the nodes, slow pairs among the pairs. Slow is relative: nothing is said where
+- slow parts are compared across nodes, slow pairs across pairs. Slowness is relative: there is no verdict if
   half of the nodes or more are equally slow.
 
-So a node of a pair that passed is sound, a node that failed with two sound nodes is at fault, and a pair of
-two sound nodes that failed is a broken link. The first round pairs neighbours. Further rounds pair those
-that are still in doubt with sound nodes, the slowest with the fastest. What cannot be decided is said so.
+So a node of a passed pair is sound, a node that failed with two sound nodes is at fault, and a failed pair of
+two sound nodes is a broken link. The first round pairs neighbours. Further rounds pair doubtful nodes with
+sound ones, the slowest with the fastest. What cannot be decided is reported as such.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from dlrover.master.machine.evidence import (
 from dlrover.spec.check import Component, ProbeResult, ProbeState
 
 JUDGED_BY_SPEED = (Component.DEVICE, Component.MEMORY)
-"""Parts that a node is called slow for. A disk is shared with others: its speed is shown, not judged."""
+"""Parts by which a node is judged slow. A disk is shared with others, so its speed is only shown."""
 
 
 # ---- the verdict
 
 
 def findings(evidence: Evidence, ratio: float) -> list[Finding]:
-    """What the evidence says; a node whose name is not in it is sound as far as it was checked.
+    """Return the findings of the evidence; a node without a finding is sound as far as it was checked.
 
-    ``ratio`` is the multiple of the median above which a part or a pair counts as slow.
+    ``ratio`` is the multiple of the median above which a part or a pair is slow.
     """
     broken = _broken_parts(evidence)
     faulty = {node for finding in broken for node in finding.nodes}
@@ -56,10 +56,10 @@ def findings(evidence: Evidence, ratio: float) -> list[Finding]:
 
 
 def left_out(found: Sequence[Finding], *, stragglers: bool) -> dict[int, Finding]:
-    """The nodes to train without, each with the reason.
+    """Return the nodes to exclude, each with the reason.
 
-    Of a broken link the node of the higher number goes: without it the other one works with all that
-    remain. Nodes of which one is at fault go together; one that was merely not tested stays.
+    For a broken link, the node with the higher number is excluded; the other one works with all that remain.
+    If one of several nodes is at fault, all of them are excluded. A node that was only not tested stays.
     """
     out: dict[int, Finding] = {}
     kinds = (Kind.FAULT, Kind.UNDETERMINED, *((Kind.SLOW,) if stragglers else ()))
@@ -73,7 +73,7 @@ def left_out(found: Sequence[Finding], *, stragglers: bool) -> dict[int, Finding
 
 
 def slow_parts(evidence: Evidence, ratio: float) -> set[int]:
-    """Nodes that have a slow part."""
+    """Return the nodes with a slow part."""
     broken = {node for finding in _broken_parts(evidence) for node in finding.nodes}
     return named(_slow_parts(evidence, broken, ratio), Kind.SLOW)
 
@@ -92,7 +92,7 @@ def _told(result: ProbeResult) -> str:
 
 
 def _reach(evidence: Evidence, faulty: Collection[int]) -> Standing:
-    """What the network trials say. A failed trial with a node that is broken anyway says nothing."""
+    """Evaluate the network trials; ignore failed trials with a broken node, since they say nothing."""
     trials = evidence.trials
     bad = [t.nodes for t in trials if t.failed and not set(t.nodes) & set(faulty)]
     good = [t.nodes for t in trials if not t.failed]
@@ -114,7 +114,7 @@ def _network_faults(evidence: Evidence, reach: Standing) -> list[Finding]:
 
 
 def _doubts(evidence: Evidence, faulty: set[int], reach: Standing) -> list[Finding]:
-    """Nodes of which the network trials do not tell whether they are sound."""
+    """Return findings on nodes that the network trials do not show to be sound or at fault."""
     found = []
     known = faulty | reach.guilty
     unexplained = [
@@ -158,7 +158,7 @@ def _slow_parts(evidence: Evidence, faulty: Collection[int], ratio: float) -> li
 def _figures(
     evidence: Evidence, faulty: Collection[int]
 ) -> dict[tuple[Component, str], dict[int, float]]:
-    """How slow each node's slowest part of a kind is."""
+    """Return the slowness of each node's slowest part, by kind of part."""
     figures: dict[tuple[Component, str], dict[int, float]] = {}
     for node in evidence.nodes:
         for result in evidence.local.get(node, ()) if node not in faulty else ():
@@ -170,7 +170,7 @@ def _figures(
 
 
 def _speed(evidence: Evidence, ratio: float) -> Standing:
-    """What the times of the trials that passed say."""
+    """Evaluate the times of the trials that passed."""
     timed = {t.nodes: t.slowness for t in evidence.trials if t.slowness and not t.failed}
     if not timed:
         return standing((), ())
@@ -180,7 +180,7 @@ def _speed(evidence: Evidence, ratio: float) -> Standing:
 
 
 def _usual(times: Sequence[float], ratio: float) -> float:
-    """The median time, of the fast pairs alone where most pairs hold a slow node."""
+    """Return the median time; if most pairs have a slow node, the median of the fast pairs."""
     median = statistics.median_low(times)
     fastest = min(times)
     if median <= ratio * fastest:
@@ -229,9 +229,9 @@ def _times(evidence: Evidence, node: int) -> str:
 
 
 def first_pairs(nodes: Sequence[int], helpers: Sequence[int] = ()) -> list[tuple[int, ...]]:
-    """Neighbours in pairs; an odd one is alone and meets others in the rounds to come.
+    """Pair neighbours; an odd node is alone and meets others in later rounds.
 
-    ``helpers`` are nodes of an earlier check: each of the nodes meets one as long as there are some.
+    ``helpers`` are nodes of an earlier check; while there are some, each node meets one.
     """
     helped = min(len(nodes), len(helpers))
     pairs: list[tuple[int, ...]] = list(zip(helpers, nodes[:helped], strict=False))
@@ -240,7 +240,7 @@ def first_pairs(nodes: Sequence[int], helpers: Sequence[int] = ()) -> list[tuple
 
 
 def next_pairs(evidence: Evidence, ratio: float) -> list[tuple[int, ...]]:
-    """The pairs of the next round; none when further trials could tell no more."""
+    """Return the pairs of the next round; empty if further trials would add nothing."""
     faulty = {node for finding in _broken_parts(evidence) for node in finding.nodes}
     reach, speed = _reach(evidence, faulty), _speed(evidence, ratio)
     active = [n for n in evidence.nodes if n not in faulty | reach.guilty]
@@ -262,7 +262,7 @@ def next_pairs(evidence: Evidence, ratio: float) -> list[tuple[int, ...]]:
 def _match(
     open_: Sequence[int], sure: Sequence[int], met: set[frozenset[int]]
 ) -> list[tuple[int, ...]]:
-    """Pair each node in doubt with a sound one that it has not met, else with another in doubt."""
+    """Pair each doubtful node with a sound one that it has not met, else with another doubtful one."""
     pairs: list[tuple[int, ...]] = []
     free, late = list(sure), []
     for node in open_:
@@ -286,10 +286,10 @@ def _unmet(node: int, others: Sequence[int], met: set[frozenset[int]]) -> int | 
 
 
 def _closing(active: Sequence[int], trials: Sequence[Trial]) -> tuple[list[tuple[int, ...]], bool]:
-    """Pairs without which a few slow nodes could be in every pair and so stay unseen; whether none can.
+    """Return pairs without which slow nodes may stay unnoticed, and whether the trials suffice.
 
-    Disjoint pairs of all nodes leave no room for that: fewer slow nodes than pairs miss one. An odd node
-    has to meet both nodes of one pair.
+    A few slow nodes could be in every pair. Disjoint pairs of all nodes rule that out: with fewer slow nodes
+    than pairs, one pair has none. An odd node has to meet both nodes of one pair.
     """
     passed = [t.nodes for t in trials if not t.failed and set(t.nodes) <= set(active)]
     partner = max(_disjoint(passed), _disjoint(passed[::-1]), key=len)
@@ -306,7 +306,7 @@ def _closing(active: Sequence[int], trials: Sequence[Trial]) -> tuple[list[tuple
 
 
 def _disjoint(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """Each node's partner in pairs that share no node."""
+    """Choose pairs that share no node; return each node's partner."""
     partner: dict[int, int] = {}
     for first, second in pairs:
         if first not in partner and second not in partner:

@@ -2,12 +2,14 @@
 
 A round is *collecting* from the moment it opens until its world is formed. It completes
 
-- at once when the maximum of nodes (of workers and of servers) has joined, unless some are still leaving the job;
-- at once when every awaited node has joined, if the set is *fixed*: it is known who can come, because
-  the platform launches the nodes or because they are the survivors of the last world;
-- otherwise after a quiet time without a further join, once the minimum (of either) is there.
+- at once when the maximum of nodes (of workers and of servers) has joined, unless some nodes are still
+  leaving the job;
+- at once when every awaited node has joined, if the set is *fixed*: no other node can come, because the
+  platform launches the nodes or because they are the survivors of the last world;
+- otherwise after a quiet time without a further join, once the minimum (of workers and of servers) has
+  joined.
 
-A round that does not reach its minimum within the join time-out has expired.
+A round that does not reach its minimum within the join timeout expires.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from dlrover.spec.roles import Size
 from dlrover.spec.world import Offer, World
 
 UNRANKED = 1 << 31
-"""Sorts nodes without a wanted rank behind those with one; among themselves they sort by id (age)."""
+"""Sort key of nodes without a wanted rank, behind all others; among themselves they sort by id (age)."""
 
 
 @dataclass
@@ -28,29 +30,29 @@ class Rendezvous:
     """The rounds of one job. Change it only through its methods."""
 
     job: JobSpec
-    #: number of the round that is collecting, or else of the last completed one; 0 before the first
+    #: number of the collecting round, else of the last completed one; 0 before the first
     round: int = 0
-    #: whether ``round`` is still waiting for nodes
+    #: True while ``round`` waits for nodes
     collecting: bool = False
-    #: what each node ready for the collecting (or else the next) round brings
+    #: offer of each node that is ready for the collecting (else the next) round
     offers: dict[int, Offer] = field(default_factory=dict)
     #: awaited nodes that have not joined; empty unless collecting; disjoint from ``offers``
     missing: set[int] = field(default_factory=set)
-    #: nodes that leave the job: while one of them is missing, no round is full
+    #: nodes that leave the job; while one of them is missing, no round is full
     leaving: set[int] = field(default_factory=set)
-    #: nodes that are parameter servers, whether they are still there or not
+    #: nodes that are parameter servers, whether still present or not
     servers: set[int] = field(default_factory=set)
     #: nodes of the last completed round, in order of rank
     members: tuple[int, ...] = ()
-    #: no unknown node can come: the round need not wait for more than the awaited ones
+    #: True if no unknown node can come, so the round waits only for the awaited ones
     fixed: bool = False
     opened_at: float = 0.0
     last_join_at: float = 0.0
-    #: when a master last took over: its absence counts against no time limit
+    #: when a master last took over or a node check ended; time limits restart then
     resumed_at: float = 0.0
-    #: the fewest nodes of a world
+    #: minimum size of a world
     least: Size = field(init=False)
-    #: the most nodes of a world
+    #: maximum size of a world
     most: Size = field(init=False)
 
     def __post_init__(self) -> None:
@@ -59,26 +61,26 @@ class Rendezvous:
 
     @property
     def joined(self) -> Size:
-        """The nodes that have joined the collecting (or else the next) round."""
+        """Nodes that have joined the collecting (else the next) round."""
         return self.count(self.offers)
 
     @property
     def size(self) -> Size:
-        """The world of the last completed round."""
+        """Size of the last completed round's world."""
         return self.count(set(self.members))
 
     @property
     def last_round(self) -> int:
-        """The last completed round; 0 before the first."""
+        """Number of the last completed round; 0 before the first."""
         return self.round - 1 if self.collecting else self.round
 
     @property
     def next_round(self) -> int:
-        """The round that a node may join now."""
+        """Number of the round that a node may join now."""
         return self.round if self.collecting else self.round + 1
 
     def open(self, awaited: Iterable[int], *, fixed: bool, now: float) -> None:
-        """Begin to collect the next round; nodes that already made an offer are in."""
+        """Begin to collect the next round; nodes that already made an offer have joined."""
         self.round += 1
         self.collecting = True
         self.fixed = fixed
@@ -86,25 +88,25 @@ class Rendezvous:
         self.opened_at = self.last_join_at = now
 
     def suspend(self) -> None:
-        """Take back the first round: its master may have to adopt one that is running."""
+        """Revoke the first round, since the master may have to adopt a running one."""
         self.round = 0
         self.collecting = False
         self.missing = set()
 
     def adopt(self, round_: int, members: tuple[int, ...]) -> None:
-        """Go on with a completed round of an earlier master; ``members`` are in order of rank."""
+        """Continue a completed round of an earlier master; ``members`` are in order of rank."""
         self.round = round_
         self.members = members
-        for node_id in members:  # one that had joined is at work after all
+        for node_id in members:  # a member that had joined is at work after all
             self.offers.pop(node_id, None)
 
     def expect(self, node_id: int) -> None:
-        """Await one more node, if a round is collecting."""
+        """Await one more node if a round is collecting."""
         if self.collecting and node_id not in self.offers:
             self.missing.add(node_id)
 
     def join(self, node_id: int, offer: Offer, now: float) -> bool:
-        """Take a node's offer for the next round to be completed; whether it had made none before."""
+        """Take a node's offer for the next round to complete; return whether it is the node's first."""
         new = node_id not in self.offers
         self.offers[node_id] = offer
         self.missing.discard(node_id)
@@ -113,12 +115,12 @@ class Rendezvous:
         return new
 
     def withdraw(self, node_id: int) -> None:
-        """Await a node again that lost its connection after it had joined."""
+        """Await a node again if it lost its connection after it had joined."""
         if self.offers.pop(node_id, None) is not None:
             self.expect(node_id)
 
     def resume(self, now: float) -> None:
-        """Let the time limits run anew: the master was away."""
+        """Restart the time limits after the master's absence."""
         self.resumed_at = now
 
     def drop(self, node_id: int) -> None:
@@ -134,14 +136,14 @@ class Rendezvous:
         self.expect(node_id)
 
     def count(self, nodes: Collection[int]) -> Size:
-        """Some nodes by role; ``nodes`` is searched once for each server."""
+        """Count nodes by role; ``nodes`` is searched once for each server."""
         servers = sum(node in nodes for node in self.servers)
         return Size(len(nodes) - servers, servers)
 
     def usable(self, size: Size) -> Size:
-        """How many of so many nodes a world can take: at most the maximum, workers by multiples of the unit.
+        """Return the part of ``size`` that a world can use: at most the maximum, workers in whole units.
 
-        None if that is fewer than the minimum of either role.
+        The result is ``Size(0)`` if either role has less than its minimum.
         """
         workers = min(size.workers, self.most.workers) // self.job.node_unit * self.job.node_unit
         servers = min(size.servers, self.most.servers)
@@ -149,35 +151,35 @@ class Rendezvous:
         return Size(workers, servers) if enough else Size(0)
 
     def can_form(self, nodes: Collection[int]) -> bool:
-        """Whether some nodes are enough for a world."""
+        """Return whether these nodes are enough for a world."""
         return self.usable(self.count(nodes)).nodes > 0
 
     def exceeds(self, size: Size) -> bool:
-        """Whether so many nodes are more than a world may have."""
+        """Return whether a size exceeds a world's maximum in either role."""
         return size.workers > self.most.workers or size.servers > self.most.servers
 
     def quiet_until(self) -> float:
-        """When a round that has its minimum completes even though awaited nodes are missing."""
+        """Return when a round that has its minimum completes although awaited nodes are missing."""
         quiet = self.job.limits.last_call_timeout
-        # Survivors may take their whole shutdown time-out to stop their workers.
+        # Survivors may take their whole shutdown timeout to stop their workers.
         stopping = self.job.shutdown_timeout if self.fixed else 0.0
         until = max(self.last_join_at, self.resumed_at) + quiet + stopping
-        if self.leaving & self.missing:  # what they store may be what the next workers load
+        if self.leaving & self.missing:  # the next workers may load what they persist
             until = max(until, self.opened_at + stopping + self.job.limits.release_grace)
         return until
 
     def expires_at(self) -> float:
-        """When a round that lacks its minimum fails."""
+        """Return when a round that lacks its minimum fails."""
         return max(self.opened_at, self.resumed_at) + self.job.limits.join_timeout
 
     def deadline(self) -> float | None:
-        """The next time at which the round may complete or expire without a further input."""
+        """Return the next time at which the round may complete or expire without a further input."""
         if not self.collecting:
             return None
         return self.quiet_until() if self.can_form(self.offers) else self.expires_at()
 
     def ready(self, now: float) -> bool:
-        """Whether the collecting round can be completed now."""
+        """Return whether the collecting round can complete now."""
         if not self.collecting:
             return False
         joined = self.joined
@@ -189,26 +191,26 @@ class Rendezvous:
         return (self.fixed and not self.missing) or now >= self.quiet_until()
 
     def expired(self, now: float) -> bool:
-        """Whether the collecting round has failed."""
+        """Return whether the collecting round has failed."""
         short = self.collecting and not self.can_form(self.offers)
         return short and now >= self.expires_at()
 
     def in_order(self, node_ranks: dict[int, int]) -> list[int]:
-        """The nodes that have joined, in the order in which they get their ranks: servers are last."""
+        """Return the joined nodes in the order of their future ranks, servers last."""
         return sorted(self.offers, key=lambda i: (i in self.servers, _wanted(node_ranks, i), i))
 
     def settle(self, now: float) -> None:
-        """The nodes that have joined were checked: go on with them, without waiting for unknown ones."""
+        """Continue with the joined nodes after their check, without waiting for unknown ones."""
         self.fixed = True
         self.resumed_at = now
 
     def complete(
         self, node_ranks: dict[int, int], restart_count: int, global_batch: int = 0
     ) -> dict[int, World]:
-        """Form the world of a round that is `ready`: what to tell each member, by node id.
+        """Form the world of a round that is `ready`; return each member's view of it by node id.
 
-        Nodes with a wanted rank come first, in its order, then the others by age, so that rank 0 stays
-        where it is; servers come last. Nodes beyond the usable number keep their offers for the next round.
+        Nodes with a wanted rank come first, in its order, then the others by age, so that rank 0 stays where
+        it is. Servers come last. Nodes beyond the usable number keep their offers for the next round.
         """
         joined, order = self.joined, self.in_order(node_ranks)
         usable = self.usable(joined)
@@ -240,7 +242,7 @@ class Rendezvous:
         return worlds
 
     def validate(self) -> None:
-        """Check the invariants; raise AssertionError on the first that is broken."""
+        """Check the invariants; raise AssertionError on the first broken one."""
         assert not (self.missing & self.offers.keys()), "a node is both missing and joined"
         assert not (self.leaving & self.offers.keys()), "a node that leaves has joined"
         assert self.collecting or not self.missing, "nodes are missing though nothing is collected"

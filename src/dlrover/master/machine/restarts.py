@@ -1,11 +1,12 @@
-"""Whether a job goes on after a fault: budgets by cause, and the end of hopeless restarts.
+"""Restart policy: budgets by cause, and the end of hopeless restarts.
 
-Failures of the user's program are bounded by ``--max-restarts`` as with torchrun (default 0). Faults of
-the infrastructure have a budget of their own in a sliding window, so that a preempted machine does not
-use up what the user allowed for the program. Restarts that lead to no new step end the job.
+Failures of the user's program are bounded by ``--max-restarts``, as with torchrun (default 0). Infrastructure
+faults have a separate budget in a sliding window, so that a preempted machine does not use up the program's
+restarts. Restarts that lead to no new step end the job.
 
-A failure whose origin is undetermined is tried again, and its repetition is the evidence: the same one at
-the same step on another host is the program's; on the same host, whatever node is there by then, it may be that host's.
+After a failure of undetermined origin, the job is restarted, and a repetition is the evidence. The same
+failure at the same step on another host is the program's. On the same host, whatever node runs there by then,
+it may be the host's.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dlrover.spec.job import JobSpec
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """What interrupted a world."""
+    """The cause of an interruption of a world."""
 
     title: str
     origin: Origin
@@ -30,31 +31,31 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     """Steps that the interrupted round had completed."""
     reached: int = -1
-    """The step of the whole training that it had come to; -1 where only ``steps`` is known."""
+    """Step of the whole training that the round had reached; -1 if only ``steps`` is known."""
     seconds: float
     """How long the interrupted round had run."""
     cause: str = ""
-    """The name in the table of causes."""
+    """Name in the table of causes."""
     echo: bool = False
-    """It may only follow from another failure that is not known."""
+    """True if the failure may only follow from another, unknown one."""
     node: int = -1
-    """Where it happened; -1 where that says nothing."""
+    """Node where it happened; -1 if that says nothing about the cause."""
     host: str = ""
-    """The host of the node, which another node may have had before."""
+    """Host of the node; an earlier node may have run on the same host."""
 
     @property
     def step(self) -> int:
-        """How far the training had come, as far as is known."""
+        """How far the training had come, as far as known."""
         return self.reached if self.reached >= 0 else self.steps
 
     def is_like(self, other: Cause) -> bool:
-        """Whether it is the same failure at the same place of the program."""
+        """Return whether this is the same failure at the same place of the program."""
         same = self.signature == other.signature and self.step == other.step
         return same and (self.step > 0 or lasted_alike(self.seconds, other.seconds))
 
 
 def lasted_alike(one: float, other: float) -> bool:
-    """Whether two rounds of a program without steps may have come to the same place."""
+    """Return whether two rounds of a program without steps may have reached the same place."""
     longer = max(one, other)
     return longer < UNKNOWN_PROGRESS_SECONDS or abs(one - other) <= SAME_TIME * longer
 
@@ -62,7 +63,7 @@ def lasted_alike(one: float, other: float) -> bool:
 def cause_of(
     failure: Failure, verdict: Verdict, steps: int, seconds: float, reached: int = -1
 ) -> Cause:
-    """What a failure means for the budgets."""
+    """Return a failure as a cause for the budgets."""
     lost = failure.kind is FailureKind.NODE
     return Cause(
         title=f"node {failure.node_id} was lost: {failure.message}" if lost else verdict.title,
@@ -80,7 +81,7 @@ def cause_of(
 
 
 def hang_cause(place: str, steps: int) -> Cause:
-    """What a hang means for the budgets: without a step it got nowhere, however long it took."""
+    """Return a hang as a cause for the budgets; without a step it made no progress, however long it took."""
     return Cause(
         title=f"the training hung in {place}",
         origin=Origin.UNKNOWN,
@@ -93,11 +94,11 @@ def hang_cause(place: str, steps: int) -> Cause:
 
 
 class Restart(msgspec.Struct, frozen=True):
-    """Go on."""
+    """Continue the job."""
 
     reason: str
     suspect: int = -1
-    """The node on whose host alone the same failure has come back: go on without it, if that can be."""
+    """Node on whose host alone the same failure recurred; the job should continue without it, if possible."""
 
 
 class Stop(msgspec.Struct, frozen=True):
@@ -108,48 +109,48 @@ class Stop(msgspec.Struct, frozen=True):
 
 
 ALIKE_WITHOUT_STEP = 2
-"""Failures that look alike before the first step, where an outage looks like a bug, and that do not end a job."""
+"""Similar failures before the first step, where an outage looks like a bug, that do not end a job."""
 NO_PROGRESS_IN_THE_END = 3
-"""``no_progress_restarts`` times this are all, whatever the origin or whatever the failures look like."""
+"""Factor on ``no_progress_restarts`` for the limit that ignores the origin or the looks of failures."""
 UNDETERMINED_KEPT = 64
-"""Undetermined failures that later ones are compared with."""
+"""Number of undetermined failures kept for comparison with later ones."""
 SAME_TIME = 0.1
-"""Part by which two rounds of a program without steps may differ in length that failed at the same place."""
+"""Maximum relative difference in length of two rounds without steps that failed at the same place."""
 UNKNOWN_PROGRESS_SECONDS = 60.0
-"""A program that reports no steps counts as having progressed when it ran for this long."""
+"""Run time after which a program that reports no steps counts as having made progress."""
 
 
 @dataclass
 class RestartPolicy:
-    """The budgets of one job."""
+    """The restart budgets of one job."""
 
     job: JobSpec
-    #: restarts granted in all
+    #: restarts granted in total
     count: int = 0
     #: restarts granted for failures of the user's program; at most ``job.max_restarts``
     user_restarts: int = 0
     #: times of the restarts granted for other causes, within the window
     infrastructure_times: list[float] = field(default_factory=list)
-    #: the same for single causes that have a budget of their own
+    #: times of the restarts granted for causes with a separate budget, within the window
     cause_times: dict[str, list[float]] = field(default_factory=dict)
-    #: restarts in a row without progress; the first round is none
+    #: consecutive restarts without progress; the first round does not count
     stalled: int = 0
-    #: the same, that a failure at the same step came back, whatever its origin
+    #: consecutive failures that repeat the one before at the same step, whatever the origin
     repeated: int = 0
-    #: the furthest step of the training, and failures in a row that did not come beyond it; kills do not count
+    #: furthest step of the training, and failures since then that did not get beyond it; kills do not count
     furthest: int = -1
     short_of_it: int = 0
     last_signature: str = ""
     last_step: int = -1
     last_seconds: float = 0.0
-    #: undetermined failures and when they came, the latest ones
+    #: latest undetermined failures with their times
     undetermined: list[tuple[float, Cause]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.count = self.count or self.job.earlier_restarts
 
     def decide(self, cause: Cause, now: float) -> Restart | Stop:
-        """Grant a restart after ``cause``, or say why not."""
+        """Grant a restart after ``cause``, or return why not."""
         stuck = self._count_progress(cause)
         decision = self._decide(cause, stuck, now)
         if isinstance(decision, Restart):
@@ -157,7 +158,7 @@ class RestartPolicy:
         return decision
 
     def after_trial(self, title: str) -> Restart:
-        """Grant a restart for what a trial of the auto-scaler has led to: it costs no budget."""
+        """Grant a restart after a failed trial of the auto-scaler, which costs no budget."""
         self.count += 1
         return Restart(f"{title}; the job goes back to what it had")
 
@@ -186,7 +187,7 @@ class RestartPolicy:
         return self._infrastructure_restart(cause, cause.node if alone else -1, now)
 
     def _useless(self, cause: Cause, stuck: bool) -> str:
-        """How many restarts led nowhere, if they were too many."""
+        """Return the useless restarts in words if they were too many; otherwise empty."""
         most = self.job.limits.no_progress_restarts
         if stuck and self.stalled >= most:
             return f"{most} restarts led to no new step"
@@ -198,11 +199,11 @@ class RestartPolicy:
         return ""
 
     def _hosts_alike(self, cause: Cause, now: float) -> list[str]:
-        """The hosts of all undetermined failures that look like ``cause``, the latest last."""
+        """Return the hosts of all undetermined failures that look like ``cause``, the latest last."""
         if cause.origin is not Origin.UNKNOWN or cause.node < 0:
             return []
         self.undetermined = [*self.undetermined, (now, cause)][-UNDETERMINED_KEPT:]
-        # Without steps chance looks alike, too: the rounds must follow each other.
+        # Without steps, unrelated failures look alike, too, so the rounds must follow each other.
         rounds = ALIKE_WITHOUT_STEP * cause.seconds
         since = -math.inf if cause.step > 0 else now - self.job.limits.restart_window - rounds
         return [
@@ -210,7 +211,7 @@ class RestartPolicy:
         ]
 
     def _cause_exhausted(self, cause: Cause, now: float) -> Stop | None:
-        """The end, if the cause has a budget of its own that is used; else one restart is taken off."""
+        """Return a stop if the cause's separate budget is used up; otherwise charge one restart to it."""
         allowed = self.job.limits.cause_budgets.get(cause.cause)
         if allowed is None:
             return None
@@ -254,10 +255,10 @@ class RestartPolicy:
         )
 
     def _count_progress(self, cause: Cause) -> bool:
-        """Whether the interrupted round was without progress."""
+        """Return whether the interrupted round made no progress, and update the counters."""
         alike = cause.signature == self.last_signature and cause.step == self.last_step
-        # The same failure of the program at the same step is deterministic; a kill that strikes twice at
-        # one step is chance. Peers that are lost without a cause may have been left by the program.
+        # The same failure of the program at the same step is deterministic; two kills at one step are chance.
+        # Peers lost without a known cause may have been abandoned by the program.
         telling = cause.origin is not Origin.INFRASTRUCTURE or cause.echo
         if cause.steps > 0:
             stuck = alike and telling
@@ -276,7 +277,7 @@ class RestartPolicy:
         return stuck
 
     def validate(self) -> None:
-        """Check the invariants; raise AssertionError on the first that is broken."""
+        """Check the invariants; raise AssertionError on the first broken one."""
         assert 0 <= self.user_restarts <= self.job.max_restarts, "the user's budget is overdrawn"
         assert len(self.infrastructure_times) <= self.job.limits.max_infrastructure_restarts
         assert self.count >= self.user_restarts

@@ -1,7 +1,7 @@
-"""Where the time of one round's workers goes. All members of a world share the answer.
+"""Accounting of the time of one round's workers; all members of a world share it.
 
-Times are whole microseconds, so that parts add up to the whole exactly. What was done since the last new
-step is *pending*: it counts as what it looks like until a new step proves it or an interruption undoes it.
+Times are whole microseconds, so that parts add up exactly. Time since the last new step is *pending*: it
+counts as what it seems to be until a new step confirms it or an interruption undoes it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dlrover.spec.activities import Activity
 from dlrover.spec.goodput import CAUSES, Cause
 
 MICRO = 1_000_000
-"""Microseconds of a second."""
+"""Microseconds per second."""
 
 INDEX = {cause: index for index, cause in enumerate(CAUSES)}
-"""The place of each cause in a list of times."""
+"""Index of each cause in a list of times."""
 PRODUCTIVE = INDEX[Cause.PRODUCTIVE]
 START_UP = INDEX[Cause.START_UP]
 RECOMPUTED = INDEX[Cause.RECOMPUTED_STEPS]
@@ -32,32 +32,32 @@ _CAUSE_OF = {
     Activity.CHECKPOINT: INDEX[Cause.CHECKPOINT_BLOCK],
 }
 _MOST_SECONDS = 1e12
-"""What a worker claims beyond is no time; so is what is negative or not a number."""
+"""Maximum seconds that a worker may claim; a larger, negative or NaN value counts as 0."""
 
 
 def nothing() -> list[int]:
-    """No time for any cause."""
+    """Return no time for any cause."""
     return [0] * len(CAUSES)
 
 
 def add(sums: list[int], parts: Sequence[int], times: int = 1) -> None:
-    """Add ``times`` as much as ``parts`` to ``sums``."""
+    """Add ``times`` times ``parts`` to ``sums``."""
     for index, part in enumerate(parts):
         if part:
             sums[index] += part * times
 
 
 def microseconds(seconds: float) -> int:
-    """A time in whole microseconds."""
+    """Return a time in whole microseconds."""
     return round(seconds * MICRO)
 
 
 class RoundTime:
-    """The time of one node in the world of round ``number``, which was formed at ``now``.
+    """Time of one node in the world of round ``number``, which was formed at ``now``.
 
-    ``furthest`` is the number of the first step that no earlier round has made, ``tells`` whether the
-    program is known to tell of its steps: without one it is then still starting. ``trained`` is whether
-    an earlier round has made any.
+    ``furthest`` is the number of the first step that no earlier round has made. ``tells`` is True if the
+    program is known to report its steps: until its first step, it is then starting. ``trained`` is True if an
+    earlier round has made a step.
     """
 
     def __init__(
@@ -65,21 +65,21 @@ class RoundTime:
     ) -> None:
         self.number = number
         self.since = now
-        #: until when the time is split; what comes after is not yet
+        #: until when the time is split by cause
         self.settled = now
-        #: until when it is proved by a new step; from there to ``settled`` it is pending
+        #: until when a new step confirms the time; from there to ``settled`` it is pending
         self.proved = now
         #: steps that the round has completed
         self.steps = 0
-        #: number of the step that it began with, -1 while that is not known
+        #: number of the step that it began with; -1 while unknown
         self.first_step = -1
-        #: steps to be made before one is new
+        #: steps to make again before one is new
         self.redo = 0
-        #: by cause, until ``proved``
+        #: time until ``proved``, by cause
         self.spent = nothing()
-        #: by cause, from ``proved`` to ``settled``
+        #: time from ``proved`` to ``settled``, by cause
         self.pending = nothing()
-        #: whether a report told what the workers do
+        #: True once a report has said what the workers do
         self.known = False
         self._furthest = furthest
         self._tells = tells
@@ -88,16 +88,16 @@ class RoundTime:
 
     @property
     def tells(self) -> bool:
-        """Whether the program tells of its steps, as far as is known by now."""
+        """True if the program is known to report its steps."""
         return self._tells or self.known or self.steps > 0
 
     @property
     def trained(self) -> bool:
-        """Whether this round or an earlier one has made a step."""
+        """True if this round or an earlier one has made a step."""
         return self._trained or self.steps > 0
 
     def report(self, now: int, seconds: Sequence[float], steps: int, first_step: int) -> None:
-        """Take in what the workers have done so far: seconds by `Activity`, steps, their first one."""
+        """Record what the workers have done so far: seconds by `Activity`, steps, their first step."""
         if first_step >= 0 and self.first_step < 0:
             self.first_step = first_step
             self.redo = max(0, self._furthest - first_step)
@@ -108,7 +108,7 @@ class RoundTime:
             self._prove(steps)
 
     def _settle(self, now: int, seconds: Sequence[float]) -> None:
-        """Split the time since the last report by what the workers did meanwhile."""
+        """Split the time since the last report by the workers' activities in it."""
         if len(seconds) != len(Activity):
             return
         told = tuple(microseconds(s) if 0 <= s < _MOST_SECONDS else 0 for s in seconds)
@@ -128,13 +128,13 @@ class RoundTime:
             self._told = told
 
     def _first_parts(self, told: Sequence[int], now: int) -> list[int]:
-        """What the first report of activities adds to the time that was split without one.
+        """Return what the first report of activities adds to the time that was split without one.
 
-        The report counts from the start of the processes. A round that was adopted began later: what
-        the processes did first, starting, came before it.
+        The report counts from the start of the processes. An adopted round began later, so the time before it
+        is taken off their first activity, the start.
         """
         parts = list(told)
-        parts[Activity.START] += (now - self.since) - sum(told)  # before the processes began
+        parts[Activity.START] += (now - self.since) - sum(told)  # time before the processes began
         for activity in Activity:
             cause = _CAUSE_OF[activity]
             booked = self.spent[cause] + self.pending[cause]
@@ -144,8 +144,8 @@ class RoundTime:
         return parts
 
     def _prove(self, steps: int) -> None:
-        """New steps: what was pending counts; steps that were made before count as made again."""
-        if not (self.known or self.steps):  # all that is known is when the first step was there
+        """Confirm the pending time by new steps; steps made before count as recomputed."""
+        if not (self.known or self.steps):  # only the completion of the first steps is known
             self.pending[START_UP] += self.pending[PRODUCTIVE]
             self.pending[PRODUCTIVE] = 0
         made = steps - self.steps
@@ -159,22 +159,22 @@ class RoundTime:
         self.steps = steps
 
     def so_far(self, now: int) -> list[int]:
-        """What a node's time since the completion of the world looks like, by cause."""
+        """Return a node's time since the world was formed, by cause, including pending time."""
         sums = self.unproved(now)
         add(sums, self.spent)
         return sums
 
     def unproved(self, now: int) -> list[int]:
-        """The same for the time since the last new step."""
+        """Return a node's time since the last new step, by cause."""
         sums = list(self.pending)
         cause = PRODUCTIVE if self.steps else START_UP if self.tells else NOT_MEASURED
         sums[cause] += now - self.settled
         return sums
 
     def done(self, now: int) -> list[int]:
-        """The time since the last new step of a node whose workers have ended as they should."""
+        """Return the time since the last new step for a node whose workers ended normally."""
         sums = self.unproved(now)
-        if not self.trained:  # there was no training that it could have been starting
+        if not self.trained:  # without any training, this was no start-up
             sums[NOT_MEASURED] += sums[START_UP]
             sums[START_UP] = 0
         if self.known:
@@ -183,14 +183,14 @@ class RoundTime:
         return sums
 
     def stopped(self, now: int) -> list[int]:
-        """The same for a node whose job somebody ends: nothing is made again."""
+        """Return the time since the last new step for a node whose job is stopped: no step is made again."""
         sums = self.unproved(now)
         sums[SHUTDOWN] += sums[PRODUCTIVE]
         sums[PRODUCTIVE] = 0
         return sums
 
     def cut_off(self, now: int, detection: int) -> list[int]:
-        """The same for a node that is interrupted, by a fault that began ``detection`` before."""
+        """Return the time since the last new step, cut off by a fault that began ``detection`` earlier."""
         sums = self.unproved(now)
         left = detection
         for index in sorted(range(len(sums)), key=lambda i: i != PRODUCTIVE):

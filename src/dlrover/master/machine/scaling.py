@@ -1,4 +1,4 @@
-"""How many nodes of each role a job is to have, who says so, and which nodes leave because there are too many."""
+"""Wanted number of nodes of each role, its origin, and the surplus nodes that leave."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from dlrover.spec.job import JobSpec
 from dlrover.spec.roles import FIRST_SERVER, SERVER, WORKER, Size, index_in_role, is_server, role_of
 
 MOST_NODES = 100_000
-"""Nodes of a role that a job can be asked to have."""
+"""Maximum number of nodes of a role that can be requested."""
 
 
 @dataclass
 class Wanted:
-    """The wanted nodes of a role whose number can change."""
+    """Wanted nodes of a role whose number can change."""
 
     nodes: int
-    #: what a plan may choose
+    #: bounds of a plan's choice
     least: int
     most: int
-    #: what a user last asked for, or what the job was submitted with
+    #: number that a user last asked for, or that the job was submitted with
     asked: int = field(init=False)
-    #: a user has set the number
+    #: True if a user has set the number
     by_user: bool = False
-    #: why it was last changed
+    #: reason of the last change
     reason: str = ""
-    #: how often a plan has changed it
+    #: number of changes made by plans
     plans: int = 0
-    #: how many times the cores and the memory that the job asked for those have that it brings
+    #: CPU and memory multipliers, relative to the job's request, for nodes that the last change launches
     factors: tuple[float, float] = (1.0, 1.0)
 
     def __post_init__(self) -> None:
@@ -38,18 +38,18 @@ class Wanted:
 
 @dataclass
 class Scaling:
-    """The wanted numbers of a job's managed nodes. Change them only through its methods.
+    """Wanted numbers of a job's managed nodes. Change them only through its methods.
 
-    A user's number counts for good: a plan does not change it. Until there is one, a plan may choose any
-    number between the fewest and the most nodes of the role that the job was submitted with.
+    A user's number stays: no plan changes it. Until a user sets one, a plan may choose any number within the
+    role's bounds of the submitted job.
     """
 
     job: JobSpec
-    #: by role; servers only if the job has some
+    #: wanted nodes by role; with servers only if the job has some
     roles: dict[str, Wanted] = field(init=False)
-    #: the nodes may not be as wanted yet
+    #: True while the actual nodes may differ from the wanted ones
     due: bool = False
-    #: nodes that were called off: when each is given up if it has not left by then
+    #: nodes called off, and when each is given up if it has not left
     leaving: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ class Scaling:
 
     @property
     def wanted(self) -> int:
-        """Managed nodes that are no servers; 0 if the job's nodes come by themselves."""
+        """Wanted managed nodes that are not servers; 0 if the job's nodes come by themselves."""
         return self.workers + self.job.other_nodes
 
     @property
@@ -86,38 +86,38 @@ class Scaling:
 
     @property
     def least(self) -> Size:
-        """The fewest nodes of a world."""
+        """Minimum size of a world."""
         job, wanted = self.job, self.wanted
         workers = min(job.min_nodes, wanted) if wanted else job.min_nodes
         return Size(workers, min(job.min_servers, self.servers))
 
     @property
     def most(self) -> Size:
-        """The most nodes of a world."""
+        """Maximum size of a world."""
         return Size(max(self.job.max_nodes, self.wanted), max(self.job.max_servers, self.servers))
 
     @property
     def ranks(self) -> Iterator[int]:
-        """The wanted rank of each wanted node."""
+        """Wanted rank of each wanted node."""
         yield from range(self.wanted)
         yield from range(FIRST_SERVER, FIRST_SERVER + self.servers)
 
     def wants(self, node_rank: int) -> bool:
-        """Whether there is to be a node with this wanted rank."""
+        """Return whether the job wants a node with this wanted rank."""
         most = self.servers if is_server(node_rank) else self.wanted
         return index_in_role(node_rank) < most
 
     def factors(self, node_rank: int) -> tuple[float, float]:
-        """How many times the cores and the memory that the job asked for a new node has."""
+        """Return the CPU and memory multipliers, relative to the job's request, for a new node."""
         of_role = self.roles.get(role_of(node_rank))
         return of_role.factors if of_role is not None else (1.0, 1.0)
 
     def told_role(self, role: str) -> str:
-        """The role as it is told of a change; empty if all of the job's nodes have it."""
+        """Return the role as events name it; empty if all of the job's nodes have it."""
         return role if self.job.other_nodes or self.job.servers else ""
 
     def refusal(self, asked: inputs.ScaleAsked) -> str:
-        """Why the job cannot have that many nodes, as one sentence; empty if it can."""
+        """Return why the job cannot have that many nodes, as one sentence; empty if it can."""
         unit = self.job.node_unit
         if not self.job.managed_nodes:
             return (
@@ -149,7 +149,7 @@ class Scaling:
     # ---- changes
 
     def take(self, asked: inputs.ScaleAsked) -> tuple[int, int]:
-        """Want what was asked for, as far as that is possible; the role's wanted nodes before and after."""
+        """Set the wanted number as far as possible; return the role's number before and after."""
         if self.refusal(asked):
             same = self.roles[asked.role].nodes if asked.role in self.roles else 0
             return same, same
@@ -166,7 +166,7 @@ class Scaling:
         return before, nodes
 
     def keep(self, found: Iterable[int]) -> None:
-        """A master without a journal finds nodes of these wanted ranks: they had been asked for."""
+        """Raise the wanted numbers to include nodes found by a master without a journal."""
         for node_rank in found:
             beyond = index_in_role(node_rank) + 1
             if is_server(node_rank) and SERVER in self.roles:
@@ -175,7 +175,7 @@ class Scaling:
                 self.roles[WORKER].nodes = max(self.workers, beyond - self.job.other_nodes)
 
     def validate(self) -> None:
-        """Check the invariants; raise AssertionError on the first that is broken."""
+        """Check the invariants; raise AssertionError on the first broken one."""
         assert bool(self.wanted) == bool(self.job.managed_nodes), (
             "who launches the nodes has changed"
         )

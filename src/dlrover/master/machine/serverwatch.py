@@ -1,4 +1,4 @@
-"""Which parameter servers have too much to do, by the cores that they keep busy in the running round."""
+"""Detection of overloaded parameter servers from the cores that they use in the running round."""
 
 from __future__ import annotations
 
@@ -9,55 +9,56 @@ from dataclasses import dataclass, field
 from dlrover.planning.balance import UNEVEN, WINDOW, ServerLoad, advise_servers
 
 BUSY = 0.5
-"""Cores, or share of a server's cores if that is less, below which the busiest server holds nobody up."""
+"""Cores, or share of a server's cores if that is less, below which the busiest server slows no worker."""
 GROWTH = 4.0
-"""How many times its present cores a server may be moved to, at most."""
+"""Maximum cores of a migrated server, as a multiple of its present cores."""
 
 
 @dataclass(frozen=True)
 class ServerFinding:
-    """What is wrong with the servers, and what can be done: one of three things."""
+    """A problem of the servers and one of three remedies."""
 
     migrate: Mapping[int, float]
-    """How many times its cores each hot server needs, by node."""
+    """Cores that each hot server needs, as a multiple of its present cores, by node."""
     more: bool
-    """The job needs more servers."""
+    """True if the job needs more servers."""
     rebalance: bool
-    """The program is to divide its parameters anew."""
+    """True if the program should redistribute its parameters."""
     gain: float
-    """The share of its speed that the job is expected to win."""
+    """Expected gain as a share of the job's speed."""
     reason: str
 
 
 @dataclass
 class ServerWatch:
-    """The servers of one round."""
+    """Load of the servers of one round."""
 
     used: dict[int, deque[float]] = field(default_factory=dict)
     cores: dict[int, float] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """Another world, or something was done about what was found."""
+        """Start over: the world has changed, or an earlier finding was acted upon."""
         self.used.clear()
         self.cores.clear()
 
     def note(self, node: int, used: float, cores: float) -> None:
-        """Take in a look at a server whose job trains: the cores that it uses, and those that it has."""
+        """Record a sample of a server while its job trains: the cores that it uses and those that it has."""
         self.used.setdefault(node, deque(maxlen=WINDOW)).append(used)
         self.cores[node] = cores
 
     def knows(self, servers: int) -> bool:
-        """Whether there are enough looks at each of the ``servers``."""
+        """Return whether there are enough samples of each of the ``servers``."""
         known = [used for used in self.used.values() if len(used) == WINDOW]
         return len(known) == servers
 
     def look(self, servers: int, *, rebalance: bool, migrate: bool = True) -> ServerFinding | None:
-        """What is wrong; None if nothing is, or some of the ``servers`` are not known well enough.
+        """Return the problem of the ``servers``; None if there is none or if samples are missing.
 
         Args:
-            servers: How many there are.
-            rebalance: Whether the program may be asked to divide its parameters anew: that costs no nodes.
-            migrate: Whether a node with more cores can be had for a hot server; else the job needs more servers.
+            servers: Number of servers.
+            rebalance: True if the program may be asked to redistribute its parameters, which costs no nodes.
+            migrate: True if a hot server can get a node with more cores; otherwise the job needs more
+                servers.
         """
         if not servers or not self.knows(servers) or not all(self.cores.values()):
             return None

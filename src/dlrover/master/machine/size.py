@@ -1,4 +1,4 @@
-"""The size of a job in words, for whoever looks at it."""
+"""The size of a job in words, for users."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def size_of(machine: JobMachine) -> str:
-    """``2 of 1:4 nodes``, and what auto-scaling is about; empty for a job with fixed numbers of nodes."""
+    """Return ``2 of 1:4 nodes`` and the auto-scaler's stage or plan; empty if the node counts are fixed."""
     job, scaling, size = machine.job, machine.autoscaling, machine.rendezvous.size
     parts = []
     if job.min_nodes < job.max_nodes:

@@ -1,4 +1,4 @@
-"""The sizes that an auto-scaled job may have: its bounds, what could be had of them, and what a user has set."""
+"""Allowed sizes of an auto-scaled job: its bounds, narrowed by failed trials and by a user's settings."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ class Sizes:
     """Numbers of nodes by role. Change it only through its methods."""
 
     job: JobSpec
-    #: fewer than this could not be measured, or made the program fail
+    #: smallest size; a smaller one is out of bounds, not measurable, or made the program fail
     least: Size = field(init=False)
-    #: more than this could not be had, nor measured
+    #: largest size; a larger one is out of bounds, not available, not measurable, or made the program fail
     most: Size = field(init=False)
-    #: what a user has set, by role
+    #: numbers set by a user, by role
     fixed: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.open_all()
 
     def workers(self) -> list[int]:
-        """Numbers of nodes of role worker; of all nodes in a job without servers."""
+        """Return the allowed numbers of worker nodes; of all nodes in a job without servers."""
         if WORKER in self.fixed:
             return [self.fixed[WORKER]]
         unit = self.job.node_unit
         return [n for n in range(self.least.workers, self.most.workers + 1) if n % unit == 0]
 
     def servers(self) -> list[int]:
-        """Numbers of servers; 0 alone in a job without them."""
+        """Return the allowed numbers of servers; only 0 in a job without them."""
         if SERVER in self.fixed:
             return [self.fixed[SERVER]]
         return list(range(self.least.servers, self.most.servers + 1))
 
     @property
     def open(self) -> bool:
-        """Whether there is something to choose."""
+        """True if there is more than one size to choose from."""
         job = self.job
         workers = WORKER not in self.fixed and job.min_nodes < job.max_nodes
         return workers or (SERVER not in self.fixed and job.min_servers < job.max_servers)
 
     def fix(self, role: str, nodes: int) -> None:
-        """A user has set the number of nodes of a role."""
+        """Fix the number of nodes of a role, as a user has set it."""
         self.fixed[role] = nodes
 
     def missed(self, asked: Size, had: Size) -> None:
-        """This size did not come to a measurement; ``had`` is what there was before.
+        """Exclude a size that could not be measured; ``had`` is the size before the change.
 
-        Sizes beyond it are closed with it, in the direction of the change.
+        All sizes beyond it in the direction of the change are excluded, too.
         """
         unit = self.job.node_unit
         (least, least_servers), (most, most_servers) = self.least, self.most
@@ -66,12 +66,12 @@ class Sizes:
         self.most = Size(most, most_servers)
 
     def open_all(self) -> None:
-        """What could not be had or measured may be tried again."""
+        """Allow sizes again that were not available or could not be measured."""
         self.least = Size(self.job.min_nodes, self.job.min_servers)
         self.most = Size(self.job.max_nodes, self.job.max_servers)
 
     def validate(self) -> None:
-        """Check the invariants; raise AssertionError on the first that is broken."""
+        """Check the invariants; raise AssertionError on the first broken one."""
         job = self.job
         assert job.min_nodes <= self.least.workers <= self.most.workers <= job.max_nodes
         assert job.min_servers <= self.least.servers <= self.most.servers <= job.max_servers

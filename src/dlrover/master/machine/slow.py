@@ -1,8 +1,8 @@
-"""Which ranks hold up the others: their own time for a step, beside the median of all.
+"""Detection of ranks that hold up the others, by their own time per step relative to the median.
 
-The time of a step as such is the same for all ranks of a synchronous training, since the fast ones wait
-for the slow ones. Compared is what each rank takes without that wait. A rank is named after several
-windows in a row, and cleared after as many.
+In synchronous training, the total time of a step is the same for all ranks, since the fast ones wait for the
+slow ones. So the ranks are compared by their time without that wait. A rank is reported after several
+consecutive slow windows, and recovers after as many normal ones.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from dlrover.spec.events import SlowRank, SlowRankRecovered
 from dlrover.spec.job import Limits
 
 MIN_STEPS = 3
-"""Steps in a window that every rank must have made for a comparison."""
+"""Minimum number of steps of every rank in a window for a comparison."""
 
 
 class Pace(NamedTuple):
-    """One rank's seconds per step within a window."""
+    """Seconds per step of one rank within a window."""
 
     compute: float
-    """Without waiting for other ranks."""
+    """Time without waiting for other ranks."""
     data: float
-    """Waiting for the next batch, which is part of it."""
+    """Time waiting for the next batch; part of ``compute``."""
 
 
 @dataclass
 class SpeedWatch:
-    """One job's comparison of its ranks. Times are seconds."""
+    """Comparison of one job's ranks. Times are seconds."""
 
     limits: Limits = field(default_factory=Limits)
-    #: what each rank reported when the window began
+    #: report of each rank at the start of the window
     marks: dict[int, WorkerActivity] = field(default_factory=dict)
     began: float = 0.0
-    #: windows in a row in which a rank was slow, as far as it is not named
+    #: consecutive slow windows of each rank that is not yet reported
     counts: dict[int, int] = field(default_factory=dict)
-    #: slow ranks, with the windows in a row in which they were not
+    #: consecutive normal windows of each reported rank
     slow: dict[int, int] = field(default_factory=dict)
-    #: what was said last of each slow rank
+    #: latest finding on each reported rank
     named: dict[int, SlowRank] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """A new world: its ranks may be on other nodes."""
+        """Start over for a new world, whose ranks may be on other nodes."""
         self.marks.clear()
         self.counts.clear()
         self.slow.clear()
@@ -55,7 +55,7 @@ class SpeedWatch:
     def compare(
         self, workers: Mapping[int, WorkerActivity], nodes: Mapping[int, int], now: float
     ) -> list[SlowRank | SlowRankRecovered]:
-        """Compare the ranks if a window has passed; ``nodes`` is the node of each rank."""
+        """Compare the ranks if a window has passed; ``nodes`` maps each rank to its node."""
         if not self.limits.hang_detection:
             return []
         if workers.keys() != self.marks.keys():
@@ -112,7 +112,7 @@ class SpeedWatch:
 
 
 def pace(before: WorkerActivity, now: WorkerActivity) -> Pace | None:
-    """A rank's seconds per step between two reports; None with too few steps."""
+    """Return a rank's seconds per step between two reports; None with too few steps."""
     steps = now.steps - before.steps
     if steps < MIN_STEPS or now.ended:
         return None
@@ -121,7 +121,7 @@ def pace(before: WorkerActivity, now: WorkerActivity) -> Pace | None:
 
 
 def _median_without(ordered: list[float], one: float) -> float:
-    """The median of the others of an ascending list that ``one`` is in; itself where it is alone."""
+    """Return the median of an ascending list without ``one``, its member; ``one`` if it is alone."""
     count = len(ordered) - 1
     if count < 1:
         return one

@@ -1,4 +1,4 @@
-"""The parts of a job's state: its nodes, its open incident, and where it stands."""
+"""Parts of a job's state: its nodes, its open incident and its phase."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dlrover.spec.outcome import Outcome
 
 
 class Phase(str, enum.Enum):
-    """Where a job stands. The value is what users see."""
+    """Phase of a job. Users see the value."""
 
     WAITING = "waiting for nodes"
-    """The first round is collecting."""
+    """The first round collects nodes."""
     RUNNING = "running"
     RESTARTING = "restarting"
-    """A later round is collecting."""
+    """A later round collects nodes."""
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     STOPPED = "stopped"
@@ -31,68 +31,68 @@ class Node:
     id: int
     node_rank: int
     status: NodeStatus = NodeStatus.PENDING
-    #: of the agent process that last connected; a different one is a different node
+    #: id of the agent process that last connected; another process is another node
     uid: str = ""
     hostname: str = ""
-    #: how the platform finds the node again; empty for nodes that came by themselves
+    #: handle by which the platform finds the node again; empty for nodes that come by themselves
     handle: str = ""
-    #: the platform was asked for it; it gets a replacement
+    #: True if the platform was asked for it; such a node is replaced when lost
     launched: bool = False
-    #: its stream is open
+    #: True while its stream is open
     connected: bool = False
-    #: whether it ever was part of a world
+    #: True once it has been part of a world
     has_run: bool = False
-    #: its agent ended after its workers had succeeded: nothing is missing unless a new round opens
+    #: True if its agent ended after its workers had succeeded; it is missed only when a new round opens
     gone: bool = False
-    #: the node check named it
+    #: True if the node check named it
     excluded: bool = False
-    #: its platform cannot make it, nor another one in its place
+    #: True if the platform can make neither this node nor another one in its place
     refused: bool = False
-    #: of its agent, where its platform knows it
+    #: exit code of its agent, if its platform knows it
     exit_code: int = 0
-    #: what keeps it from starting, as its platform says
+    #: what keeps it from starting, according to its platform
     waits: str = ""
     #: why it is lost
     reason: str = ""
-    #: how many times the memory that the job asked for it was launched with
+    #: memory that it was launched with, as a multiple of the job's request
     memory_factor: float = 1.0
-    #: the same of its cores
+    #: cores that it was launched with, as a multiple of the job's request
     cpu_factor: float = 1.0
 
 
 @dataclass
 class Migration:
-    """A node that is to take the place of another one."""
+    """Replacement of a node by another one, which is its key in ``JobState.migrations``."""
 
-    #: the one that trains on until then
+    #: the node that is replaced; it trains until the new one takes over
     node: int
-    #: when the new one is given up if it has not joined
+    #: when the new node is given up if it has not joined
     until: float
 
 
 @dataclass
 class Incident:
-    """From a fault's first sign to the first new step."""
+    """An interruption from a fault's first sign to the first new step."""
 
     since: float
     round: int
     failures: list[Failure] = field(default_factory=list)
     #: ids of the failures
     seen: set[str] = field(default_factory=set)
-    #: when the earliest failure was seen that echoes no other
+    #: time of the earliest failure that echoes no other
     earliest: float = float("inf")
-    #: failures that kept their texts whole because each was earlier than that
+    #: later failures that kept their full texts because each was earlier than ``earliest``
     later_causes: int = 0
-    #: of the kind `FailureKind.NODE`, one for each lost node of the world
+    #: failures of the kind `FailureKind.NODE`, one for each lost node of the world
     lost_nodes: list[Failure] = field(default_factory=list)
-    #: where the training hung that began it; empty for other faults
+    #: where the training hung, if a hang began the incident; otherwise empty
     hang: str = ""
-    #: whether the restart policy has spoken
+    #: True once the restart policy has decided
     decided: bool = False
 
 
 def phase_after(exit_code: int) -> Phase:
-    """Where a job stands that ended with ``exit_code``."""
+    """Return the phase of a job that ended with ``exit_code``."""
     if exit_code == ExitCode.SUCCESS:
         return Phase.SUCCEEDED
     stopped = exit_code == ExitCode.STOPPED or exit_code > ExitCode.SIGNAL_BASE
@@ -100,7 +100,7 @@ def phase_after(exit_code: int) -> Phase:
 
 
 def given_up(node: Node) -> Outcome:
-    """What a node is told that the job goes on without."""
+    """Return the outcome for a node that the job has given up."""
     reason = f"node {node.id} was given up ({node.reason})."
     if node.launched:
         reason = f"node {node.id} was given up ({node.reason}) and replaced."
@@ -108,7 +108,7 @@ def given_up(node: Node) -> Outcome:
 
 
 def released(node: Node, *, replaced: bool = False) -> Outcome:
-    """What a node is told that the job no longer needs."""
+    """Return the outcome for a node that the job no longer needs."""
     why = "another node takes its place" if replaced else "the job goes on with fewer nodes"
     return Outcome(
         exit_code=ExitCode.SUCCESS,
@@ -118,7 +118,7 @@ def released(node: Node, *, replaced: bool = False) -> Outcome:
 
 
 def loss_of(node: Node, round_: int, now: float) -> Failure:
-    """The record of a lost node, for the diagnosis."""
+    """Return the record of a lost node, for the diagnosis."""
     return Failure(
         id=f"node {node.id}",
         kind=FailureKind.NODE,
@@ -133,7 +133,7 @@ def loss_of(node: Node, round_: int, now: float) -> Failure:
 
 
 def excluded(node: Node, reason: str) -> Outcome:
-    """What a node is told that the job goes on without."""
+    """Return the outcome for a node that the job excludes because of ``reason``."""
     return Outcome(
         exit_code=ExitCode.INFRASTRUCTURE, reason=f"node {node.id} is left out: {reason}."
     )

@@ -1,4 +1,4 @@
-"""The job's key-value store: agents agree on small things here, and meet at barriers."""
+"""The job's key-value store, in which agents share small values and meet at barriers."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from dlrover.errors import ProtocolError
 from dlrover.rpc import messages
 
 MAX_STORE_BYTES = 64 * 1024 * 1024
-"""Everything that the store keeps; a request beyond it is refused."""
+"""Maximum size of the whole store; a request that exceeds it is refused."""
 
 
 @dataclass
 class KeyValueStore:
-    """Keys, counters and barriers. Every request may be repeated without a further effect."""
+    """Keys, counters and barriers. Every request is idempotent."""
 
     values: dict[str, bytes] = field(default_factory=dict)
-    #: ids of the additions that have been made, by key
+    #: ids of the completed additions, by key
     additions: dict[str, set[str]] = field(default_factory=dict)
-    #: who has entered each barrier
+    #: members that have entered, by barrier
     barriers: dict[str, set[str]] = field(default_factory=dict)
     #: bytes of all keys, values, ids of additions and members; at most `MAX_STORE_BYTES`
     size: int = 0
 
     def apply(self, request: messages.StoreRequest) -> None:
-        """Carry out what a request changes; reading is `reply`'s.
+        """Carry out the changes of a request; `reply` does the reading.
 
         Raises:
-            ProtocolError: the store is full, or a counter's key holds something else.
+            ProtocolError: The store is full, or a counter's key holds something else.
         """
         if isinstance(request, messages.SetKey):
             self._set(request.key, request.value)
@@ -39,7 +39,7 @@ class KeyValueStore:
             self._enter(request.name, request.member)
 
     def reply(self, request: messages.StoreRequest) -> bytes | None:
-        """The answer to a request that has been applied; None while it must wait."""
+        """Return the answer to an applied request; None while it must wait."""
         if isinstance(request, (messages.GetKey, messages.AddToKey, messages.SetKey)):
             return self.values.get(request.key)
         if isinstance(request, messages.EnterBarrier):
@@ -82,7 +82,7 @@ class KeyValueStore:
         self.size += size
 
     def validate(self) -> None:
-        """Check the invariants; raise AssertionError on the first that is broken."""
+        """Check the invariants; raise AssertionError on the first broken one."""
         pairs = sum(_bytes(key, value) for key, value in self.values.items())
         ids = sum(_bytes(*made) for made in self.additions.values())
         members = sum(_bytes(name, m) for name, entered in self.barriers.items() for m in entered)

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from dlrover.master.machine.state import Node
 
 NODES_NAMED = 5
-"""Nodes that are named; of the rest only their number is told."""
+"""Maximum number of nodes that are named; the rest are counted."""
 
 
 def waiting_for(machine: JobMachine, now: float) -> str:
-    """What the job waits for, for how long, and how long it may last; empty if for nothing."""
+    """Return what the job waits for, how long it has waited and the limit; empty if it does not wait."""
     rdzv, adoption = machine.rendezvous, machine.adoption
     if machine.outcome is None and adoption.pending:
         limit = (adoption.deadline or now) - adoption.began_at
@@ -46,7 +46,7 @@ def waiting_for(machine: JobMachine, now: float) -> str:
 
 
 def too_few(machine: JobMachine) -> str:
-    """Why a round has failed that did not get its nodes in time."""
+    """Return why a round failed that did not get enough nodes in time."""
     rdzv, limit = machine.rendezvous, machine.job.limits.join_timeout
     if rdzv.most.servers:
         there, least = rdzv.joined.sentence_part(), rdzv.least.sentence_part()
