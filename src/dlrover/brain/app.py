@@ -1,4 +1,4 @@
-"""The Brain's process: the service over one database, until it is told to stop."""
+"""The Brain's process: the service over one database, until a signal stops it."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from dlrover.rpc.server import Server
 logger = logging.getLogger(__name__)
 
 STOP_GRACE = 5.0
-"""Seconds that open calls get when the Brain leaves."""
+"""Seconds that open calls get to finish when the Brain exits."""
 
 
 class Options(NamedTuple):
-    """How a Brain serves."""
+    """Options of a Brain server."""
 
     database: str
-    """URL, as `open_database` takes it."""
+    """Database URL, in the form that `open_database` accepts."""
     token: str
     host: str = "127.0.0.1"
     port: int = 0
-    """0: any free one."""
+    """Port to listen on; 0: any free one."""
     tenants: str = ""
-    """Directory with the files of tenants, as `read_tenants` takes it."""
+    """Directory with one file per tenant, as `read_tenants` reads it; empty: no tenants."""
     tls: wire.Tls = wire.Tls()
     retention_days: float = 90.0
-    """Ended jobs, samples and usages are forgotten after so many days."""
+    """Days after which ended jobs, samples and usages are deleted."""
     monitor: str = ""
-    """What kind of cluster it looks at itself; empty: it is told, or nobody looks."""
+    """Kind of cluster that the Brain watches itself; empty: none, its state is only reported to the Brain."""
     monitor_source: str = ""
 
 
 async def serve(options: Options, ready: Callable[[int], None]) -> None:
-    """Serve until SIGTERM or SIGINT; ``ready`` is called with the port.
+    """Serve until SIGTERM or SIGINT; call ``ready`` with the port.
 
     Raises:
         ConfigurationError: an option is wrong.

@@ -1,6 +1,6 @@
-"""What goes into one commit.
+"""The writes of one commit.
 
-Many reports cost few statements: what they look up is read at once, and what they add is written at once.
+Many reports cost few statements: a batch reads their lookups at once, and writes their rows at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dlrover.brain import tables
 class Batch:
     """Writes of one transaction.
 
-    ``requests`` and ``jobs`` are the ids that the writes will ask for.
+    ``requests`` and ``jobs`` are the ids that the writes will look up.
     """
 
     def __init__(
@@ -36,36 +36,36 @@ class Batch:
         return set(self.connection.scalars(sa.select(table.c.id).where(table.c.id.in_(asked))))
 
     def has_done(self, request: str) -> bool:
-        """Whether a request was carried out before."""
+        """Return whether a request was carried out before."""
         return request in self._requests
 
     def note(self, request: str, now: float) -> None:
-        """A request was carried out."""
+        """Record that a request was carried out."""
         self._requests.add(request)
         self.insert(tables.requests, {"id": request, "at": now})
 
     def has_job(self, job: str) -> bool:
-        """Whether somebody has registered a job."""
+        """Return whether a job is registered."""
         return job in self._jobs
 
     def add_job(self, job: str, row: dict[str, Any]) -> None:
-        """Put a job into the list."""
+        """Add a job to the table of jobs."""
         self.connection.execute(tables.jobs.insert().values(row | {"id": job}))
         self._jobs.add(job)
 
     def change_job(self, job: str, **values: Any) -> None:
-        """Change what is known of a job; ``done`` never falls."""
+        """Change fields of a job; ``done`` never falls."""
         before = self._changes.setdefault(job, {})
         if "done" in values:
             values["done"] = max(values["done"], before.get("done", 0.0))
         before.update(values)
 
     def insert(self, table: sa.Table, *rows: dict[str, Any]) -> None:
-        """Add rows, at the end of the transaction."""
+        """Add rows at the end of the transaction."""
         self._rows.setdefault(table, []).extend(rows)
 
     def flush(self) -> None:
-        """Write what was put off."""
+        """Write the deferred rows and changes."""
         for table, rows in self._rows.items():
             self.connection.execute(table.insert(), rows)
         jobs = tables.jobs

@@ -18,7 +18,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 LOCK_TIMEOUT = 60
-"""Seconds that another server may hold the database, while it migrates it or writes."""
+"""Maximum seconds that another server may hold the database, to migrate it or to write."""
 MIGRATIONS = Path(__file__).parent / "migrations"
 DRIVERS = {
     "sqlite": "sqlite+pysqlite",
@@ -27,14 +27,14 @@ DRIVERS = {
     "postgresql": "postgresql+psycopg",
     "postgres": "postgresql+psycopg",
 }
-"""What is meant by the first word of a URL."""
+"""Drivers by the first word of a URL."""
 LOCK_NAME = "dlrover-brain-migrations"
 LOCK_NUMBER = 0x646C72627261
-"""The same for PostgreSQL."""
+"""The same lock for PostgreSQL."""
 
 
 def open_database(url: str) -> Engine:
-    """A database whose tables are those of this version.
+    """Open a database and bring its tables to this version.
 
     Args:
         url: As SQLAlchemy takes it: ``sqlite:////var/lib/brain.db``,
@@ -72,7 +72,7 @@ def open_database(url: str) -> Engine:
 
 
 def reason(error: Exception) -> str:
-    """What a database said, in one line."""
+    """Return a database's error message as one line."""
     said = str(getattr(error, "orig", None) or error)
     return said.strip().splitlines()[0].rstrip(".") if said.strip() else type(error).__name__
 
@@ -107,7 +107,7 @@ def _options(url: URL) -> dict[str, Any]:
 
 
 def _prepare_sqlite(engine: Engine) -> None:
-    """Readers do not wait for the writer, and what is committed outlives a power failure."""
+    """Let readers proceed beside the writer, and let commits survive a power failure."""
 
     @sa.event.listens_for(engine, "connect")
     def connect(connection: Any, _record: Any) -> None:
@@ -127,7 +127,7 @@ def _prepare_sqlite(engine: Engine) -> None:
 
 @contextlib.contextmanager
 def _alone(engine: Engine) -> Iterator[None]:
-    """Only one server migrates at a time; the others wait."""
+    """Hold the migration lock: one server migrates at a time, the others wait."""
     backend = engine.url.get_backend_name()
     if backend == "sqlite":
         path = Path(f"{engine.url.database}.lock")

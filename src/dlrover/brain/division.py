@@ -1,4 +1,4 @@
-"""The built-in optimiser of the cluster: what there is goes where it brings most."""
+"""The built-in optimizer of the cluster: gives resources to the jobs that gain most from them."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from dlrover.spec.batches import Batches
 from dlrover.spec.plan import Plan
 
 SIZES = 24
-"""Sizes of a job that are compared, at most."""
+"""Maximum number of a job's sizes that are compared."""
 AXIS = 32
-"""Numbers of workers, and of servers, among which those are looked for."""
+"""Maximum number of worker counts, and of server counts, to choose those sizes from."""
 
 
 T = TypeVar("T")
@@ -51,17 +51,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Case:
-    """A job, and the sizes it may have, by name."""
+    """A job and the sizes it may have, by name."""
 
     job: Job
     demand: Demand
     shapes: Mapping[str, brain.Shape]
     kept: Mapping[str, float]
-    """What it keeps in any case: no job that runs is left without nodes. Its sizes count from there."""
+    """Resources that it keeps in any case, so no running job loses all nodes; its sizes count from there."""
 
 
 class ClusterOptimizer:
-    """Divides the cluster among its jobs by marginal gain, within the quotas of their queues."""
+    """Optimizer that divides the cluster among its jobs by marginal gain, within their queues' quotas."""
 
     whole = True
 
@@ -71,7 +71,7 @@ class ClusterOptimizer:
     def advise(
         self, jobs: Sequence[Job], past: Past, cluster: brain.Cluster
     ) -> dict[str, brain.Advice]:
-        """What each job should have."""
+        """Return what each job should have."""
         if not cluster.nodes:
             reason = "nobody has told the Brain what the cluster has"
             return {job.id: brain.Advice(reason=reason) for job in jobs}
@@ -120,7 +120,7 @@ class ClusterOptimizer:
 
 
 def _other_batch(job: Job, shape: brain.Shape) -> int | None:
-    """The global batch of a shape; None: it stays, but for what rounding makes of each worker's share."""
+    """Return the global batch of a shape; None if it stays, apart from rounding of each worker's share."""
     batches, current = batches_of(job), job.current
     if current is None or batches is None or batches.least == batches.most:
         return None
@@ -131,7 +131,7 @@ def _other_batch(job: Job, shape: brain.Shape) -> int | None:
 
 
 def _shapes(job: Job, model: RingModel | ServerModel | None, past: Past) -> dict[str, brain.Shape]:
-    """The sizes that a job may have next, by name: those near what was measured."""
+    """Return the sizes that a job may have next, by name: those near the measured ones."""
     if job.current is None:
         first = brain.Shape(groups=first_plan(job.description, past).groups)
         return {_name(first, None): first}
@@ -160,7 +160,7 @@ def _ring(job: Job, current: brain.Shape, model: RingModel) -> list[brain.Shape]
 def _with_best_batches(
     shapes: list[brain.Shape], total: int, batches: Batches, model: RingModel, factor: float
 ) -> list[brain.Shape]:
-    """Each with the global batch that makes the most progress, near the present ``total``; none without noise."""
+    """Return each shape with its best global batch near the present ``total``; none without noise."""
     noise = GradientNoise.of(batches)
     if noise is None or batches.least == batches.most:
         return []
@@ -182,7 +182,7 @@ def _with_best_batches(
 
 
 def _servers(job: Job, current: brain.Shape, model: ServerModel) -> list[brain.Shape]:
-    """Of the many sizes that are near, those that no other one beats."""
+    """Return those of the many near sizes that no other one beats."""
     region = terms_of(job).region
     measured = {sample.shape for sample in model.samples}
     shapes = [
@@ -201,7 +201,7 @@ def _servers(job: Job, current: brain.Shape, model: ServerModel) -> list[brain.S
 
 
 def _spread(values: list[T], most: int = SIZES) -> list[T]:
-    """At most so many of them, from the first to the last."""
+    """Return at most ``most`` of the values, evenly spaced from the first to the last."""
     if len(values) <= most:
         return values
     step = (len(values) - 1) / (most - 1)
@@ -218,7 +218,7 @@ def _name(shape: brain.Shape, batches: Batches | None) -> str:
 
 
 def _remaining(job: Job, past: Past, sizes: Sequence[Size]) -> float:
-    """Samples until the job's end, as far as one knows."""
+    """Return the estimated number of samples until the job's end."""
     described = job.description
     if described.total > 0:
         return max(described.total - job.done, 1.0)
@@ -232,7 +232,7 @@ def _remaining(job: Job, past: Past, sizes: Sequence[Size]) -> float:
 
 
 def _speed(job: Job, model: RingModel | ServerModel | None, shape: brain.Shape) -> float:
-    """Useful samples per second, the fewer the less sure they are; 1 where nothing was measured yet."""
+    """Return useful samples per second, lowered by their uncertainty; 1 if nothing was measured yet."""
     if model is None:
         return 1.0
     expected, noise = predict(model, shape), GradientNoise.of(batches_of(job))
@@ -242,7 +242,7 @@ def _speed(job: Job, model: RingModel | ServerModel | None, shape: brain.Shape) 
 
 
 def _use(job: Job, shape: brain.Shape, cluster: brain.Cluster) -> dict[str, float]:
-    """What a size takes of the resources that are divided, and of the quota of the job's queue."""
+    """Return what a size takes of the divided resources and of the quota of the job's queue."""
     taken, queue = use_of(shape.groups), job.description.queue
     use = {name: amount for name, amount in taken.items() if name in cluster.capacity}
     for name in cluster.quotas.get(queue, {}):
@@ -251,13 +251,13 @@ def _use(job: Job, shape: brain.Shape, cluster: brain.Cluster) -> dict[str, floa
 
 
 def _smallest(sizes: Sequence[Size]) -> dict[str, float]:
-    """The least of each resource that any size takes."""
+    """Return the least amount of each resource that any size takes."""
     names = {name for size in sizes for name in size.use}
     return {name: min(size.use.get(name, 0.0) for size in sizes) for name in names}
 
 
 def _capacity(jobs: Sequence[Job], cluster: brain.Cluster) -> dict[str, float]:
-    """What these jobs may have together: what nobody else takes."""
+    """Return what these jobs may have together: all that is not taken by others."""
     ready = [node for node in cluster.nodes if node.ready]
     used, by_jobs = added(node.used for node in ready), added(node.by_jobs for node in ready)
     own = added(use_of(job.current.groups) for job in jobs if job.current is not None)
@@ -270,7 +270,7 @@ def _less(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, flo
 
 
 def _quotas(cluster: brain.Cluster) -> dict[str, float]:
-    """The limits of each queue, as resources of their own."""
+    """Return the limits of each queue, as separate resources."""
     return {
         _in_queue(queue, resource): amount
         for queue, limits in cluster.quotas.items()

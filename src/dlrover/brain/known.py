@@ -1,4 +1,4 @@
-"""What an optimiser is given: the jobs, those before them, and the cluster. Read from the database."""
+"""Input of the optimizers, read from the database: the jobs, past jobs and the cluster."""
 
 from __future__ import annotations
 
@@ -18,46 +18,46 @@ from dlrover.spec import brain
 from dlrover.spec.plan import Group, Plan, PlanOutcome
 
 SAMPLES = 60
-"""Samples of a job that plans are made from: the latest."""
+"""Number of a job's latest samples from which plans are made."""
 OUTCOMES = 20
-"""The same of the outcomes of its plans."""
+"""Number of its latest plan outcomes from which plans are made."""
 PAST = 500
-"""Ended jobs among which similar ones are looked for: the latest."""
+"""Number of the latest ended jobs that are searched for similar ones."""
 TALE_PLANS, TALE_SAMPLES = 100, 200
-"""How much of a job is shown."""
+"""Maximum number of a job's plans and samples that are shown."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job that runs, as far as the Brain knows it."""
+    """A running job, as far as the Brain knows it."""
 
     id: str
     description: brain.Description
     current: brain.Shape | None
-    """What it has; None where nothing runs yet."""
+    """Its present size; None if nothing runs yet."""
     samples: tuple[brain.Sample, ...]
-    """The latest, the oldest first."""
+    """Its latest samples, the oldest first."""
     outcomes: tuple[PlanOutcome, ...]
-    """Of its plans that were measured, the oldest first."""
+    """Outcomes of its plans that were measured, the oldest first."""
     done: float
-    """Samples that it has processed so far; 0 if that is not known."""
+    """Samples that it has processed so far; 0 if unknown."""
     version: int
-    """Grows with each sample."""
+    """A number that grows with each sample."""
 
 
 @dataclass(frozen=True)
 class Past:
-    """Jobs that have ended well."""
+    """Jobs that have ended successfully."""
 
     jobs: tuple[PastJob, ...]
-    """With the most memory that any of their nodes had used."""
+    """The jobs, with the largest memory that any of their nodes has used."""
     done: tuple[float, ...]
-    """Samples that each of them has processed; 0 if that is not known."""
+    """Samples that each job has processed; 0 if unknown."""
     tenants: tuple[str, ...] = ()
-    """Whose each of them was; empty: all are of one tenant."""
+    """Tenant of each job; empty: all jobs belong to one tenant."""
 
     def of(self, job: str) -> Past:
-        """Those of the tenant of a job."""
+        """Return the past jobs of the tenant that owns ``job``."""
         if not self.tenants:
             return self
         own = [index for index, one in enumerate(self.tenants) if one == tenant_of(job)]
@@ -65,7 +65,7 @@ class Past:
 
 
 def one_job(connection: Connection, job: str) -> Job:
-    """A job by its id, whether it runs or not.
+    """Return a job by its id, running or not.
 
     Raises:
         ConfigurationError: there is none.
@@ -77,7 +77,7 @@ def one_job(connection: Connection, job: str) -> Job:
 
 
 def jobs_of_mode(connection: Connection, mode: brain.Mode) -> list[Job]:
-    """The jobs of a mode that run."""
+    """Return the running jobs of a mode."""
     jobs = tables.jobs
     return _jobs(connection, (jobs.c.state == "running") & (jobs.c.mode == mode))
 
@@ -112,7 +112,7 @@ def _samples(connection: Connection, chosen: Any) -> dict[str, list[tuple[int, b
 
 
 def _latest(connection: Connection, table: sa.Table, by: Any, chosen: Any, most: int) -> Any:
-    """The last rows of each chosen job, the oldest first."""
+    """Return the last rows of each chosen job, the oldest first."""
     number = sa.func.row_number().over(partition_by=table.c.job, order_by=by.desc())
     numbered = sa.select(table, number.label("age")).where(table.c.job.in_(chosen)).subquery()
     query = sa.select(numbered).where(numbered.c.age <= most).order_by(numbered.c.age.desc())
@@ -138,17 +138,17 @@ def _outcomes(connection: Connection, chosen: Any) -> dict[str, list[PlanOutcome
 
 
 def _of_tenant(tenant: str) -> Any:
-    """The jobs of a tenant; of an empty one those that have none."""
+    """Return the condition for jobs of a tenant; an empty tenant selects the jobs that have none."""
     job = tables.jobs.c.id
     if not tenant:
         return ~job.contains(" ")
-    # LIKE takes no notice of case in SQLite; MySQL's "=" takes none of a blank at the end.
+    # LIKE ignores case in SQLite; MySQL's "=" ignores a blank at the end.
     prefix = f"{tenant} "
     return job.contains(" ") & (sa.func.substr(job, 1, len(prefix)) == prefix)
 
 
 def past_jobs(connection: Connection, tenant: str | None = None) -> Past:
-    """The latest jobs that ended well: of one tenant, or of all."""
+    """Return the latest jobs that ended successfully: of one tenant, or of all."""
     jobs, nodes = tables.jobs, tables.nodes
     query = (
         sa.select(jobs)
@@ -184,7 +184,7 @@ def _past(row: Any, most: dict[tuple[str, str], int]) -> PastJob:
 
 
 def similar(connection: Connection, job: str) -> brain.Similar:
-    """What the past job has measured that is most like a job; of the nearest ones the first with several sizes.
+    """Return the measurements of the past job most like ``job``, preferring the near ones with several sizes.
 
     Raises:
         ConfigurationError: the job is not known.
@@ -214,7 +214,7 @@ def similar(connection: Connection, job: str) -> brain.Similar:
 
 
 def the_cluster(connection: Connection) -> brain.Cluster:
-    """What the cluster has, as it was told last."""
+    """Return the cluster's resources, as last reported."""
     rows = connection.execute(sa.select(tables.cluster).order_by(tables.cluster.c.name)).all()
     nodes = tuple(msgspec.json.decode(row.node, type=brain.ClusterNode) for row in rows)
     ready = [node for node in nodes if node.ready]
@@ -230,7 +230,7 @@ def the_cluster(connection: Connection) -> brain.Cluster:
 
 
 def added(uses: Any) -> dict[str, float]:
-    """The sum of several uses of resources."""
+    """Return the sum of several uses of resources."""
     total: dict[str, float] = {}
     for use in uses:
         for name, amount in use.items():
@@ -238,13 +238,13 @@ def added(uses: Any) -> dict[str, float]:
     return total
 
 
-# ---- what is shown
+# ---- for display
 
 
 def job_rows(
     connection: Connection, asked: brain.AskJobs, tenant: str = ""
 ) -> tuple[brain.JobRow, ...]:
-    """Jobs, the latest first: of a tenant, or all."""
+    """Return the jobs of a tenant, or all jobs, the latest first."""
     jobs = tables.jobs
     query = sa.select(jobs).order_by(jobs.c.registered.desc(), jobs.c.id).limit(asked.limit)
     if tenant:
@@ -281,7 +281,7 @@ def _counts(connection: Connection, table: sa.Table, names: Sequence[str]) -> di
 
 
 def story(connection: Connection, job: str) -> brain.Story:
-    """All that is known of a job.
+    """Return all that is known of a job.
 
     Raises:
         ConfigurationError: there is none.
@@ -313,7 +313,7 @@ def _plans(connection: Connection, job: str) -> list[Any]:
 
 
 def plan_by_id(connection: Connection, plan_id: str) -> brain.PlanRecord | None:
-    """A plan, if it was made."""
+    """Return a plan; None if it was not made."""
     plans = tables.plans
     query = sa.select(
         plans, sa.null().label("state"), sa.null().label("throughput"), sa.null().label("reason")

@@ -1,4 +1,4 @@
-"""Keeps the Brain's view of the cluster: what there is, and what is taken."""
+"""Watch over the cluster's resources: what exists, and what is taken."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from dlrover.spec import brain
 logger = logging.getLogger(__name__)
 
 INTERVAL = 30.0
-"""Seconds between two looks at the cluster."""
+"""Seconds between two reports of the cluster."""
 INVENTORIES = {"kubernetes": "dlrover.kubernetes.inventory:KubernetesInventory"}
-"""Clusters by kind, as ``module:class``, so that none is imported before it is asked for."""
+"""Inventories by kind of cluster, as ``module:class``; each is imported on demand."""
 
 
 class Inventory(Protocol):
-    """Looks at a cluster."""
+    """Reader of a cluster's resources."""
 
     async def nodes(self) -> tuple[brain.ClusterNode, ...]:
-        """Its machines, and what is taken of each.
+        """Return its machines, and what is taken of each.
 
         Raises:
             InfrastructureError: the cluster cannot be asked.
@@ -32,11 +32,11 @@ class Inventory(Protocol):
         ...
 
     async def close(self) -> None:
-        """Leave the cluster."""
+        """Disconnect from the cluster."""
 
 
 def open_inventory(kind: str, source: str) -> Inventory:
-    """The inventory of a cluster; ``source`` says where it is, empty: where it usually is.
+    """Return the inventory of a cluster at ``source``; empty: its usual place.
 
     Raises:
         ConfigurationError: there is no such kind, or no access to the cluster.
@@ -61,7 +61,7 @@ async def watch(
     report: Callable[[brain.ReportCluster], Awaitable[Any]],
     interval: float = INTERVAL,
 ) -> None:
-    """Report the cluster now and then; runs until cancelled."""
+    """Report the cluster at each interval; run until cancelled."""
     failing = False
     while True:
         try:

@@ -1,7 +1,7 @@
-"""Optimisers: what plans jobs. Others can be installed beside the built-in ones.
+"""Optimizers, which plan jobs. Others can be installed beside the built-in ones.
 
-A package that names a class under the entry point group ``dlrover.brain.optimizers`` adds an optimiser, and a job that
-names it in ``Description.optimizer`` is planned by it.
+A package adds an optimizer by naming a class under the entry point group ``dlrover.brain.optimizers``. It
+plans the jobs that name it in ``Description.optimizer``.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ GROUP = "dlrover.brain.optimizers"
 
 
 class Optimizer(Protocol):
-    """Plans jobs. Each call has all that is known; it may be made on any thread, one at a time."""
+    """A planner of jobs. Each call gets all that is known; calls may come on any thread, one at a time."""
 
     whole: bool
-    """Whether it plans all jobs of its mode at once; else it gets one job in each call."""
+    """True if it plans all jobs of its mode at once; else each call has one job."""
 
     def advise(
         self, jobs: Sequence[Job], past: Past, cluster: brain.Cluster
     ) -> dict[str, brain.Advice]:
-        """What each job should have next, by its id."""
+        """Return what each job should have next, by job id."""
         ...
 
 
 class ManualOptimizer:
-    """Leaves every job as its user has sized it."""
+    """Optimizer that leaves every job as its user has sized it."""
 
     whole = False
 
     def advise(
         self, jobs: Sequence[Job], past: Past, cluster: brain.Cluster
     ) -> dict[str, brain.Advice]:
-        """Nothing, for each job."""
+        """Return no plan for any job."""
         del past, cluster
         reason = "optimizeMode is manual: the job keeps the size that its user gave it"
         return {job.id: brain.Advice(reason=reason) for job in jobs}
@@ -54,14 +54,14 @@ BUILT_IN: Mapping[str, type[Optimizer]] = {
 
 
 class Optimizers:
-    """The optimisers of one service, made when a job first asks for them."""
+    """The optimizers of one service, each created when a job first asks for it."""
 
     def __init__(self) -> None:
         self._made: dict[str, Optimizer] = {}
         self._installed = {entry.name: entry for entry in entry_points(group=GROUP)}
 
     def of(self, description: brain.Description) -> tuple[str, Optimizer]:
-        """The name and the optimiser that plans a job.
+        """Return the name and the optimizer that plans a job.
 
         Raises:
             ConfigurationError: the job names one that is not installed, or that cannot be loaded.

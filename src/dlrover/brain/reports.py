@@ -1,4 +1,4 @@
-"""What each report writes into the database. A report counts once, however often it comes."""
+"""What each report writes into the database. A report counts once, however often it arrives."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dlrover.spec import brain
 from dlrover.spec.plan import Group, Plan
 
 MASTER = "master"
-"""The optimiser of plans that a job's master has made itself."""
+"""Optimizer name for plans that a job's master has made itself."""
 
 
 def write(batch: Batch, report: brain.Report, now: float) -> brain.Committed:
     """Write a report, unless it was written before.
 
     Raises:
-        ConfigurationError: nobody has registered the job.
+        ConfigurationError: the job is not registered.
         ProtocolError: the report contradicts itself or what is known.
     """
     job = getattr(report, "job", "")
@@ -36,10 +36,10 @@ def write(batch: Batch, report: brain.Report, now: float) -> brain.Committed:
 
 
 def as_json(record: Any) -> str:
-    """A record as the database keeps it.
+    """Return a record as the database keeps it.
 
     Raises:
-        ProtocolError: it could not be read again: a number in it is not finite.
+        ProtocolError: the record could not be read again, since a number in it is not finite.
     """
     data = msgspec.json.encode(record)
     try:
@@ -50,10 +50,10 @@ def as_json(record: Any) -> str:
 
 
 def checked(shape: brain.Shape) -> brain.Shape:
-    """A shape that can be planned with.
+    """Return a shape after checking that it can be planned with.
 
     Raises:
-        ProtocolError: it has no workers, or a group has less than nothing.
+        ProtocolError: it has no workers, or a group has a count below 1 or a negative amount.
     """
     if "worker" not in shape.groups:
         raise ProtocolError("A shape's groups must have worker.")
@@ -71,7 +71,7 @@ def _check_groups(groups: Mapping[str, Group]) -> None:
 
 
 def insert_plan(batch: Batch, job: str, plan_id: str, plan: Plan, now: float, **more: Any) -> None:
-    """Write a plan; ``more`` is its optimiser, and the shape before if that is known."""
+    """Write a plan; ``more`` is its optimizer and, if known, the previous shape."""
     shape = more.get("shape")
     batch.connection.execute(
         tables.plans.insert().values(
@@ -86,7 +86,7 @@ def insert_plan(batch: Batch, job: str, plan_id: str, plan: Plan, now: float, **
 
 
 def _register(batch: Batch, report: brain.RegisterJob, now: float) -> None:
-    """Put a job into the list, or renew what it says of itself; an ended one runs again."""
+    """Add a job, or update its description; an ended job runs again."""
     description = report.description
     space = description.space
     _check_groups(description.groups)
@@ -122,7 +122,7 @@ def _samples(batch: Batch, report: brain.ReportSamples, now: float) -> None:
     ]
     rows = ({"job": report.job, "at": s.at, "sample": as_json(s)} for s in samples)
     batch.insert(tables.samples, *rows)
-    latest = max(reversed(samples), key=lambda sample: sample.at)  # of equal ones the last
+    latest = max(reversed(samples), key=lambda sample: sample.at)  # the last of equal ones
     batch.change_job(
         report.job,
         shape=as_json(latest.shape),

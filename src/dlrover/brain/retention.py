@@ -1,4 +1,4 @@
-"""Forgets what is old, a little at a time."""
+"""Deletion of old records, a few at a time."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dlrover.brain import tables
 
 DAY = 86_400.0
 REQUESTS_DAYS = 2.0
-"""For how many days a report that comes again is known to have come."""
+"""Days for which a repeated report is recognized."""
 BATCH = 1000
-"""Rows that are deleted in one transaction, at most: writers do not wait long."""
+"""Maximum number of rows deleted in one transaction, so that writers do not wait long."""
 _OF_JOBS = (tables.samples, tables.usages, tables.nodes)
 
 
 def prune(connection: Connection, now: float, days: float) -> int:
-    """Delete some of what is older than ``days``; how many rows. Call it until that is 0.
+    """Delete some records older than ``days``; return how many rows. Call it until it returns 0.
 
-    A job that has ended goes with all that belongs to it; of one that runs, old samples and usages go.
+    An ended job is deleted with all its records; a running job loses only old samples and usages.
     """
     limit = now - days * DAY
     deleted = _delete(connection, tables.requests, now - min(days, REQUESTS_DAYS) * DAY)
@@ -40,7 +40,7 @@ def _delete(connection: Connection, table: sa.Table, before: float) -> int:
 
 
 def _delete_jobs(connection: Connection, names: list[str]) -> int:
-    """Delete jobs whose rows are few enough by now; of the others, rows."""
+    """Delete jobs with few rows left; delete rows of the others."""
     deleted = 0
     for name in names:
         if deleted >= BATCH:

@@ -1,4 +1,4 @@
-"""The Brain's shell: takes messages in, writes what they report, and asks the optimisers."""
+"""The Brain's shell: receives messages, writes what they report, and asks the optimizers."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ from dlrover.spec.plan import Plan
 logger = logging.getLogger(__name__)
 
 READERS = 4
-"""Threads that read the database."""
+"""Number of threads that read the database."""
 DIVISION_LIFE = 30.0
-"""Seconds for which a division of the cluster is used for all jobs that ask."""
+"""Seconds for which a division of the cluster answers all jobs that ask."""
 PRUNE_INTERVAL = 3600.0
-"""Seconds between two looks for what is old."""
+"""Seconds between two searches for old records."""
 PRUNE_PAUSE = 0.2
-"""Seconds between two batches of them."""
+"""Seconds between two batches of deletions."""
 
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Division:
-    """What all jobs of an optimiser were given at a time."""
+    """What an optimizer gave all its jobs at one time."""
 
     made: float
     advice: dict[str, brain.Advice]
@@ -65,7 +65,7 @@ class _Division:
     """What each job had at that time."""
 
     def part(self, job: known.Job) -> brain.Advice | None:
-        """What a job was given; None if it was not there, or has changed in another way since."""
+        """Return what a job was given; None if it was not there or has since changed in another way."""
         if job.id not in self.advice:
             return None
         found = self.advice[job.id]
@@ -79,7 +79,7 @@ class _Division:
 class Brain:
     """The Brain over one database. All methods run on one event loop; nothing here blocks it.
 
-    ``clock`` gives the seconds since the epoch; ``tenants`` says what those may claim that have limits.
+    ``clock`` returns the seconds since the epoch; ``tenants`` holds the limits of tenants by name.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Brain:
         self._dividing = asyncio.Lock()
 
     def register(self, server: Server) -> None:
-        """Serve the Brain's methods."""
+        """Register the Brain's methods with a server."""
         for name, request, call in (
             ("Report", brain.Report, self.report),
             ("Plan", brain.AskPlan, self.plan),
@@ -114,7 +114,7 @@ class Brain:
             server.unary(name, request, self._of_caller(call))
 
     def _of_caller(self, call: Callable[[Any], Any]) -> Unary:
-        """A method for callers that are tenants: what they name are their own jobs."""
+        """Return a method for callers that are tenants: the ids they name are their own jobs'."""
 
         async def scoped(request: Any) -> Any:
             tenant = caller.get()
@@ -124,7 +124,7 @@ class Brain:
         return scoped
 
     def close(self) -> None:
-        """Write what waits, and leave the database."""
+        """Write what waits, and close the database."""
         self._writer.close()
         self._readers.shutdown()
         self._planner.shutdown()
@@ -133,7 +133,7 @@ class Brain:
     # ---- methods on the wire
 
     async def report(self, report: brain.Report) -> brain.Committed:
-        """Write a report; the answer says that it is committed."""
+        """Write a report; the answer means that it is committed."""
         now = self._clock()
         committed: brain.Committed = await self._write(
             lambda batch: reports.write(batch, report, now),
@@ -143,7 +143,7 @@ class Brain:
         return committed
 
     async def plan(self, asked: brain.AskPlan) -> brain.Advice:
-        """What a job should have next."""
+        """Return what a job should have next."""
         if asked.current is not None:
             reports.checked(asked.current)
         earlier = await self._read(lambda c: known.plan_by_id(c, asked.request))
@@ -161,7 +161,7 @@ class Brain:
         return await self._keep(asked, advice, name)
 
     async def effect(self, asked: brain.AskEffect) -> brain.Expected:
-        """What a job would do with other numbers of nodes."""
+        """Return what a job would do with other numbers of nodes."""
         job = await self._read(lambda c: known.one_job(c, asked.job))
         if job.current is None or not job.samples:
             raise ConfigurationError(
@@ -170,20 +170,20 @@ class Brain:
         return await self._plan_thread(functools.partial(_expected, self._models, job, asked))
 
     async def similar(self, asked: brain.AskSimilar) -> brain.Similar:
-        """What the past job that is most like a job has measured."""
+        """Return the measurements of the past job most like a job."""
         return await self._read(lambda c: known.similar(c, asked.job))
 
     async def jobs(self, asked: brain.AskJobs) -> brain.Jobs:
-        """The jobs, the latest first."""
+        """Return the jobs, the latest first."""
         tenant = caller.get()
         return brain.Jobs(await self._read(lambda c: known.job_rows(c, asked, tenant)))
 
     async def explain(self, asked: brain.Explain) -> brain.Story:
-        """All that is known of a job."""
+        """Return all that is known of a job."""
         return await self._read(lambda c: known.story(c, asked.job))
 
     async def cluster(self, _asked: brain.AskCluster) -> brain.Cluster:
-        """What the cluster has."""
+        """Return the cluster's resources."""
         return await self._read(known.the_cluster)
 
     async def divide(self, _asked: brain.AskDivision) -> brain.Division:
@@ -201,7 +201,7 @@ class Brain:
         return await self._read(lambda c: (known.past_jobs(c, tenant), known.the_cluster(c)))
 
     async def _from_division(self, name: str, optimizer: Optimizer, job: known.Job) -> brain.Advice:
-        """A job's part of the latest division, which is made anew if it is old or lacks the job."""
+        """Return a job's part of the latest division; divide again if that is old or lacks the job."""
         async with self._dividing:
             division = self._divisions.get(name)
             if division is None or self._clock() - division.made > DIVISION_LIFE:
@@ -234,7 +234,7 @@ class Brain:
         return await self._plan_thread(lambda: optimizer.advise(jobs, past, cluster))
 
     async def _keep(self, asked: brain.AskPlan, advice: brain.Advice, name: str) -> brain.Advice:
-        """Write a plan that was made; it is known by its request."""
+        """Write a plan; its request identifies it."""
         if advice.plan is None:
             return brain.Advice(reason=advice.reason, optimizer=name)
         plan, now = advice.plan, self._clock()
@@ -261,7 +261,7 @@ class Brain:
     # ---- retention
 
     async def keep_pruned(self, days: float) -> None:
-        """Forget what is older than ``days``, now and then; runs until cancelled."""
+        """Delete records older than ``days`` at intervals; run until cancelled."""
         while True:
             try:
                 deleted = await self._write(functools.partial(_prune, self._clock(), days))
@@ -292,7 +292,7 @@ class Brain:
 
 
 def _check_reported(job: known.Job, current: brain.Shape | None) -> None:
-    """Refuse a size that a tenant's job claims to have, and has not reported: it keeps a part of what it has.
+    """Refuse a size that a tenant's job claims but has not reported: a division leaves it part of that size.
 
     Raises:
         ProtocolError: no recent sample has it.
@@ -307,13 +307,13 @@ def _check_reported(job: known.Job, current: brain.Shape | None) -> None:
 
 
 def _has(shape: brain.Shape, plan: Plan) -> bool:
-    """Whether a job has what it was given."""
+    """Return whether a job has what it was given."""
     share = None if plan.batch is None else -(-plan.batch // ring_shape(shape).replicas)
     return shape.groups == plan.groups and share in (None, shape.batch * shape.passes)
 
 
 def _planned(plan: Callable[[], T]) -> T:
-    """What an optimiser says; an optimiser may be anybody's, and may fail in any way."""
+    """Return an optimizer's answer; an optimizer may be third-party code and fail in any way."""
     try:
         return plan()
     except DLRoverError:

@@ -1,4 +1,4 @@
-"""Between what masters say of their sizes and what the models of `dlrover.planning` take."""
+"""Conversion of the sizes that masters report to the terms of the models in `dlrover.planning`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from dlrover.spec.batches import Batches
 from dlrover.spec.plan import Group
 
 KEPT = 20_000
-"""Models that are kept until their jobs have new samples."""
+"""Maximum number of models kept; a model serves until its job has a new sample."""
 
 
 def server_shape(shape: brain.Shape) -> ServerShape:
-    """The size of a parameter-server job; where cores are not known they count as one."""
+    """Return the size of a parameter-server job; unknown cores count as one."""
     worker, server = shape.groups["worker"], shape.groups.get("ps", Group(count=1))
     return ServerShape(
         worker.count, server.count, worker.cpu or 1.0, server.cpu or 1.0, shape.batch * shape.passes
@@ -29,13 +29,13 @@ def server_shape(shape: brain.Shape) -> ServerShape:
 
 
 class Models:
-    """Fitted models of jobs, kept until a job has a new sample."""
+    """Fitted models of jobs, each kept until its job has a new sample."""
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[int, RingModel | ServerModel]] = {}
 
     def of(self, job: Job) -> RingModel | ServerModel | None:
-        """The model of a job; None if it has no samples."""
+        """Return the model of a job; None if it has no samples."""
         version, model = self._kept.get(job.id, (0, None))
         if model is not None and version == job.version:
             return model
@@ -55,14 +55,14 @@ class Models:
 
 
 def predict(model: RingModel | ServerModel, shape: brain.Shape) -> Prediction:
-    """The throughput of a shape."""
+    """Return the predicted throughput of a shape."""
     if isinstance(model, RingModel):
         return model.predict(ring_shape(shape))
     return model.predict(server_shape(shape))
 
 
 def terms_of(job: Job) -> Terms:
-    """How far a plan may go: wider after predictions that were right, narrower after wrong ones."""
+    """Return the limits of a plan: wider after correct predictions, narrower after wrong ones."""
     terms = Terms()
     region = terms.region
     for outcome in job.outcomes:
@@ -71,13 +71,13 @@ def terms_of(job: Job) -> Terms:
 
 
 def allowed(bounds: brain.Range) -> list[int]:
-    """The numbers that a range has."""
+    """Return the numbers that a range contains."""
     first = -(-bounds.least // bounds.unit) * bounds.unit
     return list(range(first, bounds.most + 1, bounds.unit))
 
 
 def counts_near(job: Job, kind: str) -> list[int]:
-    """The numbers of nodes of a kind that a job may have next: near those that were measured."""
+    """Return the node counts of a kind that a job may have next: those near the measured ones."""
     space = job.description.space
     bounds = space.servers if kind == "ps" else space.workers
     shapes = [sample.shape for sample in job.samples]
@@ -92,24 +92,24 @@ def counts_near(job: Job, kind: str) -> list[int]:
 
 
 def batches_of(job: Job) -> Batches | None:
-    """Which global batches a job allows; None: each worker's batch stays."""
+    """Return the global batches that a job allows; None: each worker's batch stays."""
     return job.samples[-1].batches if job.samples else None
 
 
 def total_batch(shape: brain.Shape) -> int:
-    """Samples of a step of all workers."""
+    """Return the samples of one step of all workers."""
     return ring_shape(shape).replicas * shape.batch * shape.passes
 
 
 def with_batch(shape: brain.Shape, total: int, pass_most: int) -> brain.Shape:
-    """A shape with another global batch, which each worker computes in as few passes as its memory allows."""
+    """Return a shape with another global batch; each worker makes as few passes as its memory allows."""
     share = -(-total // ring_shape(shape).replicas)
     passes = -(-share // pass_most)
     return msgspec.structs.replace(shape, batch=-(-share // passes), passes=passes)
 
 
 def resized(shape: brain.Shape, workers: int, servers: int | None = None) -> brain.Shape:
-    """A shape with other numbers of the same nodes; each worker's batch stays."""
+    """Return a shape with other numbers of the same nodes; each worker's batch stays."""
     groups = dict(shape.groups)
     groups["worker"] = msgspec.structs.replace(groups["worker"], count=workers)
     if servers is not None and "ps" in groups:
@@ -118,7 +118,7 @@ def resized(shape: brain.Shape, workers: int, servers: int | None = None) -> bra
 
 
 def use_of(groups: dict[str, Group]) -> dict[str, float]:
-    """The resources that nodes take together, of those that are known."""
+    """Return the resources that nodes take together, as far as they are known."""
     use = {
         "accelerator": float(sum(g.count * g.accelerators for g in groups.values())),
         "cpu": sum(g.count * g.cpu for g in groups.values()),

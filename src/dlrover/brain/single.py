@@ -1,4 +1,4 @@
-"""The built-in optimiser of single jobs: each gets what pays for itself, of what is free."""
+"""The built-in optimizer of single jobs: gives each job the free resources that pay for themselves."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NO_SAMPLES = "no throughput of the job has been reported yet"
 
 
 class SingleJobOptimizer:
-    """Plans one job by its own samples; its first plan by similar past jobs."""
+    """Optimizer that plans each job by its own samples, and its first plan by similar past jobs."""
 
     whole = False
 
@@ -54,7 +54,7 @@ class SingleJobOptimizer:
     def advise(
         self, jobs: Sequence[Job], past: Past, cluster: brain.Cluster
     ) -> dict[str, brain.Advice]:
-        """What each job should have next, each planned for itself."""
+        """Return what each job should have next; each job is planned separately."""
         return {job.id: self._advise(job, past, cluster) for job in jobs}
 
     def _advise(self, job: Job, past: Past, cluster: brain.Cluster) -> brain.Advice:
@@ -76,7 +76,7 @@ class SingleJobOptimizer:
 
 
 def first_plan(description: brain.Description, past: Past) -> Plan:
-    """What a job begins with: like similar past jobs, within what its user has set."""
+    """Return a job's first plan: like similar past jobs, within what its user has set."""
     kinds = ("worker", "ps") if description.strategy == "ps" else ("worker",)
     found = warm_start(description.features, past.jobs)
     reason = found.reason if found else "no similar past job is known: it starts with the least"
@@ -91,7 +91,7 @@ def first_plan(description: brain.Description, past: Past) -> Plan:
 
 
 def _given(given: Group | None, guess: Group | None, count: int) -> Group:
-    """A group with what the user has set, and where that is open what was guessed."""
+    """Return a group with what the user has set, completed by what was guessed."""
     given, guess = given or Group(count=count), guess or Group(count=count)
     return Group(
         count=count,
@@ -106,7 +106,7 @@ def _plan_ring(
 ) -> Plan | None:
     worker = current.groups["worker"]
     most = worker.count + room(cluster, worker)
-    known = _known(job, current)  # what was measured comes before what is predicted
+    known = _known(job, current)  # measurements take precedence over predictions
     nodes = [n for n in counts_near(job, "worker") if n <= most and Size(n) not in known]
     space = RingSpace(
         nodes=nodes,
@@ -145,7 +145,7 @@ def _plan_servers(
 
 
 def _back_to_best(job: Job, current: brain.Shape, cluster: brain.Cluster) -> Plan | None:
-    """The best size that was measured and is free, if it is worth more than the present one."""
+    """Return the best measured size that is free, if it is worth more than the present one."""
     here, known, choice = _size(current), _known(job, current), terms_of(job).choice
     values = {size: worth(speed, _cost(current, size), choice) for size, speed in known.items()}
     free = [s for s in known if fits(cluster, current.groups, _resized(job, current, s).groups)]
@@ -162,7 +162,7 @@ def _back_to_best(job: Job, current: brain.Shape, cluster: brain.Cluster) -> Pla
 def _plan_neighbour(
     job: Job, current: brain.Shape, model: RingModel | ServerModel, cluster: brain.Cluster
 ) -> Plan | None:
-    """A size beside the present one, the best that was measured, that no measurement rules out."""
+    """Return a size next to the present, best measured one that no measurement rules out."""
     here, known, choice = _size(current), _known(job, current), terms_of(job).choice
     if here not in known:
         return None
@@ -210,7 +210,7 @@ def _resized(job: Job, current: brain.Shape, size: Size) -> brain.Shape:
 
 
 def _known(job: Job, current: brain.Shape) -> dict[Size, float]:
-    """Mean throughput by size, of the latest samples that differ from the present shape in their size alone."""
+    """Return the mean throughput by size, of the latest samples that differ from ``current`` only in size."""
     found: dict[Size, list[float]] = {}
     for sample in latest_of_each(job.samples):
         size = _size(sample.shape)
@@ -220,7 +220,7 @@ def _known(job: Job, current: brain.Shape) -> dict[Size, float]:
 
 
 def _cost(current: brain.Shape, size: Size) -> float:
-    """Of an hour of the nodes of a size; their number where nobody knows what they have."""
+    """Return the hourly cost of a size's nodes; their number if their resources are unknown."""
     prices = Prices()
     use = use_of(resized(current, size.workers, size.servers or None).groups)
     each = {"accelerator": prices.accelerator, "cpu": prices.cpu}
@@ -228,14 +228,14 @@ def _cost(current: brain.Shape, size: Size) -> float:
 
 
 def room(cluster: brain.Cluster, group: Group) -> int:
-    """How many more nodes of a group fit into what is free; many where nobody told what there is."""
+    """Return how many more nodes of a group fit into the free resources; many if these are unknown."""
     each = use_of({"": msgspec.structs.replace(group, count=1)})
     known = [name for name in each if cluster.nodes]
     return int(min((cluster.free.get(name, 0.0) // each[name] for name in known), default=1e6))
 
 
 def fits(cluster: brain.Cluster, old: dict[str, Group], new: dict[str, Group]) -> bool:
-    """Whether what a plan wants beyond the present nodes is free."""
+    """Return whether what a plan needs beyond the present nodes is free."""
     before, after = use_of(old), use_of(new)
     return not cluster.nodes or all(
         amount - before.get(name, 0.0) <= cluster.free.get(name, 0.0) + 1e-9

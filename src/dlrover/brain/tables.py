@@ -1,4 +1,4 @@
-"""The tables of the Brain's database. The migrations in ``migrations`` make them."""
+"""The tables of the Brain's database. The migrations in ``migrations`` create them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ metadata = MetaData()
 ID = String(100)
 NAME = String(253)
 NUMBER = BigInteger().with_variant(Integer, "sqlite")
-"""Of a row; SQLite numbers rows by itself in columns of this type only."""
+"""Type of row numbers; SQLite numbers rows by itself only in columns of this type."""
 JSON = Text().with_variant(MEDIUMTEXT(), "mysql", "mariadb")
 """A record as JSON."""
 SENTENCE = Text()
 OPTIONS: dict[str, Any] = {
     "mysql_engine": "InnoDB",
     "mysql_charset": "utf8mb4",
-    "mysql_collate": "utf8mb4_bin",  # ids that differ in case are different ones
+    "mysql_collate": "utf8mb4_bin",  # ids that differ in case are different
 }
 
 
@@ -56,7 +56,7 @@ jobs = Table(
     Index("jobs_by_end", "ended"),
     **OPTIONS,
 )
-"""Jobs; shape, throughput and samples done are those of the last sample."""
+"""Jobs; shape, throughput and done are those of the last sample."""
 
 nodes = Table(
     "nodes",
@@ -73,7 +73,7 @@ nodes = Table(
     Index("nodes_of_job", "job", "node", unique=True),
     **OPTIONS,
 )
-"""Nodes of jobs: what they use, the latest and the most."""
+"""Nodes of jobs, with their latest and their largest resource usage."""
 
 samples = Table(
     "samples",
@@ -103,7 +103,7 @@ usages = Table(
     Index("usages_by_time", "at"),
     **OPTIONS,
 )
-"""What nodes of jobs used, over time."""
+"""Resource usage of jobs' nodes over time."""
 
 plans = Table(
     "plans",
@@ -129,7 +129,7 @@ outcomes = Table(
     Column("reason", SENTENCE, nullable=False),
     **OPTIONS,
 )
-"""What became of plans."""
+"""Outcomes of plans."""
 
 cluster = Table(
     "cluster_nodes",
@@ -148,7 +148,7 @@ quotas = Table(
     Column("limits", JSON, nullable=False),
     **OPTIONS,
 )
-"""What the jobs of a queue may have together."""
+"""Limits on what the jobs of a queue may have together."""
 
 requests = Table(
     "requests",
@@ -158,4 +158,4 @@ requests = Table(
     Index("requests_by_time", "at"),
     **OPTIONS,
 )
-"""Reports that were carried out: they count once, however often they come."""
+"""Reports that were carried out: each counts once, however often it arrives."""

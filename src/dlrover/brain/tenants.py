@@ -1,8 +1,8 @@
-"""Which jobs a caller may name: a tenant's ids are its own, whatever it calls its jobs, plans and requests.
+"""Tenants: each has its own ids, whatever names it gives its jobs, plans and requests.
 
-The id ``bert`` of the tenant ``vision`` is ``vision bert`` in the database. No client can send a blank in an id, so
-no tenant can name the jobs of another one, nor can a job that has no tenant. What its jobs may claim of the cluster,
-their priority and their queue, is the operator's to say.
+The id ``bert`` of the tenant ``vision`` is ``vision bert`` in the database. No client can send a blank in an
+id, so neither a tenant nor a job without one can name another tenant's jobs. The operator decides what a
+tenant's jobs may claim of the cluster: their priority and their queue.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from dlrover.errors import ConfigurationError, ProtocolError
 from dlrover.spec import brain
 
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,18}[A-Za-z0-9])?")
-"""Of a tenant; an id has room for 20 characters more."""
+"""Pattern of a tenant's name, which has at most 20 characters."""
 LEAST_TOKEN = 16
-"""Characters of a tenant's token."""
+"""Minimum length of a tenant's token, in characters."""
 MOST_ID = 100
-"""Characters that the database has for an id, the tenant's name included."""
+"""Maximum length of an id in the database, the tenant's name included, in characters."""
 _IDS = ("request", "job", "plan_id")
 _NOT_A_TENANTS = (brain.ReportCluster, brain.SetQuota, brain.AskCluster, brain.AskDivision)
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tenant as its file has it: the token in the first line, and the other fields below it, as TOML."""
+    """A tenant as in its file: the token in the first line, the other fields below it, as TOML."""
 
     token: Annotated[str, Meta(min_length=LEAST_TOKEN)]
     priority: Annotated[float, Meta(gt=0)] = 1.0
-    """The most that a job may have."""
+    """Highest priority that a job may have."""
     queues: tuple[brain.Id, ...] = ()
-    """Those that a job may name, which counts to the first one unless it does; empty: that of the tenant's name."""
+    """Queues that a job may name; the first is the default. Empty: the queue with the tenant's name."""
 
 
 def read_tenants(folder: str, operator: str) -> dict[str, Tenant]:
-    """The tenants by name: one file each, which is named as the tenant; as a mounted Secret has them.
+    """Return the tenants by name. Each has a file with its name, as in a mounted Secret.
 
     Args:
         folder: The directory; empty: there are no tenants.
@@ -80,7 +80,7 @@ def read_tenants(folder: str, operator: str) -> dict[str, Tenant]:
 
 
 def _limited(name: str, token: str, limits: str) -> Tenant:
-    """A tenant with what the lines below its token say."""
+    """Return a tenant with the limits below its token."""
     try:
         return msgspec.convert({**msgspec.toml.decode(limits), "token": token}, Tenant)
     except msgspec.DecodeError as error:
@@ -99,7 +99,7 @@ def _readable(folder: str) -> bool:
 
 
 def own(message: Any, tenant: str, limits: Tenant | None = None) -> Any:
-    """A message with the ids that its names have in the database, and within what the tenant may claim.
+    """Return a message with its ids as in the database, and within what the tenant may claim.
 
     Raises:
         ProtocolError: a tenant may not say or ask this, or an id is too long.
@@ -124,7 +124,7 @@ def own(message: Any, tenant: str, limits: Tenant | None = None) -> Any:
 
 
 def _within(description: brain.Description, tenant: str, limits: Tenant) -> brain.Description:
-    """What a job says of itself, with the queue that it counts to."""
+    """Return a job's description, with the queue that it counts to."""
     if description.priority > limits.priority:
         raise ProtocolError(
             f"priority is {description.priority:g}: a job of the tenant {tenant} may have {limits.priority:g} at most."
@@ -139,7 +139,7 @@ def _within(description: brain.Description, tenant: str, limits: Tenant) -> brai
 
 
 def shown(answer: Any, tenant: str) -> Any:
-    """An answer as the caller knows its ids."""
+    """Return an answer with the ids that the caller knows."""
     if not tenant:
         return answer
     changes: dict[str, Any] = {
@@ -156,5 +156,5 @@ def shown(answer: Any, tenant: str) -> Any:
 
 
 def tenant_of(job: str) -> str:
-    """The tenant by the id that a job has in the database; empty: it has none."""
+    """Return the tenant of a job by its id in the database; empty if it has none."""
     return job.rpartition(" ")[0]

@@ -1,7 +1,7 @@
-"""The one thread that writes: it commits together what has come together.
+"""The only writing thread: it commits concurrent writes together.
 
-A commit waits for the disk, and everybody who writes at that time waits for the same one. What is to be
-written is a function of a `Batch`; its result is known once it is committed.
+A commit waits for the disk, so all writes of that time share one. A write is a function of a `Batch`; its
+result is known once it is committed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from dlrover.errors import DLRoverError, InfrastructureError
 logger = logging.getLogger(__name__)
 
 BATCH = 500
-"""Writes in one commit, at most."""
+"""Maximum number of writes in one commit."""
 WAITING = 20_000
-"""Writes that may wait; more are refused."""
+"""Maximum number of waiting writes; more are refused."""
 ATTEMPTS = 3
-"""How often a write is tried alone: another server may write the same, or a connection may be lost."""
+"""Attempts at a single write: another server may write the same, or a connection may be lost."""
 
 Write = Callable[[Batch], Any]
 
@@ -40,7 +40,7 @@ class _Item(NamedTuple):
 
 
 class Writer:
-    """Writes to one database, in the order in which it is asked to."""
+    """Writer to one database, in the order of submission."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -50,11 +50,11 @@ class Writer:
         self.commits = 0
 
     def submit(self, write: Write, request: str = "", job: str = "") -> Future[Any]:
-        """Have something written; the result is there when it is committed.
+        """Queue a write; its result is available once it is committed.
 
-        It may be called again in a new transaction if the first one fails: another server has
-        written the same, or the connection was lost. What it raises undoes nothing that others write, so it
-        must raise before it writes. ``request`` and ``job`` are the ids that it asks the batch for.
+        ``write`` may be called again in a new transaction if the first one fails: another server has
+        written the same, or the connection was lost. An error that it raises does not undo the other writes of
+        its commit, so it must raise before it writes. ``request`` and ``job`` are the ids that it looks up.
 
         Raises:
             InfrastructureError: too many writes wait. The result raises it if the database fails.
@@ -69,7 +69,7 @@ class Writer:
         return done
 
     def close(self) -> None:
-        """Write what waits, then end."""
+        """Write what waits, then end the thread."""
         self._queue.put(None)
         self._thread.join()
 
@@ -90,7 +90,7 @@ class Writer:
         try:
             self._commit(batch)
         except DBAPIError as error:
-            # Which one it was is found by writing each alone. What was committed nevertheless is known
+            # Writing each alone finds the one that failed. What was committed nevertheless is known
             # by its request.
             logger.warning("A commit of %d writes failed: %s", len(batch), reason(error))
             for item in batch:
@@ -126,7 +126,7 @@ class Writer:
 
 
 def _outcome(item: _Item, batch: Batch) -> Any:
-    """What a write returns, or the error by which it refuses to write."""
+    """Return a write's result, or the error by which it refuses to write."""
     try:
         return item.write(batch)
     except DLRoverError as error:

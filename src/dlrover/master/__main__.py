@@ -1,4 +1,4 @@
-"""``python -m dlrover.master``."""
+"""Entry point of ``python -m dlrover.master``."""
 
 import sys
 

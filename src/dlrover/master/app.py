@@ -37,11 +37,11 @@ from dlrover.spec.outcome import Outcome
 logger = logging.getLogger(__name__)
 
 STOP_GRACE = 1.0
-"""Seconds that open calls get when the master leaves; they have been told."""
+"""Seconds that open calls get to finish when the master exits; it has closed the agents' streams by then."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the master of one job to the job's end; the job's exit code."""
+    """Run the master of one job until the job ends; return the job's exit code."""
     parser = argparse.ArgumentParser(prog="python -m dlrover.master", description=main.__doc__)
     parser.add_argument("--job-dir", type=Path, required=True)
     parser.add_argument("--stderr", action="store_true", help="Write the log there, too.")
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         shown = logging.StreamHandler()
         shown.setFormatter(logging.Formatter("%(asctime)s %(levelname)s: %(message)s"))
         logging.getLogger().addHandler(shown)
-    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it tells of each request
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs every request
     try:
         return asyncio.run(serve(job_dir, env, args.lifeline_fd))
     except DLRoverError as error:
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def serve(job_dir: JobDir, env: Mapping[str, str], lifeline_fd: int) -> int:
-    """Serve one job until it has ended and its nodes have left; ``env`` is for nodes launched here."""
+    """Serve one job until it has ended and its nodes have left; nodes launched here inherit ``env``."""
     settings = load_config(job_dir)
     if settings.job.auto_scale:
         extra.require("Auto-scaling")
@@ -143,7 +143,7 @@ async def _serve(
 def _brain(
     master: Master, settings: MasterConfig, job_dir: JobDir, tls: wire.Tls, env: Mapping[str, str]
 ) -> JobBrain | None:
-    """The Brain, if there is one. A master that takes over goes on without one that it has no token for."""
+    """Return the Brain, or None if there is none; after a takeover, do without it if its token is missing."""
     secret = f"{read_token(job_dir)} {job_dir.path}"
     try:
         brain = brainside.connect(settings.brain, settings.job, secret, tls, env)
@@ -157,7 +157,7 @@ def _brain(
 
 
 def load_config(job_dir: JobDir) -> MasterConfig:
-    """The configuration in a job directory.
+    """Return the configuration in a job directory.
 
     Raises:
         ConfigurationError: it cannot be read, or another version of DLRover wrote it.
@@ -169,7 +169,7 @@ def load_config(job_dir: JobDir) -> MasterConfig:
 
 
 def read_token(job_dir: JobDir) -> str:
-    """The token in a job directory.
+    """Return the token in a job directory.
 
     Raises:
         ConfigurationError: it cannot be read.
@@ -181,7 +181,7 @@ def read_token(job_dir: JobDir) -> str:
 
 
 def _port(job_dir: JobDir, settings: MasterConfig) -> int:
-    """The port to listen on: the one of the last master of this job, where its agents look."""
+    """Return the configured port; if there is none, that of the job's last master, where its agents look."""
     if settings.port or not job_dir.master.exists():
         return settings.port
     last = msgspec.json.decode(job_dir.master.read_bytes(), type=MasterAddress)
@@ -189,7 +189,7 @@ def _port(job_dir: JobDir, settings: MasterConfig) -> int:
 
 
 async def _listen(server: Server, settings: MasterConfig, job_dir: JobDir) -> int:
-    """Listen where the last master did; elsewhere if that one is stopped and still has the port."""
+    """Listen on the last master's port; on another one if that master is stopped and still holds the port."""
     try:
         return await server.start(settings.host, _port(job_dir, settings))
     except InfrastructureError as error:
@@ -200,7 +200,7 @@ async def _listen(server: Server, settings: MasterConfig, job_dir: JobDir) -> in
 
 
 def _publish(job_dir: JobDir, host: str, port: int) -> None:
-    # A listener on all addresses is reached from this machine by the loopback one.
+    # From this machine, a listener on all addresses is reached via loopback.
     reachable = "127.0.0.1" if host in ("0.0.0.0", "::") else host  # noqa: S104
     reachable = f"[{reachable}]" if ":" in reachable else reachable
     address = MasterAddress(f"{reachable}:{port}", os.getpid())
@@ -241,7 +241,7 @@ async def _until_ended(master: Master, job_dir: JobDir, orphaned: asyncio.Event)
 
 
 def read_outcome(path: Path) -> Outcome | None:
-    """The outcome in a file; None if there is none yet."""
+    """Return the outcome in a file; None if there is none yet."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Outcome)
     except FileNotFoundError:

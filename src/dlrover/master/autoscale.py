@@ -17,18 +17,18 @@ from dlrover.spec.speed import ScaleDecision, ScaleKind, ScaleStage
 from dlrover.spec.usage import NodeUsage
 
 TICK = 0.5
-"""Seconds between two looks at the clock."""
+"""Interval in seconds at which the auto-scaler measures and plans."""
 LOOKS = 8
-"""Looks of the nodes at what they use that the first plan waits for at most, to know of uneven servers."""
+"""Usage intervals that the first plan waits at most, to find out whether the servers are uneven."""
 
 
 class AutoScaler:
-    """One master's auto-scaler. Runs on the master's event loop; models are fitted in a thread.
+    """The auto-scaler of one master. It runs on the master's event loop; models are fitted in a thread.
 
     Args:
-        machine: the job; it is only looked at.
+        machine: the job; read only.
         submit: journals and handles an input of the machine.
-        suspects: whether a rank may be slow. The size of the job is then not what its speed comes from.
+        suspects: returns True if a rank may be slow; the job's speed then does not depend on its size alone.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class AutoScaler:
         self._memory = MemoryWatch()
         self._servers = ServerWatch()
         self.usage: dict[int, NodeUsage] = {}
-        """What each node of the running world uses, as it said last."""
+        """Latest reported resource usage of each node of the running world."""
         self.brain: JobBrain | None = None
-        """Is told what is measured, and asked for the size where it chooses that of all jobs."""
+        """Receives the measurements, and chooses the size if it plans all jobs together; None: no Brain."""
         self._round = 0
-        self._steady_since = 0.0  # when the round's first sample was taken; 0.0 before
+        self._steady_since = 0.0  # time of the round's first sample; 0.0 before
 
     def heard(self, node_id: int, message: messages.Heartbeat, now: float) -> None:
-        """A node reports what its workers do, and now and then what it uses."""
+        """Process a node's report of what its workers do and, now and then, what it uses."""
         machine = self._machine
         self._follow_round()
         world = machine.worlds.get(node_id)
@@ -84,7 +84,7 @@ class AutoScaler:
         limits = self._machine.job.limits
         self._memory.note(node_id, usage, now)
         if not self._machine.is_quiet():
-            return  # nothing could be done about it now
+            return  # nothing can be done about it now
         advice = self._memory.advice(node_id, usage.limit, limits.memory_horizon, now)
         if advice is not None:
             seconds = limits.memory_horizon
@@ -104,11 +104,11 @@ class AutoScaler:
             if asked is not None:
                 round_ = self._round
                 decision = await self._decide(asked)
-                # Of a world that is no more by then it changes nothing.
+                # It changes nothing if its world has ended by then.
                 self._submit(inputs.ScalePlanned(round_, decision))
 
     async def _decide(self, asked: Question) -> ScaleDecision | None:
-        """The Brain's decision, where it is to be asked and answers; else the job's own."""
+        """Return the Brain's decision if the Brain plans and answers; otherwise the job's own."""
         if self.brain is not None and self.brain.cluster:
             answered, decision = await self.brain.size(asked)
             if answered:
@@ -119,7 +119,7 @@ class AutoScaler:
         return await asyncio.to_thread(decide, asked, similar)
 
     def measure(self, now: float) -> None:
-        """Submit the sample of a window that has passed."""
+        """Submit the sample of a window that has ended."""
         machine, rdzv = self._machine, self._machine.rendezvous
         if not self._measures():
             return
@@ -136,13 +136,13 @@ class AutoScaler:
                 self.brain.measured(bounded, self._meter.profile, self.usage)
 
     def _measures(self) -> bool:
-        """Whether the running world is looked at, to change it."""
+        """Return whether the running world is being measured in order to scale it."""
         machine, rdzv = self._machine, self._machine.rendezvous
         running = machine.outcome is None and not rdzv.collecting and rdzv.round == self._round
         return running and machine.autoscaling.active
 
     def _cores(self, servers: int) -> Servers:
-        """The servers of the running world, with the cores of its nodes as far as they are known."""
+        """Return the world's servers, with the mean cores of its nodes by role; 0.0 if some are unknown."""
 
         def mean(of_servers: bool) -> float:
             nodes = [
@@ -156,7 +156,7 @@ class AutoScaler:
         return Servers(servers, mean(False), mean(True))
 
     def watch_servers(self) -> None:
-        """Tell the machine of servers that have too much to do."""
+        """Report overloaded or uneven servers to the machine."""
         scaling = self._machine.autoscaling
         if not self._measures() or scaling.change is not None or scaling.latest is None:
             return
@@ -168,7 +168,7 @@ class AutoScaler:
         )
         if found is None or (found.more and scaling.one_more_server() is None):
             return
-        self._servers.begin()  # what is done about it is seen in the looks that follow
+        self._servers.begin()  # the samples that follow show the effect
         self._submit(
             inputs.ServersBusy(
                 self._round,
@@ -181,16 +181,16 @@ class AutoScaler:
         )
 
     def question(self, now: float) -> Question | None:
-        """What the planner is to be asked; None while the job may not be changed."""
+        """Return the question for the planner; None while the job may not be changed."""
         machine = self._machine
         if self._suspects() or self._awaits_looks(now) or not machine.may_scale(now):
             return None
         return machine.autoscaling.question()
 
     def _awaits_looks(self, now: float) -> bool:
-        """Whether the first size is measured while it is not known yet if its servers are uneven.
+        """Return whether the first size is being measured before it is known if its servers are uneven.
 
-        What is measured of uneven servers says little of other sizes.
+        Measurements with uneven servers say little about other sizes.
         """
         machine, servers = self._machine, self._machine.rendezvous.size.servers
         first = servers > 1 and machine.autoscaling.stage is ScaleStage.START

@@ -1,4 +1,4 @@
-"""The Brain as a master sees it: told what was measured and planned, and asked for a size. Never waited for."""
+"""The master's side of the Brain: reports measurements, asks for a size. Training never waits for it."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ logger = logging.getLogger(__name__)
 
 TOKEN = "DLROVER_BRAIN_TOKEN"  # noqa: S105 - the variable's name
 FIRST_TIME = 15.0
-"""Seconds that the Brain gets to say with how many nodes a job starts."""
+"""Seconds that the Brain gets to say how many nodes a job starts with."""
 LAST_TIME = 5.0
-"""Seconds that it gets at the job's end to take the last reports."""
+"""Seconds that the Brain gets at the job's end to accept the last reports."""
 KIND = "worker"
 NAME_LENGTH = 60
 
 
 class JobBrain:
-    """One job's Brain. All methods are called on the master's event loop.
+    """One job's connection to the Brain. Call all methods on the master's event loop.
 
     Args:
-        side: where the Brain is.
+        side: the Brain's address, and the job's settings for it.
         job: the job.
-        secret: what no other job has; the job's name at the Brain comes from it.
+        secret: a text that no other job has; the job's id at the Brain is derived from it.
         token: the Brain's.
         tls: for the connection.
     """
@@ -62,7 +62,7 @@ class JobBrain:
         self._job = job
         self._profile = ModelProfile()
         self._similar: brain.Similar | None = None
-        self._first = ""  # the name of the first plan, until its effect was measured
+        self._first = ""  # id of the first plan until its effect is measured
         self._client = BrainClient(side.address, token, wire.Tls(ca=tls.ca))
         self._link = BrainLink(self._client, self.id, self._description())
         self._task = asyncio.create_task(self._link.run())
@@ -84,12 +84,12 @@ class JobBrain:
             ),
         )
 
-    # ---- what it is told
+    # ---- reports
 
     def measured(
         self, sample: SpeedSample, profile: ModelProfile, usage: Mapping[int, NodeUsage]
     ) -> None:
-        """A window of the running world was measured; ``usage`` is what its nodes use, by id."""
+        """Report a measured window of the running world; ``usage`` is what its nodes use, by id."""
         if profile.parameters != self._profile.parameters:
             self._profile = profile
             self._report(
@@ -115,7 +115,7 @@ class JobBrain:
             self._first = ""
 
     def happened(self, event: Event) -> None:
-        """An event of the job, if the Brain is to know of it."""
+        """Report an event of the job if it concerns the Brain."""
         body = event.body
         if isinstance(body, events.PlanMade) and not body.plan_id:
             plan = Plan(
@@ -163,10 +163,10 @@ class JobBrain:
     def _report(self, report: brain.Report) -> None:
         self._link.report(report)
 
-    # ---- what it is asked
+    # ---- questions
 
     async def first(self, job: JobSpec) -> JobSpec:
-        """The job with the number of nodes that it is to start with, as similar past jobs had."""
+        """Return the job with the number of nodes to start with, as similar past jobs had."""
         advice = None
         with contextlib.suppress(asyncio.TimeoutError):
             advice = await asyncio.wait_for(self._link.plan(None), FIRST_TIME)
@@ -182,7 +182,7 @@ class JobBrain:
         )
 
     async def size(self, asked: Question) -> tuple[bool, ScaleDecision | None]:
-        """Whether the Brain has answered, and the size that it wants; None: the present one."""
+        """Return whether the Brain has answered, and the size that it wants; None: the present one."""
         advice = await self._link.plan(shape_of(asked.current, self._side.node))
         if advice is None:
             return False, None
@@ -198,13 +198,13 @@ class JobBrain:
         return True, decided(kind, size, plan.reason, plan.effect, advice.plan_id, batch)
 
     async def similar(self) -> brain.Similar | None:
-        """What the most similar past job has measured, once the Brain has said it; None until then."""
+        """Return what the most similar past job has measured; None until the Brain has answered."""
         if self._similar is None:
             self._similar = await self._link.similar()
         return self._similar
 
     async def close(self) -> None:
-        """The master leaves: the last reports go, unless the Brain is away."""
+        """Send the last reports, unless the Brain is unreachable, and disconnect."""
         await self._link.flush(LAST_TIME)
         self._task.cancel()
         await self._client.close()
@@ -213,10 +213,10 @@ class JobBrain:
 def connect(
     side: BrainSide, job: JobSpec, secret: str, tls: wire.Tls, env: Mapping[str, str]
 ) -> JobBrain | None:
-    """The job's Brain; None if nobody named one, or the job does not ask for auto-scaling.
+    """Return the job's connection to the Brain; None if none is configured or the job does not auto-scale.
 
     Raises:
-        ConfigurationError: there is no token for it.
+        ConfigurationError: its token is missing or cannot be read.
     """
     if not side.address or not job.auto_scale:
         return None
@@ -236,7 +236,7 @@ def connect(
 
 
 def shape_of(sample: SpeedSample, node: Group) -> brain.Shape:
-    """A measured size in the Brain's terms; each node takes what ``node`` says."""
+    """Return a measured size in the Brain's terms; ``node`` holds the resources of each node."""
     passes = _passes(sample)
     batch = max(1, round(sample.total_batch / (sample.replicas * passes)))
     groups = {KIND: msgspec.structs.replace(node, count=sample.nodes)}
@@ -251,7 +251,7 @@ def shape_of(sample: SpeedSample, node: Group) -> brain.Shape:
 
 
 def _passes(sample: SpeedSample) -> int:
-    """How many passes a worker makes in a step."""
+    """Return the number of passes that a worker makes in a step."""
     share = -(-sample.total_batch // sample.replicas)
     return max(1, -(-share // sample.batches.pass_most)) if sample.batches is not None else 1
 
@@ -262,7 +262,7 @@ def _of_a_pass(sample: SpeedSample) -> float | None:
 
 
 def _batch_of(plan: Plan, current: SpeedSample) -> int:
-    """The other global batch of a plan, as far as the program allows it; 0: it stays."""
+    """Return a plan's new global batch, limited to what the program allows; 0 if the batch stays."""
     batches = current.batches
     if plan.batch is None or batches is None or batches.least == batches.most:
         return 0
@@ -271,7 +271,7 @@ def _batch_of(plan: Plan, current: SpeedSample) -> int:
 
 
 def size_of(plan: Plan, current: Size) -> Size:
-    """The nodes of a plan; those of a role that it does not name stay."""
+    """Return the node counts of a plan; a role that the plan does not name keeps its count."""
     groups = plan.groups
     workers = groups[KIND].count if KIND in groups else current.workers
     if not current.servers:

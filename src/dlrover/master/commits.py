@@ -1,6 +1,6 @@
-"""Requests that come at about the same time go into the journal in one transaction.
+"""Group commit: requests that arrive at about the same time are journalled in one transaction.
 
-A transaction of its own for each would cost a busy master more than all else that it does for a request.
+A transaction per request would cost a busy master more than all its other work for the request.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dlrover.master.journal import Entry
 WINDOW = 0.001
 """Seconds that the first request waits for others."""
 ALONE = 3
-"""Requests in a row that nobody joined, after which the next does not wait."""
+"""Consecutive lone requests after which the next one does not wait."""
 
 Reply = TypeVar("Reply")
 
@@ -27,9 +27,9 @@ class _Waiting(NamedTuple):
 
 
 class Commits:
-    """Journals requests, then has them handled in the same order: a reply is durable when it is given.
+    """Group commit of requests, which are journalled and then handled in the same order: replies are durable.
 
-    ``append`` adds entries to the journal, all or none, at a time in seconds, which ``clock`` tells.
+    ``append`` adds entries to the journal, all or none, at a time in seconds, which ``clock`` returns.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Commits:
         self._alone = 0
 
     async def commit(self, entry: Entry, handle: Callable[[float], Reply]) -> Reply:
-        """Journal a request, and then call ``handle`` with the time of its entry; what that returned.
+        """Journal a request, then return the result of ``handle``, called with the time of its entry.
 
         A request whose caller leaves before that is dropped.
 
@@ -75,5 +75,5 @@ class Commits:
 def _reply(to: _Waiting, now: float) -> None:
     try:
         to.reply.set_result(to.handle(now))
-    except Exception as error:  # noqa: BLE001 - it is raised in whoever asked
+    except Exception as error:  # noqa: BLE001 - it is raised in the caller
         to.reply.set_exception(error)

@@ -1,11 +1,11 @@
-"""From a worker's failure to a verdict: what happened, whose fault it is, what to do next.
+"""Diagnosis of a worker's failure: what happened, whose fault it is, what to do next.
 
-Pure: it reads nothing but failure records and logs. What failures look like is said in the table of causes
-(`dlrover.master.diagnosis_rules`); this module finds the row that fits the facts of a record, and words
+Pure: reads nothing but failure records and logs. The table of causes (`dlrover.master.diagnosis_rules`)
+says what failures look like; this module finds the row that fits the facts of a record, and words
 the verdict.
 
-The program is at fault only where there is evidence for it: a row that says so, or an exception that its
-own files raised. What no row knows is undetermined.
+The program is at fault only if there is evidence: a row that says so, or an exception that its own files
+raised. A failure that no row knows is undetermined.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from dlrover.spec.failure import Action, Failure, FailureKind, Origin, Verdict
 from dlrover.spec.rules import OwnCode, Rule
 
 ECHO_WINDOW = 10.0
-"""Seconds by which a failure may be seen later than its echo and still be the root cause.
+"""Maximum delay in seconds between an echo and its root cause, if the root cause is noticed later.
 
-A dying process closes its connections first, so that its peers fail within milliseconds; it is seen to
-have ended only when its exit handlers, its core dump and the release of its device are done.
+A dying process closes its connections first, so its peers fail within milliseconds. Its own end is noticed
+only after its exit handlers, its core dump and the release of its device.
 """
 
 VERDICTS_KEPT = 4096
-"""Verdicts that are kept: each record of an incident is asked about several times."""
+"""Maximum number of cached verdicts: each record of an incident is looked up several times."""
 
 OTHERS_SHOWN = 8
-"""Failed ranks named beside the root cause; the rest is a number."""
+"""Maximum number of failed ranks named beside the root cause; the rest is only counted."""
 
 _TITLE_LIMIT = 120
-"""Characters of an exception's message that a title shows."""
+"""Maximum length of an exception's message in a title, in characters."""
 _SIGNATURE_LIMIT = 80
-"""Characters of a message that tell failures apart that have no traceback."""
+"""Maximum length of the message that distinguishes failures without a traceback, in characters."""
 _VARIES = re.compile(r"0x[0-9a-f]+|[\w.-]*/[\w./-]*|[0-9][0-9a-f:.-]*")
-"""What differs between two failures that are the same: addresses, paths, numbers."""
+"""Parts that differ between two messages of the same failure: addresses, paths, numbers."""
 _OF_THE_PROCESS = frozenset(
     {"SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGTRAP", "SIGSYS"}
 )
@@ -62,7 +62,7 @@ class Reading:
 
     @property
     def strength(self) -> int:
-        """How much it says; the lowest number says the most."""
+        """Rank of the reading; the lowest number says the most."""
         facts, rule = self.facts, self.rule
         if facts.of_handled:
             return 9 if rule.general else 7
@@ -71,7 +71,7 @@ class Reading:
         return self._general() if rule.general else self._specific()
 
     def _specific(self) -> int:
-        # Connections also break because somebody has failed.
+        # Connections also break because a peer has failed.
         if self.facts.kind is FailureKind.EXCEPTION:
             return 2 if self.rule.cause == "network" else 0
         return 2 if self.facts.kind is FailureKind.SIGNAL else 3
@@ -88,16 +88,16 @@ class Reading:
 
 
 class Table:
-    """The rows of one job, tried in their order: the user's, then those that come with DLRover."""
+    """The rules of one job, tried in order: the user's, then those that come with DLRover."""
 
     def __init__(self, rules: Iterable[Rule] = (), own: int = 0) -> None:
-        """The first ``own`` of ``rules`` are the user's."""
+        """Create a table of ``rules``; the first ``own`` are the user's."""
         self.rules = tuple(rules)
         self._by_kind = {
             kind: tuple(rule for rule in self.rules if rule.is_for(kind)) for kind in FailureKind
         }
         self._own = self.rules[:own]
-        #: verdicts that were asked for lately
+        #: cache of recent verdicts
         self._known: dict[Failure, Verdict] = {}
 
     def __eq__(self, other: object) -> bool:
@@ -106,7 +106,7 @@ class Table:
     __hash__ = None  # type: ignore[assignment]
 
     def diagnose(self, failure: Failure) -> Verdict:
-        """The verdict on one failure."""
+        """Return the verdict on one failure."""
         known = self._known.get(failure)
         if known is None:
             known = _verdict(failure, self._best(read(failure)))
@@ -116,7 +116,7 @@ class Table:
         return known
 
     def diagnose_log(self, text: str) -> Verdict:
-        """The verdict on what a program and its launcher have printed."""
+        """Return the verdict on the output of a program and its launcher."""
         failure = Failure(
             id="log",
             kind=FailureKind.EXIT,
@@ -130,14 +130,14 @@ class Table:
         return _verdict(failure, self._best(read_log(read(failure)[-1])))
 
     def is_echo(self, failure: Failure) -> bool:
-        """Whether ``failure`` may only follow from the end of a peer, or from a request to stop."""
+        """Return whether ``failure`` may merely follow from the end of a peer or from a request to stop."""
         return self.diagnose(failure).echo
 
     def root_cause(self, failures: Sequence[Failure]) -> Failure:
-        """The failure that came first, unless it echoes another one of its round.
+        """Return the failure that caused the others.
 
-        Reports arrive in any order and echoes are often seen before their cause, so the earliest failure
-        that is no echo wins when it ended within `ECHO_WINDOW` of the first.
+        Reports arrive in any order, and echoes are often seen before their cause. So the earliest failure
+        of the round that is no echo wins if it ended within `ECHO_WINDOW` of the first; else the first one.
 
         Raises:
             ValueError: ``failures`` is empty.
@@ -150,7 +150,7 @@ class Table:
         return next((f for f in near if not self.is_echo(f)), first)
 
     def other_failures(self, failures: Sequence[Failure], root: Failure | None) -> tuple[str, ...]:
-        """One line for each failed rank but ``root``, first ones first; at most `OTHERS_SHOWN` and a count."""
+        """Return a line per failed rank but ``root``, earliest first: at most `OTHERS_SHOWN` and a count."""
         others = [f for f in sorted(failures, key=_when) if root is None or f.id != root.id]
         lines = [self.diagnose(f).title for f in others[:OTHERS_SHOWN]]
         if len(others) > OTHERS_SHOWN:
@@ -158,7 +158,7 @@ class Table:
         return tuple(lines)
 
     def _best(self, ways: Iterable[Facts]) -> Reading:
-        """The reading that says the most, the first one among equals."""
+        """Return the reading that says the most, the first one among equals."""
         return min((Reading(f, self._rule_of(f)) for f in ways), key=lambda r: r.strength)
 
     def _rule_of(self, facts: Facts) -> Rule:
@@ -166,13 +166,13 @@ class Table:
         return next((rule for rule in rules if self._fits(rule, facts)), _UNKNOWN)
 
     def _fits(self, rule: Rule, facts: Facts) -> bool:
-        """Whether every condition of ``rule`` holds, the cheap ones first."""
+        """Return whether every condition of ``rule`` holds; cheap ones are checked first."""
         return _suits(rule, facts) and (
             not rule.text or occurs(rule.text, self._words(rule, facts))
         )
 
     def _words(self, rule: Rule, facts: Facts) -> str:
-        """Where the text of ``rule`` is searched: a message that the program itself made may sound like anything."""
+        """Return the text for ``rule`` to search: the program's own messages may say anything."""
         about_own = rule.own_code is not OwnCode.ABSENT or rule in self._own
         return facts.folded if about_own else facts.folded_given
 
@@ -181,7 +181,7 @@ class Table:
 
 
 def _suits(rule: Rule, facts: Facts) -> bool:
-    """Whether every condition of ``rule`` but its text holds."""
+    """Return whether every condition of ``rule`` except its text holds."""
     return (
         _is_named(rule, facts)
         and (not rule.oom_killed or facts.oom_killed)
@@ -196,7 +196,7 @@ def _suits(rule: Rule, facts: Facts) -> bool:
 
 
 def _is_named(rule: Rule, facts: Facts) -> bool:
-    """Whether ``rule`` names the exception, the exit code or the signal, if it names any."""
+    """Return whether ``rule`` names the exception, exit code or signal of ``facts``, or names none."""
     if facts.kind is FailureKind.EXCEPTION:
         return not rule.types or facts.error in rule.types
     if facts.kind is FailureKind.EXIT:
@@ -211,7 +211,7 @@ def _is_named(rule: Rule, facts: Facts) -> bool:
 
 
 def _fact(rule: Rule, facts: Facts) -> str:
-    """The last fact about the node that ``rule`` asks for; empty if there is none."""
+    """Return the last fact about the node that matches ``rule``; empty if none does."""
     return next((fact for fact in reversed(facts.node) if occurs(rule.facts, fact.lower())), "")
 
 
@@ -282,7 +282,7 @@ def _evidence(facts: Facts, rule: Rule) -> str:
 
 
 def _last_words(facts: Facts, rule: Rule) -> str:
-    """What stderr says of a process that left no exception."""
+    """Return what stderr says about a process that left no exception."""
     said = last_match(rule.text, facts.stderr) if rule.text else None
     if said:
         start = facts.stderr.rfind("\n", 0, said.end()) + 1
@@ -309,7 +309,7 @@ def _signature(failure: Failure, facts: Facts, rule: Rule) -> str:
 
 
 def _same_words(text: str) -> str:
-    """What two messages of one failure have in common, after a colon; empty for an empty text."""
+    """Return the part that messages of the same failure share, after a colon; empty for an empty text."""
     words = " ".join(_VARIES.sub("#", text.lower()).split())[:_SIGNATURE_LIMIT]
     return f":{words}" if words else ""
 

@@ -1,7 +1,7 @@
-"""The facts of a failure record: what was raised, which signal came, and whose code it happened in.
+"""The facts of a failure record: what was raised, which signal came, and in whose code.
 
-Pure: it reads nothing but the record. One record may be read in several ways: a program that runs others
-leaves with an exit code, and only its log tells how those ended.
+Pure: reads nothing but the record. A record may be read in several ways: a program that runs others
+leaves with an exit code, and only its log shows how those ended.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ NAMED_SIGNALS = frozenset(signal.Signals)
 """Numbers of the signals that have a name."""
 
 EXCEPTIONS_READ = 16
-"""Exceptions of a log that are looked at: the last ones."""
+"""Maximum number of exceptions of a log that are examined: the last ones."""
 
 UNKNOWN_CODE = -1
-"""Of a program whose log alone is known."""
+"""Exit code of a log whose program's exit code is unknown."""
 _UNCAUGHT_EXCEPTION = 1
 """The interpreter's exit code after it printed a traceback."""
 
 
 def signal_name(number: int) -> str:
-    """``SIGKILL``; ``SIG40`` for a number without a name."""
+    """Return the name of a signal: ``SIGKILL``, or ``SIG40`` for a number without a name."""
     return signal.Signals(number).name if number in NAMED_SIGNALS else f"SIG{number}"
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a failure record says, read in one way."""
+    """One reading of a failure record."""
 
     kind: FailureKind
     #: exit code or signal number
     code: int
     #: the exception's type without its module
     error: str
-    #: the first line that says something
+    #: first line of the message that is not blank
     message: str
-    #: what a rule's ``text`` is searched in
+    #: text that a rule's ``text`` is searched in
     text: str
     stderr: str
     #: innermost last
     frames: tuple[Frame, ...]
     oom_killed: bool
     steps: int
-    #: what the node's kernel and file systems say
+    #: messages of the node's kernel and file systems
     node: tuple[str, ...]
-    #: the program itself called what ended it: exit (unless the code tells of a signal), or a signal to itself
+    #: True if the program itself called exit (unless its code stands for a signal) or sent itself a signal
     ended_itself: bool = False
-    #: ``text`` is of the exceptions that were being handled, which may have nothing to do with it
+    #: True if ``text`` is from exceptions that were being handled, which may be unrelated
     of_handled: bool = False
-    #: as `text`, without the words of the user's own files; None: it has none of them
+    #: ``text`` without the words of the user's own files; None if it has none of them
     given: str | None = None
 
     @functools.cached_property
@@ -72,7 +72,7 @@ class Facts:
 
     @functools.cached_property
     def own_code(self) -> OwnCode:
-        """How the user's own files took part."""
+        """The part of the user's own files in the failure."""
         if self.kind is not FailureKind.EXCEPTION:
             return OwnCode.RAISES if self.ended_itself else OwnCode.ABSENT
         if not self.frames:
@@ -84,20 +84,20 @@ class Facts:
 
     @property
     def frame(self) -> Frame | None:
-        """The innermost frame of the user's own code, else the innermost of all."""
+        """The innermost frame of the user's own code; otherwise the innermost of all."""
         innermost_first = self.frames[::-1]
         own = (f for f in innermost_first if is_user_file(f.file))
         return next(own, innermost_first[0] if innermost_first else None)
 
     @property
     def place(self) -> str:
-        """``train.py:12`` of `frame`."""
+        """File name and line of `frame`, such as ``train.py:12``."""
         frame = self.frame
         return f"{frame.name}:{frame.line}" if frame else "the place that its log shows"
 
 
 def read(failure: Failure) -> list[Facts]:
-    """The ways in which a record can be read, the likeliest first; at least one."""
+    """Return the possible readings of a record, the likeliest first; at least one."""
     facts = Facts(
         kind=failure.kind,
         code=failure.exit_code or 0,
@@ -120,7 +120,7 @@ def read(failure: Failure) -> list[Facts]:
 
 
 def _read_end(facts: Facts, failure: Failure) -> list[Facts]:
-    """Whose doing an exit code or a signal was."""
+    """Return the readings of an exit code or a signal, by who caused it."""
     if failure.exception in OWN_ENDS:
         frames = _frames_of(failure.traceback)
         by_exit = failure.exception in ("SystemExit", "os._exit")
@@ -133,15 +133,15 @@ def _read_end(facts: Facts, failure: Failure) -> list[Facts]:
         return [_with_signal(replace(facts, ended_itself=False), facts.code - log.SHELL_BASE)]
     if facts.code == _UNCAUGHT_EXCEPTION and not facts.ended_itself:
         return read_log(facts)
-    # A program that runs others may call exit with their code.
+    # A program that runs others may exit with their code.
     passed_on = read_log(facts) if failure.exception == "SystemExit" else []
     return [facts, *passed_on]
 
 
 def read_log(facts: Facts) -> list[Facts]:
-    """The ways in which a log can be read, the last exception first.
+    """Return the possible readings of a log, the last exception first.
 
-    ``facts`` have the log as ``stderr``.
+    ``facts.stderr`` holds the log.
     """
     text = log.plain(facts.stderr)
     quiet = log.without_warnings(text)
@@ -154,7 +154,7 @@ def read_log(facts: Facts) -> list[Facts]:
 
 
 def _exceptions(facts: Facts, raised: list[Raised]) -> Iterator[Facts]:
-    later = ""  # what the next exception was raised from or beside: no failure of its own
+    later = ""  # chain of the exception after it: what that contains is no failure of its own
     for found in raised[::-1][:EXCEPTIONS_READ]:
         is_part, later = found.chain in later, f"{found.handled}\n{found.chain}"
         if is_part:
@@ -191,8 +191,8 @@ def _with_signal(facts: Facts, number: int) -> Facts:
 
 
 def _read_exception(facts: Facts, failure: Failure) -> list[Facts]:
-    """Look behind an exception: at what it was raised from, and at what it carries."""
-    # An exception that a library carried over from another process has that process's traceback in its
+    """Return the readings of an exception, by what it was raised from and what it carries."""
+    # A library that carries an exception over from another process puts that process's traceback into the
     # message; what was raised there says more than how it got here.
     carried = tracebacks.raised(failure.message) if tracebacks.HEADER in failure.message else []
     if carried and carried[-1].frames:
@@ -218,7 +218,7 @@ def _handled(facts: Facts, one: Raised) -> Facts:
 
 
 def _frames_of(traceback: str) -> tuple[Frame, ...]:
-    """The frames of a traceback, which may lack its exception."""
+    """Return the frames of a traceback, which may lack its exception."""
     found = tracebacks.raised(f"{traceback.rstrip()}\nError\n") if traceback else []
     return next((one.frames for one in reversed(found) if one.frames), ())
 

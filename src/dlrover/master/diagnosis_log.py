@@ -1,7 +1,7 @@
-"""What launchers, schedulers, containers and kernels write around a program's own words.
+"""The text that launchers, schedulers, containers and kernels add to a program's output.
 
-Pure: it reads nothing but the text. A log holds the lines of many processes, each with the prefix of
-whoever passed it on; what a launcher says of its own end only repeats how its workers ended.
+Pure: reads nothing but the text. A log mixes the lines of many processes, each with the prefix of the
+program that passed it on. A launcher's report of its own end only repeats how its workers ended.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 import signal
 
 LINE_LIMIT = 2000
-"""Characters of a line that are looked at: some patterns take time that grows with a line's square."""
+"""Maximum characters of a line that are examined: some patterns take time quadratic in its length."""
 
 _SCREEN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _PREFIX = re.compile(
@@ -21,7 +21,7 @@ _PREFIX = re.compile(
          )+""",
     re.VERBOSE | re.MULTILINE,
 )
-# Torch says this of every error of the device.
+# Torch prints this with every error of the device.
 _BOILERPLATE = re.compile(
     r"^.*(?:Compile with .?TORCH_USE_CUDA_DSA|CUDA kernel errors might be asynchronously|"
     r"For debugging consider passing CUDA_LAUNCH_BLOCKING|Device-side assertion tracking was not enabled).*$\n?",
@@ -37,7 +37,7 @@ CARRIERS = frozenset(
         "SignalException", "SystemExit",
     }
 )  # fmt: skip
-"""Exceptions by which a launcher passes on how a worker ended."""
+"""Exceptions with which a launcher passes on how a worker ended."""
 LAUNCHER_FILE = re.compile(
     r"""/torch/distributed/(?:elastic|launch|run|launcher)\b
       | /(?:accelerate/commands|deepspeed/launcher|horovod/runner|paddle/distributed/launch)/
@@ -74,11 +74,11 @@ _SIGNALS = re.compile(
 _OUT_OF_MEMORY = re.compile(r"\boom-kill|\binvoked oom-killer|\bkilled process \d+", re.IGNORECASE)
 _FROM_OUTSIDE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 SHELL_BASE = 128
-"""What a shell adds to the number of the signal that ended a program."""
+"""Offset that a shell adds to the number of the signal that ended a program."""
 
 
 def plain(text: str) -> str:
-    """A log without the prefixes of its lines, and without what is said of every error."""
+    """Return a log without the prefixes of its lines and without the text that accompanies every error."""
     text = _BLANK_LINES.sub("\n\n", _SCREEN.sub("", text))
     text = "\n".join(_short(line) for line in text.split("\n"))
     return _BOILERPLATE.sub("", _PREFIX.sub("", text))
@@ -91,15 +91,14 @@ def _short(line: str) -> str:
 
 
 def without_warnings(text: str) -> str:
-    """``text`` without the lines in which Python's ``warnings`` speak."""
+    """Return ``text`` without the lines that Python's ``warnings`` printed."""
     return _WARNING.sub("", text)
 
 
 def signal_in(text: str) -> int:
-    """The signal that ended a program, as its launcher or the kernel tells; 0 if none is told of.
+    """Return the signal that ended a program, as its launcher or the kernel reports it; 0 without a report.
 
-    Launchers ask the other workers to stop, so that signals sent for this are told of only where no
-    other one is.
+    Launchers ask the other workers to stop, so signals sent for that purpose count only if there is no other.
     """
     numbers = [number for number in map(_number, _SIGNALS.finditer(text)) if number]
     if not numbers and _OUT_OF_MEMORY.search(text):
@@ -109,7 +108,7 @@ def signal_in(text: str) -> int:
 
 
 def _number(found: re.Match[str]) -> int:
-    """The number of a signal; 0 where there is no such signal."""
+    """Return the number of a signal; 0 if there is no such signal."""
     kind, said = str(found.lastgroup), str(found[str(found.lastgroup)])
     if kind == "word":
         return next(int(number) for word, number in _WORDS.items() if word.lower() == said.lower())

@@ -1,7 +1,7 @@
-"""Searching a text for regular expressions, quickly where nothing is found.
+"""Search of a text for regular expressions, fast where nothing matches.
 
-Pure. A table has a hundred expressions of many alternatives each, and most are found nowhere. Before an
-expression is searched, a text is asked for the words without which it cannot match.
+Pure. A table has a hundred expressions of many alternatives each, and most match nowhere. Before a search,
+the text is checked for words without which the expression cannot match.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 Needed: TypeAlias = tuple[frozenset[str], ...]
-"""Sets of words of which a text must have one each."""
+"""Sets of words; a text must contain one word of each set."""
 
 SHORTEST = 3
-"""Characters that a word must have to be worth asking for."""
+"""Minimum length in characters of a word worth checking for."""
 
-# Inline flags, comments, back references, characters by number: rare, and not worth reading.
+# Inline flags, comments, back references, characters by number: rare, and not worth parsing.
 _UNUSUAL = re.compile(r"\(\?(?![:=!]|<[=!])|\\[xuUN\d]")
 _CAPITALS = re.compile(r"\\.|[A-Z]")
 
 
 def search(expression: str, text: str) -> re.Match[str] | None:
-    """Where ``expression`` matches in ``text``, in whatever case."""
+    """Return the first match of ``expression`` in ``text``, ignoring case."""
     return _pattern(expression).search(text)
 
 
 def last_match(expression: str, text: str) -> re.Match[str] | None:
-    """The same, the last one."""
+    """Return the last match of ``expression`` in ``text``, ignoring case."""
     return functools.reduce(lambda _, found: found, _pattern(expression).finditer(text), None)
 
 
 def occurs(expression: str, folded: str) -> bool:
-    """Whether ``expression`` matches in a text in lower case."""
+    """Return whether ``expression`` matches in a lower-case text."""
     for pattern, needed in _folded(expression):
         for words in needed:
             for word in words:
@@ -54,7 +54,7 @@ def _pattern(expression: str) -> re.Pattern[str]:
 
 @functools.cache
 def _folded(expression: str) -> tuple[tuple[re.Pattern[str], Needed], ...]:
-    r"""The alternatives of ``expression`` for a text in lower case; ``\S`` stays what it is."""
+    r"""Return the alternatives of ``expression`` for a lower-case text; ``\S`` stays as it is."""
     lower = _CAPITALS.sub(lambda m: m[0] if m[0].startswith("\\") else m[0].lower(), expression)
     if _UNUSUAL.search(lower):
         return ((re.compile(lower, re.MULTILINE), ()),)
@@ -65,18 +65,18 @@ def _folded(expression: str) -> tuple[tuple[re.Pattern[str], Needed], ...]:
 
 
 def needed_words(expression: str) -> tuple[Needed, ...]:
-    """For each alternative of a valid expression the words that a text must have for it to match."""
+    """Return, for each alternative of a valid expression, the words that a matching text must contain."""
     return tuple(needed for _, needed in _folded(expression))
 
 
 class _Words:
-    """Goes through an expression once."""
+    """Parser that goes through an expression once."""
 
     def __init__(self, expression: str) -> None:
         self._rest = expression
 
     def alternatives(self) -> list[tuple[str, Needed]]:
-        """The alternatives up to the end of the group, each with the words that it needs."""
+        """Return the alternatives up to the end of the group, each with the words that it needs."""
         found = []
         while True:
             before = self._rest
@@ -87,7 +87,7 @@ class _Words:
             self._rest = self._rest[1:]
 
     def _sequence(self) -> Iterator[frozenset[str]]:
-        """Sets of words of which a text must have one each."""
+        """Yield sets of words; a matching text must contain one word of each set."""
         run = ""
         while self._rest and self._rest[0] not in "|)":
             part = self._part()
@@ -105,7 +105,7 @@ class _Words:
         yield frozenset({run})
 
     def _part(self) -> str | frozenset[str]:
-        """One literal character, the words of one group, or an empty text for anything else."""
+        """Return one literal character, the words of one group, or an empty text for anything else."""
         first, self._rest = self._rest[0], self._rest[1:]
         if first == "(":
             return self._group()
@@ -119,7 +119,7 @@ class _Words:
         return "" if first in ".^$" else first
 
     def _group(self) -> str | frozenset[str]:
-        """Words of which one is in whatever the group matches; an empty text where that says nothing."""
+        """Return words such that each match of the group contains one; an empty text if there are none."""
         looks = re.match(r"\?(?:[=!]|<[=!])", self._rest)
         self._rest = re.sub(r"\A\?(?:<?[=!]|:)", "", self._rest)
         inner = [max(needed, key=_worth, default=frozenset()) for _, needed in self.alternatives()]

@@ -1,8 +1,8 @@
 """The table of causes: the rows that come with DLRover, and those of a user's file.
 
-Both are TOML with a list named ``rule``; its entries have the fields of `dlrover.spec.rules.Rule`. A
-failure gets the first row of its kind whose conditions all hold. The user's rows are tried first; the
-last of our rows for each kind has no condition, so that every failure gets one.
+Both are TOML with a list named ``rule``, whose entries have the fields of `dlrover.spec.rules.Rule`. A
+failure gets the first row of its kind whose conditions all hold. The user's rows are tried first.
+DLRover's last row for each kind has no condition, so every failure gets one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dlrover.master.diagnosis import Table
 from dlrover.spec.rules import Rule
 
 BUILT_IN = Path(__file__).with_name("diagnosis_rules.toml")
-"""The rows that come with DLRover."""
+"""File with the rows that come with DLRover."""
 
 _EXPRESSIONS = ("text", "facts", "raised_in", "subject")
 _TEMPLATES = ("title", "advice", "otherwise")
@@ -34,25 +34,25 @@ _TYPES: dict[str, Any] = typing.get_type_hints(Rule)
 
 @functools.cache
 def built_in() -> tuple[Rule, ...]:
-    """The rows that come with DLRover."""
+    """Return the rows that come with DLRover."""
     return load(BUILT_IN)
 
 
 def table(own: tuple[Rule, ...] = ()) -> Table:
-    """The table of a job: the user's ``own`` rows, then ours."""
+    """Return the table of a job: the user's ``own`` rows, then DLRover's."""
     return Table((*own, *built_in()), own=len(own))
 
 
 def causes(own: tuple[Rule, ...] = ()) -> frozenset[str]:
-    """The names of all causes."""
+    """Return the names of all causes."""
     return frozenset(row.cause for row in (*own, *built_in()))
 
 
 def load_own(path: str, budgets: Mapping[str, int]) -> tuple[Rule, ...]:
-    """The user's rows, none if ``path`` is empty; ``budgets`` must name causes that exist.
+    """Return the user's rows, none if ``path`` is empty; check that ``budgets`` names known causes.
 
     Raises:
-        ConfigurationError: the file cannot be read, a row is wrong, or a cause is unknown.
+        ConfigurationError: the file cannot be read, a row is wrong, or a budget is wrong.
     """
     own = load(Path(path)) if path else ()
     known = causes(own)
@@ -68,7 +68,7 @@ def load_own(path: str, budgets: Mapping[str, int]) -> tuple[Rule, ...]:
 
 
 def load(path: Path) -> tuple[Rule, ...]:
-    """The rows of a file, in order.
+    """Return the rows of a file, in order.
 
     Raises:
         ConfigurationError: the file cannot be read, or a row is wrong; one sentence says where.
@@ -106,7 +106,7 @@ def _row(row: Any, where: str) -> Rule:
 
 
 def _problem(name: str, value: Any) -> str:
-    """What is accepted instead of ``value``; empty if nothing is wrong with it."""
+    """Return what is accepted instead of ``value``; empty if ``value`` is valid."""
     if name not in _TYPES:
         return f"it is not a field; the fields are {', '.join(Rule.__struct_fields__)}"
     try:
@@ -139,7 +139,7 @@ def _template_problem(value: str) -> str:
 
 
 def _accepted(kind: Any) -> str:
-    """What a field of the type ``kind`` takes, in words."""
+    """Return in words what a field of the type ``kind`` accepts."""
     if typing.get_origin(kind) is tuple:
         return f"a list, each entry {_accepted(typing.get_args(kind)[0])}"
     if isinstance(kind, type) and issubclass(kind, enum.Enum):

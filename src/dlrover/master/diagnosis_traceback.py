@@ -1,6 +1,6 @@
-"""Exceptions in a text: what the interpreter prints of them, and one-line mentions in a log.
+"""Exceptions in a text: tracebacks as the interpreter prints them, and one-line mentions in a log.
 
-Pure: it reads nothing but the text.
+Pure: reads nothing but the text.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 _LINE_LIMIT = 240
-"""Characters of a message or source line that is shown."""
+"""Maximum length of a message or source line as shown, in characters."""
 _MESSAGE_LINES = 12
-"""Lines of an exception's message that are kept."""
+"""Maximum number of further lines kept of an exception's message."""
 
 HEADER = "Traceback (most recent call last):"
 _CAUSE = "The above exception was the direct cause of the following exception:"
@@ -24,8 +24,8 @@ MISTAKES = frozenset(
         "ZeroDivisionError",
     }
 )  # fmt: skip
-"""What mistakes raise, whatever words they have."""
-# A message with the words of another exception in it, as in f"download failed: {error}".
+"""Exceptions that programming mistakes raise, whatever their messages say."""
+# A message that quotes another exception, as in f"download failed: {error}".
 _PASSED_ON = re.compile(r"\[Errno -?\d+\]|[a-z]Error\b ?[:(]|ConnectionPool\(|status[ _]?code\b")
 _RAISING = re.compile(r"(?:^|[:;] ?)(?:raise|assert)\b")
 _NOT_FATAL = re.compile(r"Exception (ignored|in thread)\b")
@@ -66,12 +66,12 @@ _DUMP = re.compile(
 
 
 def is_user_file(path: str) -> bool:
-    """Whether a traceback's file belongs to the user: no library, interpreter or launcher file."""
+    """Return whether a traceback's file belongs to the user: no library, interpreter or launcher file."""
     return _FOREIGN_FILE.search(path.replace("\\", "/")) is None
 
 
 def one_line(text: str, limit: int = _LINE_LIMIT) -> str:
-    """``text`` on one line of at most ``limit`` characters."""
+    """Return ``text`` on one line of at most ``limit`` characters."""
     line = " ".join(text.split())
     return line if len(line) <= limit else f"{line[: limit - 1]}…"
 
@@ -95,12 +95,12 @@ class Frame:
 
     @property
     def raises(self) -> bool:
-        """Whether the line itself raises what came up here, in a file of the user's."""
+        """True if the line itself raises the exception, in one of the user's files."""
         return _RAISING.search(self.source) is not None and is_user_file(self.file)
 
     @property
     def name(self) -> str:
-        """The file without its folders, which differ between nodes and runs."""
+        """The file name without its folders, which differ between nodes and runs."""
         return PurePosixPath(self.file).name
 
 
@@ -109,22 +109,22 @@ class Raised:
     """One exception in a text."""
 
     error: str
-    """Its type without the module."""
+    """Type without the module."""
     message: str
-    """All lines of it."""
+    """All lines of the message."""
     frames: tuple[Frame, ...]
-    """Innermost last; none where the text has no traceback of it."""
+    """Calls, innermost last; empty if the text has no traceback of the exception."""
     chain: str
-    """Its own type and message, and those of the exceptions that it was raised from."""
+    """Type and message of the exception and of those that it was raised from."""
     handled: str
-    """Types and messages of the exceptions that were being handled meanwhile."""
+    """Types and messages of the exceptions that were being handled at the time."""
     given: str
-    """What libraries and the system have said of it: the chain without the words of the user's own files, and what
-    was being handled where one of these raised it for that."""
+    """Words of libraries and the system: the chain without the words of the user's own files.
+    If one of these files raised it while handling another exception, the words of the latter are included."""
 
 
 def raised(text: str) -> list[Raised]:
-    """The exceptions in a text, in its order, without those that only ended a thread or a finalizer.
+    """Return the exceptions in a text, in order, except those that only ended a thread or a finalizer.
 
     A traceback may lack its first line, and an exception its traceback.
     """
@@ -132,7 +132,7 @@ def raised(text: str) -> list[Raised]:
 
 
 def dumped_frames(text: str) -> tuple[Frame, ...]:
-    """The calls of the thread that crashed, as faulthandler writes them; innermost last."""
+    """Return the calls of the thread that crashed, as faulthandler writes them; innermost last."""
     dumps = list(_DUMP.finditer(text))
     found = (_FRAME.match(line) for line in dumps[-1]["frames"].splitlines()) if dumps else ()
     return tuple(_frame(m, "") for m in found if m)[::-1]
@@ -143,20 +143,20 @@ def _frame(found: re.Match[str], source: str) -> Frame:
 
 
 class _Reader:
-    """Goes through the lines of a text once."""
+    """Parser that goes through the lines of a text once."""
 
     def __init__(self, lines: list[str]) -> None:
         self._lines = lines
         self._at = 0
-        #: of the traceback that is being read
+        #: frames of the traceback being read
         self._frames: list[Frame] = []
-        #: the interpreter's sentence between the last exception and the next; empty without one
+        #: the interpreter's sentence between the last exception and the next; empty if there is none
         self._link = ""
         self._fatal = True
         self._last: Raised | None = None
 
     def read(self) -> Iterator[Raised]:
-        begun = False  # a traceback that has not come to its exception
+        begun = False  # True in a traceback whose exception has not come yet
         while self._at < len(self._lines):
             line = self._lines[self._at]
             self._at += 1
@@ -206,13 +206,13 @@ class _Reader:
         return bool(self._frames) and self._frames[-1].raises
 
     def _is_own(self, error: str, message: str) -> bool:
-        """Whether the message is in the user's own words, which may sound like anything."""
+        """Return whether the message is in the user's own words, which may say anything."""
         if self._raises():
             return _PASSED_ON.search(message) is None
         return error in MISTAKES and bool(self._frames) and is_user_file(self._frames[-1].file)
 
     def _more(self) -> Iterator[str]:
-        """The further lines of a message."""
+        """Yield the further lines of a message."""
         for line in self._lines[self._at : self._at + _MESSAGE_LINES]:
             ends = HEADER in line or _FRAME.match(line) or _BARE_ERROR_LINE.match(line)
             if ends or line in (_CAUSE, _CONTEXT) or _NOT_FATAL.search(line):

@@ -1,4 +1,4 @@
-"""Watches the training for hangs and slow ranks: gathers what the pure detectors need, and keeps the evidence."""
+"""Watch for hangs and slow ranks: gathers what the pure detectors need, and keeps the evidence."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from dlrover.spec.stacks import WorkerEvidence
 logger = logging.getLogger(__name__)
 
 TICK = 1.0
-"""Seconds between two looks at the clock, at most."""
+"""Maximum seconds between two checks."""
 LOOK_TIME = 20.0
-"""Seconds that nodes get to look at their workers."""
+"""Seconds that nodes get to inspect their workers."""
 REPORT_LIMIT = 1 << 20
-"""Characters of a report that is sent to whoever asks."""
+"""Maximum length of a report sent to a client, in characters."""
 
 Say = Callable[[int, messages.MasterMessage], None]
 
 
 @dataclass
 class _Question:
-    """Evidence that is being gathered."""
+    """Evidence that is being gathered from the nodes."""
 
     awaited: set[int]
     workers: list[WorkerEvidence] = field(default_factory=list)
@@ -43,7 +43,7 @@ class _Question:
     complete: asyncio.Event = field(default_factory=asyncio.Event)
 
     def answer(self, node_id: int, workers: Iterable[WorkerEvidence]) -> None:
-        """A node's answer. Of ranks at the same place one keeps its full text: there may be thousands."""
+        """Take in a node's answer. Keep one full text per place: thousands of ranks may share it."""
         if node_id not in self.awaited:
             return
         for worker in workers:
@@ -58,11 +58,11 @@ class _Question:
 
 
 class HangWatch:
-    """One master's watch over its workers. Runs on the master's event loop.
+    """The watch of one master over its workers. It runs on the master's event loop.
 
     Args:
-        machine: the job; it is only looked at.
-        say: tells a node something.
+        machine: the job; read only.
+        say: sends a message to a node.
         submit: journals and handles an input of the machine.
     """
 
@@ -80,10 +80,10 @@ class HangWatch:
         self._asked = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
-    # ---- what the nodes say
+    # ---- reports from nodes
 
     def heard(self, node_id: int, message: messages.Heartbeat, now: float) -> None:
-        """A node reports what its workers do."""
+        """Process a node's report of what its workers do."""
         self._follow_round()
         world = self._machine.worlds.get(node_id)
         if world is None or message.round != self._detector.round or not message.workers:
@@ -92,11 +92,11 @@ class HangWatch:
         workers = {world.first_rank + i: worker for i, worker in enumerate(message.workers)}
         self._nodes.update(dict.fromkeys(workers, node_id))
         if self._machine.is_server(node_id):
-            return  # it makes no steps
+            return  # servers make no steps
         self._handle(hangs.Report(message.round, workers), now)
 
     def answered(self, node_id: int, message: messages.Evidence) -> None:
-        """A node has looked at its workers."""
+        """Process a node's evidence about its workers."""
         question = self._questions.get(message.id)
         if question is not None:
             question.answer(node_id, message.workers)
@@ -160,7 +160,7 @@ class HangWatch:
         self._submit(inputs.Hung(hang, found.restart))
 
     def _keep(self, found: hangs.Found) -> str:
-        """Write the evidence; its name within the job directory."""
+        """Write the evidence; return its name within the job directory."""
         if not self._machine.job_dir:
             return ""
         directory = JobDir(Path(self._machine.job_dir)).evidence
@@ -174,14 +174,14 @@ class HangWatch:
     # ---- questions
 
     async def stacks(self, _request: messages.StacksRequest) -> messages.Stacks:
-        """Where every rank is now."""
+        """Return where every rank is now."""
         workers, missing = await self._ask()
         report = stacks.report(workers, missing)[:REPORT_LIMIT]
         round_ = self._machine.rendezvous.round
         return messages.Stacks(round_, stacks.groups(workers), missing, report)
 
     async def _ask(self) -> tuple[list[WorkerEvidence], tuple[int, ...]]:
-        """Have all nodes of the world look at their workers; what they saw, and the ranks not heard of."""
+        """Ask all nodes of the world for evidence; return it, with the ranks that are missing from it."""
         worlds = self._machine.worlds
         self._asked += 1
         question = self._questions[self._asked] = _Question(set(worlds))
@@ -197,13 +197,13 @@ class HangWatch:
         return question.workers, self._ranks_of(question.awaited)
 
     def _ranks_of(self, nodes: Collection[int]) -> tuple[int, ...]:
-        """The ranks on some nodes, as far as they are known to run."""
+        """Return the ranks that are known to run on some nodes."""
         return tuple(sorted(rank for rank, node in self._nodes.items() if node in nodes))
 
-    # ---- what people are shown
+    # ---- for display
 
     def doing(self) -> dict[int, str]:
-        """What each node's workers did when it last said so, and for how long."""
+        """Return each node's latest reported activity and how long it has lasted."""
         found = {}
         for node_id, workers in self._told.items():
             living = [worker for worker in workers if not worker.ended]
@@ -215,9 +215,9 @@ class HangWatch:
         return found
 
     def suspects(self) -> bool:
-        """Whether a rank was slow in the last window, but not yet in enough of them to be named."""
+        """Return whether a rank was slow in the last window, but not yet in enough windows to be named."""
         return bool(self._speed.counts)
 
     def slow(self) -> tuple[str, ...]:
-        """A sentence for each slow rank."""
+        """Return a sentence for each slow rank."""
         return tuple(found.sentence() for found in self._speed.named.values())

@@ -1,4 +1,4 @@
-"""The job's events: numbered, kept in memory for watchers and in ``events.jsonl`` for everybody."""
+"""The job's events: numbered, kept in memory for watchers and in ``events.jsonl`` for all others."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dlrover.spec.events import Event, EventBody, WorkerFailed
 logger = logging.getLogger(__name__)
 
 RECENT_TEXT = 16 * 1024 * 1024
-"""Characters of failures' texts in the latest events that are kept in memory."""
+"""Maximum total length of failure texts in the latest events in memory, in characters."""
 OLD_TEXT = 256
-"""Characters kept there of each text of older ones; the file has all of them."""
+"""Characters that older events keep of each text in memory; the file has all of them."""
 
 
 class History:
-    """Appends events to a file, one JSON object a line.
+    """The events of a job, appended to a file as one JSON object per line.
 
     Replaying the journal produces the same events again; those that the file already has are not
     written twice.
@@ -30,17 +30,17 @@ class History:
     def __init__(self, path: Path) -> None:
         self.events: list[Event] = []
         self._path = path
-        self._long: collections.deque[tuple[int, int]] = collections.deque()  # places and sizes
+        self._long: collections.deque[tuple[int, int]] = collections.deque()  # indices and sizes
         self._text = 0
         self.listeners: list[Callable[[Event], None]] = []
-        """Called with each event that is added from now on."""
+        """Callbacks for each event added from now on."""
         self._written = _complete_lines(path)
         self._file = path.open("ab", buffering=0)
         self._unwritten = b""
         self._full = False
 
     def add(self, body: EventBody, time: float) -> Event:
-        """Number an event and keep it."""
+        """Number an event, keep it and notify the listeners."""
         event = Event(len(self.events) + 1, time, body)
         self._keep(event)
         if event.seq > self._written:
@@ -52,17 +52,17 @@ class History:
 
     @property
     def recorded(self) -> int:
-        """Events that the file has."""
+        """Number of events in the file."""
         return self._written
 
     def follow(self, earlier: int) -> None:
-        """Number events after the ``earlier`` ones in the file: a master with another journal wrote them."""
+        """Number events after the ``earlier`` ones in the file, which a master with another journal wrote."""
         if earlier:
             for event in itertools.islice(read(self._path), earlier):
                 self._keep(event)
 
     def _keep(self, event: Event) -> None:
-        """Keep an event in memory, and less of older ones' texts if there is too much."""
+        """Keep an event in memory; shorten the texts of older ones if there is too much text."""
         self.events.append(event)
         if not isinstance(event.body, WorkerFailed):
             return
@@ -79,7 +79,7 @@ class History:
             self.events[place] = Event(old.seq, old.time, body)
 
     def _write(self) -> None:
-        """Write what is to be written; what a full disk does not take now is kept for the next time."""
+        """Write pending events; keep what a full disk does not take for the next write."""
         try:
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
@@ -91,7 +91,7 @@ class History:
             self._full = False
 
     def batch(self, since: int, limit: int) -> tuple[Event, ...]:
-        """The events after number ``since`` that fit into ``limit`` bytes on the wire, one at least."""
+        """Return the events after number ``since`` that fit into ``limit`` bytes on the wire, or else one."""
         size = 0
         end = since
         for event in itertools.islice(self.events, since, None):
@@ -107,14 +107,14 @@ class History:
 
 
 def read(path: Path) -> list[Event]:
-    """The events in a file; a last line that a crash cut short is left out."""
+    """Return the events in a file, without a last line that a crash cut short."""
     data = path.read_bytes()
     lines = data[: data.rfind(b"\n") + 1].splitlines()
     return [msgspec.json.decode(line, type=Event) for line in lines]
 
 
 def _complete_lines(path: Path) -> int:
-    """Number of whole lines in a file; a torn last line is cut off."""
+    """Return the number of whole lines in a file, after cutting off a torn last line."""
     if not path.exists():
         return 0
     data = path.read_bytes()

@@ -1,9 +1,9 @@
 """The journal: every input of the master's machines, in order, before it takes effect.
 
-Replaying it gives the machines their state back. It also says who is the job's master: each start of a
-master takes the next *epoch* in the store, and an append by a master of an older epoch is refused.
+Replaying it restores the machines' state. It also decides who is the job's master: each master that starts
+takes the next *epoch* in the store, and the store refuses an append by a master of an older epoch.
 
-Where a journal lies is named like a URL, by the setting ``journal``:
+The setting ``journal`` names the store like a URL:
 
 - ``file:`` is a SQLite file in the job directory, ``file:/path`` one elsewhere;
 - ``memory:`` is lost with the master: the next one adopts what the job's agents hold.
@@ -29,9 +29,9 @@ JOURNALS = {
     "file": "dlrover.master.journal_file:open_file",
     "memory": "dlrover.master.journal_memory:open_memory",
 }
-"""Stores by scheme, as ``module:function``, so that none is imported before it is asked for.
+"""Stores by scheme, as ``module:function``; each is imported on demand.
 
-The function takes what follows the scheme, the path of the job directory's own file, and ``read_only``.
+The function takes the text after the scheme, the path of the job directory's own file, and ``read_only``.
 """
 DEFAULT = "file:"
 
@@ -44,54 +44,54 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Journal(Protocol):
-    """One job's journal in some store. Opening it for writing takes the next epoch.
+    """One job's journal in a store. Opening it for writing takes the next epoch.
 
     Every method raises `InfrastructureError` when the store fails.
     """
 
     @property
     def epoch(self) -> int:
-        """The epoch of the master that opened it, 1 for the first; 0 if it was opened for reading."""
+        """The epoch of the master that opened the journal, 1 for the first; 0 if opened for reading."""
 
     def append(self, entry: Entry, now: float) -> None:
-        """Add an entry; it outlives this process, if the store does, when this returns.
+        """Add an entry. When this returns, the entry outlives this process if the store does.
 
         Raises:
             FencedError: a later epoch was taken; nothing was added.
         """
 
     def append_all(self, entries: Sequence[Entry], now: float) -> None:
-        """Add entries at once, all or none; as `append` otherwise."""
+        """Add entries at once, all or none; otherwise like `append`."""
 
     def entries(self) -> Iterator[tuple[float, Entry]]:
-        """What a master that starts now has to replay, with the times, oldest first.
+        """Return the entries that a starting master has to replay, with their times, oldest first.
 
-        All entries, or none in a store that does not outlive its master.
+        All entries, or none if the store does not outlive its master.
         """
 
     def check(self) -> None:
-        """Find out whether this is still the job's journal and its latest epoch.
+        """Check that this is still the job's journal and its latest epoch.
 
         Raises:
             FencedError: it is not.
         """
 
     def raise_epoch(self, above: int) -> None:
-        """Take an epoch higher than ``above``, which agents have met and this store has lost.
+        """Take an epoch higher than ``above``, which agents have seen and this store has lost.
 
         Raises:
             FencedError: a later epoch was taken meanwhile.
         """
 
     def close(self) -> None:
-        """Let the store go."""
+        """Release the store."""
 
 
 def open_journal(url: str, own_file: Path, *, read_only: bool = False) -> Journal:
-    """The journal that ``url`` names; ``own_file`` is the one in the job directory.
+    """Open the journal that ``url`` names; ``own_file`` is the one in the job directory.
 
     Raises:
-        ConfigurationError: ``url`` has an unknown scheme, or the store cannot be named so.
+        ConfigurationError: ``url`` has an unknown scheme, or the rest of it is wrong for its scheme.
         FormatError: another version of DLRover wrote it.
         InfrastructureError: the store cannot be opened, or is damaged.
     """
@@ -107,7 +107,7 @@ def open_journal(url: str, own_file: Path, *, read_only: bool = False) -> Journa
 
 
 def encoded(entry: Entry) -> tuple[str, bytes]:
-    """The kind of an entry, and the entry as bytes; for stores."""
+    """Return the kind of an entry and the entry as bytes, for stores."""
     kind = "input" if isinstance(entry, inputs.Input) else "store"
     if isinstance(entry, ShardRequest):
         kind = "shards"
@@ -115,7 +115,7 @@ def encoded(entry: Entry) -> tuple[str, bytes]:
 
 
 def decoded(kind: str, body: bytes) -> Entry:
-    """The entry that `encoded` gave.
+    """Return the entry that `encoded` turned into bytes.
 
     Raises:
         msgspec.DecodeError: it is damaged, or of another version.
@@ -125,7 +125,7 @@ def decoded(kind: str, body: bytes) -> Entry:
 
 
 def fenced(epoch: int, latest: int) -> FencedError:
-    """What a master of ``epoch`` is told once ``latest`` was taken."""
+    """Return the error for a master of ``epoch`` after ``latest`` was taken."""
     return FencedError(
         f"Another master has taken over the job with epoch {latest}; this one has epoch {epoch}."
     )

@@ -1,7 +1,8 @@
 """The journal as a SQLite file in write-ahead mode.
 
-An append survives the death of the process at any instant (only a crash of the whole machine may take
-the last moments). Two masters may have it open: which one may write is decided in the same transaction.
+An append survives the death of the process at any instant; only a crash of the whole machine may lose
+the last moments. Two masters may have the file open: each append checks which of them may write, in
+the same transaction.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from dlrover.master.journal import Entry, decoded, encoded, fenced
 from dlrover.spec.jobdir import FORMAT, check_format
 
 LOCK_TIMEOUT = 5.0
-"""Seconds that another master may hold the file while it opens it or appends."""
+"""Maximum seconds to wait for another master that opens the file or appends to it."""
 LOCK_PAUSE = 0.01
-"""Seconds between two attempts at what SQLite does not wait for."""
+"""Seconds between two attempts at an operation that SQLite does not wait for."""
 
 _TABLES = (
     "CREATE TABLE IF NOT EXISTS entries "
@@ -36,12 +37,12 @@ _INSERT = (
 
 
 def open_file(rest: str, own_file: Path, *, read_only: bool) -> FileJournal:
-    """The journal at the path ``rest``, or in the job directory if that is empty."""
+    """Open the journal at the path ``rest``, or in the job directory if ``rest`` is empty."""
     return FileJournal(Path(rest) if rest else own_file, read_only=read_only)
 
 
 class FileJournal:
-    """One job's journal at ``path``; made if it does not exist.
+    """One job's journal at ``path``, created if it does not exist.
 
     Raises:
         FormatError: another version of DLRover wrote it; it stays as it is.
@@ -51,7 +52,7 @@ class FileJournal:
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self._path = path
         self.epoch = 0
-        """As in `Journal`."""
+        """See `Journal`."""
         uri = f"{path.absolute().as_uri()}{'?mode=ro' if read_only else ''}"
         try:
             self._db = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=LOCK_TIMEOUT)
@@ -71,7 +72,7 @@ class FileJournal:
             raise self._problem("cannot be opened", error) from error
 
     def _check_format(self, read_only: bool) -> None:
-        """Refuse another version's journal; a new file, which nobody has prepared yet, to a reader."""
+        """Refuse another version's journal; refuse a reader if the file is new and not yet prepared."""
         version = self._version()
         if version:
             check_format(self._path, version)
@@ -79,7 +80,7 @@ class FileJournal:
             raise InfrastructureError(f"The journal {self._path} is empty.")
 
     def _prepare(self) -> None:
-        """Make the tables of a new journal."""
+        """Create the tables of a new journal."""
         self._write_ahead()
         self._db.execute("PRAGMA synchronous=NORMAL")
         for statement in _TABLES:
@@ -88,7 +89,7 @@ class FileJournal:
             self._db.execute(f"PRAGMA user_version={FORMAT}")
 
     def _write_ahead(self) -> None:
-        """Set the mode. SQLite does not wait for another process that does the same; this does."""
+        """Set the mode; wait for another process that does the same, which SQLite itself does not."""
         until = time.monotonic() + LOCK_TIMEOUT
         while not self._has_set_mode(last=time.monotonic() > until):
             time.sleep(LOCK_PAUSE)  # noqa: TID251  # as SQLite does for every other statement
@@ -107,7 +108,7 @@ class FileJournal:
         self.append_all((entry,), now)
 
     def append_all(self, entries: Sequence[Entry], now: float) -> None:
-        """Add entries, in one transaction."""
+        """Add entries in one transaction."""
         self._check_file()
         rows = [(now, *encoded(entry), self.epoch) for entry in entries]
         try:
@@ -118,14 +119,14 @@ class FileJournal:
             self.check()
 
     def _insert(self, rows: list[tuple[float, str, bytes, int]]) -> int:
-        """Add rows; how many: none if another master's epoch is the latest."""
+        """Add rows and return their number; 0 if another master's epoch is the latest."""
         if len(rows) == 1:
             return self._db.execute(_INSERT, rows[0]).rowcount
         with self._transaction():
             return self._db.executemany(_INSERT, rows).rowcount
 
     def entries(self) -> Iterator[tuple[float, Entry]]:
-        """All entries with their times, oldest first."""
+        """Yield all entries with their times, oldest first."""
         try:
             rows: Any = self._db.execute("SELECT time, kind, body FROM entries ORDER BY seq")
             for at, kind, body in rows:
@@ -134,7 +135,7 @@ class FileJournal:
             raise self._problem("cannot be read", error) from error
 
     def check(self) -> None:
-        """Find out whether this is still the job's journal and its latest epoch."""
+        """Check that this is still the job's journal and its latest epoch."""
         self._check_file()
         try:
             latest = self._latest()
@@ -162,14 +163,14 @@ class FileJournal:
         self._db.close()
 
     def _take_epoch(self) -> int:
-        """Make this the latest master, in one transaction; its epoch."""
+        """Make this the latest master in one transaction; return its epoch."""
         with self._transaction():
             self._db.execute("UPDATE master SET epoch = epoch + 1")
             return self._latest()
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
-        """All or nothing; no other master writes meanwhile."""
+        """Run the block as one transaction, all or nothing; no other master writes meanwhile."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -183,7 +184,7 @@ class FileJournal:
         return int(self._db.execute("SELECT epoch FROM master").fetchone()[0])
 
     def _check_file(self) -> None:
-        """Refuse to go on in a file that was deleted once another master has made a new one."""
+        """Refuse to continue in a deleted file once another master has created a new one."""
         try:
             current = self._path.stat().st_ino
         except OSError:

@@ -1,4 +1,4 @@
-"""A journal that is lost with its master: the job's state then lives with the agents alone."""
+"""A journal that is lost with its master: only the agents then hold the job's state."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dlrover.master.journal import Entry
 
 
 def open_memory(rest: str, _own_file: Path, *, read_only: bool) -> MemoryJournal:
-    """A journal in the memory of this process.
+    """Create a journal in the memory of this process.
 
     Raises:
-        ConfigurationError: ``rest`` is not empty: it has no place.
-        InfrastructureError: it is to be read, which no other process can.
+        ConfigurationError: ``rest`` is not empty: a journal in memory has no location.
+        InfrastructureError: it was to be opened for reading, which no other process can do.
     """
     if rest:
         raise ConfigurationError(f"journal memory:{rest} is unknown; it takes memory: alone.")
@@ -24,31 +24,31 @@ def open_memory(rest: str, _own_file: Path, *, read_only: bool) -> MemoryJournal
 
 
 class MemoryJournal:
-    """The journal of one master process. It keeps no entries: nobody could ever replay them.
+    """The journal of one master process. It keeps no entries: no process could ever replay them.
 
-    Nothing here knows of other masters. Only what the agents tell keeps an old one from going on.
+    It knows nothing of other masters. Only the agents' reports keep an old master from continuing.
     """
 
     def __init__(self) -> None:
         self.epoch = 1
-        """As in `Journal`."""
+        """See `Journal`."""
 
     def append(self, entry: Entry, now: float) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def append_all(self, entries: Sequence[Entry], now: float) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def entries(self) -> Iterator[tuple[float, Entry]]:
-        """None: a master finds its journal empty."""
+        """Return no entries: a master always finds its journal empty."""
         return iter(())
 
     def check(self) -> None:
-        """Nothing to find out."""
+        """Do nothing: no other master can write to this journal."""
 
     def raise_epoch(self, above: int) -> None:
         """Take an epoch higher than ``above``."""
         self.epoch = max(above, self.epoch) + 1
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""What was measured of a job comes before what a model predicts. Pure."""
+"""Sizes that were measured, which take precedence over what a model predicts. Pure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dlrover.spec.roles import Size
 from dlrover.spec.speed import ScaleDecision, ScaleKind, SpeedSample
 
 SPREAD = 0.2
-"""Relative distance within which a measured speed is expected to come again."""
+"""Relative deviation within which a measured speed is expected to recur."""
 
 
 def means(samples: Sequence[SpeedSample]) -> dict[Size, float]:
-    """Throughput by size."""
+    """Return the mean throughput by size."""
     found: dict[Size, list[float]] = {}
     for sample in samples:
         found.setdefault(sample.size, []).append(sample.throughput)
@@ -28,7 +28,7 @@ def means(samples: Sequence[SpeedSample]) -> dict[Size, float]:
 def to_measure(
     current: SpeedSample, target: Size, before: float, after: Prediction
 ) -> ScaleDecision:
-    """That a size is tried which nothing rules out; ``before`` is the present throughput."""
+    """Return the decision to try a size that nothing rules out; ``before`` is the present throughput."""
     reason = (
         f"{told_change(current.size, target)}: to be measured, "
         "because no measurement rules out that it is the best size"
@@ -40,10 +40,10 @@ def to_measure(
 def best_known(
     known: Mapping[Size, float], asked: Question, choice: Choice, past: Precedent | None = None
 ) -> ScaleDecision | None:
-    """A size that is better than the present one and was measured: here, or by a similar job.
+    """Return a better size that this job or a similar one has measured; None if there is none.
 
-    ``known`` is the throughput by size that the job itself has measured, the present size included; ``past``
-    is the similar job.
+    ``known`` is the throughput by size that the job itself has measured, including the present size;
+    ``past`` is the similar job.
     """
     current = asked.current
     seen = {**past.throughput, **known} if past is not None else known

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a job: read from the machine and its ledger when they are asked for."""
+"""Prometheus metrics of a job, read from the machine and its ledger at each scrape."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from dlrover.spec.jobdir import MetricsAddress
 from dlrover.spec.node import NodeStatus
 
 ANSWER_TIMEOUT = 5.0
-"""Seconds that the master's event loop gets to answer one scrape."""
+"""Seconds that the master's event loop has to answer one scrape."""
 
 
 class JobCollector(Collector):
-    """The metrics of one job. `collect` is called in the HTTP server's threads."""
+    """Collector of one job's metrics. The HTTP server's threads call `collect`."""
 
     def __init__(self, master: Master, loop: asyncio.AbstractEventLoop) -> None:
         self._master = master
         self._loop = loop
 
     def describe(self) -> list[Metric]:
-        """Nothing: the registry holds no other collector whose names might be the same."""
+        """Return nothing: the registry holds no other collector whose names might be the same."""
         return []
 
     def collect(self) -> list[Metric]:
-        """All metrics, read on the master's event loop, which changes what they are read from."""
+        """Return all metrics, read on the master's event loop because that loop changes their sources."""
 
         async def read() -> list[Metric]:
             return list(metrics(self._master))
@@ -43,7 +43,7 @@ class JobCollector(Collector):
 
 
 def metrics(master: Master) -> Iterator[Metric]:
-    """The metrics of a master's job at this moment."""
+    """Yield the current metrics of a master's job."""
     machine, ledger, now = master.machine, master.ledger, master.clock()
     seconds = CounterMetricFamily(
         "dlrover_job_seconds",
@@ -94,7 +94,7 @@ def metrics(master: Master) -> Iterator[Metric]:
 
 
 def _usage(master: Master) -> Iterator[Metric]:
-    """What the nodes of the running world use, as they said last."""
+    """Yield the resource usage of the nodes of the running world, as last reported."""
     told = sorted(master.scaler.usage.items())
     for name, words, values in (
         ("memory_bytes", "Memory that a node uses.", [use.memory for _, use in told]),
@@ -114,7 +114,7 @@ def _usage(master: Master) -> Iterator[Metric]:
 
 
 class MetricsServer:
-    """Serves ``/metrics`` from a thread of its own until it is closed.
+    """Server of ``/metrics``, in a thread of its own until it is closed.
 
     Raises:
         ConfigurationError: the address cannot be listened on.
@@ -134,7 +134,7 @@ class MetricsServer:
             ) from error
 
     def close(self) -> None:
-        """Stop serving. Call it from outside of the server's threads."""
+        """Stop serving. Do not call this from the server's own threads."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

@@ -1,4 +1,4 @@
-"""What a platform may know of the nodes that it was asked for, and how it has one replaced."""
+"""A platform's view of the nodes requested from it, and its requests to replace one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOBODY = -1
 
 
 def placed(machine: JobMachine) -> dict[str, PlacedNode]:
-    """The nodes of a job that have a handle, by handle."""
+    """Return the nodes of a job that have a handle, by handle."""
     leaving = {migration.node for migration in machine.migrations.values()}
     leaving |= machine.scaling.leaving.keys()
     return {
@@ -39,16 +39,16 @@ def _standing(
     if leaves:
         return "leaves"
     between = node.status is NodeStatus.READY and node.has_run and machine.rendezvous.collecting
-    unknown = machine.adoption.pending  # a master that has lost its journal asks what it trains
+    unknown = machine.adoption.pending  # without its journal, a master asks what the node trains
     return "trains" if node.status is NodeStatus.RUNNING or between or unknown else "idle"
 
 
 def asked(
     machine: JobMachine, handle: str, factors: tuple[float, float], reason: str
 ) -> inputs.MigrateAsked:
-    """What the machine is asked, so that another node takes the place of the one with a handle.
+    """Return the input that asks the machine to replace the node with a handle.
 
-    ``factors`` are how many times the cores and the memory that the job asked for the other one has.
+    ``factors`` are the CPU and memory multipliers of the replacement, relative to the job's request.
     """
     ids = (node.id for node in machine.nodes.values() if node.handle == handle)
     return inputs.MigrateAsked(next(ids, _NOBODY), *factors, reason)

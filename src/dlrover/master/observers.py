@@ -1,4 +1,4 @@
-"""Who else is told of a job: Prometheus and OpenTelemetry, where somebody asked for them."""
+"""Optional observers of a job: Prometheus and OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ logger = logging.getLogger(__name__)
 
 
 class Observers:
-    """The metrics and spans of one master. Nothing is loaded that nobody asked for.
+    """The metrics and spans of one master. Packages that are not needed are not imported.
 
     Raises:
-        ConfigurationError: metrics are asked for and cannot be served; not after a takeover, when the
-            job goes on without them.
+        ConfigurationError: metrics are asked for and cannot be served; after a takeover, the job goes on
+            without them instead.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class Observers:
         self._closers.append(spans.close)
 
     def close(self) -> None:
-        """Serve and send no more; it may take some seconds."""
+        """Stop serving and sending; this may take some seconds."""
         for close in self._closers:
             close()
 
 
 def wants_spans(env: Mapping[str, str]) -> bool:
-    """Whether OpenTelemetry's variables ask for spans, by the protocol that is spoken here."""
+    """Return whether OpenTelemetry's variables ask for spans, by the protocol supported here."""
     endpoint = env.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or env.get(
         "OTEL_EXPORTER_OTLP_ENDPOINT"
     )

@@ -1,4 +1,4 @@
-"""The next size of a job, from what was measured of it: here of all-reduce jobs. Pure.
+"""Planner of a job's next size from its measurements; here for all-reduce jobs. Pure.
 
 Needs numpy and scipy (extra ``planning``).
 """
@@ -23,17 +23,17 @@ from dlrover.spec.roles import WORKER, Size
 from dlrover.spec.speed import ScaleDecision, ScaleKind, SpeedSample
 
 PRICES = Prices(cpu=0.0, memory=0.0, accelerator=1.0)
-"""All nodes of a job are alike: its cost is the number of its workers."""
+"""Prices by which a job costs its number of workers, as all nodes of a job are alike."""
 
 DESCRIBES = 0.1
-"""Relative error up to which a model describes what was measured."""
+"""Maximum relative error of a model that describes the measurements."""
 
 
 def decide(asked: Question, similar: brain.Similar | None = None) -> ScaleDecision | None:
-    """The next size; None if none is worth a change.
+    """Return the next size; None if none is worth a change.
 
-    What was measured comes before what is predicted: a measured size that is better is taken, one that is not
-    is not tried again. What the job has not measured itself is taken from a ``similar`` one.
+    Measurements take precedence over predictions: a better measured size is taken, a worse one is not tried
+    again. What the job has not measured itself is taken from a ``similar`` one.
     """
     if asked.current.servers:
         return decide_servers(asked)
@@ -41,7 +41,7 @@ def decide(asked: Question, similar: brain.Similar | None = None) -> ScaleDecisi
 
 
 def _decide_nodes(asked: Question, similar: brain.Similar | None) -> ScaleDecision | None:
-    """The same for a job whose workers exchange their gradients."""
+    """Return the next size of a job whose workers exchange their gradients."""
     choice = Choice(weight=asked.cost)
     current = asked.current
     past = precedent_of(similar, asked.samples, asked.sizes)
@@ -80,7 +80,7 @@ def _decide_nodes(asked: Question, similar: brain.Similar | None) -> ScaleDecisi
 def _described(
     model: RingModel, open_sizes: Sequence[int], known: Mapping[Size, float], current: SpeedSample
 ) -> list[int]:
-    """The sizes whose nearest measured one the model fits: where it does not, it says nothing of those around."""
+    """Return the sizes whose nearest measured size the model fits; around others it says nothing."""
     shapes = [resized(current, size.workers) for size in known]
     columns = zip(*((shape.nodes, shape.replicas, shape.batch) for shape in shapes), strict=True)
     predicted = model.throughput_of(*(np.array(column) for column in columns))
@@ -90,7 +90,7 @@ def _described(
 
 
 def _may_pay(trial: Plan, current: SpeedSample, choice: Choice) -> bool:
-    """Whether a size can be better than the present one, if its speed is at the top of the interval."""
+    """Return whether a size can beat the present one if its speed is at the top of the interval."""
     effect = trial.effect
     assert effect is not None
     most = worth(effect.high, trial.groups[WORKER].count, choice)
@@ -104,7 +104,7 @@ def _neighbour(
     current: SpeedSample,
     choice: Choice,
 ) -> ScaleDecision | None:
-    """A size beside the present one, the best that was measured, that nothing rules out."""
+    """Return a size next to the present, best measured one that nothing rules out."""
 
     def value(throughput: float, size: Size) -> float:
         return worth(throughput, size.workers, choice)
@@ -136,7 +136,7 @@ def _ring(sample: SpeedSample) -> RingSample:
 def _told(
     kind: ScaleKind, plan: Plan, current: SpeedSample, past: Precedent | None
 ) -> ScaleDecision:
-    """The plan in terms of nodes alone: how many workers each has stays as it is."""
+    """Return a plan in terms of nodes alone: the workers per node stay as they are."""
     size = Size(plan.groups[WORKER].count)
     _, _, why = plan.reason.partition(": ")
     reason = f"{told_change(current.size, size)}: {why}"

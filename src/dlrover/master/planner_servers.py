@@ -1,4 +1,4 @@
-"""The next numbers of workers and servers of a job with parameter servers, from what was measured of it. Pure.
+"""Planner of the next numbers of workers and servers of a parameter-server job, from its measurements. Pure.
 
 Needs numpy and scipy (extra ``planning``).
 """
@@ -27,19 +27,19 @@ from dlrover.spec.roles import SERVER, WORKER, Size
 from dlrover.spec.speed import ScaleDecision, ScaleKind, SpeedSample
 
 PRICES = Prices(cpu=1.0, memory=0.0, accelerator=0.0)
-"""What counts are the cores of the nodes; each node has one where nobody knows them."""
+"""Prices that count only the cores of the nodes; each node has one if they are unknown."""
 
 FORMS: tuple[Form, ...] = ("dlrover-rm", "queue", "optimus-async")
-"""Of the models. The first has no term for what grows with the workers however many servers there are."""
+"""Forms of the models. The first has no term that grows with the workers however many servers there are."""
 DESCRIBES = 0.1
-"""Relative noise up to which a model describes what was measured."""
+"""Maximum relative noise of a model that describes the measurements."""
 
 
 def decide_servers(asked: Question) -> ScaleDecision | None:
-    """The next size; None if none is worth a change.
+    """Return the next size; None if none is worth a change.
 
-    What was measured comes before what is predicted: a measured size that is better is taken, one that is not
-    is not tried again.
+    Measurements take precedence over predictions: a better measured size is taken, a worse one is not tried
+    again.
     """
     choice = Choice(weight=asked.cost)
     known = means(asked.samples)
@@ -61,7 +61,7 @@ def decide_servers(asked: Question) -> ScaleDecision | None:
 
 
 def _fitted(asked: Question) -> list[ServerModel]:
-    """The models that describe what was measured, the best one first."""
+    """Return the models that describe the measurements, the best one first."""
     samples = [_sample(sample, asked.current) for sample in asked.samples]
     models = sorted((fit_servers(samples, form) for form in FORMS), key=lambda model: model.noise)
     return [model for model in models if model.noise <= max(models[0].noise, DESCRIBES)]
@@ -70,7 +70,7 @@ def _fitted(asked: Question) -> list[ServerModel]:
 def _predicted(
     model: ServerModel, asked: Question, known: dict[Size, float], choice: Choice
 ) -> ScaleDecision | None:
-    """The best size near what was measured, if it pays."""
+    """Return the best size near the measured ones, if it pays."""
     terms = Terms(prices=PRICES, choice=choice, region=asked.region)
     plan = plan_servers(model, _space(asked, known), _shape(asked.current, asked.current), terms)
     return None if plan is None else _decision(plan, asked)
@@ -79,7 +79,7 @@ def _predicted(
 def _sampled(
     model: ServerModel, asked: Question, known: dict[Size, float], choice: Choice
 ) -> ScaleDecision | None:
-    """The size that the model knows least of, if it may pay."""
+    """Return the size about which the model knows least, if it may pay."""
     terms = Terms(prices=PRICES, choice=choice, region=asked.region)
     trial = sample_servers(model, _space(asked, known), _shape(asked.current, asked.current), terms)
     found = None if trial is None else _decision(trial, asked)
@@ -89,7 +89,7 @@ def _sampled(
 def _neighbour(
     model: ServerModel, asked: Question, known: dict[Size, float], choice: Choice
 ) -> ScaleDecision | None:
-    """A size beside the present one, the best that was measured, that nothing rules out."""
+    """Return a size next to the present, best measured one that nothing rules out."""
     current, here = asked.current, asked.current.size
 
     def value(throughput: float, size: Size) -> float:
@@ -110,7 +110,7 @@ def _neighbour(
 
 
 def _space(asked: Question, known: dict[Size, float]) -> ServerSpace:
-    """What may be chosen: each node with the cores that it has now."""
+    """Return the sizes to choose from; each node keeps its present cores."""
     here, each = _shape(asked.current, asked.current), _per_node(asked.current)
     return ServerSpace(
         workers=[nodes * each for nodes in asked.sizes],
@@ -126,9 +126,9 @@ def _sample(sample: SpeedSample, current: SpeedSample) -> ServerSample:
 
 
 def _shape(sample: SpeedSample, current: SpeedSample) -> ServerShape:
-    """A measured size in the model's terms: a worker's batch is the unit of what it does.
+    """Return a measured size in the model's terms, with a worker's batch as the unit of work.
 
-    The cores are those of ``current``: what was measured with others is forgotten.
+    The cores are those of ``current``: measurements with others have been dropped.
     """
     each = _per_node(sample)
     known = current.worker_cpu > 0 and current.server_cpu > 0
@@ -145,7 +145,7 @@ def _per_node(sample: SpeedSample) -> int:
 
 
 def _decision(plan: Plan, asked: Question) -> ScaleDecision:
-    """A plan in terms of nodes."""
+    """Return a plan in terms of nodes."""
     workers = plan.groups[WORKER].count // _per_node(asked.current)
     size = Size(workers, plan.groups[SERVER].count)
     _, _, why = plan.reason.partition(": ")
@@ -156,7 +156,7 @@ def _decision(plan: Plan, asked: Question) -> ScaleDecision:
 def _may_pay(
     trial: ScaleDecision, asked: Question, choice: Choice, *, at_least: bool = False
 ) -> bool:
-    """Whether a size is better than the present one if its speed is at the top of the interval, or at its bottom."""
+    """Return whether a size beats the present one at its interval's top (with ``at_least``: its bottom)."""
     current, effect = asked.current, trial.plan.effect
     assert effect is not None
     after = worth(effect.low if at_least else effect.high, current.cost(trial.size), choice)

@@ -1,4 +1,4 @@
-"""What a similar job has measured, as far as a job may take it for its own. Needs numpy and scipy (extra ``planning``)."""
+"""Measurements of a similar job that a job may use as its own. Needs numpy and scipy (extra ``planning``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dlrover.spec.roles import Size
 from dlrover.spec.speed import SpeedSample
 
 ALIKE = 1.25
-"""Factor within which a job's own steps lie of those of a similar job."""
+"""Maximum factor between the step times of a job and those of a similar one."""
 
 
 @dataclass(frozen=True)
@@ -22,15 +22,15 @@ class Precedent:
 
     name: str
     samples: Sequence[RingSample]
-    """What it has measured, as fast as the job itself is."""
+    """Its measurements, scaled to the speed of the job itself."""
     throughput: Mapping[Size, float]
-    """Of the job's sizes that it has measured."""
+    """Throughput of the job's sizes that it has measured."""
 
 
 def precedent_of(
     similar: brain.Similar | None, own: Sequence[SpeedSample], sizes: Sequence[int]
 ) -> Precedent | None:
-    """The precedent of a job with some samples; None without one, or where the samples contradict it."""
+    """Return the precedent of a job with some samples; None if there is none or the samples contradict it."""
     if similar is None or not similar.samples:
         return None
     found = [_whole_step(sample) for sample in latest_of_each(similar.samples)]
@@ -49,19 +49,19 @@ def precedent_of(
 
 
 def shape_of(sample: SpeedSample) -> RingShape:
-    """The size that was measured."""
+    """Return the size that was measured."""
     return resized(sample, sample.nodes)
 
 
 def resized(sample: SpeedSample, nodes: int) -> RingShape:
-    """The size of a job with another number of the same nodes."""
+    """Return the size of a job with another number of the same nodes."""
     replicas = sample.replicas // sample.nodes * nodes
     batch = max(1, round(sample.total_batch / replicas)) if sample.total_batch else 1
     return RingShape(nodes, replicas, batch)
 
 
 def _whole_step(sample: brain.Sample) -> RingSample:
-    """A step of all passes as if it were one, which is how a job sees its own steps."""
+    """Return a step of all passes as one pass, which is how a job sees its own steps."""
     shape, passes = ring_shape(sample.shape), sample.shape.passes
     total, compute = shape.replicas * shape.batch * passes, sample.compute_seconds
     return RingSample(
@@ -74,7 +74,7 @@ def _whole_step(sample: brain.Sample) -> RingSample:
 def _expected(
     found: Sequence[RingSample], own: Sequence[SpeedSample]
 ) -> list[tuple[SpeedSample, float]]:
-    """Each sample with the seconds of a similar job's step: measured, or by its model."""
+    """Return each sample with the seconds of a similar job's step: measured, or by its model."""
     model = fit_ring(found)
     expected = []
     for sample in own:
@@ -85,7 +85,7 @@ def _expected(
 
 
 def _measured(samples: Sequence[RingSample], shape: RingShape) -> float:
-    """Mean seconds of a step of a size; 0 if it was not measured."""
+    """Return the mean seconds of a step of a size; 0 if it was not measured."""
     steps = [sample.step_seconds for sample in samples if sample.shape == shape]
     return mean(steps) if steps else 0.0
 

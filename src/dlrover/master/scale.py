@@ -1,4 +1,4 @@
-"""What somebody is answered who asks for another number of nodes."""
+"""Answers to requests for another number of nodes."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from dlrover.spec.roles import WORKER
 
 
 def refusal(machine: JobMachine, asked: inputs.ScaleAsked) -> str:
-    """Why a job does not follow, as one sentence; empty if it does."""
+    """Return why a job refuses a request, as one sentence; empty if it accepts."""
     if machine.outcome is not None:
         return f"The job has ended: {machine.outcome.reason}"
     return machine.scaling.refusal(asked)
 
 
 def changes(machine: JobMachine, asked: inputs.ScaleAsked) -> bool:
-    """Whether what is asked for is new: a user's number is, if a plan could have changed it."""
+    """Return whether a request changes the number or, as a user's first, keeps plans from changing it."""
     of_role = machine.scaling.roles[asked.role]
     pins = asked.source == "user" and not of_role.by_user
     return asked.nodes != of_role.nodes or pins
 
 
 def size(machine: JobMachine, now: float, role: str = WORKER) -> JobSize:
-    """How many nodes of a role a job is to have at time ``now``, and whether it has all its nodes.
+    """Return how many nodes of a role a job wants at time ``now``, and whether it has all its nodes.
 
-    A job has none of a role whose number cannot change.
+    The number is 0 for a role whose number cannot change.
     """
     scaling, rdzv = machine.scaling, machine.rendezvous
     of_role = scaling.roles.get(role) or Wanted(0, 0, 0)
@@ -55,7 +55,7 @@ def size(machine: JobMachine, now: float, role: str = WORKER) -> JobSize:
 
 
 def told(before: int, after: int, role: str = "") -> messages.ScaleReply:
-    """What follows from a change of the number of nodes."""
+    """Return the answer to a change of the number of nodes."""
     kind = f"{role} nodes" if role else "nodes"
     count = f"{after} {kind}" if after != 1 else f"1 {kind[:-1]}"
     if before == after:

@@ -1,4 +1,4 @@
-"""The master's shell: takes messages in, journals and handles them, carries out the commands."""
+"""The master's shell: receives messages, journals and handles them, and carries out the commands."""
 
 from __future__ import annotations
 
@@ -39,33 +39,33 @@ from dlrover.spec.shards import LookShards, ShardReply, ShardRequest
 logger = logging.getLogger(__name__)
 
 PROGRESS_JOURNAL_INTERVAL = 5.0
-"""Seconds between two journal entries that only tell of more steps, or of what workers do."""
+"""Seconds between two journal entries that only record more steps or what workers do."""
 FLUSH_INTERVAL = 1.0
-"""The same for what is journalled before an input that may end the round; new steps always are."""
+"""The same for entries made before an input that may end the round; new steps are always journalled."""
 WATCH_INTERVAL = 0.2
-"""Seconds between two notices to one watcher, at least."""
+"""Minimum seconds between two notices to one watcher."""
 NOTICE_BYTES = 1024 * 1024
-"""Size of the events in one notice, at most; a large job's status needs room beside them."""
+"""Maximum size of the events in one notice, in bytes; a large job's status needs room beside them."""
 WATCH_REFRESH = 1.0
-"""Seconds after which a watcher gets a notice even though no event happened."""
+"""Seconds after which a watcher gets a notice even if no event has happened."""
 
 
 REASON_LIMIT = 500
-"""Characters of the reason that somebody gives for another number of nodes."""
+"""Maximum length of the reason for another number of nodes, in characters."""
 JOURNAL_RETRY = 1.0
-"""Seconds between attempts to journal what nobody would report again: the disk may be full."""
+"""Seconds between attempts to journal an input that no peer will resend: the disk may be full."""
 SILENCE_CHECKS = 4
-"""Looks for silent nodes within one heartbeat time-out."""
+"""Number of checks for silent nodes within one heartbeat timeout."""
 
 
 class Clock:
-    """Wall-clock seconds that never run backwards: the wall's time at the start plus monotonic time."""
+    """Wall clock in seconds that never runs backwards: the wall time at the start plus monotonic time."""
 
     def __init__(self, not_before: float = 0.0) -> None:
         self._offset = max(time.time(), not_before) - time.monotonic()
 
     def __call__(self) -> float:
-        """Seconds since the epoch."""
+        """Return the seconds since the epoch."""
         return self._offset + time.monotonic()
 
 
@@ -80,7 +80,7 @@ class Master:
         self.ended = asyncio.Event()
         self._begun = asyncio.Event()
         self.fenced = asyncio.Event()
-        """Set once another master has taken over: this one must leave."""
+        """Set once another master has taken over: this one must exit."""
         self._journal = journal
         self._history = history
         self._platform: Platform | None = None
@@ -96,16 +96,16 @@ class Master:
         self._progress_timer: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._closing = False
-        self._unwritten = ""  # why the journal could not be written the last time
+        self._unwritten = ""  # error of the last journal write; empty if it succeeded
         self._backlog: collections.deque[tuple[float, inputs.Input]] = collections.deque()
-        """What has taken effect while the disk was full, oldest first: it is journalled before all else."""
+        """Inputs that took effect while the disk was full, oldest first; journalled before anything else."""
         self._changed = asyncio.Event()
         self.clock = Clock(self._replay())
         self._commits = Commits(self._append, self.clock)
         self._started = self.clock()
 
     def _replay(self) -> float:
-        """Bring the machines to where the journal ends; the time of its last entry, 0.0 if empty."""
+        """Replay the journal into the machines; return the time of its last entry, 0.0 if it is empty."""
         last = 0.0
         self.replayed = 0
         for last, entry in self._journal.entries():
@@ -128,14 +128,14 @@ class Master:
     # ---- life
 
     def use_platform(self, platform: Platform | None) -> None:
-        """Launch nodes here. Nodes that an earlier master process launched are taken over."""
+        """Launch nodes on a platform; take over nodes that an earlier master process launched."""
         self._platform = platform
         for node in self.machine.nodes.values():
             if platform is not None and node.handle and not node.status.final:
                 platform.adopt(node.id, node.handle)
 
     def register(self, server: Server) -> None:
-        """Serve this master's methods."""
+        """Register this master's methods with a server."""
         server.stream("Attend", messages.AgentMessage, self.attend)
         server.unary("Status", messages.StatusRequest, self.status)
         server.server_stream("Watch", messages.WatchRequest, self.watch)
@@ -146,26 +146,26 @@ class Master:
         server.unary("Shards", ShardRequest, self.use_shards)
 
     async def watch_silence(self) -> None:
-        """Report nodes that are connected and say nothing; runs until cancelled."""
+        """Report nodes that are connected but silent; run until cancelled."""
         while True:
             timeout = self.machine.job.limits.heartbeat_timeout
             due = self.clock() + timeout / SILENCE_CHECKS
             await asyncio.sleep(timeout / SILENCE_CHECKS)
-            with contextlib.suppress(InfrastructureError):  # the next append tells
+            with contextlib.suppress(InfrastructureError):  # the next append reports it
                 self._check_fence()
             now = self.clock()
             if now - due > timeout / SILENCE_CHECKS:
-                # This process itself was stopped: what came meanwhile has yet to be read.
+                # This process itself was stopped: the messages of that time are still unread.
                 self._heard = dict.fromkeys(self._heard, now)
             for node_id, heard in list(self._heard.items()):
                 if now - heard > timeout:
                     del self._heard[node_id]
                     self._insist(inputs.NodeSilent(node_id, now - heard))
-                    # Should the node wake up, it learns by the end of its stream that it was given up.
+                    # If the node wakes up, it learns from the end of its stream that it was given up.
                     self._queues[node_id].put_nowait(None)
 
     async def nodes_left(self) -> None:
-        """Wait until all nodes have left an ended job; those that do not are killed in the end."""
+        """Wait until all nodes have left an ended job; in the end, kill those that have not."""
         job, limits = self.machine.job, self.machine.job.limits
         ended = self.clock()
         grace = limits.recovery_grace if self.replayed else limits.reconnect_grace
@@ -184,7 +184,7 @@ class Master:
             await waited(self._changed, until - self.clock())
 
     def _uninformed(self) -> list[Node]:
-        """Nodes without a connection that may be about to come back, and do not know of the end."""
+        """Return disconnected nodes that may come back and do not know of the job's end."""
         return [
             node
             for node in self.machine.nodes.values()
@@ -194,7 +194,7 @@ class Master:
         ]
 
     def _remaining(self) -> list[Node]:
-        """Nodes that are connected, or that the platform still runs."""
+        """Return nodes that are connected or that the platform still runs."""
         return [
             node
             for node in self.machine.nodes.values()
@@ -202,7 +202,7 @@ class Master:
         ]
 
     def close(self) -> None:
-        """End every open stream: the master leaves."""
+        """End every agent's stream before the master exits."""
         self._closing = True
         if self._progress_timer is not None:
             self._progress_timer.cancel()
@@ -213,15 +213,15 @@ class Master:
     def on_node_exit(
         self, node_id: int, reason: str, /, *, exit_code: int = 0, refused: bool = False
     ) -> None:
-        """The platform's report of a node's end."""
+        """Process the platform's report of a node's end."""
         self._insist(inputs.NodeExited(node_id, reason, exit_code, refused))
 
     def on_node_wait(self, node_id: int, reason: str) -> None:
-        """The platform's report of what keeps a node from starting; empty: nothing any more."""
+        """Process the platform's report of what keeps a node from starting; empty: nothing any more."""
         self._insist(inputs.NodeWaits(node_id, reason))
 
     def _insist(self, event: inputs.Input) -> None:
-        """Submit what nobody would report again, once more as long as the journal cannot be written."""
+        """Submit an input that no peer will resend; retry while the journal is unwritable."""
         if isinstance(event, inputs.NodeDisconnected) and event.node_id in self._heard:
             return  # the node has come back meanwhile
         try:
@@ -234,7 +234,7 @@ class Master:
             asyncio.get_running_loop().call_later(JOURNAL_RETRY, self._insist, event)
 
     def submit(self, event: inputs.Input) -> None:
-        """Journal an input, handle it, and carry out what the machine orders."""
+        """Journal an input, handle it, and carry out the machine's commands."""
         now = self.clock()
         self._journal_or_keep(event, now)
         if isinstance(event, inputs.Submitted | inputs.MasterStarted):
@@ -248,20 +248,20 @@ class Master:
         self._changed = renewed(self._changed)
 
     def _submit_finding(self, event: inputs.Input) -> None:
-        """Submit what the watch over the workers has found."""
+        """Submit a finding of the hang watch or the auto-scaler."""
         self._flush_progress()
         self._insist(event)
 
-    # ---- who is the master
+    # ---- journal and fencing
 
     def _journal_or_keep(self, event: inputs.Input, now: float) -> None:
-        """Journal an input, or keep it until the disk has room: a full one must not keep a job from ending."""
+        """Journal an input; while the disk is full, keep it in memory so that the job can still end."""
         try:
             self._append([event], now)
         except FencedError:
             raise
         except InfrastructureError as error:
-            self._check_fence()  # this takes no room
+            self._check_fence()  # this needs no disk space
             if not self._backlog:
                 logger.warning("%s The job goes on; its state is kept in memory.", error)
             self._backlog.append((now, event))
@@ -284,11 +284,11 @@ class Master:
             self._journal.check()
 
     def _meet(self, hello: messages.Hello) -> None:
-        """An agent has met another master of a job: go beyond its epoch, or leave if it took over.
+        """Handle an agent that has met another master: exceed that master's epoch, or leave if it took over.
 
-        A store that was lost counts anew from 1. Shortly after its start this master takes a higher
-        epoch, if the store still takes it for the latest; later on, another one must have taken over.
-        An agent that this master's journal does not know has its epoch, even the same, from another.
+        A lost store counts again from 1. So shortly after its start, this master takes a higher epoch if it
+        is still the store's latest; later on, another master must have taken over. An agent that this master's
+        journal does not know has its epoch from another master, even if both epochs are the same.
         """
         epoch = hello.epoch
         if epoch < self._journal.epoch + (hello.uid in self.machine.by_uid) or not epoch:
@@ -388,11 +388,11 @@ class Master:
     async def attend(
         self, incoming: AsyncIterator[messages.AgentMessage]
     ) -> AsyncIterator[messages.MasterMessage]:
-        """An agent's stream: what it reports comes in, what it is to do goes out."""
+        """Serve an agent's stream: its reports come in, its orders go out."""
         hello = await anext(aiter(incoming), None)
         if not isinstance(hello, messages.Hello):
             raise ProtocolError("An agent's stream must begin with a Hello; this one does not.")
-        await self._begun.wait()  # the platform may take its time to tell which nodes there are
+        await self._begun.wait()  # the platform may take some time to list its nodes
         self._meet(hello)
         queue: asyncio.Queue[messages.MasterMessage | None] = asyncio.Queue()
         self._greeted[hello.uid] = queue
@@ -442,14 +442,14 @@ class Master:
             self.hangs.answered(node_id, message)
 
     def _take_heartbeat(self, node_id: int, message: messages.Heartbeat) -> None:
-        """Note a node's steps; journal the first ones of a round at once, the others now and then."""
+        """Record a node's steps; journal the first ones of a round at once, the others now and then."""
         if message.round != self.machine.rendezvous.round:
             return
         self._steps[node_id] = message.steps
         self.hangs.heard(node_id, message, self.clock())
         self.scaler.heard(node_id, message, self.clock())
         if self.machine.is_server(node_id):
-            return  # its optimizer's steps are not the training's
+            return  # its optimizer's steps are not training steps
         self._activities.note(node_id, message.round, message.steps, message.workers)
         new = message.steps > self.machine.steps
         first = new and (self.machine.incident is not None or self.machine.steps == 0)
@@ -461,7 +461,7 @@ class Master:
             self._progress_timer = loop.call_later(max(0.0, wait), self._on_progress_timer)
 
     def _tells_first_step(self) -> bool:
-        """Whether a worker has told what the running world began with, and the journal lacks it."""
+        """Return whether a worker has reported the running world's first step and the journal lacks it."""
         machine = self.machine
         runs = machine.outcome is None and not machine.rendezvous.collecting
         return runs and self._activities.first_step >= 0 > machine.first_step
@@ -474,7 +474,7 @@ class Master:
             logger.error("%s The next heartbeat tries again.", error)  # noqa: TRY400
 
     def _flush_progress(self) -> None:
-        """Journal the latest steps and activities: what comes next is judged by them."""
+        """Journal the latest steps and activities: the next input is judged by them."""
         machine, latest = self.machine, self._activities
         if latest.round != machine.rendezvous.round or machine.outcome is not None:
             return
@@ -497,7 +497,7 @@ class Master:
             self._insist(inputs.NodeDisconnected(node_id))
 
     async def status(self, _request: messages.StatusRequest) -> messages.Status:
-        """Where the job stands."""
+        """Return the status of the job."""
         status = status_of(
             self.machine, self.clock(), self._steps, self.hangs.doing(), self.scaler.usage
         )
@@ -509,7 +509,7 @@ class Master:
         )
 
     def progress(self) -> Progress:
-        """How far the training is."""
+        """Return how far the training is."""
         now = self.clock()
         status = status_of(self.machine, now, self._steps)
         goodput = self.ledger.goodput(now).goodput_ratio
@@ -517,11 +517,11 @@ class Master:
         return Progress(status.total_steps, status.restarts, goodput, left)
 
     def size(self, role: str) -> JobSize:
-        """How many nodes of a role the job is to have, and whether it has them."""
+        """Return how many nodes of a role the job wants, and whether it has them."""
         return scale.size(self.machine, self.clock(), role)
 
     async def watch(self, request: messages.WatchRequest) -> AsyncIterator[messages.Notice]:
-        """Events after ``request.since``, and for a follower also those to come."""
+        """Yield the events after ``request.since`` and, for a follower, those to come."""
         since = max(0, request.since)
         while True:
             fresh = self._history.batch(since, NOTICE_BYTES)
@@ -542,7 +542,7 @@ class Master:
         return messages.Done()
 
     async def scale(self, request: messages.ScaleRequest) -> messages.ScaleReply:
-        """Have another number of nodes, as a user asks for."""
+        """Change the number of nodes, as a user asks for."""
         await self._begun.wait()
         command = scaled_by(self._platform)
         if command:
@@ -557,7 +557,7 @@ class Master:
         role: str = WORKER,
         factors: tuple[float, float] = (1.0, 1.0),
     ) -> messages.ScaleReply:
-        """Have another number of nodes of a role if that is possible; what follows."""
+        """Change the number of nodes of a role if that is possible; return what follows."""
         asked = inputs.ScaleAsked(nodes, reason[:REASON_LIMIT], source, role, factors)
         refused = scale.refusal(self.machine, asked)
         if refused:
@@ -570,11 +570,11 @@ class Master:
         return scale.told(before, wanted.nodes, self.machine.scaling.told_role(role))
 
     def placed(self) -> dict[str, PlacedNode]:
-        """The nodes that the platform was asked for, by handle."""
+        """Return the nodes that the platform was asked for, by handle."""
         return migrate.placed(self.machine)
 
     def ask_migrate(self, handle: str, cpu_factor: float, memory_factor: float, reason: str) -> str:
-        """Have another node in the place of one that trains; why that is not possible now, else empty."""
+        """Replace a node that trains; return why that is not possible now, else an empty text."""
         factors = (cpu_factor, memory_factor)
         asked = migrate.asked(self.machine, handle, factors, reason[:REASON_LIMIT])
         refused = self.machine.migration_refusal(asked)
@@ -584,7 +584,7 @@ class Master:
         return refused
 
     async def use_shards(self, request: ShardRequest) -> ShardReply:
-        """Deal samples of a data set, or note what was done with them."""
+        """Lease samples of a dataset, or record what was done with them."""
         if self.machine.outcome is not None:
             return ShardReply(refused="The job has ended.")
         if isinstance(request, LookShards):
@@ -592,7 +592,7 @@ class Master:
         return await self._commits.commit(request, lambda now: self.shards.handle(request, now))
 
     async def use_store(self, request: messages.StoreRequest) -> messages.StoreReply:
-        """Carry out a request on the key-value store, waiting as long as it asks for."""
+        """Apply a request to the key-value store, waiting no longer than it asks for."""
         return await self.store.answer(request, self._commits, self.clock)
 
 

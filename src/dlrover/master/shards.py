@@ -1,4 +1,4 @@
-"""The data sets of a job: each request is journalled before it is handled, as everything is."""
+"""The datasets of a job. Each request is journalled before it is handled, like every other input."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from dlrover.spec.shards import ShardReply, ShardRequest
 logger = logging.getLogger(__name__)
 
 MAX_KEPT = 1000
-"""Sentences about what was set aside that are kept."""
+"""Maximum number of sentences kept about skipped samples."""
 NAMED = 3
-"""Samples that were set aside that a summary names."""
+"""Maximum number of those sentences in a summary."""
 OWN_DEATHS = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP}
 )
-"""Signals that a process brings upon itself, perhaps by what it has just read."""
+"""Signals that a process brings upon itself, perhaps because of what it has just read."""
 
 
 class ShardsService:
-    """Answers the requests of one job's workers. ``tell`` adds to the job's events, at a time in seconds."""
+    """Service for one job's workers. ``tell`` adds to the job's events, at a time in seconds."""
 
     def __init__(self, tell: Callable[[EventBody, float], Event]) -> None:
         self.shards = Shards()
@@ -35,10 +35,10 @@ class ShardsService:
         self._aside: dict[str, None] = {}
 
     def note(self, event: inputs.Input, now: float) -> None:
-        """Take in what happened to the job.
+        """Process an input of the job's machine.
 
-        A master's absence is not the workers' silence. A worker that died by itself may have died of
-        the samples that it read.
+        A master's absence does not count as the workers' silence. A worker that died by itself may have died
+        because of the samples that it read.
         """
         if isinstance(event, inputs.MasterStarted):
             self.shards.forgive(now)
@@ -46,13 +46,13 @@ class ShardsService:
             self._report(self.shards.crashed(event.failure, _words(event.failure)), now)
 
     def summary(self) -> tuple[str, ...]:
-        """Sentences about what was set aside, for the end of the job."""
+        """Return sentences about skipped samples, for the end of the job."""
         named = tuple(self._aside)[:NAMED]
         more = len(self._aside) - len(named)
         return (*named, f"And {more} more: dlrover events.") if more else named
 
     def handle(self, request: ShardRequest, now: float) -> ShardReply:
-        """Answer a request that is in the journal, or changes nothing."""
+        """Answer a request that is in the journal or changes nothing."""
         try:
             commands = self.shards.handle(request, now)
         except ProtocolError as error:
@@ -68,7 +68,7 @@ class ShardsService:
                 event = self._tell(body, now)
                 logger.warning("%s", event.sentence())
                 if len(self._aside) < MAX_KEPT:
-                    self._aside[event.sentence()] = None  # after a restart it is told again
+                    self._aside[event.sentence()] = None  # a replay reports it again
 
 
 def _own_death(failure: Failure) -> bool:

@@ -1,7 +1,7 @@
 """OpenTelemetry spans of a job, its rounds and its incidents, made from its events.
 
-Their ids are computed from the job, so that a master that takes over goes on with the same trace. What
-ended before it took over is not sent again.
+Their ids are computed from the job, so a master that takes over continues the same trace. Spans that ended
+before the takeover are not sent again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dlrover.spec import events
 from dlrover.spec.events import Event
 
 LAST_EXPORT = 5.0
-"""Seconds that the last spans get to be sent when the master leaves."""
+"""Maximum seconds to send the last spans when the master exits."""
 _NANO = 1e9
 
 _TOLD = (
@@ -32,11 +32,11 @@ _TOLD = (
     | events.RestartDecided
     | events.MasterRecovered
 )
-"""Events that are noted in the job's span."""
+"""Events recorded in the job's span."""
 
 
 class _Ids(IdGenerator):
-    """Gives the ids that were set."""
+    """Generator that returns preset ids."""
 
     trace = 1
     span = 1
@@ -49,16 +49,16 @@ class _Ids(IdGenerator):
 
 
 class JobSpans:
-    """Makes the spans of one job: give it the past events, then each new one."""
+    """The spans of one job: give it the past events, then each new one."""
 
     def __init__(
         self, env: Mapping[str, str], past: Sequence[Event], exporter: SpanExporter | None = None
     ) -> None:
-        """Begin to send spans; where to is in the environment, in OpenTelemetry's variables.
+        """Start to send spans to the place that OpenTelemetry's environment variables name.
 
         Args:
-            env: The environment; it decides on the name of the service.
-            past: The events before this master's time.
+            env: The environment, which may also name the service.
+            past: The events before this master's start.
             exporter: Takes the spans; by default they are sent by OTLP over HTTP.
         """
         named = {"OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES"} & env.keys()
@@ -77,7 +77,7 @@ class JobSpans:
         self._live = True
 
     def add(self, event: Event) -> None:
-        """Take in the next event."""
+        """Process the next event."""
         body, at = event.body, event.time
         if isinstance(body, events.JobSubmitted):
             digest = hashlib.sha256(f"{body.name} {at}".encode()).digest()
@@ -139,7 +139,7 @@ class JobSpans:
             span.end(round(at * _NANO))
 
     def close(self) -> None:
-        """Send what has ended and is not sent yet, for at most `LAST_EXPORT` seconds."""
+        """Send the spans that have ended and are not sent yet, for at most `LAST_EXPORT` seconds."""
         last = threading.Thread(target=self._provider.shutdown, daemon=True)
         last.start()
         last.join(LAST_EXPORT)

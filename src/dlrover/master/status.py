@@ -1,4 +1,4 @@
-"""Where a job stands, for whoever asks."""
+"""The status of a job, as clients see it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def status_of(
     doing: Mapping[int, str] | None = None,
     usage: Mapping[int, NodeUsage] | None = None,
 ) -> messages.Status:
-    """Where a job stands at time ``now``.
+    """Return the status of a job at time ``now``.
 
-    By node: ``steps`` are the latest ones, ``doing`` is what it does, ``usage`` is what it uses.
+    By node: ``steps`` is its latest step count, ``doing`` its activity, ``usage`` its resource usage.
     """
     doing, usage = doing or {}, usage or {}
     ranks = {node_id: rank for rank, node_id in enumerate(machine.rendezvous.members)}
@@ -60,20 +60,20 @@ def status_of(
 
 
 def _number(machine: JobMachine, steps: int) -> int:
-    """The number of the last step; after a restart that of the step before it, until the next one is known."""
+    """Return the last step's number; after a restart, that of the step before it until the next is known."""
     if machine.first_step >= 0:
         return machine.first_step + steps
     return -1 if steps else machine.reached
 
 
 def _word(node: Node, machine: JobMachine) -> str:
-    """What became of a node of the last world: its release after the job's end is no news."""
+    """Return the status of a node of the last world; the job's phase if it was released after the end."""
     over = machine.outcome is not None and node.status is NodeStatus.RELEASED
     return machine.phase.value if over else node.status.value
 
 
 def _steps(node: Node, machine: JobMachine, ranks: Mapping[int, int]) -> bool:
-    """Whether a node has made the steps of the last world."""
+    """Return whether a node has made the steps of the last world."""
     return node.id in ranks and not machine.is_server(node.id)
 
 

@@ -1,4 +1,4 @@
-"""The job's key-value store, as workers and agents use it: requests may wait for what others do."""
+"""The job's key-value store, as workers and agents use it: a request may wait for another one."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from dlrover.rpc import messages
 
 
 class StoreService:
-    """Answers the requests of one job."""
+    """Service for the store requests of one job."""
 
     def __init__(self) -> None:
         self.contents = KeyValueStore()
-        # set when there is an answer; kept by those who wait for it
+        # set when there is an answer; kept alive by the requests that wait for it
         self.awaited: WeakValueDictionary[tuple[str, int], asyncio.Event] = WeakValueDictionary()
 
     def apply(self, request: messages.StoreRequest) -> None:
-        """Carry out a request that is in the journal.
+        """Apply a request that is in the journal.
 
         Raises:
-            ProtocolError: it cannot be carried out; nothing has changed.
+            ProtocolError: it cannot be applied; nothing has changed.
         """
         self.contents.apply(request)
 
     async def answer(
         self, request: messages.StoreRequest, commits: Commits, clock: Callable[[], float]
     ) -> messages.StoreReply:
-        """Journal and carry out a request, and wait for its answer for as long as it asks for."""
+        """Journal and apply a request; wait for its answer no longer than it asks for."""
         topic = _topic(request)
         until = clock() + getattr(request, "wait", 0.0)
         if isinstance(request, messages.GetKey):
@@ -52,9 +52,9 @@ class StoreService:
 
 
 def _topic(request: messages.StoreRequest) -> tuple[str, int]:
-    """What a request waits for or may bring about: a key, or so many members at a barrier.
+    """Return what a request waits for or may bring about: a key, or a number of members at a barrier.
 
-    Nobody is woken who would have to go on waiting, else a barrier of n members costs n * n wake-ups.
+    Requests that would have to keep waiting are not woken; else a barrier of n members costs n * n wake-ups.
     """
     if isinstance(request, messages.EnterBarrier):
         return request.name, request.size

@@ -1,4 +1,4 @@
-"""How a master process begins: a new job, one that its journal tells of, or one that its nodes run."""
+"""Start of a master process: with a new job, a job from its journal, or one that its nodes already run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dlrover.spec.job import JobSpec
 def begin(
     master: Master, job: JobSpec, job_dir: str, history: History, platform: Platform | None
 ) -> None:
-    """Give the machines their first input of this process; nodes that run already are watched.
+    """Give the machines their first input of this process, and watch nodes that run already.
 
-    An empty journal beside nodes that run, or beside events, is one that was lost.
+    An empty journal beside nodes that run, or beside events, has been lost.
 
     Raises:
         ConfigurationError: the journal is another job's.

@@ -1,4 +1,4 @@
-"""Waiting for something that happens, for a while."""
+"""Waiting for an event, with a time limit."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import asyncio
 
 
 def renewed(event: asyncio.Event) -> asyncio.Event:
-    """Wake everybody who waits for ``event``; the event for those who wait from now on."""
+    """Wake all tasks that wait for ``event``; return the event for those that wait from now on."""
     event.set()
     return asyncio.Event()
 
 
 async def waited(event: asyncio.Event, seconds: float) -> None:
-    """Wait for ``event``, ``seconds`` at most."""
+    """Wait for ``event``, at most ``seconds``."""
     try:
         await asyncio.wait_for(event.wait(), seconds)
     except asyncio.TimeoutError:

@@ -1,1 +1,1 @@
-"""Models of what a job will do. Pure: numbers in, numbers out."""
+"""Models that predict what a job will do. Pure: numbers in, numbers out."""

@@ -8,13 +8,13 @@ With ``K`` replicas, ``b`` samples per replica and pass, and ``passes`` passes p
     network = ar + br * (K - 2) / K                          on one node
     time    = (compute^g + network^g)^(1/g) + (passes - 1) * compute,    1 <= g <= 10
 
-This is Pollux' form (OSDI 2021) but for the network: Pollux has ``an + bn * (K - 2)`` and
+This is the form of Pollux (OSDI 2021), except for the network: Pollux has ``an + bn * (K - 2)`` and
 ``ar + br * (K - 2)``. A ring moves ``2 (K - 1) / K`` of the gradients through each link, whatever ``K``
 is, and only its latency grows with ``K``: so a fit on few replicas says what many will do. ``form="pollux"``
-is the published one.
+is the published form.
 
-The parameters are fitted as logarithms, with weak priors instead of special cases for what has not been
-measured yet: a network that no sample has shown has a wide interval. Needs numpy and scipy (extra ``planning``).
+The parameters are fitted as logarithms. Weak priors replace special cases for what has not been measured
+yet: a network that no sample has shown has a wide interval. Needs numpy and scipy (extra ``planning``).
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ from dlrover.planning.throughput import NOISE, OUTLIER, WORST, Prediction, inter
 Form = Literal["ring", "pollux"]
 
 NOISE_WEIGHT = 5.0
-"""How many samples that assumption counts for."""
+"""Number of samples that the assumed noise counts for."""
 NUDGE = 1e-6
-"""By which parameters, which are logarithms, are moved to see the slope."""
+"""Change of the parameters, which are logarithms, that measures a slope."""
 REPLICAS_ERROR, NODES_ERROR = 0.06, 0.12
 """Relative error of the form itself for each doubling beyond the largest measured number."""
 FIRST_NETWORK = 0.5
-"""What the network is expected to take before it was measured, relative to the computation.
+"""Expected network time before it was measured, relative to the computation.
 
-Rather too little: what is tried and turns out slow is measured then, what is never tried stays unknown.
+The value is rather too low: a size that is tried and turns out slow gets measured, one never tried
+stays unknown.
 """
 DRAWS = 128
-"""Half the number of parameter sets that a prediction is made with."""
+"""Half the number of parameter sets per prediction."""
 FARAWAY = -18.0
-"""Logarithm of a time that does not count."""
+"""Logarithm of a negligible time."""
 
 AC, BC, AN, BN, CN, AR, BR, G = range(8)
 
@@ -65,7 +66,7 @@ class RingShape:
     """Passes before the gradients are exchanged."""
 
     def axes(self) -> tuple[float, ...]:
-        """What a plan can change."""
+        """Return what a plan can change."""
         return (self.nodes, self.replicas, self.batch * self.passes)
 
 
@@ -75,9 +76,9 @@ class RingSample:
 
     shape: RingShape
     step_seconds: float
-    """Of a step of one pass."""
+    """Seconds of a step of one pass."""
     compute_seconds: float | None = None
-    """Of the pass alone; None where nobody measured it."""
+    """Seconds of the pass alone; None if not measured."""
 
 
 @dataclass(frozen=True)
@@ -92,24 +93,24 @@ class RingModel:
     freedom: float
     samples: tuple[RingSample, ...]
     prior: tuple[Any, Any]
-    """What was expected of the parameters: the centre, and the rows that pull there."""
+    """Expected parameters: the centre, and the rows that pull there."""
 
     @property
     def replicas(self) -> int:
-        """The largest number of replicas that was measured."""
+        """The largest measured number of replicas."""
         return max(sample.shape.replicas for sample in self.samples)
 
     def step_time(self, nodes: Any, replicas: Any, batch: Any, passes: Any = 1) -> Any:
-        """Seconds of a step, for numbers or arrays that go together."""
+        """Return the seconds of a step, for numbers or arrays of matching shape."""
         step, compute = _log_times(self.parameters, self.form, nodes, replicas, batch)
         return np.exp(step) + (np.asarray(passes) - 1) * np.exp(compute)
 
     def throughput_of(self, nodes: Any, replicas: Any, batch: Any, passes: Any = 1) -> Any:
-        """Samples per second, for numbers or arrays that go together."""
+        """Return samples per second, for numbers or arrays of matching shape."""
         return replicas * batch * passes / self.step_time(nodes, replicas, batch, passes)
 
     def predict(self, shape: RingShape, confidence: float = 0.9) -> Prediction:
-        """The throughput of a shape, with an interval that holds ``confidence`` of the measurements."""
+        """Predict a shape's throughput, with an interval that holds ``confidence`` of the measurements."""
         where = (shape.nodes, shape.replicas, shape.batch, shape.passes)
         spread = math.sqrt(self._variance(where) + self._beyond(shape) ** 2)
         quantile = float(stdtrit(self.freedom, 0.5 + confidence / 2))
@@ -123,23 +124,23 @@ class RingModel:
         return replace(found, high=min(found.high, self._without_network(shape, quantile)))
 
     def _without_network(self, shape: RingShape, quantile: float) -> float:
-        """Samples per second that no network can make more, but for the noise."""
+        """Return the samples per second without any network time; only noise can exceed them."""
         _, compute = _log_times(self.parameters, self.form, 1, 1, shape.batch)
         return shape.replicas * shape.batch / math.exp(float(compute) - quantile * self.noise)
 
     def refit(self, *samples: RingSample) -> RingModel:
-        """The model with more samples, starting from this one."""
+        """Fit the model to more samples, starting from this one."""
         return fit_ring([*self.samples, *samples], self.form, start=self)
 
     def _beyond(self, shape: RingShape) -> float:
-        """Relative error that the form is expected to have outside of what was measured."""
+        """Return the expected relative error of the form outside of what was measured."""
         nodes = max(sample.shape.nodes for sample in self.samples)
         more_replicas = max(0.0, math.log2(shape.replicas / self.replicas))
         more_nodes = max(0.0, math.log2(shape.nodes / nodes))
         return math.hypot(REPLICAS_ERROR * more_replicas, NODES_ERROR * more_nodes)
 
     def _variance(self, where: tuple[int, int, int, int]) -> float:
-        """Of the logarithm of the step time, by what the parameters may be."""
+        """Return the variance of the step time's logarithm that stems from the parameters' uncertainty."""
         draws, weights = self._draws
         nodes, replicas, batch, passes = where
         step, compute = _log_times(draws, self.form, nodes, replicas, batch)
@@ -151,9 +152,9 @@ class RingModel:
     def _draws(self) -> tuple[Any, Any]:
         """Parameters that fit the samples about as well, one set per column, and their weights.
 
-        They are drawn from the normal distribution around the best ones and weighted by how well they fit: that
-        distribution alone knows slopes only, and a network that was hidden behind the computation may be
-        much slower than expected, but not much faster.
+        They are drawn from the normal distribution around the best ones and weighted by how well they fit.
+        That distribution alone knows only slopes; but a network that was hidden behind the computation may
+        be much slower than expected, and not much faster.
         """
         normal = np.random.default_rng(0).standard_normal((DRAWS, len(self.parameters)))
         normal = np.concatenate([normal, -normal])
@@ -176,8 +177,8 @@ def fit_ring(
     Args:
         samples: Measured steps.
         form: The network's part.
-        start: A model whose parameters are near, which makes the fit faster.
-        prior: The model of a similar job; what the samples do not say is taken from it.
+        start: A model with similar parameters, which makes the fit faster.
+        prior: The model of a similar job, which supplies what the samples do not say.
 
     Raises:
         ConfigurationError: There is no sample, or a time is not a positive number.
@@ -223,7 +224,7 @@ def _row(sample: RingSample) -> tuple[float, ...]:
 
 
 def _residuals(parameters: Any, form: Form, table: _Table, prior: tuple[Any, Any]) -> Any:
-    """What the samples and the prior miss, in deviations; of the samples' the roots of their losses."""
+    """Return the misses of samples and prior, in deviations; for samples, the roots of their losses."""
     missed, known = _missed(parameters, form, table), np.ones_like(table.known)
     centre, pull = prior
     found = _rooted(missed)[np.stack([known, table.known])]
@@ -231,7 +232,7 @@ def _residuals(parameters: Any, form: Form, table: _Table, prior: tuple[Any, Any
 
 
 def _slopes(parameters: Any, form: Form, table: _Table, prior: tuple[Any, Any]) -> Any:
-    """The Jacobian of `_residuals`, by differences of all parameters at once."""
+    """Return the Jacobian of `_residuals`, by differences of all parameters at once."""
     nudges = np.column_stack([np.zeros_like(parameters), np.eye(len(parameters)) * NUDGE])
     moved = _rooted(_missed((parameters[:, None] + nudges)[:, :, None], form, table))
     slopes = (moved[:, 1:] - moved[:, :1]) / NUDGE
@@ -240,7 +241,7 @@ def _slopes(parameters: Any, form: Form, table: _Table, prior: tuple[Any, Any]) 
 
 
 def _costs(draws: Any, form: Form, table: _Table, prior: tuple[Any, Any]) -> Any:
-    """The squares of `_residuals`, added up, for many sets of parameters at once: one per row."""
+    """Return the sum of the squares of `_residuals` for many sets of parameters at once, one per row."""
     step, compute = _rooted(_missed(draws.T[:, :, None], form, table))
     centre, pull = prior
     squares = np.sum(step**2, axis=1) + np.sum(compute[:, table.known] ** 2, axis=1)
@@ -248,24 +249,24 @@ def _costs(draws: Any, form: Form, table: _Table, prior: tuple[Any, Any]) -> Any
 
 
 def _missed(parameters: Any, form: Form, table: _Table) -> Any:
-    """By how many deviations step and compute times are missed."""
+    """Return by how many deviations step and compute times are missed."""
     step, compute = _log_times(parameters, form, table.nodes, table.replicas, table.batch)
     return np.stack([step - table.log_step, compute - table.log_compute]) / NOISE
 
 
 def _rooted(missed: Any) -> Any:
-    """The root of each loss: the deviation itself near the fit, its root far away (Charbonnier, pseudo-Huber).
+    """Return each loss's root: the deviation near the fit, its root far away (Charbonnier, pseudo-Huber).
 
-    The squares that are minimised then grow as the deviations of outliers do, and not as their squares.
+    The minimised squares of outliers then grow in proportion to their deviations, not to their squares.
     """
     return missed * np.sqrt(2 / (1 + np.sqrt(1 + (missed / OUTLIER) ** 2)))
 
 
 def _prior(form: Form, table: _Table, similar: RingModel | None) -> tuple[Any, Any]:
-    """Where the parameters are expected, and the rows that pull them there.
+    """Return the expected parameters, and the rows that pull the fit there.
 
-    A row is a combination of parameters, divided by the deviation that is expected of it. The slopes are
-    expected in proportion to the constant of the same network.
+    A row is a combination of parameters, divided by its expected deviation. Slopes are expected in proportion
+    to the constant of the same network.
     """
     rows = np.eye(8)
     if similar is not None and similar.form == form:
@@ -294,7 +295,7 @@ def _prior(form: Form, table: _Table, similar: RingModel | None) -> tuple[Any, A
 
 
 def _log_times(parameters: Any, form: Form, nodes: Any, replicas: Any, batch: Any) -> Any:
-    """Logarithms of the seconds of a step of one pass, and of its computation."""
+    """Return the logarithms of the seconds of a step of one pass and of its computation."""
     nodes, replicas = np.asarray(nodes, dtype=float), np.asarray(replicas, dtype=float)
     ac, bc, an, bn, cn, ar, br = np.exp(parameters[:G])
     overlap = 1 + 9 / (1 + np.exp(-parameters[G]))

@@ -1,4 +1,4 @@
-"""Hot and unbalanced parameter servers, and batches by the speed of workers."""
+"""Advice on hot and unbalanced parameter servers, and batch shares by the speed of workers."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from statistics import median
 from dlrover.errors import ConfigurationError
 
 HOT = 0.8
-"""A server is hot when it uses this share of its cores in the median of its last samples."""
+"""Median share of its cores in the last samples above which a server is hot."""
 WINDOW = 3
-"""Samples that count."""
+"""Number of last samples that count."""
 UNEVEN = 1.3
-"""Servers are unbalanced when the busiest one has this many times the mean load."""
+"""Ratio of the busiest server's load to the mean above which servers are unbalanced."""
 WORTH = 0.05
-"""Shares of the batch stay equal while a split by speed gains less than this."""
+"""Minimum gain of a split by speed; below it, shares of the batch stay equal."""
 
 
 @dataclass(frozen=True)
 class ServerLoad:
-    """The last samples of a server."""
+    """Recent CPU load of a server."""
 
     name: str
     cpu: float
-    """Cores that it has."""
+    """Cores that the server has."""
     used: Sequence[float]
-    """Cores that it used, the latest last."""
+    """Cores that the server used, the latest sample last."""
 
     @property
     def level(self) -> float:
@@ -37,26 +37,26 @@ class ServerLoad:
 
 @dataclass(frozen=True)
 class ServerAdvice:
-    """What to do about the servers. At most one of the three is asked for."""
+    """Advice on the servers; at most one of the three measures is advised."""
 
     migrate: Mapping[str, float]
     """Cores that each hot server needs, on a new node beside it."""
     more: bool
-    """All servers are hot: the job needs more of them, or more cores each."""
+    """True if the job needs more servers, or more cores per server."""
     rebalance: bool
-    """The parameters lie unevenly, though no server is hot yet."""
+    """True if the parameters are distributed unevenly, though no server is hot yet."""
     reason: str
 
 
 def advise_servers(
     loads: Sequence[ServerLoad], most_cpu: float, *, growth: float = 1.0
 ) -> ServerAdvice:
-    """Look for hot and for unbalanced servers.
+    """Return advice on hot and unbalanced servers.
 
     Args:
-        loads: Of all servers; those with fewer than three samples are left out.
+        loads: All servers; those with fewer than three samples are left out.
         most_cpu: Cores that a node can have.
-        growth: By how much the number of workers is about to be multiplied, and with it the load.
+        growth: Factor by which the number of workers, and so the load, is about to grow.
     """
     known = [load for load in loads if len(load.used) >= WINDOW]
     hot = [load for load in known if load.level * growth > HOT * load.cpu]
@@ -96,24 +96,24 @@ def advise_servers(
 
 @dataclass(frozen=True)
 class Split:
-    """How many samples of a step each worker takes."""
+    """Division of a step's samples among the workers."""
 
     shares: Mapping[str, int]
     gain: float
-    """By how much the steps get shorter against equal shares, 0 to 1."""
+    """Relative reduction of the step time against equal shares, 0 to 1."""
     reason: str
 
 
 def split_batch(batch: int, seconds_per_sample: Mapping[str, float], least: int = 1) -> Split:
     """Divide a batch so that all workers need the same time.
 
-    The shares are whole numbers with the sum ``batch``: each next sample goes to the worker that would end it
-    first, which makes the slowest worker as fast as whole samples allow.
+    The shares are whole numbers with the sum ``batch``. Each next sample goes to the worker that would finish
+    it first, which makes the slowest worker as fast as whole samples allow.
 
     Args:
         batch: Samples of a step of all workers.
-        seconds_per_sample: Of each worker.
-        least: Samples that each worker takes at least.
+        seconds_per_sample: Seconds per sample of each worker.
+        least: Minimum number of samples of each worker.
 
     Raises:
         ConfigurationError: There is no worker, the batch is too small, or a time is not above 0.

@@ -1,12 +1,12 @@
-"""Who gets what of a cluster: the next resource goes where the average job gains most.
+"""Division of a cluster: the next resource goes to the job that gains most, for the mean completion time.
 
-Each job offers sizes and what it would do with them. Of jobs that are all there and whose speed grows with the
-power ``s`` of what they have, the mean completion time is least when job ``i`` of ``m``, ranked from the longest to
-the shortest, counts about ``(i/m)^s`` times its speed-up (heSRPT: Berg et al., 2020): short jobs come first, but long
-ones never count nothing. As nobody knows lengths well, jobs whose remaining times are within a factor of four or
-so have one rank, and the root of the speed-up is taken, which divides more evenly.
+Each job offers sizes and its speed on them. Assume that all jobs are present and that their speed grows with
+the power ``s`` of their resources. Then the mean completion time is least if job ``i`` of ``m``, ranked from
+the longest to the shortest, counts about ``(i/m)^s`` times its speed-up (heSRPT: Berg et al., 2020): short jobs
+come first, but long ones always count something. Lengths are not known well, so jobs whose remaining times are
+within a factor of about four share a rank. The root of the speed-up is taken, which divides more evenly.
 
-Among concave values the greedy choice by marginal gain is the best one; sizes that are not on the concave
+Among concave values the greedy choice by marginal gain is the best one. Sizes that are not on the concave
 hull of a job are left to the last pass, which fills what is left over.
 """
 
@@ -21,13 +21,13 @@ from dataclasses import dataclass, field
 from dlrover.errors import ConfigurationError
 
 RANK_POWER = 0.8
-"""How the speed of training grows with what a job has, roughly: what ranks count."""
+"""Rough exponent of training speed over resources, used for ranks."""
 SPEED_POWER = 0.5
-"""The power of the speed-up that counts."""
+"""Exponent of the speed-up in a size's value."""
 ALIKE = 4.0
-"""Remaining times whose logarithms to this base round to the same number have one rank."""
+"""Base of logarithms: remaining times whose logarithms round to the same number share a rank."""
 STEADY = 300.0
-"""Seconds that a size is expected to last: what a restart costs is spread over them."""
+"""Seconds that a size is expected to last; the cost of a restart is spread over them."""
 ROOM = 1e-9
 
 
@@ -36,32 +36,32 @@ class Size:
     """One size that a job can have."""
 
     name: str
-    """Tells the sizes of a job apart, such as ``8`` or ``4 workers, 2 ps``."""
+    """Distinguishes the sizes of a job, such as ``8`` or ``4 workers, 2 ps``."""
     use: Mapping[str, float]
-    """How much of each resource."""
+    """Amount of each resource."""
     speed: float
     """Useful samples per second."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """A job, and the sizes it can have. It may also have nothing."""
+    """A job and the sizes it can have. It may also get nothing."""
 
     job: str
     sizes: Sequence[Size]
     """From the smallest to the largest."""
     remaining: float
-    """Useful samples until its end, as far as one knows."""
+    """Estimated useful samples until the job's end."""
     current: str | None = None
-    """The name of the size it has."""
+    """Name of its present size; None if it has none."""
     priority: float = 1.0
     restart: float = 30.0
-    """Seconds without progress after its size was changed."""
+    """Seconds without progress after a change of its size."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a job gets, and why."""
+    """A job's share of the cluster, with the reason."""
 
     size: Size | None
     reason: str
@@ -71,7 +71,7 @@ class Share:
 class _Offer:
     size: Size
     share: float
-    """The largest part of a resource of the cluster that it takes."""
+    """Largest share of any resource of the cluster that the size takes."""
     value: float
 
 
@@ -90,7 +90,7 @@ class _Pool:
     used: dict[str, float] = field(default_factory=dict)
 
     def swap(self, old: Size | None, new: Size) -> bool:
-        """Take a size in place of another one, if it fits."""
+        """Replace a size by another one if that fits; return whether it does."""
         before = old.use if old is not None else {}
         change = {
             name: new.use.get(name, 0.0) - before.get(name, 0.0) for name in {*new.use, *before}
@@ -104,7 +104,7 @@ class _Pool:
 
 
 Worth = Callable[[Demand, Size], float]
-"""What a size is worth to a job; at 0 it is not offered."""
+"""Function that rates a size for a job; a size worth 0 is not offered."""
 
 
 def allocate(
@@ -119,11 +119,11 @@ def allocate(
 
     Args:
         demands: The jobs.
-        capacity: How much there is of each resource.
-        quotas: More limits that sizes may use up, by names that no resource has. They bound the jobs
-            that use them together; what a size costs is judged by ``capacity`` alone.
+        capacity: Total amount of each resource.
+        quotas: Further limits on the use of sizes, under names that no resource has. They bound the jobs
+            that use them together; a size's cost depends on ``capacity`` alone.
         steady: Seconds that a size is expected to last.
-        worth: What the sizes are worth, for another objective than the mean completion time.
+        worth: Rates the sizes, for an objective other than the mean completion time.
 
     Returns:
         A share for each job; the sum of the sizes' use never exceeds the capacity.
@@ -143,13 +143,13 @@ def allocate(
 
 
 def _completion(demands: Sequence[Demand], steady: float) -> Worth:
-    """Worth in mean completion time."""
+    """Return the rating of sizes by mean completion time."""
     ranks = _ranks(demands)
     return lambda demand, size: ranks[demand.job] * _value(demand, size, steady)
 
 
 def _ranks(demands: Sequence[Demand]) -> dict[str, float]:
-    """What each job counts by its remaining time: up to 1 for the shortest, above 0 for the longest."""
+    """Return each job's weight by its remaining time: up to 1 for the shortest, above 0 for the longest."""
     for demand in demands:
         if not (demand.remaining > 0 and math.isfinite(demand.remaining)):
             raise ConfigurationError(
@@ -167,12 +167,12 @@ def _ranks(demands: Sequence[Demand]) -> dict[str, float]:
 
 
 def _length(demand: Demand) -> int:
-    """How long a job still runs, in steps that are not told apart."""
+    """Return the class of a job's remaining time on its first size; classes differ by the factor `ALIKE`."""
     return round((math.log(demand.remaining) - math.log(_reference(demand))) / math.log(ALIKE))
 
 
 def _reference(demand: Demand) -> float:
-    """The speed that a job's others are compared with: that of its first size."""
+    """Return the speed that a job's other speeds are compared with: that of its first size."""
     return next((size.speed for size in demand.sizes if size.speed > 0), 1.0)
 
 
@@ -201,7 +201,7 @@ def _dominant(size: Size, capacity: Mapping[str, float], quotas: Mapping[str, fl
 
 
 def _value(demand: Demand, size: Size, steady: float) -> float:
-    """The root of the speed-up, less what a restart takes of it, times the priority."""
+    """Return the root of the speed-up after the cost of a restart, times the priority."""
     if size.speed <= 0:
         return 0.0
     lasts = min(demand.remaining / size.speed, steady)
@@ -211,7 +211,7 @@ def _value(demand: Demand, size: Size, steady: float) -> float:
 
 
 def _hull(offers: Sequence[_Offer]) -> list[_Offer]:
-    """The offers on the upper concave hull over (share, value), from nothing on, by share."""
+    """Return the offers on the upper concave hull over (share, value), starting from nothing, by share."""
     hull: list[_Offer] = []
     for offer in offers:
         if hull and offer.value <= hull[-1].value:
@@ -246,7 +246,7 @@ def _by_marginal_gain(states: Sequence[_State], pool: _Pool) -> None:
 
 
 def _fill(states: Sequence[_State], pool: _Pool) -> None:
-    """Give what is left over, where it is worth most."""
+    """Give what is left over to where it is worth most."""
     for state in sorted(states, key=lambda state: -max((o.value for o in state.offers), default=0)):
         for offer in sorted(state.offers, key=lambda offer: -offer.value):
             if state.offer is not None and offer.value <= state.offer.value:

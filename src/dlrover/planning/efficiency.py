@@ -1,4 +1,4 @@
-"""What a larger batch is worth: throughput times statistical efficiency, as Pollux has it (OSDI 2021).
+"""Value of a larger batch: throughput times statistical efficiency, as in Pollux (OSDI 2021).
 
 Needs numpy (extra ``planning``).
 """
@@ -14,30 +14,30 @@ from dlrover.planning.allreduce import RingModel
 from dlrover.spec.batches import Batches
 
 CANDIDATES = 40
-"""Batch sizes that are tried between the smallest and the largest one, in equal ratios."""
+"""Number of batch sizes tried between the smallest and the largest one, in equal ratios."""
 SLACK = 1e-8
 
 
 @dataclass(frozen=True)
 class GradientNoise:
-    """How much the gradients of a batch differ, measured while training."""
+    """Noise of a batch's gradients, measured while training."""
 
     square: float
     """Squared norm of the mean gradient."""
     variance: float
     """Variance of the gradient of a batch of ``reference`` samples."""
     reference: int
-    """Samples."""
+    """Samples of the reference batch."""
 
     @classmethod
     def of(cls, batches: Batches | None) -> GradientNoise | None:
-        """What a job has measured, by its smallest batch; None: nothing."""
+        """Return a job's measurements, with its smallest batch as reference; None if there are none."""
         if batches is None or not (batches.square > 0 and batches.variance > 0):
             return None
         return cls(batches.square, batches.variance / batches.least, batches.least)
 
     def efficiency(self, batch: Any) -> Any:
-        """Progress per sample with a batch, relative to that with the reference batch; 1 at that one.
+        """Return the progress per sample with a batch, relative to the reference batch, where it is 1.
 
         ``batch`` is a number or an array.
         """
@@ -48,22 +48,22 @@ class GradientNoise:
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """Which batches the user allows. The same number twice keeps the batch as it is."""
+    """Batches that the user allows. ``least`` equal to ``most`` keeps the batch as it is."""
 
     least: int
-    """Samples of one step of all replicas."""
+    """Minimum samples of one step of all replicas."""
     most: int
     replica_least: int = 1
-    """Samples of one replica in one pass."""
+    """Minimum samples of one replica in one pass."""
     replica_most: int = 1 << 30
 
 
 @dataclass(frozen=True)
 class BestBatches:
-    """For each size of a job, the batch with the most progress. Arrays that go together."""
+    """The batch with the most progress for each size of a job, as arrays of the same length."""
 
     goodput: Any
-    """Useful samples per second: throughput times efficiency; 0 where no batch is allowed."""
+    """Useful samples per second: throughput times efficiency; 0 if no batch is allowed."""
     batch: Any
     """Samples of one replica in one pass."""
     passes: Any
@@ -72,10 +72,10 @@ class BestBatches:
 def best_batches(
     model: RingModel, noise: GradientNoise | None, limits: BatchLimits, nodes: Any, replicas: Any
 ) -> BestBatches:
-    """Find the best batch for each pair of ``nodes`` and ``replicas``, which are arrays.
+    """Return the best batch for each pair of ``nodes`` and ``replicas``, which are arrays.
 
-    Without ``noise`` every sample counts the same. With it, a single replica makes two passes at least when its
-    batch is larger than the smallest: the noise cannot be measured in one.
+    Without ``noise`` every sample counts the same. With it, a single replica makes at least two passes if its
+    batch is larger than the smallest: the noise cannot be measured in one pass.
     """
     nodes, replicas = np.atleast_1d(nodes), np.atleast_1d(replicas)
     total = _candidates(limits, replicas)
@@ -95,7 +95,7 @@ def best_batches(
 
 
 def _candidates(limits: BatchLimits, replicas: Any) -> Any:
-    """Batches of all replicas: one column per size."""
+    """Return the candidate batches of all replicas, one column per size."""
     if limits.least == limits.most:
         return np.full((1, len(replicas)), float(limits.least))
     smallest = np.maximum(limits.least, limits.replica_least * replicas)

@@ -1,4 +1,4 @@
-"""Whether the packages are there that models need: they are an extra."""
+"""Check for the packages of the extra ``planning``, which models need."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ PACKAGES = ("numpy", "scipy")
 
 
 def require(what: str) -> None:
-    """See that models can be fitted.
+    """Check that models can be fitted.
 
     Args:
-        what: What needs them, for the error.
+        what: The feature that needs the packages, for the error.
 
     Raises:
         ConfigurationError: a package is missing.

@@ -1,4 +1,4 @@
-"""What goodput to expect of a job whose machines fail."""
+"""Expected goodput of a job whose machines fail."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 DAY = 86_400.0
-"""Seconds."""
+"""Seconds of a day."""
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,12 @@ class Fleet:
 
     @property
     def mean_time_to_failure(self) -> float:
-        """Seconds until one of the nodes fails."""
+        """Mean seconds until one of the nodes fails."""
         return DAY / (self.nodes * self.failures_per_node_day)
 
 
 def expected_ratio(fleet: Fleet, *, restart: float, queue: float, interval: float) -> float:
-    """The part of its time that a job spends in steps it does not have to repeat.
+    """Return the share of its time that a job spends in steps it does not have to repeat.
 
     To first order, for failures that come alone: each costs the restart, the wait for a node, and half
     an interval of repeated steps. The form is that of "Revisiting Reliability in Large-Scale Machine
@@ -32,14 +32,14 @@ def expected_ratio(fleet: Fleet, *, restart: float, queue: float, interval: floa
     Args:
         fleet: The machines.
         restart: Seconds from a failure to training again, with nodes at hand.
-        queue: Seconds until there are nodes.
+        queue: Seconds until nodes are available.
         interval: Seconds between two checkpoints.
     """
     return max(0.0, 1 - (restart + queue + interval / 2) / fleet.mean_time_to_failure)
 
 
 def failures_in(pool: Sequence[int], unit: int) -> int:
-    """How often units of a pool came or went, by its sizes at successive moments.
+    """Return how often units of a pool came or went, given its sizes at successive moments.
 
     The pool begins empty. A job that is spread over all of it is interrupted each time.
     """
@@ -50,12 +50,12 @@ def failures_in(pool: Sequence[int], unit: int) -> int:
 def steps_per_second(
     *, throughput: float, failures: int, seconds: float, redone: float, load: float
 ) -> float:
-    """Useful steps per second of a job that is interrupted. The form is PCcheck's (ASPLOS 2025).
+    """Return the useful steps per second of an interrupted job. The form is PCcheck's (ASPLOS 2025).
 
     Args:
-        throughput: Steps per second while it trains and saves checkpoints.
-        failures: How often it is interrupted.
-        seconds: How long it runs.
+        throughput: Steps per second while the job trains and saves checkpoints.
+        failures: Number of interruptions.
+        seconds: Run time in seconds.
         redone: Seconds of steps that are repeated after each failure.
         load: Seconds to load a checkpoint.
     """

@@ -1,4 +1,4 @@
-"""How much memory a node will need, and what to do before it runs out of it, or after it did."""
+"""How much memory a node will need, and what to do before or after it runs out of memory."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from dlrover.errors import ConfigurationError
 
 DEVIATIONS = 2.0
-"""How many standard deviations above the line a forecast reaches."""
+"""Standard deviations above the line that a forecast reaches."""
 TREND = 3.0
-"""A slope counts as growth when it is this many times its own error."""
+"""Minimum ratio of a slope to its own error at which it counts as growth."""
 LEAST_SAMPLES = 4
-"""Fewer samples show no trend."""
+"""Minimum number of samples that can show a trend."""
 MARGIN = 0.2
-"""Of the forecast, added to what is ordered: allocators and page caches need room."""
+"""Share of the forecast added to what is ordered: allocators and page caches need room."""
 UNBALANCED = 0.2
-"""A server that needs this share more than the others has a hot part of the model."""
+"""A server holds a hot part of the model if all others use less than its memory by this share of it."""
 GROWTH_AFTER_OOM = 1.5
 GIB = 1 << 30
 
@@ -27,41 +27,41 @@ class MemorySample:
     """The memory of a node at one moment."""
 
     progress: float
-    """Share of the job that was done, 0 to 1; or seconds, if the end is given in seconds."""
+    """Finished share of the job, 0 to 1; or seconds, if the end is given in seconds."""
     used: int
-    """Bytes."""
+    """Memory in use, in bytes."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a node will need. Bytes."""
+    """Memory that a node will need, in bytes."""
 
     expected: int
-    """At the end asked for."""
+    """Expected need at the end asked for."""
     high: int
-    """The same, ``DEVIATIONS`` above the line; at least what has been used."""
+    """Upper bound of the need, ``DEVIATIONS`` above the line; at least what has been used."""
     slope: float
-    """Bytes per unit of progress; 0 where no growth is seen."""
+    """Bytes per unit of progress; 0 if no growth is seen."""
 
 
 @dataclass(frozen=True)
 class MemoryAdvice:
-    """How much memory a node shall have, and why."""
+    """Memory that a node should have, with the reason."""
 
     memory: int
-    """Bytes."""
+    """Memory in bytes."""
     more_nodes: bool
-    """Divide the model among more nodes instead: no node has so much memory."""
+    """True if the model should be divided among more nodes instead: no node can have enough memory."""
     reason: str
     needed: int = 0
-    """Bytes that it is expected to need, at most; 0 where nothing was foreseen."""
+    """Maximum expected need in bytes; 0 if nothing was predicted."""
 
 
 def forecast(samples: Sequence[MemorySample], end: float = 1.0) -> Forecast:
     """Extend the growth of a node's memory to ``end``.
 
-    A line through the samples, as DLRover-RM has it for the servers of growing embeddings (VLDB 2024).
-    Without a clear slope the highest use is what will be needed: workers go up and down.
+    Fits a line to the samples, as DLRover-RM does for the servers of growing embeddings (VLDB 2024).
+    Without a clear slope, the highest use is the forecast: the memory of workers goes up and down.
 
     Raises:
         ConfigurationError: There is no sample.
@@ -82,7 +82,7 @@ def forecast(samples: Sequence[MemorySample], end: float = 1.0) -> Forecast:
 
 
 def exhausted_at(samples: Sequence[MemorySample], limit: int) -> float | None:
-    """The progress at which the memory reaches ``limit`` bytes; None if it does not grow."""
+    """Return the progress at which the memory reaches ``limit`` bytes; None if it does not grow."""
     line = _line(samples)
     if line is None:
         return None
@@ -93,14 +93,14 @@ def exhausted_at(samples: Sequence[MemorySample], limit: int) -> float | None:
 def prevent_oom(
     node: str, samples: Sequence[MemorySample], limit: int, most: int, end: float = 1.0
 ) -> MemoryAdvice | None:
-    """More memory for a node that will not have enough; None while it has.
+    """Advise more memory for a node that will run out of it; return None if it will not.
 
     Args:
-        node: Its name, for the reason.
-        samples: Since it started.
-        limit: Bytes that it has.
-        most: Bytes that a node can have.
-        end: The progress up to which it must last.
+        node: The node's name, for the reason.
+        samples: Samples since the node started.
+        limit: Bytes that the node has.
+        most: Maximum bytes that a node can have.
+        end: Progress up to which the memory must last.
     """
     if not samples:
         return None
@@ -124,17 +124,17 @@ def after_oom(
     most: int,
     samples: Sequence[MemorySample] = (),
 ) -> MemoryAdvice:
-    """What a node gets that ran out of memory.
+    """Advise how much memory a node gets that ran out of it.
 
     A node that needed much more than its peers holds a hot part of the model: it alone gets more. If all
     are nearly full and a node cannot have more, the model is divided among more nodes.
 
     Args:
-        node: Its name.
-        limit: Bytes that it had.
+        node: The node's name.
+        limit: Bytes that the node had.
         others: Bytes that its peers use, by name.
-        most: Bytes that a node can have.
-        samples: Of the node, if there are any.
+        most: Maximum bytes that a node can have.
+        samples: Samples of the node, if there are any.
     """
     wanted = max(
         round(limit * GROWTH_AFTER_OOM), _with_margin(forecast(samples).high) if samples else 0
@@ -150,7 +150,7 @@ def after_oom(
 
 
 def _line(samples: Sequence[MemorySample]) -> tuple[float, float, float, float, float] | None:
-    """Slope, centre, mean there, deviation from the line, error of the slope; None without growth."""
+    """Return slope, centre, mean there, deviation from the line, error of the slope; None without growth."""
     count = len(samples)
     if count < LEAST_SAMPLES:
         return None
@@ -169,7 +169,7 @@ def _line(samples: Sequence[MemorySample]) -> tuple[float, float, float, float, 
 
 
 def _with_margin(used: int) -> int:
-    """Rounded up to a quarter of a GiB."""
+    """Return a need plus the margin, rounded up to a quarter of a GiB."""
     step = GIB // 4
     return math.ceil(used * (1 + MARGIN) / step) * step
 

@@ -1,10 +1,10 @@
-"""Which sizes beside the best measured one may still be better, whatever the model says.
+"""Sizes next to the best measured one that may still be better, whatever the model says.
 
-A model of smooth times says nothing of a cliff, a slow switch or an uneven division. Three facts hold without one:
-speed grows at most in proportion to the nodes, no size is faster than its computation alone, and one node
-exchanges nothing with others. What they leave open is measured once: the middle of the gap on each side of the best
-size, until both gaps are closed, and one size far away on each side, where the law may have turned. With servers that
-is done for workers alone, for servers alone, and for both in proportion.
+A model of smooth times cannot predict a cliff, a slow switch or an uneven division. Three facts hold without
+it: speed grows at most in proportion to the nodes, no size is faster than its computation alone, and one node
+exchanges nothing with others. The sizes that they leave open are measured once: the middle of the gap on each
+side of the best size, until both gaps are closed, and one size far away on each side, where the trend may
+have turned. With servers, this is done for workers alone, for servers alone, and for both in proportion.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dlrover.spec.roles import Size
 
 ERROR = 0.05
-"""Share by which a measured speed may be too low."""
+"""Maximum relative error by which a measured speed may be too low."""
 FAR, FARTHEST = 1.5, 4.0
-"""A size between these multiples of the best one, or of its inverse, tells whether the law turns far away."""
+"""Range of multiples of the best size (or inverse) in which one size shows if the trend turns far away."""
 
 Worth = Callable[[float, Size], float]
-"""What a throughput on a size is worth."""
+"""Function that rates a throughput on a size."""
 
 
 def possible(
@@ -30,20 +30,20 @@ def possible(
     least: float,
     alone: float | None = None,
 ) -> list[Size]:
-    """Those of the sizes that no measurement keeps from being worth more than ``least``.
+    """Return the sizes that no measurement keeps from being worth more than ``least``.
 
     Args:
         sizes: Sizes that were not measured.
         known: Measured throughput by size.
-        worth: What throughputs are worth.
-        least: What a size must be worth.
+        worth: Rates a throughput on a size.
+        least: Value that a size must exceed.
         alone: Throughput of a worker that waits for no other, if it was measured.
     """
     return [size for size in sizes if worth(_ceiling(size, known, alone), size) > least]
 
 
 def _ceiling(size: Size, known: Mapping[Size, float], alone: float | None) -> float:
-    """The throughput that a size cannot exceed; infinite where nothing bounds it."""
+    """Return the throughput that a size cannot exceed; infinite if nothing bounds it."""
     bounds = [
         _factor(size, other) * speed
         for other, speed in known.items()
@@ -55,23 +55,23 @@ def _ceiling(size: Size, known: Mapping[Size, float], alone: float | None) -> fl
 
 
 def _factor(size: Size, other: Size) -> float:
-    """How many times the nodes of another size one has, of the role with the most."""
+    """Return the ratio of a size's nodes to another size's, for the role with the largest ratio."""
     return max(many / few for many, few in zip(size, other, strict=True) if few)
 
 
 def within_reach(measured: Collection[Size], sizes: Iterable[Size]) -> list[Size]:
-    """Those of the sizes that are not less than half of the smallest measured one: fewer may not have the memory."""
+    """Return the sizes of at least half the smallest measured one: fewer nodes may lack the memory."""
     workers, servers = min(s.workers for s in measured), min(s.servers for s in measured)
     return [s for s in sizes if 2 * s.workers >= workers and 2 * s.servers >= servers]
 
 
 def neighbours(here: Size, measured: Collection[Size], sizes: Collection[Size]) -> list[Size]:
-    """The sizes to measure next to the best one: two at most to each side, for each role and for both.
+    """Return the sizes to measure next to the best one: at most two on each side, for each role and for both.
 
     Args:
         here: The best measured size.
-        measured: Sizes that were measured, this one included.
-        sizes: Those that were not, and that may be better.
+        measured: Sizes that were measured, including this one.
+        sizes: Sizes that were not measured and may be better.
     """
     found: list[Size] = []
     for along, place in _lines(here):
@@ -82,7 +82,7 @@ def neighbours(here: Size, measured: Collection[Size], sizes: Collection[Size]) 
 
 
 def beside(here: Size, workers: Iterable[int], servers: Iterable[int]) -> list[Size]:
-    """The sizes among which `neighbours` looks, of all that a job may have."""
+    """Return the sizes among which `neighbours` looks, from all that a job may have."""
     workers, servers = list(workers), set(servers)
     sizes = [Size(n, here.servers) for n in workers] + [Size(here.workers, n) for n in servers]
     if here.servers:
@@ -92,7 +92,7 @@ def beside(here: Size, workers: Iterable[int], servers: Iterable[int]) -> list[S
 
 
 def _lines(here: Size) -> list[tuple[Callable[[Size], int], Callable[[int], Size]]]:
-    """Lines through a size: the number that tells its sizes apart, and the size by this number."""
+    """Return lines through a size: the coordinate of a size on the line, and the size at a coordinate."""
     lines: list[tuple[Callable[[Size], int], Callable[[int], Size]]] = [
         (lambda size: size.workers, lambda n: Size(n, here.servers))
     ]
@@ -107,7 +107,7 @@ def _in_proportion(here: Size, workers: int) -> Size:
 
 
 def _on_a_line(here: int, measured: Collection[int], open_: Collection[int]) -> list[int]:
-    """The numbers to measure next to the best one: two to each side at most."""
+    """Return the numbers to measure next to the best one: at most two on each side."""
     lower = max((n for n in measured if n < here), default=here / 4)
     upper = min((n for n in measured if n > here), default=here * 4)
     below, above = [n for n in open_ if n < here], [n for n in open_ if n > here]
@@ -123,5 +123,5 @@ def _on_a_line(here: int, measured: Collection[int], open_: Collection[int]) -> 
 
 
 def nearest(target: float, among: Iterable[int]) -> int:
-    """The number whose ratio to another one is nearest to 1."""
+    """Return the number whose ratio to ``target`` is nearest to 1."""
     return min(among, key=lambda n: abs(math.log(n / target)))

@@ -1,4 +1,4 @@
-"""NSGA-II over the sizes of a job, for spaces that are too large to be searched in full.
+"""NSGA-II over the sizes of a job, for spaces too large for a full search.
 
 Needs pymoo (extra ``planning-search``).
 """
@@ -24,7 +24,7 @@ POPULATION, GENERATIONS = 60, 60
 
 
 class _Sizes(Problem):
-    """Two objectives over the indices of the values of each axis; a size without throughput is not allowed."""
+    """Two objectives over indices of each axis' values; a size without throughput is not allowed."""
 
     def __init__(self, axes: Sequence[Any], rate: Rate) -> None:
         last = np.array([len(axis) - 1 for axis in axes])
@@ -40,7 +40,7 @@ class _Sizes(Problem):
 
 
 def evolve(axes: Sequence[Sequence[float]], rate: Rate, seed: int) -> Any:
-    """Sizes near the Pareto front, one row each; the corners of the space are among them."""
+    """Return sizes near the Pareto front, one row each; the corners of the space are among them."""
     values = [np.asarray(axis, dtype=float) for axis in axes]
     whole = {"vtype": float, "repair": RoundingRepair()}
     algorithm = NSGA2(

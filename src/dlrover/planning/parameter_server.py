@@ -1,7 +1,7 @@
-"""Throughput of parameter-server jobs: step time as a sum of terms with coefficients that are not negative.
+"""Throughput of parameter-server jobs: step time as a sum of terms with non-negative coefficients.
 
 Four published forms share this shape, with ``w`` workers, ``p`` servers, ``m`` samples per worker and
-step, and ``cw`` and ``cp`` cores per worker and server. The throughput is ``m * w / time`` each time.
+step, and ``cw`` and ``cp`` cores per worker and server. The throughput is always ``m * w / time``.
 
 ==================  =====================================================  ==========================
 form                columns of the time of a step                          source
@@ -12,8 +12,8 @@ form                columns of the time of a step                          sourc
 ``queue``           ``m/cw, m/(p*cp), m*(w-1)/(p*cp), 1``                  balanced job bounds (1982)
 ==================  =====================================================  ==========================
 
-The last one takes servers for queues: a request waits for those of the other workers, which are spread over the
-servers (Zahorjan, Sevcik, Eager and Galler, Communications of the ACM 25(2)).
+The last form models servers as queues: a request waits for those of the other workers, which are spread over
+the servers (Zahorjan, Sevcik, Eager and Galler, Communications of the ACM 25(2)).
 
 Needs numpy and scipy (extra ``planning``).
 """
@@ -35,14 +35,14 @@ from dlrover.planning.throughput import NOISE, OUTLIER, WORST, Prediction, inter
 Form = Literal["dlrover-rm", "optimus-async", "optimus-sync", "queue"]
 
 LEAST_NOISE = 0.01
-"""Relative: no fit is believed to be better than this."""
+"""Minimum relative noise: no fit is trusted to be better."""
 PRIOR_NOISE, PRIOR_WEIGHT = 0.05, 2.0
-"""The noise that is assumed before there are samples, and how many samples that counts for."""
+"""Noise assumed before there are samples, and the number of samples that the assumption counts for."""
 PASSES = 12
-"""Times that a fit is linearised anew, and samples weighed by how far it has missed them (pseudo-Huber loss)."""
+"""Times that a fit is linearised and its samples weighted by how far it missed them (pseudo-Huber loss)."""
 COLLINEAR = 1 - 1e-9
 SHORTEST = 0.1
-"""Share of the shortest measured step that no step is shorter than."""
+"""Minimum step time, as a share of the shortest measured step."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ServerShape:
     """Samples of one worker in one step."""
 
     def axes(self) -> tuple[float, ...]:
-        """What a plan can change."""
+        """Return what a plan can change."""
         return (self.workers, self.servers, self.worker_cpu, self.server_cpu)
 
 
@@ -74,13 +74,13 @@ class ServerSample:
 
 @dataclass(frozen=True)
 class ServerModel:
-    """A fitted model. Times are seconds."""
+    """A fitted model. Times are in seconds."""
 
     form: Form
     coefficients: Any
-    """One per column; 0 for a column that the samples do not tell from an earlier one."""
+    """One per column; 0 for a column that the samples cannot tell from an earlier one."""
     covariance: Any
-    """Of the coefficients, columns that are not told apart included."""
+    """Covariance of the coefficients, including columns that the samples do not distinguish."""
     noise: float
     """Relative standard deviation of one measurement."""
     freedom: float
@@ -90,7 +90,7 @@ class ServerModel:
     def throughput_of(
         self, workers: Any, servers: Any, worker_cpu: Any, server_cpu: Any, batch: Any
     ) -> Any:
-        """Samples per second, for numbers or arrays that go together."""
+        """Return samples per second, for numbers or arrays of matching shape."""
         return (
             batch
             * workers
@@ -98,20 +98,20 @@ class ServerModel:
         )
 
     def _times(self, rows: Any) -> Any:
-        """Seconds of a step: terms that are all zero where nothing was measured make no step of no time."""
+        """Return the seconds of a step, limited below: terms may all be zero where nothing was measured."""
         shortest = min(s.shape.batch * s.shape.workers / s.throughput for s in self.samples)
         return np.maximum(rows @ self.coefficients, SHORTEST * shortest)
 
     def spread_of(
         self, workers: Any, servers: Any, worker_cpu: Any, server_cpu: Any, batch: Any
     ) -> Any:
-        """Relative standard deviation of the predicted mean, for numbers or arrays that go together."""
+        """Return the predicted mean's relative standard deviation, for numbers or arrays of like shape."""
         rows = _columns(self.form, workers, servers, worker_cpu, server_cpu, batch)
         variance = np.sum((rows @ self.covariance) * rows, axis=-1)
         return np.sqrt(np.maximum(variance, 0.0)) / self._times(rows)
 
     def predict(self, shape: ServerShape, confidence: float = 0.9) -> Prediction:
-        """The throughput of a shape, with an interval that holds ``confidence`` of the measurements."""
+        """Predict a shape's throughput, with an interval that holds ``confidence`` of the measurements."""
         where = (*shape.axes(), shape.batch)
         spread = float(self.spread_of(*where))
         return interval(
@@ -123,12 +123,12 @@ class ServerModel:
         )
 
     def refit(self, *samples: ServerSample) -> ServerModel:
-        """The model with more samples."""
+        """Fit the model to more samples."""
         return fit_servers([*self.samples, *samples], self.form)
 
 
 def fit_servers(samples: Sequence[ServerSample], form: Form = "dlrover-rm") -> ServerModel:
-    """Fit the logarithms of step times, with coefficients that are not negative; outliers count far less than squares.
+    """Fit logarithms of step times with non-negative coefficients; outliers count less than their squares.
 
     A column that is a multiple of an earlier one in all samples is left out, but its uncertainty is
     kept: a plan that would tell the two apart gets a wide interval.
@@ -177,7 +177,7 @@ def _rows(form: Form, shapes: Sequence[ServerShape]) -> Any:
 
 
 def _columns(form: Form, w: Any, p: Any, cw: Any, cp: Any, m: Any) -> Any:
-    """One row per shape, one column per term."""
+    """Return the terms of shapes: one row per shape, one column per term."""
     one = np.ones_like(np.asarray(w, dtype=float))
     terms: tuple[Any, ...]
     if form == "dlrover-rm":
@@ -196,7 +196,7 @@ def _columns(form: Form, w: Any, p: Any, cw: Any, cp: Any, m: Any) -> Any:
 
 
 def _independent(columns: Any) -> list[int]:
-    """The columns that are neither zero nor a multiple of an earlier one."""
+    """Return the columns that are neither zero nor a multiple of an earlier one."""
     lengths = np.linalg.norm(columns, axis=0)
     units = columns / np.where(lengths > 0, lengths, 1.0)
     kept: list[int] = []

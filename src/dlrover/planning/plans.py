@@ -1,4 +1,4 @@
-"""The next size of one job, near what was measured, with its reason and its predicted effect.
+"""The next size of one job, near the measured ones, with its reason and its predicted effect.
 
 Needs numpy and scipy (extra ``planning``).
 """
@@ -26,17 +26,17 @@ SLOWER = 0.1
 
 @dataclass(frozen=True)
 class Terms:
-    """On what terms a plan is made."""
+    """Prices, preferences and limits of a plan."""
 
     prices: Prices = field(default_factory=Prices)
     choice: Choice = field(default_factory=Choice)
     region: TrustRegion = field(default_factory=TrustRegion)
-    """How far from what was measured it may go."""
+    """Limit of the distance from what was measured."""
 
 
 @dataclass(frozen=True)
 class ServerSpace:
-    """The sizes that a parameter-server job may have. What the user has set is an axis with one value."""
+    """The sizes that a parameter-server job may have. An axis that the user has fixed has one value."""
 
     workers: Sequence[int]
     servers: Sequence[int]
@@ -47,13 +47,13 @@ class ServerSpace:
     server_memory: int = 0
     """Bytes of all servers together."""
     closed: Collection[tuple[int, int]] = ()
-    """Numbers of workers and servers that are not to be chosen."""
+    """Excluded pairs of numbers of workers and servers."""
 
 
 def plan_servers(
     model: ServerModel, space: ServerSpace, current: ServerShape, terms: Terms | None = None
 ) -> Plan | None:
-    """The next size of a parameter-server job; None if no size near what was measured pays."""
+    """Return the next size of a parameter-server job; None if no size near the measured ones pays."""
     want = terms or Terms()
     rows = _server_rows(model, space, want)
     if not len(rows):
@@ -81,10 +81,10 @@ def plan_servers(
 def sample_servers(
     model: ServerModel, space: ServerSpace, current: ServerShape, terms: Terms | None = None
 ) -> Plan | None:
-    """The size to measure next, where the model knows least for the cost; None if it knows enough.
+    """Return the size to measure next, where the model knows least for the cost; None if it knows enough.
 
-    For a linear model this is the greedy D-optimal design: it keeps the columns apart. The job pays for it
-    with neither much of its throughput nor more than the factor of the trust region in cost.
+    For a linear model this is the greedy D-optimal design, which keeps the columns apart. The job neither
+    loses much throughput for it nor exceeds its present cost by more than the factor of the trust region.
     """
     want, here = terms or Terms(), model.predict(current)
     rows = _server_rows(model, space, want)
@@ -111,7 +111,7 @@ _LEARN = "to be measured, because the samples so far leave open what it brings"
 
 
 def _server_rows(model: ServerModel, space: ServerSpace, terms: Terms) -> Any:
-    """The sizes of the space that are near what was measured, or the best known of too large a space."""
+    """Return the sizes near the measured ones; of a space too large, the best known ones."""
     measured = [sample.shape for sample in model.samples]
     axes = _reachable(
         (space.workers, space.servers, space.worker_cpu, space.server_cpu), measured, terms.region
@@ -155,19 +155,19 @@ class RingSpace:
 
     nodes: Sequence[int]
     per_node: int
-    """Replicas, each with one accelerator, of a full node. A job on one node may have fewer."""
+    """Replicas of a full node, each with one accelerator. A job on one node may have fewer."""
     replicas: Sequence[int] = ()
-    """Numbers of replicas; all that fill the nodes by default."""
+    """Numbers of replicas; by default all that fill the nodes."""
     cpu: float = 0.0
     """Cores of each node."""
     total_batch: int = 0
-    """Samples of a step of all replicas, where that is fixed; 0: each replica's batch is."""
+    """Samples of a step of all replicas, if fixed; 0: each replica's batch is fixed."""
 
 
 def plan_ring(
     model: RingModel, space: RingSpace, current: RingShape, terms: Terms | None = None
 ) -> Plan | None:
-    """The next size of an all-reduce job with the batch that the space fixes; None if none near pays."""
+    """Return the next size of an all-reduce job, at the space's fixed batch; None if no near size pays."""
     want = terms or Terms()
     shapes = _ring_shapes(model, space, current, want)
     if not shapes:
@@ -189,7 +189,7 @@ def plan_ring(
 def sample_ring(
     model: RingModel, space: RingSpace, current: RingShape, terms: Terms | None = None
 ) -> Plan | None:
-    """The size to measure next, where the model knows least for the cost; None if it knows enough."""
+    """Return the size to measure next, where the model knows least for the cost; None if it knows enough."""
     want, here = terms or Terms(), model.predict(current)
     most = want.region.factor * _ring_cost(space, want, current)
     near = _ring_shapes(model, space, current, want)
@@ -230,7 +230,7 @@ def _ring_groups(space: RingSpace, shape: RingShape) -> dict[str, Group]:
 def _ring_shapes(
     model: RingModel, space: RingSpace, current: RingShape, terms: Terms
 ) -> list[RingShape]:
-    """The sizes of the space that are near what was measured."""
+    """Return the sizes of the space that are near the measured ones."""
     counts = space.replicas or [nodes * space.per_node for nodes in space.nodes]
     measured = [sample.shape for sample in model.samples]
     shapes = []
@@ -248,7 +248,7 @@ def _ring_shapes(
 def _reachable(
     axes: Sequence[Sequence[float]], measured: Sequence[Shape], region: TrustRegion
 ) -> list[list[float]]:
-    """The values of each axis that are near some measured one: the others need not be tried."""
+    """Return the values of each axis that are near a measured one: the others need not be tried."""
     known = [sorted({shape.axes()[axis] for shape in measured}) for axis in range(len(axes))]
     return [
         [value for value in axis if any(region.near((value,), (other,)) for other in others)]
@@ -257,7 +257,7 @@ def _reachable(
 
 
 def _near(rows: Any, measured: Sequence[Shape], region: TrustRegion) -> Any:
-    """`TrustRegion.contains` for many sizes at once."""
+    """Apply `TrustRegion.contains` to many sizes at once."""
     inside = np.zeros(len(rows), dtype=bool)
     for other in {tuple(shape.axes()) for shape in measured}:
         limits = np.asarray(other, dtype=float)

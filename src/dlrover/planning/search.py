@@ -1,4 +1,4 @@
-"""The sizes of a job that nothing beats in both throughput and cost, and the one among them that pays.
+"""The sizes of a job that none beats in both throughput and cost, and the choice of the one that pays.
 
 Spaces of up to `EXACT` sizes are searched in full; larger ones by NSGA-II from ``pymoo`` (extra
 ``planning-search``). Needs numpy (extra ``planning``).
@@ -16,38 +16,38 @@ import numpy as np
 from dlrover.errors import ConfigurationError
 
 EXACT = 200_000
-"""Sizes that are searched in full: more of them take longer than 50 ms."""
+"""Maximum number of sizes searched in full: more take longer than 50 ms."""
 
 
 Rate = Callable[[Any], tuple[Any, Any]]
-"""From an array with a row per size and a column per axis, the throughputs and the costs."""
+"""Function from an array with a row per size and a column per axis to the throughputs and the costs."""
 
 
 @dataclass(frozen=True)
 class Prices:
-    """Of an hour, in any unit."""
+    """Prices per hour, in any unit."""
 
     cpu: float = 1.0
-    """A core."""
+    """Price of a core."""
     memory: float = 0.1
-    """A GiB."""
+    """Price of a GiB."""
     accelerator: float = 50.0
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a search looks for."""
+    """Preferences of a search."""
 
     weight: float = 0.5
-    """How much the cost counts: the plan with the largest ``throughput / cost ** weight`` is taken.
+    """Weight of the cost: the plan with the largest ``throughput / cost ** weight`` is taken.
 
-    At 0 it is the fastest one, at 1 the one with the cheapest sample.
+    At 0 that is the fastest one, at 1 the one with the cheapest sample.
     """
     gain: float = 0.05
-    """A plan must be better than the present one by this share of that figure: a change has a price too."""
+    """Minimum relative improvement of that figure over the present plan: a change has a price, too."""
 
     caution: float = 0.5
-    """By how many of its standard deviations a prediction counts less than it says."""
+    """Standard deviations by which a prediction is lowered."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.weight <= 1:
@@ -59,13 +59,13 @@ class Found:
     """A size on the Pareto front."""
 
     values: tuple[float, ...]
-    """One per axis."""
+    """Values, one per axis."""
     throughput: float
     cost: float
 
 
 def pareto(throughput: Any, cost: Any) -> Any:
-    """The indices of the sizes that no other one beats in both, from the cheapest to the dearest."""
+    """Return the indices of the sizes that no other one beats in both, from the cheapest to the dearest."""
     order = np.lexsort((-np.asarray(throughput), np.asarray(cost)))
     best = np.maximum.accumulate(np.asarray(throughput)[order])
     first = np.concatenate([[True], best[1:] > best[:-1]])
@@ -73,12 +73,12 @@ def pareto(throughput: Any, cost: Any) -> Any:
 
 
 def candidates(axes: Sequence[Sequence[float]], rate: Rate, *, seed: int = 0) -> Any:
-    """The sizes of a space, one row each; of a large one those near the Pareto front.
+    """Return the sizes of a space, one row each; of a large space, those near the Pareto front.
 
     Args:
         axes: The values that each axis can have.
         rate: The model. A size that is not allowed has the throughput 0.
-        seed: Of NSGA-II.
+        seed: Seed of NSGA-II.
 
     Raises:
         ConfigurationError: An axis is empty, or a large space is given without ``pymoo``.
@@ -92,7 +92,7 @@ def candidates(axes: Sequence[Sequence[float]], rate: Rate, *, seed: int = 0) ->
 
 
 def search(axes: Sequence[Sequence[float]], rate: Rate, *, seed: int = 0) -> list[Found]:
-    """The Pareto front of a space; the arguments are those of `candidates`."""
+    """Return the Pareto front of a space; the arguments are those of `candidates`."""
     rows = candidates(axes, rate, seed=seed)
     throughput, cost = rate(rows)
     front = [index for index in pareto(throughput, cost) if throughput[index] > 0]
@@ -102,7 +102,7 @@ def search(axes: Sequence[Sequence[float]], rate: Rate, *, seed: int = 0) -> lis
 
 
 def best(front: Sequence[Found], choice: Choice) -> Found:
-    """The size of a front that pays most.
+    """Return the size of a front that pays most.
 
     Raises:
         ConfigurationError: No size is allowed.
@@ -113,7 +113,7 @@ def best(front: Sequence[Found], choice: Choice) -> Found:
 
 
 def worth(throughput: float, cost: float, choice: Choice) -> float:
-    """What a search makes as large as it can."""
+    """Return the figure that a search maximizes."""
     return float(throughput / max(cost, 1e-9) ** choice.weight)
 
 

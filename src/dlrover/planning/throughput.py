@@ -1,4 +1,4 @@
-"""What every throughput model shares: predictions with an interval, and how far to trust them.
+"""What all throughput models share: predictions with an interval, and limits of their trust.
 
 The models are in ``dlrover.planning.parameter_server`` and ``dlrover.planning.allreduce``.
 """
@@ -14,11 +14,11 @@ from dlrover.errors import ConfigurationError
 from dlrover.spec.plan import Effect
 
 NOISE = 0.1
-"""Relative noise of a step time that fits assume: one deviation."""
+"""Relative noise of a step time that fits assume, as one deviation."""
 OUTLIER = 1.0
-"""Deviations beyond which a sample is rather an outlier than noise."""
+"""Deviations above which a sample is an outlier rather than noise."""
 WORST = 3.0
-"""Deviations that an outlier counts for in the noise, at most."""
+"""Maximum deviations that an outlier counts for in the noise."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Prediction:
     high: float
     confidence: float
     spread: float
-    """Relative standard deviation of the predicted mean: what the next samples can take away."""
+    """Relative standard deviation of the predicted mean, which further samples can reduce."""
 
     def effect(self, *, before: float = 0.0, cost: float = 0.0) -> Effect:
-        """As the predicted effect of a plan."""
+        """Return the prediction as the predicted effect of a plan."""
         return Effect(
             throughput=self.throughput,
             low=self.low,
@@ -48,7 +48,7 @@ class Shape(Protocol):
     """A size that a job can have."""
 
     def axes(self) -> tuple[float, ...]:
-        """What can be changed about it, as positive numbers."""
+        """Return what can be changed about it, as positive numbers."""
         ...
 
 
@@ -57,13 +57,13 @@ ShapeT = TypeVar("ShapeT", bound=Shape)
 
 @dataclass(frozen=True)
 class TrustRegion:
-    """How far from what was measured a plan may go: each axis by a factor.
+    """Limit of a plan's distance from what was measured: a factor on each axis.
 
-    A prediction that was right widens the region, one that was wrong narrows it.
+    A correct prediction widens the region, a wrong one narrows it.
     """
 
     factor: float = 2.0
-    """A plan may multiply or divide each axis of a measured shape by this."""
+    """Maximum factor between a plan and a measured shape on each axis, up or down."""
     least: float = 1.25
     most: float = 4.0
 
@@ -75,19 +75,19 @@ class TrustRegion:
             )
 
     def contains(self, shape: Shape, measured: Iterable[Shape]) -> bool:
-        """Whether some measured shape is near enough on every axis.
+        """Return whether a measured shape is near enough on every axis.
 
         One more unit of an axis is always near: from one worker, two can be tried.
         """
         return any(self.near(shape.axes(), other.axes()) for other in measured)
 
     def after(self, *, within: bool) -> TrustRegion:
-        """The region after a plan was measured, ``within`` its predicted interval or not."""
+        """Return the region after a plan was measured, ``within`` its predicted interval or not."""
         factor = self.factor**2 if within else math.sqrt(self.factor)
         return replace(self, factor=min(self.most, max(self.least, factor)))
 
     def near(self, axes: Sequence[float], others: Sequence[float]) -> bool:
-        """Whether the values of some axes are near others."""
+        """Return whether the values of some axes are near others."""
         limit = self.factor * (1 + 1e-9)
         return all(
             abs(a - b) <= 1 or max(a, b) <= limit * min(a, b)
@@ -101,18 +101,18 @@ def next_sample(
     *,
     cost: Callable[[ShapeT], float] | None = None,
 ) -> ShapeT:
-    """The shape to measure next: where the model knows least, per unit of cost.
+    """Return the shape to measure next: where the model knows least, per unit of cost.
 
-    For a linear model this is the greedy D-optimal design: the column that no sample has told from
-    the others yet is where the prediction is most uncertain.
+    For a linear model this is the greedy D-optimal design: predictions are most uncertain where a column
+    has not been distinguished from the others by any sample yet.
 
     Args:
         predict: The fitted model.
-        shapes: What may be tried, in the trust region.
-        cost: Of trying a shape; all cost the same by default.
+        shapes: Shapes that may be tried, in the trust region.
+        cost: Cost of trying a shape; by default all cost the same.
 
     Raises:
-        ConfigurationError: There is nothing to choose from.
+        ConfigurationError: There is no shape to choose from.
     """
     if not shapes:
         raise ConfigurationError("shapes is empty: it must have at least one shape to measure")
@@ -123,14 +123,14 @@ def next_sample(
 def interval(
     throughput: float, *, spread: float, deviation: float, quantile: float, confidence: float
 ) -> Prediction:
-    """A prediction whose logarithm is spread symmetrically.
+    """Return a prediction whose logarithm has a symmetric interval.
 
     Args:
         throughput: Samples per second.
         spread: Relative standard deviation of the mean.
-        deviation: The same of one measurement: the mean's and the noise's together.
-        quantile: By how many deviations the interval reaches to each side.
-        confidence: How often a measurement should lie in it.
+        deviation: Relative standard deviation of one measurement: the mean's and the noise's together.
+        quantile: Deviations that the interval reaches to each side.
+        confidence: Share of measurements that should lie in it.
     """
     reach = math.exp(min(quantile * deviation, 50.0))
     return Prediction(throughput, throughput / reach, throughput * reach, confidence, spread)

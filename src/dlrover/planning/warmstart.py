@@ -1,4 +1,4 @@
-"""What similar past jobs say about a new one: first resources, and how long it may take."""
+"""Estimates from similar past jobs: a new job's first resources, and how long it may take."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from dataclasses import dataclass
 from dlrover.spec.plan import Group, Plan
 
 SIMILAR = 5
-"""Past jobs that a first plan is made from."""
+"""Number of past jobs from which a first plan is made."""
 KEPT = 0.5
-"""What each more similar job leaves of the mean of the less similar ones."""
+"""Weight of the mean of the less similar jobs when a more similar one is added."""
 FIRST_SECONDS = 600.0
-"""How long a job of which nothing is known is expected to run on its smallest size at least."""
+"""Minimum expected seconds of a job on its smallest size if nothing is known about it."""
 LEAST_SIMILARITY = 0.5
-"""Jobs less similar than this are no guide."""
+"""Minimum similarity of a job that serves as a guide."""
 
 
 @dataclass(frozen=True)
 class PastJob:
-    """A job that ended well."""
+    """A job that ended successfully."""
 
     name: str
     features: Mapping[str, str | float]
-    """What it was: user, model, parameters, batch, dataset."""
+    """Its properties: user, model, parameters, batch, dataset."""
     groups: Mapping[str, Group]
-    """What it had at its end."""
+    """Its resources at its end."""
 
 
 def similarity(one: Mapping[str, str | float], other: Mapping[str, str | float]) -> float:
-    """How alike two jobs are, from 0 to 1: the mean over the features of both.
+    """Return how alike two jobs are, from 0 to 1: the mean over the features of both.
 
-    A text counts 1 if it is the same; a number counts the smaller one divided by the larger one. A feature
-    that only one of them has counts 0.
+    Equal texts count 1; numbers count the smaller one divided by the larger one. A feature that only one of
+    them has counts 0.
     """
     names = {*one, *other}
     if not names:
@@ -42,10 +42,10 @@ def similarity(one: Mapping[str, str | float], other: Mapping[str, str | float])
 
 
 def warm_start(features: Mapping[str, str | float], past: Sequence[PastJob]) -> Plan | None:
-    """A first plan from the most similar past jobs; None if none is similar enough.
+    """Return a first plan from the most similar past jobs; None if none is similar enough.
 
     The jobs' resources are smoothed exponentially from the least to the most similar one, as in
-    DLRover-RM (VLDB 2024). Counts are rounded, memory is the largest one that was needed: it is cheaper
+    DLRover-RM (VLDB 2024). Counts are rounded. Memory is the largest that was needed, which is cheaper
     than an OOM.
     """
     ranked = sorted(past, key=lambda job: similarity(features, job.features))[-SIMILAR:]
@@ -65,15 +65,15 @@ def warm_start(features: Mapping[str, str | float], past: Sequence[PastJob]) -> 
 
 
 def expected_remaining(done: float, past: Sequence[float], first: float) -> float:
-    """How much work a job still has, by how much similar jobs had in all.
+    """Estimate how much work a job still has, from the total work of similar jobs.
 
     Without a past job that had more, a job is expected to need as much again as it has done: that is
-    the mean of what is left where few jobs are much longer than most.
+    the mean of what is left if few jobs are much longer than most.
 
     Args:
         done: Work that the job has done, in any unit.
-        past: Work that similar past jobs had in all.
-        first: What is expected of a job that has done nothing, if there are no past jobs.
+        past: Total work of similar past jobs.
+        first: Work expected of a job that has done nothing, without past jobs.
     """
     longer = [total - done for total in past if total > done]
     if longer:

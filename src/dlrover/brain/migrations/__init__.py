@@ -1,1 +1,1 @@
-"""Changes of the database's tables from version to version, as alembic keeps them."""
+"""Migrations of the database's tables from version to version, in alembic's form."""

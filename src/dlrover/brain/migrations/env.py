@@ -1,4 +1,4 @@
-"""Alembic runs this: it brings the database of the given connection up to date."""
+"""Alembic's entry point, which migrates the database of the given connection."""
 
 from __future__ import annotations
 

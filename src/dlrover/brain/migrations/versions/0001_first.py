@@ -1,4 +1,4 @@
-"""The first tables."""
+"""The first version of the tables."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _row() -> sa.Column[int]:
 
 
 def upgrade() -> None:
-    """Make them."""
+    """Create the tables."""
     _jobs()
     _measurements()
     _plans()
