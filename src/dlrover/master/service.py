@@ -95,7 +95,6 @@ class Master:
         self._progress_journalled = 0.0
         self._progress_timer: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._closing = False
         self._unwritten = ""  # error of the last journal write; empty if it succeeded
         self._backlog: collections.deque[tuple[float, inputs.Input]] = collections.deque()
         """Inputs that took effect while the disk was full, oldest first; journalled before anything else."""
@@ -203,7 +202,6 @@ class Master:
 
     def close(self) -> None:
         """End every agent's stream before the master exits."""
-        self._closing = True
         if self._progress_timer is not None:
             self._progress_timer.cancel()
         for queue in self._queues.values():
