@@ -86,4 +86,5 @@ def test_every_message_counts_once_though_a_worker_and_the_master_are_killed(
     assert len(launch.events_of(events.RestartDecided)) == 1
     assert (out / "began-1-0").read_text() != "None", "it went on from a checkpoint"
     if address != topic.url:
-        assert topic.lag("job") == 0, "the last checkpoint is stored, and its group was told"
+        logs = "".join(path.read_text() for path in sorted(launch.job_dir.rglob("stderr.log")))
+        assert topic.lag("job") == 0, f"the group does not have the last checkpoint:\n{logs}"
