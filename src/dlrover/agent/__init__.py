@@ -1,4 +1,4 @@
-"""The process that supervises one node's workers: starts them, watches them, reports on them.
+"""The agent: the process that starts, watches and stops one node's workers, and reports on them.
 
-It imports no training framework; it talks to the master by messages only.
+It imports no training framework and talks to the master by messages only.
 """

@@ -1,4 +1,4 @@
-"""``python -m dlrover.agent``."""
+"""Entry point of ``python -m dlrover.agent``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The agent process: ``python -m dlrover.agent --job-dir DIR``."""
+"""The command line of the agent process: ``python -m dlrover.agent --job-dir DIR``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one node's agent until the job is over for it; the exit code of its outcome."""
+    """Run the agent of one node until the job is over for that node; exit with the code of its outcome."""
     parser = argparse.ArgumentParser(prog="python -m dlrover.agent", description=main.__doc__)
     parser.add_argument("--job-dir", type=Path, required=True)
     parser.add_argument("--lifeline-fd", type=int, default=-1, help="Leave when it closes.")
@@ -64,7 +64,7 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
         token = job_dir.token.read_text().strip()
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigurationError(f"{job_dir.path} is not a job directory: {error}.") from error
-    if args.node_id >= 0 and is_server(args.node_rank):  # by itself a node may wish for any rank
+    if args.node_id >= 0 and is_server(args.node_rank):  # without an id, any rank may be wanted
         launch = msgspec.structs.replace(settings.launch, nproc_per_node=1, role=SERVER)
         settings = msgspec.structs.replace(settings, launch=launch)
     launch = settings.launch
@@ -75,7 +75,7 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
         agent.worker_ended(local_rank, failure)
 
     workers = WorkerGroup(launch, env, RunLogs(launch, base), hostname, on_exit)
-    # Not the node's id: the agent that takes the place of one that died finds its memory, as on a machine.
+    # Not the node's id: a replacement of a dead agent must find its saver, as on the same machine.
     workers.place = f"{args.node_rank} of {job_dir.path}"
     checker = Checker(job_dir.path, settings.accelerator, env)
     workers.others = lambda: checker.pids
@@ -105,7 +105,7 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
 
 
 def _tell(line: str) -> None:
-    """Show something to the user of a machine on which the job's master is not."""
+    """Show a line to the user of a machine without the job's master."""
     with contextlib.suppress(OSError, ValueError):  # standard error may be closed
         sys.stderr.write(f"dlrover: {line}\n")
         sys.stderr.flush()
@@ -141,7 +141,7 @@ def _own_address(master: str) -> str:
 
 
 def _master_address(job_dir: JobDir, last: str = "") -> str:
-    """Where the job's master listens; ``last`` if the directory does not say so any more."""
+    """Return the address of the job's master; ``last`` if it can no longer be read from the directory."""
     try:
         return msgspec.json.decode(job_dir.master.read_bytes(), type=MasterAddress).address
     except (OSError, msgspec.DecodeError) as error:

@@ -1,4 +1,4 @@
-"""Carries out the orders of the node check, in a process of its own: the agent imports no PyTorch."""
+"""The node check, run in a separate process: the agent imports no PyTorch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dlrover.spec.check import CheckOrder, CheckReport
 
 
 class Checker:
-    """One node's check process and the order that it carries out."""
+    """The check process of one node, with its current order."""
 
     def __init__(self, directory: Path, accelerator: str, env: Mapping[str, str]) -> None:
-        """Nothing is started yet.
+        """Create the checker without starting its process.
 
         Args:
-            directory: Where the disk is checked.
-            accelerator: What the program trains on, as ``--accelerator`` names it.
+            directory: Directory whose disk is checked.
+            accelerator: The program's accelerator, as named by ``--accelerator``.
             env: The environment of the workers.
         """
         arguments = ["--directory", str(directory), "--accelerator", accelerator]
@@ -28,11 +28,11 @@ class Checker:
 
     @property
     def pids(self) -> set[int]:
-        """The check process, if there is one."""
+        """Pid of the check process, as a set; empty if it does not run."""
         return {self._process.pid} - {0}
 
     def start(self, order: CheckOrder, node: int, report: Callable[[CheckReport], None]) -> None:
-        """Carry out an order and call ``report``; an order that is being carried out is given up."""
+        """Carry out an order and call ``report``; cancel an unfinished earlier order."""
         if self._task is not None and not self._task.done():
             self.stop()
         self._task = asyncio.create_task(self._carry_out(order, node, report))
@@ -53,7 +53,7 @@ class Checker:
         )
 
     def stop(self) -> None:
-        """Give up what is being carried out, and end the process: its memory is for the workers."""
+        """Cancel the current order and end the process, to leave its memory to the workers."""
         if self._task is not None:
             self._task.cancel()
             self._task = None

@@ -1,6 +1,6 @@
-"""Copying growing files to a console, line by line or raw, without ever being held up by it.
+"""Copying of growing files to a console, line by line or raw, without blocking on the console.
 
-A `Copier` is one thread that drives a `Pump` per destination; a pump takes turns between its
+A `Copier` is a thread that drives one `Pump` per destination. A pump takes turns between its
 sources and reads a file no faster than the destination accepts: the files are the buffer.
 """
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL = 0.05
-"""Seconds between two looks at files that have nothing new, or at a console that is blocked."""
+"""Seconds between two checks for new data, or for room in a blocked console."""
 LINE_LIMIT = 1 << 20
-"""Bytes after which a line that does not end is shown as several: bounds the memory per stream."""
+"""Bytes after which an unfinished line is split; bounds the memory per stream."""
 READ_SIZE = 1 << 16
-"""Bytes read from one file before the next file has its turn."""
+"""Bytes read from one file before the next file's turn."""
 KEPT = 1 << 17
-"""Bytes at the end of what was read from memory that stay there: the last words of a worker."""
+"""Bytes of an in-memory file that stay after they were read: a worker's last output."""
 KEEP_SIZE, PUNCH_HOLE = 1, 2
-"""Modes of fallocate(2)."""
+"""Mode flags of fallocate(2)."""
 
 
 class LineSplitter:
-    r"""Cuts a stream into lines; how the stream was chunked does not change them.
+    r"""A splitter of a byte stream into lines, independent of the stream's chunks.
 
-    ``\n``, ``\r`` and ``\r\n`` end a line, so that each state of a progress bar is one. Lines come
-    without their end; one longer than ``limit`` bytes comes as several.
+    ``\n``, ``\r`` and ``\r\n`` end a line, so that each state of a progress bar is one line. Lines
+    come without their line ends; a line longer than ``limit`` bytes is split.
     """
 
     def __init__(self, limit: int = LINE_LIMIT) -> None:
@@ -46,10 +46,10 @@ class LineSplitter:
         self._after_return = False
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines that ``data`` completes."""
+        """Return the lines that ``data`` completes."""
         if not data:
             return []
-        # After a return, a newline is the second half of a line end that has had its effect.
+        # After a return, a newline is the second half of a line end that was already handled.
         text = self._partial + (data.removeprefix(b"\n") if self._after_return else data)
         self._after_return = data.endswith(b"\r")
         lines = text.splitlines()
@@ -66,16 +66,16 @@ class LineSplitter:
         return pieces
 
     def flush(self) -> list[bytes]:
-        """The last line, where the stream ended without ending it."""
+        """Return the last line if the stream ended without a line end."""
         rest, self._partial = self._partial, b""
         return [rest] if rest else []
 
 
 class LineFormatter:
-    """Bytes of one worker's stream in; prefixed lines out.
+    """A formatter that turns the bytes of one worker's stream into prefixed lines.
 
-    With ``needles``, only lines that contain one of them pass; a needle is not found across the
-    cut in a line longer than `LINE_LIMIT`.
+    With ``needles``, only lines that contain one of them pass. A needle across a split in a line
+    longer than `LINE_LIMIT` is not found.
     """
 
     def __init__(self, prefix: str, needles: Iterable[str] = ()) -> None:
@@ -84,11 +84,11 @@ class LineFormatter:
         self._splitter = LineSplitter()
 
     def feed(self, data: bytes) -> bytes:
-        """The output for the lines that ``data`` completes."""
+        """Return the output for the lines that ``data`` completes."""
         return self._format(self._splitter.feed(data))
 
     def flush(self) -> bytes:
-        """The output for a last line without an end; it gets one, so that the next starts afresh."""
+        """Return the output for an unfinished last line, with a line end added."""
         return self._format(self._splitter.flush())
 
     def _format(self, lines: list[bytes]) -> bytes:
@@ -99,9 +99,9 @@ class LineFormatter:
 
 
 class Source:
-    """A file that another process appends to, read from its beginning as it grows.
+    """A growing file that another process appends to, read from its beginning.
 
-    With ``frees`` the file is memory, which is freed once it was read, but for its end.
+    With ``frees`` the file lies in memory, which is freed after reading, except for its end.
     """
 
     def __init__(
@@ -115,9 +115,9 @@ class Source:
         self.ended = False
 
     def read(self, *, final: bool) -> bytes | None:
-        """The output for the next bytes, or None where there are none now.
+        """Return the output for the next bytes, or None if there are none now.
 
-        With ``final``, where nobody writes any more, the end of the file ends the source.
+        With ``final``, when no process writes any more, the end of the file ends the source.
         """
         try:
             data = self._read_bytes()
@@ -147,7 +147,7 @@ class Source:
             except FileNotFoundError:  # the worker has not been started yet
                 return b""
         data = os.pread(self._descriptor, READ_SIZE, self._offset)
-        if len(data) == READ_SIZE:  # there is more: do not let another worker's turn cut a line
+        if len(data) == READ_SIZE:  # more follows: end this worker's turn at a line end
             data = data[: data.rfind(b"\n") + 1] or data
         self._offset += len(data)
         if data and self._frees and self._offset > KEPT:
@@ -156,10 +156,10 @@ class Source:
 
 
 class Sink:
-    """A console or a file, written to without waiting.
+    """A console or a file, written to without blocking.
 
-    Bytes go to the file descriptor itself: what the caller has left in ``file``'s buffer would come
-    out later. A file without a descriptor, such as one in memory, is taken not to block.
+    Bytes bypass ``file``'s buffer and go to its descriptor: bytes that the caller left in the buffer
+    would come out later. A file without a descriptor, such as one in memory, must not block.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -169,28 +169,28 @@ class Sink:
             self.descriptor = file.fileno()
 
     def write(self, data: bytes) -> int:
-        """How many bytes of ``data``, at most ``PIPE_BUF`` long, were taken: 0 if it would block.
+        """Write ``data``, at most ``PIPE_BUF`` bytes, and return the bytes written; 0 if it would block.
 
         Raises:
-            OSError: the other end is gone, or its disk is full.
-            ValueError: the file is closed.
+            OSError: The other end is gone, or its disk is full.
+            ValueError: The file is closed.
         """
         if self.descriptor is None:
             self._file.write(data)
             self._file.flush()
             return len(data)
-        if self._file.closed:  # its number may belong to another file by now
+        if self._file.closed:  # its descriptor may belong to another file by now
             raise ValueError("the file is closed")
         if not _await_room([self.descriptor], 0):
             return 0
         try:
             return os.write(self.descriptor, data)
-        except BlockingIOError:  # it is non-blocking, and another process took the room
+        except BlockingIOError:  # the descriptor is non-blocking, and another process took the room
             return 0
 
 
 class Pump:
-    """Copies several sources to one sink, in turn; reads no more than the sink takes."""
+    """A copier from several sources, in turn, to one sink; it reads no faster than the sink accepts."""
 
     def __init__(self, name: str, sink: Sink, sources: Iterable[Source]) -> None:
         self._name = name
@@ -201,16 +201,16 @@ class Pump:
 
     @property
     def done(self) -> bool:
-        """All sources have ended and all their output is written, or the sink is gone."""
+        """True once all sources have ended and their output is written, or the sink is gone."""
         return not self._sources and self._written == len(self._pending)
 
     @property
     def blocked_on(self) -> int | None:
-        """The descriptor that takes no more for now, if there is one."""
+        """Descriptor of the sink while output is pending, else None."""
         return self._sink.descriptor if self._written < len(self._pending) else None
 
     def step(self, *, final: bool) -> bool:
-        """Read once and write what the sink takes; whether anything moved."""
+        """Read once and write what the sink accepts; return whether any data moved."""
         loaded = self._written == len(self._pending) and self._load(final=final)
         try:
             return self._write() or loaded
@@ -220,7 +220,7 @@ class Pump:
             return False
 
     def close(self) -> None:
-        """Give up what is not written."""
+        """Close all sources and discard unwritten output."""
         for source in self._sources:
             source.close()
         self._sources.clear()
@@ -247,9 +247,9 @@ class Pump:
         return self._written > before
 
     def _next_piece(self) -> bytes:
-        """At most ``PIPE_BUF`` bytes, ending with a line if they can.
+        """Return at most ``PIPE_BUF`` pending bytes, cut at a line end if possible.
 
-        A pipe takes that many whole or not at all, so lines of several writers do not mix.
+        A pipe accepts this amount whole or not at all, so lines of several writers do not mix.
         """
         end = self._written + select.PIPE_BUF
         piece = self._pending[self._written : end]
@@ -259,7 +259,7 @@ class Pump:
 
 
 class Copier:
-    """The thread that drives the pumps until all is copied, or until there is no more time."""
+    """A thread that drives the pumps until everything is copied or the time is up."""
 
     def __init__(self, pumps: Sequence[Pump], resources: contextlib.ExitStack) -> None:
         self._pumps = pumps
@@ -270,7 +270,7 @@ class Copier:
         self._thread.start()
 
     def stop(self, timeout: float) -> bool:
-        """Copy what remains, for at most ``timeout`` seconds; whether all of it was copied."""
+        """Copy the rest for at most ``timeout`` seconds; return whether all of it was copied."""
         self._stopping.set()
         self._thread.join(timeout)
         complete = not self._thread.is_alive()
@@ -281,7 +281,7 @@ class Copier:
     def _run(self) -> None:
         with self._resources:
             while not self._given_up.is_set() and not self._done():
-                final = self._stopping.is_set()  # read before the files: nothing comes after it
+                final = self._stopping.is_set()  # read before the files: no data arrives after it
                 moved = [pump.step(final=final) for pump in self._pumps]
                 if not any(moved) and not self._done():
                     self._wait(final=final)
@@ -300,13 +300,13 @@ class Copier:
 
 
 def _free(descriptor: int, size: int) -> None:
-    """Give the system back the first ``size`` bytes of a file, which keeps its length."""
+    """Free the first ``size`` bytes of a file without changing its length."""
     fallocate = ctypes.CDLL(None).fallocate
     fallocate(descriptor, KEEP_SIZE | PUNCH_HOLE, ctypes.c_int64(0), ctypes.c_int64(size))
 
 
 def _await_room(descriptors: Iterable[int], timeout: float) -> bool:
-    """Whether a write to one of ``descriptors`` is possible, or known to fail, within seconds."""
+    """Wait up to ``timeout`` seconds; return whether a write to one of ``descriptors`` would not block."""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLOUT)

@@ -1,6 +1,6 @@
-"""How much the accelerators of this node are used now, as their makers' tools tell.
+"""Current utilisation of the node's accelerators, from the vendors' tools.
 
-A node without such a tool runs nothing for this.
+On a node without such a tool, no process is started.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from dlrover._util.accelerators import DeviceUse
 logger = logging.getLogger(__name__)
 
 TOOL_TIME = 5.0
-"""Seconds that a tool gets: with a broken device it may never end."""
+"""Timeout of a tool in seconds: with a broken device it may never end."""
 END_TIME = 1.0
-"""Seconds that it gets to end once it was killed."""
+"""Seconds that a killed tool gets to end."""
 
 
 class Devices:
-    """This node's accelerators. ``env`` is what its workers, and the tools, are started with."""
+    """The node's accelerators. ``env`` is the environment of its workers and of the tools."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._env = dict(env)
         self._stuck: Process | None = None
 
     async def use(self, workers: int) -> dict[int, DeviceUse]:
-        """The use of each worker's device, by local rank; without those that are not known.
+        """Return the utilisation of each worker's device, by local rank; omit unknown ones.
 
-        The device of a worker is the one of its local rank among those that the environment names.
+        A worker's device has the index of its local rank among the visible devices.
         """
         path = self._env.get("PATH", "")
         for vendor in accelerators.vendors():
@@ -43,7 +43,7 @@ class Devices:
         return {}
 
     async def _output(self, program: str, arguments: Sequence[str]) -> str:
-        """What a tool prints; empty if it cannot be had."""
+        """Return a tool's output; empty if it fails to run or times out."""
         if self._stuck is not None and self._stuck.returncode is None:
             return ""
         try:
@@ -66,11 +66,11 @@ class Devices:
         try:
             await asyncio.wait_for(process.wait(), END_TIME)
         except asyncio.TimeoutError:
-            self._stuck = process  # in the kernel; another one would be, too
+            self._stuck = process  # stuck in the kernel, as another one would be
 
 
 def _by_worker(found: Sequence[DeviceUse], visible: str, workers: int) -> dict[int, DeviceUse]:
-    """The devices in the order in which the workers see them."""
+    """Return the devices by local rank, in the order in which the workers see them."""
     names = {name: device for device in found for name in (str(device.index), device.uuid)}
     order = [names.get(word.strip()) for word in visible.split(",")] if visible else list(found)
     return {rank: device for rank, device in enumerate(order[:workers]) if device is not None}

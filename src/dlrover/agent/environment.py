@@ -1,4 +1,4 @@
-"""The workers' environment and arguments: exactly torchrun's."""
+"""The workers' environment variables and arguments, exactly as under torchrun."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from dlrover.spec.roles import SERVER
 from dlrover.spec.world import World
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-"""The variable that torchrun's ``--virtual-local-rank`` sets; HIP reads it too."""
+"""Variable that torchrun's ``--virtual-local-rank`` sets; HIP reads it too."""
 
 
 def worker_environment(
     launch: LaunchSpec, world: World, local_rank: int, base: Mapping[str, str], error_file: str
 ) -> dict[str, str]:
-    """The environment of the worker ``local_rank``; ``base`` is what the launcher was started with.
+    """Return the environment of the worker ``local_rank``; ``base`` is the launcher's environment.
 
-    The store belongs to the worker of rank 0, so that each round has a fresh one:
+    The worker of rank 0 owns the store, so that each round has a new one:
     ``TORCHELASTIC_USE_AGENT_STORE`` is ``False``.
     """
     rank = str(world.first_rank + local_rank)
@@ -55,9 +55,9 @@ def worker_environment(
 
 
 def secrets(world: World, token: str) -> dict[str, str]:
-    """What a world's savers know each other by, as a variable; ``token``: the job's, empty without TLS.
+    """Return the variable with the savers' shared secret of a world, made of ``token``; none without TLS.
 
-    It is in the environment because a program may start the processes that train.
+    It is in the environment because a program may itself start the processes that train.
     """
     if not token:
         return {}
@@ -66,7 +66,7 @@ def secrets(world: World, token: str) -> dict[str, str]:
 
 
 def _place_in_role(launch: LaunchSpec, world: World, local_rank: int) -> tuple[str, int, int]:
-    """A process's role, its rank within it, and how many processes of the world have it."""
+    """Return a worker's role, its rank in that role, and the number of the world's processes in that role."""
     rank = world.first_rank + local_rank
     if not world.role:
         return launch.role, rank, world.world_size
@@ -76,7 +76,7 @@ def _place_in_role(launch: LaunchSpec, world: World, local_rank: int) -> tuple[s
 
 
 def worker_arguments(launch: LaunchSpec, local_rank: int) -> list[str]:
-    """The program's arguments, with ``${local_rank}`` replaced as torchrun does."""
+    """Return the program's arguments with ``${local_rank}`` replaced as by torchrun."""
     return [string.Template(arg).safe_substitute(local_rank=local_rank) for arg in launch.args]
 
 

@@ -1,7 +1,7 @@
-"""What can be seen of a worker from outside: CPU time, state, bytes read and written, and stacks.
+"""Evidence of a worker's state, gathered from outside: CPU time, state, bytes read and written, stacks.
 
-The stacks come from ``py-spy`` where it is installed and the kernel lets it look, else from the worker
-itself (`dlrover.elastic.stacks`). Neither needs the worker's help: it may hang.
+The stacks come from ``py-spy`` where it is installed and the kernel permits it, else from the worker's
+signal handler (`dlrover.elastic.stacks`). Neither needs the worker's cooperation: it may hang.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from dlrover.spec.failure import clip
 from dlrover.spec.stacks import WorkerEvidence, main_thread
 
 PY_SPY_TIME = 10.0
-"""Seconds that ``py-spy`` gets for one worker."""
+"""Timeout of ``py-spy`` for one worker, in seconds."""
 SIGNAL_TIME = 2.0
-"""Seconds in which a worker writes its stacks itself."""
+"""Timeout for a worker that writes its stacks itself, in seconds."""
 SIGNAL_POLL = 0.02
 QUIET_TIME = 0.1
-"""Seconds without another byte after which the stacks are complete."""
+"""Seconds without new bytes after which the stacks count as complete."""
 _STOPPED = ("T", "t")
 TICKS = os.sysconf("SC_CLK_TCK")
 FLIGHT_RECORDS = "/tmp/nccl_trace_rank_"  # noqa: S108
-"""Where PyTorch's flight recorder writes unless it is told otherwise."""
+"""Default path prefix of PyTorch's flight recorder files."""
 
 
 async def collect(pids: Sequence[int]) -> list[WorkerEvidence]:
-    """What is to be seen of each worker that leads the process group ``pid``, all at the same time."""
+    """Collect evidence of the given workers, each a session leader, at the same time."""
     cpu = _cpu_seconds(pids)
     stacks = await asyncio.gather(*(_stacks(pid) for pid in pids))
     return [
@@ -52,13 +52,13 @@ async def collect(pids: Sequence[int]) -> list[WorkerEvidence]:
 
 
 def flight_record(env: Mapping[str, str], rank: int) -> str:
-    """Where the flight recorder of PyTorch has written what ``rank`` communicated; empty if nowhere.
+    """Return the path of the flight recorder file of ``rank``; empty if there is none.
 
-    With ``TORCH_NCCL_DEBUG_INFO_PIPE_FILE`` set the worker is told to write it.
+    If ``TORCH_NCCL_DEBUG_INFO_PIPE_FILE`` is set, also ask the worker to write it.
     """
     pipe = env.get("TORCH_NCCL_DEBUG_INFO_PIPE_FILE")
     if pipe:
-        with contextlib.suppress(OSError):  # nobody reads it
+        with contextlib.suppress(OSError):  # no process reads it
             fd = os.open(f"{pipe}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
             os.write(fd, b"1")
             os.close(fd)
@@ -73,7 +73,7 @@ def flight_record(env: Mapping[str, str], rank: int) -> str:
 
 
 def _cpu_seconds(pids: Sequence[int]) -> dict[int, float]:
-    """CPU seconds of each worker with everything that it has started: its session's processes."""
+    """Return the CPU seconds of each worker's session: the worker and the processes that it started."""
     ticks = dict.fromkeys(pids, 0)
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -85,7 +85,7 @@ def _cpu_seconds(pids: Sequence[int]) -> dict[int, float]:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of ``/proc/pid/stat`` from the state on; none if it is gone."""
+    """Return the fields of ``/proc/pid/stat`` from the state on; none if the process is gone."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return []
@@ -96,7 +96,7 @@ def _state(pid: int) -> str:
 
 
 def _bytes_moved(pid: int) -> int:
-    """Bytes that the process has read and written so far; 0 where that may not be seen."""
+    """Return the bytes that the process has read and written so far; 0 if they cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         lines = Path(f"/proc/{pid}/io").read_text().splitlines()
         return sum(int(line.split()[1]) for line in lines[:2])
@@ -107,7 +107,7 @@ def _bytes_moved(pid: int) -> int:
 
 
 async def _stacks(pid: int) -> tuple[str, str]:
-    """Who told the stacks of a process, and the stacks; empty texts where nobody could."""
+    """Return the tool that read a process's stacks, and the stacks; empty strings if all failed."""
     text = await _by_py_spy(pid)
     if text:
         return "py-spy", text
@@ -138,14 +138,14 @@ async def _by_py_spy(pid: int) -> str:
 
 
 def _undo_stop(pid: int, before: str) -> None:
-    """Continue a process that was not stopped ``before``: a tracer attaches by SIGSTOP and may leave it behind."""
+    """Continue a process that a tracer has left stopped by SIGSTOP, unless it was stopped ``before``."""
     if before not in _STOPPED and _state(pid) in _STOPPED:
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             os.kill(pid, signal.SIGCONT)
 
 
 async def _by_signal(pid: int) -> str:
-    """Ask the process itself; it is not asked unless it has prepared for it."""
+    """Signal the process to write its stacks, but only if it handles the signal."""
     path = _stacks_file(pid)
     if path is None or not _handles_signal(pid):
         return ""
@@ -165,7 +165,7 @@ async def _by_signal(pid: int) -> str:
 
 
 async def _complete(fd: int) -> None:
-    """Wait until nothing more is written."""
+    """Wait until the file has stopped growing, at most `SIGNAL_TIME`."""
     until = time.monotonic() + SIGNAL_TIME
     size, since = 0, time.monotonic()
     while (now := time.monotonic()) < until and not (size and now - since > QUIET_TIME):

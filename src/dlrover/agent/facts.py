@@ -1,4 +1,4 @@
-"""What a node can tell of itself when one of its workers fails: the kernel's log, and full disks."""
+"""Facts about a node for the diagnosis of a failed worker: messages in the kernel log, and full disks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dlrover.spec.failure import FACTS_LIMIT
 
 KERNEL_LOG = Path("/dev/kmsg")
 RECORD_BYTES = 8192
-"""More than the longest record of the kernel's log."""
+"""Read size in bytes, above the longest record of the kernel log."""
 RECORDS_READ = 4096
-"""Records looked at for one failure; a kernel that logs faster than that is cut short."""
+"""Maximum records read for one failure."""
 GIB = 1024**3
 FULL_BELOW = 0.01
-"""Free share of a file system below which that is a fact, unless it is more than a GiB."""
+"""Free share of a file system below which it counts as full, unless 1 GiB or more is free."""
 
 _TELLING = re.compile(
     r"""\bxid\b|\bNVRM|\bNVLink|\bnvswitch|fallen\ off            # accelerators
@@ -34,12 +34,12 @@ _TELLING = re.compile(
 
 
 def tells(line: str) -> bool:
-    """Whether a line of the kernel's log may tell of a fault."""
+    """Return whether a line of the kernel log may indicate a fault."""
     return _TELLING.search(line) is not None
 
 
 class NodeFacts:
-    """Facts about this node since `begin`, as far as this user may see them."""
+    """The facts about this node since `begin`, as far as this user may read them."""
 
     def __init__(self, kernel_log: Path = KERNEL_LOG) -> None:
         self._kernel_log = kernel_log
@@ -47,38 +47,38 @@ class NodeFacts:
         self._lines: list[str] = []
 
     def begin(self) -> None:
-        """Forget what was; what the kernel logged before is no fact about what comes."""
+        """Forget all facts and skip what the kernel has logged so far."""
         self._lines = []
         with contextlib.suppress(
             OSError
-        ):  # this user may not read it: then the kernel tells nothing
+        ):  # this user may not read it: then there are no kernel facts
             if self._fd < 0:
                 self._fd = os.open(self._kernel_log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             os.lseek(self._fd, 0, os.SEEK_END)
 
     def gather(self, directory: Path) -> tuple[str, ...]:
-        """The facts, the latest ones where there are many. Takes milliseconds.
+        """Return the latest facts, at most `FACTS_LIMIT`. Takes milliseconds.
 
-        Of file systems, the one of ``directory`` is looked at.
+        Of the file systems, only that of ``directory`` is checked.
         """
         self._lines = [*self._lines, *self._new_lines()][-FACTS_LIMIT:]
         return tuple([*self._lines, *_full_file_system(directory)][-FACTS_LIMIT:])
 
     def close(self) -> None:
-        """Close the kernel's log."""
+        """Close the kernel log."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def _new_lines(self) -> Iterator[str]:
-        """What the kernel has logged since the last look, as far as it may tell of a fault."""
+        """Yield the kernel's messages since the last call that may indicate a fault."""
         for _ in range(RECORDS_READ if self._fd >= 0 else 0):
             try:
                 record = os.read(self._fd, RECORD_BYTES)
             except BrokenPipeError:
-                continue  # the kernel has dropped records; the next read goes on behind them
+                continue  # the kernel dropped records; the next read continues after them
             except OSError:
-                return  # there is no more
+                return  # no more records
             if not record:
                 return
             message = record.decode(errors="replace").partition(";")[2].partition("\n")[0]

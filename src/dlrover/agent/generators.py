@@ -1,7 +1,7 @@
-"""Random generators that importing has made, for a zygote: its forks must not draw the same numbers.
+"""Random generators created by a zygote's imports: its forks must not draw the same numbers.
 
-A generator that took its seed from the system gets a fresh one in each fork, as in a new process. One that was
-given a seed keeps its state: a new process would have the same.
+A generator seeded by the system gets a new seed in each fork, as in a new process. A generator with an
+explicit seed keeps its state, as a new process would have the same.
 
 Only the standard library is imported here.
 """
@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 CHOSEN = 1 << 48
-"""Seeds below this were chosen by somebody; the system gives 64 bits and more."""
+"""Seeds below this bound were set explicitly; the system's seeds have 64 bits or more."""
 
 
 class Generators:
-    """What was made while `watched`; call `found` when that is over, and `renew` in each fork."""
+    """The generators created while `watched`; call `find` afterwards, and `renew` in each fork."""
 
     def __init__(self) -> None:
         self._unseeded: weakref.WeakSet[random.Random] = weakref.WeakSet()
@@ -30,7 +30,7 @@ class Generators:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Note which generators of the standard library are seeded, and how."""
+        """Record which of the standard library's generators are seeded, and how."""
         seed, seed_global = random.Random.seed, random.seed
 
         def noted(instance: random.Random, a: Any = None, version: int = 2) -> None:
@@ -51,23 +51,23 @@ class Generators:
                 self._global_state = random.getstate()
 
     def find(self) -> None:
-        """Look for those of numpy and PyTorch."""
+        """Find the generators to renew, those of numpy and PyTorch included."""
         self._renewals = [instance.seed for instance in self._unseeded]
         numpy_random = sys.modules.get("numpy.random")
         if numpy_random is not None:
             kind = numpy_random.BitGenerator
-            # By type: asking an object for its class may run code of its own.
+            # By type: reading an object's `__class__` may run its own code.
             for each in [each for each in gc.get_objects() if issubclass(type(each), kind)]:
                 entropy = getattr(each.seed_seq, "entropy", 0)
-                if isinstance(entropy, int) and entropy >= CHOSEN:  # a list was chosen
+                if isinstance(entropy, int) and entropy >= CHOSEN:  # a list is an explicit seed
                     self._renewals.append(each.__init__)
         torch = sys.modules.get("torch")
         if torch is not None and torch.default_generator.initial_seed() >= CHOSEN:
             self._renewals.append(torch.default_generator.seed)
 
     def renew(self) -> None:
-        """Give this process numbers of its own."""
+        """Reseed the system-seeded generators, so that this process draws its own numbers."""
         for renewal in self._renewals:
             renewal()
-        if self._global_state is not None:  # the standard library has seeded it anew
+        if self._global_state is not None:  # the standard library has reseeded it at the fork
             random.setstate(self._global_state)

@@ -1,10 +1,10 @@
-"""The workers' log files, and what of them the console shows.
+"""The workers' log files, and their copies on the console.
 
-Every worker writes to files, always; a background thread copies from the files to the console what
-the launch options ask for. So the console can be slow, blocked or closed without a worker noticing,
-and the last lines of a failed worker are at hand whatever the options were. What a full disk does not
-take of a Python program's output goes to memory of the agent, an *overflow*, and from there to the
-console. The layout is torchrun's::
+Every worker always writes to files. A background thread copies the output that the launch options
+select from the files to the console. So a slow, blocked or closed console does not affect a worker,
+and the last lines of a failed worker are available under any options. Output of a Python program that
+a full disk does not take goes to memory of the agent, the *overflow*, and from there to the console.
+The layout is torchrun's::
 
     <base>/<run_id>_<random>/attempt_<restart_count>/<local_rank>/{stdout.log,stderr.log,error.json}
     <base>/<run_id>_<random>/attempt_<restart_count>/filtered_{stdout,stderr}.log
@@ -36,26 +36,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT = 5.0
-"""Seconds that `AttemptLogs.stop` gives the console to take what remains."""
+"""Seconds that `AttemptLogs.stop` gives the console to take the remaining output."""
 
 _NAMES = {Std.OUT: "stdout", Std.ERR: "stderr"}
 
 
 class ConsoleMode(enum.Enum):
-    """What the console shows of one stream of one worker."""
+    """The way in which the console shows one stream of one worker."""
 
     HIDDEN = "hidden"
-    """Nothing; the stream is in its file only."""
+    """Not at all; the stream is only in its file."""
     RAW = "raw"
-    """The same bytes, as if the worker had inherited the console."""
+    """Unchanged bytes, as if the worker had inherited the console."""
     PREFIXED = "prefixed"
-    """Whole lines, each behind a prefix that names the worker."""
+    """Whole lines, each with a prefix that names the worker."""
 
 
 def console_mode(launch: LaunchSpec, local_rank: int, stream: Std) -> ConsoleMode:
-    """What torchrun shows of ``stream`` (one of ``Std.OUT`` and ``Std.ERR``) of ``local_rank``.
+    """Return how torchrun shows ``stream`` (``Std.OUT`` or ``Std.ERR``) of ``local_rank``.
 
-    With the null device as log directory it shows everything raw, whatever the other options say.
+    With the null device as log directory, everything is shown raw, whatever the other options are.
     """
     if launch.log_dir == os.devnull:
         return ConsoleMode.RAW
@@ -69,7 +69,7 @@ def console_mode(launch: LaunchSpec, local_rank: int, stream: Std) -> ConsoleMod
 
 
 def line_prefix(launch: LaunchSpec, local_rank: int, rank: int) -> str:
-    """The prefix of a teed line; names that a template does not know stay as they are."""
+    """Return the prefix of a teed line; unknown names in the template remain as they are."""
     if not launch.log_line_prefix_template:
         return f"[{launch.role}{local_rank}]:"
     template = string.Template(launch.log_line_prefix_template)
@@ -77,7 +77,7 @@ def line_prefix(launch: LaunchSpec, local_rank: int, rank: int) -> str:
 
 
 class AttemptLogs:
-    """The logs of one start of all of a node's workers."""
+    """The logs of one attempt: one start of all workers of a node."""
 
     def __init__(self, launch: LaunchSpec, directory: Path, ranks: Mapping[int, int]) -> None:
         self.directory = directory
@@ -91,23 +91,23 @@ class AttemptLogs:
         }
 
     def stdout(self, local_rank: int) -> Path:
-        """The file for the worker's standard output; whoever starts the worker opens it."""
+        """Return the file for the worker's standard output; the worker's process opens it."""
         return self._path(local_rank, Std.OUT)
 
     def stderr(self, local_rank: int) -> Path:
-        """The file for the worker's standard error; whoever starts the worker opens it."""
+        """Return the file for the worker's standard error; the worker's process opens it."""
         return self._path(local_rank, Std.ERR)
 
     def error_file(self, local_rank: int) -> Path:
-        """The file in which the worker records its exception (``TORCHELASTIC_ERROR_FILE``)."""
+        """Return the file in which the worker records its exception (``TORCHELASTIC_ERROR_FILE``)."""
         return self.directory / str(local_rank) / "error.json"
 
     def overflow(self, local_rank: int, stream: Std) -> str:
-        """The path by which a worker opens the memory for what a full disk does not take."""
+        """Return the path of the overflow: memory for output that a full disk does not take."""
         return f"/proc/{os.getpid()}/fd/{self._overflows[local_rank, stream]}"
 
     def start(self, console_out: BinaryIO, console_err: BinaryIO) -> None:
-        """Begin to copy, in one background thread. The files need not exist yet. Call it once."""
+        """Start copying in a background thread. The files need not exist yet. Call it once."""
         with contextlib.ExitStack() as files:
             pumps = [
                 *self._pumps(Std.OUT, console_out, self._launch.duplicate_stdout_filters, files),
@@ -116,9 +116,9 @@ class AttemptLogs:
             self._copier = Copier(pumps, files.pop_all())
 
     def stop(self, timeout: float = STOP_TIMEOUT) -> None:
-        """Copy what the workers have left, for about ``timeout`` seconds at most. Idempotent.
+        """Copy the remaining output, for about ``timeout`` seconds at most. Idempotent.
 
-        Call it when no worker runs any more: what is written later stays in the files.
+        Call it when no worker runs any more: later output stays in the files.
         """
         copier, self._copier = self._copier, None
         if copier and not copier.stop(timeout):
@@ -132,8 +132,8 @@ class AttemptLogs:
         self._overflows = {}
 
     def stderr_tail(self, local_rank: int, limit: int = TEXT_LIMIT) -> str:
-        """The last ``limit`` characters of the worker's standard error; empty if unreadable."""
-        room = 4 * limit  # bytes: UTF-8 takes up to four for a character
+        """Return the last ``limit`` characters of the worker's standard error; empty if unreadable."""
+        room = 4 * limit  # bytes: UTF-8 takes up to four per character
         tail = _end_of(self.stderr(local_rank), room)
         if (local_rank, Std.ERR) in self._overflows:
             tail += _end_of(self.overflow(local_rank, Std.ERR), room)
@@ -178,18 +178,18 @@ class AttemptLogs:
 
 
 class RunLogs:
-    """The logs of one agent's life: a directory of its own, in it one per attempt."""
+    """The logs of one agent process: its own directory, with a subdirectory per attempt."""
 
     def __init__(self, launch: LaunchSpec, base: Path) -> None:
         self._launch = launch
-        self._base = base.absolute()  # workers may change their directory
+        self._base = base.absolute()  # workers may change their working directory
 
     @functools.cached_property
     def directory(self) -> Path:
-        """The run's directory, made at the first use.
+        """Directory of the run, created at the first use.
 
         Raises:
-            ConfigurationError: a directory cannot be made there.
+            ConfigurationError: The directory cannot be created.
         """
         prefix = self._launch.run_id.replace(os.sep, "_") + "_"
         try:
@@ -202,11 +202,11 @@ class RunLogs:
             ) from error
 
     def attempt(self, restart_count: int, ranks: Mapping[int, int]) -> AttemptLogs:
-        """A fresh directory for the workers in ``ranks`` (local rank -> rank).
+        """Create a new directory for the workers in ``ranks`` (local rank -> rank).
 
-        torchrun deletes what an earlier start with the same ``restart_count`` left; a round may
-        begin without a counted restart, and the files of the one before are evidence, so they stay
-        and this one is named ``attempt_<restart_count>.1``, ``.2`` and so on.
+        torchrun deletes the files of an earlier start with the same ``restart_count``. Here a round may
+        begin without a counted restart, and the earlier files are evidence: they stay, and the new
+        directory is named ``attempt_<restart_count>.1``, ``.2`` and so on.
         """
         directory = _make_fresh(self.directory / f"attempt_{restart_count}")
         for local_rank in ranks:
@@ -222,7 +222,7 @@ def _make_fresh(path: Path) -> Path:
 
 
 def _end_of(path: Path | str, size: int) -> bytes:
-    """The last ``size`` bytes of a file; none if it cannot be read."""
+    """Return the last ``size`` bytes of a file; none if it cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - size))

@@ -1,7 +1,7 @@
-"""The agent's decisions: when to join, to start and to stop the workers, and what to tell the master.
+"""The agent's state machine: decides when to join, start and stop the workers, and reports to the master.
 
-A plain state machine: no clock, no I/O. After a reconnection it says again what still holds, so that
-nothing is lost when a connection breaks, and nothing here waits for the master while workers run.
+It has no clock and does no I/O. After a reconnection it repeats the messages that still hold, so that a
+broken connection loses none. While workers run, it never waits for the master.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from dlrover.spec.world import Holding, World
 
 
 class Stage(str, enum.Enum):
-    """What the node is doing."""
+    """The stage of the node's life."""
 
     CONNECTING = "connecting"
-    """The master has not been heard of yet."""
+    """No message of the master has arrived yet."""
     JOINED = "joined"
     """Ready for `AgentMachine.round`; no workers."""
     RUNNING = "running"
     FAILED = "failed"
-    """A worker failed; the master has not said yet what to do. Other workers may still run."""
+    """A worker failed and the master has not decided yet. Other workers may still run."""
     SUCCEEDED = "succeeded"
     """All workers ended with exit code 0."""
     STOPPING = "stopping"
@@ -41,24 +41,24 @@ class Stage(str, enum.Enum):
 
 
 class WorkerEnded(msgspec.Struct, frozen=True):
-    """A worker ended by itself; ``failure`` is None after exit code 0."""
+    """Input: a worker ended by itself; ``failure`` is None after exit code 0."""
 
     local_rank: int
     failure: Failure | None
 
 
 class WorkersStopped(msgspec.Struct, frozen=True):
-    """`StopWorkers` is done: nothing of the workers is left."""
+    """Input: `StopWorkers` is done; no process of the workers remains."""
 
 
 class Abandoned(msgspec.Struct, frozen=True):
-    """The node must leave without the master's word: its owner died, or the master is gone for good."""
+    """Input: the node must leave without an order: its owner died, or the master is gone for good."""
 
     outcome: Outcome
 
 
 class Checked(msgspec.Struct, frozen=True):
-    """`RunCheck` is done."""
+    """Input: `RunCheck` is done."""
 
     report: CheckReport
 
@@ -69,37 +69,37 @@ Input: TypeAlias = messages.MasterMessage | Checked | WorkerEnded | WorkersStopp
 
 
 class JoinRound(msgspec.Struct, frozen=True):
-    """Tell the master that this node is ready for ``round``."""
+    """Command: tell the master that this node is ready for ``round``."""
 
     round: int
 
 
 class Say(msgspec.Struct, frozen=True):
-    """Tell the master something. Dropped while there is no connection."""
+    """Command: send a message to the master; it is dropped while there is no connection."""
 
     message: messages.Failed | messages.Succeeded | CheckReport
 
 
 class RunCheck(msgspec.Struct, frozen=True):
-    """Check this node, then report `Checked`. What an earlier order left undone is given up."""
+    """Command: check this node, then report `Checked`. An unfinished earlier check is cancelled."""
 
     order: CheckOrder
 
 
 class StartWorkers(msgspec.Struct, frozen=True):
-    """Start this node's workers of a world."""
+    """Command: start this node's workers of a world."""
 
     world: World
     fresh: bool = False
-    """From processes that have loaded nothing yet."""
+    """True to start them from processes that have loaded nothing yet."""
 
 
 class StopWorkers(msgspec.Struct, frozen=True):
-    """Stop all workers, then report `WorkersStopped`."""
+    """Command: stop all workers, then report `WorkersStopped`."""
 
 
 class Leave(msgspec.Struct, frozen=True):
-    """End the agent."""
+    """Command: end the agent."""
 
     outcome: Outcome
 
@@ -109,38 +109,38 @@ Command: TypeAlias = JoinRound | Say | RunCheck | StartWorkers | StopWorkers | L
 
 @dataclass
 class AgentMachine:
-    """One agent's state."""
+    """The state of one agent."""
 
     nproc: int
     stage: Stage = Stage.CONNECTING
-    #: given by the master; -1 before
+    #: id assigned by the master; -1 before
     node_id: int = -1
-    #: the round to join, or the one that was joined
+    #: the round to join, or the joined one
     round: int = 0
     #: the world whose workers run or ran; None before the first and after they were stopped
     world: World | None = None
-    #: local ranks of workers that have not ended; empty unless there is a world
+    #: local ranks of workers that have not ended; empty without a world
     running: set[int] = field(default_factory=set)
     #: failures in ``world``, until the next one
     failures: list[Failure] = field(default_factory=list)
-    #: the highest round that a master has told of
+    #: the highest round that a master has announced
     last_round: int = 0
-    #: the highest epoch of a master that was heard of
+    #: the highest epoch of a master so far
     epoch: int = 0
-    #: the last order to check the node, before its workers start
+    #: the last order to check the node; None once workers start
     order: CheckOrder | None = None
-    #: the answer to it, once there is one
+    #: the answer to ``order``; None until the check is done
     report: CheckReport | None = None
-    #: set once the node is to leave
+    #: set once the node must leave
     outcome: Outcome | None = None
 
     @property
     def running_round(self) -> int:
-        """The round whose workers run, ended or are being stopped here; 0 for none."""
+        """Round whose workers run, ended or are being stopped here; 0 for none."""
         return self.world.round if self.world is not None else 0
 
     def holding(self, steps: int) -> Holding:
-        """What this node holds, for a master that may know nothing; ``steps`` are its workers'."""
+        """Return this node's state for a master that may know nothing; ``steps`` are its workers' steps."""
         return Holding(
             round=self.last_round,
             world=self.world,
@@ -151,11 +151,11 @@ class AgentMachine:
         )
 
     def refuses(self, event: Input) -> bool:
-        """Whether ``event`` comes from a master that another one has replaced: hang up on it."""
+        """Return whether ``event`` comes from a replaced master, whose connection the caller must close."""
         return isinstance(event, messages.Welcome) and event.epoch < self.epoch
 
     def handle(self, event: Input) -> list[Command]:
-        """Take in one input; what is to be done about it."""
+        """Process one input and return the resulting commands."""
         if self.stage is Stage.LEFT:
             return []
         return _HANDLERS[type(event)](self, event)
@@ -202,7 +202,7 @@ class AgentMachine:
     def _assigned(self, event: messages.AssignWorld) -> list[Command]:
         world = event.world
         if self.stage is not Stage.JOINED:
-            return []  # a repetition: these workers are already there, or are being stopped
+            return []  # a repetition: these workers already run, or are being stopped
         self.stage = Stage.RUNNING
         self._told(world.round)
         self.world = world
@@ -248,7 +248,7 @@ class AgentMachine:
         return [Leave(outcome)]
 
     def validate(self) -> None:
-        """Check the invariants; raise AssertionError on the first that is broken."""
+        """Check the invariants; raise AssertionError at the first violation."""
         has_world = self.stage in (Stage.RUNNING, Stage.FAILED, Stage.SUCCEEDED, Stage.STOPPING)
         assert has_world or self.world is None, "a world without workers"
         assert not has_world or self.world is not None, "workers without a world"
@@ -262,7 +262,7 @@ class AgentMachine:
 
 
 def _same(order: CheckOrder, other: CheckOrder | CheckReport) -> bool:
-    """Whether two messages are about the same round of the same check."""
+    """Return whether two messages concern the same round of the same check."""
     return (order.check, order.round) == (other.check, other.round)
 
 

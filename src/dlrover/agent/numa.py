@@ -1,7 +1,7 @@
-"""Which CPUs a worker is bound to under ``--numa-binding``, so that its memory is near its device.
+"""CPU binding of workers under ``--numa-binding``, which keeps a worker's memory near its device.
 
-The modes are torchrun's. `read_topology` and `device_numa_nodes` read sysfs, `plan` decides, and
-whoever starts the worker calls ``os.sched_setaffinity`` in the child; no other program is needed.
+The modes are torchrun's. `read_topology` and `device_numa_nodes` read sysfs, and `plan` decides.
+The worker's process calls ``os.sched_setaffinity`` itself; no other program is needed.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ CpuSet = frozenset[int]
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):
-    """The CPUs of one machine, by number, and what they share."""
+    """The CPUs of one machine, by number, grouped by the hardware that they share."""
 
     nodes: dict[int, CpuSet]
-    """The CPUs of each NUMA node; a node that has memory only has none."""
+    """CPUs of each NUMA node; empty for a node with memory only."""
     sockets: frozenset[CpuSet]
     cores: frozenset[CpuSet]
-    """Hardware threads of one physical core."""
+    """Hardware threads of each physical core."""
     caches: frozenset[CpuSet]
-    """CPUs behind one last-level cache: a core complex."""
+    """CPUs of each last-level cache, that is of each core complex."""
     allowed: CpuSet
-    """The CPUs that this process may use; a container often has fewer than the machine."""
+    """CPUs that this process may use; in a container, often fewer than the machine has."""
 
     def allowed_on(self, node: int) -> CpuSet:
-        """The CPUs of ``node`` that this process may use; none for a node that does not exist."""
+        """Return the CPUs of ``node`` that this process may use; none if the node does not exist."""
         return self.nodes.get(node, frozenset()) & self.allowed
 
 
 def plan(
     mode: str, local_rank: int, topology: Topology, device_nodes: Sequence[int]
 ) -> frozenset[int]:
-    """The CPUs that the worker ``local_rank`` is bound to.
+    """Return the CPUs to which the worker ``local_rank`` is bound.
 
     Args:
         mode: ``node`` (the NUMA node of the worker's device), ``socket`` (all nodes of that node's
-            socket), ``exclusive`` (the node's physical cores, dealt evenly to its devices) or
-            ``core-complex`` (one last-level cache of the node, another for each of its devices
-            while there are any).
+            socket), ``exclusive`` (the node's physical cores, divided evenly among its devices)
+            or ``core-complex`` (one last-level cache of the node; its devices get different ones
+            while there are enough).
         local_rank: The worker, which uses the device of the same number.
         topology: The machine.
-        device_nodes: The NUMA node of each device, see `device_numa_nodes`.
+        device_nodes: The NUMA node of each device; see `device_numa_nodes`.
 
     Raises:
-        ConfigurationError: the mode is unknown, or this machine cannot be divided in that way.
+        ConfigurationError: The mode is unknown, or this machine cannot be divided in that way.
     """
     if mode not in _MODES:
         raise ConfigurationError(
@@ -82,18 +82,18 @@ def device_numa_nodes(
     topology: Topology,
     root: Path = SYSFS,
 ) -> tuple[int, ...]:
-    """The NUMA node of each device of this machine, in the order of the local ranks.
+    """Return the NUMA node of each device of this machine, by local rank.
 
-    Without devices, the workers themselves are dealt to the NUMA nodes in turn.
+    Without devices, assign the workers themselves to the NUMA nodes in turn.
 
     Args:
-        pci_addresses: Addresses as sysfs names them (``0000:dc:00.0``); device i is local rank i's.
-        local_world_size: Workers on this machine; counts where there are no devices.
+        pci_addresses: Addresses as in sysfs (``0000:dc:00.0``); device i belongs to local rank i.
+        local_world_size: Workers on this machine; used only without devices.
         topology: The machine.
         root: Where sysfs is mounted.
 
     Raises:
-        InfrastructureError: sysfs does not know a device.
+        InfrastructureError: The NUMA node of a device cannot be read from sysfs.
     """
     if pci_addresses:
         return tuple(_device_node(address, root) for address in pci_addresses)
@@ -102,15 +102,15 @@ def device_numa_nodes(
 
 
 def read_topology(root: Path = SYSFS, allowed: Iterable[int] | None = None) -> Topology:
-    """The topology that the kernel tells of.
+    """Read the machine's topology from sysfs.
 
-    A virtual machine may hide parts of it. Without NUMA nodes there is one, number 0; without
-    packages there is one socket; without caches a socket is one core complex; a CPU without
-    siblings is a core.
+    A virtual machine may hide parts of it. Without NUMA nodes, all CPUs form node 0; without
+    packages, one socket; without caches, a socket is one core complex; a CPU without siblings is
+    a core.
 
     Args:
         root: Where sysfs is mounted.
-        allowed: The CPUs that may be used; None: this process's own affinity.
+        allowed: CPUs that may be used; by default this process's affinity.
     """
     usable = frozenset(os.sched_getaffinity(0) if allowed is None else allowed)
     nodes = {
@@ -161,7 +161,7 @@ def _bind_exclusive(local_rank: int, topology: Topology, device_nodes: Sequence[
             f"{count} devices and only {len(cores)} physical cores that this process may use; "
             "allow it more of them or choose 'node'."
         )
-    share, extra = divmod(len(cores), count)  # the first `extra` devices get one core more
+    share, extra = divmod(len(cores), count)  # the first `extra` devices get one more core
     start = position * share + min(position, extra)
     return frozenset[int]().union(*cores[start : start + share + (position < extra)])
 
@@ -182,13 +182,13 @@ _MODES: dict[str, Callable[[int, Topology, Sequence[int]], CpuSet]] = {
 
 
 def _position_on_node(local_rank: int, device_nodes: Sequence[int]) -> tuple[int, int]:
-    """The device's place among the devices of its NUMA node, and how many these are."""
+    """Return the device's index among the devices of its NUMA node, and the number of these devices."""
     node = device_nodes[local_rank]
     return device_nodes[:local_rank].count(node), device_nodes.count(node)
 
 
 def _split(cpus: CpuSet, groups: Iterable[CpuSet]) -> list[CpuSet]:
-    """``cpus`` by the groups that they belong to, ordered by the lowest number in each group."""
+    """Split ``cpus`` by the groups that they belong to, ordered by each group's lowest number."""
     parts = (group & cpus for group in sorted(groups, key=min))
     return [part for part in parts if part]
 
@@ -202,11 +202,11 @@ def _device_node(address: str, root: Path) -> int:
             f"The NUMA node of the device at PCI address {address!r} cannot be read from {path}: "
             f"{error}."
         ) from error
-    return max(node, 0)  # -1: the firmware names none, as is usual where there is only node 0
+    return max(node, 0)  # -1: the firmware names no node, as is usual if there is only node 0
 
 
 def _last_level_cache(directory: Path) -> CpuSet:
-    """The CPUs that share the data cache of the highest level; none where caches are hidden."""
+    """Return the CPUs that share the highest-level data cache; none if caches are hidden."""
     levels = {
         int(_read(index / "level")): _parse_cpus(_read(index / "shared_cpu_list"))
         for index in directory.glob("index[0-9]*")
@@ -216,14 +216,14 @@ def _last_level_cache(directory: Path) -> CpuSet:
 
 
 def _read(path: Path) -> str:
-    """The file's text, stripped; empty where there is no such file."""
+    """Return the file's text, stripped; empty if the file does not exist."""
     with contextlib.suppress(FileNotFoundError):
         return path.read_text().strip()
     return ""
 
 
 def _parse_cpus(text: str) -> CpuSet:
-    """The numbers in a list of the kernel's, such as ``0-2,4``."""
+    """Parse a CPU list in the kernel's format, such as ``0-2,4``."""
     cpus: set[int] = set()
     for item in filter(None, text.strip().split(",")):
         first, _, last = item.partition("-")

@@ -1,7 +1,7 @@
-"""A worker's standard streams, which go on where the disk of their files is full.
+"""A worker's standard streams, which keep working when the disk with their files is full.
 
-What the file does not take goes to memory of the agent, its *overflow*, which the console shows as it shows
-the file. Besides our own, only the standard library is imported here.
+Output that the file does not take goes to memory of the agent, the *overflow*. The console shows it as it
+shows the file. Apart from DLRover's own modules, only the standard library is imported here.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 OVERFLOW_LIMIT = 16 * 1024 * 1024
-"""Bytes that may wait in an overflow; the agent frees what the console has shown. The rest is lost."""
+"""Bytes that an overflow holds; further output is lost. The agent frees output that the console has shown."""
 
 
 def redirect(path: str, overflow: str, fd: int) -> None:
-    """Have ``fd`` append to the file at ``path``, or to the overflow if that cannot be opened."""
+    """Make ``fd`` append to the file at ``path``, or to the overflow if the file cannot be opened."""
     try:
         opened = _append_to(path)
     except OSError:
@@ -34,13 +34,13 @@ def redirect(path: str, overflow: str, fd: int) -> None:
 
 
 def use_overflows(stdout: str, stderr: str) -> None:
-    """Replace this process's standard streams by ones that know their overflows."""
+    """Replace this process's standard streams with streams that use the overflows."""
     sys.stdout = sys.__stdout__ = _text("<stdout>", 1, stdout, sys.stdout)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _text("<stderr>", 2, stderr, sys.stderr)  # type: ignore[misc]
 
 
 class _Output(io.FileIO):
-    """A file that another one stands in for while its disk is full."""
+    """An output file with an overflow for output that its full disk does not take."""
 
     def __init__(self, fd: int, name: str, overflow: str) -> None:
         super().__init__(fd, "wb", closefd=False)
@@ -49,7 +49,7 @@ class _Output(io.FileIO):
         self._overflow = -1
 
     def write(self, data: Buffer, /) -> int:
-        """Write all of ``data``; its length."""
+        """Write all of ``data`` and return its length."""
         view = memoryview(data).cast("B")
         length = len(view)
         while view:
@@ -68,7 +68,7 @@ class _Output(io.FileIO):
         return taken
 
     def _spill(self, view: memoryview) -> bool:
-        """Whether there is an overflow for what the file does not take."""
+        """Write ``view`` to the overflow, or drop it if that is full; return whether the overflow exists."""
         try:
             if self._overflow < 0:
                 self._overflow = _append_to(self._overflow_path)
@@ -84,7 +84,7 @@ def _append_to(path: str) -> int:
 
 
 def _text(name: str, fd: int, overflow: str, like: TextIO) -> io.TextIOWrapper:
-    """A text stream as the interpreter makes it with ``-u``."""
+    """Return a text stream like the interpreter's own under ``-u``."""
     text = io.TextIOWrapper(
         _Output(fd, name, overflow), like.encoding, like.errors, "\n", write_through=True
     )

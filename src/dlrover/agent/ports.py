@@ -1,4 +1,4 @@
-"""A port held free for the store of the next world."""
+"""A reserved port for the store of the next world."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import socket
 
 
 class PortReservation:
-    """Holds a free TCP port until `release`.
+    """A reservation of a free TCP port until `release`.
 
-    The socket is bound but does not listen: the kernel gives the port to nobody else by itself, while
-    a store that binds with ``SO_REUSEADDR`` (PyTorch's does) may listen on it.
+    The socket is bound but does not listen: the kernel does not assign the port to another process, but
+    a store that binds with ``SO_REUSEADDR`` (as PyTorch's does) may listen on it.
     """
 
     def __init__(self, port: int = 0) -> None:
@@ -19,20 +19,20 @@ class PortReservation:
 
     @property
     def held(self) -> bool:
-        """Whether the port was free and is held."""
+        """True while the port is reserved; False if it was taken, or after `release`."""
         return self._socket is not None
 
     def release(self) -> None:
-        """Let go of the port."""
+        """Release the port."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
 
 def _bind(port: int) -> socket.socket | None:
-    """A bound socket on all addresses; None if ``port`` was asked for and is taken.
+    """Bind a socket to ``port`` on all addresses; return None if that fails.
 
-    A taken port is the store's to report: its error reaches the user with rank and log.
+    The store reports a taken port: its error reaches the user with rank and log.
     """
     for family in (socket.AF_INET6, socket.AF_INET):
         with contextlib.suppress(OSError):

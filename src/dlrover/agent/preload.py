@@ -1,10 +1,10 @@
-"""Imports ahead what a worker is going to import, for a zygote.
+"""Import, in a zygote, the modules that its workers will need.
 
-A fork must be as good as a process that imports the same by itself. What importing did to the process
-stays: variables it set, warning filters, exit handlers. What does not survive a fork, or would have come
-out differently in a worker, is a problem: a zygote with a problem forks no workers.
+A fork must behave like a process that imports the same modules itself. The effects of an import remain in
+the fork: environment variables, warning filters, exit handlers. An effect that does not survive a fork, or
+that would differ in a worker, is a problem: a zygote with a problem forks no workers.
 
-Besides our own, only the standard library is imported here.
+Apart from DLRover's own modules, only the standard library is imported here.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ PER_WORKER = frozenset(
      "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT",
      "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
 )  # fmt: skip
-"""Variables that a worker has and its zygote has not."""
+"""Environment variables that each worker has but its zygote lacks."""
 
 
 HARMLESS_MAJORS = (1, 5)
-"""The kernel's numbers for /dev/null, /dev/urandom and their like, and for /dev/tty and /dev/ptmx."""
+"""Major device numbers of /dev/null, /dev/urandom and similar, and of /dev/tty and /dev/ptmx."""
 
 
 @dataclass(frozen=True)
 class Preloaded:
-    """What importing led to."""
+    """The effects of the imports."""
 
     problem: str = ""
-    """Why forks would not be as good as new processes; empty if they are."""
+    """Why forks would differ from new processes; empty if they would not."""
     variables: dict[str, str | None] = field(default_factory=dict)
-    """Environment variables that were set, or removed (None)."""
+    """New values of the environment variables that changed; None if removed."""
     generators: Generators = field(default_factory=Generators)
-    """Random generators that were made."""
+    """Random generators that the imports created."""
 
 
 def preload(names: list[str], own: Mapping[str, str]) -> Preloaded:
     """Import modules by name.
 
-    A module that cannot be imported is left to the worker, which will report it if it matters.
+    Skip a module that cannot be imported: the worker reports the error if it matters.
 
     Args:
-        names: installed modules, in the order in which to import them.
-        own: name and file of each module that the program took from elsewhere; none of them may get
-            loaded from another place.
+        names: Installed modules, in import order.
+        own: Names and files of the program's own modules; loading one of them from another file is a
+            problem.
     """
-    before = dict(os.environ)  # noqa: TID251 - to see what importing changes
+    before = dict(os.environ)  # noqa: TID251 - to detect changes by the imports
     generators = Generators()
     with _quiet(), generators.watched(), _watched() as asked:
         for name in names:
@@ -88,10 +88,10 @@ def _problems(asked: set[str], own: Mapping[str, str]) -> Iterator[str]:
 
 
 def _native_threads() -> int:
-    """Threads that Python does not know of, and that are still here after a fork.
+    """Return the number of threads unknown to Python that remain after a fork.
 
-    A library that handles forks, as OpenBLAS does, ends its threads before each one and starts them again when it
-    needs them.
+    A library that handles forks, such as OpenBLAS, ends its threads before each fork and restarts them on
+    demand.
     """
     if _other_threads():
         pid = os.fork()
@@ -106,24 +106,24 @@ def _other_threads() -> int:
 
 
 def _initialised_devices() -> list[str]:
-    """PyTorch's device modules that hold an accelerator: it would not survive a fork."""
+    """Return PyTorch's device modules with an initialised accelerator, which would not survive a fork."""
     torch = sys.modules.get("torch")
     found = []
     for name, module in vars(torch).items() if torch else ():
         names = vars(module) if isinstance(module, types.ModuleType) else {}
         if name == "cpu":
-            continue  # always initialised, and nothing that a fork could break
-        # A module of a kind of device has both functions.
+            continue  # always initialised, and safe to fork
+        # Only the module of a device type has both functions.
         if "device_count" in names and "is_initialized" in names and names["is_initialized"]():
             found.append(f"torch.{name}")
     return found
 
 
 def _open_devices() -> list[str]:
-    """Devices that are open here: a driver that was merely asked for its devices may not work in a fork."""
+    """Return the open device files: a driver may fail in a fork even after a mere device query."""
     found = []
     for entry in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the descriptor that lists them is closed by now
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed by now
             status = os.fstat(int(entry))
             harmless = os.isatty(int(entry)) or os.major(status.st_rdev) in HARMLESS_MAJORS
             if stat.S_ISCHR(status.st_mode) and not harmless:
@@ -132,17 +132,17 @@ def _open_devices() -> list[str]:
 
 
 def _file_of(name: str) -> str:
-    """The file of a loaded module; empty if it is not loaded or has none."""
+    """Return the file of a loaded module; empty if the module is not loaded or has no file."""
     spec = getattr(sys.modules.get(name), "__spec__", None)
     return getattr(spec, "origin", None) or ""
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Show no warnings, without a change to their filters: modules add to these when imported."""
+    """Suppress warnings without changing their filters, to which imported modules may add."""
 
     def ignore(*_args: object, **_settings: object) -> None:
-        """Take the place of ``warnings.showwarning``."""
+        """Replace ``warnings.showwarning``."""
 
     shown, warnings.showwarning = warnings.showwarning, ignore
     try:
@@ -153,7 +153,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _Watched(dict[bytes, bytes]):
-    """The variables behind ``os.environ``; notes which of a worker's variables are looked up."""
+    """The mapping behind ``os.environ``, which records lookups of per-worker variables."""
 
     def __init__(self, variables: Mapping[bytes, bytes]) -> None:
         super().__init__(variables)
@@ -168,10 +168,10 @@ class _Watched(dict[bytes, bytes]):
 
 @contextlib.contextmanager
 def _watched() -> Iterator[set[str]]:
-    """Note which of a worker's variables are read; the set fills meanwhile."""
+    """Record the per-worker variables that are read; the yielded set grows meanwhile."""
     environ: Any = os.environ  # noqa: TID251
     watched = _Watched(environ._data)  # noqa: SLF001
-    environ._data = watched  # noqa: SLF001 - it is read through many names, and copied
+    environ._data = watched  # noqa: SLF001 - os.environ itself has many aliases and copies
     try:
         yield watched.asked
     finally:

@@ -1,6 +1,6 @@
-"""Takes the workers' requests for data to the master: workers themselves have no connection to it.
+"""The relay: forwards the workers' shard requests to the master, to which workers have no connection.
 
-A Unix socket in the abstract namespace, open to processes of the same user; see `dlrover.sharding.dealers`.
+Its Unix socket in the abstract namespace is open to its own user only; see `dlrover.sharding.dealers`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ logger = logging.getLogger(__name__)
 
 
 class Relay:
-    """Listens while it is used as an async context manager."""
+    """A server for the workers' shard requests; it listens while used as an async context manager."""
 
     def __init__(self, client: MasterClient) -> None:
         self._client = client
         self.address = f"dlrover-relay-{os.getuid()}-{uuid.uuid4().hex}"
-        """Of the socket, without the NUL in front."""
+        """Address of the socket, without the leading NUL."""
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.StreamWriter] = set()
 

@@ -1,4 +1,4 @@
-"""The agent's shell: holds the stream to the master and carries out the machine's commands."""
+"""The agent's shell: holds the stream to the master and carries out the state machine's commands."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from dlrover.spec.world import Offer, World
 logger = logging.getLogger(__name__)
 
 PROGRESS_POLL = 0.05
-"""Seconds between two looks at the progress board."""
+"""Seconds between two reads of the progress board."""
 PROGRESS_REPORT = 1.0
-"""Seconds between two progress reports of the node with rank 0; the others report with heartbeats."""
+"""Seconds between two progress reports of the node with node rank 0; other nodes report with heartbeats."""
 RECONNECT_DELAYS = (0.05, 0.1, 0.2, 0.5, 1.0)
-"""Seconds between attempts to reach the master; the last one is repeated."""
+"""Delays in seconds between attempts to reach the master; the last one is repeated."""
 NOTICE_POLL = 0.5
-"""Seconds between two looks at what the node waits for."""
+"""Seconds between two checks for a due notice about a wait."""
 REAP_INTERVAL = 5.0
-"""Seconds between two looks for orphans to reap."""
+"""Seconds between two searches for orphans to reap."""
 
 
 class Agent:
-    """One node's agent. Make and run it on an event loop."""
+    """The agent of one node. Create and run it on an event loop."""
 
     def __init__(  # noqa: PLR0913 - each is needed once
         self,
@@ -59,10 +59,10 @@ class Agent:
         locate: Callable[[], str] | None = None,
         tell: Callable[[str], None] | None = None,
     ) -> None:
-        """Make an agent.
+        """Create an agent.
 
-        ``locate`` says where its master is now, if that may change; ``tell`` shows the user of this machine
-        what the node waits for, where the master does not.
+        ``locate`` returns the master's current address, if it may change. ``tell`` shows notices about the
+        node's waits to the user of this machine; it is needed only on machines without the master.
         """
         launch, limits = settings.launch, settings.limits
         self._client = client
@@ -94,10 +94,10 @@ class Agent:
     # ---- life
 
     async def run(self) -> Outcome:
-        """Serve until the job is over for this node.
+        """Serve until the job is over for this node; return its outcome.
 
         Raises:
-            ConfigurationError: the master refuses the token.
+            ConfigurationError: The master refuses the token.
         """
         self._workers.prepare()
         tasks = [
@@ -119,18 +119,18 @@ class Agent:
             await self._close()
 
     async def _close(self) -> None:
-        """End what runs beside the workers. What a node has in memory that leaves a job is needed elsewhere."""
+        """End zygotes and saver; on a released node the saver may take longer: others need its data."""
         if self._left.done() and self._left.result().released:
             await self._workers.close(self._limits.release_grace)
         else:
             await self._workers.close()
 
     def abandon(self, exit_code: int, reason: str) -> None:
-        """Stop the workers and leave without the master's word."""
+        """Stop the workers and leave without the master's order."""
         self._handle(agent_machine.Abandoned(Outcome(exit_code=exit_code, reason=reason)))
 
     def worker_ended(self, local_rank: int, failure: Failure | None) -> None:
-        """The worker group's report."""
+        """Handle the end of a worker; called by the worker group."""
         self._handle(agent_machine.WorkerEnded(local_rank, failure))
 
     # ---- the stream
@@ -187,7 +187,7 @@ class Agent:
                     self._handle(message)
 
     def _check_master_absence(self) -> None:
-        """Count how long there has been no connection, and leave when that is too long."""
+        """Note the missing connection, and leave if the master has been away too long."""
         now = time.monotonic()
         self._waits.lost(now)
         outcome = self._waits.expired(now, self._client.address)
@@ -218,23 +218,23 @@ class Agent:
         return messages.Heartbeat(round_, steps, self._workers.activities())
 
     async def _look(self, id_: int) -> None:
-        """Tell the master what is to be seen of the workers."""
+        """Collect evidence of the workers and send it to the master."""
         round_ = self._machine.running_round
         self._say(messages.Evidence(id_, round_, await self._workers.evidence()))
 
     async def _look_at_devices(self) -> None:
-        """Note how busy the accelerators are: the next report of what the node uses tells it."""
+        """Measure how busy the accelerators are, for the next usage report."""
         self._usage.busy = await self._workers.devices_busy()
 
     def _keep(self, task: asyncio.Task[None]) -> None:
-        """Hold on to a task until it is done."""
+        """Hold a reference to a task until it is done."""
         self._looks.add(task)
         task.add_done_callback(self._looks.discard)
 
     # ---- progress
 
     async def _report_progress(self) -> None:
-        """Report the first step of a round at once, later ones now and then, as heartbeats."""
+        """Send heartbeats: at once at the first step of a round, later at intervals."""
         reported_round, reported_steps, reported_at = 0, 0, 0.0
         reaped_at = time.monotonic()
         while True:

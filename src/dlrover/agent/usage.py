@@ -1,4 +1,4 @@
-"""What this node uses: processors, and the memory of its control group, its container or its machine."""
+"""The node's CPU and memory usage, measured on its control group, its workers or its machine."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from dlrover._util import cgroup
 from dlrover.spec.usage import NodeUsage
 
 INTERVAL = 15.0
-"""Seconds between two looks."""
+"""Seconds between two measurements."""
 
 
 class UsageMeter:
-    """Looks now and then. `look` takes milliseconds."""
+    """A meter of the node's CPU and memory usage. `look` takes milliseconds."""
 
     def __init__(self, interval: float = INTERVAL, *, alone: bool = False) -> None:
-        """Begin to measure; ``alone``: no other node shares this node's container, if it is in one."""
+        """Start measuring; ``alone`` says that no other node shares this node's container, if it has one."""
         self.busy = -1.0
-        """The share of time in which its accelerators work, 0 to 1; -1 while that is not known."""
+        """Share of time in which the node's accelerators work, 0 to 1; -1 while unknown."""
         self._interval = interval
         self._grouped = _has_own_group() or (alone and cgroup.memory() is not None)
         self._looked = time.monotonic()
@@ -29,10 +29,10 @@ class UsageMeter:
         self._seconds: dict[tuple[int, float], float] = {}
 
     def look(self, workers: Iterable[int]) -> NodeUsage | None:
-        """What the node uses; None if it is too early for another look.
+        """Return the node's usage; None if the measurement interval has not passed yet.
 
         Args:
-            workers: Pids of its workers.
+            workers: Pids of the node's workers.
         """
         now = time.monotonic()
         passed = now - self._looked
@@ -46,14 +46,14 @@ class UsageMeter:
         return NodeUsage(max(0.0, busy / passed), used, limit, cgroup.cores(), self.busy)
 
     def _group_seconds(self) -> float | None:
-        """CPU seconds of everything on this node since the last look; None where nobody counts them."""
+        """Return the control group's CPU seconds since the last measurement; None if they are not counted."""
         if not self._grouped:
             return None
         before, self._spent = self._spent, cgroup.cpu_seconds()
         return None if before is None or self._spent is None else self._spent - before
 
     def _worker_seconds(self, workers: Iterable[int]) -> float:
-        """CPU seconds of the workers that were there at the last look, too."""
+        """Return the CPU seconds since the last measurement of processes that already existed then."""
         before, self._seconds = self._seconds, _cpu_seconds(workers)
         return sum(
             seconds - before[process]
@@ -63,7 +63,7 @@ class UsageMeter:
 
 
 def _has_own_group() -> bool:
-    """Whether this process is in another control group than the one that has started it."""
+    """Return whether this process is in a different control group from its parent."""
     try:
         theirs = Path(f"/proc/{os.getppid()}/cgroup").read_text()
         return cgroup.PROC_CGROUP.read_text() != theirs
@@ -72,12 +72,12 @@ def _has_own_group() -> bool:
 
 
 def _cpu_seconds(workers: Iterable[int]) -> dict[tuple[int, float], float]:
-    """CPU seconds of each worker and its descendants, by pid and start."""
-    import psutil  # noqa: PLC0415 - it takes its time, which no start of a node should wait for
+    """Return the CPU seconds of each worker and its descendants, by pid and creation time."""
+    import psutil  # noqa: PLC0415 - slow to import: no node should wait for it at its start
 
     found: dict[tuple[int, float], float] = {}
     for pid in workers:
-        with contextlib.suppress(psutil.Error):  # it has ended
+        with contextlib.suppress(psutil.Error):  # the process has ended
             worker = psutil.Process(pid)
             for process in (worker, *worker.children(recursive=True)):
                 times = process.cpu_times()
@@ -86,7 +86,7 @@ def _cpu_seconds(workers: Iterable[int]) -> dict[tuple[int, float], float]:
 
 
 def _memory() -> tuple[int, int]:
-    """Bytes in use and bytes that there are: of the container, or of the machine where there is none."""
+    """Return the bytes in use and the limit of the container; without a container limit, the machine's."""
     within = cgroup.memory()
     if within is not None:
         return within

@@ -1,4 +1,4 @@
-"""What a node waits for, for how long, and what it tells its user meanwhile. Pure."""
+"""A node's waits, their time limits, and the notices about them to the user. Pure."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dlrover.spec.job import Limits
 from dlrover.spec.outcome import Outcome
 
 FIRST_NOTICE = 5.0
-"""Seconds of a wait after which it is told."""
+"""Seconds of a wait before its first notice."""
 NOTICE_INTERVAL = 30.0
-"""Seconds between two lines on one wait."""
+"""Seconds between two notices."""
 
 _MEANWHILE = {
     Stage.JOINED: "no workers run here until it is back",
@@ -22,20 +22,20 @@ _MEANWHILE = {
 
 
 class Waits:
-    """A node's wait for its master, and for its round. Times are monotonic seconds."""
+    """A node's waits for its master and for its round. Times are monotonic seconds."""
 
     def __init__(self, limits: Limits, now: float) -> None:
         self._limits = limits
         self._known = False
-        # since when the master has been away, None while it is there
+        # time since which the master has been away; None while it is connected
         self._away: float | None = now
-        # since when the node has waited for the world of a round that it joined
+        # time since which the node has waited for the world of the round that it joined
         self._joined: float | None = None
         self._told_at = -NOTICE_INTERVAL
         self._told = False
 
     def heard(self, now: float, address: str) -> str:
-        """The master has said something; what the user is told if that ends a wait that was told."""
+        """Note a message of the master; return a notice if this ends a wait with an earlier notice."""
         away, self._away, self._known = self._away, None, True
         told, self._told = self._told, False
         return (
@@ -43,20 +43,20 @@ class Waits:
         )
 
     def lost(self, now: float) -> None:
-        """There is no connection to the master, since now or an earlier moment."""
+        """Note that the master is not connected; an earlier start of the wait remains."""
         if self._away is None:
             self._away = now
 
     def joined(self, now: float) -> None:
-        """The node has joined a round."""
+        """Note that the node has joined a round; an earlier start of the wait remains."""
         self._joined = now if self._joined is None else self._joined
 
     def started(self) -> None:
-        """The round's world is there."""
+        """Note that the round's world has arrived."""
         self._joined = None
 
     def expired(self, now: float, address: str) -> Outcome | None:
-        """What the node leaves with if the master has been away for too long."""
+        """Return the outcome with which the node leaves if the master was away too long, else None."""
         name, limit = self._limit()
         if self._away is None or now - self._away <= limit:
             return None
@@ -65,13 +65,13 @@ class Waits:
         return Outcome(exit_code=ExitCode.INFRASTRUCTURE, reason=reason)
 
     def notice(self, now: float, stage: Stage, node: int, address: str) -> str:
-        """A line on what the node waits for, now and then; empty if there is nothing to tell."""
+        """Return a line about the current wait; empty if no notice is due."""
         since = self._away if self._away is not None else self._joined
         if since is None or now - since < FIRST_NOTICE or now - self._told_at < NOTICE_INTERVAL:
             return ""
         name, limit = self._limit() if self._away is not None else self._join_limit()
         if now - since > limit:
-            return ""  # it ends at the next look
+            return ""  # the next check ends the wait
         self._told_at, self._told = now, self._away is not None
         if self._away is None:
             return (

@@ -1,4 +1,4 @@
-"""One node's workers: started from a zygote, watched, stopped without leaving anything behind."""
+"""The workers of one node: starts them from a zygote, watches them, and stops them without leftovers."""
 
 from __future__ import annotations
 
@@ -33,34 +33,34 @@ from dlrover.spec.world import World
 logger = logging.getLogger(__name__)
 
 KILL_WAIT = 10.0
-"""Seconds to wait for a process after SIGKILL; one that stays longer hangs in the kernel."""
+"""Seconds to wait for a process after SIGKILL; one that takes longer hangs in the kernel."""
 
 
 SAVER = "dlrover.checkpoint.saver"
-"""The module of a process that workers start and that outlives them: it holds their memory checkpoints."""
+"""Module of the checkpoint saver: workers start it, it outlives them and holds their generations."""
 SAVER_WAIT = 5.0
-"""Seconds that it gets to end: a supervisor does not wait much longer for its agent."""
+"""Seconds that the saver gets to end: a supervisor does not wait much longer for its agent."""
 
 
 @dataclass
 class Worker:
-    """One worker process of the current round."""
+    """A worker of the current round."""
 
     local_rank: int
     rank: int
     pid: int = 0
     status: int | None = None
-    """Wait status once it has ended."""
+    """Wait status; None until the worker has ended."""
     ended_at: int = 0
-    """When it was seen to have ended, monotonic nanoseconds."""
+    """Time at which its end was seen, in monotonic nanoseconds."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class WorkerGroup:
-    """The workers of one node. Everything happens on the event loop it was made on.
+    """The workers of one node; used only on the event loop on which it was created.
 
-    ``on_exit(local_rank, failure)`` is called for each worker that ends by itself, with None after exit
-    code 0. Workers that end after `stop` was called are reported only if they had failed before.
+    ``on_exit(local_rank, failure)`` is called for each worker that ends by itself; ``failure`` is None
+    after exit code 0. A worker that ends after `stop` was called is reported only if it failed before.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class WorkerGroup:
             )
         self.node_id = -1
         self.others: Callable[[], set[int]] = set
-        """Pids of the agent's children that are neither workers nor left by them."""
+        """Function that returns the pids of the agent's children that are not from workers or zygotes."""
         self.place = ""
-        """Which of the nodes on this machine this one is: its checkpoint saver serves no other."""
+        """Name of this node among those on this machine: its checkpoint saver serves no other node."""
         self.relay = ""
-        """Where the workers' requests for data go; empty: nowhere."""
+        """Address of the relay for the workers' shard requests; empty without a relay."""
         self.token = ""
-        """The job's token, if the job uses TLS: the workers get a secret that is made of it."""
+        """The job's token, from which the workers' secret is derived; empty without TLS."""
         self._launch = launch
         self._base_env = base_env
         self._devices = Devices(base_env)
@@ -108,7 +108,7 @@ class WorkerGroup:
     # ---- start
 
     def prepare(self) -> None:
-        """Start a zygote ahead of the first round."""
+        """Start a zygote before the first round."""
         if self._cold is None:
             self._cold = self._start_zygote("")
 
@@ -116,8 +116,8 @@ class WorkerGroup:
         """Start the workers of a round.
 
         Raises:
-            ConfigurationError: the options do not allow it on this node.
-            OSError: the logs or the zygote cannot be had.
+            ConfigurationError: The options do not fit this node.
+            OSError: The logs cannot be created or the zygote cannot be started.
         """
         count = self._launch.nproc_per_node
         ranks = {local: world.first_rank + local for local in range(count)}
@@ -132,7 +132,7 @@ class WorkerGroup:
             self._ids += 1
             orders.append((worker, self._order(self._ids, worker, world, self._logs)))
         zygote = self._pick_zygote()
-        for worker, order in orders:  # all or none: what is wrong with an order has shown by now
+        for worker, order in orders:  # all or none: errors in the orders have been raised by now
             self._workers[worker.local_rank] = self._by_id[order.spawn] = worker
             zygote.spawn(order)
         sys.stdout.flush()
@@ -175,7 +175,7 @@ class WorkerGroup:
 
     @functools.cached_property
     def _topology(self) -> tuple[numa.Topology, tuple[int, ...]]:
-        """This machine, and the NUMA node of each local rank's device."""
+        """The machine's topology, and the NUMA node of each local rank's device."""
         topology = numa.read_topology()
         count = self._launch.nproc_per_node
         return topology, numa.device_numa_nodes(accelerators.pci_addresses(), count, topology)
@@ -195,7 +195,7 @@ class WorkerGroup:
         )
 
     def _pick_zygote(self) -> zygotes.ZygoteProcess:
-        """The warmest zygote: one that still imports will be ready before a worker that begins to do so now."""
+        """Return the warmest zygote: even one still importing is ready before a worker that starts now."""
         warm = self._warm
         if warm is not None and not warm.problem:
             if self._cold is not None and warm.ready:
@@ -205,7 +205,7 @@ class WorkerGroup:
         return self._cold_zygote()
 
     def _start_cold(self, orders: list[Order]) -> None:
-        """Start workers that waited for a zygote in vain."""
+        """Start workers from the cold zygote: the warm one is unfit or late."""
         for order in orders:
             self._cold_zygote().spawn(order)
 
@@ -215,19 +215,19 @@ class WorkerGroup:
         return self._cold
 
     def _warm_up(self) -> None:
-        """Once the workers have listed what they imported, start a zygote that has it too."""
+        """Start a zygote with the workers' imports once the workers have listed them."""
         if self._warm is not None or self._launch.entry is Entry.COMMAND or self._logs is None:
             return
         listed = str(self._logs.directory / "modules.json")
         if listed != self._modules_file and self._board.read(0).modules_listed:
-            self._modules_file = listed  # one attempt for each list: importing may crash
+            self._modules_file = listed  # one attempt per list: importing may crash
             self._warm = self._start_zygote(listed)
 
     def _signal_zygotes(self, number: signal.Signals) -> None:
         procs.kill((z.process.pid for z in (self._cold, self._warm) if z is not None), number)
 
     def discard_zygotes(self) -> None:
-        """Let the next workers start from a process that has loaded nothing yet."""
+        """Retire all zygotes, so that the next workers start from a process that has loaded nothing yet."""
         for zygote in (self._cold, self._warm):
             if zygote is not None:
                 self._retire(zygote)
@@ -238,7 +238,7 @@ class WorkerGroup:
         self._retired.append(zygote)
 
     def _zygote_lost(self, zygote: zygotes.ZygoteProcess) -> None:
-        """A zygote died; its workers died with it."""
+        """Handle the death of a zygote, with which its workers died."""
         problem = zygote.start_problem()
         zygote.close()
         self._retired.append(zygote)
@@ -254,7 +254,7 @@ class WorkerGroup:
     def _started(self, id_: int, pid: int) -> None:
         self._by_id[id_].pid = pid
         if self._stopped_at is not None:
-            procs.kill([pid])  # it has only just begun: there is nothing to save
+            procs.kill([pid])  # it has only just started: it has no state to save
 
     def _exited(self, id_: int, status: int, start_problem: str = "") -> None:
         worker = self._by_id.pop(id_)
@@ -272,7 +272,7 @@ class WorkerGroup:
             self._on_exit(worker.local_rank, failure)
 
     def _preceded_stop(self, failure: Failure) -> bool:
-        """Whether a worker that ended while being stopped had recorded an exception before."""
+        """Return whether a worker that ended during a stop had recorded an exception before the stop."""
         stopped_at = self._stopped_at or 0.0
         return failure.kind is FailureKind.EXCEPTION and failure.time < stopped_at
 
@@ -311,14 +311,14 @@ class WorkerGroup:
         ).bounded()
 
     def steps(self) -> int:
-        """Optimizer steps that every worker of the round has completed, at least."""
+        """Return the steps that every worker of the round has completed: the minimum over the workers."""
         self._warm_up()
         return min(
             (self._board.read(w.local_rank).steps for w in self._workers.values()), default=0
         )
 
     def activities(self) -> tuple[WorkerActivity, ...]:
-        """What the workers do, by local rank; empty as long as that is not known of all of them."""
+        """Return the workers' activities by local rank; empty while that of any worker is unknown."""
         now = time.monotonic_ns()
         found = []
         for local_rank, worker in sorted(self._workers.items()):
@@ -331,17 +331,17 @@ class WorkerGroup:
         return tuple(found)
 
     def pids(self) -> list[int]:
-        """Of the workers that run."""
+        """Return the pids of the running workers."""
         return [w.pid for w in self._workers.values() if w.pid and w.status is None]
 
     async def evidence(self) -> tuple[WorkerEvidence, ...]:
-        """What can be seen of the workers from outside: their processes and their stacks."""
+        """Collect evidence of the running workers from outside: process state, stacks and device use."""
         running = [w for _, w in sorted(self._workers.items()) if w.pid and w.status is None]
         seen, used = await asyncio.gather(
             evidence.collect([w.pid for w in running]),
             self._devices.use(len(self._workers)),
         )
-        activities = self.activities()  # not before: heartbeats have been sent meanwhile
+        activities = self.activities()  # only now: heartbeats were sent during the collection
         return tuple(
             msgspec.structs.replace(
                 one,
@@ -356,7 +356,7 @@ class WorkerGroup:
         )
 
     async def devices_busy(self) -> float:
-        """The share of time in which the workers' accelerators work, 0 to 1; -1 where that is not known."""
+        """Return the share of time in which the workers' accelerators work, 0 to 1; -1 if unknown."""
         used = await self._devices.use(len(self._workers))
         known = [device.busy for device in used.values() if device.busy >= 0]
         return sum(known) / len(known) / 100 if known else -1.0
@@ -364,10 +364,10 @@ class WorkerGroup:
     # ---- stop
 
     async def stop(self, number: signal.Signals, grace: float) -> None:
-        """End all workers and everything that they started.
+        """End all workers and the processes that they started.
 
-        The signal goes to the workers alone, not to their children, so that a worker can still use its
-        data loaders while it saves; after ``grace`` seconds everything is killed.
+        The signal goes to the workers only, not to their children, so that a worker can still use its
+        data loaders while it saves. After ``grace`` seconds, all of them are killed.
         """
         self._stopped_at = time.time()
         for order in self._warm.take_held() if self._warm is not None else ():
@@ -375,13 +375,13 @@ class WorkerGroup:
         running = [w for w in self._workers.values() if w.status is None]
         pids = [w.pid for w in running if w.pid]
         procs.kill(pids, number)
-        procs.kill(pids, signal.SIGCONT)  # a stopped process would not see it
-        self._signal_zygotes(signal.SIGCONT)  # nor tell that a worker has ended
+        procs.kill(pids, signal.SIGCONT)  # a stopped process would not handle the signal
+        self._signal_zygotes(signal.SIGCONT)  # nor report that a worker has ended
         for worker in await _all_ended(running, grace):
             if worker.pid:
                 procs.kill_group(worker.pid)
             else:
-                self._signal_zygotes(signal.SIGKILL)  # the one that should have started it hangs
+                self._signal_zygotes(signal.SIGKILL)  # the zygote that should have started it hangs
         stuck = await _all_ended(running, KILL_WAIT)
         for worker in stuck:
             logger.error(
@@ -395,9 +395,9 @@ class WorkerGroup:
         self._workers = {}
 
     async def close(self, saver_wait: float = SAVER_WAIT) -> None:
-        """End the zygotes too, and the checkpoint saver.
+        """End the zygotes and the checkpoint saver, after `stop`.
 
-        That gets ``saver_wait`` seconds to store what it was asked for.
+        The saver gets ``saver_wait`` seconds to persist what was requested.
         """
         self._facts.close()
         self.discard_zygotes()
@@ -406,7 +406,7 @@ class WorkerGroup:
         await procs.end(procs.running(SAVER), saver_wait)
 
     def reap(self) -> None:
-        """Reap orphans of the workers and zygotes that have ended."""
+        """Reap orphans left by ended workers and zygotes."""
         self._retired = [z for z in self._retired if z.process.poll() is None]
         procs.reap_orphans(self._own_pids())
 
@@ -417,7 +417,7 @@ class WorkerGroup:
 
 @dataclass(frozen=True)
 class RecordedError:
-    """What an error file says; empty texts where it says nothing."""
+    """Content of an error file; empty strings for missing fields."""
 
     type: str = ""
     message: str = ""
@@ -431,7 +431,7 @@ class RecordedError:
 
 
 def _recorded_error(path: Path) -> RecordedError:
-    """The exception in an error file, written by our bootstrap or by torch's ``@record``."""
+    """Return the exception in an error file, written by our bootstrap or by torch's ``@record``."""
     content = zygotes.read_json(path)
     message = content.get("message") if isinstance(content, dict) else None
     if isinstance(message, str):
@@ -459,7 +459,7 @@ def _recorded_error(path: Path) -> RecordedError:
 
 
 async def _all_ended(workers: list[Worker], seconds: float) -> list[Worker]:
-    """Wait until the workers have ended, at most so long; those that have not."""
+    """Wait up to ``seconds`` until the workers have ended; return those that have not."""
     waits = [asyncio.ensure_future(w.ended.wait()) for w in workers if not w.ended.is_set()]
     if waits:
         _, pending = await asyncio.wait(waits, timeout=seconds)

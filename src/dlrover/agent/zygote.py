@@ -1,9 +1,9 @@
 """The zygote: a process that forks workers, so that a restart costs no import.
 
-The agent starts one with the names of the modules that the last run had imported. It imports them,
-initialises no accelerator, and waits for orders on a socket. A worker is then a fork of it: there in
-milliseconds. The first zygote of a job has imported nothing, so that the first run is as plain
-``python`` would have it.
+The agent starts a zygote with the names of the modules that the last run imported. The zygote imports
+them, initialises no accelerator, and waits for orders on a socket. A worker is a fork of it, ready within
+milliseconds. The first zygote of a job imports nothing, so that the first run behaves as under plain
+``python``.
 
 The protocol is one JSON object per frame (4 bytes of length, big-endian, then the text):
 
@@ -11,8 +11,8 @@ The protocol is one JSON object per frame (4 bytes of length, big-endian, then t
 - from it: ``{"ready": seconds, "problem": text}``, ``{"started": id, "pid": n}``,
   ``{"exited": id, "status": wait status}``.
 
-Only the standard library is imported here. When the agent dies the socket closes; the zygote then kills
-its workers with their process groups and leaves.
+Apart from DLRover's own modules, only the standard library is imported here. When the agent dies, the
+socket closes; the zygote then kills its workers with their process groups and exits.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from dlrover.elastic.progress import Board
 
 PR_SET_PDEATHSIG = 1
 COMMAND_LINE_ROOM = 2048
-"""Bytes of padding in a zygote's arguments, so that its workers' command lines fit."""
+"""Bytes of padding in a zygote's arguments, which make room for its workers' command lines."""
 _LENGTH = struct.Struct(">I")
 
 
 @dataclass(frozen=True)
 class Order:
-    """One worker to start."""
+    """An order to start one worker."""
 
     spawn: int
     """The agent's id for the worker."""
@@ -61,28 +61,28 @@ class Order:
     slot: int
     modules_file: str = ""
     cpus: list[int] = field(default_factory=list)
-    """CPUs to run on; empty: as inherited."""
+    """CPUs to run on; if empty, the inherited affinity remains."""
     save_at_breakpoint: bool = False
     node: str = ""
-    """Which of the nodes on this machine the worker is on."""
+    """Name of the worker's node among those on this machine."""
     relay: str = ""
-    """Where the worker's requests for data go."""
+    """Address of the relay for the worker's shard requests."""
     round: int = 0
     auto_tuning: bool = False
     global_batch: int = 0
     stdout_overflow: str = ""
-    """Where standard output goes while the disk of ``stdout`` is full."""
+    """Path to which standard output goes while the disk of ``stdout`` is full."""
     stderr_overflow: str = ""
 
 
 def pack(message: dict[str, Any]) -> bytes:
-    """A frame of the protocol."""
+    """Encode a message as a frame of the protocol."""
     data = json.dumps(message).encode()
     return _LENGTH.pack(len(data)) + data
 
 
 def frames(buffer: bytearray) -> list[dict[str, Any]]:
-    """Take the complete frames out of ``buffer``."""
+    """Remove the complete frames from ``buffer`` and return their messages."""
     found = []
     while len(buffer) >= _LENGTH.size:
         (length,) = _LENGTH.unpack_from(buffer)
@@ -95,16 +95,16 @@ def frames(buffer: bytearray) -> list[dict[str, Any]]:
 
 
 class Zygote:
-    """The process's state: its socket, and the workers it has forked."""
+    """The state of a zygote process: its socket and the workers that it has forked."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._workers: dict[int, int] = {}  # pid -> the agent's id
 
     def serve(self) -> Order | None:
-        """Obey until the socket closes, then kill what is left and return None.
+        """Carry out orders until the socket closes, then kill the remaining workers and return None.
 
-        In a forked worker it returns the order that the worker is to carry out.
+        In a forked worker, return the worker's order.
         """
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_write)
@@ -137,10 +137,10 @@ class Zygote:
         return None
 
     def _fork(self, order: Order) -> bool:
-        """Fork; True in the new process."""
+        """Fork a worker; return True in the new process."""
         with warnings.catch_warnings():
-            # Python 3.12 warns of threads that a fork does not copy. `preload` has made sure that
-            # there are none but those of libraries that handle forks.
+            # Python 3.12 warns of threads that a fork does not copy. `preload` has ensured that
+            # only libraries that handle forks have any.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
@@ -162,15 +162,15 @@ class Zygote:
                 self.send({"exited": worker, "status": status})
 
     def send(self, message: dict[str, Any]) -> None:
-        """Tell the agent something."""
+        """Send a message to the agent."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._sock.sendall(pack(message))  # a dead agent is noticed when reading
 
 
 def become_worker(order: Order, board: Board, variables: Mapping[str, str | None]) -> None:
-    """Run a worker's program in a process that `Zygote.serve` has forked.
+    """Run a worker's program in a process forked by `Zygote.serve`.
 
-    ``variables`` is what importing has changed in the environment.
+    ``variables`` are the zygote's environment variables that its imports changed.
     """
     _set_environment(order.env, variables)
     if order.entry == "command":
@@ -196,10 +196,10 @@ def become_worker(order: Order, board: Board, variables: Mapping[str, str | None
 
 
 def show_command_line(words: list[str]) -> None:
-    """Make ``ps`` and ``pkill -f`` show a fork as the program that it runs, not as the zygote.
+    """Set the command line that ``ps`` and ``pkill -f`` show for a fork, in place of the zygote's.
 
-    The kernel reads a process's command line from where its arguments lie in memory: as many bytes as
-    the zygote's own arguments take (`COMMAND_LINE_ROOM` among them) can be replaced.
+    The kernel reads a process's command line from its arguments in memory. The new one is cut to the size
+    of the zygote's own arguments, which include the padding of `COMMAND_LINE_ROOM`.
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)
@@ -209,7 +209,7 @@ def show_command_line(words: list[str]) -> None:
 
 
 def _replace_by_command(order: Order) -> NoReturn:
-    """Become another program; leave with a shell's exit code if that is not possible."""
+    """Replace the process with another program; if that fails, exit with a shell's exit code."""
     for ignored_by_python in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(ignored_by_python, signal.SIG_DFL)
     try:
@@ -220,15 +220,15 @@ def _replace_by_command(order: Order) -> NoReturn:
 
 
 def leave_zygote(order: Order, sock: socket.socket, zygote_pid: int) -> None:
-    """Turn a forked process into one that has nothing in common with its zygote."""
+    """Separate a forked process from its zygote: session, signals, socket, output and CPU affinity."""
     os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != zygote_pid:
-        os._exit(1)  # the zygote died before the kernel knew that this process depends on it
+        os._exit(1)  # the zygote died before the death signal was set
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(
         signal.SIGHUP, signal.SIG_DFL
-    )  # as under torchrun, also where nohup is the launcher's
+    )  # as under torchrun, even if the launcher runs under nohup
     sock.close()
     output.redirect(order.stdout, order.stdout_overflow, 1)
     output.redirect(order.stderr, order.stderr_overflow, 2)
@@ -237,7 +237,7 @@ def leave_zygote(order: Order, sock: socket.socket, zygote_pid: int) -> None:
 
 
 def _set_environment(env: Mapping[str, str], imported: Mapping[str, str | None]) -> None:
-    """Set the worker's environment as it would be after importing what its zygote has imported."""
+    """Set the worker's environment as the zygote's imports would have left it."""
     os.environ.clear()  # noqa: TID251
     os.environ.update(env)  # noqa: TID251
     for name, value in imported.items():
@@ -248,26 +248,26 @@ def _set_environment(env: Mapping[str, str], imported: Mapping[str, str | None])
 
 
 def main(sock_fd: int, board_fd: int, preload_file: str) -> None:
-    """Run as the zygote on the given descriptors; returns in each worker when its program has ended."""
+    """Run as the zygote on the given descriptors; return in each worker when its program has ended."""
     zygote_pid = os.getpid()
     started = time.monotonic()
-    # Somebody may have stopped this process: when the agent dies it has to go on, in order to end.
+    # This process may be stopped (SIGSTOP): when the agent dies, it must continue in order to end.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
     imported = Preloaded()
     if sys.path[0] == "":
-        del sys.path[0]  # what lies in the current directory is not what a program would import
+        del sys.path[0]  # a program would not import from the current directory
     if preload_file:
         with open(preload_file, encoding="utf-8") as file:
             imported = preload(**json.load(file))
     sock = socket.socket(fileno=sock_fd)
     board = Board(board_fd)
-    os.close(board_fd)  # the mapping has its own descriptor, which no other program inherits
+    os.close(board_fd)  # the mapping has its own descriptor, which other programs do not inherit
     zygote = Zygote(sock)
     zygote.send({"ready": time.monotonic() - started, "problem": imported.problem})
-    gc.freeze()  # what is shared with the workers stays shared
+    gc.freeze()  # keeps the memory shared with the workers
     order = zygote.serve()
     if order is None:
-        os._exit(0)  # the exit handlers of what was imported are the workers' to run
+        os._exit(0)  # only the workers run the imported modules' exit handlers
     leave_zygote(order, sock, zygote_pid)
     imported.generators.renew()
     become_worker(order, board, imported.variables)

@@ -1,4 +1,4 @@
-"""The agent's side of a zygote: start one, send it orders, hear what becomes of its workers."""
+"""The agent's side of a zygote: starts it, sends it orders, and receives the fate of its workers."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ logger = logging.getLogger(__name__)
 
 PACKAGE_ROOT = str(Path(dlrover.__file__).parent.parent)
 
-# The interpreter may be one in which this package is not installed (PYTHON_EXEC): what the zygote
-# needs is imported from here, then the path is as if we had never been there.
+# This package may not be installed in the interpreter (PYTHON_EXEC): the zygote imports its own
+# modules from here, and then the path is restored.
 _START = (
     "import sys; sys.path.insert(0, {root!r}); from dlrover.agent import zygote; del sys.path[0]; "
     "zygote.main({sock}, {board}, {preload!r})"
 )
 
 END_WAIT = 1.0
-"""Seconds in which a process ends that has closed its socket by ending."""
+"""Seconds to wait for the end of a process whose socket has closed."""
 
 READY_WAIT = 60.0
-"""Seconds that workers wait for a zygote that is importing ahead, in all: it began before they would."""
+"""Seconds in all that workers wait for an importing zygote, which started before they could."""
 
 OnStarted = Callable[[int, int], None]
-"""Called with a worker's id and pid."""
+"""Callback with a worker's id and pid."""
 OnExited = Callable[[int, int], None]
-"""Called with a worker's id and its wait status."""
+"""Callback with a worker's id and wait status."""
 
 
 class ZygoteProcess:
-    """One zygote, from its start to its end."""
+    """One zygote process, from its start to its end."""
 
     def __init__(  # noqa: PLR0913 - each is needed once
         self,
@@ -58,9 +58,9 @@ class ZygoteProcess:
     ) -> None:
         """Start the process.
 
-        With ``on_unfit``, workers are held back until it is ready; if its forks would not be as good as new
-        processes, or are not there in time, it is called with their orders. `problem` says so, to whoever looks
-        for a zygote next; one that is late can be used when it is ready.
+        With ``on_unfit``, workers are held back until the zygote is ready. If its forks would differ from
+        new processes, or if it is not ready in time, `problem` gives the reason and ``on_unfit`` is called
+        with the workers' orders. A late zygote can be used once it is ready.
         """
         self.ready = False
         self._on_unfit = on_unfit
@@ -81,7 +81,7 @@ class ZygoteProcess:
                 env=dict(env),
                 pass_fds=(theirs.fileno(), board_fd),
                 start_new_session=True,
-                # What importing prints is for the worker's log, where it was at the first import.
+                # The worker's log already has the output of the first import of these modules.
                 stdout=subprocess.DEVNULL if preload_file else None,
                 stderr=subprocess.DEVNULL if preload_file else None,
             )
@@ -90,7 +90,7 @@ class ZygoteProcess:
         asyncio.get_running_loop().add_reader(ours.fileno(), self._receive)
 
     def spawn(self, order: zygote.Order) -> None:
-        """Start a worker, now or once the process is ready."""
+        """Start a worker, now or once the zygote is ready."""
         if self.ready or self._on_unfit is None:
             self.workers.add(order.spawn)
             self._send(zygote.pack(asdict(order)))
@@ -118,12 +118,12 @@ class ZygoteProcess:
             self._timer.cancel()
 
     def take_held(self) -> list[zygote.Order]:
-        """The orders of workers that were held back; they are not carried out."""
+        """Remove and return the orders of the workers that are held back."""
         held, self._held = self._held, []
         return held
 
     def release(self) -> None:
-        """Start the workers that are held back: here if this process can, else elsewhere."""
+        """Start the workers that are held back: from this zygote if it is fit, else via ``on_unfit``."""
         held = self.take_held()
         if self.ready and not self.problem:
             for order in held:
@@ -132,7 +132,7 @@ class ZygoteProcess:
             self._on_unfit(held)
 
     def start_problem(self) -> str:
-        """Why the process, which has let go of its socket, never got ready; empty if it was killed."""
+        """Return why the process, whose socket has closed, never got ready; empty if it did or was killed."""
         try:
             code = self.process.wait(END_WAIT)
         except subprocess.TimeoutExpired:
@@ -144,14 +144,14 @@ class ZygoteProcess:
         )
 
     def close(self) -> None:
-        """Let the zygote go: it ends, and kills what workers it still has."""
+        """Close the socket, on which the zygote kills its remaining workers and ends."""
         self._stop_timer()
         with contextlib.suppress(ValueError, OSError):
             asyncio.get_running_loop().remove_reader(self._socket.fileno())
         self._socket.close()
-        self.process.send_signal(signal.SIGCONT)  # a stopped one would not see it
+        self.process.send_signal(signal.SIGCONT)  # a stopped process would not notice
         if not self.ready:
-            self.process.kill()  # it has no workers yet, and would go on importing first
+            self.process.kill()  # it has no workers yet, and would finish its imports first
 
     async def wait(self) -> None:
         """Wait until the process has ended."""
@@ -160,7 +160,7 @@ class ZygoteProcess:
             self.process.wait()
 
     def _send(self, data: bytes) -> None:
-        # Orders are rare and small; a zygote that does not read them is being given up on anyway.
+        # Orders are rare and small; a zygote that does not read them is given up anyway.
         self._socket.setblocking(True)
         self._socket.settimeout(5.0)
         try:
@@ -204,7 +204,7 @@ class ZygoteProcess:
 
 
 def make_board() -> int:
-    """The descriptor of a fresh progress board: memory that no name refers to."""
+    """Return the descriptor of a new progress board in anonymous memory."""
     fd = os.memfd_create("dlrover-progress", os.MFD_CLOEXEC)
     os.ftruncate(fd, BOARD_BYTES)
     os.set_inheritable(fd, True)
@@ -212,7 +212,7 @@ def make_board() -> int:
 
 
 def read_json(path: Path) -> object:
-    """The JSON value in a file; None if it is not there or torn."""
+    """Return the JSON value in a file; None if the file is missing or incomplete."""
     try:
         return json.loads(path.read_text(errors="replace"))
     except (OSError, ValueError):

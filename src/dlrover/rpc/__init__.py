@@ -1,4 +1,4 @@
-"""How processes talk: typed messages, one server, one client. The only home of grpc."""
+"""Communication between processes: typed messages, a server and clients. Only this package uses grpc."""
 
 from dlrover import config
 

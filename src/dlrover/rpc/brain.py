@@ -1,4 +1,4 @@
-"""The Brain's clients: one that asks and reports, and one that a master can forget about."""
+"""The clients of the Brain: one for single calls, and one that never blocks or fails a job's master."""
 
 from __future__ import annotations
 
@@ -18,85 +18,85 @@ from dlrover.spec import brain
 logger = logging.getLogger(__name__)
 
 PLAN_TIMEOUT = 60.0
-"""Seconds more that a plan may take than another request."""
+"""Additional seconds that a plan may take, beyond the limit of other requests."""
 KEPT_REPORTS = 1000
-"""Reports that are kept while the Brain is away; the oldest are dropped beyond them."""
+"""Maximum reports kept while the Brain is away; beyond it, the oldest are dropped."""
 RETRY = 5.0
-"""Seconds between two attempts to reach a Brain that is away."""
+"""Seconds between two attempts to reach an absent Brain."""
 
 
 Answer = TypeVar("Answer")
 
 
 def request_id() -> str:
-    """A name for a request that no other request has."""
+    """Return a unique id for a request."""
     return secrets.token_hex(16)
 
 
 class BrainClient(Connection):
     """A connection to a Brain.
 
-    Every call also raises `ConfigurationError` where the Brain does not know the job.
+    Every call also raises `ConfigurationError` if the Brain does not know the job.
     """
 
     service: ClassVar[str] = wire.BRAIN_SERVICE
     peer: ClassVar[str] = "The Brain at"
 
     async def report(self, report: brain.Report) -> None:
-        """Tell the Brain something; when this returns, it is committed. May be repeated."""
+        """Send a report; it is committed when this returns. The call may be repeated."""
         await self._call("Report", report, brain.Committed)
 
     async def plan(self, job: str, current: brain.Shape | None, request: str = "") -> brain.Advice:
-        """What a job should have next.
+        """Return the Brain's advice on a job's next plan.
 
         Args:
-            job: Its id.
-            current: What it has; None where nothing runs yet.
-            request: A `request_id` that an earlier attempt has used; a new one by default.
+            job: Id of the job.
+            current: Current size of the job; None if nothing runs yet.
+            request: The `request_id` of an earlier attempt; a new one by default.
         """
         asked = brain.AskPlan(request=request or request_id(), job=job, current=current)
         advice: brain.Advice = await self._call("Plan", asked, brain.Advice, PLAN_TIMEOUT)
         return advice
 
     async def effect(self, job: str, workers: int, servers: int | None = None) -> brain.Expected:
-        """What a job would do with other numbers of nodes."""
+        """Return the expected effect of other numbers of nodes on a job."""
         asked = brain.AskEffect(job=job, workers=workers, servers=servers)
         expected: brain.Expected = await self._call("Effect", asked, brain.Expected)
         return expected
 
     async def similar(self, job: str) -> brain.Similar:
-        """What the past job that is most like a job has measured."""
+        """Return the measurements of the past job that is most similar to a job."""
         found: brain.Similar = await self._call("Similar", brain.AskSimilar(job=job), brain.Similar)
         return found
 
     async def jobs(self, limit: int = 100, *, running: bool = False) -> tuple[brain.JobRow, ...]:
-        """The jobs that the Brain knows, the latest first."""
+        """Return the jobs that the Brain knows, latest first."""
         asked = brain.AskJobs(limit=limit, running=running)
         found: brain.Jobs = await self._call("Jobs", asked, brain.Jobs)
         return found.jobs
 
     async def explain(self, job: str) -> brain.Story:
-        """All that the Brain knows of a job."""
+        """Return everything that the Brain knows about a job."""
         story: brain.Story = await self._call("Explain", brain.Explain(job), brain.Story)
         return story
 
     async def cluster(self) -> brain.Cluster:
-        """What the cluster has, and what is free."""
+        """Return the cluster's resources, in total and free."""
         found: brain.Cluster = await self._call("Cluster", brain.AskCluster(), brain.Cluster)
         return found
 
     async def divide(self) -> brain.Division:
-        """How the cluster would be divided among its jobs now."""
+        """Return the current division of the cluster among its jobs."""
         asked = brain.AskDivision()
         found: brain.Division = await self._call("Divide", asked, brain.Division, PLAN_TIMEOUT)
         return found
 
 
 class BrainLink:
-    """A job's side of the Brain: reports go when they can, and no call waits for a Brain that is away.
+    """A job's link to the Brain: queues reports and does not wait for an absent Brain.
 
-    Nothing here raises because of the Brain. Run `run` as a task of the loop on which the other methods
-    are called.
+    No method raises because of the Brain. Run `run` as a task of the loop on which the other methods are
+    called.
     """
 
     def __init__(self, client: BrainClient, job: str, description: brain.Description) -> None:
@@ -105,11 +105,11 @@ class BrainLink:
         self._description = description
         self._reports: deque[brain.Report] = deque()
         self._filled = asyncio.Event()
-        self._settled = asyncio.Event()  # all reports are committed, or the Brain is away
+        self._settled = asyncio.Event()  # set if all reports are committed, or the Brain is away
         self.away = ""
-        """Why the Brain cannot be asked, in words; empty: it answers."""
+        """Reason why the Brain cannot be asked, in words; empty while it answers."""
         self.dropped = 0
-        """Reports that were dropped: the Brain was away for too long, or refused them."""
+        """Number of dropped reports: the Brain was away for too long, or refused them."""
         self._register()
 
     def _register(self) -> None:
@@ -121,21 +121,21 @@ class BrainLink:
         self._filled.set()
 
     def report(self, report: brain.Report) -> None:
-        """Send a report after those before it."""
+        """Queue a report; reports are sent in order."""
         if len(self._reports) >= KEPT_REPORTS:
             self.dropped += 1
             oldest_but_one = self._reports[1]
-            self._reports.remove(oldest_but_one)  # the first one may be on its way
+            self._reports.remove(oldest_but_one)  # the first one may be in transit
         self._reports.append(report)
         self._filled.set()
         self._settle()
 
     async def plan(self, current: brain.Shape | None) -> brain.Advice | None:
-        """What the job should have next, by all that was reported; None while the Brain is away."""
+        """Return advice on the job's next plan, based on all reports; None while the Brain is away."""
         return await self._ask(lambda: self._client.plan(self._job, current))
 
     async def similar(self) -> brain.Similar | None:
-        """What the most similar past job has measured; None while the Brain is away."""
+        """Return the measurements of the most similar past job; None while the Brain is away."""
         return await self._ask(lambda: self._client.similar(self._job))
 
     async def _ask(self, question: Callable[[], Awaitable[Answer]]) -> Answer | None:
@@ -145,13 +145,13 @@ class BrainLink:
         except DLRoverError as error:
             self._note(str(error))
             if isinstance(error, ConfigurationError):
-                self._register()  # it has lost its database
+                self._register()  # the Brain has lost its database
             return None
         self._note("")
         return answer
 
     async def run(self) -> None:
-        """Send the reports, until cancelled."""
+        """Send the queued reports until cancelled."""
         while True:
             await self._filled.wait()
             if not await self._send_first():
@@ -161,23 +161,23 @@ class BrainLink:
             self._settle()
 
     async def flush(self, timeout: float) -> bool:
-        """Wait up to ``timeout`` seconds until all reports are committed; whether they are.
+        """Wait up to ``timeout`` seconds until all reports are committed; return whether they are.
 
-        Does not wait for a Brain that is away.
+        Return at once while the Brain is away.
         """
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._settled.wait(), timeout)
         return not self._reports
 
     async def _send_first(self) -> bool:
-        """Send the oldest report; False: the Brain is away, and it stays the oldest."""
+        """Send the oldest report; return False if it stays queued because the Brain is away."""
         report = self._reports[0]
         try:
             await self._client.report(report)
         except (InfrastructureError, ConfigurationError) as error:
             self._note(str(error))
             if isinstance(error, ConfigurationError):
-                self._register()  # it has lost its database
+                self._register()  # the Brain has lost its database
             return False
         except DLRoverError as error:
             logger.warning("A report to the Brain is dropped: %s", error)

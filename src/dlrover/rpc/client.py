@@ -1,4 +1,4 @@
-"""The client side: one connection to a job's master."""
+"""The client of a job's master."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from dlrover.spec.roles import WORKER
 from dlrover.spec.shards import ShardReply, ShardRequest
 
 STACKS_WAIT = 30.0
-"""Seconds that nodes may take to look at their workers."""
+"""Additional seconds for the nodes to collect their workers' stacks."""
 
 
 class MasterClient(Connection):
-    """A connection to the master of a job."""
+    """A connection to a job's master."""
 
     async def move(self, address: str) -> None:
-        """Go on with a master that listens elsewhere; open calls to the last one end."""
+        """Switch to a master at another address; open calls to the previous one end."""
         if address != self.address:
             last, self._channel = self._channel, self._open(address)
             self.address = address
             await last.close()
 
     async def status(self) -> messages.Status:
-        """Where the job stands."""
+        """Return the status of the job."""
         return await self._call("Status", messages.StatusRequest(), messages.Status)
 
     async def stop(self, reason: str, exit_code: int) -> None:
@@ -37,30 +37,30 @@ class MasterClient(Connection):
         await self._call("Stop", messages.StopRequest(reason, exit_code), messages.Done)
 
     async def scale(self, nodes: int, reason: str, role: str = WORKER) -> messages.ScaleReply:
-        """Ask the master for another number of nodes of a role."""
+        """Ask the master to change the number of nodes of a role."""
         request = messages.ScaleRequest(nodes, reason, role)
         reply: messages.ScaleReply = await self._call("Scale", request, messages.ScaleReply)
         return reply
 
     async def stacks(self) -> messages.Stacks:
-        """Where every rank is; the nodes look now."""
+        """Return the current stacks of every rank, collected by the nodes for this call."""
         return await self._call("Stacks", messages.StacksRequest(), messages.Stacks, STACKS_WAIT)
 
     async def store(self, request: messages.StoreRequest) -> bytes | None:
-        """Carry out a request on the job's key-value store; its value, None after a time-out."""
+        """Carry out a request on the job's key-value store; return the value, None after a timeout."""
         wait = getattr(request, "wait", 0.0)
         reply = await self._call("Store", request, messages.StoreReply, wait)
         return reply.value
 
     async def shards(self, request: ShardRequest) -> ShardReply:
-        """Take part in the dealing of a data set."""
+        """Send a request about a dataset's shards and return the reply."""
         reply: ShardReply = await self._call("Shards", request, ShardReply)
         return reply
 
     async def watch(
         self, since: int = 0, *, follow: bool = False
     ) -> AsyncIterator[messages.Notice]:
-        """The job's events after number ``since``, with its status; endless with ``follow``."""
+        """Yield the job's events after number ``since``, with its status; endlessly with ``follow``."""
         call = self._channel.unary_stream(f"/{wire.SERVICE}/Watch")(
             wire.encode(messages.WatchRequest(since, follow)),
             metadata=self._metadata,
@@ -77,7 +77,7 @@ class MasterClient(Connection):
     async def attend(
         self, outgoing: AsyncIterator[messages.AgentMessage]
     ) -> AsyncGenerator[messages.MasterMessage, None]:
-        """Hold the agent's stream: send what ``outgoing`` yields, yield what the master says."""
+        """Hold the agent's stream: send the messages of ``outgoing``, yield those of the master."""
         call = self._channel.stream_stream(f"/{wire.SERVICE}/Attend")(metadata=self._metadata)
         # Not a request iterator: grpc would leave it waiting when the master ends the stream.
         sending = asyncio.create_task(_send(call, outgoing))
@@ -94,7 +94,7 @@ class MasterClient(Connection):
 async def _send(
     call: grpc.aio.StreamStreamCall, outgoing: AsyncIterator[messages.AgentMessage]
 ) -> None:
-    """Send what ``outgoing`` yields until it ends, or the call does: then its reader is told why."""
+    """Send the messages of ``outgoing`` until it or the call ends; the call's reader gets any error."""
     with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         async for message in outgoing:
             await call.write(wire.encode(message))

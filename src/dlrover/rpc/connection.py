@@ -1,4 +1,4 @@
-"""A client's connection to one server: single calls with a deadline, and what their failures mean."""
+"""A client's connection to one server: single calls with a deadline, and the errors for their failures."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 REQUEST_TIMEOUT = 10.0
-"""Seconds that a request may take unless its client says otherwise."""
+"""Default timeout of a request in seconds."""
 
 
 class Connection:
     """A connection to the server at ``address`` (``host:port``). Use it as an async context manager.
 
-    A request may take ``timeout`` seconds, on top of a wait that it asks for itself.
+    A request may take ``timeout`` seconds, in addition to any wait that it asks for itself.
 
     Every call raises
 
-    - `InfrastructureError` when the server cannot be reached within the time limit,
-    - `ConfigurationError` when it refuses the token,
-    - `ProtocolError` when it does not understand the message.
+    - `InfrastructureError` if the server fails or cannot be reached within the time limit,
+    - `ConfigurationError` if it refuses the token or the request,
+    - `ProtocolError` if it does not understand the message, or refuses it because of a limit.
     """
 
     service: ClassVar[str] = wire.SERVICE
     peer: ClassVar[str] = "The master at"
-    """How errors begin; the address follows."""
+    """First words of error messages; the address follows."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Connection:
         return wire.decode(data, reply)
 
     def _fail(self, error: grpc.aio.AioRpcError) -> NoReturn:
-        """Raise what a failed call means to the caller."""
+        """Raise the DLRover error for a failed call."""
         code, details = error.code(), error.details() or ""
         server = f"{self.peer} {self.address}"
         if code is grpc.StatusCode.UNAUTHENTICATED:
@@ -98,7 +98,7 @@ class Connection:
 
 
 def _reason(details: str) -> str:
-    """What gRPC says of a failed connection without the addresses that it tried: ``Connection refused``."""
+    """Return gRPC's reason for a failed connection, such as ``Connection refused``, without the addresses."""
     _, tried, last = details.partition("last error: ")
     if "handshake failed" in last:
         return last[last.index("handshake failed") :].removesuffix(": OK")

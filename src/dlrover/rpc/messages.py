@@ -1,8 +1,8 @@
-"""The messages on the wire: frozen records, encoded as MessagePack. Nothing in them is executable.
+"""The messages on the wire: frozen records, encoded as MessagePack, without executable content.
 
 An agent holds one stream to its master (`AgentMessage` up, `MasterMessage` down). Each message states a
-fact and may be repeated: after a reconnection the agent says again what still holds, and the master what
-the agent has missed. Everything else is a single request with a deadline.
+fact and may be repeated: after a reconnection, the agent repeats the facts that still hold, and the master
+those that the agent missed. Everything else is a single request with a deadline.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dlrover.spec.world import Holding, Offer, World
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The first message on a stream. Fields as in the machine's ``NodeConnected``."""
+    """The first message on a stream; its fields are those of the master machine's ``NodeConnected``."""
 
     uid: str
     node_id: int = -1
@@ -34,41 +34,41 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     round: int = 0
     held: Holding | None = None
     epoch: int = 0
-    """The highest epoch of a master that the agent has met; 0 for none."""
+    """Highest epoch of a master that the agent has met; 0 for none."""
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """No workers run here; the node is ready for ``round``."""
+    """Readiness of the node for ``round``; no workers run on it."""
 
     round: int
     offer: Offer
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """The agent is alive; its workers of ``round`` have completed ``steps`` optimizer steps."""
+    """Sign of life of the agent; all its workers of ``round`` have completed ``steps`` steps."""
 
     round: int
     steps: int
     workers: tuple[WorkerActivity, ...] = ()
-    """What they do, by local rank."""
+    """Activities of the workers, by local rank; empty if unknown."""
     usage: NodeUsage | None = None
-    """What the node uses; now and then."""
+    """Resource usage of the node; only in some heartbeats."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """A worker failed."""
+    """Report of a worker's failure."""
 
     failure: Failure
 
 
 class Succeeded(msgspec.Struct, frozen=True, tag="succeeded"):
-    """All workers of ``round`` ended with exit code 0."""
+    """Report that all the node's workers of ``round`` ended with exit code 0."""
 
     round: int
 
 
 class Evidence(msgspec.Struct, frozen=True, tag="evidence"):
-    """The answer to `CollectEvidence`: what is to be seen of the node's workers of ``round``."""
+    """The answer to `CollectEvidence`: evidence of the node's workers of ``round``."""
 
     id: int
     round: int
@@ -81,38 +81,38 @@ AgentMessage: TypeAlias = Hello | Join | Heartbeat | Failed | Succeeded | Eviden
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """The node's id, the round it may join, and how often it must be heard of (seconds)."""
+    """The answer to `Hello`: the node's id, the round to join, and the heartbeat interval in seconds."""
 
     node_id: int
     round: int
     heartbeat_interval: float
     epoch: int = 0
-    """Counts the masters of the job: an agent refuses one with a lower epoch than it has met."""
+    """Counter of the job's masters; an agent refuses a master with a lower epoch than it has met."""
 
 
 class CallToRound(msgspec.Struct, frozen=True, tag="call_to_round"):
-    """Stop the workers and join ``round``."""
+    """Order to stop the workers and join ``round``."""
 
     round: int
     reason: str
 
 
 class AssignWorld(msgspec.Struct, frozen=True, tag="assign_world"):
-    """The round is complete: start the workers."""
+    """Order to start the workers: the round is complete."""
 
     world: World
     fresh: bool = False
-    """Start them from processes that have loaded nothing yet."""
+    """True to start them from processes that have loaded nothing yet."""
 
 
 class Dismiss(msgspec.Struct, frozen=True, tag="dismiss"):
-    """Stop the workers and leave."""
+    """Order to stop the workers and leave the job."""
 
     outcome: Outcome
 
 
 class CollectEvidence(msgspec.Struct, frozen=True, tag="collect_evidence"):
-    """Look at the workers: something may hang, or somebody asks."""
+    """Order to collect evidence of the workers, on a suspected hang or a user's request."""
 
     id: int
 
@@ -125,7 +125,7 @@ MasterMessage: TypeAlias = (
 
 
 class NodeState(msgspec.Struct, frozen=True, gc=False):
-    """One node in a `Status`. Holds no container: thousands at once must not set off the collector."""
+    """One node in a `Status`. It holds no container: thousands must not trigger garbage collection."""
 
     id: int
     node_rank: int
@@ -134,26 +134,26 @@ class NodeState(msgspec.Struct, frozen=True, gc=False):
     connected: bool
     steps: int = 0
     doing: str = ""
-    """What its workers do, and how long they have been doing it; empty if that is not known."""
+    """Activity of its workers and for how long; empty if unknown."""
     role: str = ""
     """``worker`` or ``ps``; empty in a job without servers."""
     memory: int = 0
-    """Bytes that it uses; with `NodeUsage` these fields say more. All are 0 as long as nothing is known."""
+    """Bytes in use. This and the next three fields are from `NodeUsage`, and 0 while unknown."""
     memory_limit: int = 0
     cpu: float = 0.0
-    """Cores that it keeps busy."""
+    """Cores in use."""
     cores: float = 0.0
-    """Cores that it may keep busy."""
+    """Cores that the node may use."""
     busy: float = -1.0
-    """Share of time in which its accelerators work; -1 if that is not known."""
+    """Share of time in which its accelerators work, 0 to 1; -1 if unknown."""
 
 
 class StatusRequest(msgspec.Struct, frozen=True):
-    """Ask where the job stands."""
+    """Request for the job's status."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the job stands."""
+    """The status of the job."""
 
     name: str
     phase: str
@@ -161,11 +161,11 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     restarts: int
     steps: int
-    """Optimizer steps of the current round."""
+    """Steps of the current round."""
     total_steps: int
-    """Optimizer steps of all rounds, repeated ones included."""
+    """Steps of all rounds, repeated ones included."""
     step: int = -1
-    """Number of the last step that was completed, -1 where the program does not report it."""
+    """Number of the last completed step; -1 if the program does not report it."""
     waiting_for: str
     nodes: tuple[NodeState, ...]
     outcome: Outcome | None = None
@@ -173,12 +173,12 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     slow: tuple[str, ...] = ()
     """A sentence for each slow rank."""
     size: str = ""
-    """How many nodes of how many, in words; empty where the number is fixed."""
+    """Number of nodes, its range and the auto-scaler's stage, in words; empty if the number is fixed."""
     servers: int = 0
-    """How many of the world's processes are servers."""
+    """Number of servers among the world's processes."""
 
     def processes(self) -> str:
-        """The world's processes in words: ``4 workers``, ``4 workers and 2 servers``."""
+        """Return the world's processes in words: ``4 workers``, ``4 workers and 2 servers``."""
         workers = Size(self.world_size - self.servers, self.servers)
         if self.servers:
             return workers.sentence_part()
@@ -186,78 +186,78 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StacksRequest(msgspec.Struct, frozen=True):
-    """Ask where every rank is now."""
+    """Request for the current stacks of every rank."""
 
 
 class Stacks(msgspec.Struct, frozen=True):
-    """Where every rank is."""
+    """The stacks of every rank, grouped."""
 
     round: int
     groups: tuple[Group, ...]
     missing: tuple[int, ...]
     """Ranks that did not answer."""
     report: str
-    """The groups with the stacks of one rank each."""
+    """Text of the groups, each with the stacks of one of its ranks."""
 
 
 class WatchRequest(msgspec.Struct, frozen=True):
-    """Ask for the events after number ``since``; with ``follow`` also for those to come."""
+    """Request for the events after number ``since``; with ``follow``, also for future ones."""
 
     since: int = 0
     follow: bool = False
 
 
 class Notice(msgspec.Struct, frozen=True):
-    """One item of a watch: new events, and where the job stands after them."""
+    """One item of a watch: new events, and the job's status after them."""
 
     events: tuple[Event, ...]
     status: Status
 
 
 class StopRequest(msgspec.Struct, frozen=True):
-    """Ask to stop the job."""
+    """Request to stop the job."""
 
     reason: str
     exit_code: int
 
 
 class ScaleRequest(msgspec.Struct, frozen=True):
-    """Ask for another number of nodes."""
+    """Request to change the number of nodes of a role."""
 
     nodes: int
     reason: str
-    """Why, as part of a sentence."""
+    """Reason, as part of a sentence."""
     role: str = WORKER
-    """Of these nodes."""
+    """Role of these nodes."""
 
 
 class ScaleReply(msgspec.Struct, frozen=True):
-    """What follows, or why nothing does."""
+    """The answer to `ScaleRequest`: a sentence on its effect, or on why it was refused."""
 
     sentence: str
     refused: bool = False
 
 
 class Done(msgspec.Struct, frozen=True):
-    """The request was carried out."""
+    """Confirmation that the request was carried out."""
 
 
 class SetKey(msgspec.Struct, frozen=True, tag="set"):
-    """Set a key."""
+    """Store request to set a key."""
 
     key: str
     value: bytes
 
 
 class GetKey(msgspec.Struct, frozen=True, tag="get"):
-    """Read a key, waiting up to ``wait`` seconds until somebody sets it."""
+    """Store request to read a key, waiting up to ``wait`` seconds until it is set."""
 
     key: str
     wait: float = 0.0
 
 
 class AddToKey(msgspec.Struct, frozen=True, tag="add"):
-    """Add to a counter, which starts at 0; ``request_id`` makes a repeated request count once."""
+    """Store request to add to a counter, which starts at 0; repeats with a ``request_id`` count once."""
 
     key: str
     amount: int
@@ -265,13 +265,13 @@ class AddToKey(msgspec.Struct, frozen=True, tag="add"):
 
 
 class DeleteKeys(msgspec.Struct, frozen=True, tag="delete"):
-    """Delete every key that starts with ``prefix``."""
+    """Store request to delete every key that starts with ``prefix``."""
 
     prefix: str
 
 
 class EnterBarrier(msgspec.Struct, frozen=True, tag="barrier"):
-    """Wait up to ``wait`` seconds until ``size`` different members have entered the barrier."""
+    """Store request to wait up to ``wait`` seconds until ``size`` different members are in the barrier."""
 
     name: str
     member: str
@@ -283,6 +283,6 @@ StoreRequest: TypeAlias = SetKey | GetKey | AddToKey | DeleteKeys | EnterBarrier
 
 
 class StoreReply(msgspec.Struct, frozen=True):
-    """The value after a store request; None if the key is not set or the wait timed out."""
+    """The answer to a store request: the value, or None if the key is not set or the wait timed out."""
 
     value: bytes | None

@@ -1,4 +1,4 @@
-"""The server side: three kinds of methods over gRPC, each with a token check and typed messages."""
+"""The server: three kinds of methods over gRPC, each with a token check and typed messages."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ ServerStream = Callable[[Any], AsyncIterator[msgspec.Struct]]
 Stream = Callable[[AsyncIterator[Any]], AsyncIterator[msgspec.Struct]]
 
 caller: contextvars.ContextVar[str] = contextvars.ContextVar("caller", default="")
-"""Whose token the call that is served has shown; empty: the server's own."""
+"""Name of the token with which the current call was made; empty for the server's own token."""
 
 
 class Server:
-    """Serves typed methods to callers that know the token. Register methods, then `start`.
+    """A server of typed methods for callers with a token. Register methods, then `start`.
 
-    A caller whose message cannot be read, or for whom a method raises a `DLRoverError`, is told why.
+    If a message cannot be read, or a method raises a `DLRoverError`, the caller gets the reason.
 
     Args:
-        token: The server's own.
-        tls: For its connections.
-        service: Its name on the wire.
-        program: Its name in errors.
-        callers: More tokens, by the name that `caller` then has.
+        token: The server's own token.
+        tls: TLS files for the server's connections.
+        service: Name of the service on the wire.
+        program: Name of the server in errors.
+        callers: More tokens, by the name that `caller` has during their calls.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Server:
         self._methods[name] = grpc.unary_stream_rpc_method_handler(serve)
 
     def stream(self, name: str, request: Any, call: Stream) -> None:
-        """Register a method with a stream each way."""
+        """Register a method with a stream in each direction."""
 
         async def serve(
             frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext
@@ -107,7 +107,7 @@ class Server:
         """Listen on ``host:port`` (0: any free port) and return the port.
 
         Raises:
-            InfrastructureError: the port is taken or the address is not this machine's.
+            InfrastructureError: The port is taken or the address is not this machine's.
         """
         server = grpc.aio.server(options=list(wire.CHANNEL_OPTIONS))
         handler = grpc.method_handlers_generic_handler(self._service, self._methods)
@@ -133,7 +133,7 @@ class Server:
             await self._server.stop(grace)
 
     def _knows_token(self, context: grpc.aio.ServicerContext) -> bool:
-        """Whether the caller shows a token; each is compared in full, so that the time says nothing of them."""
+        """Return whether the caller has a valid token; compare it with all, so that timing reveals none."""
         for key, value in context.invocation_metadata() or ():
             if key == wire.TOKEN_KEY:
                 found = [
@@ -146,7 +146,7 @@ class Server:
 
 async def _turn_away(context: grpc.aio.ServicerContext) -> None:
     why = "The token is missing or is not this job's."
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, why)  # it raises
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, why)  # always raises
 
 
 async def _refuse(context: grpc.aio.ServicerContext, error: DLRoverError) -> Any:
@@ -155,4 +155,4 @@ async def _refuse(context: grpc.aio.ServicerContext, error: DLRoverError) -> Any
         code = grpc.StatusCode.INVALID_ARGUMENT
     elif isinstance(error, ConfigurationError):
         code = grpc.StatusCode.FAILED_PRECONDITION
-    return await context.abort(code, str(error))  # it raises
+    return await context.abort(code, str(error))  # always raises

@@ -1,4 +1,4 @@
-"""What server and client agree on: encoding, names, limits, and how a connection is secured."""
+"""The wire format shared by server and client: encoding, names, limits and TLS."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from dlrover.errors import ConfigurationError, ProtocolError
 SERVICE = "dlrover.Master"
 BRAIN_SERVICE = "dlrover.Brain"
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
-"""No message of this protocol comes near it; a larger one is refused before it is read."""
+"""Maximum size of a message, far above any regular one; larger ones are refused before they are read."""
 MAX_PENDING_CALLS = 100_000
-"""Calls that wait for the server to take them up; those beyond it are refused."""
+"""Maximum calls that wait for the server; further calls are refused."""
 TOKEN_KEY = "dlrover-token"  # noqa: S105 - the name of the metadata field, not a token
 MAX_TOKEN = 4096
-"""Characters of a token: headers are limited in size."""
+"""Maximum characters of a token: headers are limited in size."""
 MAX_QUOTE = 200
-"""Characters of a peer's error that are passed on; an error travels in headers of limited size."""
+"""Maximum characters quoted from a decoding error; errors travel in headers of limited size."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = functools.cache(msgspec.msgpack.Decoder)
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """A message as bytes."""
+    """Encode a message."""
     return _encoder.encode(message)
 
 
 def decode(data: bytes, kind: Any) -> Any:
-    """The message of type ``kind`` in ``data``.
+    """Decode ``data`` as a message of type ``kind``.
 
     Raises:
-        ProtocolError: the bytes are not such a message.
+        ProtocolError: The bytes are not such a message.
     """
     try:
         return _decoder(kind).decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        # What is wrong may quote the sender, at any length.
+        # The error may quote the sender at any length.
         raise ProtocolError(f"A message could not be read: {str(error)[:MAX_QUOTE]}.") from error
 
 
 def checked_token(token: str) -> str:
-    """``token`` itself.
+    """Return ``token`` if it is valid.
 
     Raises:
-        ConfigurationError: it cannot travel in the headers of a call.
+        ConfigurationError: The token cannot travel in the headers of a call.
     """
     fits = token.isascii() and token.isprintable() and token.strip() == token
     if not (fits and 1 <= len(token) <= MAX_TOKEN):
@@ -63,16 +63,16 @@ def checked_token(token: str) -> str:
 
 
 def token_matches(given: object, expected: str) -> bool:
-    """Compare tokens in constant time."""
+    """Return whether two tokens are equal, compared in constant time."""
     text = given if isinstance(given, str) else ""
     return hmac.compare_digest(text.encode(), expected.encode())
 
 
 class Tls(msgspec.Struct, frozen=True):
-    """Paths of PEM files. A server needs ``cert`` and ``key``, a client ``ca``.
+    """TLS settings: paths of PEM files. A server needs ``cert`` and ``key``, a client ``ca``.
 
     A client with ``server_name`` expects a certificate for that name, whatever the address is.
-    Credentials raise `ConfigurationError` if a file is missing, or is not what it should be.
+    The methods raise `ConfigurationError` if a file is missing or invalid.
     """
 
     cert: str = ""
@@ -81,7 +81,7 @@ class Tls(msgspec.Struct, frozen=True):
     server_name: str = ""
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
-        """Credentials for a server; None without TLS."""
+        """Return credentials for a server; None without TLS."""
         if not self.cert and not self.key:
             return None
         if not (self.cert and self.key):
@@ -90,7 +90,7 @@ class Tls(msgspec.Struct, frozen=True):
             )
         key, cert = _read("tls_key", self.key), _read("tls_cert", self.cert)
         try:
-            # gRPC would only say that it cannot listen.
+            # gRPC would only report that it cannot listen.
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
                 self.cert, self.key, password=""
             )
@@ -102,7 +102,7 @@ class Tls(msgspec.Struct, frozen=True):
         return grpc.ssl_server_credentials([(key, cert)])
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
-        """Credentials for a client; None without TLS."""
+        """Return credentials for a client; None without TLS."""
         if not self.ca:
             return None
         ca = _read("tls_ca", self.ca)
@@ -123,28 +123,28 @@ def _read(field: str, path: str) -> bytes:
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A peer whose machine lost power closes no connection: ask it now and then.
+    # A machine that loses power closes no connection: ping the peer at intervals.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
-    # Back to a restarted master within a second ...
+    # Reconnect to a restarted master within a second ...
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # ... also where its name has moved to another address meanwhile ...
+    # ... also if its name has moved to another address ...
     ("grpc.dns_min_time_between_resolutions_ms", 2_000),
-    # ... but a connection may take so long to be made: over a slow link, or while ten thousand nodes
-    # connect at once.
+    # ... but allow one attempt 5 s: the link may be slow, or ten thousand nodes may connect at
+    # once.
     ("grpc.min_reconnect_backoff_ms", 5_000),
-    # Clients in one process do not share a connection behind their backs.
+    # Clients in one process do not share connections implicitly.
     ("grpc.use_local_subchannel_pool", 1),
-    # Ten thousand nodes may call at once; gRPC by itself drops calls when 1000 are waiting.
+    # Ten thousand nodes may call at once; by default gRPC drops calls when 1000 are waiting.
     ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
     ("grpc.enable_http_proxy", 0),
     ("grpc.so_reuseport", 0),
-    # Thousands of nodes may report at once: little of each report is read ahead.
+    # Thousands of nodes may report at once: read little of each report ahead.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 16_384),
 )
