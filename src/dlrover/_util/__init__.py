@@ -1,1 +1,1 @@
-"""Small helpers on the standard library and psutil; nothing here knows what a job is."""
+"""Small helpers on the standard library and psutil, independent of DLRover's jobs."""

@@ -1,4 +1,4 @@
-"""What the kernel's control groups tell of this process's memory and processors."""
+"""Memory and processor figures of this process from the kernel's control groups (cgroups)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ PROC_CGROUP = Path("/proc/self/cgroup")
 ROOT = Path("/sys/fs/cgroup")
 
 NO_LIMIT = 1 << 60
-"""Bytes; version 1 of the interface has a number beyond where there is no limit."""
+"""Bytes; version 1 of the interface shows a larger number where there is no limit."""
 _OOM_KILL = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 _USAGE = re.compile(r"^usage_usec (\d+)$", re.MULTILINE)
 
 
 def oom_kills(proc: Path = PROC_CGROUP, root: Path = ROOT) -> int:
-    """How often the out-of-memory killer struck in this process's memory cgroup; 0 if unknown."""
+    """Return the out-of-memory kills in this process's memory cgroup; 0 if unknown."""
     for path in _event_files(proc, root):
         count = _kills(path)
         if count is not None:
@@ -27,7 +27,7 @@ def oom_kills(proc: Path = PROC_CGROUP, root: Path = ROOT) -> int:
 
 
 def oom_kills_of(group: Path) -> int:
-    """The same of the cgroup in a directory."""
+    """Return the out-of-memory kills in the cgroup in a directory; 0 if unknown."""
     return next(
         filter(None, map(_kills, (group / "memory.events", group / "memory.oom_control"))), 0
     )
@@ -42,9 +42,9 @@ def _kills(path: Path) -> int | None:
 
 
 def memory(proc: Path = PROC_CGROUP, root: Path = ROOT) -> tuple[int, int] | None:
-    """Bytes that this process's memory cgroup uses, less what the kernel can drop, and its limit.
+    """Return the bytes in use by this process's memory cgroup, without droppable pages, and its limit.
 
-    None where there is no limit, or nothing to be known.
+    Return None if there is no limit, or nothing is known.
     """
     for directory in _memory_directories(proc, root):
         for used, limit, dropped in (
@@ -66,7 +66,7 @@ def memory(proc: Path = PROC_CGROUP, root: Path = ROOT) -> tuple[int, int] | Non
 
 
 def cpu_seconds(proc: Path = PROC_CGROUP, root: Path = ROOT) -> float | None:
-    """Processor time of all processes that this process's group has had; None where nobody counts it."""
+    """Return the processor time of all processes in this process's cgroup, in seconds; None if unknown."""
     own = own_groups(proc, root)
     try:
         if "cpuacct" in own:
@@ -80,12 +80,12 @@ def cpu_seconds(proc: Path = PROC_CGROUP, root: Path = ROOT) -> float | None:
 
 
 def processors(proc: Path = PROC_CGROUP, root: Path = ROOT) -> int:
-    """How many processors this process may use, 1 at least: those of its affinity, or its quota if less."""
+    """Return the number of processors this process may use, at least 1: its cores, rounded up."""
     return max(1, math.ceil(cores(proc, root)))
 
 
 def cores(proc: Path = PROC_CGROUP, root: Path = ROOT) -> float:
-    """How many cores' time this process may use: those of its affinity, or its quota if less."""
+    """Return the cores' time this process may use: the smaller of its affinity and its quota."""
     usable = float(len(os.sched_getaffinity(0)))
     for folder in _processor_folders(proc, root):
         try:
@@ -98,9 +98,9 @@ def cores(proc: Path = PROC_CGROUP, root: Path = ROOT) -> float:
 
 
 def own_groups(proc: Path = PROC_CGROUP, root: Path = ROOT) -> dict[str, Path]:
-    """The directory of this process's group by controller; by an empty name that of version 2.
+    """Return the directories of this process's cgroups by controller; the empty name is version 2.
 
-    Inside a container the group's own directory is often mounted at the root.
+    Inside a container, the group's own directory is often mounted at the root.
     """
     found = {}
     for controllers, relative in _lines(proc):
@@ -112,7 +112,7 @@ def own_groups(proc: Path = PROC_CGROUP, root: Path = ROOT) -> dict[str, Path]:
 
 
 def _lines(proc: Path) -> Iterator[tuple[str, str]]:
-    """The controllers of each hierarchy, none for version 2, and this process's path in it."""
+    """Yield each hierarchy's controllers, none for version 2, and this process's path in it."""
     try:
         lines = proc.read_text().splitlines()
     except OSError:
@@ -127,7 +127,7 @@ def _memory_directories(proc: Path, root: Path) -> list[Path]:
 
 
 def _quota(folder: Path) -> tuple[int, int]:
-    """Microseconds of processor time in each period; -1: without a limit."""
+    """Return the quota of processor time per period, and the period, in microseconds; -1: no limit."""
     if (folder / "cpu.max").exists():
         quota, period = (folder / "cpu.max").read_text().split()
         return (-1 if quota == "max" else int(quota)), int(period)
@@ -136,7 +136,7 @@ def _quota(folder: Path) -> tuple[int, int]:
 
 
 def _processor_folders(proc: Path, root: Path) -> list[Path]:
-    """Where version 1 and version 2 of the interface keep the quota."""
+    """Return the directories that may hold the quota, for versions 1 and 2 of the interface."""
     folders = [root, root / "cpu"]
     for controllers, relative in _lines(proc):
         if controllers == "":
@@ -147,12 +147,12 @@ def _processor_folders(proc: Path, root: Path) -> list[Path]:
 
 
 def _event_files(proc: Path, root: Path) -> list[Path]:
-    """Where version 1 and version 2 of the interface count the kills."""
+    """Return the files that may count the kills, for versions 1 and 2 of the interface."""
     files = []
     for controllers, relative in _lines(proc):
         if controllers == "":
             files.append(root / relative / "memory.events")
         elif "memory" in controllers.split(","):
             files.append(root / "memory" / relative / "memory.oom_control")
-    # Inside a container the group's own directory is often mounted at the root.
+    # Inside a container, the group's own directory is often mounted at the root.
     return [*files, root / "memory.events", root / "memory" / "memory.oom_control"]

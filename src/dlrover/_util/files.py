@@ -1,4 +1,4 @@
-"""Files that are read by other processes, and writing on a disk that may be full."""
+"""Atomic writes of files that other processes read, also on a disk that may be full."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import secrets
 from pathlib import Path
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""What a write fails with where it would succeed once somebody has made room."""
+"""Errors of a write that can succeed once there is free space again."""
 
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Replace ``path`` so that a reader sees the old content or all of the new, never a part.
 
-    Where the disk is full, room that was reserved for ``path`` is used.
+    If the disk is full, use the space reserved for ``path``.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
@@ -30,10 +30,10 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
 
 
 def reserve(path: Path, size: int) -> None:
-    """Reserve room for a later `write_atomically` of at most ``size`` bytes to ``path``.
+    """Reserve space for a later `write_atomically` of at most ``size`` bytes to ``path``.
 
     Raises:
-        OSError: there is no such room.
+        OSError: the space is not available.
     """
     fd = os.open(_reserved(path), os.O_WRONLY | os.O_CREAT, 0o600)
     try:
@@ -43,7 +43,7 @@ def reserve(path: Path, size: int) -> None:
 
 
 def release(path: Path) -> None:
-    """Give back what was reserved for ``path``, if that was not used."""
+    """Release the space reserved for ``path``, if it is unused."""
     _reserved(path).unlink(missing_ok=True)
 
 
@@ -52,7 +52,7 @@ def _reserved(path: Path) -> Path:
 
 
 def _replace_by_reserved(path: Path, data: bytes) -> bool:
-    """Write into the file that holds the room for ``path``; False if there is none, or too little."""
+    """Write into the file that reserves space for ``path``; return False if it is missing or too small."""
     try:
         fd = os.open(_reserved(path), os.O_WRONLY)
     except FileNotFoundError:

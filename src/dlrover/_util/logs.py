@@ -1,4 +1,4 @@
-"""The log file of a process that goes on when its disk is full."""
+"""A log file for a process that continues when its disk is full."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class LogFile(logging.FileHandler):
-    """A log file that loses records while its disk is full, and says so once there is room again."""
+    """A log file that drops records while its disk is full, and notes the loss once there is space again."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -30,7 +30,7 @@ class LogFile(logging.FileHandler):
 
 
 def log_to(path: Path) -> None:
-    """Have this process log to a file."""
+    """Log this process's records to a file."""
     logging.basicConfig(
         handlers=[LogFile(path)],
         level=logging.INFO,

@@ -1,4 +1,4 @@
-"""Processes: who dies with whom, and who cleans up."""
+"""Process helpers: signals, ends, orphans and lifelines."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def become_subreaper() -> None:
 
 
 def open_standard_streams() -> None:
-    """Open the null device in the place of each standard stream that this process was started without.
+    """Open the null device in place of each standard stream that this process was started without.
 
-    Call it first: another file would get the number, and children would take it for their stream.
+    Call it first: otherwise another file gets the number, and children use that file as their stream.
     """
     for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is not None:
@@ -34,18 +34,18 @@ def open_standard_streams() -> None:
             os.dup2(null, fd)
             os.close(null)
         os.set_inheritable(fd, True)
-        setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115 - open as long as the process
+        setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115 - open for the process's lifetime
 
 
 def survives_hangup(number: signal.Signals) -> bool:
-    """Whether this is the signal of a lost terminal and was ignored before this process began, as by nohup."""
+    """Return whether this is SIGHUP and it is ignored, as under nohup."""
     return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 def start_time(pid: int) -> int:
-    """When process ``pid`` started, in clock ticks since boot; 0 if there is no such process.
+    """Return the start time of process ``pid``, in clock ticks since boot; 0 if it does not exist.
 
-    Together with the pid it names a process for ever; the pid alone is used again.
+    Pid and start time together identify a process for ever; the pid alone is reused.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -55,7 +55,7 @@ def start_time(pid: int) -> int:
 
 
 def runs(pid: int, started: int) -> bool:
-    """Whether the process ``pid`` that started then still runs: one that nobody has reaped yet does not."""
+    """Return whether the process ``pid`` with this start time still runs; an unreaped one does not."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -64,12 +64,12 @@ def runs(pid: int, started: int) -> bool:
 
 
 def pids() -> list[int]:
-    """Pids of all processes that this one sees."""
+    """Return the pids of all processes visible to this one."""
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
 
 
 def command(pid: int) -> list[str]:
-    """The words of a process's command; empty for one that has ended or is another user's secret."""
+    """Return the words of a process's command; empty if it has ended or may not be read."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -78,13 +78,13 @@ def command(pid: int) -> list[str]:
 
 
 def children() -> list[int]:
-    """Pids of this process's children."""
+    """Return the pids of this process's children."""
     me = os.getpid()
     return [pid for pid in pids() if _parent(pid) == me]
 
 
 def running(module: str) -> set[int]:
-    """Those of this process's children that are ``python -m module``."""
+    """Return the pids of this process's children that are ``python -m module``."""
     return {pid for pid in children() if module in _words_after_m(pid)}
 
 
@@ -94,7 +94,7 @@ def _words_after_m(pid: int) -> list[str]:
 
 
 async def end(pids: Iterable[int], timeout: float) -> None:
-    """Ask children to end, and kill and reap those that have not after ``timeout`` seconds."""
+    """Ask children to end; after ``timeout`` seconds, kill those still running. Reap all of them."""
     pids = list(pids)
     kill(pids, signal.SIGTERM)
     waits = [asyncio.ensure_future(ended(pid)) for pid in pids]
@@ -108,7 +108,7 @@ async def end(pids: Iterable[int], timeout: float) -> None:
 
 
 def end_in_order(pids: Iterable[int], timeout: float) -> None:
-    """Ask children to end, and wait until they have, at most ``timeout`` seconds."""
+    """Ask children to end, and wait for all of them, at most ``timeout`` seconds."""
     pids = list(pids)
     kill(pids, signal.SIGTERM)
     until = time.monotonic() + timeout
@@ -125,20 +125,20 @@ def _parent(pid: int) -> int:
 
 
 def kill(pids: Iterable[int], number: signal.Signals = signal.SIGKILL) -> None:
-    """Send a signal to processes; those that are gone are skipped."""
+    """Send a signal to processes; skip those that are gone."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def kill_group(pid: int) -> None:
-    """End every process of the group that ``pid`` leads or led."""
+    """Kill every process of the group that ``pid`` leads or led."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def reap_orphans(own: Container[int]) -> None:
-    """Reap ended orphans that this subreaper inherited, that is children that are not in ``own``."""
+    """Reap the ended orphans of this subreaper: its children that are not in ``own``."""
     for pid in children():
         if pid not in own:
             with contextlib.suppress(ChildProcessError):
@@ -146,9 +146,9 @@ def reap_orphans(own: Container[int]) -> None:
 
 
 def end_orphans(own: Container[int], timeout: float) -> list[int]:
-    """Kill and reap orphans, and those that they leave in turn; the pids still there after ``timeout``.
+    """Kill and reap orphans, and their orphans in turn; return the pids left after ``timeout`` seconds.
 
-    A process that hangs in the kernel cannot be killed: its pid is returned.
+    A process that hangs in the kernel cannot be killed, so its pid is returned.
     """
     until = time.monotonic() + timeout
     while orphans := [pid for pid in children() if pid not in own]:
@@ -162,7 +162,7 @@ def end_orphans(own: Container[int], timeout: float) -> list[int]:
 
 
 def _reap(pid: int, seconds: float) -> None:
-    """Wait for a child that was killed, at most so long."""
+    """Wait at most ``seconds`` for a child to end, and reap it."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -178,7 +178,7 @@ def _reap(pid: int, seconds: float) -> None:
 
 
 async def ended(pid: int) -> None:
-    """Wait until a child process has ended, without reaping it."""
+    """Wait until a child process ends, without reaping it."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     pidfd = os.pidfd_open(pid)
@@ -191,10 +191,10 @@ async def ended(pid: int) -> None:
 
 
 class Lifeline:
-    """A pipe whose other end only one process holds: it closes when that process dies.
+    """A pipe whose write end only one process holds; it closes when that process dies.
 
-    Unlike a parent-death signal it also reaches grandchildren, and does not mistake the death of a
-    thread or of an intermediate parent for the end.
+    Unlike a parent-death signal, it also reaches grandchildren, and ignores the death of a mere thread or of
+    an intermediate parent.
     """
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ class Lifeline:
 
     @staticmethod
     def watch(fd: int, gone: Callable[[], None]) -> None:
-        """Call ``gone`` on the running event loop when the holder has died."""
+        """Call ``gone`` on the running event loop when the holder dies."""
         loop = asyncio.get_running_loop()
 
         def closed() -> None:
@@ -214,7 +214,7 @@ class Lifeline:
 
 
 def exit_reason(status: int) -> str:
-    """How a process ended, from the status of `os.waitpid`, in words."""
+    """Describe how a process ended, from the status of `os.waitpid`."""
     if os.WIFSIGNALED(status):
         return f"it was killed by {signal.Signals(os.WTERMSIG(status)).name}"
     return f"it left with exit code {os.WEXITSTATUS(status)}"

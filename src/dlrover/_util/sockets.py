@@ -1,4 +1,4 @@
-"""Sockets: who is at the other end, and by which way."""
+"""Socket helpers: the peer process, and the local address of a route."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class Peer(NamedTuple):
-    """The process at the other end."""
+    """The process at the other end of a socket."""
 
     pid: int
-    """0 if it is not to be seen from here."""
+    """Pid of the process; 0 if it is not visible from here."""
     uid: int
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's address on the way to another one.
+    """Return this machine's address on the route to another machine.
 
     Raises:
-        OSError: the host is unknown, or no way leads there.
+        OSError: the host is unknown, or there is no route to it.
     """
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)  # sends nothing: it only looks up the route
+        probe.connect(target)  # sends nothing; only looks up the route
         return str(probe.getsockname()[0])
 
 
 def peer(sock: socket.socket) -> Peer:
-    """Who connected a Unix socket; for the one that connected, who called ``listen`` last."""
+    """Return the process that connected a Unix socket; at the client, the one that called ``listen`` last."""
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(data)
     return Peer(pid, uid)

@@ -1,4 +1,4 @@
-"""What runs inside a training process, and what a training script may import."""
+"""Code that runs inside a training process, and the API for training scripts."""
 
 from dlrover.elastic.tracker import activity, steps_left
 

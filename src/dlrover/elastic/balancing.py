@@ -1,4 +1,4 @@
-"""Gives slow ranks smaller shares of the global batch while training."""
+"""The balancer: gives slower ranks smaller shares of the global batch during training."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from dlrover.errors import ConfigurationError
 logger = logging.getLogger(__name__)
 
 STEPS = 20
-"""Optimizer steps between two decisions."""
+"""Optimizer steps per window, between two decisions."""
 
 Position = tuple[int, int]
-"""An epoch, and a position in it."""
+"""An epoch and a position in it, in samples."""
 
 
 class Balancer:
-    """Decides every `STEPS` steps, on all ranks together.
+    """The chooser of the ranks' shares of the global batch; decides every `STEPS` steps, on all ranks.
 
-    The ranks tell each other how long they computed, and each computes the same shares from that. They hold
-    from the first global batch on that no rank's loader has asked for.
+    The ranks exchange their compute times, and each derives the same shares from them. New shares apply from
+    the first global batch that no rank's loader has requested.
 
     Args:
-        model: whose gradients the ranks average.
-        optimizer: the model's.
-        group: of the ranks that share the global batch.
+        model: model whose gradients the ranks average.
+        optimizer: the model's optimizer.
+        group: process group of the ranks that share the global batch.
         batch_size: samples of a global batch.
 
     Raises:
-        ConfigurationError: the model's ranks wait for each other at other times, too.
+        ConfigurationError: the model's ranks also wait for each other within a pass.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, group: Any, batch_size: int) -> None:
@@ -54,14 +54,14 @@ class Balancer:
     def step(
         self, taken_to: Position, handed_out_to: Position
     ) -> tuple[tuple[int, ...], Position] | None:
-        """After a step; collective.
+        """Count a step, and perhaps choose new shares; collective.
 
         Args:
-            taken_to: up to where all ranks together have trained.
-            handed_out_to: up to where this rank's loader has asked for batches.
+            taken_to: position up to which all ranks together have trained.
+            handed_out_to: position up to which this rank's loader has requested batches.
 
         Returns:
-            Other shares, and from where on they hold; None: no change.
+            New shares and the position from which they apply; None: no change.
         """
         self._compute.step(self._optimizer, time.monotonic_ns())
         if taken_to < self._since:
@@ -83,7 +83,7 @@ class Balancer:
         return self._shares.now, self._since
 
     def _exchanged(self, nanoseconds: int, position: Position) -> list[tuple[int, int, int]]:
-        """Each rank's time for a step, and its position."""
+        """Return each rank's time for a step, in nanoseconds, with its position."""
         rows = torch.zeros(self._replicas, 3, dtype=torch.int64, device=self._device)
         rows[self._rank] = torch.tensor([nanoseconds, *position], device=self._device)
         dist.all_reduce(rows, group=self._group)
@@ -91,7 +91,7 @@ class Balancer:
 
 
 class _OwnTime:
-    """The steps of a window, without waiting for other ranks."""
+    """Compute times of a window's steps, without waiting for other ranks."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -111,12 +111,12 @@ class _OwnTime:
         self._steps.clear()
 
     def usual(self) -> int:
-        """Nanoseconds of the median step; 0: none was measured."""
+        """Return the nanoseconds of the median step; 0 if none was measured."""
         return round(median(self._steps)) if self._steps else 0
 
 
 def _check(model: nn.Module) -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415 - takes long
+    from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415 - slow to import
 
     waits = FullyShardedDataParallel, nn.SyncBatchNorm
     for module in model.modules():

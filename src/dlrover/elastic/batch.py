@@ -1,12 +1,12 @@
-"""Who computes how much of a global batch, and what it weighs: arithmetic, without torch.
+"""The division of a global batch into ranks and micro-batches, with weights: arithmetic, without torch.
 
 The samples of a global batch have the positions 0, 1, ... Rank r of W takes the positions r, r + W, ...,
-in *micro-batches*, one for each pass through the model. All ranks make equally many passes, since a model
-may wait for the other ranks in each of them. So a rank whose share is smaller than the number of passes
-computes a sample once more, with the weight 0.
+in *micro-batches*, one per pass through the model. All ranks make equally many passes, because a model may
+wait for the other ranks in each pass. So a rank with fewer samples than passes computes one sample again,
+with the weight 0.
 
-Where shares follow the ranks' speed (`shares`), rank r takes as many positions as its share says, after those
-of the ranks before it, and makes as many passes as that needs.
+Where shares follow the ranks' speeds (`shares`), rank r takes its share of consecutive positions after those
+of the ranks before it, and makes as many passes as it needs.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from dlrover.errors import ConfigurationError
 
 
 class MicroBatch(NamedTuple):
-    """What one rank computes in one pass."""
+    """The samples of one rank's pass."""
 
     positions: range
-    """Of its samples in the global batch; where there is none left, that of the first one."""
+    """Positions of the samples in the global batch; position 0 alone if the rank has no samples left."""
     weight: float
-    """What the mean loss of these samples is multiplied by, so that the gradients, averaged over the ranks,
-    are those of the mean loss of the global batch."""
+    """Factor of these samples' mean loss; with it, the gradients averaged over the ranks are those of the
+    global batch's mean loss."""
 
 
 def check(global_batch_size: int, micro_batch_size: int | None, replicas: int) -> None:
-    """Refuse sizes that cannot be dealt.
+    """Check that a global batch can be divided among the ranks.
 
     Raises:
-        ConfigurationError: which one, and why.
+        ConfigurationError: a size is invalid; the message names it.
     """
     _check_positive("global_batch_size", global_batch_size)
     if micro_batch_size is not None:
@@ -47,10 +47,10 @@ def check(global_batch_size: int, micro_batch_size: int | None, replicas: int) -
 def check_choice(
     least: int, most: int | None, micro_batch_size: int | None, learning_rate_rule: str
 ) -> None:
-    """Refuse a choice of global batches, from ``least`` to ``most``, that cannot be meant.
+    """Check the arguments for a global batch chosen from ``least`` to ``most``.
 
     Raises:
-        ConfigurationError: which argument is wrong, and why.
+        ConfigurationError: an argument is invalid; the message names it.
     """
     if most is None:
         return
@@ -71,13 +71,13 @@ def check_choice(
 
 
 def passes(size: int, replicas: int, micro_batch_size: int | None) -> int:
-    """How many micro-batches every rank makes of a global batch of ``size`` samples."""
+    """Return the number of micro-batches per rank for a global batch of ``size`` samples."""
     largest = -(-size // replicas)
     return 1 if micro_batch_size is None else -(-largest // micro_batch_size)
 
 
 def equal_shares(size: int, replicas: int) -> tuple[int, ...]:
-    """Samples of each rank where all take as many as the others, or one less."""
+    """Return equal shares per rank; if they cannot be equal, they differ by one sample."""
     return tuple(len(range(rank, size, replicas)) for rank in range(replicas))
 
 
@@ -88,10 +88,10 @@ def deal(
     micro_batch_size: int | None,
     shares: Sequence[int] | None = None,
 ) -> list[MicroBatch]:
-    """The micro-batches of one rank, of at most ``micro_batch_size`` samples and of nearly equal size.
+    """Return one rank's micro-batches: nearly equal in size, at most ``micro_batch_size`` samples each.
 
-    ``shares`` are the samples of each rank of a whole global batch, where they are not equal. Ranks then make
-    as many passes as they need.
+    ``shares`` are the ranks' samples of a full global batch, where they are unequal. Each rank then makes
+    as many passes as it needs.
     """
     if shares is None:
         share = range(rank, size, replicas)
@@ -109,13 +109,13 @@ def deal(
 
 
 def accumulation_steps(global_batch_size: int, micro_batch_size: int, replicas: int) -> int:
-    """Micro-batches per step for trainers that give each of them the same size and the same weight.
+    """Return the micro-batches per step for trainers that give each the same size and weight.
 
-    These are the ``Trainer`` of Transformers (``gradient_accumulation_steps``) and that of Lightning
+    Such trainers are the ``Trainer`` of Transformers (``gradient_accumulation_steps``) and that of Lightning
     (``accumulate_grad_batches``).
 
     Raises:
-        ConfigurationError: the sizes cannot be dealt, or not equally; such a trainer would then weigh
+        ConfigurationError: the global batch cannot be divided equally; such a trainer would then weigh
             samples differently.
     """
     check(global_batch_size, micro_batch_size, replicas)
@@ -129,18 +129,18 @@ def accumulation_steps(global_batch_size: int, micro_batch_size: int, replicas: 
 
 
 def learning_rate_factor(rule: str, global_batch_size: int, reference: int | None) -> float:
-    """What a learning rate that was chosen for another global batch is multiplied by.
+    """Return the factor for a learning rate that was chosen for another global batch.
 
-    ``linear``: by the ratio of the sizes, which suits SGD (Goyal et al., 2017); ``sqrt``: by its square root,
-    which suits Adam (Malladi et al., 2022); ``none``: by 1.
+    ``linear``: the ratio of the sizes, which suits SGD (Goyal et al., 2017); ``sqrt``: its square root, which
+    suits Adam (Malladi et al., 2022); ``none``: 1.
 
     Args:
-        rule: one of these words.
+        rule: ``linear``, ``sqrt`` or ``none``.
         global_batch_size: samples in a step.
-        reference: samples in a step that the learning rate was chosen for.
+        reference: samples per step for which the learning rate was chosen.
 
     Raises:
-        ConfigurationError: there is no such rule, or no reference for it.
+        ConfigurationError: the rule is unknown, or its reference is missing, invalid or superfluous.
     """
     if rule not in ("none", "linear", "sqrt"):
         raise ConfigurationError(

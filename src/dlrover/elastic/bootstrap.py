@@ -1,12 +1,12 @@
-"""Runs a user's Python program in a worker process as ``python -u`` would, and watches it.
+"""The runner of a user's Python program in a worker process: behaves like ``python -u`` and watches it.
 
-Three things are added, none of which the program can see: `faulthandler` writes the stacks of a crash to
-standard error; an exception that reaches the top is recorded in the worker's error file, in torchrun's
-format, without a decorator in user code; and when PyTorch gets imported, hooks in it keep on the node's
-progress board what the training does.
+It adds three things, none visible to the program. `faulthandler` writes the stacks of a crash to
+standard error. An exception that reaches the top is recorded in the worker's error file, in torchrun's
+format, without a decorator in user code. When the program imports PyTorch, hooks record the training's
+activity on the node's progress board.
 
-Besides our own, only the standard library is imported here: the program decides what else its process
-loads.
+Apart from this package, the module imports only the standard library: the program decides what else its
+process loads.
 """
 
 from __future__ import annotations
@@ -32,46 +32,46 @@ from dlrover.elastic.progress import Board
 from dlrover.sharding import defaults as sharding_defaults
 
 STEPS_TAIL = 1 << 16
-"""Bytes at the end of a file of steps in which its last line is looked for."""
+"""Bytes at the end of a step file that are searched for its last line."""
 OWN_DIRECTORIES = (
     os.path.dirname(__file__),
     os.path.join(os.path.dirname(os.path.dirname(__file__)), "agent"),
 )
-"""Of what runs the program, and of its standard streams."""
+"""Directories of the runner's own code, hidden from tracebacks: this package and the agent."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """What a worker runs and where it leaves its traces."""
+    """The program of a worker, with its settings and output files."""
 
     entry: str
     """``script``, ``module`` or ``run_path``: see ``dlrover.spec.launch.Entry``."""
     target: str
     args: Sequence[str]
     error_file: str
-    """Where an exception is recorded; empty for nowhere."""
+    """File that records an exception; empty: none."""
     slot: int
     """The worker's slot on the progress board."""
     modules_file: str = ""
-    """Where the names of imported modules go at the first step; empty for nowhere."""
+    """File that lists the imported modules after the first step; empty: none."""
     save_at_breakpoint: bool = False
-    """Whether its checkpoints are stored when a worker dies, unless it says otherwise."""
+    """True if checkpoints are persisted when a worker dies, unless the program says otherwise."""
     node: str = ""
-    """Which of the nodes on this machine it is on, by a name that no other has."""
+    """Name of the node; unique on this machine."""
     relay: str = ""
-    """Where its requests for data go; empty: nowhere."""
+    """Address for requests for data; empty: none."""
     round: int = 0
     auto_tuning: bool = False
-    """Whether its loaders and trainers tune themselves, unless it says otherwise."""
+    """True if loaders and trainers tune themselves, unless the program says otherwise."""
     global_batch: int = 0
-    """Samples of a step of all workers, if they were chosen for the job."""
+    """Global batch chosen for the job, in samples; 0: none chosen."""
 
 
 def run(program: Program, board: Board | None) -> None:
-    """Run the program to its end. What it raises is recorded, and raised for the interpreter to handle.
+    """Run the program to its end; record any exception and re-raise it for the interpreter.
 
-    Call it at the bottom of a process that runs nothing else: the interpreter then prints the error,
-    chooses the exit code and waits for threads, as it does for any program.
+    Call it last in a process that runs nothing else. The interpreter then prints the error, chooses the
+    exit code and waits for threads, as for any program.
     """
     faulthandler.enable(sys.__stderr__ or 2)
     defaults.save_at_breakpoint, defaults.node = program.save_at_breakpoint, program.node
@@ -102,19 +102,19 @@ def run(program: Program, board: Board | None) -> None:
 
 
 def _record(program: Program, error: dict[str, Any]) -> None:
-    """Write how the program ended into its error file, unless something has been recorded there."""
+    """Write the program's end to its error file, unless the file exists."""
     if program.error_file and not Path(program.error_file).exists():
         _write_atomically(program.error_file, json.dumps(error))
 
 
 def _first_step(watched: tracker.Tracker, board: Board, program: Program) -> Callable[[], None]:
-    """What is to be done after the first step: everything that the program needs has been imported."""
+    """Return the callback for the end of the first step, when all needed modules are imported."""
 
     def first_step() -> None:
         if program.modules_file:
             _write_atomically(program.modules_file, json.dumps(loaded_modules()))
             board.mark_modules_listed(program.slot)
-        from dlrover import config  # noqa: PLC0415 - a start needs none
+        from dlrover import config  # noqa: PLC0415 - not needed at start
 
         path = config.steps_file(config.environ())
         if path:
@@ -124,7 +124,7 @@ def _first_step(watched: tracker.Tracker, board: Board, program: Program) -> Cal
 
 
 def recorded_step(path: Path) -> int:
-    """The last ``step`` in a file of JSON lines, 0 without any. A line that is not whole does not count."""
+    """Return the last ``step`` in a file of JSON lines, 0 without any; ignore an unfinished last line."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -154,8 +154,8 @@ def _execute(program: Program) -> None:
 
 
 def _run_module(name: str, *, alter_argv: bool) -> None:
-    # What the interpreter itself calls; runpy's public functions put another module in the place of
-    # __main__, and take it away again before threads and exit handlers are done with it.
+    # The function that the interpreter itself calls. runpy's public functions replace __main__, and remove
+    # the replacement before threads and exit handlers have finished with it.
     runpy._run_module_as_main(name, alter_argv)  # type: ignore[attr-defined]  # noqa: SLF001
 
 
@@ -166,7 +166,7 @@ def _run_script(target: str) -> None:
     namespace["__file__"] = path
     namespace["__cached__"] = None
     with io.open_code(path) as file:
-        code = pkgutil.read_code(file)  # if it is compiled already
+        code = pkgutil.read_code(file)  # if already compiled
         namespace["__loader__"] = (
             importlib.machinery.SourceFileLoader("__main__", path)
             if code is None
@@ -179,18 +179,18 @@ def _run_script(target: str) -> None:
 
 
 def _absolute(path: str) -> str:
-    """As the interpreter has it: without a change to ``.``, ``..`` and symbolic links."""
+    """Make a path absolute as the interpreter does: without resolving ``.``, ``..`` or symbolic links."""
     return os.path.join(os.getcwd(), path)
 
 
 def _add_to_path(directory: str) -> None:
-    """Let the program import what lies beside it, unless the interpreter was told not to."""
+    """Let the program import from its own directory, unless the interpreter runs in safe-path mode."""
     if not getattr(sys.flags, "safe_path", False):  # new in Python 3.11
         sys.path.insert(0, directory)
 
 
 def _clear_main() -> dict[str, Any]:
-    """The namespace of ``__main__``, as empty as in a new process."""
+    """Clear and return the namespace of ``__main__``, as in a new process."""
     namespace = vars(sys.modules["__main__"])
     for name in [name for name in namespace if not name.startswith("__")]:
         del namespace[name]
@@ -198,7 +198,7 @@ def _clear_main() -> dict[str, Any]:
 
 
 def _hide_own_frames(error: BaseException) -> None:
-    """Leave ours out of the traceback of an error, and of what the interpreter will print of it."""
+    """Remove this package's frames from the error's traceback, also where the interpreter prints it."""
     frames = _without_ours(error.__traceback__)
     error.__traceback__ = frames
     show = getattr(sys, "excepthook", sys.__excepthook__)  # a program may have deleted it
@@ -228,7 +228,7 @@ def _without_ours(frames: types.TracebackType | None) -> types.TracebackType | N
 
 
 def describe(error: BaseException, name: str = "", asked_by: int = 0) -> dict[str, Any]:
-    """An exception in the format of torch's error files; its type (or ``name``) and exact time are added."""
+    """Describe an exception in torch's error-file format, with its type (or ``name``) and exact time."""
     message = f"{type(error).__name__}: {error}"
     return ownends.record(
         name or type(error).__qualname__,
@@ -247,14 +247,14 @@ def _write_atomically(path: str, text: str) -> None:
         print(f"dlrover: {path} could not be written: {error}", file=sys.stderr)  # noqa: T201
 
 
-# ---- what is loaded
+# ---- loaded modules
 
 
 def loaded_modules() -> dict[str, Any]:
-    """What is loaded: ``names`` of modules of installed packages, in the order of loading; and ``own``.
+    """List the loaded modules: ``names`` from installed packages, in import order, and ``own``.
 
-    ``own`` are the program's other modules, with their files. They are not to be loaded ahead: they may
-    change between two runs, and importing them may do anything.
+    ``own`` maps the program's other modules to their files. Do not preload them: they may change between
+    two runs, and importing them may have any effect.
     """
     roots = tuple({str(Path(os.__file__).parent), *(p for p in sys.path if "-packages" in p)})
     names: list[str] = []

@@ -1,14 +1,14 @@
-"""How long a step takes this rank alone, without waiting for the others.
+"""The compute time of a rank's steps, without waiting for other ranks.
 
-In a synchronous training all ranks' steps take equally long: the fast ones wait for the slow ones. What
-differs is when a rank's last gradient is ready, from which on it waits for the others' gradients. So the
-time from the end of a step to that moment is measured. A hook on one parameter tells of the moment: on
-the one whose gradient came last in a step in which all parameters had one.
+In synchronous training, all ranks' steps take equally long: fast ranks wait for slow ones. Ranks differ in
+the moment at which their last gradient is ready; from then on they wait for the others' gradients. So the
+measured time runs from the end of a step to that moment. A hook on one parameter marks the moment: the
+parameter whose gradient came last in a step in which all parameters had hooks.
 
-On an accelerator the program's calls run ahead of the device; there events in the device's own queue
-tell the times, and are read when they have passed.
+On an accelerator, the program's calls run ahead of the device. There, events in the device's own queue
+give the times; they are read once they have passed.
 
-Where no parameter's gradient can be watched the whole step counts, and no rank stands out.
+If no parameter's gradient can be watched, the whole step counts, and no rank stands out.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from typing import Any, Protocol
 from dlrover.elastic.tracker import guarded
 
 OUTLIER = 3
-"""A step counts as so many times the usual one at most: it may wait for another rank's evaluation."""
+"""Maximum counted time of a step, in usual step times: a step may wait for another rank's evaluation."""
 SMOOTHING = 10
-"""Steps over which the usual time of a step is averaged."""
+"""Steps over which the usual step time is averaged."""
 UNSEEN_STEPS = 3
-"""Steps without a sign of the last gradient after which it is looked for again."""
+"""Steps without the last gradient's hook after which the search for the last gradient restarts."""
 SEARCHES = 5
-"""How often it is looked for."""
+"""Maximum number of searches for the last gradient."""
 PENDING_EVENTS = 64
-"""Steps of a device that may run behind; what is beyond is not counted."""
+"""Maximum unread steps of a device; the oldest beyond it are not counted."""
 
 
 class Listener(Protocol):
-    """Who is told of the time, as `Tracker` is."""
+    """The receiver of the compute time, such as `Tracker`."""
 
     @property
     def apart(self) -> int:
-        """Nanoseconds so far that belong to no step."""
+        """Nanoseconds so far outside of steps."""
         ...
 
     def computed(self, nanoseconds: int) -> None:
-        """All steps so far took so long."""
+        """Receive the total compute time of all steps so far."""
         ...
 
 
 class ComputeTime:
-    """Measures the steps of one optimizer. `step` is to be called at the end of each."""
+    """A meter for the steps of one optimizer; call `step` at the end of each step."""
 
     def __init__(self, tracker: Listener) -> None:
         self._tracker = tracker
@@ -64,7 +64,7 @@ class ComputeTime:
         self._device: _Device | None = None
 
     def step(self, optimizer: Any, now: int) -> None:
-        """A step has ended at ``now`` (monotonic nanoseconds)."""
+        """Count a step that ended at ``now`` (monotonic nanoseconds)."""
         apart = self._tracker.apart
         if self._ended:
             self._count(now, apart - self._apart)
@@ -74,7 +74,7 @@ class ComputeTime:
             self._device.step_ended()
 
     def stop(self) -> None:
-        """Take the hooks away, and count nothing more."""
+        """Remove the hooks and forget the current step."""
         self._remove_hooks()
         self._ended = 0
 
@@ -118,7 +118,7 @@ class ComputeTime:
                     self._watch(parameter)
 
     def _settle(self) -> None:
-        """A step has passed since the search began: watch on only the gradient that came last."""
+        """End the search after one step: watch only the gradient that came last."""
         self._searching = False
         last, self._last = self._last, None
         self._remove_hooks()
@@ -145,7 +145,7 @@ class ComputeTime:
 
 
 class _Device:
-    """Times on an accelerator, from pairs of events in its queue."""
+    """A timer for an accelerator's steps, with pairs of events in its queue."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -156,23 +156,23 @@ class _Device:
 
     @classmethod
     def of(cls, parameter: Any) -> _Device | None:
-        """For the device that ``parameter`` is on; None on the host."""
+        """Return a timer for the device of ``parameter``; None for the CPU."""
         kind = parameter.device.type
         module = None if kind == "cpu" else getattr(sys.modules["torch"], kind, None)
         return cls(module) if hasattr(module, "is_current_stream_capturing") else None
 
     def step_ended(self) -> None:
-        """The step's last work is in the queue."""
+        """Mark the end of a step in the queue."""
         self._start = self._event()
 
     def gradient_ready(self) -> None:
-        """The last gradient is ready when the queue gets here; with several in a step the last counts."""
+        """Mark a ready last gradient in the queue; the latest mark of a step counts."""
         if self._ready is not None:
             self._spare.append(self._ready)
         self._ready = self._event()
 
     def note(self, apart: int) -> None:
-        """The step is complete; ``apart`` nanoseconds of it do not belong to it."""
+        """Store the events of a complete step; ``apart`` nanoseconds of it do not count."""
         if self._start is not None and self._ready is not None:
             self._pairs.append((self._start, self._ready, apart))
             if len(self._pairs) > PENDING_EVENTS:
@@ -180,7 +180,7 @@ class _Device:
         self._start = self._ready = None
 
     def passed(self) -> list[int]:
-        """Nanoseconds of the steps that the device has done since."""
+        """Return the nanoseconds of the steps that the device has finished since the last call."""
         found = []
         while self._pairs and self._pairs[0][1].query():
             start, ready, apart = self._pairs.popleft()

@@ -1,4 +1,4 @@
-"""A ``DataLoader`` that finds out by itself how many processes it needs."""
+"""A ``DataLoader`` that tunes its number of reader processes."""
 
 from __future__ import annotations
 
@@ -20,26 +20,25 @@ from dlrover.errors import ConfigurationError
 logger = logging.getLogger(__name__)
 
 BATCHES = 20
-"""Batches of a window, at least."""
+"""Minimum batches of a window."""
 SECONDS = 1.0
-"""Seconds of a window, at least."""
+"""Minimum seconds of a window."""
 PREFETCH = 2
-"""Batches that each process reads ahead, as by default in PyTorch."""
+"""Batches that each process prefetches; PyTorch's default."""
 
 
 class ElasticDataLoader(DataLoader):  # type: ignore[misc]  # torch is not typed here
-    """PyTorch's ``DataLoader``; with ``--auto-tunning``, the number of its processes follows the training.
+    """PyTorch's ``DataLoader``; with ``--auto-tunning``, its number of processes follows the training.
 
-    How long the training waits for batches is measured. The number is changed between two batches: those
-    that were read ahead are used first, then other processes read on. The order of the samples stays what
-    it is. A data set without a length (``IterableDataset``) divides its samples among processes by itself;
-    its loader keeps their number.
+    The loader measures the training's wait for batches. It changes the number between two batches: prefetched
+    batches are used first, then new processes read on. The order of the samples stays the same. An
+    ``IterableDataset`` divides its samples among processes itself, so its loader keeps their number.
 
     Args:
         dataset: as for a ``DataLoader``, like all other options.
-        auto_tuning: whether the number of processes changes; by default as ``dlrover-run`` was told.
-        max_workers: processes at most; by default twice this rank's part of the node's processors.
-        options: of ``DataLoader``. ``num_workers`` is the number to begin with.
+        auto_tuning: True to let the number of processes change; by default as set by ``dlrover-run``.
+        max_workers: maximum number of processes; by default twice this rank's part of the node's processors.
+        options: options of ``DataLoader``. ``num_workers`` is the initial number.
 
     Raises:
         ConfigurationError: ``max_workers`` is smaller than ``num_workers``.
@@ -72,7 +71,7 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]  # torch is not typed
 
     @property
     def _index_sampler(self) -> Any:
-        """What PyTorch's iterators draw from."""
+        """The index sampler of PyTorch's iterators."""
         return self._segments if self._segments is not None else super()._index_sampler
 
     def __iter__(self) -> Any:
@@ -90,15 +89,15 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]  # torch is not typed
             self._resize(readers.count)
 
     def _batches(self, first: bool) -> Any:
-        """An iterator of PyTorch, the first of an epoch or one that goes on with it."""
-        # It draws a seed: the program's random numbers stay what they are.
+        """Return a PyTorch iterator: the ``first`` of an epoch, or one that continues it."""
+        # The iterator draws a seed; keep the program's random numbers unchanged.
         with torch.random.fork_rng(devices=(), enabled=not first), warnings.catch_warnings():
-            # The number that the program gave was warned of; ours is measured.
+            # PyTorch has already warned about the program's number; ours is measured.
             warnings.filterwarnings("ignore", "This DataLoader will create")
             return super().__iter__()
 
     def _measured(self, readers: Readers, segments: _Segments, batches: Any) -> Iterator[Any]:
-        """Batches until they end, or until another number of processes is to read."""
+        """Yield batches until they end, or until the number of processes changes."""
         warm_up = 1 + self.num_workers * (self.prefetch_factor or 0)
         began, waited, count = time.monotonic(), 0.0, 0
         while True:
@@ -128,24 +127,24 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]  # torch is not typed
     def _resize(self, count: int) -> None:
         if count == self.num_workers:
             return
-        self._iterator = None  # of persistent workers, which end with it
+        self._iterator = None  # ends persistent reader processes
         self.num_workers = count
         self.prefetch_factor = (self.prefetch_factor or PREFETCH) if count else None
 
 
 class _Segments:
-    """The batches of an epoch, drawn by one iterator of a loader after the other."""
+    """The batches of an epoch, drawn by successive iterators of a loader."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
         self._left: Iterator[Any] = iter(())
         self.pausing = False
-        """The iterator that draws now gets no more."""
+        """True to give the current iterator no more batches."""
         self.over = False
-        """All are drawn."""
+        """True if all batches are drawn."""
 
     def begin(self) -> None:
-        """Another epoch."""
+        """Begin another epoch."""
         self._left, self.over = iter(self._sampler), False
 
     def __iter__(self) -> Iterator[Any]:
@@ -163,6 +162,6 @@ class _Segments:
 
 
 def processors() -> int:
-    """This rank's part of the processors of its node, 1 at least."""
+    """Return this rank's part of its node's processors, at least 1."""
     ranks = int(config.environ().get("LOCAL_WORLD_SIZE") or 1)
     return max(1, cgroup.processors() // max(1, ranks))

@@ -1,4 +1,4 @@
-"""A data set for PyTorch whose samples are dealt to all workers of a job while they train."""
+"""A PyTorch dataset whose samples are distributed among all workers of a job during training."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["ElasticDataset"]
 
 
 class ElasticDataset(Records[Sample], IterableDataset[Sample]):  # type: ignore[misc]  # torch is not typed here
-    """`Records` as an iterable data set of PyTorch: put it into the checkpoint, beside the model.
+    """`Records` as an iterable PyTorch dataset; save it in the checkpoint, beside the model.
 
-    ``DataLoader(data, batch_size=...)`` reads it in the training process. With processes that read,
-    ``data.loader(batch_size=..., num_workers=...)`` knows which batches the training has got, and which
-    have only been read ahead.
+    ``DataLoader(data, batch_size=...)`` reads it in the training process. To read in separate processes, use
+    ``data.loader(batch_size=..., num_workers=...)``: it distinguishes batches that the training has received
+    from batches that are only prefetched.
     """
 
     def loader(
@@ -35,16 +35,16 @@ class ElasticDataset(Records[Sample], IterableDataset[Sample]):  # type: ignore[
         collate_fn: Callable[[list[Sample]], Any] | None = None,
         **options: Any,
     ) -> Loader:
-        """Batches of the rest of the epoch, each time it is iterated.
+        """Return an iterable over the batches that remain in the epoch.
 
         Args:
-            batch_size: samples in a batch; a worker's last one of an epoch may have fewer.
-            num_workers: processes that read; those to begin with if the loader tunes itself.
-            collate_fn: makes a batch of samples, as for a ``DataLoader``.
-            options: others of `ElasticDataLoader`, such as ``pin_memory``.
+            batch_size: samples per batch; the last batch of a worker in an epoch may be smaller.
+            num_workers: number of reader processes; the initial number if the loader tunes itself.
+            collate_fn: function that builds a batch from samples, as for a ``DataLoader``.
+            options: other options of `ElasticDataLoader`, such as ``pin_memory``.
 
         Raises:
-            ConfigurationError: an option contradicts the way samples are dealt.
+            ConfigurationError: an option conflicts with the distribution of samples.
         """
         wrong = options.keys() & {"sampler", "batch_sampler", "shuffle", "drop_last", "in_order"}
         if wrong or batch_size < 1:
@@ -57,16 +57,16 @@ class ElasticDataset(Records[Sample], IterableDataset[Sample]):  # type: ignore[
 
 
 class Read(NamedTuple):
-    """What a reading process made of a batch's samples."""
+    """A batch from a reader process."""
 
     batch: Any
-    """None if none of them could be read."""
+    """The collated batch; None if no sample could be read."""
     failed: list[tuple[int, str]]
-    """The places in the batch of those that could not be read, with the errors."""
+    """Position in the batch and error message of each unreadable sample."""
 
 
 class Loader:
-    """Iterates over batches; `ElasticDataset.loader` makes it."""
+    """An iterable over batches, created by `ElasticDataset.loader`."""
 
     def __init__(
         self,
@@ -88,12 +88,12 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         again = True
-        while again:  # what could not be read is tried again
+        while again:  # retry unreadable samples
             again = yield from self._pass()
         self._data.end_epoch()
 
     def _pass(self) -> Generator[Any, None, bool]:
-        """Read what can be taken; whether some of it could not be read."""
+        """Read the available samples once; return True if some were unreadable."""
         drawn = self._batches.drawn
         some_failed = False
         try:
@@ -113,31 +113,31 @@ class Loader:
         return some_failed
 
     def _count(self, parts: Sequence[Part], failed: Mapping[int, str]) -> None:
-        """Tell what could be read of a batch, and what not."""
+        """Record each sample of a partly read batch as handed out or failed."""
         places = [place for part in parts for place, _ in part.places()]
         for at, place in enumerate(places):
             if at in failed:
-                self._data._failed(place, failed[at])  # noqa: SLF001 - the two are one
+                self._data._failed(place, failed[at])  # noqa: SLF001 - one unit with the dataset
             else:
                 self._data.handed_out([place])
 
 
 class _Batches(Sampler[Sequence[Any]]):  # type: ignore[misc]  # torch is not typed here
-    """Draws the records of each batch, and remembers where they stand until the training has them."""
+    """A batch sampler that tracks the records of each batch until the training receives it."""
 
     def __init__(self, data: ElasticDataset[Any], batch_size: int) -> None:
         self._data = data
         self._size = batch_size
         self._running: Generator[Sequence[Any], None, None] | None = None
         self.drawn: deque[list[Part]] = deque()
-        """Batches that the training has not got yet."""
+        """Batches that the training has not received yet, oldest first."""
 
     def __iter__(self) -> Iterator[Sequence[Any]]:
         self._running = self._draw()
         return self._running
 
     def close(self) -> None:
-        """Draw no more; what is drawn already stays so."""
+        """Stop drawing; keep the batches already drawn."""
         if self._running is not None:
             self._running.close()
             self._running = None
@@ -146,7 +146,7 @@ class _Batches(Sampler[Sequence[Any]]):  # type: ignore[misc]  # torch is not ty
         batch: list[Part] = []
         count = 0
         rest: Part | None = None
-        parts = self._data._parts()  # noqa: SLF001 - the two are one
+        parts = self._data._parts()  # noqa: SLF001 - one unit with the dataset
         try:
             for part in parts:
                 rest = part
@@ -169,14 +169,14 @@ class _Batches(Sampler[Sequence[Any]]):  # type: ignore[misc]  # torch is not ty
 
     def _drawn(self, batch: list[Part]) -> Sequence[Any]:
         self.drawn.append(batch)
-        self._data._reads(batch[0].span)  # noqa: SLF001 - the two are one
+        self._data._reads(batch[0].span)  # noqa: SLF001 - one unit with the dataset
         if len(batch) == 1:
             return batch[0].items
         return [item for part in batch for item in part.items]
 
 
 class _Reader:
-    """The source, in a reading process: an error there is an answer, not the end."""
+    """The source in a reader process; returns read errors as values instead of raising them."""
 
     def __init__(self, source: Source[Any] | Stream[Any]) -> None:
         self._source: Any = source
@@ -184,21 +184,21 @@ class _Reader:
     def __getitem__(self, item: Any) -> Any:
         try:
             return self._source[item]
-        except Exception as error:  # noqa: BLE001 - whatever the source raises
+        except Exception as error:  # noqa: BLE001 - the source may raise anything
             return _Unreadable(f"{type(error).__name__}: {error}")
 
     def __getitems__(self, items: Sequence[Any]) -> list[Any] | _OneByOne:
-        """A batch, as PyTorch asks for it; if anything fails, one by one, to see what it is."""
+        """Return the samples of a batch; on an error, read one by one to find the failing samples."""
         source = self._source
         many = getattr(source, "__getitems__", None)
         try:
             return [source[item] for item in items] if many is None else list(many(list(items)))
-        except Exception:  # noqa: BLE001 - whatever the source raises: it is told of the samples that fail
+        except Exception:  # noqa: BLE001 - the source may raise anything; retried one by one
             return _OneByOne(self[item] for item in items)
 
 
 class _OneByOne(tuple[Any, ...]):
-    """Samples of which some may be `_Unreadable`."""
+    """Samples that were read one by one; some may be `_Unreadable`."""
 
 
 class _Unreadable(NamedTuple):
@@ -206,7 +206,7 @@ class _Unreadable(NamedTuple):
 
 
 class _Collate:
-    """Makes a batch of what could be read."""
+    """A collate function that skips unreadable samples."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate

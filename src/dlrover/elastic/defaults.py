@@ -1,8 +1,8 @@
-"""What the launcher of this process says about training. Nothing, unless it says so."""
+"""Training defaults set by the launcher of this process; neutral otherwise."""
 
 from __future__ import annotations
 
 auto_tuning = False
-"""Whether loaders and trainers that are not told tune themselves: ``--auto-tunning``."""
+"""True if loaders and trainers tune themselves by default: ``--auto-tunning``."""
 global_batch = 0
-"""Samples of a step of all workers that were chosen for the job; 0: as many as the program says."""
+"""Global batch chosen for the job, in samples; 0: the program's own."""

@@ -1,14 +1,14 @@
-"""The hooks in PyTorch that tell what a training does, with nothing in the program.
+"""The PyTorch hooks that report the activity of a training, without a change to the program.
 
 ========================== ==========================================================================
-an optimizer's step        PyTorch's own hook for all optimizers
-what it trains and keeps   the optimizer's parameters and state, after its first step
-waiting for the next batch a wrapper of the data loader iterators' ``__next__``
-compiling                  PyTorch's own callbacks of its compiler
+optimizer step             PyTorch's hook for all optimizers
+parameters and state       read from the optimizer after its first step
+waiting for the next batch wrapper of the data loader iterators' ``__next__``
+compiling                  callbacks of PyTorch's compiler
 evaluating                 wrappers of ``Module.eval`` and ``Module.train``
-steps left                 a wrapper of the event of Transformers' Trainer at the begin of a training
+steps left                 wrapper of Transformers' Trainer's event at the start of a training
 checkpoints                wrappers of ``torch.save`` and ``torch.distributed.checkpoint``'s ``save`` and
-                           ``load``; our own `Checkpointer` says it itself
+                           ``load``; DLRover's `Checkpointer` reports its own
 ========================== ==========================================================================
 """
 
@@ -42,7 +42,7 @@ CHECKPOINTS = (
 
 
 def install(tracker: Tracker, on_first_step: Callable[[], None]) -> None:
-    """Place the hooks when what they watch gets imported; ``on_first_step`` is called after the first one."""
+    """Place each hook when its module is imported; call ``on_first_step`` after the first step."""
     hooks = Hooks(tracker, on_first_step)
     places = {
         OPTIMIZERS: hooks.watch_steps,
@@ -78,7 +78,7 @@ class Hooks:
     # ---- steps
 
     def watch_steps(self, module: types.ModuleType) -> None:
-        """Count the steps of the first optimizer that makes one (a GAN's second one is not counted)."""
+        """Count the steps of the first optimizer that steps; ignore others, such as a GAN's second one."""
         module.register_optimizer_step_post_hook(guarded(self._after_step, self._tracker.lose))
 
     def _after_step(self, optimizer: Any, _args: object, _kwargs: object) -> None:
@@ -99,20 +99,20 @@ class Hooks:
     # ---- data
 
     def watch_data(self, module: types.ModuleType) -> None:
-        """Time what an iterator over a data loader takes for its next batch."""
+        """Time the wait of data loader iterators for the next batch."""
         iterator = module._BaseDataLoaderIter  # noqa: SLF001
         iterator.__next__ = self._timed(iterator.__next__, Activity.DATA)
 
     # ---- evaluation
 
     def watch_evaluation(self, module: types.ModuleType) -> None:
-        """Notice when the trained model is put into the mode for evaluation, and when it leaves it."""
+        """Detect when the trained model enters and leaves evaluation mode."""
         cls = module.Module
         to_eval, to_train, tracker = cls.eval, cls.train, self._tracker
         evaluate, train = guarded(self._evaluate), guarded(tracker.train)
 
         @functools.wraps(to_eval)
-        def eval(self: Any) -> Any:  # noqa: A001 - its name
+        def eval(self: Any) -> Any:  # noqa: A001 - the wrapped method's name
             evaluate(self)
             return to_eval(self)
 
@@ -133,10 +133,10 @@ class Hooks:
         if any(id(parameter) in self._owned for parameter in module.parameters()):
             self._tracker.evaluate()
 
-    # ---- the length of the training
+    # ---- length of the training
 
     def watch_trainer(self, module: types.ModuleType) -> None:
-        """Learn from Transformers' Trainer how many steps it is about to make."""
+        """Read the number of steps left from Transformers' Trainer."""
         cls = module.CallbackHandler
         begin, tell = cls.on_train_begin, guarded(self._tracker.ends_in)
 
@@ -150,7 +150,7 @@ class Hooks:
     # ---- compiling
 
     def watch_compiler(self, module: types.ModuleType) -> None:
-        """Use the compiler's callbacks."""
+        """Time compilation with the compiler's callbacks."""
         handler = module.callback_handler
         handler.register_start_callback(guarded(self._compile))
         handler.register_end_callback(guarded(self._compiled))
@@ -175,7 +175,7 @@ class Hooks:
                 self._time_function(module, name, "torch.distributed.checkpoint")
 
     def _time_function(self, module: types.ModuleType, name: str, package: str) -> None:
-        """Time a function, also where ``package`` has taken it from ``module`` already."""
+        """Time a function, also where ``package`` has already imported it from ``module``."""
         function = getattr(module, name)
         timed = self._timed(function, Activity.CHECKPOINT)
         for place in (module, sys.modules.get(package)):
@@ -184,7 +184,7 @@ class Hooks:
 
     @contextlib.contextmanager
     def checkpoint(self) -> Iterator[None]:
-        """While the training waits for a checkpoint."""
+        """Time a block in which the training waits for a checkpoint."""
         before = self._begin(Activity.CHECKPOINT)
         try:
             yield

@@ -1,4 +1,4 @@
-"""Calls something right after a module has been imported, without a trace in it."""
+"""Callbacks that run right after a module's import and leave no trace in the module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Then = Callable[[types.ModuleType], None]
 
 
 def after_import(name: str, then: Then) -> None:
-    """Call ``then(module)`` once, when the module called ``name`` has been executed; now if it has been."""
+    """Call ``then(module)`` once, after the module ``name`` has been executed, or now if it is loaded."""
     loaded = sys.modules.get(name)
     if loaded is not None:
         then(loaded)
@@ -22,13 +22,13 @@ def after_import(name: str, then: Then) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Calls what waits for a module right after that has been executed. It is there while anything waits."""
+    """A finder that runs the callbacks for imported modules; in ``sys.meta_path`` only while any wait."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, list[Then]] = {}
 
     def wait_for(self, name: str, then: Then) -> None:
-        """Call ``then(module)`` once."""
+        """Call ``then(module)`` once, after the module's import."""
         if not self._waiting:
             sys.meta_path.insert(0, self)
         self._waiting.setdefault(name, []).append(then)
@@ -39,7 +39,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         path: Sequence[str] | None,
         target: types.ModuleType | None = None,
     ) -> importlib.machinery.ModuleSpec | None:
-        """Find an awaited module as usual, with its loader wrapped."""
+        """Find an awaited module as usual, and wrap its loader."""
         if fullname not in self._waiting:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
@@ -50,7 +50,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def _imported(self, module: types.ModuleType) -> None:
         calls = self._waiting.pop(module.__name__, [])
         if not self._waiting:
-            with contextlib.suppress(ValueError):  # the program may have taken it out
+            with contextlib.suppress(ValueError):  # the program may have removed it
                 sys.meta_path.remove(self)
         for then in calls:
             then(module)

@@ -1,4 +1,4 @@
-"""Micro-batches as large as the memory of the device allows, found while training."""
+"""The micro-batch tuner: fits the micro-batch to the device memory during training."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from dlrover.elastic import tuning
 logger = logging.getLogger(__name__)
 
 STEPS = 20
-"""Optimizer steps between two decisions."""
+"""Optimizer steps per window, between two decisions."""
 
 
 class DeviceMemory:
-    """What PyTorch counts of the memory of the device that this process trains on."""
+    """PyTorch's memory counters of the device that this process trains on."""
 
     def __init__(self) -> None:
         self.device = str(_accelerator() or "cpu")
-        # They are new in PyTorch 2.9, and not every maker's device counts.
+        # The counters are new in PyTorch 2.9, and not every vendor's device supports them.
         counts = self.device != "cpu" and hasattr(torch.accelerator, "get_memory_info")
         self._counters = torch.accelerator if counts else None
         self._peaks: dict[int, int] = {}
 
     def begin(self) -> None:
-        """Measure the peak from now on."""
+        """Start a new measurement of the peak."""
         if self._counters is None:
             return
         try:
@@ -36,7 +36,7 @@ class DeviceMemory:
             self._counters = None
 
     def measured(self, size: int) -> tuning.Memory | None:
-        """Between two steps: what was in use with micro-batches of ``size``; None: nobody counts it."""
+        """Return the memory used with micro-batches of ``size``, between steps; None without counters."""
         if self._counters is None:
             return None
         self._peaks[size] = max(self._peaks.get(size, 0), self._counters.max_memory_allocated())
@@ -46,16 +46,16 @@ class DeviceMemory:
 
 
 class MicroBatchTuner:
-    """Decides every `STEPS` steps, on all ranks together.
+    """The chooser of the micro-batch size; decides every `STEPS` steps, on all ranks together.
 
-    Each rank measures, the smallest size that any of them wants is taken by all, and it holds from the first
-    global batch on that no rank's loader has asked for. So all ranks make equally many passes in each step.
+    Each rank measures, and all take the smallest size that any rank wants, so all make equally many passes
+    per step. A new size applies from the first global batch that no rank's loader has requested.
 
     Args:
-        now: samples that a rank computes at once.
+        now: current samples per pass of a rank.
         most: a rank's part of the global batch.
-        group: of the ranks that share the global batch; None: all.
-        memory: what measures.
+        group: process group of the ranks that share the global batch; None: all ranks.
+        memory: source of measurements; None: `DeviceMemory`.
     """
 
     def __init__(self, now: int, most: int, group: Any = None, memory: Any = None) -> None:
@@ -68,14 +68,14 @@ class MicroBatchTuner:
     def step(
         self, taken_to: tuple[int, int], handed_out_to: tuple[int, int]
     ) -> tuple[int, tuple[int, int]] | None:
-        """After a step; collective.
+        """Count a step, and perhaps choose a new size; collective.
 
         Args:
             taken_to: epoch and position up to which all ranks together have trained.
-            handed_out_to: epoch and position up to which this rank's loader has asked for batches.
+            handed_out_to: epoch and position up to which this rank's loader has requested batches.
 
         Returns:
-            Another size, and the epoch and position from which on it holds; None: no change.
+            A new size, and the epoch and position from which it applies; None: no change.
         """
         if self._settled or taken_to < self._since:
             return None
@@ -97,7 +97,7 @@ class MicroBatchTuner:
         return size, since
 
     def _agreed(self, size: int, position: tuple[int, int]) -> tuple[int, tuple[int, int]]:
-        """The smallest size and the latest position of all ranks."""
+        """Return the smallest size and the latest position of all ranks."""
         if not dist.is_available() or not dist.is_initialized():
             return size, position
         device = _accelerator() or "cpu"
@@ -121,7 +121,7 @@ class MicroBatchTuner:
 
 
 def _accelerator() -> str | None:
-    """The kind of the device that this process trains on."""
+    """Return the type of the accelerator that this process trains on; None without one."""
     if not torch.accelerator.is_available():
         return None
     found = torch.accelerator.current_accelerator()

@@ -1,8 +1,9 @@
-"""How noisy the gradients are: the gradient noise scale of McCandlish et al. 2018 (arXiv:1812.06162), appendix A.1.
+"""The gradient noise scale of McCandlish et al. 2018 (arXiv:1812.06162), appendix A.1.
 
-The expected squared norm of the mean gradient of b samples is ``square + variance / b``. So two batches of different
-size give both: here one rank's part of the global batch, before the ranks average their gradients, and the global
-batch. A rank that is alone takes its first micro-batch for the small one.
+The expected squared norm of the mean gradient of b samples is ``square + variance / b``. So two batches of
+different size determine both numbers. The small batch is one rank's part of the global batch, before the
+ranks average their gradients; the large one is the global batch. A single rank's small batch is its first
+micro-batch.
 """
 
 from __future__ import annotations
@@ -19,33 +20,33 @@ from dlrover.elastic.batch import MicroBatch
 from dlrover.errors import ConfigurationError
 
 EVERY = 5
-"""Every so many steps one is measured: it reads all gradients twice."""
+"""Steps from one measured step to the next; a measurement reads all gradients twice."""
 MEASURED = 10
 """Measured steps between two exchanges among the ranks."""
 KEPT = 0.8
-"""Share of the mean so far that an exchange leaves: the noise grows in the course of a training."""
+"""Weight of the old mean at an exchange; below 1, because the noise grows in the course of a training."""
 
 
 class Noise(NamedTuple):
-    """Of the gradient."""
+    """The noise of the gradient."""
 
     square: float
     """Squared norm of the mean gradient."""
     variance: float
-    """Of the gradient of one sample, summed over the parameters."""
+    """Variance of the gradient of one sample, summed over the parameters."""
 
 
 class NoiseMeter:
-    """Measures while training. All ranks call it in the same steps.
+    """A meter of the gradient noise during training; all ranks call it in the same steps.
 
     Args:
-        model: whose gradients count.
-        group: of the ranks that share the global batch; None: all.
-        replicas: how many they are.
-        scaler: by which losses are multiplied, if there is one.
+        model: model whose gradients are measured.
+        group: process group of the ranks that share the global batch; None: all ranks.
+        replicas: number of these ranks.
+        scaler: ``GradScaler`` of the losses, if any.
 
     Raises:
-        ConfigurationError: no rank has its own gradient, or there is none.
+        ConfigurationError: ranks have no gradient of their own, or no parameter requires gradients.
     """
 
     def __init__(self, model: nn.Module, group: Any, replicas: int, scaler: Any = None) -> None:
@@ -65,18 +66,18 @@ class NoiseMeter:
         self._mean = Noise(0.0, 0.0)
 
     def before_pass(self, micro_batches: Sequence[MicroBatch], number: int) -> None:
-        """The backward pass of one of this rank's micro-batches begins."""
+        """Prepare for the backward pass of one of this rank's micro-batches."""
         alone = self._replicas == 1
-        small = 0 if alone else len(micro_batches) - 1  # whose end completes the small batch
+        small = 0 if alone else len(micro_batches) - 1  # the last pass of the small batch
         if self._steps % EVERY or number != small or (alone and len(micro_batches) == 1):
             return
-        self._remove_hooks()  # of a pass that failed
+        self._remove_hooks()  # left by a failed pass
         self._squared = 0.0
-        # The ranks average a gradient after the hooks of its parameter.
+        # The ranks average a gradient after the hooks of its parameter have run.
         self._hooks = [p.register_post_accumulate_grad_hook(self._add) for p in self._parameters]
 
     def after_pass(self, micro_batches: Sequence[MicroBatch], number: int, size: int) -> None:
-        """The pass is over; ``size`` is that of the global batch."""
+        """Read the gradients after a backward pass; ``size`` is the global batch's."""
         if self._steps % EVERY:
             return
         scale = self._scaler.get_scale() if self._scaler else 1.0
@@ -97,7 +98,7 @@ class NoiseMeter:
             self._sums[5] += 1
 
     def step(self) -> Noise | None:
-        """After a step; collective. What is known of the noise, if it was looked at."""
+        """Count a step; return the noise if an exchange is due and gives a valid result; collective."""
         self._steps += 1
         if self._steps % (EVERY * MEASURED):
             return None
@@ -133,12 +134,12 @@ class NoiseMeter:
         self._hooks.clear()
 
     def _zeros(self) -> torch.Tensor:
-        """Sums of: the small batches' squared norms, 1 / their samples, their number; the same of the large ones."""
+        """Return six sums: squared norms, 1 / samples and count of the small batches, then of the large."""
         return torch.zeros(6, device=self._device)
 
 
 def _noise(small: float, of_small: float, large: float, of_large: float) -> Noise:
-    """From mean squared norms and means of 1 / samples of the batches."""
+    """Compute the noise from the mean squared norms and the means of 1 / samples of both kinds of batches."""
     if of_small <= of_large:
         return Noise(0.0, 0.0)
     variance = (small - large) / (of_small - of_large)
@@ -146,8 +147,8 @@ def _noise(small: float, of_small: float, large: float, of_large: float) -> Nois
 
 
 def _check(model: nn.Module) -> None:
-    """Refuse a model whose ranks average a part of the gradients before their own are complete."""
-    from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415 - takes long
+    """Raise `ConfigurationError` for a model whose ranks average gradients before their own are complete."""
+    from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415 - slow to import
 
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel) or hasattr(

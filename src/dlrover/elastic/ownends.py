@@ -1,7 +1,7 @@
-"""Notes that a program ends its own process at once: by ``os._exit``, ``os.abort`` or a signal to itself.
+"""A record of a program's end by its own act: ``os._exit``, ``os.abort`` or a signal to itself.
 
-Whoever sees the process end cannot tell who sent the signal. Only the worker's process itself is
-watched, not its children, and only calls from Python. Only the standard library is imported here.
+An observer of the process's end cannot tell who sent the signal. Only the worker's own process is watched,
+not its children, and only calls from Python. The module imports only the standard library and this package.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any
 from dlrover.elastic.received import ASKING, Received
 
 _OURS = os.path.dirname(__file__)
-"""The files of this package are no part of the program."""
+"""Directory of this package; its frames are left out of the recorded stack."""
 _DEADLY = frozenset(signal.Signals) - {
     signal.SIGCHLD, signal.SIGCONT, signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU,
     signal.SIGURG, signal.SIGWINCH,
 }  # fmt: skip
-"""Signals that end a process that does not handle them."""
+"""Signals that end a process without a handler."""
 
 
 def watch(note: Callable[[dict[str, Any]], None], received: Received) -> None:
     """Call ``note`` with a record in torch's format before this process ends itself.
 
-    ``received`` learns of signals that it sends itself without that, since it handles them.
+    ``received`` ignores the signals that the process sends to itself and handles.
     """
     own = os.getpid()
 
@@ -71,9 +71,9 @@ def _kills(number: int) -> bool:
 
 
 def record(error: str, message: str, stack: str, asked_by: int = 0) -> dict[str, Any]:
-    """How a program ended, in the format of torch's error files; the exact time is added.
+    """Describe a program's end in the format of torch's error files, with the exact time.
 
-    So is the signal ``asked_by`` by which it was asked to, if there was one.
+    ``asked_by`` is the signal that asked it to end; 0: none.
     """
     now = time.time()
     extra: dict[str, Any] = {"py_callstack": stack, "timestamp": str(int(now)), "time": now}

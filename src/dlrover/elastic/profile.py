@@ -1,4 +1,4 @@
-"""What an optimizer trains and keeps: read off it after its first step, without torch."""
+"""The profile of an optimizer: sizes of its parameters and state after its first step, read without torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def read(optimizer: Any) -> tuple[int, int, int]:
-    """The numbers that an optimizer trains, their bytes, and the bytes of its state. Of this rank's part."""
+    """Return the count of trained parameters, their bytes, and the optimizer state's bytes, on this rank."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     count = sum(_local(p).numel() for p in parameters)
     size = sum(_bytes(p) for p in parameters)
@@ -19,12 +19,12 @@ def read(optimizer: Any) -> tuple[int, int, int]:
 
 
 def _local(tensor: Any) -> Any:
-    """This rank's part of a tensor that is divided among ranks."""
+    """Return this rank's part of a tensor that is divided among ranks; other values unchanged."""
     return tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor  # noqa: SLF001
 
 
 def _bytes(value: Any) -> int:
-    """Of a tensor; 0 for anything else."""
+    """Return the bytes of a tensor; 0 for any other value."""
     local = _local(value)
     if not (hasattr(local, "numel") and hasattr(local, "element_size")):
         return 0

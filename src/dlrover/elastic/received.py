@@ -1,8 +1,8 @@
-"""Notes the signals by which a program was asked to stop from outside, and which it handled.
+"""A record of the signals that asked a program to stop and that the program handled.
 
-A handler that leaves with an exit code, or sends the signal again once it has cleaned up, looks like a program that
-ended by itself. Only handlers of Python in the worker's own process are noted. Only the standard library is imported
-here.
+A handler that exits with a code, or sends the signal again after its cleanup, looks like a program that
+ended by itself. Only Python handlers in the worker's own process are recorded. The module imports only the
+standard library.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ ASKING = frozenset(
         signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
     }
 )  # fmt: skip
-"""Signals with which platforms, schedulers and people ask for a program's end."""
+"""Signals by which platforms, schedulers and users ask a program to end."""
 ASKED_WITHIN = 300.0
-"""Seconds after such a signal in which a program's end is taken for its answer: a handler may only set a flag, and the
-loop stores a checkpoint first."""
+"""Seconds after such a signal in which a program's end counts as its effect: a handler may only set a flag,
+and the loop then saves a checkpoint first."""
 
 
 class Received:
-    """The last such signal that the process with the number ``own`` got."""
+    """The last such signal that the process with pid ``own`` received."""
 
     def __init__(self, own: int) -> None:
         self._own = own
@@ -36,11 +36,11 @@ class Received:
         self._time = 0.0
 
     def sends_itself(self, number: int) -> None:
-        """The program sends a signal to its own process: nobody asks for anything."""
+        """Ignore the next signal ``number``, which the program sends to itself."""
         self._sent.add(number)
 
     def note(self, number: int) -> None:
-        """A handler is about to be called, in this process or in a fork of it."""
+        """Record a signal before its handler runs, in the own process only."""
         if os.getpid() != self._own:
             return
         if number in self._sent:
@@ -49,11 +49,11 @@ class Received:
         self._number, self._time = number, time.monotonic()
 
     def lately(self) -> int:
-        """The number of the signal, if it came within `ASKED_WITHIN`; else 0."""
+        """Return the number of the last signal if it came within `ASKED_WITHIN`; else 0."""
         return self._number if time.monotonic() - self._time < ASKED_WITHIN else 0
 
     def behind(self, frames: types.TracebackType | None) -> int:
-        """The same, if the exception with these frames came up in the signal's handler."""
+        """Return `lately` if the exception with these frames arose in a signal handler; else 0."""
         while frames is not None:
             if frames.tb_frame.f_code is _Handler.__call__.__code__:
                 return self.lately()
@@ -62,7 +62,7 @@ class Received:
 
 
 class _Handler:
-    """Stands for the program's handler of a signal."""
+    """A wrapper of the program's handler of a signal."""
 
     def __init__(self, handler: Callable[..., Any], received: Received) -> None:
         self.handler = handler
@@ -74,7 +74,7 @@ class _Handler:
 
 
 def watch(received: Received) -> None:
-    """Note from now on in ``received`` which signals the program's handlers get; it sees its own handlers as before."""
+    """Record in ``received`` the signals that the program's handlers get; wrap those handlers invisibly."""
     set_handler, get_handler = signal.signal, signal.getsignal
 
     @functools.wraps(set_handler)

@@ -1,8 +1,8 @@
-"""The order of the samples of an epoch, and how many of them the training has taken.
+"""Sampling on any number of ranks: an epoch's order of samples, and the training's position in it.
 
-The order follows from seed and epoch alone. Ranks take their samples from it in strides, so what all ranks
-together have taken is a beginning of that order, whatever their number. An epoch and one count are
-therefore all the state that there is.
+The order follows from the seed and the epoch alone. Ranks take samples from it in strides, so the samples
+taken by all ranks together are a prefix of the order, whatever the number of ranks. The whole state is
+therefore an epoch and one count.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from dlrover.errors import ConfigurationError
 
 
 class ElasticDistributedSampler(DistributedSampler):  # type: ignore[misc]
-    """PyTorch's ``DistributedSampler``, whose position is saved, and restored on any number of ranks.
+    """PyTorch's ``DistributedSampler``, with a position that is saved and restored on any number of ranks.
 
-    A new epoch has the order that PyTorch's sampler gives it. The position counts what the training has
-    taken, not what a loader has fetched ahead: `ElasticTrainer` counts it, other programs call `record`
-    after each step. ``state_dict`` and ``load_state_dict`` make it part of a checkpoint.
+    A new epoch has the same order as with PyTorch's sampler. The position counts the samples that the
+    training has taken, not those that a loader has prefetched: `ElasticTrainer` counts them, other programs
+    call `record` after each step. ``state_dict`` and ``load_state_dict`` make it part of a checkpoint.
 
     Args:
-        dataset: a data set with a length.
-        num_replicas: how many ranks share the data; by default all of the process group, or 1.
-        rank: which of them this is; by default that of the process group, or 0.
-        shuffle: whether each epoch has an order of its own.
-        seed: of these orders; the same on all ranks.
-        drop_last: whether to leave out the samples at the end of an epoch that are too few for all ranks;
-            for `ElasticTrainer` those that are too few for a global batch. Otherwise some are repeated to
-            have as many for each rank; `ElasticTrainer` gives the repeated ones no weight.
+        dataset: a dataset with a length.
+        num_replicas: number of ranks that share the data; by default the process group's, or 1.
+        rank: this rank among them; by default the process group's, or 0.
+        shuffle: True to give each epoch its own random order.
+        seed: seed of these orders; the same on all ranks.
+        drop_last: True to skip the samples at the end of an epoch that are too few for all ranks, or, with
+            `ElasticTrainer`, too few for a global batch. Otherwise some samples are repeated, so that all
+            ranks have the same number; `ElasticTrainer` gives the repeated ones no weight.
 
     Raises:
-        ConfigurationError: an argument is wrong.
+        ConfigurationError: an argument is invalid.
     """
 
-    def __init__(  # those of DistributedSampler
+    def __init__(  # the parameters of DistributedSampler
         self,
         dataset: Any,
         num_replicas: int | None = None,
@@ -64,29 +64,29 @@ class ElasticDistributedSampler(DistributedSampler):  # type: ignore[misc]
             )
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self.consumed = 0
-        """Samples of this epoch that the training has taken, on all ranks together."""
+        """Samples of this epoch that all ranks together have trained on."""
         self._begun = False
         self._handed_out = self._recorded = False
 
     @property
     def samples(self) -> int:
-        """Samples in an epoch, on all ranks together."""
+        """Samples in an epoch, over all ranks."""
         return len(self.dataset)
 
     def order(self) -> torch.Tensor:
-        """The indices of all samples in the order of this epoch, equal on all ranks."""
+        """Return all sample indices in this epoch's order, equal on all ranks."""
         if not self.shuffle:
             return torch.arange(self.samples)
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         return torch.randperm(self.samples, generator=generator)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch, or stay where this one is."""
+        """Go to the beginning of another epoch; keep the position in the current one."""
         if epoch != self.epoch:
             self._go_to(epoch, 0)
 
     def record(self, samples: int) -> None:
-        """The training has taken ``samples`` more, on all ranks together; at most what is left counts.
+        """Count ``samples`` more as taken by all ranks together, up to the end of the epoch.
 
         Raises:
             ConfigurationError: the number is negative.
@@ -97,7 +97,7 @@ class ElasticDistributedSampler(DistributedSampler):  # type: ignore[misc]
         self.consumed = min(self.samples, self.consumed + samples)
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's indices from the position to the end of the epoch."""
+        """Yield this rank's indices from the position to the end of the epoch."""
         self.begin(self.num_replicas if self.drop_last else 1)
         order = self.order()
         left = order[self.consumed :]
@@ -112,13 +112,13 @@ class ElasticDistributedSampler(DistributedSampler):  # type: ignore[misc]
             yield index
 
     def begin(self, least: int) -> None:
-        """The first batch of a pass over the data is asked for; ``least``: samples that it needs.
+        """Begin a pass over the data, at the first request for a batch that needs ``least`` samples.
 
-        Making an iterator begins no pass: those of PyTorch that have several processes make two. The first
-        pass after a restore may be empty, since a checkpoint may stand at the end of an epoch.
+        Creating an iterator begins no pass: PyTorch's multi-process iterators create two. The first pass
+        after a restore may be empty, because a checkpoint may stand at the end of an epoch.
 
         Raises:
-            ConfigurationError: the epoch is over, and an earlier pass has begun in it.
+            ConfigurationError: the epoch is over, and an earlier pass began in it.
         """
         if self._begun and self.samples - self.consumed < least:
             raise ConfigurationError(
@@ -129,10 +129,10 @@ class ElasticDistributedSampler(DistributedSampler):  # type: ignore[misc]
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what it depends on; plain values, equal on all ranks.
+        """Return the position, and the settings it depends on, as plain values, equal on all ranks.
 
         Raises:
-            ConfigurationError: samples were handed out, and nobody has called `record`.
+            ConfigurationError: samples were handed out, but `record` was never called.
         """
         if self._handed_out and not self._recorded:
             raise ConfigurationError(
@@ -142,10 +142,10 @@ class ElasticDistributedSampler(DistributedSampler):  # type: ignore[misc]
         return {"epoch": self.epoch, "consumed": self.consumed, **self._identity()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to a saved position, whatever the number of ranks was and is.
+        """Go to a saved position, whatever the old and the new number of ranks.
 
         Raises:
-            ConfigurationError: it is a position in other data, or in another order.
+            ConfigurationError: the position refers to other data or another order.
         """
         for key, mine in self._identity().items():
             if state_dict[key] != mine:
@@ -164,9 +164,9 @@ class ElasticDistributedSampler(DistributedSampler):  # type: ignore[misc]
 
 
 class MicroBatches(Sampler):  # type: ignore[misc]
-    """A batch sampler: this rank's part of each global batch, in micro-batches.
+    """A batch sampler that yields this rank's part of each global batch, in micro-batches.
 
-    `ElasticTrainer` has one. Its length is that of a whole epoch.
+    `ElasticTrainer` creates it. Its length is that of a whole epoch.
     """
 
     def __init__(
@@ -180,15 +180,15 @@ class MicroBatches(Sampler):  # type: ignore[misc]
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
         self.handed_out_to = 0, 0
-        """Epoch and position up to which a loader has asked for batches."""
+        """Epoch and position up to which a loader has requested batches."""
         self._changes: list[tuple[tuple[int, int], int]] = []
-        """From which epoch and position on the micro-batches have another size."""
+        """Changes of the micro-batch size: epoch and position from which each applies, and the size."""
         self._shares: list[tuple[tuple[int, int], tuple[int, ...]]] = []
-        """From which epoch and position on the ranks take other shares of a global batch."""
+        """Changes of the ranks' shares: epoch and position from which each applies, and the shares."""
         self.on_begin: Callable[[], None] = _nothing
-        """Called when a loader begins to ask for batches."""
+        """Callback for a loader's first request of a pass."""
         self._handed_out = self._taken = 0
-        """Micro-batches that a loader has asked for since it began, and that were trained on."""
+        """Micro-batches requested since the loader's pass began, and micro-batches trained on."""
 
     @property
     def steps(self) -> int:
@@ -197,12 +197,12 @@ class MicroBatches(Sampler):  # type: ignore[misc]
         return full + (rest > 0 and not self.sampler.drop_last)
 
     def size_at(self, consumed: int) -> int:
-        """Samples in the global batch that begins there; 0 if the epoch is over."""
+        """Return the samples of the global batch that begins at ``consumed``; 0 if the epoch is over."""
         size = min(self.global_batch_size, self.sampler.samples - consumed)
         return 0 if self.sampler.drop_last and size < self.global_batch_size else size
 
     def deal(self, size: int, position: int = 0) -> list[batch.MicroBatch]:
-        """This rank's part of the global batch that begins at ``position``."""
+        """Return this rank's micro-batches of the global batch that begins at ``position``."""
         sampler, most = self.sampler, self.micro_batch_size
         shares: tuple[int, ...] | None = None
         for since, changed in self._changes:
@@ -214,20 +214,20 @@ class MicroBatches(Sampler):  # type: ignore[misc]
         return batch.deal(size, sampler.num_replicas, sampler.rank, most, shares)
 
     def resize(self, micro_batch_size: int, since: tuple[int, int]) -> None:
-        """Other micro-batches from an epoch and position on; the same on all ranks."""
+        """Set the micro-batch size from an epoch and position on; the same on all ranks."""
         self._changes.append((since, micro_batch_size))
 
     def share(self, shares: tuple[int, ...], since: tuple[int, int]) -> None:
-        """Samples of each rank from an epoch and position on; the same on all ranks."""
+        """Set the samples of each rank from an epoch and position on; the same on all ranks."""
         self._shares.append((since, shares))
 
     def hand_out(self, order: torch.Tensor, positions: range) -> list[int]:
-        """The indices at some positions of an order."""
+        """Count a micro-batch as requested; return the indices at its positions."""
         self._handed_out += 1
         return list(order[positions.start : positions.stop : positions.step].tolist())
 
     def take(self) -> None:
-        """A micro-batch is trained on.
+        """Count a micro-batch as trained on.
 
         Raises:
             ConfigurationError: it was not handed out.
@@ -240,7 +240,7 @@ class MicroBatches(Sampler):  # type: ignore[misc]
             )
 
     def __iter__(self) -> MicroBatchIterator:
-        """From the position of the sampler to the end of the epoch."""
+        """Begin a pass from the sampler's position to the end of the epoch."""
         self.on_begin()
         self._handed_out = self._taken = 0
         return MicroBatchIterator(self)
@@ -255,12 +255,12 @@ class MicroBatches(Sampler):  # type: ignore[misc]
 
 
 class MicroBatchIterator:
-    """Lists of indices. Its state is a position too, for torchdata's ``StatefulDataLoader``."""
+    """An iterator over lists of indices. Its state is a position, for torchdata's ``StatefulDataLoader``."""
 
     def __init__(self, batches: MicroBatches) -> None:
         self._batches = batches
         self._position = batches.sampler.consumed
-        """Where the first global batch begins that was not handed out in whole."""
+        """Start of the first global batch that was not handed out completely."""
         self._indices = self._generate()
 
     def __iter__(self) -> MicroBatchIterator:
@@ -282,11 +282,11 @@ class MicroBatchIterator:
                 yield batches.hand_out(whole, positions)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position behind the last whole global batch."""
+        """Return the position after the last complete global batch."""
         return {**self._batches.sampler.state_dict(), "consumed": self._position}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go there; the sampler goes too."""
+        """Go to a saved position, together with the sampler."""
         self._batches.sampler.load_state_dict(state_dict)
         self._batches.on_begin()
         self._position = state_dict["consumed"]

@@ -1,9 +1,9 @@
-"""How much of the global batch each rank takes, by its speed: decisions, without torch.
+"""The share of the global batch that each rank computes, by its speed: decisions, without torch.
 
-A rank's speed is known from what it took for the share that it has, without waiting for the others. The
-next shares are in proportion to the speeds. A step also has a part that does not depend on the share; what
-is measured with the next shares contains it again, so that a few such steps lead to equal times, if shares
-can bring them about at all. If a change does not make the steps shorter it is taken back.
+A rank's speed follows from the time it takes for its current share, without waiting for the others. New
+shares are proportional to the speeds. A step also has a part that does not depend on the share. Each new
+measurement contains it again, so a few changes lead to equal times, if shares can bring them about at all.
+A change that does not shorten the steps is reverted.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from dlrover.elastic import batch
 from dlrover.planning.balance import Split, split_batch
 
 WORTH = 0.05
-"""Shares stay while others would make a step shorter by less than this."""
+"""Minimum expected reduction of the step time for a change, as a fraction."""
 SLACK = 0.02
-"""A change must make the steps shorter by this, or it is taken back."""
+"""Minimum measured reduction of the step time, as a fraction; otherwise the change is reverted."""
 REST = 10
-"""Windows without a change after one that was taken back."""
+"""Windows without a change after a reverted one."""
 
 
 class Shares:
-    """The shares of one training. Each rank has one, and all get the same figures: so all agree.
+    """The shares of one training. Every rank keeps its own copy; equal inputs keep the copies equal.
 
     Args:
         batch_size: samples of a global batch.
-        replicas: ranks.
+        replicas: number of ranks.
     """
 
     def __init__(self, batch_size: int, replicas: int) -> None:
         self._batch_size = batch_size
         self._equal = batch.equal_shares(batch_size, replicas)
         self.now = self._equal
-        """Samples of each rank."""
+        """Samples per rank."""
         self._before: tuple[tuple[int, ...], float] | None = None
-        """What a change that is not judged yet has replaced: the shares, and the seconds of a step with them."""
+        """Shares and seconds per step before a change that is not judged yet."""
         self._rest = 0
 
     def decide(self, seconds: Sequence[float]) -> str:
-        """After a window: perhaps other shares.
+        """Judge the last change and perhaps choose new shares, after a window.
 
         Args:
-            seconds: of a step with the present shares, of each rank, without waiting for the others.
+            seconds: each rank's time for a step with the current shares, without waiting for other ranks.
 
         Returns:
-            What was changed, and why, in words; empty: the shares stay.
+            Description of the change and its reason; empty if the shares stay.
         """
         slowest = max(seconds)
         taken_back = self._judged(slowest)
@@ -64,7 +64,7 @@ class Shares:
         return split.reason
 
     def _judged(self, slowest: float) -> str:
-        """Take the last change back if the slowest rank is no faster with it; what to say then."""
+        """Revert the last change if the slowest rank is no faster; return the reason, or an empty string."""
         if self._before is None:
             return ""
         (shares, before), self._before = self._before, None

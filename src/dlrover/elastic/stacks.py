@@ -1,7 +1,7 @@
-"""Lets this node's agent see the stacks of a worker, where no debugger may.
+"""Stack dumps of a worker for this node's agent, for systems where no debugger may attach.
 
-The agent sends a signal, on which `faulthandler` writes the stacks of all threads to a file in memory
-that only the agent looks for. It runs no Python and waits for no lock, so it works in a process that hangs.
+The agent sends a signal, on which `faulthandler` writes the stacks of all threads to an in-memory file that
+only the agent reads. This runs no Python code and takes no lock, so it works in a hanging process.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import os
 import signal
 
 SIGNAL = signal.SIGRTMAX - 5
-"""A real-time signal that nothing else is known to use; one without a handler would end the process."""
+"""A real-time signal without known other users; without a handler, it would end the process."""
 FILE_NAME = "dlrover-stacks"
 FIRST_FD = 500
-"""The file's descriptor is not among the low numbers, which programs count on, or close in bulk."""
+"""Lowest descriptor number of the file; programs count on the low numbers, or close them in bulk."""
 
 
 def prepare() -> None:
-    """Write stacks when asked to. Without room for another descriptor there are none."""
+    """Write stacks on `SIGNAL`; do nothing if no descriptor is free."""
     try:
         low = os.memfd_create(FILE_NAME, os.MFD_CLOEXEC)
         try:

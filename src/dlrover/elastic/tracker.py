@@ -1,7 +1,7 @@
-"""What this worker does: the hooks tell it, the progress board shows it.
+"""The worker's tracker: hooks report its activity, and the progress board shows it.
 
-Only the thread that trains counts: the main one, or the one that made the first optimizer step. What a
-data loader's or a checkpoint's own process or thread does is not what the training waits for.
+Only the training thread counts: the main thread, or the one that made the first optimizer step. The
+training does not wait for separate processes or threads of a data loader or a checkpoint.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _INTERRUPTIONS: dict[int, frozenset[int]] = {
     Activity.COMPILE: frozenset(),
     Activity.CHECKPOINT: frozenset(),
 }
-"""What shows within an activity. Anything else belongs to it: the batches of an evaluation, say."""
+"""Activities that may interrupt each activity; any other counts as part of it: data of an evaluation, say."""
 
 Hook = TypeVar("Hook", bound=Callable[..., object])
 
 
 class Tracker:
-    """One worker's activity. All times are monotonic nanoseconds."""
+    """The activity of one worker; all times are monotonic nanoseconds."""
 
     def __init__(self, board: Board, slot: int) -> None:
         self._board = board
@@ -47,7 +47,7 @@ class Tracker:
         os.register_at_fork(after_in_child=self._leave)
 
     def _leave(self) -> None:
-        """A process that the worker has forked is not the worker."""
+        """Stop tracking in a forked child: it is not the worker."""
         self._thread = 0
 
     @property
@@ -62,7 +62,7 @@ class Tracker:
         )
 
     def step(self, now: int) -> bool:
-        """An optimizer step has ended; whether it counts."""
+        """Count an optimizer step that ended at ``now``; return True if it counts."""
         if threading.get_ident() != self._thread:
             if self.steps or not self._thread:
                 return False
@@ -73,7 +73,7 @@ class Tracker:
         return True
 
     def begin(self, activity: int) -> int | None:
-        """Something else begins, unless it does not show; what `end` needs to know."""
+        """Begin an activity, unless it belongs to the current one; return the value for `end`."""
         before = self._doing
         if threading.get_ident() != self._thread or activity not in _INTERRUPTIONS[before]:
             return None
@@ -81,66 +81,66 @@ class Tracker:
         return before
 
     def end(self, before: int | None) -> None:
-        """What began is over."""
+        """End an activity, with the value that `begin` returned."""
         if before is not None and threading.get_ident() == self._thread:
             self._change(before, time.monotonic_ns())
 
     def evaluate(self) -> None:
-        """An evaluation begins; it ends with `train` or the next step."""
+        """Begin an evaluation; `train` or the next step ends it."""
         self.evaluating = self.begin(Activity.EVAL) is not None
 
     def train(self) -> None:
-        """The evaluation is over."""
+        """End the evaluation, if one runs."""
         if self.evaluating:
             self.evaluating = False
             self.end(Activity.STEP)
 
     def began_with(self, step: int) -> None:
-        """The training went on from ``step``."""
+        """Record that the training resumed from ``step``."""
         if self._thread and not self.steps:
             self._board.set_first_step(self._slot, step)
 
     def recorded(self, step: int) -> None:
-        """The program had recorded ``step`` steps before its first one of this round."""
+        """Record the step number from the program's own file of steps, unless the start is known."""
         if not self._board.knows_first_step(self._slot):
             self._board.set_first_step(self._slot, step)
 
     def saves(self, step: int) -> None:
-        """The training saves ``step``: unless it was told before, that says which one it began with."""
+        """Derive the step number at the start from a save of ``step``, unless the start is known."""
         if self._thread and not self._board.knows_first_step(self._slot):
             self._board.set_first_step(self._slot, max(0, step - self.steps))
 
     def trains(self, parameters: int, parameter_bytes: int, state_bytes: int) -> None:
-        """The optimizer trains so many numbers, and keeps so many bytes beside theirs."""
+        """Record the trained parameters, their bytes, and the bytes of the optimizer's state."""
         self._board.set_profile(self._slot, parameters, parameter_bytes, state_bytes)
 
     def keeps_batch(self, samples: int) -> None:
-        """A step of all ranks has so many samples, whatever the number of ranks."""
+        """Record the number of samples per step of all ranks, fixed for any number of ranks."""
         self._board.set_total_batch(self._slot, samples)
 
     def allows_batches(self, least: int, most: int, pass_most: int) -> None:
-        """The global batch may have from ``least`` to ``most`` samples, ``pass_most`` of a worker at once."""
+        """Record the samples of a global batch, ``least`` to ``most``, and a worker's maximum per pass."""
         self._board.set_batches(self._slot, least, most, pass_most)
 
     def measured_noise(self, square: float, variance: float) -> None:
-        """The gradients are so noisy: squared norm of the mean one, variance of that of a sample."""
+        """Record the gradient noise: squared norm of the mean gradient, variance of a sample's gradient."""
         self._board.set_noise(self._slot, square, variance)
 
     def reads(self, data: int, lane: int, position: int) -> None:
-        """The process reads this shard now, in whatever thread; ``data`` is the key of its data set."""
+        """Record the shard that the process reads, in any thread; ``data`` is the key of its dataset."""
         self._board.set_reading(self._slot, data, lane, position)
 
     def ends_in(self, steps: int) -> None:
-        """The training has so many steps left."""
+        """Record the number of steps left in the training."""
         if self._thread:
             self._board.set_end(self._slot, self.steps + max(0, steps))
 
     def computed(self, nanoseconds: int) -> None:
-        """The steps took so long, without waiting for other ranks."""
+        """Record the total time of the steps, without waiting for other ranks."""
         self._board.set_compute(self._slot, nanoseconds)
 
     def lose(self) -> None:
-        """Steps can no longer be counted: nothing that is shown would be true."""
+        """Stop showing this worker: steps can no longer be counted, so its data would be wrong."""
         self._board.forget(self._slot)
 
     def _change(self, activity: int, now: int) -> None:
@@ -151,45 +151,45 @@ class Tracker:
 
 
 _trackers: list[Tracker] = []
-"""The one of this process, if it is a worker that is watched."""
+"""The tracker of this process, if it is a watched worker."""
 
 
 def watch(board: Board, slot: int) -> Tracker:
-    """Begin to keep what this process does in a slot of the board."""
+    """Start tracking this process in a slot of the board."""
     _trackers[:] = [Tracker(board, slot)]
     return _trackers[0]
 
 
 def keeps_batch(samples: int) -> None:
-    """Tell that a step of all ranks has ``samples``, whatever their number. No effect outside of a job."""
+    """Report ``samples`` per step of all ranks, whatever their number. No effect outside a job."""
     if _trackers:
         _trackers[0].keeps_batch(samples)
 
 
 def allows_batches(least: int, most: int, pass_most: int) -> None:
-    """Tell from which global batches may be chosen. No effect outside of a job."""
+    """Report the global batches that may be chosen, in samples. No effect outside a job."""
     if _trackers:
         _trackers[0].allows_batches(least, most, pass_most)
 
 
 def measured_noise(square: float, variance: float) -> None:
-    """Tell how noisy the gradients are. No effect outside of a job."""
+    """Report the gradient noise. No effect outside a job."""
     if _trackers:
         _trackers[0].measured_noise(square, variance)
 
 
 def apart() -> int:
-    """Nanoseconds that this process has spent neither on steps nor on their data; 0 outside of a job."""
+    """Return this process's nanoseconds outside of steps and waits for data; 0 outside a job."""
     return _trackers[0].apart if _trackers else 0
 
 
 def steps_left(steps: int) -> None:
-    """Tell how many optimizer steps the training has left, so that the job can say how long it will take.
+    """Report how many optimizer steps the training has left, so that the job can estimate its remaining time.
 
-    Transformers' Trainer does it itself. No effect outside of a job.
+    Not needed with Transformers' Trainer, whose steps are read automatically. No effect outside a job.
 
     Args:
-        steps: Steps of the optimizer from now to the training's end.
+        steps: Optimizer steps from now to the end of the training.
     """
     if _trackers:
         _trackers[0].ends_in(steps)
@@ -197,14 +197,14 @@ def steps_left(steps: int) -> None:
 
 @contextlib.contextmanager
 def activity(kind: str) -> Iterator[None]:
-    """Tell what the training does in a ``with`` block, where nothing else tells.
+    """Report the activity of the training within a ``with`` block, where it is not detected automatically.
 
     Args:
-        kind: ``"data"``, ``"compile"``, ``"eval"`` or ``"checkpoint"``. No effect outside of a job, before
-            the first optimizer step (``"compile"`` excepted), and within another such activity.
+        kind: ``"data"``, ``"compile"``, ``"eval"`` or ``"checkpoint"``. No effect outside a job, before the
+            first optimizer step (except ``"compile"``), or within another such activity.
 
     Raises:
-        ValueError: there is no such activity.
+        ValueError: the activity is unknown.
     """
     known = {one.name.lower(): one for one in Activity if one > Activity.STEP}
     if kind not in known:
@@ -221,9 +221,9 @@ def activity(kind: str) -> Iterator[None]:
 
 
 def guarded(hook: Hook, lost: Callable[[], None] | None = None) -> Hook:
-    """``hook``, which is turned off with one line on standard error when it fails.
+    """Wrap ``hook`` so that its first failure turns it off, with one line on standard error.
 
-    A failure of ours must not end a training. ``lost`` is called then.
+    A failure in this package must not end a training. ``lost`` is called after the failure.
     """
     failed = False
 
@@ -234,7 +234,7 @@ def guarded(hook: Hook, lost: Callable[[], None] | None = None) -> Hook:
             return None
         try:
             return hook(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - whatever it is
+        except Exception as error:  # noqa: BLE001 - any failure
             failed = True
             with contextlib.suppress(OSError, ValueError):  # standard error may be closed
                 print(  # noqa: T201

@@ -1,4 +1,4 @@
-"""A training step over a global batch of fixed size, on any number of ranks."""
+"""A training step over one global batch, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Samples = TypeVar("Samples", bound=Sequence[Any])
 
 
 class ElasticTrainer:
-    """Keeps the global batch what it is, whatever the number of ranks and their memory; or the Brain chooses it.
+    """A trainer that keeps the global batch fixed on any number of ranks, or uses the size the Brain chooses.
 
-    Each rank computes its part of the global batch in micro-batches and adds up their gradients; with the
-    last one the ranks average them. Every sample weighs the same, so the gradient is that of the mean loss
-    of the global batch, and the learning rate stays as it is::
+    Each rank computes its part of the global batch in micro-batches and adds up their gradients; after the
+    last one, the ranks average them. Every sample weighs the same, so the gradient is that of the global
+    batch's mean loss, and the learning rate stays unchanged::
 
         sampler = ElasticDistributedSampler(dataset)
         trainer = ElasticTrainer(model, optimizer, sampler, global_batch_size=96, micro_batch_size=8)
@@ -33,28 +33,28 @@ class ElasticTrainer:
             trainer.step()
 
     Args:
-        model: what averages gradients over the ranks: ``DistributedDataParallel``, FSDP of either kind. One
-            rank alone may have any module.
-        optimizer: the model's.
-        sampler: whose samples are trained on; its ranks are those that share the global batch. Without one
-            the program finds its data by itself, and deals them by `split`.
-        global_batch_size: samples per optimizer step, all ranks together.
-        micro_batch_size: samples that one rank computes at once, at most; by default all of its part.
-        scaler: the ``GradScaler``, if there is one.
-        learning_rate_rule: how the optimizer's learning rates follow from ``global_batch_size``: ``linear``,
-            ``sqrt`` or ``none`` (`batch.learning_rate_factor`). They are multiplied once, here.
-        reference_batch_size: the global batch that the learning rates were chosen for.
-        max_global_batch_size: given, the Brain may choose a larger global batch, up to this one, for the rounds
-            that follow. The noise of the gradients is measured for it. The optimizer then steps with learning
-            rates that follow by ``learning_rate_rule``; between steps they are those of ``global_batch_size``.
-            Needs ``micro_batch_size``; only for ``DistributedDataParallel``, or one rank alone.
-        auto_tuning: whether the micro-batches grow until the memory of the device is used (`MicroBatchTuner`);
-            by default as ``dlrover-run`` was told. The global batch stays what it is.
-        balance: whether a rank that computes more slowly than the others gets a smaller share of the global
-            batch (`Balancer`). Only for ``DistributedDataParallel``.
+        model: module that averages gradients over the ranks: ``DistributedDataParallel`` or either kind of
+            FSDP. A single rank may use any module.
+        optimizer: the model's optimizer.
+        sampler: sampler of the training data; its ranks share the global batch. Without one, the program
+            loads its own data and divides it by `split`.
+        global_batch_size: samples per optimizer step, over all ranks.
+        micro_batch_size: maximum samples per pass of a rank; by default its whole part.
+        scaler: the ``GradScaler``, if any.
+        learning_rate_rule: rule by which the optimizer's learning rates follow ``global_batch_size``:
+            ``linear``, ``sqrt`` or ``none`` (`batch.learning_rate_factor`). The factor is applied once, here.
+        reference_batch_size: global batch for which the learning rates were chosen.
+        max_global_batch_size: if given, the Brain may choose a larger global batch for later rounds, up to
+            this size, from the measured gradient noise. The optimizer then steps with learning rates that
+            follow ``learning_rate_rule``; between steps they are those of ``global_batch_size``. Needs
+            ``micro_batch_size``, and ``DistributedDataParallel`` or a single rank.
+        auto_tuning: True to enlarge the micro-batches until they fill the device memory (`MicroBatchTuner`);
+            by default as set by ``dlrover-run``. The global batch stays the same.
+        balance: True to give slower ranks smaller shares of the global batch (`Balancer`). Only for
+            ``DistributedDataParallel``.
 
     Raises:
-        ConfigurationError: an argument is wrong, or does not fit the others.
+        ConfigurationError: an argument is invalid, or conflicts with another.
     """
 
     def __init__(  # noqa: PLR0913 - options, by name
@@ -85,7 +85,7 @@ class ElasticTrainer:
         )
         self._limits = global_batch_size, max_global_batch_size or global_batch_size
         self._factor = 1.0
-        """Of the learning rates of a step, relative to those of the smallest global batch."""
+        """Factor of the learning rates during a step, relative to those of the smallest global batch."""
         self._noise: NoiseMeter | None = None
         self._sizes = global_batch_size, micro_batch_size
         self._scale_learning_rates(learning_rate_rule, reference_batch_size)
@@ -100,12 +100,12 @@ class ElasticTrainer:
         self._check_model()
         self._accumulating = contextlib.ExitStack()
         self._micro_batches: list[batch.MicroBatch] = []
-        """Of the global batch that is trained on."""
+        """This rank's micro-batches of the current global batch."""
         self._size = self._done = 0
-        """Samples in it on all ranks; micro-batches of it that this rank is done with."""
+        """Samples of the current global batch over all ranks, and micro-batches done by this rank."""
         self._summed: Any = 0.0
         self._loss: torch.Tensor | None = None
-        """Of this rank's part, with its weights: so far, and of the last complete global batch."""
+        """Weighted loss of this rank's part of the last complete global batch."""
         self._tuner: MicroBatchTuner | None = None
         if defaults.auto_tuning if auto_tuning is None else auto_tuning:
             largest = -(-self._sizes[0] // max(self._replicas, 2 if max_global_batch_size else 1))
@@ -119,7 +119,7 @@ class ElasticTrainer:
 
     @property
     def batches(self) -> MicroBatches:
-        """The ``batch_sampler`` of the data loader.
+        """The ``batch_sampler`` for the data loader.
 
         Raises:
             ConfigurationError: the trainer has no sampler.
@@ -130,24 +130,24 @@ class ElasticTrainer:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of a step of all ranks in this round."""
+        """Samples per step of all ranks in this round."""
         return self._sizes[0]
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps in an epoch of the sampler with this global batch, on any number of ranks."""
+        """Optimizer steps per epoch of the sampler with this global batch, on any number of ranks."""
         return self.batches.steps
 
     def split(self, samples: Samples) -> list[Samples]:
-        """This rank's micro-batches of a global batch that all ranks know.
+        """Return this rank's micro-batches of a global batch that all ranks know.
 
-        For programs that find their data by themselves, which have no sampler; call `backward` for each.
+        For programs that load their own data, without a sampler; call `backward` for each micro-batch.
 
         Args:
             samples: a sequence or tensor of at most ``global_batch_size`` samples, or of their indices.
 
         Raises:
-            ConfigurationError: there is a sampler, or the number of samples is wrong.
+            ConfigurationError: the trainer has a sampler, or the number of samples is wrong.
         """
         if self._batches is not None:
             raise ConfigurationError("The trainer has a sampler; its batches are split already.")
@@ -164,15 +164,15 @@ class ElasticTrainer:
     # ---- training
 
     def backward(self, loss: torch.Tensor, *, divisor: float | None = None) -> None:
-        """Add the gradient of one micro-batch's loss to that of the global batch; once for each.
+        """Add the gradient of one micro-batch's loss to the global batch's; call it once per micro-batch.
 
         Args:
-            loss: the mean over the samples of the micro-batch, as loss functions compute it by default.
-            divisor: given, ``loss`` is a sum instead, and this is what the sum over the global batch is
-                divided by: its tokens, say.
+            loss: the mean over the micro-batch's samples, as loss functions compute by default.
+            divisor: if given, ``loss`` is a sum, and the sum over the global batch is divided by this number,
+                such as the batch's tokens.
 
         Raises:
-            ConfigurationError: the global batch is complete, or the data are not those of ``batches``.
+            ConfigurationError: the global batch is complete, or the data do not come from ``batches``.
         """
         if self._done == len(self._micro_batches):
             raise ConfigurationError(self._why_nothing_is_due())
@@ -197,13 +197,13 @@ class ElasticTrainer:
 
     @property
     def complete(self) -> bool:
-        """Whether the gradients are those of the whole global batch: the time to clip them."""
+        """True if the gradients are those of the whole global batch; clip them then."""
         return 0 < len(self._micro_batches) == self._done
 
     def step(self) -> bool:
-        """Update the parameters if the global batch is complete; whether it was.
+        """Update the parameters if the global batch is complete; return True if it was.
 
-        The sampler then knows that its samples are taken: save checkpoints after a step that returned True.
+        The sampler then counts its samples as taken: save checkpoints after a step that returned True.
         """
         if not self.complete:
             return False
@@ -227,10 +227,10 @@ class ElasticTrainer:
         return True
 
     def loss(self) -> float:
-        """The mean loss of the last global batch; collective.
+        """Return the mean loss of the last global batch; collective.
 
         Raises:
-            ConfigurationError: there was none yet.
+            ConfigurationError: no global batch is complete yet.
         """
         if self._loss is None:
             raise ConfigurationError("There is no loss yet: it is that of the last global batch.")
@@ -244,7 +244,7 @@ class ElasticTrainer:
 
     @contextlib.contextmanager
     def _learning_rates(self) -> Iterator[None]:
-        """Those of the chosen global batch, during a step: schedules and checkpoints have those of the smallest."""
+        """Step with the chosen batch's learning rates; schedules and checkpoints see the smallest batch's."""
         groups = self._optimizer.param_groups if self._factor != 1.0 else []
         kept = [group["lr"] for group in groups]
         try:
@@ -256,19 +256,19 @@ class ElasticTrainer:
                 group["lr"] = rate
 
     def _measure_noise(self) -> None:
-        """After a step: perhaps tell how noisy the gradients are."""
+        """Report the gradient noise after a step, if a measurement is due."""
         found = self._noise.step() if self._noise is not None else None
         if found is not None:
             tracker.measured_noise(*found)
 
     def _tell_batches(self) -> None:
-        """Tell what the global batch is, and which others may be chosen."""
+        """Report the global batch, and the sizes that may be chosen."""
         (size, micro_batch_size), (least, most) = self._sizes, self._limits
         tracker.keeps_batch(size)
         tracker.allows_batches(least, most, micro_batch_size or size)
 
     def _tune(self) -> None:
-        """After a step: perhaps another size of micro-batches, from where no rank has asked for any."""
+        """Perhaps resize the micro-batches after a step, from the first position requested by no rank."""
         if self._tuner is None:
             return
         change = self._tuner.step(*self._positions())
@@ -280,7 +280,7 @@ class ElasticTrainer:
         self._tell_batches()
 
     def _balance(self) -> None:
-        """After a step: perhaps other shares, from where no rank has asked for any."""
+        """Perhaps change the shares after a step, from the first position requested by no rank."""
         if self._balancer is None:
             return
         change = self._balancer.step(*self._positions())
@@ -291,7 +291,7 @@ class ElasticTrainer:
         self._shares = change[0]
 
     def _positions(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Epoch and position up to which all ranks have trained, and this rank's loader has asked."""
+        """Return epoch and position up to which all ranks have trained, and this rank's loader has asked."""
         batches = self._batches
         if batches is None:
             return (0, 0), (0, 0)
@@ -299,12 +299,12 @@ class ElasticTrainer:
         return taken_to, max(taken_to, batches.handed_out_to)
 
     def _begin(self) -> None:
-        """A pass over the data begins."""
+        """Begin a pass over the data."""
         self._refuse_part()
         self._prepare()
 
     def _prepare(self) -> None:
-        """See what the next global batch of the sampler is."""
+        """Prepare the sampler's next global batch."""
         batches = self.batches
         size = batches.size_at(batches.sampler.consumed)
         self._start(size, batches.deal(size, batches.sampler.consumed) if size else [])
@@ -314,7 +314,7 @@ class ElasticTrainer:
         self._synchronize()
 
     def _synchronize(self) -> None:
-        """Let the ranks average their gradients in the next backward pass if it is the last one."""
+        """Make the ranks average their gradients only in the last backward pass of a global batch."""
         wanted = self._done + 1 >= len(self._micro_batches)
         if hasattr(self._model, "set_requires_gradient_sync"):
             self._model.set_requires_gradient_sync(wanted)
@@ -324,13 +324,13 @@ class ElasticTrainer:
                 self._accumulating.enter_context(self._model.no_sync())
 
     def _take_chosen_batch(self, rule: str) -> None:
-        """Go on with the global batch that was chosen for this round, and measure the noise for the next choice."""
+        """Use the global batch chosen for this round, and measure the noise for the next choice."""
         (least, most), (_, micro_batch_size) = self._limits, self._sizes
         chosen = min(max(defaults.global_batch, least), most)
         self._factor = batch.learning_rate_factor(rule, chosen, least)
         self._noise = NoiseMeter(self._model, self._group, self._replicas, self._scaler)
         assert micro_batch_size is not None
-        if self._replicas == 1:  # a second pass, to measure the noise
+        if self._replicas == 1:  # force a second pass, to measure the noise
             micro_batch_size = max(1, min(micro_batch_size, chosen // 2))
         self._sizes = chosen, micro_batch_size
 
@@ -341,7 +341,7 @@ class ElasticTrainer:
                 if key in group:
                     group[key] *= factor
 
-    # ---- what is refused
+    # ---- argument checks
 
     def _check_sampler(self, sampler: ElasticDistributedSampler) -> None:
         if not isinstance(sampler, ElasticDistributedSampler):

@@ -1,6 +1,6 @@
-"""What to change while a training runs: measured numbers in, the next setting and a reason out.
+"""Decisions that tune a running training: from measurements to the next setting and its reason.
 
-Nothing here measures or changes anything. A *window* is a piece of the training with one setting.
+The module measures and changes nothing itself. A *window* is a part of the training with one setting.
 """
 
 from __future__ import annotations
@@ -11,55 +11,55 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 TOLERATED = 0.05
-"""Share of the time that the training may wait for data."""
+"""Accepted fraction of the time that the training waits for data."""
 WORTH = 0.05
-"""Share of the time for a batch that more processes must save, or they are taken back."""
+"""Minimum reduction of the time per batch that justifies more processes, as a fraction."""
 GROWTH = 4
-"""A setting grows by this factor in one window, at most; a forecast from far away is a poor one."""
+"""Maximum growth factor of a setting per window; forecasts far ahead are unreliable."""
 RESERVE = 0.1
-"""Share of the memory that stays free, for what no window has seen."""
+"""Fraction of the memory that stays free, for uses that no window has seen."""
 BATCH_GROWTH = 2
-"""The same as `GROWTH`, for a micro-batch: what it forecasts wrongly ends the training."""
+"""Maximum growth factor of a micro-batch per window; a wrong forecast would end the training."""
 
 
 class Choice(NamedTuple):
-    """The next setting."""
+    """A decision: the next setting and its reason."""
 
     value: int
     reason: str
-    """A sentence."""
+    """Reason for the setting, in words."""
 
 
 class Window(NamedTuple):
-    """What a loader was measured to do."""
+    """Measurements of a loader in a window."""
 
     waited: float
     """Seconds that the training waited for batches."""
     elapsed: float
-    """Seconds that the batches took, with the training between them."""
+    """Seconds for all batches, including the training between them."""
     batches: int
 
 
 @dataclass
 class Readers:
-    """How many processes read. `handle` takes in a window and says how many read in the next.
+    """The choice of the number of reader processes; `handle` takes a window and returns the next number.
 
-    With n processes, a batch takes n times as long to read as the loader needs for each. So many more than
-    that are needed as the reading takes longer than the training does. If the time for a batch does not fall
-    with them, something else is slow (a disk, the processors): the smaller number is best, and stays.
+    With n processes, reading a batch takes n times as long as the loader's time per batch. The number needed
+    is the ratio of the reading time to the training time. If the time per batch does not fall with more
+    processes, something else is the bottleneck (a disk, the processors): the smaller number stays.
     """
 
     count: int
-    """Processes now; 0: the training process reads."""
+    """Current number of processes; 0: the training process reads."""
     most: int
-    """Processes that there may be."""
+    """Maximum number of processes."""
     before: tuple[int, float] | None = None
-    """The last number, and the seconds for a batch that it needed; None: nothing to compare with."""
+    """Previous number and its seconds per batch; None: no comparison is due."""
     settled: bool = False
-    """The best number was found by trying one that was no better."""
+    """True if a larger number was tried and was no faster."""
 
     def handle(self, window: Window) -> Choice:
-        """The number of processes for the next window."""
+        """Return the number of processes for the next window."""
         batch = window.elapsed / window.batches
         share = window.waited / window.elapsed
         if self.before is not None and batch > (1 - WORTH) * self.before[1]:
@@ -92,27 +92,27 @@ class Readers:
 
 
 class Memory(NamedTuple):
-    """What was measured of a device's memory, in bytes."""
+    """Measurements of a device's memory, in bytes."""
 
     peaks: Mapping[int, int]
-    """The most that was in use, by size of the micro-batch."""
+    """Peak memory in use, by size of the micro-batch."""
     base: int
-    """In use between two steps: parameters, and the state of the optimizer."""
+    """Memory in use between two steps: parameters and optimizer state."""
     limit: int
-    """What there is for this process."""
+    """Memory available to this process."""
 
 
 def micro_batch(now: int, most: int, memory: Memory | None, device: str) -> Choice:
-    """How many samples a rank computes at once.
+    """Choose the samples that a rank computes at once.
 
-    Memory grows by the same number of bytes with each sample. Two sizes give this number; after one size it
-    is what lies above ``base``, which is too much, for the gradients are in it too.
+    Memory grows by the same number of bytes with each sample. Two measured sizes give this number. After only
+    one size, the memory above ``base`` counts, which is too much, because it includes the gradients.
 
     Args:
-        now: the size that the newest peak belongs to.
+        now: micro-batch size of the newest peak.
         most: a rank's part of the global batch.
-        memory: what was measured; None: the device has no such counters.
-        device: its name, for the reason.
+        memory: measurements; None: the device has no memory counters.
+        device: name of the device, for the reason.
     """
     if memory is None:
         return Choice(now, f"the memory of activations cannot be measured on {device}")
@@ -129,7 +129,7 @@ def micro_batch(now: int, most: int, memory: Memory | None, device: str) -> Choi
 
 
 def _line(memory: Memory, now: int) -> tuple[float, float]:
-    """Bytes of a sample, and bytes that are there without any."""
+    """Return the bytes per sample, and the bytes in use without any sample."""
     others = [size for size in memory.peaks if size != now]
     if not others:
         return (memory.peaks[now] - memory.base) / now, memory.base

@@ -1,4 +1,4 @@
-"""Vendor adapters: everything that is particular to one maker of accelerators is in this folder."""
+"""Vendor adapters: all code specific to one accelerator vendor is in this folder."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ logger = logging.getLogger(__name__)
 
 PCI_DRIVERS = Path("/sys/bus/pci/drivers")
 ENTRY_POINTS = "dlrover.accelerators"
-"""The group of entry points under which other packages name their `Vendor`."""
+"""Group of entry points by which other packages register their `Vendor`."""
 
 VENDORS = (nvidia.VENDOR, ascend.VENDOR, mthreads.VENDOR, metax.VENDOR)
 CPU = cpu.VENDOR
 
 RESOURCES = (*(vendor.resource for vendor in VENDORS), CPU.resource)
-"""What ``--accelerator`` takes without further packages, the default first."""
+"""Values of ``--accelerator`` without further packages, the default first."""
 
 
 @functools.cache
 def vendors() -> tuple[Vendor, ...]:
-    """Every maker of accelerators that is known, those of other packages last; without the CPU."""
+    """Return all known accelerator vendors, those of other packages last; without the CPU."""
     found = list(VENDORS)
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
         try:
             vendor = entry.load()
-        except Exception:  # another package's code: what is wrong with it must not end a job
+        except Exception:  # a fault in another package's code must not end a job
             logger.warning("The accelerator %s cannot be loaded", entry.value, exc_info=True)
             continue
         if isinstance(vendor, Vendor):
@@ -54,12 +54,12 @@ def vendors() -> tuple[Vendor, ...]:
 
 
 def resources() -> tuple[str, ...]:
-    """What ``--accelerator`` takes, the default first."""
+    """Return the values of ``--accelerator``, the default first."""
     return (*(vendor.resource for vendor in vendors()), CPU.resource)
 
 
 def present(resource: str = "", dev: Path = Path("/dev")) -> Vendor:
-    """The vendor of ``resource`` if its devices are on this machine, else one that has some, else the CPU."""
+    """Return the vendor of ``resource`` if its devices are present, else a present vendor, else the CPU."""
     if resource == CPU.resource:
         return CPU
     found = [vendor for vendor in vendors() if vendor.device_files(dev)]
@@ -68,7 +68,7 @@ def present(resource: str = "", dev: Path = Path("/dev")) -> Vendor:
 
 
 def pci_addresses(drivers: Path = PCI_DRIVERS) -> tuple[str, ...]:
-    """PCI addresses of this machine's accelerators, in the order in which frameworks number them."""
+    """Return the PCI addresses of this machine's accelerators, in the numbering order of frameworks."""
     found = [
         device.name
         for vendor in VENDORS

@@ -1,4 +1,4 @@
-"""Huawei Ascend."""
+"""The adapter for Huawei Ascend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CHIP = re.compile(r"\|\s*\d+(?:\s+\d+)?\s*\|\s*\S+\s*\|\s*(\d+)\s+\d+\s*/")
 
 
 def parse_health(text: str) -> tuple[DeviceHealth, ...]:
-    """The devices in the table of ``npu-smi info``."""
+    """Return the devices in the table of ``npu-smi info``."""
     return tuple(
         DeviceHealth(int(match[1]), match[2], _problem(match[3]))
         for match in map(_DEVICE.match, text.splitlines())
@@ -23,12 +23,12 @@ def parse_health(text: str) -> tuple[DeviceHealth, ...]:
 
 
 def _problem(health: str) -> str:
-    # Warning is about temperature or voltage; training goes on with it.
+    # Warning concerns temperature or voltage; training can continue.
     return "" if health in ("OK", "Warning") else f"npu-smi says {health}"
 
 
 def parse_use(text: str) -> tuple[DeviceUse, ...]:
-    """The devices in the table of ``npu-smi info``: the second line of each."""
+    """Return the use of the devices in the table of ``npu-smi info``, from the second line of each."""
     lines = text.splitlines()
     pairs = [(_DEVICE.match(one), _CHIP.match(other)) for one, other in itertools.pairwise(lines)]
     return tuple(

@@ -1,4 +1,4 @@
-"""What is to be known of one maker of accelerators."""
+"""The description of an accelerator vendor and of its devices' state."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NO_FILE = re.compile(r"(?!)")
-"""Matches no name: for devices that have no file of their own in ``/dev``."""
+"""Matches no name; for devices without a file of their own in ``/dev``."""
 
 
 @dataclass(frozen=True)
 class DeviceHealth:
-    """What a vendor's tool says of one device."""
+    """Health of one device, as reported by the vendor's tool."""
 
     index: int
     name: str
     problem: str = ""
-    """Why the device cannot be trusted; empty if the tool finds nothing wrong."""
+    """Reason not to trust the device; empty if the tool reports no problem."""
 
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """How much of one device is used, in percent of a moment's time; -1: the tool does not tell."""
+    """Use of one device, in percent of a recent period; -1: not reported by the tool."""
 
     index: int
     busy: int = -1
-    """While a program ran on it. A collective that waits for other ranks counts, too."""
+    """Percent of the time in which a program ran on it; a collective that waits for other ranks counts."""
     moving: int = -1
-    """While its memory was read or written. A collective that waits hardly does that."""
+    """Percent of the time in which its memory was read or written; low while a collective waits."""
     uuid: str = ""
-    """By which environments name it, too; empty if they do not."""
+    """Identifier that environment variables may use for it; empty if there is none."""
 
 
 def percent(text: str) -> int:
-    """A part in percent, with the sign or without; -1 for what is none, such as ``[N/A]``."""
+    """Parse a percentage, with or without the sign; return -1 for other text, such as ``[N/A]``."""
     number = text.strip().removesuffix("%").strip()
     return int(number) if number.isdecimal() else -1
 
@@ -50,38 +50,38 @@ def _no_health(_text: str) -> tuple[DeviceHealth, ...]:
 
 @dataclass(frozen=True)
 class Vendor:
-    """One maker of accelerators. A third party's is an instance of this class.
+    """An accelerator vendor.
 
-    It is named as an entry point of the group ``dlrover.accelerators``.
+    Other packages register their instance as an entry point of the group ``dlrover.accelerators``.
     """
 
     name: str
     resource: str
-    """How schedulers name its devices, and so ``--accelerator``."""
+    """Name of its devices for schedulers and ``--accelerator``."""
     device_file: re.Pattern[str]
-    """Names in ``/dev`` of its devices."""
+    """Pattern of its devices' names in ``/dev``."""
     pci_driver: str = ""
-    """The kernel driver that its devices are bound to; empty where it is not known."""
+    """Kernel driver of its devices; empty if unknown."""
     torch_device: str = "cuda"
-    """PyTorch's type of its devices."""
+    """PyTorch's device type."""
     torch_module: str = ""
-    """What to import so that PyTorch knows them; empty: PyTorch alone does."""
+    """Module that adds the devices to PyTorch; empty: PyTorch supports them itself."""
     backend: str = "nccl"
     """PyTorch's name of its collective communication library."""
     health_command: tuple[str, ...] = ()
-    """A command that tells how its devices are; empty if there is none."""
+    """Command that reports the health of its devices; empty if there is none."""
     parse_health: Callable[[str], tuple[DeviceHealth, ...]] = _no_health
-    """Reads that command's output, one entry for each device; raises nothing."""
+    """Parser of that command's output: one entry per device; raises nothing."""
 
     use_command: tuple[str, ...] = ()
-    """A command that tells how much of its devices is used; empty if there is none."""
+    """Command that reports the use of its devices; empty if there is none."""
     parse_use: Callable[[str], tuple[DeviceUse, ...]] = _no_use
-    """Reads that command's output, one entry for each device; raises nothing."""
+    """Parser of that command's output: one entry per device; raises nothing."""
     visible: str = "CUDA_VISIBLE_DEVICES"
-    """The variable that says which of its devices a process may use, and in which order."""
+    """Environment variable that lists the devices a process may use, in order."""
 
     def device_files(self, dev: Path = Path("/dev")) -> tuple[str, ...]:
-        """Its devices' files on this machine, in order."""
+        """Return its devices' files on this machine, in order."""
         names = [p.name for p in dev.iterdir()] if dev.is_dir() else []
         found = [name for name in names if self.device_file.fullmatch(name)]
         return tuple(str(dev / name) for name in sorted(found, key=lambda n: (len(n), n)))

@@ -1,4 +1,4 @@
-"""No accelerator: training on the processors."""
+"""The adapter for training on the CPU, without an accelerator."""
 
 from __future__ import annotations
 

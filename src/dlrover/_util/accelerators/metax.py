@@ -1,4 +1,4 @@
-"""MetaX. Its PyTorch shows its devices and its library under CUDA's names."""
+"""The adapter for MetaX, whose PyTorch shows devices and communication library under CUDA's names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DEVICE = re.compile(r"GPU#(\d+)\s+(\S.*?)\s+[0-9a-fA-F]{4}:[0-9a-fA-F:.]+\s+(.*
 
 
 def parse_health(text: str) -> tuple[DeviceHealth, ...]:
-    """The devices in the list of ``mx-smi -L``."""
+    """Return the devices in the list of ``mx-smi -L``."""
     return tuple(
         DeviceHealth(int(match[1]), match[2], _problem(match[3]))
         for match in map(_DEVICE.match, text.splitlines())
@@ -27,7 +27,7 @@ def _problem(state: str) -> str:
 VENDOR = Vendor(
     "metax",
     "metax-tech.com/gpu",
-    # One control device for all of its boards.
+    # One control device for all boards.
     re.compile(r"mxcd"),
     health_command=("mx-smi", "-L"),
     parse_health=parse_health,

@@ -1,4 +1,4 @@
-"""Moore Threads."""
+"""The adapter for Moore Threads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DEVICE = re.compile(r"(\d+)\s+(\S.*?)\s*\|\s*([0-9a-fA-F:.]+)\s*\|\s*(.*)")
 
 
 def parse_health(text: str) -> tuple[DeviceHealth, ...]:
-    """The devices in the table of ``mthreads-gmi``."""
+    """Return the devices in the table of ``mthreads-gmi``."""
     return tuple(
         DeviceHealth(int(match[1]), match[2], _problem(match[4]))
         for match in map(_DEVICE.match, text.splitlines())
@@ -24,7 +24,7 @@ def _problem(usage: str) -> str:
 
 
 def parse_use(text: str) -> tuple[DeviceUse, ...]:
-    """The devices in the table of ``mthreads-gmi``."""
+    """Return the use of the devices in the table of ``mthreads-gmi``."""
     return tuple(
         DeviceUse(int(match[1]), percent(match[4].split()[0]))
         for match in map(_DEVICE.match, text.splitlines())

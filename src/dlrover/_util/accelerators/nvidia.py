@@ -1,4 +1,4 @@
-"""NVIDIA."""
+"""The adapter for NVIDIA."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _USE = ("index", "uuid", "utilization.gpu", "utilization.memory")
 
 
 def parse_health(text: str) -> tuple[DeviceHealth, ...]:
-    """The devices in the output of ``nvidia-smi --query-gpu`` as CSV without header and units."""
+    """Return the devices in the output of ``nvidia-smi --query-gpu``, as CSV without header and units."""
     devices = []
     for line in text.splitlines():
         values = [value.strip() for value in line.split(",")]
@@ -28,7 +28,7 @@ def parse_health(text: str) -> tuple[DeviceHealth, ...]:
         elif match := re.match(
             r"Unable to determine the device handle for (?:GPU|gpu)\s*(\S+?):", line
         ):
-            # Printed for a device that has fallen off the bus, before the others or instead of them.
+            # Printed for a device that has fallen off the bus, before or instead of the other devices.
             devices.append(DeviceHealth(-1, match[1], line.strip()))
     return tuple(devices)
 
@@ -47,7 +47,7 @@ def _problem(values: list[str]) -> str:
 
 
 def parse_use(text: str) -> tuple[DeviceUse, ...]:
-    """The devices in the output of ``nvidia-smi --query-gpu`` with `_USE`, as CSV."""
+    """Return the use of the devices in the output of ``nvidia-smi --query-gpu`` with `_USE`, as CSV."""
     rows = [[value.strip() for value in line.split(",")] for line in text.splitlines()]
     return tuple(
         DeviceUse(int(row[0]), percent(row[2]), percent(row[3]), uuid=row[1])

@@ -1,1 +1,1 @@
-"""What a node measures when it is checked. Nothing here is needed for it: without PyTorch less is checked."""
+"""The probes of a node check. PyTorch is optional; without it, fewer components are checked."""

@@ -1,4 +1,4 @@
-"""A check process: ``python -m dlrover.elastic.probes``. It ends with the process that started it."""
+"""Run a check process: it probes a node's devices, memory, disk and network, and ends with its parent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--meet", action="store_true", help="Use the store of a launcher's job.")
     args = parser.parse_args()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # Libraries print what they like; what is said here goes to the pipe alone.
+    # Libraries may print to standard output; only replies may reach the pipe.
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
 

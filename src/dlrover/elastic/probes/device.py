@@ -1,6 +1,6 @@
-"""Probes of accelerators, or of the processors where there is none: matrix products and memory.
+"""Probes of accelerators, or of the CPU without any: matrix products and memory.
 
-Import it where PyTorch may be imported.
+Import it only where PyTorch may be imported.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from dlrover._util.accelerators import Vendor
 from dlrover.spec.check import Component, ProbeResult, ProbeState
 
 SECONDS = 0.3
-"""How long a product is repeated; the fastest one counts."""
+"""Duration of a repeated operation; the fastest run counts."""
 CPU_SIZE = 512
 DEVICE_SIZE = 8192
-"""Rows of the square matrices: a product takes milliseconds."""
+"""Rows of the square matrices; a product takes milliseconds."""
 COPY_BYTES = 1 << 30
-"""What is copied within an accelerator's memory."""
+"""Bytes per copy within an accelerator's memory."""
 
 
 def usable(vendor: Vendor) -> str:
-    """Why PyTorch cannot use the vendor's devices on this machine; empty if it can."""
+    """Return why PyTorch cannot use the vendor's devices on this machine; empty if it can."""
     if vendor.torch_module:
         try:
             importlib.import_module(vendor.torch_module)
@@ -39,21 +39,21 @@ def usable(vendor: Vendor) -> str:
 
 
 def built_for(vendor: Vendor) -> bool:
-    """Whether this PyTorch is meant for the vendor's devices, so that finding none is a fault."""
+    """Return whether this PyTorch is built for the vendor's devices, so that finding none is a fault."""
     if vendor.torch_module:
         return True
     return vendor.torch_device != "cuda" or torch.version.cuda is not None
 
 
 def probe(vendor: Vendor, index: int = -1) -> Iterator[ProbeResult]:
-    """What each device does, or the one of number ``index``, or the processors.
+    """Probe each device, or only number ``index``, or the CPU.
 
     Raises:
         RuntimeError: a device fails.
     """
     kind = vendor.torch_device
     if kind == "cpu":
-        # One thread: several wait for each other where nodes share a machine's processors.
+        # One thread: several would wait for each other where nodes share a machine's processors.
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -101,7 +101,7 @@ def _copy(device: torch.device, wait: Callable[[], Any]) -> ProbeResult:
 
 
 def _best(work: Callable[[], Any], wait: Callable[[], Any]) -> float:
-    """Seconds that the fastest of several runs takes."""
+    """Return the seconds of the fastest of several runs."""
     best = float("inf")
     until = time.perf_counter() + SECONDS
     while True:

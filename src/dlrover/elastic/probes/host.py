@@ -10,15 +10,15 @@ from pathlib import Path
 from dlrover.spec.check import Component, ProbeResult
 
 MEMORY_BYTES = 32 << 20
-"""What is copied at once: more than processors cache."""
+"""Bytes per copy; more than processor caches hold."""
 MEMORY_SECONDS = 0.25
-"""How long copying is repeated; the fastest one counts."""
+"""Duration of the repeated copies; the fastest counts."""
 DISK_BYTES = 16 << 20
 _PATTERN = bytes(range(256)) * 4096
 
 
 def memory() -> ProbeResult:
-    """The rate at which one thread reads and writes the host's memory."""
+    """Measure the rate at which one thread reads and writes the host's memory."""
     source, target = bytearray(MEMORY_BYTES), memoryview(bytearray(MEMORY_BYTES))
     best = float("inf")
     until = time.perf_counter() + MEMORY_SECONDS
@@ -34,10 +34,10 @@ def memory() -> ProbeResult:
 
 
 def disk(directory: Path) -> ProbeResult:
-    """The rate at which ``directory`` takes data that is then on the disk, read back and compared.
+    """Measure the write rate to the disk of ``directory``, synced; read the data back and compare it.
 
     Raises:
-        OSError: the directory cannot be written to, or does not give back what was written.
+        OSError: the directory is not writable, or the data read back differs.
     """
     with tempfile.TemporaryFile(dir=directory) as file:
         began = time.perf_counter()

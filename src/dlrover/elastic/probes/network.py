@@ -1,6 +1,6 @@
-"""The probe of the network between two nodes: they add up an array, as training does with gradients.
+"""The network probe: nodes sum an array together, as training does with gradients.
 
-Import it where PyTorch may be imported.
+Import it only where PyTorch may be imported.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from dlrover.spec.check import CheckOrder, Component, ProbeResult, ProbeState
 
 HOST_BYTES = 4 << 20
 DEVICE_BYTES = 64 << 20
-"""Size of the array, in the host's memory and in an accelerator's."""
+"""Size of the array, in host memory and in accelerator memory."""
 RUNS = 30
-"""How often it is added up; the fastest one counts."""
+"""Number of sums; the fastest counts."""
 
 
 def probe(
     order: CheckOrder, node: int, vendor: Vendor, seconds: float, store: Any = None, index: int = 0
 ) -> ProbeResult:
-    """How long it takes to add up an array with the other nodes of the group.
+    """Measure the time to sum an array with the other nodes of the group.
 
-    ``store`` is used if there is one; else the group's first member opens one.
+    Without a ``store``, the group's first member opens one.
 
     Raises:
-        RuntimeError: the nodes do not find each other, or what they add up does not arrive.
+        RuntimeError: the nodes cannot reach each other, or a sum does not complete.
     """
     limit = timedelta(seconds=seconds)
     rank, size = order.members.index(node), len(order.members)
     others = ", ".join(f"node {member}" for member in order.members if member != node)
     if store is None:
         store = _open_store(order, rank, limit)
-    # The store of a job lives on: each group has its own names in it.
+    # A job's store outlives the check, so each group uses its own names in it.
     names = dist.PrefixStore(f"check/{order.check}/{order.round}/{order.members[0]}", store)
     names.set_timeout(limit)
     names.set(f"host/{rank}", f"{vendor.torch_device} {index} {socket.gethostname()}")
@@ -75,9 +75,9 @@ def _open_store(order: CheckOrder, rank: int, limit: timedelta) -> Any:
 
 
 def _means(hosts: Sequence[str], vendor: Vendor, index: int) -> tuple[torch.device, str]:
-    """The device and the library to use.
+    """Return the device and the communication library to use.
 
-    They are the processors' where members share an accelerator: its library refuses that.
+    Members that share an accelerator use the CPU: the accelerator's library refuses such sharing.
     """
     if len(set(hosts)) < len(hosts) or any(host.startswith("cpu ") for host in hosts):
         return torch.device("cpu"), "gloo"
@@ -87,12 +87,12 @@ def _means(hosts: Sequence[str], vendor: Vendor, index: int) -> tuple[torch.devi
 
 
 def _add_up(device: torch.device, rank: int, size: int) -> tuple[float, bool]:
-    """Seconds of the fastest run, and whether all sums were right."""
+    """Return the seconds of the fastest run, and whether all sums were right."""
     elements = (HOST_BYTES if device.type == "cpu" else DEVICE_BYTES) // 4
     best, right = float("inf"), True
     for _ in range(RUNS):
         array = torch.full((elements,), float(rank + 1), device=device)
-        dist.all_reduce(torch.ones(1, device=device))  # nobody is to be waited for in what follows
+        dist.all_reduce(torch.ones(1, device=device))  # synchronize the nodes before the timed sum
         _wait(device)
         began = time.perf_counter()
         dist.all_reduce(array)
@@ -103,6 +103,6 @@ def _add_up(device: torch.device, rank: int, size: int) -> tuple[float, bool]:
 
 
 def _wait(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished its queued work."""
     if device.type != "cpu":
         getattr(torch, device.type).synchronize(device)

@@ -1,4 +1,4 @@
-"""A check process as the one that started it sees it: time limits are kept and its end is a result."""
+"""The parent's side of a check process: enforces time limits and reports its end as a result."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from dlrover.errors import InfrastructureError
 from dlrover.spec.check import CheckOrder, Component, ProbeResult, ProbeState
 
 START_SECONDS = 30.0
-"""How long the process may take from its start to its first word."""
+"""Time limit from the start of the process to its first reply."""
 
 
 class CheckProcess:
-    """Starts a check process when one is needed, and another when it has ended."""
+    """A check process, started on demand and restarted after its end."""
 
     def __init__(self, arguments: Sequence[str], env: Mapping[str, str], python: str = "") -> None:
-        """Nothing is started yet.
+        """Set up without starting the process.
 
         Args:
-            arguments: Of ``python -m dlrover.elastic.probes``.
-            env: Its environment.
-            python: Its interpreter; empty: this process's own.
+            arguments: Arguments of ``python -m dlrover.elastic.probes``.
+            env: Environment of the process.
+            python: Interpreter of the process; empty: this process's own.
         """
         command = [python or sys.executable, "-m", "dlrover.elastic.probes", *arguments]
         self._command, self._env = command, dict(env)
@@ -47,11 +47,11 @@ class CheckProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process; 0 while there is none."""
+        """Pid of the process; 0 if none."""
         return self._process.pid if self._process is not None else 0
 
     async def probe(self, order: CheckOrder, node: int) -> tuple[ProbeResult, ...]:
-        """Carry out an order; a probe that does not end, or ends the process, has failed."""
+        """Carry out an order; a probe that hangs or ends the process counts as failed."""
         results: list[ProbeResult] = []
         current, seconds = Component.AGENT, START_SECONDS
         try:
@@ -73,10 +73,10 @@ class CheckProcess:
         return tuple(results)
 
     async def share(self, topic: str, value: str, seconds: float) -> tuple[str, ...]:
-        """Give the other ranks of a launcher's job a value; what each of them gave, by rank.
+        """Share a value with the other ranks of a launcher's job; return all ranks' values, by rank.
 
         Raises:
-            InfrastructureError: the ranks do not find each other.
+            InfrastructureError: the ranks cannot reach each other.
         """
         try:
             await self._send(Share(topic, value, seconds))
@@ -90,7 +90,7 @@ class CheckProcess:
         raise InfrastructureError(f"The ranks do not find each other: {problem}.")
 
     def kill(self) -> None:
-        """End the process at once, if there is one."""
+        """Kill the process, if any."""
         process, self._process = self._process, None
         if self._transport is not None:
             self._transport.close()

@@ -1,4 +1,4 @@
-"""The check process: takes requests from standard input, says on standard output what it finds."""
+"""The work of the check process: reads requests from standard input, writes replies to standard output."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from dlrover.spec.check import CheckOrder, Component, ProbeResult, ProbeState
 
 NO_TORCH = "PyTorch is not installed"
 HEALTH_SECONDS = 20.0
-"""How long a vendor's tool may take."""
+"""Time limit of a vendor's tool."""
 NETWORK_SLACK = 10.0
-"""Seconds for loading libraries beyond the time limit of the network, which says best what is wrong."""
+"""Extra seconds for loading libraries: the network's own time limit, with its clearer error, comes first."""
 SETTLE_SECONDS = 10.0
-"""How long a rank waits for what rank 0 has settled, and rank 0 for the others to read it."""
+"""Time limit of a rank's wait for rank 0's combined values, and of rank 0's wait for their readers."""
 
 
 class Runner:
-    """Carries out requests, one after the other."""
+    """The executor of requests, one at a time."""
 
     def __init__(
         self,
@@ -40,15 +40,15 @@ class Runner:
         index: int = -1,
         meet: bool = False,
     ) -> None:
-        """Make a runner; nothing is measured yet.
+        """Set up without measuring.
 
         Args:
-            vendor: Of the accelerators that this machine has.
-            directory: Where the disk is checked.
-            environ: The environment, for injected faults and for ``meet``.
-            say: Takes what there is to say.
-            index: The one device to check, -1 for all of the machine.
-            meet: The process is a rank of a launcher's job: `Share` and the network use its store.
+            vendor: Vendor of this machine's accelerators.
+            directory: Directory whose disk is checked.
+            environ: Environment variables, for injected faults and for ``meet``.
+            say: Receives each reply.
+            index: The only device to check; -1: all devices.
+            meet: True for a rank of a launcher's job; `Share` and the network probe use the job's store.
         """
         self._vendor = vendor
         self._directory = directory
@@ -60,7 +60,7 @@ class Runner:
         self._store: Any = None
 
     def share(self, request: Share) -> None:
-        """Give the other ranks a value; rank 0 settles what each gave, so that all are told the same."""
+        """Share a value with the other ranks; rank 0 combines all values, so that all ranks get the same."""
         rank, size = int(self._environ["RANK"]), int(self._environ["WORLD_SIZE"])
         store = self._job_store(request.seconds)
         mine, everybody = f"{request.topic}/{rank}", f"{request.topic}/all"
@@ -74,7 +74,7 @@ class Runner:
         store.set(f"{mine}/seen", "1")
         until = time.monotonic() + SETTLE_SECONDS
         for other in [i for i, value in enumerate(values) if value]:
-            # The process of rank 0 may hold the store: it stays until the others have read.
+            # Rank 0's process may host the store, so it stays until the others have read.
             _get(store, f"{request.topic}/{other}/seen", until)
         self._say(Shared(tuple(joined.split("\n"))))
 
@@ -129,7 +129,7 @@ class Runner:
         yield from device.probe(vendor, self._index)
 
     def _health(self) -> Iterator[ProbeResult]:
-        """A fault for each device of which the vendor's tool says that it is broken."""
+        """Yield a failure for each device that the vendor's tool reports as broken."""
         command = self._vendor.health_command
         if not command or shutil.which(command[0]) is None:
             return
@@ -158,7 +158,7 @@ class Runner:
         return network.probe(order, node, vendor, seconds, store, max(0, self._index))
 
     def _job_store(self, seconds: float) -> Any:
-        """The store of the launcher's job."""
+        """Return the store of the launcher's job; connect on the first call."""
         if self._store is None:
             import torch.distributed as dist  # noqa: PLC0415
 
@@ -170,7 +170,7 @@ class Runner:
 
 
 def _get(store: Any, key: str, until: float) -> str:
-    """A key's value; empty if nobody sets it before the monotonic clock says ``until``."""
+    """Return a key's value; empty if it is not set before ``until`` (monotonic seconds)."""
     try:
         store.wait([key], timedelta(seconds=max(0.01, until - time.monotonic())))
         return str(store.get(key).decode())

@@ -1,4 +1,4 @@
-"""What passes between a check process and the process that started it: one JSON value a line."""
+"""The messages between a check process and its parent: one JSON value per line."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dlrover.spec.check import CheckOrder, Component, ProbeResult
 
 
 class Probe(msgspec.Struct, frozen=True, tag="probe"):
-    """To the check process: carry out an order for the node ``node``."""
+    """Request: carry out an order for the node ``node``."""
 
     order: CheckOrder
     node: int
 
 
 class Share(msgspec.Struct, frozen=True, tag="share"):
-    """To the check process: give the job's other ranks ``value``, get what each of them gave.
+    """Request: share ``value`` with the job's other ranks and return all ranks' values.
 
-    Ranks that gave nothing within ``seconds`` give the empty text.
+    A rank without a value within ``seconds`` counts as the empty text.
     """
 
     topic: str
@@ -31,30 +31,30 @@ Request: TypeAlias = Probe | Share
 
 
 class Began(msgspec.Struct, frozen=True, tag="began"):
-    """From the check process: it now checks this component, for at most ``seconds``."""
+    """Reply: the check of a component begins and takes at most ``seconds``."""
 
     component: Component
     seconds: float
 
 
 class Found(msgspec.Struct, frozen=True, tag="found"):
-    """From the check process: what came of a probe."""
+    """Reply: the result of a probe."""
 
     result: ProbeResult
 
 
 class Shared(msgspec.Struct, frozen=True, tag="shared"):
-    """From the check process: what all ranks gave, by rank."""
+    """Reply: the values of all ranks, by rank."""
 
     values: tuple[str, ...]
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
-    """From the check process: the request has been carried out."""
+    """Reply: the request is done."""
 
 
 class Problem(msgspec.Struct, frozen=True, tag="problem"):
-    """From the check process: the request cannot be carried out."""
+    """Reply: the request failed."""
 
     message: str
 
