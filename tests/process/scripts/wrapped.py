@@ -1,6 +1,7 @@
 """Trains two epochs on any number of workers with each wrapper, and compares with plain PyTorch on all samples."""
 
 import copy
+import gc
 import sys
 import warnings
 
@@ -73,4 +74,5 @@ device = torch.device("cpu")
 check(
     lambda model: FullyShardedDataParallel(model, device_id=device, use_orig_params=True), gathered
 )
+gc.collect()  # wrappers are cycles that hold process groups, whose threads have to end before the interpreter does
 dist.destroy_process_group()
