@@ -49,9 +49,8 @@ class NodeFacts:
     def begin(self) -> None:
         """Forget all facts and skip what the kernel has logged so far."""
         self._lines = []
-        with contextlib.suppress(
-            OSError
-        ):  # this user may not read it: then there are no kernel facts
+        # This user may not read it: then there are no kernel facts.
+        with contextlib.suppress(OSError):
             if self._fd < 0:
                 self._fd = os.open(self._kernel_log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             os.lseek(self._fd, 0, os.SEEK_END)

@@ -226,9 +226,8 @@ def leave_zygote(order: Order, sock: socket.socket, zygote_pid: int) -> None:
     if os.getppid() != zygote_pid:
         os._exit(1)  # the zygote died before the death signal was set
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(
-        signal.SIGHUP, signal.SIG_DFL
-    )  # as under torchrun, even if the launcher runs under nohup
+    # As under torchrun, even if the launcher runs under nohup.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     sock.close()
     output.redirect(order.stdout, order.stdout_overflow, 1)
     output.redirect(order.stderr, order.stderr_overflow, 2)

@@ -218,9 +218,8 @@ class Checkpointer:
             raise ConfigurationError(
                 "This Checkpointer only reads, as read_only=True says; make one without it to save."
             )
-        save = self._numbering.next(
-            step
-        )  # first: a save that fails on one rank must count there, too
+        # First: a save that fails on one rank must count there, too.
+        save = self._numbering.next(step)
         try:
             self._do_save(save, state, to, metrics or {})
         except BaseException:
@@ -344,9 +343,8 @@ class Checkpointer:
 
     def _save_without_memory(self, order: _Order, layout: PackedLayout) -> None:
         """Write a step for storage straight to storage and wait for it; drop any other step."""
-        with contextlib.suppress(
-            SaverGoneError
-        ):  # the node's other ranks notice it when they reconnect
+        # The node's other ranks notice it when they reconnect.
+        with contextlib.suppress(SaverGoneError):
             self._client.pass_over(order.save, written=order.to_storage)
         if not order.to_storage:
             return

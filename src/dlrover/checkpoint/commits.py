@@ -130,9 +130,8 @@ def _tell_one(committer: Any, path: Path, trees: list[Any], step: int) -> None:
     try:
         states = [functools.reduce(operator.getitem, path, tree) for tree in trees]
         committer.commit_rank_states(states)
-    except (
-        Exception
-    ):  # the user's own class: no exception of it may end the notification of later steps
+    except Exception:
+        # The user's own class: no exception of it may end the notification of later steps.
         logger.exception("%s could not be told what step %d holds", layouts.name(path), step)
 
 

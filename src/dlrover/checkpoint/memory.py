@@ -229,9 +229,8 @@ def provide(fd: int, nbytes: int) -> None:
     before = os.fstat(fd).st_size
     try:
         if _huge_pages_on_advice():
-            os.ftruncate(
-                fd, nbytes
-            )  # the advice applies to memory that is touched, not to allocations
+            # The advice applies to memory that is touched, not to allocations.
+            os.ftruncate(fd, nbytes)
             populate(Generation(fd))
         os.posix_fallocate(fd, 0, nbytes)
     except OSError:

@@ -209,9 +209,8 @@ class _RemoteStore:
 
     def _abandon(self, opened: Any) -> None:
         """Close a file without finishing it, if the implementation can."""
-        with contextlib.suppress(
-            Exception
-        ):  # of any implementation; the reason for giving up is raised instead
+        # Of any implementation; the reason for giving up is raised instead.
+        with contextlib.suppress(Exception):
             if hasattr(opened, "discard"):
                 opened.discard()
                 opened.closed = True

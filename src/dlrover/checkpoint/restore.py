@@ -255,9 +255,8 @@ class Restoration:
         """
         if isinstance(value, torch.nn.Module):
             if isinstance(self._tensors, Filler) and not _has_load_hooks(value):
-                state = self._reused(
-                    value.state_dict(), saved
-                )  # new memory costs more than reading
+                # New memory costs more than reading.
+                state = self._reused(value.state_dict(), saved)
             else:
                 state = self._filled(saved, copy=False)
         elif isinstance(value, torch.optim.Optimizer):

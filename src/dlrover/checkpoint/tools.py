@@ -139,9 +139,8 @@ def listing(place: Place) -> list[StepSummary]:
     found = []
     for folder, step in _entries(store):
         with told(store.where(folder)), contextlib.suppress(FileNotFoundError):
-            found.append(
-                _summary(store, folder, step, latest)
-            )  # suppressed: a saver has just renamed it
+            # Suppressed: a saver has just renamed it.
+            found.append(_summary(store, folder, step, latest))
     found.sort(key=lambda item: (item.state == "complete", item.name))
     order = Order(item.save for item in found if item.save is not None)
     return sorted(found, key=lambda item: order.key(item.step, item.save), reverse=True)

@@ -43,9 +43,8 @@ class World:
         """
         group, self.group = self.group, None
         if group is not None and _is_initialised():
-            with contextlib.suppress(
-                ValueError
-            ):  # the program has already destroyed all groups and made new ones
+            # The program has already destroyed all groups and made new ones.
+            with contextlib.suppress(ValueError):
                 dist.destroy_process_group(group)
 
     def check(self) -> None:

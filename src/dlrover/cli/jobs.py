@@ -158,9 +158,8 @@ def _check_format(job_dir: JobDir) -> None:
         FormatError: the job's configuration has another format.
     """
     for path in (job_dir.job, job_dir.agent):
-        with contextlib.suppress(
-            OSError, msgspec.DecodeError
-        ):  # absent, or damaged: its reader reports that
+        # Absent, or damaged: its reader reports that.
+        with contextlib.suppress(OSError, msgspec.DecodeError):
             check_format(path, msgspec.json.decode(path.read_bytes(), type=Header).format)
 
 

@@ -60,9 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DLRoverError as error:
         logger.exception("The master ends")
         never_served = not job_dir.master.exists()
-        if never_served or isinstance(
-            error, FormatError
-        ):  # trying again would fail in the same way
+        # Trying again would fail in the same way.
+        if never_served or isinstance(error, FormatError):
             outcome = Outcome(exit_code=error.exit_code, reason=str(error))
             files.write_atomically(job_dir.outcome, msgspec.json.encode(outcome))
         return error.exit_code

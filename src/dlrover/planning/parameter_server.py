@@ -161,9 +161,8 @@ def fit_servers(samples: Sequence[ServerSample], form: Form = "dlrover-rm") -> S
     noise = math.sqrt((float(left @ left) + PRIOR_WEIGHT * PRIOR_NOISE**2) / freedom)
     noise = max(noise, LEAST_NOISE)
     usual = np.median(relative, axis=0)  # its inverse: a column that alone makes up the whole time
-    usual = np.where(
-        usual > 0, usual, np.median(relative[:, 0])
-    )  # no sample has it: like a constant
+    # No sample has it: like a constant.
+    usual = np.where(usual > 0, usual, np.median(relative[:, 0]))
     precision = (relative.T * weights) @ relative / noise**2 + np.diag(usual**2.0)
     covariance = np.linalg.inv(precision)
     return ServerModel(form, coefficients, covariance, noise, freedom, tuple(samples))

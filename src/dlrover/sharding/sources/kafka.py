@@ -143,9 +143,8 @@ class Kafka(Broker):
         if error.code() == self._kafka.KafkaError._PARTITION_EOF:  # noqa: SLF001 - its name
             return int(message.offset())
         if error.code() == self._kafka.KafkaError._AUTO_OFFSET_RESET:  # noqa: SLF001 - its name
-            return self._bounds(
-                message.partition()
-            ).first  # the requested offset does not exist any more
+            # The requested offset does not exist any more.
+            return self._bounds(message.partition()).first
         raise self._refusal(error)
 
     def _bounds(self, partition: int) -> Bounds:

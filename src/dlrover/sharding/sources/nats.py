@@ -192,9 +192,8 @@ class Nats(Broker):
         if self._loop is None:
             return
         if self._connection is not None:
-            with contextlib.suppress(
-                Exception
-            ):  # the broker may be away; it forgets idle readers by itself
+            # The broker may be away; it forgets idle readers by itself.
+            with contextlib.suppress(Exception):
                 self._run(self._end())
         self._connection, self._readers = None, {}
         self._loop.call_soon_threadsafe(self._loop.stop)
