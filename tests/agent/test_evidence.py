@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from dlrover.agent import evidence
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -25,13 +25,6 @@ def worker() -> Iterator[subprocess.Popen[bytes]]:
 
 def state_of(process: subprocess.Popen[bytes]) -> str:
     return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-def until_state(process: subprocess.Popen[bytes], wanted: str) -> None:
-    late = time.monotonic() + 10
-    while state_of(process) != wanted:
-        assert time.monotonic() < late, state_of(process)
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -53,7 +46,7 @@ def test_a_process_that_the_tracer_left_stopped_goes_on(
     monkeypatch.setattr(evidence, "PY_SPY_TIME", 1.0)
     (found,) = asyncio.run(evidence.collect([worker.pid]))
     assert found.source == ("py-spy" if wait == "0" else "")
-    until_state(worker, "S")
+    until(lambda: state_of(worker) == "S", 10, "state S")
 
 
 def test_a_process_that_a_user_has_stopped_stays_stopped(
@@ -61,6 +54,6 @@ def test_a_process_that_a_user_has_stopped_stays_stopped(
 ) -> None:
     monkeypatch.setenv("WAIT", "0")
     worker.send_signal(signal.SIGSTOP)
-    until_state(worker, "T")
+    until(lambda: state_of(worker) == "T", 10, "state T")
     asyncio.run(evidence.collect([worker.pid]))
     assert state_of(worker) == "T"

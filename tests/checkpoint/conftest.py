@@ -6,13 +6,14 @@ import contextlib
 import importlib.util
 import logging
 import os
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.waiting import until
 
 if importlib.util.find_spec("torch") is None:
     collect_ignore_glob = ["test_*.py", "adapters/test_*.py"]  # they need the extra "torch"
@@ -40,10 +41,7 @@ class Directory(type(Path())):
 
     def until_no_saver(self, timeout: float = 15.0) -> None:
         """Wait until the saver has left by itself."""
-        end = time.monotonic() + timeout
-        while self.savers():
-            assert time.monotonic() < end, "the saver stays"
-            time.sleep(0.02)
+        until(lambda: not self.savers(), timeout, "the saver's end")
 
     def kill_savers(self) -> None:
         """End the savers, of directories in this one too, at once."""

@@ -1,8 +1,6 @@
 """Memory of which a part is gone with its node: what a load says, and what it does."""
 
 import logging
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,19 +10,13 @@ from dlrover.checkpoint import Checkpointer, first_save, loader
 from dlrover.checkpoint.protocol import Held, Join
 from dlrover.checkpoint.saves import Numbering, SaveId
 from dlrover.errors import CheckpointsLostError
+from tests.waiting import until
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(60)]
 
 
 def state(step: int) -> dict:
     return {"w": torch.full((100,), float(step)), "step": step}
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def held(rank: int, number: int, size: int = 4) -> Held:

@@ -1,13 +1,13 @@
 """An evaluation that reads the directory of a training on the same machine."""
 
 import os
-import time
 
 import pytest
 import torch
 
 from dlrover.checkpoint import Checkpointer, book
 from dlrover.errors import CheckpointsLostError, ConfigurationError, InfrastructureError
+from tests.waiting import until
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(60)]
 
@@ -20,13 +20,6 @@ def files(directory) -> dict[str, int]:
     """All but those that change with the clock of the saver."""
     found = {entry.name: entry.stat().st_mtime_ns for entry in directory.iterdir()}
     return {name: at for name, at in found.items() if not name.startswith(("lease.beat", "saver"))}
-
-
-def until(condition) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_it_sees_the_newest_stored_step_and_disturbs_nothing(directory):

@@ -22,6 +22,7 @@ from dlrover.checkpoint.ranges import GAP, _neighbours
 from dlrover.checkpoint.stores import BAD, Range, StorageAwayError, open_store
 from dlrover.cli.ckpt import app
 from dlrover.errors import ConfigurationError, InfrastructureError
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(90)]
 if not importlib.util.find_spec("moto") or not importlib.util.find_spec("s3fs"):
@@ -68,17 +69,10 @@ def savers() -> list[psutil.Process]:
     return found
 
 
-def until_no_saver() -> None:
-    end = time.monotonic() + 20
-    while savers():
-        assert time.monotonic() < end, "the saver stays"
-        time.sleep(0.02)
-
-
 def end_savers() -> None:
     for process in savers():
         process.kill()
-    until_no_saver()
+    until(lambda: not savers(), 20, "the saver's end")
 
 
 def start_saver(url: str, program: str, *words: str, keep: int = 3) -> None:
@@ -100,7 +94,7 @@ def store_steps(url: str, *steps: int, keep: int = 3) -> None:
         checkpointer.save(step, filled(step), to="storage")
         checkpointer.wait()
     checkpointer.close()
-    until_no_saver()
+    until(lambda: not savers(), 20, "the saver's end")
 
 
 def load(url: str, step: int | None = None):
@@ -154,7 +148,7 @@ def test_only_what_is_asked_for_is_read(url, monkeypatch):
     checkpointer.save(1, {"big": torch.ones(1 << 20), "small": torch.ones(5)}, to="storage")
     checkpointer.wait()
     checkpointer.close()
-    until_no_saver()
+    until(lambda: not savers(), 20, "the saver's end")
     checkpointer = Checkpointer(url, linger=0.0)
     asked: list[int] = []
     read = checkpointer._store.read_range
@@ -255,7 +249,7 @@ def test_a_saver_that_is_killed_while_it_stores_leaves_the_step_before(url, labe
     end_savers()
     record, state = load(url)
     assert (record.source, record.step, state["step"]) == ("storage", step, step)
-    until_no_saver()
+    until(lambda: not savers(), 20, "the saver's end")
     store_steps(url, 9, keep=1)
     left = {name.split("/")[0] for name in objects(url)}
     assert left == {"checkpoint-id", "latest", "lease", "lease.worlds", "saved", "step-9"}, (
@@ -369,7 +363,7 @@ def test_what_is_in_memory_is_stored_when_a_worker_dies(url):
         "os._exit(1)\n"
     )
     subprocess.run([sys.executable, "-c", program, url], check=False)
-    until_no_saver()
+    until(lambda: not savers(), 20, "the saver's end")
     record, state = load(url)
     assert (record.source, record.step, state["step"]) == ("storage", 5, 5)
     assert not any(name.startswith(".breakpoint") for name in objects(url))

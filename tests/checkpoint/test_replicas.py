@@ -39,6 +39,7 @@ from dlrover.checkpoint.replicas import Replicas
 from dlrover.checkpoint.restore import Restoration
 from dlrover.checkpoint.saves import SaveId
 from dlrover.errors import ProtocolError
+from tests.waiting import until
 
 HOST = "127.0.0.1"
 SIZE = 3 * wire.CHUNK + 17
@@ -134,13 +135,6 @@ def pair(*, tls=False, **options):
     nodes[0].join(nodes[1], **options)
     nodes[1].join(nodes[0], **options)
     return nodes
-
-
-def until(condition, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_the_last_two_steps_are_on_the_other_node():

@@ -22,6 +22,7 @@ import psutil
 import pytest
 
 from dlrover.spec.events import Event
+from tests.waiting import POLL, until
 
 DLROVER_RUN = (sys.executable, "-m", "dlrover.cli.run")
 DLROVER = (sys.executable, "-m", "dlrover.cli.main")
@@ -35,22 +36,10 @@ ON_TERMINAL = (
 )
 """Starts the command that follows, with standard input as the terminal that controls it."""
 
-POLL = 0.01
-"""Seconds between two looks at something that a test waits for."""
 ORPHAN_TIME = 15.0
 """Seconds that the processes of a launcher that died by SIGKILL have to follow it."""
 MARK = "PROCESS_TEST_RUN"
 """The variable by which every process of a launch is known, whoever its parent is by now."""
-
-
-def until(condition: Callable[[], Any], timeout: float = 20.0, what: str = "") -> Any:
-    """The first true value of ``condition()``."""
-    end = time.monotonic() + timeout
-    while not (value := condition()):
-        if time.monotonic() > end:
-            pytest.fail(f"{what or condition.__name__} did not come true within {timeout:g} s")
-        time.sleep(POLL)
-    return value
 
 
 def listener() -> socket.socket:

@@ -12,8 +12,7 @@ import os
 import shutil
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -237,12 +236,3 @@ def cluster(directory: Path) -> Iterator[Cluster]:
         yield made
     finally:
         made.close()
-
-
-def until(condition: Callable[[], object], timeout: float, what: str) -> None:
-    """Wait until ``condition()`` is true."""
-    end = time.monotonic() + timeout
-    while not condition():
-        if time.monotonic() > end:
-            pytest.fail(f"{what} did not come true within {timeout:g} s")
-        time.sleep(0.05)

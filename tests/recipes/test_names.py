@@ -9,6 +9,7 @@ import pytest
 
 from tests.recipes import machines
 from tests.recipes.playing import dlrover_run
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 
@@ -41,7 +42,7 @@ def test_a_client_finds_a_master_whose_name_has_moved(
     server.start(command, env, tmp_path)
     cluster.publish("master", client.address)  # where nobody listens
     asking = client.start([sys.executable, "-c", ASK], env, tmp_path)
-    machines.until(lambda: asking.output.count("asked") > 5, 30, "some attempts")
+    until(lambda: asking.output.count("asked") > 5, 30, "some attempts")
     cluster.publish("master", server.address)
-    machines.until(lambda: asking.exit_code is not None, SOON, "an answer")
+    until(lambda: asking.exit_code is not None, SOON, "an answer")
     assert asking.exit_code == 0, asking.output

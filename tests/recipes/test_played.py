@@ -11,6 +11,7 @@ import pytest
 
 from tests.recipes import machines
 from tests.recipes.playing import MANIFESTS, PROGRAM, ROOT, Played, job_of
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
@@ -50,7 +51,7 @@ def test_pytorchjob_goes_on_when_a_worker_is_drained(play: Callable[..., Played]
     played = play("pytorchjob.yaml", COUNT, "/mnt/digits", STEPS)
     for index in range(2):
         played.start(index)
-    machines.until(lambda: len(played.steps()) >= 8, 60, "step 8")
+    until(lambda: len(played.steps()) >= 8, 60, "step 8")
     played.kill(1, signal.SIGTERM)
     played.to_its_end()
     assert_trained(played, STEPS)
@@ -65,7 +66,7 @@ def test_jobset_goes_on_when_the_pod_of_the_master_is_killed(play: Callable[...,
     played = play("jobset.yaml", *program, "--step-time=0.05")
     for index in range(2):
         played.start(index)
-    machines.until(lambda: len(played.steps()) >= 12, 60, "step 12")
+    until(lambda: len(played.steps()) >= 12, 60, "step 12")
     played.kill(0)
     played.to_its_end()
     assert_trained(played, 2 * 14)
@@ -82,9 +83,9 @@ def test_trainjob_waits_for_dns_and_starts_anew_when_the_master_is_evicted(
     played.start(1)
     machine = played.start(0, known=False)
     waits = "waiting up to 600 s (connect_timeout) for the master's host"
-    machines.until(lambda: played.report().count(waits) == 2, 20, "the notice in both pods")
+    until(lambda: played.report().count(waits) == 2, 20, "the notice in both pods")
     cluster.publish("digits-node-0-0.digits", machine.address)
-    machines.until(lambda: len(played.steps()) >= 8, 60, "step 8")
+    until(lambda: len(played.steps()) >= 8, 60, "step 8")
     played.kill(0, signal.SIGTERM)
     played.to_its_end()
     assert_trained(played, STEPS)
@@ -96,7 +97,7 @@ def test_volcano_goes_on_when_a_worker_is_killed(play: Callable[..., Played]) ->
     played = play("volcano.yaml", COUNT, "/mnt/digits", STEPS)
     for index in range(2):
         played.start(index)
-    machines.until(lambda: len(played.steps()) >= 8, 60, "step 8")
+    until(lambda: len(played.steps()) >= 8, 60, "step 8")
     played.kill(1)
     played.to_its_end()
     assert_trained(played, STEPS)
@@ -108,7 +109,7 @@ def test_a_fault_of_the_program_ends_every_pod_for_good(play: Callable[..., Play
     for index in range(2):
         played.start(index)
     containers = list(played.running.values())
-    machines.until(lambda: all(c.exit_code is not None for c in containers), 40, "the end")
+    until(lambda: all(c.exit_code is not None for c in containers), 40, "the end")
     assert [container.exit_code for container in containers] == [1, 1], played.report()
     for name in MANIFESTS:
         assert not job_of(name).replaces(1)

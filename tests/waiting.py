@@ -1,0 +1,25 @@
+"""Waits of tests: bounded, and with a sentence when they fail."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+
+Value = TypeVar("Value")
+
+POLL = 0.01
+"""Seconds between two looks at a condition."""
+
+
+def until(condition: Callable[[], Value], timeout: float = 30.0, what: str = "") -> Value:
+    """Return the first true value of ``condition()``; fail the test after ``timeout`` seconds."""
+    end = time.monotonic() + timeout
+    while not (value := condition()):
+        if time.monotonic() > end:
+            name = what or getattr(condition, "__name__", "the condition")
+            pytest.fail(f"{name} did not come true within {timeout:g} s")
+        time.sleep(POLL)
+    return value
