@@ -237,6 +237,23 @@ def test_ranks_that_have_ended_do_not_count():
     assert found.hang.seconds == 1801
 
 
+def test_the_wait_for_a_rank_that_does_not_end_is_told_with_its_limit():
+    job = Job()
+    ended = doing(STEP, 0.1, ended=True)
+    job.report(*[doing(STEP, 100)] * 4)
+    assert job.detector.waiting_for(job.now) == "", "all train"
+    job.report(*[ended] * 3, doing(STEP, 4))
+    assert job.detector.waiting_for(job.now) == "", "a program takes a moment to end"
+    job.report(*[ended] * 3, doing(STEP, 54))
+    assert (
+        job.detector.waiting_for(job.now)
+        == "waiting for rank 3 to end: 54 s of 1800 s; 3 ranks ended"
+    )
+    assert "64 s of" in job.detector.waiting_for(job.now + 10)
+    job.report(*[ended] * 4)
+    assert job.detector.waiting_for(job.now) == ""
+
+
 def test_ranks_without_an_answer_are_what_the_others_wait_for():
     job = Job()
     job.report(*all_doing(181))

@@ -214,6 +214,14 @@ class HangWatch:
                 found[node_id] = f"{doing} {longest.since:.0f} s"
         return found
 
+    def waiting_for(self, now: float) -> str:
+        """Return which ranks of the running round are late to end; empty if none or no round runs."""
+        rdzv = self._machine.rendezvous
+        runs = self._machine.outcome is None and not rdzv.collecting
+        return (
+            self._detector.waiting_for(now) if runs and rdzv.round == self._detector.round else ""
+        )
+
     def suspects(self) -> bool:
         """Return whether a rank was slow in the last window, but not yet in enough windows to be named."""
         return bool(self._speed.counts)

@@ -502,9 +502,8 @@ class Master:
         unwritten = (
             self._unwritten and f"{self._unwritten} The workers train on; it is tried again."
         )
-        return msgspec.structs.replace(
-            status, slow=self.hangs.slow(), waiting_for=unwritten or status.waiting_for
-        )
+        waiting_for = unwritten or status.waiting_for or self.hangs.waiting_for(self.clock())
+        return msgspec.structs.replace(status, slow=self.hangs.slow(), waiting_for=waiting_for)
 
     def progress(self) -> Progress:
         """Return how far the training is."""

@@ -30,6 +30,7 @@ from dlrover.spec.activity import WorkerActivity
 from dlrover.spec.events import HangFound
 from dlrover.spec.job import Limits
 from dlrover.spec.stacks import WorkerEvidence
+from dlrover.spec.words import counted
 
 FLAT_CPU = 0.05
 """CPU seconds per second up to which a rank's processes count as idle, since helper threads use some."""
@@ -39,6 +40,8 @@ MARGIN = 1800.0
 """Maximum seconds by which an activity's learned limit exceeds its longest duration so far."""
 SHORT_WAIT = 5.0
 """Seconds up to which waiting for data is part of a normal step."""
+SHORT_END = 5.0
+"""Seconds within which ranks that have finished their program usually end."""
 PATIENCE = 2.0
 """Factor by which all limits grow after each suspicion that proved wrong."""
 
@@ -113,6 +116,8 @@ class HangDetector:
     world_size: int = 0
     #: last reported activity of each rank
     workers: dict[int, WorkerActivity] = field(default_factory=dict)
+    #: when a rank last reported
+    reported_at: float = 0.0
     #: ranks in an activity for which the others have to wait
     awaited: set[int] = field(default_factory=set)
     #: when ``awaited`` last had a rank
@@ -160,6 +165,7 @@ class HangDetector:
     def _report(self, event: Report, now: float) -> None:
         if event.round != self.round:
             return
+        self.reported_at = now
         for rank, worker in event.workers.items():
             before = self.workers.get(rank)
             if before is not None and sum(worker.seconds) < sum(before.seconds):
@@ -195,6 +201,20 @@ class HangDetector:
         return ended < len(workers) and all(
             worker.ended or worker.since > limits[Activity(worker.doing)] for worker in workers
         )
+
+    def waiting_for(self, now: float) -> str:
+        """Return which ranks have not ended although others have, for how long, and the limit; empty if none."""
+        living = {rank: worker for rank, worker in self.workers.items() if not worker.ended}
+        waited = min((worker.since for worker in living.values()), default=0.0)
+        waited += max(0.0, now - self.reported_at)
+        if not living or len(living) == len(self.workers) or waited < SHORT_END:
+            return ""
+        limit = max(
+            self.limit(kind) for kind in {Activity.EVAL, *(w.doing for w in living.values())}
+        )
+        ended = counted(len(self.workers) - len(living), "rank")
+        named = stacks.ranks_in_words(sorted(living))
+        return f"waiting for {named} to end: {waited:.0f} s of {limit * self.patience:.0f} s; {ended} ended"
 
     def _watch(self, now: float) -> list[Command]:
         if self.found:
