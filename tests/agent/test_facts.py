@@ -114,3 +114,22 @@ def test_a_full_file_system_is_a_fact(tmp_path, monkeypatch):
 
 def test_a_directory_that_is_gone_is_no_fact(tmp_path):
     assert NodeFacts(tmp_path / "none").gather(tmp_path / "gone") == ()
+
+
+KILLED = "Memory cgroup out of memory: Killed process {} (python) total-vm:1kB"
+CHOSEN = "oom-kill:constraint=CONSTRAINT_MEMCG,task_memcg=/a,task=python,pid={},uid=0"
+
+
+@pytest.mark.parametrize("line", [KILLED, CHOSEN])
+def test_the_out_of_memory_kill_of_another_process_is_no_fact_about_a_worker(
+    kernel_log, tmp_path, monkeypatch, line
+):
+    kernel_log.begin()
+    kernel_log.log("python invoked oom-killer: gfp_mask=0xcc0", line.format(71), XID)
+    everything = kernel_log.gather(tmp_path)
+    assert len(everything) == 3
+    monkeypatch.setattr(facts, "FIRST_PID_NAMESPACE", facts.PID_NAMESPACE.stat().st_ino)
+    assert kernel_log.gather(tmp_path, 7) == (XID,)
+    assert kernel_log.gather(tmp_path, 71) == (line.format(71), XID)
+    monkeypatch.setattr(facts, "FIRST_PID_NAMESPACE", 1)
+    assert kernel_log.gather(tmp_path, 7) == everything, "a container has numbers of its own"

@@ -32,6 +32,12 @@ _TELLING = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 
+_OUT_OF_MEMORY = re.compile(r"oom-kill|out of memory|killed process", re.IGNORECASE)
+_VICTIM = re.compile(r"(?:\bkilled process |\bpid=)(\d+)", re.IGNORECASE)
+PID_NAMESPACE = Path("/proc/self/ns/pid")
+FIRST_PID_NAMESPACE = 0xEFFFFFFC
+"""The kernel's fixed inode number of the first PID namespace, whose numbers its log uses."""
+
 
 def tells(line: str) -> bool:
     """Return whether a line of the kernel log may indicate a fault."""
@@ -55,13 +61,19 @@ class NodeFacts:
                 self._fd = os.open(self._kernel_log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             os.lseek(self._fd, 0, os.SEEK_END)
 
-    def gather(self, directory: Path) -> tuple[str, ...]:
+    def gather(self, directory: Path, killed: int = 0) -> tuple[str, ...]:
         """Return the latest facts, at most `FACTS_LIMIT`. Takes milliseconds.
 
-        Of the file systems, only that of ``directory`` is checked.
+        Args:
+            directory: of the file systems, only that of this directory is checked.
+            killed: pid of a worker that a signal killed; the out-of-memory kills of other processes are left
+                out, where the kernel's process numbers are those of this machine's processes.
         """
         self._lines = [*self._lines, *self._new_lines()][-FACTS_LIMIT:]
-        return tuple([*self._lines, *_full_file_system(directory)][-FACTS_LIMIT:])
+        lines = self._lines
+        if killed and _numbers_are_the_kernels():
+            lines = [line for line in lines if not _kills_another(line, killed)]
+        return tuple([*lines, *_full_file_system(directory)][-FACTS_LIMIT:])
 
     def close(self) -> None:
         """Close the kernel log."""
@@ -83,6 +95,19 @@ class NodeFacts:
             message = record.decode(errors="replace").partition(";")[2].partition("\n")[0]
             if tells(message):
                 yield message
+
+
+def _numbers_are_the_kernels() -> bool:
+    """Return whether this process is in the first PID namespace; a container is usually in another one."""
+    try:
+        return PID_NAMESPACE.stat().st_ino == FIRST_PID_NAMESPACE
+    except OSError:
+        return False
+
+
+def _kills_another(line: str, pid: int) -> bool:
+    """Return whether a line is about the out-of-memory killer, but not about the end of process ``pid``."""
+    return bool(_OUT_OF_MEMORY.search(line)) and str(pid) not in _VICTIM.findall(line)
 
 
 def _full_file_system(directory: Path) -> list[str]:

@@ -307,7 +307,7 @@ class WorkerGroup:
             reading=self._board.reading(worker.local_rank),
             hostname=self._hostname,
             oom_killed=cgroup.oom_kills() > self._oom_kills,
-            node_facts=self._facts.gather(self._logs.directory),
+            node_facts=self._facts.gather(self._logs.directory, worker.pid if signaled else 0),
         ).bounded()
 
     def steps(self) -> int:
