@@ -14,7 +14,7 @@ XID = "NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus."
 @pytest.fixture
 def kernel_log():
     """What the kernel logs, as a pipe, which gives one record at a time as ``/dev/kmsg`` does."""
-    reader, writer = os.pipe2(os.O_NONBLOCK)
+    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_DIRECT)  # a message at a time
     node = NodeFacts(f"/proc/self/fd/{reader}")
 
     def log(*messages):
