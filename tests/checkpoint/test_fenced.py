@@ -13,7 +13,7 @@ from dlrover.checkpoint.checkpointer import Checkpointer
 from dlrover.checkpoint.copying import Copier
 from dlrover.checkpoint.policies import KeepLast
 from dlrover.checkpoint.saves import SaveId
-from dlrover.checkpoint.stores import Store, open_store
+from dlrover.checkpoint.stores import IDENTITY, Store, open_store
 from dlrover.checkpoint.verification import verify
 from dlrover.errors import ConfigurationError, InfrastructureError
 from tests.checkpoint.together import each, worlds
@@ -37,7 +37,9 @@ class Lease:
 
 @pytest.fixture(params=["directory", "URL"])
 def place(request, tmp_path: Path) -> str:
-    return str(tmp_path) if request.param == "directory" else f"file://{tmp_path}"
+    found = str(tmp_path) if request.param == "directory" else f"file://{tmp_path}"
+    storage.identity(open_store(found))  # made by rank 0 alone, as in a training
+    return found
 
 
 def quick(place: str) -> Store:
@@ -127,7 +129,7 @@ def test_a_save_that_was_given_up_is_tried_again_at_a_breakpoint(place):
 def test_nothing_is_given_up_in_a_directory_that_is_another_one(place, tmp_path):
     with pytest.raises(OSError, match="not the directory any more"):
         storage.give_up(quick(place), "another", SaveId(0, 1, 7, 1))
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [IDENTITY]
 
 
 @pytest.mark.slow

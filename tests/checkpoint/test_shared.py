@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,58 +13,22 @@ import pytest
 from dlrover.checkpoint import shared, storage
 from dlrover.checkpoint.stores import IDENTITY, Store, open_store
 from dlrover.errors import ConfigurationError
+from tests.checkpoint.together import each, worlds
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(90)]
 SCRIPT = str(Path(__file__).parent / "scripts" / "unshared.py")
 
 
-class Meeting:
-    """Two ranks that are threads of this process."""
-
-    def __init__(self) -> None:
-        self._barrier = threading.Barrier(2)
-        self._said: list[object] = [None, None]
-
-    def exchange(self, rank: int, value: object) -> list[object]:
-        self._said[rank] = value
-        self._barrier.wait(10)
-        said = list(self._said)
-        self._barrier.wait(10)
-        return said
-
-
-class Rank:
-    """What `shared.check` needs of a world."""
-
-    def __init__(self, rank: int, meeting: Meeting) -> None:
-        self.rank, self._meeting = rank, meeting
-
-    def gather(self, data):
-        return self._meeting.exchange(self.rank, data)
-
-    exchange = gather
-
-    def agree(self, action):
-        return action()
-
-
 def check(*stores: Store) -> list[str]:
     """What each of two ranks raises."""
-    meeting = Meeting()
-    raised = ["", ""]
-
-    def run(rank: int) -> None:
-        try:
-            shared.check(Rank(rank, meeting), stores[rank], storage.identity(stores[rank]))
-        except ConfigurationError as error:
-            raised[rank] = str(error)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    return raised
+    raised = each(
+        *(
+            partial(shared.check, world, store, storage.identity(store))
+            for world, store in zip(worlds(2), stores, strict=True)
+        )
+    )
+    assert {type(error) for error in raised} <= {ConfigurationError, type(None)}, raised
+    return [str(error or "") for error in raised]
 
 
 @pytest.fixture
@@ -143,3 +107,14 @@ def test_every_rank_is_told_before_anything_is_saved(places, tmp_path):
     told = [process.communicate(timeout=80)[0] for process in ranks]
     assert told[0] == told[1]
     assert told[0].startswith("ConfigurationError: The nodes do not share the checkpoint directory")
+
+
+@pytest.mark.parametrize("place", ["{}", "file://{}"])
+def test_ranks_that_begin_at_once_get_one_identity(tmp_path, place):
+    for number in range(50):
+        url = place.format(tmp_path / str(number))
+        stores = [open_store(url) for _ in range(4)]
+        ranks = zip(worlds(4), stores, strict=True)
+        found = each(*(partial(shared.identity, *rank, create=True) for rank in ranks))
+        assert len(set(found)) == 1, found
+        assert len(found[0]) == 32

@@ -255,3 +255,10 @@ def test_views_of_a_layout_are_the_tensors():
     data = torch.frombuffer(held.generation.data, dtype=torch.uint8)
     found = copying.views(data, held.layout.entries)
     assert torch.equal(found[0], state()["model"]["w"])
+
+
+def test_an_identity_whose_writer_has_died_gets_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "IDENTITY_WAIT", 0.1)
+    (tmp_path / IDENTITY).write_bytes(b"1437d8")
+    with pytest.raises(InfrastructureError, match=r"checkpoint-id is incomplete: .* Delete it\."):
+        storage.identity(open_store(str(tmp_path)))

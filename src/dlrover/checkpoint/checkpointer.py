@@ -135,7 +135,7 @@ class Checkpointer:
         self._start_afresh = start_afresh
         self._read_only = read_only
         self._store = self._world.agree(lambda: open_shared(path))
-        self._identity = self._identified()
+        self._identity = shared.identity(self._world, self._store, create=not read_only)
         shared.check(self._world, self._store, self._identity, read_only=read_only)
         self._client = SaverClient(
             self._store, self._identity, node=defaults.node, keep=policy, linger=linger,
@@ -154,10 +154,6 @@ class Checkpointer:
         self._commits = Commits(self._store, self._client.stored)
         if not read_only:
             self._join(wishes, policy)
-
-    def _identified(self) -> str:
-        """Return the identity of the directory. Collective."""
-        return self._world.agree(lambda: storage.identity(self._store, create=not self._read_only))
 
     def _join(self, wishes: Wishes, policy: Policy) -> None:
         """Connect to the saver and begin a session with the other ranks. Collective."""
@@ -559,7 +555,8 @@ class Checkpointer:
         self._world.agree(self._prepare_to_load)
         began = time.monotonic()
         if self._read_only and not self._identity:
-            self._identity = self._identified()  # the directory did not exist before
+            # The directory did not exist before.
+            self._identity = shared.identity(self._world, self._store, create=False)
         client = None if self._read_only else self._client
         loader = Loader(self._world, client, self._store, self._identity, planner)
         found = loader.load() if step is None else loader.load_stored(step)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from dlrover.checkpoint import storage
 from dlrover.checkpoint.stores import Store
 from dlrover.checkpoint.world import World
 from dlrover.errors import ConfigurationError
@@ -39,6 +40,19 @@ class _Facts(msgspec.Struct, frozen=True, array_like=True):
     def node(self) -> tuple[str, str]:
         """Key that is equal for ranks of one node, which see the same files."""
         return self.host, self.location
+
+
+def identity(world: World, store: Store, *, create: bool) -> str:
+    """Return the identity of the directory; with ``create``, rank 0 makes a missing one first. Collective.
+
+    Where a store cannot create a file exclusively, ranks that did so at once would get different ones.
+
+    Raises:
+        InfrastructureError: a rank cannot read or write the directory.
+    """
+    if create:
+        world.agree(lambda: storage.identity(store) if world.rank == 0 else "")
+    return world.agree(lambda: storage.identity(store, create=create))
 
 
 def check(world: World, store: Store, identity: str, *, read_only: bool = False) -> None:

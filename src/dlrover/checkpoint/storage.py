@@ -21,6 +21,7 @@ import errno
 import logging
 import re
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
@@ -56,6 +57,9 @@ logger = logging.getLogger(__name__)
 
 CHUNK = 4 << 20
 """Bytes read and hashed at a time: they must fit in a cache that the cores share."""
+IDENTITY_BYTES = 16
+IDENTITY_WAIT = 10.0
+"""Seconds in which another process completes the identity that it has begun to write."""
 GIVEN_UP, BREAKPOINT_GIVEN_UP = "given-up", "given-up.breakpoint"
 """Mark files of a given-up save: for the training's attempt, and for the last one, at the breakpoint."""
 _STEP = re.compile(r"step-(\d+)")
@@ -138,16 +142,28 @@ def identity(store: Store, *, create: bool = True) -> str:
     Without ``create``, write nothing, and return an empty text for a directory that has no identity yet.
 
     Raises:
-        InfrastructureError: the directory cannot be read or written.
+        InfrastructureError: the directory cannot be read or written, or its identity is incomplete.
     """
     try:
         if not store.exists(IDENTITY):
             if not create:
                 return ""
-            store.write_once(IDENTITY, secrets.token_hex(16).encode())
-        return store.read(IDENTITY).decode(errors="replace").strip()
+            store.write_once(IDENTITY, secrets.token_hex(IDENTITY_BYTES).encode())
+        return _whole_identity(store)
     except (OSError, MemoryError) as error:
         raise failure(error, f"The checkpoint directory {store.location} cannot be used") from error
+
+
+def _whole_identity(store: Store) -> str:
+    """Read the identity; wait for a process that is writing it, as some file systems show files half written."""
+    until = time.monotonic() + IDENTITY_WAIT
+    while len(found := store.read(IDENTITY).decode(errors="replace").strip()) < 2 * IDENTITY_BYTES:
+        if time.monotonic() > until:
+            raise InfrastructureError(
+                f"{store.where(IDENTITY)} is incomplete: the process that wrote it has died. Delete it."
+            )
+        threading.Event().wait(store.poll)
+    return found
 
 
 def check_identity(store: Store, expected: str) -> None:
