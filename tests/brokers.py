@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
@@ -23,13 +22,8 @@ import pytest
 from tests.pulsar.broker import ask
 from tests.services import free_port, program
 
-PR_SET_PDEATHSIG = 1
 READY = 60.0
 """Seconds until a broker answers."""
-
-
-def _dies_with_the_tests() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 @contextlib.contextmanager
@@ -37,8 +31,8 @@ def running(command: list[str], port: int, folder: Path, **env: str) -> Iterator
     """A broker, from when it listens until the end of the block."""
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            command, stdout=log, stderr=log, cwd=folder, preexec_fn=_dies_with_the_tests,  # noqa: PLW1509 - it only calls prctl
-            env={**os.environ, **env}, start_new_session=True,
+            ["setpriv", "--pdeathsig", "KILL", *command],
+            stdout=log, stderr=log, cwd=folder, env={**os.environ, **env}, start_new_session=True,
         )  # fmt: skip
     try:
         end = time.monotonic() + READY
@@ -166,9 +160,7 @@ def kafka_port() -> Iterator[int]:
         told = folder / "port"
         command = [sys.executable, "-c", MOCK_KAFKA, str(told)]
         process = subprocess.Popen(
-            command,
-            start_new_session=True,
-            preexec_fn=_dies_with_the_tests,  # noqa: PLW1509
+            ["setpriv", "--pdeathsig", "KILL", *command], start_new_session=True
         )
         try:
             end = time.monotonic() + READY

@@ -114,7 +114,7 @@ class Launch:
         self._terminal = Terminal(self._err) if terminal else None
         with self._out.open("wb") as out, self._err.open("ab") as err:
             self.process = psutil.Popen(
-                command,
+                ["setpriv", "--pdeathsig", "KILL", *command],
                 stdin=self._terminal.slave if self._terminal else subprocess.DEVNULL,
                 stdout=out,
                 stderr=self._terminal.slave if self._terminal else err,

@@ -39,8 +39,9 @@ class Chaos:
         program = [run.scripts / "train.py", self.out, ENDLESS, STEP_TIME]
         command = [str(word) for word in (*CHAOS, *own, *options, *program)]
         self.process = psutil.Popen(
-            command, env=run.env, stdout=subprocess.PIPE, stderr=self._error, start_new_session=True
-        )
+            ["setpriv", "--pdeathsig", "KILL", *command],
+            env=run.env, stdout=subprocess.PIPE, stderr=self._error, start_new_session=True,
+        )  # fmt: skip
 
     def progress(self) -> str:
         self._error.seek(0)
