@@ -16,6 +16,7 @@ import pytest
 
 from tests.recipes import machines
 from tests.recipes.playing import RECIPES, ROOT, dlrover_run, steps_in
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -81,7 +82,7 @@ def test_the_batch_file_trains_on_two_nodes_and_a_killed_launcher_joins_again(
     slurm.nodes({node.name: node.command([]) for node in nodes})
     out = slurm.directory / "out"
     with slurm.submitted(BATCH.read_text().replace(PROGRAM, f'{COUNT} "$out" {STEPS}')) as job:
-        machines.until(lambda: len(steps_in(out)) >= 8, 60, "step 8")
+        until(lambda: len(steps_in(out)) >= 8, 60, "step 8")
         launcher_on("node2").kill()
         assert job.wait(80) == 0, slurm.log.read_text()
     made = steps_in(out)
