@@ -14,6 +14,8 @@ from dlrover.errors import ConfigurationError
 from dlrover.sharding import client, feed, heads
 from dlrover.sharding.records import Records
 from dlrover.sharding.sources.stream import Address, Bounds, Broker, Fetched, Message, Stream
+from dlrover.sharding.spans import Spans
+from dlrover.spec.shards import Span
 
 
 class Shelf:
@@ -55,6 +57,7 @@ class Memory(Broker):
         self.shelf = shelf
         self.group = address.group
         self.transient = (OSError,)
+        self.sparse = shelf.gap > 1
 
     @property
     def identity(self) -> str:
@@ -107,6 +110,14 @@ class MemoryStream(Stream):
 
     def broker(self) -> Broker:
         return Memory(Address(self._url), self.shelf)
+
+
+def without(state: dict, *spans: Span) -> dict:
+    """A worker's state, as if it had not come to these samples."""
+    mine = Spans.unpacked(state["mine"])
+    for span in spans:
+        mine.remove(span)
+    return {**state, "mine": mine.packed()}
 
 
 @contextmanager

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from dlrover.sharding.records import Records
 from dlrover.sharding.sources import Stream
+from dlrover.spec.shards import Span
 from tests.brokers import TOPICS, Topic, kafka_topic, nats_topic, redis_topic
+from tests.sharding.shelf import without
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 
@@ -55,6 +59,20 @@ def test_a_restore_of_an_older_checkpoint_moves_the_group_back(topic: Topic) -> 
         for state in reversed(states):
             data.commit_rank_states([state])
         assert topic.lag("job") == 30
+
+
+@pytest.mark.parametrize("kind", ["redis", "pulsar"])
+def test_offsets_without_a_message_that_nobody_has_come_to_are_no_lag(request, kind: str) -> None:
+    topic = TOPICS[kind](request.getfixturevalue(f"{kind}_port"))
+    for first in (0, 20):
+        topic.send(range(first, first + 20))
+        time.sleep(0.01)
+    with reading(topic, decode=lambda message: message.offset) as data:
+        offsets = list(itertools.islice(data, 40))
+        pause = Span(0, offsets[19] + 1, offsets[20])
+        assert pause.start < pause.stop
+        data.commit_rank_states([without(data.state_dict(), pause)])
+    assert topic.lag("job") == 0
 
 
 @pytest.mark.parametrize("kind", ["redis", "nats", "pulsar"])

@@ -98,6 +98,24 @@ def test_a_loop_that_ends_takes_nothing_into_the_next() -> None:
         client.close()
 
 
+def test_what_a_loop_of_a_stream_leaves_unclaimed_is_for_others_at_once() -> None:
+    dealer = LocalDealer()
+    client = ShardClient(DataSpec(name="data", begins=(0,), shard=10), dealer, 0, Incarnation())
+    try:
+        client.extend((40,))
+        assert client.take()
+        assert dealer.ask(LookShards("data")).taken > 0
+        client.leave_unclaimed()
+        client.rest()
+        end = time.monotonic() + 5
+        while dealer.ask(LookShards("data")).taken:
+            assert time.monotonic() < end, "it keeps what it does not read"
+            time.sleep(0.01)
+        assert client.take(), "the next loop reads on"
+    finally:
+        client.close()
+
+
 class Late(Noted):
     """A dealer whose answers take so many seconds of a clock."""
 

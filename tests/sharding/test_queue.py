@@ -432,6 +432,16 @@ def test_silence_is_not_counted_while_nobody_was_heard_of() -> None:
         take(shards, "a", 3, now=1103.0)
 
 
+def test_a_request_that_is_repeated_is_heard() -> None:
+    shards = opened(DataSpec(name="data", size=100, shard=10, timeout=100.0), "a", "b")
+    first = take(shards, "a", 1, now=1.0).spans
+    for seq, now in enumerate((30.0, 60.0, 90.0), 1):
+        take(shards, "b", seq, now=now)
+    assert take(shards, "a", 1, now=95.0).spans == first
+    take(shards, "b", 4, now=120.0)
+    assert take(shards, "a", 2, now=121.0, done=first).done == 10
+
+
 def test_silence_is_not_counted_while_the_dealer_is_away() -> None:
     shards = opened(DataSpec(name="data", size=30, shard=10, timeout=5.0), "a", "b")
     take(shards, "a", 1)

@@ -9,7 +9,8 @@ import pytest
 from dlrover.sharding import dealers
 from dlrover.sharding.dealers import LocalDealer
 from dlrover.sharding.records import Records
-from tests.sharding.shelf import Shelf, fast_and_clean, read
+from dlrover.spec.shards import Span
+from tests.sharding.shelf import Shelf, fast_and_clean, read, without
 
 __all__ = ["fast_and_clean", "read"]
 pytestmark = pytest.mark.usefixtures("fast_and_clean")
@@ -57,6 +58,18 @@ def test_the_first_gap_counts_whoever_has_read_behind_it(read, monkeypatch) -> N
         state |= {"rank": number, "world_size": 2}
     first.commit_rank_states(states)
     assert shelf.committed == [[5]]
+
+
+def test_a_gap_without_a_message_does_not_hold_the_group_up(read) -> None:
+    shelf = Shelf(gap=3)
+    shelf.send(20)
+    offsets = shelf.offsets[0]
+    data = read(shelf, "?group=g")
+    state = take(data, 20)
+    gaps = [Span(0, offsets[at] + 1, offsets[at + 1]) for at in (4, 7)]
+    data.commit_rank_states([without(state, *gaps)])
+    data.commit_rank_states([without(state, *gaps, Span(0, offsets[10], offsets[10] + 1))])
+    assert shelf.committed == [[offsets[-1] + 1], [offsets[10]]]
 
 
 def test_what_is_set_aside_does_not_hold_the_group_up(read) -> None:

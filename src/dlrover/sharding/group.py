@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dlrover.sharding.dealers import Dealer
@@ -37,7 +37,8 @@ class Group:
         """
         broker = self._stream.broker()
         try:
-            offsets = offsets_of(states, spec, _aside(spec.name, dealer) if dealer else [])
+            aside = _aside(spec.name, dealer) if dealer else []
+            offsets = offsets_of(states, spec, aside, broker.is_empty)
             if not offsets:
                 return  # no worker had begun to read
             broker.commit(offsets)
@@ -56,14 +57,26 @@ class Group:
 
 
 def offsets_of(
-    states: Sequence[Mapping[str, Any]], spec: DataSpec, aside: Iterable[Span]
+    states: Sequence[Mapping[str, Any]],
+    spec: DataSpec,
+    aside: Iterable[Span],
+    is_empty: Callable[[Span], bool],
 ) -> list[int]:
-    """Return, by partition, the first offset that is neither in a checkpoint nor skipped."""
+    """Return, by partition, the first offset that is neither in a checkpoint nor skipped.
+
+    Gaps without a message count as read: the worker that has leased one may not come to it any more.
+    """
     done, _ = merged(states, spec)
     for span in aside:
         done.add(span)
     begins, _ = began(states)
-    return [done.of(number).gap(begin)[0] for number, begin in enumerate(begins)]
+    offsets = []
+    for number, begin in enumerate(begins):
+        start, stop = done.of(number).gap(begin)
+        while stop is not None and is_empty(Span(number, start, stop)):
+            start, stop = done.of(number).gap(stop)
+        offsets.append(start)
+    return offsets
 
 
 def _aside(name: str, dealer: Dealer) -> list[Span]:

@@ -57,6 +57,7 @@ class Pulsar(Broker):
     """
 
     needs = "pulsar-client"
+    sparse = True
 
     def __init__(self, address: Address) -> None:
         import pulsar  # noqa: PLC0415 - only if there is such a source

@@ -39,6 +39,7 @@ class Redis(Broker):
     """``redis://user:password@host:6379/0?stream=a&stream=b``; ``rediss`` with TLS."""
 
     needs = "redis"
+    sparse = True
 
     def __init__(self, address: Address) -> None:
         import redis  # noqa: PLC0415 - only if there is such a source

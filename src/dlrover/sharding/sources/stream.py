@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from dlrover.errors import ConfigurationError
+from dlrover.spec.shards import Span
 
 Sample_co = TypeVar("Sample_co", covariant=True)
 
@@ -162,6 +163,8 @@ class Broker(ABC):
     """Package with its client."""
     group = ""
     """Group that follows stored checkpoints; empty: none."""
+    sparse = False
+    """True if most offsets have no message."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
@@ -186,6 +189,10 @@ class Broker(ABC):
     def shard(self, bounds: list[Bounds]) -> int:
         """Return the number of offsets in a shard."""
         return SHARD
+
+    def is_empty(self, span: Span) -> bool:
+        """Return whether a range in front of known messages has none; only sparse offsets are looked at."""
+        return self.sparse and not self.fetch(span.lane, span.start, span.stop, 1).messages
 
     def beginning(self, bounds: Bounds) -> int:
         """Return the offset at which a job begins that reads all of a partition."""
