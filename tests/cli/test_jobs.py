@@ -1,6 +1,7 @@
 """Job directories: made, locked, put aside, found again."""
 
 import contextlib
+import errno
 import os
 import socket
 import sqlite3
@@ -143,6 +144,17 @@ def test_without_a_home_nodes_find_their_token_among_the_temporary_files(
     assert token not in caplog.text
 
 
+def test_a_directory_that_another_user_has_made_is_given_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "dlrover-4711").mkdir()  # by this user
+    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    with pytest.raises(ConfigurationError, match="set DLROVER_TOKEN or DLROVER_STATE_DIR"):
+        jobs.shared_token({"HOME": "/dev/null"}, "id", "localhost", 1)
+    assert not list((tmp_path / "dlrover-4711").iterdir())
+
+
 def test_a_token_is_found_on_a_disk_that_has_become_full(
     env: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +252,40 @@ def test_a_job_of_another_version_is_refused_and_stays_as_it_is(
     with pytest.raises(FormatError, match="has format 1"):
         load_config(job)
     assert {path.name: path.read_bytes() for path in job.path.iterdir()} == before
+
+
+@pytest.mark.parametrize("room", [0, 1, 2])
+def test_a_journal_elsewhere_is_put_aside_though_the_first_attempt_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """Else the next job would go on from it, and end at once as the last one has."""
+    journal = tmp_path / "elsewhere.sqlite"
+    journal.touch()
+    job = begun_by_another_version(tmp_path / "job", f"file:{journal}")
+    job.outcome.touch()
+    moved = []
+
+    def until_full(source: Path, target: Path) -> None:
+        if len(moved) == room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        moved.append(source.rename(target))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jobs.shutil, "move", until_full)
+        with pytest.raises(ConfigurationError, match="No space left"), jobs.locked(job):
+            pass
+    with jobs.locked(job):
+        assert not journal.exists()
+
+
+def test_runs_of_which_some_were_deleted_are_numbered_on(tmp_path: Path) -> None:
+    job_dir = JobDir(tmp_path)
+    (tmp_path / "run-7").mkdir()
+    (tmp_path / "run-mine").mkdir()
+    job_dir.lock.touch()
+    job_dir.outcome.touch()
+    with jobs.locked(job_dir):
+        assert (tmp_path / "run-8" / job_dir.outcome.name).exists()
 
 
 def test_a_new_run_puts_a_journal_elsewhere_of_another_version_aside(tmp_path: Path) -> None:

@@ -165,15 +165,17 @@ def _check_format(job_dir: JobDir) -> None:
 
 def _put_aside(job_dir: JobDir) -> None:
     """Move the last run's journal, events, outcome and top-level logs into ``run-<n>``."""
+    # The job's file last: if not all can be moved, it tells the next attempt where the journal is.
     state = [
-        job_dir.job, job_dir.agent, job_dir.token, job_dir.master, job_dir.events, job_dir.outcome,
-        job_dir.left, *_journal_files(job_dir), *job_dir.path.glob("*.log"),
+        *_journal_files(job_dir), job_dir.agent, job_dir.token, job_dir.master, job_dir.events,
+        job_dir.outcome, job_dir.left, *job_dir.path.glob("*.log"), job_dir.job,
     ]  # fmt: skip
     present = [path for path in state if path.exists()]
     if not present:
         return
-    number = 1 + len(list(job_dir.path.glob("run-*")))
-    target = job_dir.path / f"run-{number}"
+    numbers = [path.name.removeprefix("run-") for path in job_dir.path.glob("run-*")]
+    last = max((int(number) for number in numbers if number.isdecimal()), default=0)
+    target = job_dir.path / f"run-{last + 1}"
     target.mkdir()
     for path in present:
         shutil.move(path, target / path.name)
@@ -190,8 +192,12 @@ def _journal_files(job_dir: JobDir) -> list[Path]:
 
 
 def write_token(job_dir: JobDir, token: str) -> None:
-    """Write the job's token so that only its owner can read it."""
-    write(job_dir, job_dir.token, token.encode())
+    """Write the job's token so that only its owner can read it.
+
+    Raises:
+        ConfigurationError: the token is not valid, or the file cannot be written.
+    """
+    write(job_dir, job_dir.token, wire.checked_token(token).encode())
 
 
 def write(job_dir: JobDir, path: Path, data: bytes) -> None:
