@@ -103,3 +103,24 @@ def test_one_that_fails_does_not_keep_others_from_being_told(checkpointer, caplo
     assert one.told == [{"value": 1}]
     assert "a.failing could not be told what step 2 holds" in caplog.text
     assert "no way" in caplog.text
+
+
+def test_a_save_that_is_stored_while_the_saver_is_asked_is_told(checkpointer, monkeypatch) -> None:
+    asked, answers = threading.Event(), threading.Event()
+    newest = checkpointer._commits._newest
+
+    def slow():
+        asked.set()
+        assert answers.wait(10)
+        return newest()
+
+    monkeypatch.setattr(checkpointer._commits, "_newest", slow)
+    one = Committing(1)
+    checkpointer.save(1, {"one": one}, to="storage")
+    assert asked.wait(10)
+    one.value = 2
+    checkpointer.save(2, {"one": one}, to="storage")
+    checkpointer._client.wait()
+    answers.set()
+    checkpointer.wait()
+    assert one.told == [{"value": 2}]

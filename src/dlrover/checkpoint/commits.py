@@ -87,8 +87,8 @@ class Commits:
                 self._changed.wait_for(self._wanted, POLL)
                 if self._closed:
                     return
-                asked, waiting = self._asked, dict(self._waiting)
-            told = self._tell(waiting) if waiting else None
+                asked, waits = self._asked, bool(self._waiting)
+            told = self._tell() if waits else None
             with self._changed:
                 for save in [save for save in self._waiting if told is not None and save <= told]:
                     del self._waiting[save]
@@ -98,14 +98,17 @@ class Commits:
     def _wanted(self) -> bool:
         return self._closed or self._served < self._asked
 
-    def _tell(self, waiting: dict[SaveId, list[tuple[Path, Any]]]) -> SaveId | None:
+    def _tell(self) -> SaveId | None:
         """Notify of the newest stored step; return the save up to which nothing is left to do."""
         try:
             known = (self._stored, self._newest())
         except InfrastructureError:
             return None  # the saver is gone; the next save starts a new one
         save = max((one for one in known if one is not None), default=None)
-        if save is None or save not in waiting:
+        with self._changed:
+            # Only now: the saver may have stored a save that was not expected yet when it was asked.
+            found = self._waiting.get(save) if save is not None else None
+        if save is None or found is None:
             return save
         try:
             trees = self._trees(save.step)
@@ -115,7 +118,7 @@ class Commits:
                 return None  # the next attempt may succeed
             logger.warning("What step %d holds is not told to others: %s", save.step, error)
             return save
-        for path, committer in waiting[save]:
+        for path, committer in found:
             _tell_one(committer, path, trees, save.step)
         return save
 
