@@ -89,7 +89,8 @@ class MemoryServer(Client):
                     before or chosen
                 ):  # one that is chosen no more is as if deleted
                     yield kind if chosen else "DELETED", copy.deepcopy(obj)
-            self._news = asyncio.Event()
+            if self._news.is_set():
+                self._news = asyncio.Event()  # one for all watches, or only the last one would wake
             await self._news.wait()
 
     async def close(self) -> None:

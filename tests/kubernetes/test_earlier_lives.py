@@ -241,6 +241,28 @@ def replicas(server: MemoryServer) -> int:
     return int(worker["replicas"])
 
 
+def test_a_plan_is_taken_up_once_a_wrong_manifest_is_right_again() -> None:
+    async def story() -> None:
+        server = MemoryServer()
+        job, numbers = submit(server), Numbers()
+
+        def change(replicas: int) -> None:
+            spec = {"replicaSpecs": {"worker": {"replicas": replicas}}}
+            server.change(ELASTIC_JOBS, "digits", spec=spec)
+
+        async with scaler(server, job, numbers):
+            await asyncio.sleep(0.02)  # both watches wait: of the manifest, and of plans
+            change(0)
+            await asyncio.sleep(0.02)
+            plan(server)
+            await asyncio.sleep(0.02)
+            assert status(server, "grow") == {}
+            change(2)
+            await until(lambda: status(server, "grow").get("phase") == "Scaling")
+
+    asyncio.run(story())
+
+
 def test_what_is_said_of_a_plan_is_not_said_of_the_next_of_its_name() -> None:
     async def story() -> None:
         server = MemoryServer()

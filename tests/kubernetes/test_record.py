@@ -42,6 +42,29 @@ def message(world: World, kind: str) -> str:
     return str(next(c["message"] for c in world.status["conditions"] if c["type"] == kind))
 
 
+def test_a_job_that_has_ended_promises_no_other_start() -> None:
+    world = running()
+    assert world.master is not None
+    world.end(world.master, 1)
+    world.settle()
+    change(world, template=template(image="train:2"))
+    assert message(world, "Applied").endswith(
+        "image changed: the job has ended, and does not start again. Delete it and create it anew to run the "
+        "change."
+    )
+    assert world.events.count("NotApplied") == 1
+    assert world.job is not None
+    world.job["spec"]["replicaSpecs"]["worker"]["replicas"] = 0
+    rejected = world.step().events[0]
+    assert rejected.reason == "Rejected"
+    assert rejected.message.endswith("The job has ended.")
+    world.job["spec"] |= {"suspend": True}
+    world.settle()
+    world.job["spec"] |= {"suspend": False}
+    world.settle()
+    assert world.status["phase"] == "Failed"
+
+
 def test_no_replicas_leave_a_running_job_and_its_next_master_as_they_are() -> None:
     world = running()
     change(world, replicas=0)

@@ -325,3 +325,18 @@ def test_what_the_operator_says_of_a_plan(
     plan = {"metadata": {}, "spec": {"ownerJob": "digits"}, "status": before}
     status = scaleplans.standing(plan, job)
     assert (status["phase"] if status else None) == phase
+
+
+def test_a_plan_that_waits_for_a_right_manifest_says_so() -> None:
+    plan = {"metadata": {}, "spec": {"ownerJob": "digits"}}
+    job = manifests.job()
+    assert scaleplans.standing(plan, job) == {
+        "phase": "Pending",
+        "message": "The master of digits takes it up.",
+    }
+    job["spec"]["replicaSpecs"]["worker"]["replicas"] = 0
+    status = scaleplans.standing(plan, job)
+    assert status is not None
+    assert status["message"].startswith(
+        "The plan waits until the manifest of digits is right: spec.replicaSpecs is worker with 0 replicas"
+    )

@@ -67,7 +67,8 @@ def resolve(manifest: Manifest) -> Running:
         return Running(wanted, _text(manifest["spec"]))
     spec = _followed(recorded, manifest["spec"], wanted)
     job = validation.parse({**manifest, "spec": spec})
-    return Running(job, _text(spec), unapplied=_unapplied(job, wanted))
+    ended = bool(status_of(manifest).completion_time)
+    return Running(job, _text(spec), unapplied=_unapplied(job, wanted, ended=ended))
 
 
 def stopped(manifest: Manifest, fault: str) -> Running:
@@ -140,15 +141,16 @@ def _others(spec: Manifest) -> int:
     )
 
 
-def _unapplied(job: ElasticJob, wanted: ElasticJob) -> str:
+def _unapplied(job: ElasticJob, wanted: ElasticJob, *, ended: bool) -> str:
     found = list(_differences("spec", _plain(job), _plain(wanted)))
     if not found:
         return ""
     more = f" and {len(found) - _MOST_SHOWN} more fields" if len(found) > _MOST_SHOWN else ""
-    return (
-        f"{', '.join(found[:_MOST_SHOWN])}{more} changed: a running job keeps what it started with. The "
-        "change applies when the job starts again: set spec.suspend to true, then to false."
-    )
+    when = "a running job keeps what it started with. The change applies when the job starts again: set "
+    when += "spec.suspend to true, then to false."
+    if ended:
+        when = "the job has ended, and does not start again. Delete it and create it anew to run the change."
+    return f"{', '.join(found[:_MOST_SHOWN])}{more} changed: {when}"
 
 
 def _plain(job: ElasticJob) -> Any:

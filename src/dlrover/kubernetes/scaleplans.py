@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.kubernetes import names, times
+from dlrover.kubernetes import names, times, validation
 from dlrover.kubernetes.client import ApiError, Client, Resource
 from dlrover.kubernetes.decisions import status_of
 from dlrover.kubernetes.informer import Informer
@@ -256,4 +256,9 @@ def standing(plan: Manifest, job: Manifest | None) -> dict[str, str] | None:
         message = gone
     elif spec.get("suspend"):
         message = f"The ElasticJob {owner} is suspended."
+    else:
+        try:
+            validation.parse(job)
+        except ConfigurationError as error:  # its master cannot tell by what numbers to go
+            message = f"The plan waits until the manifest of {owner} is right: {error}"
     return {"phase": PENDING, "message": message}

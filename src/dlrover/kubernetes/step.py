@@ -79,11 +79,14 @@ class Step:
             return [self._condition("Accepted", False, "Invalid", fault)]
         accepted = self._condition("Accepted", True, "Valid")
         if unapplied:
-            return [accepted, self._condition("Applied", False, "AtNextStart", unapplied)]
+            reason = "Ended" if self.old.completion_time else "AtNextStart"
+            return [accepted, self._condition("Applied", False, reason, unapplied)]
         return [accepted, self._condition("Applied", True, "Applied")]
 
     def _despite(self, fault: str, message: str = "") -> str:
         """Return a fault and what happens to the job despite it."""
+        if self.old.completion_time:
+            return f"{fault} The job has ended."
         return f"{fault} {message if self.job.spec.suspend else 'The job goes on as it was before.'}".rstrip()
 
     def _forced(
