@@ -268,13 +268,17 @@ def sizes_up_to(most: int, slots: int) -> list[int]:
 
 
 class Ours(Modelled):
-    """`dlrover.planning`: models, efficiency, marginal gain, with or without knowledge of the length."""
+    """`dlrover.planning`: models, efficiency, marginal gain, with or without knowledge of the length.
+
+    Not the Brain's own policy, `dlrover.brain.division`: that doubts sizes by their spread, changes a batch within
+    a trust region, guesses lengths from jobs that ended, and leaves each running job its smallest size.
+    """
 
     def __init__(
         self, length: Literal["unknown", "history", "declared"], *, adaptive: bool = True
     ) -> None:
         super().__init__()
-        self.name = f"{'ours' if adaptive else 'the Brain'}, length {length}"
+        self.name = f"ours{'' if adaptive else ', batches stay'}, length {length}"
         self.adaptive = adaptive
         self.length = length
         self.shared = length == "history"

@@ -11,11 +11,13 @@ from dlrover.brain.division import ClusterOptimizer
 from dlrover.brain.known import Job, Past
 from dlrover.brain.shapes import Models, allowed
 from dlrover.brain.single import SingleJobOptimizer, first_plan
+from dlrover.master.brainside import shape_of
 from dlrover.planning.measured import ring_sample
 from dlrover.planning.warmstart import PastJob
 from dlrover.spec import brain
 from dlrover.spec.batches import Batches
 from dlrover.spec.plan import Effect, Group, PlanOutcome
+from dlrover.spec.speed import SpeedSample
 from tests.brain import jobs
 
 NOTHING = brain.Cluster()
@@ -84,6 +86,33 @@ def followed(speeds: dict[int, float], start: int) -> list[int]:
 def test_a_job_finds_the_best_size_that_no_model_describes(speeds, start, best) -> None:
     sizes = followed(dict(enumerate(speeds, 1)), start)
     assert sizes[-1] == best, sizes
+
+
+@pytest.mark.parametrize("total", [96, 128, 256])
+def test_one_global_batch_is_measured_once_at_each_size(total) -> None:
+    speeds = dict(enumerate((10, 19, 27, 34, 30, 31), 1))
+    batches = Batches(least=total, most=total, pass_most=1000)
+    nodes, measured = [1], []
+    while len(nodes) < 12:
+        speed = speeds[nodes[-1]]
+        window = SpeedSample(
+            nodes=nodes[-1],
+            replicas=nodes[-1],
+            step_seconds=total / speed,
+            steps=10,
+            total_batch=total,
+            batches=batches,
+        )
+        current = shape_of(window, Group(count=1, cpu=1))  # with a rounded share of each worker
+        measured.append(brain.Sample(shape=current, throughput=speed, batches=batches))
+        space = brain.Space(workers=brain.Range(1, len(speeds)))
+        description = jobs.register("one", space=space).description
+        advice = single(Job("one", description, current, tuple(measured), (), 0.0, len(measured)))
+        if advice.plan is None:
+            break
+        nodes.append(workers(advice))
+    assert nodes[-1] == 4, nodes
+    assert len(nodes) < 12, nodes
 
 
 def test_wrong_predictions_shorten_the_steps() -> None:

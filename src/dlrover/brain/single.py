@@ -214,9 +214,20 @@ def _known(job: Job, current: brain.Shape) -> dict[Size, float]:
     found: dict[Size, list[float]] = {}
     for sample in latest_of_each(job.samples):
         size = _size(sample.shape)
-        if sample.shape == _resized(job, current, size):
+        if _same_but_for_size(job, current, sample.shape):
             found.setdefault(size, []).append(sample.throughput)
     return {size: mean(values) for size, values in found.items()}
+
+
+def _same_but_for_size(job: Job, current: brain.Shape, other: brain.Shape) -> bool:
+    wanted = _resized(job, current, _size(other))
+    if batches_of(job) is None:
+        return other == wanted
+    # Reports round each worker's share: one global batch comes back as other totals at other sizes.
+    rounding = sum(ring_shape(one).replicas * one.passes for one in (current, other)) / 2
+    if abs(total_batch(other) - total_batch(current)) > rounding:
+        return False
+    return msgspec.structs.replace(other, batch=wanted.batch, passes=wanted.passes) == wanted
 
 
 def _cost(current: brain.Shape, size: Size) -> float:
