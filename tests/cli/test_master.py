@@ -9,9 +9,30 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from dlrover.errors import ExitCode
+from dlrover.cli import main
+from dlrover.errors import ConfigurationError, ExitCode
+from dlrover.master import app
 from dlrover.spec.jobdir import JobDir
+
+
+@pytest.mark.parametrize(
+    ("given", "kept", "said"),
+    [(" \n", "0f" * 16, ""), ("é", "", "The token has 1 characters or holds others than")],
+)
+def test_the_token_of_the_environment_is_checked_before_the_master_runs(
+    tmp_path: Path, monkeypatch, given: str, kept: str, said: str
+) -> None:
+    monkeypatch.setenv("DLROVER_TOKEN", given)
+    monkeypatch.setattr(main.secrets, "token_hex", lambda _: "0f" * 16)
+    monkeypatch.setattr(app, "main", lambda _: 0)
+    command = ["master", "--port=0", f"--job-dir={tmp_path / 'job'}"]
+    done = CliRunner().invoke(main.app, command)
+    token = JobDir(tmp_path / "job").token
+    assert (token.read_text() if token.exists() else "") == kept
+    assert said in str(done.exception or "")
+    assert isinstance(done.exception, ConfigurationError) is bool(said)
 
 
 @pytest.mark.slow

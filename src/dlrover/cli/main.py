@@ -337,7 +337,7 @@ def master(  # noqa: PLR0913 - each is an option of the command
             brain=brain_side,
         )
         jobs.write(directory, directory.job, msgspec.json.encode(content))
-        token = env.get("DLROVER_TOKEN") or jobs.kept_token(directory) or secrets.token_hex(16)
+        token = jobs.given_token(env) or jobs.kept_token(directory) or secrets.token_hex(16)
         jobs.write_token(directory, token)
         if output is Form.JSON:
             print(msgspec.json.encode({"job_dir": str(directory.path), "port": port}).decode())
