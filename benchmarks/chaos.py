@@ -24,8 +24,8 @@ from typing import Any
 
 import psutil
 
-from dlrover.elastic.bootstrap import recorded_step
 from dlrover.testing.chaos.verbs import VERBS
+from dlrover.training.worker.bootstrap import recorded_step
 
 WORKER = Path(__file__).with_name("chaos_worker.py")
 CHAOS = [sys.executable, "-m", "dlrover.cli.main", "chaos"]

@@ -50,7 +50,7 @@ class Job:
             sys.executable,
             "-u",
             "-m",
-            "dlrover.cli.run",
+            "dlrover.cli.run.run",
             "--job-dir",
             str(directory / "job"),
         ]

@@ -32,7 +32,7 @@ TORCHRUN = [
     "--max-restarts", "20",
 ]  # fmt: skip
 LAUNCHERS: dict[str, tuple[list[str], dict[str, str]]] = {
-    "dlrover-run": ([sys.executable, "-m", "dlrover.cli.run"], {}),
+    "dlrover-run": ([sys.executable, "-m", "dlrover.cli.run.run"], {}),
     "torchrun": (TORCHRUN, {}),
     "torchrun, store not shared": (TORCHRUN, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
 }

@@ -28,12 +28,12 @@ import torch
 from bare_grpc import GENERATOR_CORE, SERVER_CORE, Meter, Row, pin
 from torch.utils.data import DataLoader
 
+from dlrover import launched
 from dlrover.agent.relay import Relay
-from dlrover.elastic.dataset import ElasticDataset
+from dlrover.data.dataset import ElasticDataset
+from dlrover.data.records import Records
 from dlrover.rpc import wire
 from dlrover.rpc.client import MasterClient
-from dlrover.sharding import defaults
-from dlrover.sharding.records import Records
 from dlrover.spec.job import JobSpec
 from dlrover.spec.shards import DataSpec, Incarnation, OpenShards, ShardReply, Span, TakeShards
 from dlrover.testing.masters import MasterProcess
@@ -127,11 +127,11 @@ async def relayed() -> Any:
     async with a_master() as master:
         agent = spawn.Process(target=relay, args=(master.address, master.token, other), daemon=True)
         agent.start()
-        defaults.relay, defaults.round = await asyncio.to_thread(mine.recv), 1
+        launched.relay, launched.round = await asyncio.to_thread(mine.recv), 1
         try:
             yield
         finally:
-            defaults.relay, defaults.round = "", 0
+            launched.relay, launched.round = "", 0
             agent.kill()
             agent.join()
 

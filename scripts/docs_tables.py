@@ -21,10 +21,10 @@ import msgspec
 
 from dlrover.config import Settings
 from dlrover.master.diagnosis_rules import built_in
-from dlrover.master.history import History
-from dlrover.master.journal_file import FileJournal
-from dlrover.master.metrics import metrics
+from dlrover.master.journal.file import FileJournal
+from dlrover.master.journal.history import History
 from dlrover.master.service import Master
+from dlrover.master.views.metrics import metrics
 from dlrover.spec import events
 from dlrover.spec.failure import Action, Failure, FailureKind, Origin, Verdict
 from dlrover.spec.goodput import Cause, Goodput, IncidentCost

@@ -25,8 +25,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from dlrover.elastic.sampler import ElasticDistributedSampler
-from dlrover.elastic.trainer import ElasticTrainer
+from dlrover.training import ElasticDistributedSampler, ElasticTrainer
 
 
 def parse_args() -> argparse.Namespace:

@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dlrover.checkpoint import Checkpointer
-from dlrover.elastic.dataset import ElasticDataset
-from dlrover.sharding.sources import Message, Stream
+from dlrover.data import ElasticDataset, Message, Stream
 
 FEATURES = 8
 POINTS = 100

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dlrover.checkpoint import Checkpointer
-from dlrover.elastic.dataset import ElasticDataset
+from dlrover.data import ElasticDataset
 
 
 def parse_args() -> argparse.Namespace:

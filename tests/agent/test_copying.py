@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from dlrover.agent import copying
-from dlrover.agent.copying import (
+from dlrover.agent.workers import copying
+from dlrover.agent.workers.copying import (
     READ_SIZE,
     Copier,
     LineFormatter,

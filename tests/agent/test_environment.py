@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from dlrover import config
-from dlrover.agent.environment import secrets, worker_arguments, worker_environment
+from dlrover.agent.workers.environment import secrets, worker_arguments, worker_environment
 from dlrover.errors import ConfigurationError
 from dlrover.spec.launch import Entry, LaunchSpec
 from dlrover.spec.world import World

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.agent import evidence
+from dlrover.agent.workers import evidence
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow

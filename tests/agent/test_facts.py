@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from dlrover.agent import facts
-from dlrover.agent.facts import NodeFacts, tells
+from dlrover.agent.workers import facts
+from dlrover.agent.workers.facts import NodeFacts, tells
 from dlrover.spec.failure import FACTS_LIMIT
 
 XID = "NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus."

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dlrover.agent.generators import Generators
+from dlrover.agent.workers.generators import Generators
 
 np = pytest.importorskip("numpy")
 

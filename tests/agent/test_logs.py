@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from dlrover.agent.logs import AttemptLogs, ConsoleMode, RunLogs, console_mode, line_prefix
+from dlrover.agent.workers.logs import AttemptLogs, ConsoleMode, RunLogs, console_mode, line_prefix
 from dlrover.errors import ConfigurationError
 from dlrover.spec.launch import Entry, LaunchSpec, Std, StdMap
 

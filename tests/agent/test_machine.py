@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from dlrover.agent.machine import (
+from dlrover.agent.machine.node import (
     Abandoned,
     AgentMachine,
     Command,

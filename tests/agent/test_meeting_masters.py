@@ -1,6 +1,6 @@
 """What an agent tells a master that knows nothing, and whom it refuses."""
 
-from dlrover.agent.machine import AgentMachine, Stage, WorkerEnded, WorkersStopped
+from dlrover.agent.machine.node import AgentMachine, Stage, WorkerEnded, WorkersStopped
 from dlrover.rpc import messages
 from dlrover.spec.world import Holding, World
 

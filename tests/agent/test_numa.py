@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 
-from dlrover.agent.numa import Topology, device_numa_nodes, plan, read_topology
+from dlrover.agent.workers.numa import Topology, device_numa_nodes, plan, read_topology
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 MODES = ["node", "socket", "exclusive", "core-complex"]

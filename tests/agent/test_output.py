@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.agent import output
-from dlrover.agent.logs import RunLogs
+from dlrover.agent.workers import output
+from dlrover.agent.workers.logs import RunLogs
 from dlrover.spec.launch import Entry, LaunchSpec, Std, StdMap
 
 

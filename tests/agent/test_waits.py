@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dlrover.agent.machine import Stage
-from dlrover.agent.waits import Waits
+from dlrover.agent.machine.node import Stage
+from dlrover.agent.machine.waits import Waits
 from dlrover.errors import ExitCode
 from dlrover.spec.job import Limits
 

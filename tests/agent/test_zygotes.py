@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.agent import zygotes
-from dlrover.agent.zygote import Order
-from dlrover.agent.zygotes import ZygoteProcess
+from dlrover.agent.workers import zygotes
+from dlrover.agent.workers.zygote import Order
+from dlrover.agent.workers.zygotes import ZygoteProcess
 
 WAIT = 0.05
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dlrover.cli import main
-from dlrover.cli.brain import _limits
+from dlrover.cli.cluster.brain import _limits
 from dlrover.errors import ConfigurationError
 from dlrover.rpc.brain import BrainClient
 from tests.brain import jobs, processes

@@ -11,7 +11,7 @@ from dlrover.brain.division import ClusterOptimizer
 from dlrover.brain.known import Job, Past
 from dlrover.brain.shapes import Models, allowed
 from dlrover.brain.single import SingleJobOptimizer, first_plan
-from dlrover.master.brainside import shape_of
+from dlrover.master.scaling.brainside import shape_of
 from dlrover.planning.measured import ring_sample
 from dlrover.planning.warmstart import PastJob
 from dlrover.spec import brain

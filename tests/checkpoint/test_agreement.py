@@ -9,15 +9,17 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dlrover.checkpoint import checkpointer as checkpointers, interval, shared, storage
-from dlrover.checkpoint.checkpointer import Checkpointer
-from dlrover.checkpoint.client import SaverClient
-from dlrover.checkpoint.loader import Loader
-from dlrover.checkpoint.plan import restoring
-from dlrover.checkpoint.protocol import Holding, SaverGoneError
-from dlrover.checkpoint.restore import in_place
-from dlrover.checkpoint.saves import SaveId
-from dlrover.checkpoint.stores import MANIFEST, TRACKER, StorageAwayError, open_store
+from dlrover.checkpoint.engine import checkpointer as checkpointers, shared
+from dlrover.checkpoint.engine.checkpointer import Checkpointer
+from dlrover.checkpoint.engine.client import SaverClient
+from dlrover.checkpoint.loading.loader import Loader
+from dlrover.checkpoint.loading.plan import restoring
+from dlrover.checkpoint.loading.restore import in_place
+from dlrover.checkpoint.machine import interval
+from dlrover.checkpoint.machine.saves import SaveId
+from dlrover.checkpoint.saver.protocol import Holding, SaverGoneError
+from dlrover.checkpoint.storage import storage
+from dlrover.checkpoint.storage.stores import MANIFEST, TRACKER, StorageAwayError, open_store
 from dlrover.errors import ConfigurationError, InfrastructureError
 from tests.checkpoint.test_fenced import write
 from tests.checkpoint.together import ThreadWorld, each, worlds

@@ -17,8 +17,9 @@ import psutil
 import pytest
 import torch
 
-from dlrover.checkpoint import Checkpointer, storage, torchfile
-from dlrover.checkpoint.stores import open_store
+from dlrover.checkpoint import Checkpointer
+from dlrover.checkpoint.storage import storage, torchfile
+from dlrover.checkpoint.storage.stores import open_store
 from dlrover.errors import InfrastructureError
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(90)]
@@ -33,7 +34,7 @@ def fail(passed):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 faults.hook = fail
 saver.RETRY_DELAYS = (0.02, 0.05, 0.1)
-sys.argv[0] = "dlrover.checkpoint.saver"
+sys.argv[0] = "dlrover.checkpoint.saver.saver"
 saver.main(sys.argv[3:])
 """
 

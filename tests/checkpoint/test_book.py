@@ -4,16 +4,18 @@ import threading
 import msgspec
 import pytest
 
-from dlrover.checkpoint import layout as layouts, memory, protocol, storage
-from dlrover.checkpoint.book import Book
-from dlrover.checkpoint.breakpoint import Breakpoints
-from dlrover.checkpoint.layout import TensorSpec
-from dlrover.checkpoint.memory import Generation
-from dlrover.checkpoint.policies import KeepLast
-from dlrover.checkpoint.protocol import Join, SaverGoneError
-from dlrover.checkpoint.saver import Saver
-from dlrover.checkpoint.saves import SaveId
-from dlrover.checkpoint.stores import open_store
+from dlrover.checkpoint.machine import layout as layouts
+from dlrover.checkpoint.machine.layout import TensorSpec
+from dlrover.checkpoint.machine.policies import KeepLast
+from dlrover.checkpoint.machine.saves import SaveId
+from dlrover.checkpoint.saver import memory, protocol
+from dlrover.checkpoint.saver.book import Book
+from dlrover.checkpoint.saver.breakpoint import Breakpoints
+from dlrover.checkpoint.saver.memory import Generation
+from dlrover.checkpoint.saver.protocol import Join, SaverGoneError
+from dlrover.checkpoint.saver.saver import Saver
+from dlrover.checkpoint.storage import storage
+from dlrover.checkpoint.storage.stores import open_store
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
 
 ENTRIES = layouts.place([TensorSpec(("a",), "uint8", (8,))], [0])
@@ -312,7 +314,7 @@ def test_the_step_of_a_larger_world_is_kept_whole_until_the_second_save():
 
 
 def test_two_processes_cannot_be_the_same_rank(monkeypatch):
-    monkeypatch.setattr("dlrover.checkpoint.book.PREDECESSOR_WAIT", 0.1)
+    monkeypatch.setattr("dlrover.checkpoint.saver.book.PREDECESSOR_WAIT", 0.1)
     book = Book()
     Worker(book, 0)
     with pytest.raises(InfrastructureError, match="two jobs cannot share"):
@@ -485,7 +487,7 @@ def test_a_predecessor_whose_end_was_not_heard_of_counts_as_ended():
 
 
 def test_savers_that_do_not_answer_are_not_waited_for_longer(tmp_path, monkeypatch):
-    monkeypatch.setattr("dlrover.checkpoint.breakpoint.VOTE_PATIENCE", 0.1)
+    monkeypatch.setattr("dlrover.checkpoint.saver.breakpoint.VOTE_PATIENCE", 0.1)
     book = Book()
     joined = Join(5, 2, (0,), save_at_breakpoint=True)
     _, owner, _ = book.attach(0, 1)
@@ -497,7 +499,7 @@ def test_savers_that_do_not_answer_are_not_waited_for_longer(tmp_path, monkeypat
 
 
 def test_a_lost_node_has_its_part_stored_from_its_replica(tmp_path, monkeypatch):
-    monkeypatch.setattr("dlrover.checkpoint.breakpoint.VOTE_PATIENCE", 0.1)
+    monkeypatch.setattr("dlrover.checkpoint.saver.breakpoint.VOTE_PATIENCE", 0.1)
     book = Book()
     own = Worker(book, 0, (0,), stores=True, size=2)
     replica = Worker(book, 1, (0, 1))
@@ -533,7 +535,7 @@ def test_what_a_rank_left_is_not_written_over_before_its_peers_have_ended():
 
 
 def test_other_nodes_do_not_hold_up_a_training_for_long(tmp_path, monkeypatch):
-    monkeypatch.setattr("dlrover.checkpoint.saver.STARVING_PATIENCE", 0.2)
+    monkeypatch.setattr("dlrover.checkpoint.saver.saver.STARVING_PATIENCE", 0.2)
     with protocol.new_socket() as listener:
         saver = Saver(
             open_store(tmp_path), storage.identity(open_store(tmp_path)), KeepLast(2), 1.0, listener

@@ -2,9 +2,16 @@
 
 import pytest
 
-from dlrover.checkpoint.breakpoint import Ballot, Decision, Vote, complete, decide, remove_votes
-from dlrover.checkpoint.saves import SaveId
-from dlrover.checkpoint.stores import open_store
+from dlrover.checkpoint.machine.saves import SaveId
+from dlrover.checkpoint.saver.breakpoint import (
+    Ballot,
+    Decision,
+    Vote,
+    complete,
+    decide,
+    remove_votes,
+)
+from dlrover.checkpoint.storage.stores import open_store
 
 
 def saved(step):

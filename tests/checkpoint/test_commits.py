@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.checkpoint import Checkpointer, commits
-from dlrover.checkpoint.storage import steps
+from dlrover.checkpoint import Checkpointer
+from dlrover.checkpoint.engine import commits
+from dlrover.checkpoint.storage.storage import steps
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 

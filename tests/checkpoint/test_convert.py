@@ -14,22 +14,18 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dlrover.checkpoint import (
-    layout as layouts,
-    memory,
-    persist,
-    safetensorsfile,
-    storage,
-    tools,
-    tree,
-)
-from dlrover.checkpoint.convert import convert
-from dlrover.checkpoint.copying import Copier
-from dlrover.checkpoint.memory import Generation
-from dlrover.checkpoint.persist import Job, Source
-from dlrover.checkpoint.saves import SaveId
-from dlrover.checkpoint.stores import open_store
-from dlrover.checkpoint.tree import DTYPES, Shard
+from dlrover.checkpoint.engine import tree
+from dlrover.checkpoint.engine.copying import Copier
+from dlrover.checkpoint.engine.tree import DTYPES, Shard
+from dlrover.checkpoint.machine import layout as layouts
+from dlrover.checkpoint.machine.saves import SaveId
+from dlrover.checkpoint.saver import memory
+from dlrover.checkpoint.saver.memory import Generation
+from dlrover.checkpoint.storage import persist, storage
+from dlrover.checkpoint.storage.persist import Job, Source
+from dlrover.checkpoint.storage.stores import open_store
+from dlrover.checkpoint.tools import safetensorsfile, tools
+from dlrover.checkpoint.tools.convert import convert
 from dlrover.cli import main
 from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
 
@@ -462,7 +458,7 @@ def test_only_a_tensor_at_a_time_is_in_memory(tmp_path: Path, to: str):
     state = {f"t{number}": torch.full((4 << 20,), float(number)) for number in range(16)}
     convert(file_of(tmp_path, state), tmp_path / "dcp", "dcp")
     code = (
-        "import resource, sys; from pathlib import Path; from dlrover.checkpoint.convert import convert\n"
+        "import resource, sys; from pathlib import Path; from dlrover.checkpoint.tools.convert import convert\n"
         "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "before = peak(); convert(Path('dcp'), Path('x.safetensors'), sys.argv[1], trusted=True); print(peak() - before)"
     )

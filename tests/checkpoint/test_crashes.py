@@ -13,10 +13,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dlrover.checkpoint import Checkpointer, faults, storage
-from dlrover.checkpoint.formats import FORMAT
-from dlrover.checkpoint.memory import Generation
-from dlrover.checkpoint.stores import open_store
+from dlrover.checkpoint import Checkpointer
+from dlrover.checkpoint.saver.memory import Generation
+from dlrover.checkpoint.storage import faults, storage
+from dlrover.checkpoint.storage.formats import FORMAT
+from dlrover.checkpoint.storage.stores import open_store
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(90)]
@@ -50,7 +51,7 @@ def die(passed):
             os.kill(os.getpid(), signal.SIGKILL)
         budget[0] -= 1
 faults.hook = die
-sys.argv[0] = "dlrover.checkpoint.saver"
+sys.argv[0] = "dlrover.checkpoint.saver.saver"
 saver.main(sys.argv[3:])
 """
 
@@ -66,7 +67,7 @@ def available():
                 held += os.stat(entry.path).st_blocks * 512
     return limit - held
 ranks.available_memory = available
-sys.argv[0] = "dlrover.checkpoint.saver"
+sys.argv[0] = "dlrover.checkpoint.saver.saver"
 saver.main(sys.argv[2:])
 """
 
@@ -409,7 +410,7 @@ def test_without_memory_for_a_generation_only_steps_for_storage_are_saved(
     record = checkpointer.load(state)
     assert (record.source, record.step, state["step"]) == ("storage", 2, 2)
     assert torch.equal(state["w"], torch.full((50_000,), 2.0, dtype=torch.bfloat16))
-    monkeypatch.setattr("dlrover.checkpoint.direct.RETRY_DELAYS", (0.01,))
+    monkeypatch.setattr("dlrover.checkpoint.engine.direct.RETRY_DELAYS", (0.01,))
     (directory / "checkpoint-id").rename(directory / "gone")
     checkpointer.save(4, state, to="storage")
     with pytest.raises(InfrastructureError, match=r"Step 4 was not stored in .*not the directory"):

@@ -2,8 +2,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from dlrover.checkpoint import extent
-from dlrover.checkpoint.extent import Chunk, Extent, MissingPartError
+from dlrover.checkpoint.machine import extent
+from dlrover.checkpoint.machine.extent import Chunk, Extent, MissingPartError
 
 sizes = st.integers(0, 9)
 

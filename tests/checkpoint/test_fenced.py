@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlrover.checkpoint import checkpointer as checkpointers, direct, storage, tree
-from dlrover.checkpoint.checkpointer import Checkpointer
-from dlrover.checkpoint.copying import Copier
-from dlrover.checkpoint.policies import KeepLast
-from dlrover.checkpoint.saves import SaveId
-from dlrover.checkpoint.stores import IDENTITY, Store, open_store
-from dlrover.checkpoint.verification import verify
+from dlrover.checkpoint.engine import checkpointer as checkpointers, direct, tree
+from dlrover.checkpoint.engine.checkpointer import Checkpointer
+from dlrover.checkpoint.engine.copying import Copier
+from dlrover.checkpoint.machine.policies import KeepLast
+from dlrover.checkpoint.machine.saves import SaveId
+from dlrover.checkpoint.storage import storage
+from dlrover.checkpoint.storage.stores import IDENTITY, Store, open_store
+from dlrover.checkpoint.tools.verification import verify
 from dlrover.errors import ConfigurationError, InfrastructureError
 from tests.checkpoint.together import each, worlds
 

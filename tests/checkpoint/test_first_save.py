@@ -4,13 +4,14 @@ import errno
 
 import pytest
 
-from dlrover.checkpoint import first_save, fresh, storage
-from dlrover.checkpoint.first_save import FirstSaves
-from dlrover.checkpoint.fresh import Evidence
-from dlrover.checkpoint.loader import Lost
-from dlrover.checkpoint.protocol import Join
-from dlrover.checkpoint.saves import SaveId
-from dlrover.checkpoint.stores import open_store
+from dlrover.checkpoint.loading import fresh
+from dlrover.checkpoint.loading.fresh import Evidence
+from dlrover.checkpoint.loading.loader import Lost
+from dlrover.checkpoint.machine.saves import SaveId
+from dlrover.checkpoint.saver.protocol import Join
+from dlrover.checkpoint.storage import first_save, storage
+from dlrover.checkpoint.storage.first_save import FirstSaves
+from dlrover.checkpoint.storage.stores import open_store
 
 SESSION = 7
 

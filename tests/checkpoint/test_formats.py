@@ -9,29 +9,23 @@ import msgspec
 import pytest
 import torch
 
-from dlrover.checkpoint import (
-    first_save,
-    joining,
-    loader as loaders,
-    protocol,
-    restore,
-    storage,
-    tools,
-    tree,
-    wire,
-)
-from dlrover.checkpoint.copying import Copier
-from dlrover.checkpoint.direct import Writer
-from dlrover.checkpoint.formats import FORMAT, OtherFormatError
-from dlrover.checkpoint.lease import Lease
-from dlrover.checkpoint.memory import Generation
-from dlrover.checkpoint.plan import restoring
-from dlrover.checkpoint.policies import KeepLast
-from dlrover.checkpoint.protocol import Holding, Join
-from dlrover.checkpoint.replicas import Receiver
-from dlrover.checkpoint.saves import SaveId
-from dlrover.checkpoint.stores import MANIFEST, open_store
-from dlrover.checkpoint.world import World
+from dlrover.checkpoint.engine import joining, tree
+from dlrover.checkpoint.engine.copying import Copier
+from dlrover.checkpoint.engine.direct import Writer
+from dlrover.checkpoint.engine.world import World
+from dlrover.checkpoint.loading import loader as loaders, restore
+from dlrover.checkpoint.loading.plan import restoring
+from dlrover.checkpoint.machine.policies import KeepLast
+from dlrover.checkpoint.machine.saves import SaveId
+from dlrover.checkpoint.saver import protocol, wire
+from dlrover.checkpoint.saver.memory import Generation
+from dlrover.checkpoint.saver.protocol import Holding, Join
+from dlrover.checkpoint.saver.replicas import Receiver
+from dlrover.checkpoint.storage import first_save, storage
+from dlrover.checkpoint.storage.formats import FORMAT, OtherFormatError
+from dlrover.checkpoint.storage.lease import Lease
+from dlrover.checkpoint.storage.stores import MANIFEST, open_store
+from dlrover.checkpoint.tools import tools
 from dlrover.errors import ConfigurationError
 
 pytestmark = pytest.mark.torch

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlrover.checkpoint import Checkpointer, formats, storage, tools
-from dlrover.checkpoint.saves import SaveId
-from dlrover.checkpoint.stores import MANIFEST, open_store
+from dlrover.checkpoint import Checkpointer
+from dlrover.checkpoint.machine.saves import SaveId
+from dlrover.checkpoint.storage import formats, storage
+from dlrover.checkpoint.storage.stores import MANIFEST, open_store
+from dlrover.checkpoint.tools import tools
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(90)]
 

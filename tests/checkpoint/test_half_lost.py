@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlrover.checkpoint import Checkpointer, first_save, loader
-from dlrover.checkpoint.protocol import Held, Join
-from dlrover.checkpoint.saves import Numbering, SaveId
+from dlrover.checkpoint import Checkpointer
+from dlrover.checkpoint.loading import loader
+from dlrover.checkpoint.machine.saves import Numbering, SaveId
+from dlrover.checkpoint.saver.protocol import Held, Join
+from dlrover.checkpoint.storage import first_save
 from dlrover.errors import CheckpointsLostError
 from tests.waiting import until
 

@@ -1,8 +1,8 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from dlrover.checkpoint import interval
-from dlrover.checkpoint.interval import Auto, Costs, Interval, advise, daly
+from dlrover.checkpoint.machine import interval
+from dlrover.checkpoint.machine.interval import Auto, Costs, Interval, advise, daly
 
 HOUR = 3600.0
 

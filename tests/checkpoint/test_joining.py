@@ -8,13 +8,14 @@ import msgspec
 import pytest
 
 from dlrover import config
-from dlrover.checkpoint import certificates, joining
-from dlrover.checkpoint.book import Book
-from dlrover.checkpoint.joining import Wishes
-from dlrover.checkpoint.protocol import Attached, Listening
-from dlrover.checkpoint.replicas import Replicas
-from dlrover.checkpoint.saves import Newest
-from dlrover.checkpoint.world import World
+from dlrover.checkpoint.engine import joining
+from dlrover.checkpoint.engine.joining import Wishes
+from dlrover.checkpoint.engine.world import World
+from dlrover.checkpoint.machine.saves import Newest
+from dlrover.checkpoint.saver import certificates
+from dlrover.checkpoint.saver.book import Book
+from dlrover.checkpoint.saver.protocol import Attached, Listening
+from dlrover.checkpoint.saver.replicas import Replicas
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 SECRET = "5" * 64

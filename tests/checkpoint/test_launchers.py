@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.checkpoint import storage
-from dlrover.checkpoint.stores import open_store
+from dlrover.checkpoint.storage import storage
+from dlrover.checkpoint.storage.stores import open_store
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.long, pytest.mark.timeout(180)]
 
@@ -22,7 +22,7 @@ LAUNCHERS = {
         "--max-restarts=2",
     ],
     "dlrover-run": [
-        sys.executable, "-m", "dlrover.cli.run", "--standalone", "--nproc-per-node=2",
+        sys.executable, "-m", "dlrover.cli.run.run", "--standalone", "--nproc-per-node=2",
         "--max-restarts=2",
     ],
 }  # fmt: skip

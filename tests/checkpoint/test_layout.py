@@ -1,8 +1,8 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from dlrover.checkpoint import layout as layouts
-from dlrover.checkpoint.layout import Layout, TensorEntry, TensorRef, TensorSpec
+from dlrover.checkpoint.machine import layout as layouts
+from dlrover.checkpoint.machine.layout import Layout, TensorEntry, TensorRef, TensorSpec
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 scalars = (

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.checkpoint import Checkpointer, formats, lease as leases, storage
-from dlrover.checkpoint.lease import Lease, job_of
-from dlrover.checkpoint.policies import KeepLast
-from dlrover.checkpoint.saves import SaveId
-from dlrover.checkpoint.stores import MANIFEST, open_store
+from dlrover.checkpoint import Checkpointer
+from dlrover.checkpoint.machine.policies import KeepLast
+from dlrover.checkpoint.machine.saves import SaveId
+from dlrover.checkpoint.storage import formats, lease as leases, storage
+from dlrover.checkpoint.storage.lease import Lease, job_of
+from dlrover.checkpoint.storage.stores import MANIFEST, open_store
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 HERE, ELSEWHERE = "boot-1 pid:[1]", "boot-2 pid:[1]"
@@ -201,7 +202,7 @@ def test_what_was_released_or_died_on_this_machine_is_taken_at_once(nodes, clock
     second = b.lease("two", 2)
     b.check(second, 2, clock)
     code = (
-        "import sys; from dlrover.checkpoint import lease; from dlrover.checkpoint.stores import open_store;"
+        "import sys; from dlrover.checkpoint.storage import lease; from dlrover.checkpoint.storage.stores import open_store;"
         f"lease._namespace = lambda: {HERE!r};"
         "taken = lease.Lease(open_store(sys.argv[1]), 'one'); taken.join(3); taken._take(3, None)"
     )

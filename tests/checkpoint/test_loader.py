@@ -3,17 +3,19 @@
 import pytest
 import torch
 
-from dlrover.checkpoint import loader as loaders, storage, tree
-from dlrover.checkpoint.copying import Copier
-from dlrover.checkpoint.direct import Writer
-from dlrover.checkpoint.loader import Loader
-from dlrover.checkpoint.plan import restoring
-from dlrover.checkpoint.policies import KeepLast
-from dlrover.checkpoint.protocol import Holding
-from dlrover.checkpoint.restore import in_place
-from dlrover.checkpoint.saves import SaveId
-from dlrover.checkpoint.stores import open_store
-from dlrover.checkpoint.world import World
+from dlrover.checkpoint.engine import tree
+from dlrover.checkpoint.engine.copying import Copier
+from dlrover.checkpoint.engine.direct import Writer
+from dlrover.checkpoint.engine.world import World
+from dlrover.checkpoint.loading import loader as loaders
+from dlrover.checkpoint.loading.loader import Loader
+from dlrover.checkpoint.loading.plan import restoring
+from dlrover.checkpoint.loading.restore import in_place
+from dlrover.checkpoint.machine.policies import KeepLast
+from dlrover.checkpoint.machine.saves import SaveId
+from dlrover.checkpoint.saver.protocol import Holding
+from dlrover.checkpoint.storage import storage
+from dlrover.checkpoint.storage.stores import open_store
 
 pytestmark = pytest.mark.torch
 

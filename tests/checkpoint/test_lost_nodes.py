@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from dlrover import config
-from dlrover.checkpoint import Checkpointer, storage
-from dlrover.checkpoint.stores import open_store
+from dlrover.checkpoint import Checkpointer
+from dlrover.checkpoint.storage import storage
+from dlrover.checkpoint.storage.stores import open_store
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.long, pytest.mark.timeout(240)]
 

@@ -4,11 +4,12 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from dlrover.checkpoint import layout as layouts, memory
-from dlrover.checkpoint.layout import TensorSpec
-from dlrover.checkpoint.limits import available_memory
-from dlrover.checkpoint.memory import PAGE, Generation, State
-from dlrover.checkpoint.saves import SaveId
+from dlrover.checkpoint.machine import layout as layouts
+from dlrover.checkpoint.machine.layout import TensorSpec
+from dlrover.checkpoint.machine.saves import SaveId
+from dlrover.checkpoint.saver import memory
+from dlrover.checkpoint.saver.limits import available_memory
+from dlrover.checkpoint.saver.memory import PAGE, Generation, State
 from dlrover.errors import InfrastructureError
 
 ENTRIES = layouts.place(

@@ -6,9 +6,10 @@ import threading
 import pytest
 import torch
 
-from dlrover.checkpoint import Checkpointer, faults
-from dlrover.checkpoint.copying import Copier
-from dlrover.checkpoint.saves import SaveId
+from dlrover.checkpoint import Checkpointer
+from dlrover.checkpoint.engine.copying import Copier
+from dlrover.checkpoint.machine.saves import SaveId
+from dlrover.checkpoint.storage import faults
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(60)]

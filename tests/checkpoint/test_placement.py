@@ -6,12 +6,12 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from dlrover.checkpoint import joining
-from dlrover.checkpoint.bucket import TokenBucket
-from dlrover.checkpoint.formats import FORMAT
-from dlrover.checkpoint.placement import holders, ring
-from dlrover.checkpoint.protocol import Peer, Replication
-from dlrover.checkpoint.saves import Newest
+from dlrover.checkpoint.engine import joining
+from dlrover.checkpoint.machine.placement import holders, ring
+from dlrover.checkpoint.machine.saves import Newest
+from dlrover.checkpoint.saver.bucket import TokenBucket
+from dlrover.checkpoint.saver.protocol import Peer, Replication
+from dlrover.checkpoint.storage.formats import FORMAT
 from dlrover.errors import ConfigurationError
 
 HOST = "127.0.0.1"

@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from dlrover.checkpoint import Checkpointer, policies, storage
-from dlrover.checkpoint.formats import FORMAT
-from dlrover.checkpoint.policies import (
+from dlrover.checkpoint import Checkpointer
+from dlrover.checkpoint.machine import policies
+from dlrover.checkpoint.machine.policies import (
     KeepAny,
     KeepBest,
     KeepEvery,
@@ -17,7 +17,9 @@ from dlrover.checkpoint.policies import (
     Policy,
     StepInfo,
 )
-from dlrover.checkpoint.stores import MANIFEST, open_store
+from dlrover.checkpoint.storage import storage
+from dlrover.checkpoint.storage.formats import FORMAT
+from dlrover.checkpoint.storage.stores import MANIFEST, open_store
 from dlrover.errors import ConfigurationError
 
 pytestmark = pytest.mark.torch

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from dlrover.checkpoint import Checkpointer
-from dlrover.checkpoint.layout import encode, pack
-from dlrover.checkpoint.plan import Question, RankState, restoring
-from dlrover.checkpoint.restore import in_place
+from dlrover.checkpoint.loading.plan import Question, RankState, restoring
+from dlrover.checkpoint.loading.restore import in_place
+from dlrover.checkpoint.machine.layout import encode, pack
 
 pytestmark = pytest.mark.torch
 

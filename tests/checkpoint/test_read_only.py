@@ -5,7 +5,8 @@ import os
 import pytest
 import torch
 
-from dlrover.checkpoint import Checkpointer, book
+from dlrover.checkpoint import Checkpointer
+from dlrover.checkpoint.saver import book
 from dlrover.errors import CheckpointsLostError, ConfigurationError, InfrastructureError
 from tests.waiting import until
 

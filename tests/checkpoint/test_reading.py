@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlrover.checkpoint import layout as layouts, tree
-from dlrover.checkpoint.local import BUFFER
-from dlrover.checkpoint.restore import Restoration
-from dlrover.checkpoint.stores import Range, is_damage, open_store
+from dlrover.checkpoint.engine import tree
+from dlrover.checkpoint.loading.restore import Restoration
+from dlrover.checkpoint.machine import layout as layouts
+from dlrover.checkpoint.storage.local import BUFFER
+from dlrover.checkpoint.storage.stores import Range, is_damage, open_store
 from dlrover.errors import InfrastructureError
 
 SIZE = 2 * BUFFER

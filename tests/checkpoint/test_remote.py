@@ -16,10 +16,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from typer.testing import CliRunner
 
-from dlrover.checkpoint import Checkpointer, KeepBest, protocol, storage, tools
-from dlrover.checkpoint.convert import convert
-from dlrover.checkpoint.ranges import GAP, _neighbours
-from dlrover.checkpoint.stores import BAD, Range, StorageAwayError, open_store
+from dlrover.checkpoint import Checkpointer, KeepBest
+from dlrover.checkpoint.saver import protocol
+from dlrover.checkpoint.storage import storage
+from dlrover.checkpoint.storage.ranges import GAP, _neighbours
+from dlrover.checkpoint.storage.stores import BAD, Range, StorageAwayError, open_store
+from dlrover.checkpoint.tools import tools
+from dlrover.checkpoint.tools.convert import convert
 from dlrover.cli.ckpt import app
 from dlrover.errors import ConfigurationError, InfrastructureError
 from tests.waiting import until
@@ -40,14 +43,14 @@ def die(passed):
             os.kill(os.getpid(), signal.SIGKILL)
         budget[0] -= 1
 faults.hook = die
-sys.argv[0] = "dlrover.checkpoint.saver"
+sys.argv[0] = "dlrover.checkpoint.saver.saver"
 saver.main(sys.argv[3:])
 """
 HASTY_SAVER = """
 import sys
 from dlrover.checkpoint import saver
 saver.RETRY_DELAYS = tuple(map(float, sys.argv[1].split(",")))
-sys.argv[0] = "dlrover.checkpoint.saver"
+sys.argv[0] = "dlrover.checkpoint.saver.saver"
 saver.main(sys.argv[2:])
 """
 
@@ -165,7 +168,7 @@ def test_only_what_is_asked_for_is_read(url, monkeypatch):
 
 
 def test_large_tensors_are_read_by_several_requests(url, monkeypatch):
-    monkeypatch.setattr("dlrover.checkpoint.ranges.REQUEST", 1000)
+    monkeypatch.setattr("dlrover.checkpoint.storage.ranges.REQUEST", 1000)
     store_steps(url, 3)
     record, state = load(url)
     assert record.step == 3

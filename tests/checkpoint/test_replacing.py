@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.checkpoint import local, storage
-from dlrover.checkpoint.saves import SaveId
-from dlrover.checkpoint.stores import MANIFEST, Draft, open_store, step_folder
+from dlrover.checkpoint.machine.saves import SaveId
+from dlrover.checkpoint.storage import local, storage
+from dlrover.checkpoint.storage.stores import MANIFEST, Draft, open_store, step_folder
 
 OLD, NEW = b"old", b"new"
 

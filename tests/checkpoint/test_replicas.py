@@ -18,26 +18,18 @@ import torch
 from hypothesis import given, settings
 from random_trees import assert_same, blank, trees
 
-from dlrover.checkpoint import (
-    certificates,
-    copying,
-    exchange,
-    faults,
-    layout as layouts,
-    memory,
-    ranks,
-    replicas,
-    tree,
-    wire,
-)
-from dlrover.checkpoint.book import Book
-from dlrover.checkpoint.formats import FORMAT
-from dlrover.checkpoint.layout import TensorSpec
-from dlrover.checkpoint.memory import Generation
-from dlrover.checkpoint.protocol import Join, Peer, Replication
-from dlrover.checkpoint.replicas import Replicas
-from dlrover.checkpoint.restore import Restoration
-from dlrover.checkpoint.saves import SaveId
+from dlrover.checkpoint.engine import copying, tree
+from dlrover.checkpoint.loading.restore import Restoration
+from dlrover.checkpoint.machine import layout as layouts
+from dlrover.checkpoint.machine.layout import TensorSpec
+from dlrover.checkpoint.machine.saves import SaveId
+from dlrover.checkpoint.saver import certificates, exchange, memory, ranks, replicas, wire
+from dlrover.checkpoint.saver.book import Book
+from dlrover.checkpoint.saver.memory import Generation
+from dlrover.checkpoint.saver.protocol import Join, Peer, Replication
+from dlrover.checkpoint.saver.replicas import Replicas
+from dlrover.checkpoint.storage import faults
+from dlrover.checkpoint.storage.formats import FORMAT
 from dlrover.errors import ProtocolError
 from tests.waiting import until
 

@@ -6,11 +6,13 @@ import threading
 import pytest
 import torch
 
-from dlrover.checkpoint import Checkpointer, memory, tree
-from dlrover.checkpoint.copying import Copier
-from dlrover.checkpoint.memory import Generation
-from dlrover.checkpoint.room import Room
-from dlrover.checkpoint.saves import SaveId
+from dlrover.checkpoint import Checkpointer
+from dlrover.checkpoint.engine import tree
+from dlrover.checkpoint.engine.copying import Copier
+from dlrover.checkpoint.engine.room import Room
+from dlrover.checkpoint.machine.saves import SaveId
+from dlrover.checkpoint.saver import memory
+from dlrover.checkpoint.saver.memory import Generation
 from dlrover.errors import InfrastructureError
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(60)]

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard as ShardPlacement, distribute_tensor
 
 from dlrover.checkpoint import Checkpointer
-from dlrover.checkpoint.convert import convert
-from dlrover.checkpoint.safetensorsfile import NAMES
+from dlrover.checkpoint.tools.convert import convert
+from dlrover.checkpoint.tools.safetensorsfile import NAMES
 
 pytestmark = [
     pytest.mark.slow,

@@ -1,6 +1,6 @@
 """Which of two saves is the newer one."""
 
-from dlrover.checkpoint.saves import Newest, Numbering, Order, SaveId
+from dlrover.checkpoint.machine.saves import Newest, Numbering, Order, SaveId
 
 
 def test_the_last_save_of_a_step_is_the_newest():

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.checkpoint import shared, storage
-from dlrover.checkpoint.stores import IDENTITY, Store, open_store
+from dlrover.checkpoint.engine import shared
+from dlrover.checkpoint.storage import storage
+from dlrover.checkpoint.storage.stores import IDENTITY, Store, open_store
 from dlrover.errors import ConfigurationError
 from tests.checkpoint.together import each, worlds
 

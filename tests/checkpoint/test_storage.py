@@ -12,22 +12,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dlrover.checkpoint import (
-    copying,
-    direct,
-    layout as layouts,
-    memory,
-    persist,
-    storage,
-    torchfile,
-    tree,
-)
-from dlrover.checkpoint.copying import Copier
-from dlrover.checkpoint.memory import Generation
-from dlrover.checkpoint.persist import Job, Source
-from dlrover.checkpoint.policies import KeepLast
-from dlrover.checkpoint.saves import SaveId
-from dlrover.checkpoint.stores import IDENTITY, MANIFEST, open_store
+from dlrover.checkpoint.engine import copying, direct, tree
+from dlrover.checkpoint.engine.copying import Copier
+from dlrover.checkpoint.machine import layout as layouts
+from dlrover.checkpoint.machine.policies import KeepLast
+from dlrover.checkpoint.machine.saves import SaveId
+from dlrover.checkpoint.saver import memory
+from dlrover.checkpoint.saver.memory import Generation
+from dlrover.checkpoint.storage import persist, storage, torchfile
+from dlrover.checkpoint.storage.persist import Job, Source
+from dlrover.checkpoint.storage.stores import IDENTITY, MANIFEST, open_store
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 pytestmark = [

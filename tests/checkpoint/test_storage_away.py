@@ -13,12 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlrover.checkpoint import Checkpointer, direct, storage, tools, tree
-from dlrover.checkpoint.copying import Copier
-from dlrover.checkpoint.policies import KeepLast
-from dlrover.checkpoint.saves import SaveId
-from dlrover.checkpoint.stores import StorageAwayError, failure, is_damage, open_store
-from dlrover.checkpoint.verification import verify
+from dlrover.checkpoint import Checkpointer
+from dlrover.checkpoint.engine import direct, tree
+from dlrover.checkpoint.engine.copying import Copier
+from dlrover.checkpoint.machine.policies import KeepLast
+from dlrover.checkpoint.machine.saves import SaveId
+from dlrover.checkpoint.storage import storage
+from dlrover.checkpoint.storage.stores import StorageAwayError, failure, is_damage, open_store
+from dlrover.checkpoint.tools import tools
+from dlrover.checkpoint.tools.verification import verify
 from dlrover.errors import InfrastructureError
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(90)]

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from dlrover.checkpoint import Checkpointer
-from dlrover.checkpoint.client import SaverClient
-from dlrover.checkpoint.policies import KeepLast
-from dlrover.checkpoint.stores import location_of, open_store
+from dlrover.checkpoint.engine.client import SaverClient
+from dlrover.checkpoint.machine.policies import KeepLast
+from dlrover.checkpoint.storage.stores import location_of, open_store
 from dlrover.errors import ConfigurationError
 
 pytestmark = pytest.mark.torch

@@ -13,13 +13,17 @@ import msgspec
 import pytest
 import torch
 
-from dlrover.checkpoint import layout as layouts, memory, persist, storage, tools, tree
-from dlrover.checkpoint.copying import Copier
-from dlrover.checkpoint.memory import Generation
-from dlrover.checkpoint.persist import Job, Source
-from dlrover.checkpoint.saves import SaveId
-from dlrover.checkpoint.stores import open_store
-from dlrover.checkpoint.tree import Shard
+from dlrover.checkpoint.engine import tree
+from dlrover.checkpoint.engine.copying import Copier
+from dlrover.checkpoint.engine.tree import Shard
+from dlrover.checkpoint.machine import layout as layouts
+from dlrover.checkpoint.machine.saves import SaveId
+from dlrover.checkpoint.saver import memory
+from dlrover.checkpoint.saver.memory import Generation
+from dlrover.checkpoint.storage import persist, storage
+from dlrover.checkpoint.storage.persist import Job, Source
+from dlrover.checkpoint.storage.stores import open_store
+from dlrover.checkpoint.tools import tools
 from dlrover.cli import main
 from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
 
@@ -366,9 +370,7 @@ def test_the_verbs_load_nothing_heavy_until_they_run():
         "import sys, dlrover.cli.main; assert not {'torch', 'numpy', 'xxhash'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-    code = (
-        "import sys, dlrover.checkpoint.tools; assert not {'torch', 'numpy'} & sys.modules.keys()"
-    )
+    code = "import sys, dlrover.checkpoint.tools.tools; assert not {'torch', 'numpy'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

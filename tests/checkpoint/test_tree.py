@@ -3,9 +3,10 @@ import torch
 from hypothesis import example, given, settings
 from random_trees import assert_same, blank, make, trees
 
-from dlrover.checkpoint import copying, layout as layouts, tree
-from dlrover.checkpoint.copying import Copier
-from dlrover.checkpoint.restore import Restoration
+from dlrover.checkpoint.engine import copying, tree
+from dlrover.checkpoint.engine.copying import Copier
+from dlrover.checkpoint.loading.restore import Restoration
+from dlrover.checkpoint.machine import layout as layouts
 from dlrover.errors import ConfigurationError
 
 pytestmark = [

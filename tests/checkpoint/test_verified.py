@@ -5,10 +5,12 @@ import os
 import pytest
 import torch
 
-from dlrover.checkpoint import Checkpointer, copying, memory, tree
-from dlrover.checkpoint.memory import Generation
-from dlrover.checkpoint.saves import SaveId
-from dlrover.checkpoint.verified import LARGE, VerifiedCopy
+from dlrover.checkpoint import Checkpointer
+from dlrover.checkpoint.engine import copying, tree
+from dlrover.checkpoint.loading.verified import LARGE, VerifiedCopy
+from dlrover.checkpoint.machine.saves import SaveId
+from dlrover.checkpoint.saver import memory
+from dlrover.checkpoint.saver.memory import Generation
 from dlrover.errors import InfrastructureError
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(60)]

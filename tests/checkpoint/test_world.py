@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from dlrover.checkpoint import Checkpointer
-from dlrover.checkpoint.world import World
+from dlrover.checkpoint.engine.world import World
 from dlrover.errors import InfrastructureError
 
 

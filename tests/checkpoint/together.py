@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dlrover.checkpoint.world import World
+from dlrover.checkpoint.engine.world import World
 
 PATIENCE = 5.0
 """Seconds that a rank waits for the others; one that has left a collective is missed then."""

@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
-from dlrover.cli import plans
-from dlrover.cli.arguments import parse
+from dlrover.cli.inspect import plans
+from dlrover.cli.run.arguments import parse
 from dlrover.errors import ConfigurationError
-from dlrover.master.history import History
+from dlrover.master.journal.history import History
 from dlrover.planning import extra
 from dlrover.spec import events
 from dlrover.spec.job import JobSpec

@@ -6,9 +6,9 @@ import sys
 import pytest
 
 from dlrover._util import cgroup
-from dlrover.cli import autoconfig
-from dlrover.cli.arguments import parse
-from dlrover.cli.nproc import ACCELERATORS, probe_devices
+from dlrover.cli.run import autoconfig
+from dlrover.cli.run.arguments import parse
+from dlrover.cli.run.nproc import ACCELERATORS, probe_devices
 from dlrover.errors import ConfigurationError
 
 

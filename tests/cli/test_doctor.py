@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, strategies as st
 from rich.console import Console
 
-from dlrover.cli.doctor import (
+from dlrover.cli.host.doctor import (
     Finding,
     Level,
     doctor,
@@ -23,7 +23,7 @@ from dlrover.cli.doctor import (
     render_json,
     render_text,
 )
-from dlrover.cli.probe import Accelerator, Lookup, Machine, Ports, Space, collect, within
+from dlrover.cli.host.probe import Accelerator, Lookup, Machine, Ports, Space, collect, within
 from dlrover.errors import ConfigurationError
 
 MIB = 1 << 20

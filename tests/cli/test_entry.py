@@ -15,7 +15,8 @@ PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 
 @pytest.mark.parametrize(
-    ("program", "module"), [("launcher", "dlrover.cli.run"), ("command", "dlrover.cli.main")]
+    ("program", "module"),
+    [("launcher", "dlrover.cli.run.run"), ("command", "dlrover.cli.main")],
 )
 def test_an_interrupt_while_modules_are_loaded_shows_no_traceback(
     program: str, module: str, monkeypatch: pytest.MonkeyPatch

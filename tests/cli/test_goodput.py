@@ -14,14 +14,14 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from dlrover.cli import chrometrace, goodput, page, timeline
-from dlrover.cli.goodput import Report
+from dlrover.cli.inspect import chrometrace, goodput, page, timeline
+from dlrover.cli.inspect.goodput import Report
+from dlrover.cli.inspect.plans import interval
+from dlrover.cli.inspect.timeline import Timeline
 from dlrover.cli.main import app
-from dlrover.cli.plans import interval
-from dlrover.cli.timeline import Timeline
 from dlrover.errors import ConfigurationError
-from dlrover.master.journal_file import FileJournal
-from dlrover.master.machine.roundtime import nothing
+from dlrover.master.journal.file import FileJournal
+from dlrover.master.machine.goodput.roundtime import nothing
 from dlrover.spec.events import SizeSettled
 from dlrover.spec.goodput import CAUSES, Cause, Goodput
 from dlrover.spec.job import JobSpec, Limits

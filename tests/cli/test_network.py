@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from dlrover.cli import network
+from dlrover.cli.host import network
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 from rich.text import Text
 
-from dlrover.cli import progress
+from dlrover.cli.run import progress
 from dlrover.rpc import messages
 
 STATUS = messages.Status(

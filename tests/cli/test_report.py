@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 from rich.cells import cell_len
 
-from dlrover.cli.report import SCREEN_ROWS, render, render_json
+from dlrover.cli.run.report import SCREEN_ROWS, render, render_json
 from dlrover.errors import ExitCode
 from dlrover.master.diagnosis_rules import table
 from dlrover.spec.failure import Failure, FailureKind, Origin, Verdict

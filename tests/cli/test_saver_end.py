@@ -21,10 +21,10 @@ JOB = """
 import subprocess, sys, time
 from pathlib import Path
 from dlrover._util import procs
-from dlrover.cli.supervisor import Supervisor
+from dlrover.cli.run.supervisor import Supervisor
 procs.become_subreaper()
 said = Path(sys.argv[1])
-command = [sys.executable, "-m", "dlrover.checkpoint.saver", str(said)]
+command = [sys.executable, "-m", "dlrover.checkpoint.saver.saver", str(said)]
 agent = [sys.executable, "-c", "import subprocess, sys; subprocess.Popen(sys.argv[1:], start_new_session=True)"]
 subprocess.run([*agent, *command], check=True, env={"PYTHONPATH": sys.argv[2]})
 until = time.monotonic() + 20

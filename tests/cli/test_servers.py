@@ -2,7 +2,7 @@
 
 import pytest
 
-from dlrover.cli.arguments import parse
+from dlrover.cli.run.arguments import parse
 from dlrover.errors import ConfigurationError
 
 

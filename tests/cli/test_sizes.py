@@ -5,8 +5,8 @@ import os
 import pytest
 
 from dlrover._util import cgroup
-from dlrover.cli import sizes
-from dlrover.cli.arguments import parse
+from dlrover.cli.run import sizes
+from dlrover.cli.run.arguments import parse
 from dlrover.errors import ConfigurationError
 from dlrover.platform import groups
 from dlrover.spec.node import NodeSize

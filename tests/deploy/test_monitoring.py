@@ -28,10 +28,10 @@ LABELS = {"job", "instance", "cause", "status", "origin"}
 def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, set[str]]]:
     """Each metric of a master, with the values that its labels have."""
     pytest.importorskip("prometheus_client")
-    from dlrover.master.history import History
-    from dlrover.master.journal_file import FileJournal
-    from dlrover.master.metrics import metrics
+    from dlrover.master.journal.file import FileJournal
+    from dlrover.master.journal.history import History
     from dlrover.master.service import Master
+    from dlrover.master.views.metrics import metrics
 
     directory = tmp_path_factory.mktemp("master")
     found: dict[str, dict[str, set[str]]] = {}
@@ -131,8 +131,8 @@ OPERATOR = "operator-alerts.yaml"
 
 def test_alerts_about_the_operator_name_what_it_exports() -> None:
     pytest.importorskip("prometheus_client")
-    from dlrover.kubernetes.health import metrics
-    from dlrover.kubernetes.stats import Stats
+    from dlrover.kubernetes.operator.health import metrics
+    from dlrover.kubernetes.operator.stats import Stats
 
     class Idle:
         stats, waiting = Stats(), 0

@@ -27,7 +27,8 @@ def manifest() -> dict[str, Any]:
 
 def test_the_monitor_finds_the_port_of_the_job_on_the_page() -> None:
     pytest.importorskip("httpx2")
-    from dlrover.kubernetes import names, objects, validation
+    from dlrover.kubernetes.machine import objects
+    from dlrover.kubernetes.resources import names, validation
 
     job = validation.parse(manifest())
     pod = objects.master_pod(job, "dlrover:1")

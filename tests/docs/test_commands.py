@@ -29,7 +29,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dlrover.cli import arguments
+from dlrover.cli.run import arguments
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -74,7 +74,11 @@ TORCH = {
 }  # fmt: skip
 """Pages whose programs need PyTorch, by the last part of their names that tells them apart."""
 
-TOOLS = {"python": "", "dlrover": "-m dlrover.cli.main", "dlrover-run": "-m dlrover.cli.run"}
+TOOLS = {
+    "python": "",
+    "dlrover": "-m dlrover.cli.main",
+    "dlrover-run": "-m dlrover.cli.run.run",
+}
 """What a reader has installed, and how this interpreter is told to be it."""
 
 END = 120.0

@@ -21,10 +21,11 @@ import typer.main
 
 import dlrover
 from dlrover import config
-from dlrover.agent.environment import worker_environment
-from dlrover.cli import arguments, main
-from dlrover.cli.doctor import examine
-from dlrover.cli.probe import collect
+from dlrover.agent.workers.environment import worker_environment
+from dlrover.cli import main
+from dlrover.cli.host.doctor import examine
+from dlrover.cli.host.probe import collect
+from dlrover.cli.run import arguments
 from dlrover.errors import ExitCode
 from dlrover.master.diagnosis_rules import built_in, table
 from dlrover.spec import events

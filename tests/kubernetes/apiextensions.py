@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from dlrover.kubernetes import crd, names
+from dlrover.kubernetes.resources import crd, names
 from tests.kubernetes.controlplane import Connections, ControlPlane, free_ports
 
 VARIABLE = "DLROVER_APIEXTENSIONS_SERVER"

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import yaml
 
-from dlrover.kubernetes import names
-from dlrover.kubernetes.client import Client
-from dlrover.kubernetes.decisions import Options
-from dlrover.kubernetes.leader import Leader
-from dlrover.kubernetes.serving import Serving
+from dlrover.kubernetes.api.client import Client
+from dlrover.kubernetes.machine.decisions import Options
+from dlrover.kubernetes.operator.leader import Leader
+from dlrover.kubernetes.operator.serving import Serving
+from dlrover.kubernetes.resources import names
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.manifests import job
 

@@ -8,8 +8,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-from dlrover.kubernetes import times
-from dlrover.kubernetes.client import ApiError, Client, Object, Resource
+from dlrover.kubernetes.api.client import ApiError, Client, Object, Resource
+from dlrover.kubernetes.resources import times
 from tests.kubernetes.world import START, merge
 
 

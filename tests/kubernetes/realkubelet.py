@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dlrover.kubernetes import names
+from dlrover.kubernetes.resources import names
 from tests.kubernetes.controlplane import ControlPlane
 
 VARIABLE = "DLROVER_REAL_KUBELET"

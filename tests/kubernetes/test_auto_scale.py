@@ -3,8 +3,8 @@
 import pytest
 import yaml
 
-from dlrover.kubernetes import compatibility, validation
-from dlrover.kubernetes.job import job_spec
+from dlrover.kubernetes.platform.job import job_spec
+from dlrover.kubernetes.resources import compatibility, validation
 from dlrover.spec.job import Limits
 
 JOB = """

@@ -15,8 +15,8 @@ import pytest
 import yaml
 from hypothesis import given, settings, strategies as st
 
-from dlrover.kubernetes import names, schema, validation
-from dlrover.kubernetes.types import ElasticJobSpec, ReplicaSpec
+from dlrover.kubernetes.resources import names, schema, validation
+from dlrover.kubernetes.resources.types import ElasticJobSpec, ReplicaSpec
 from tests.kubernetes.apiextensions import PROGRAM, VARIABLE, ApiExtensions, documents, path
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.manifests import CONTAINER, EARLY_SEED, ORIGINAL, SEED, job

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 import dlrover
-from dlrover.kubernetes import objects
+from dlrover.kubernetes.machine import objects
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.installed import DEPLOY, Cluster, kustomize
 from tests.kubernetes.kubelet import Kubelet

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.kubernetes import access, client as api
-from dlrover.kubernetes.client import CONFIG_MAPS, PODS, ApiError, Client
+from dlrover.kubernetes.api import access, client as api
+from dlrover.kubernetes.api.client import CONFIG_MAPS, PODS, ApiError, Client
 from tests.kubernetes.controlplane import ControlPlane
 
 

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from dlrover.kubernetes import compatibility, objects, scaleplans, validation
+from dlrover.kubernetes.machine import objects
+from dlrover.kubernetes.operator import scaleplans
+from dlrover.kubernetes.resources import compatibility, validation
 from tests.kubernetes.manifests import job
 
 SILENT: list[dict[str, Any]] = [

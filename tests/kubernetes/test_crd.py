@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 import dlrover
-from dlrover.kubernetes import crd, names, objects, schema
-from dlrover.kubernetes.types import ElasticJobSpec
+from dlrover.kubernetes.machine import objects
+from dlrover.kubernetes.resources import crd, names, schema
+from dlrover.kubernetes.resources.types import ElasticJobSpec
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.installed import DEPLOY, define, kustomize
 from tests.kubernetes.manifests import EARLY_SEED, ORIGINAL, SEED, job
@@ -20,7 +21,9 @@ from tests.kubernetes.manifests import EARLY_SEED, ORIGINAL, SEED, job
 
 def test_the_written_files_are_those_that_the_types_make() -> None:
     for name, content in crd.files().items():
-        assert (DEPLOY / name).read_text() == content, "run python -m dlrover.kubernetes.crd"
+        assert (DEPLOY / name).read_text() == content, (
+            "run python -m dlrover.kubernetes.resources.crd"
+        )
 
 
 def nodes(node: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

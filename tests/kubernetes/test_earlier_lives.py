@@ -10,28 +10,21 @@ from typing import Any, Literal
 import pytest
 
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.kubernetes import (
-    apply,
-    client,
-    job as jobs,
-    names,
-    objects,
-    platform,
-    reporting,
-    scaleplans,
-    scaling,
-    validation,
-)
-from dlrover.kubernetes.client import LEASES, PODS, ApiError
-from dlrover.kubernetes.decisions import Decision
-from dlrover.kubernetes.job import ELASTIC_JOBS
-from dlrover.kubernetes.leader import Leader
-from dlrover.kubernetes.operator import ByJob
-from dlrover.kubernetes.platform import KubernetesPlatform
-from dlrover.kubernetes.reporting import Reporter
-from dlrover.kubernetes.scaleplans import SCALE_PLANS, ScalePlans
-from dlrover.kubernetes.scaling import Asks, Scaler
-from dlrover.kubernetes.types import ElasticJob, ElasticJobStatus
+from dlrover.kubernetes.api import client
+from dlrover.kubernetes.api.client import LEASES, PODS, ApiError
+from dlrover.kubernetes.machine import objects
+from dlrover.kubernetes.machine.decisions import Decision
+from dlrover.kubernetes.operator import apply, scaleplans
+from dlrover.kubernetes.operator.leader import Leader
+from dlrover.kubernetes.operator.operator import ByJob
+from dlrover.kubernetes.operator.scaleplans import SCALE_PLANS, ScalePlans
+from dlrover.kubernetes.platform import job as jobs, platform, reporting, scaling
+from dlrover.kubernetes.platform.job import ELASTIC_JOBS
+from dlrover.kubernetes.platform.platform import KubernetesPlatform
+from dlrover.kubernetes.platform.reporting import Reporter
+from dlrover.kubernetes.platform.scaling import Asks, Scaler
+from dlrover.kubernetes.resources import names, validation
+from dlrover.kubernetes.resources.types import ElasticJob, ElasticJobStatus
 from dlrover.platform.base import JobSize, Progress
 from dlrover.rpc.messages import ScaleReply
 from dlrover.spec.node import LaunchNode

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from dlrover.kubernetes import nodes, objects, podgroups, validation, yielding
-from dlrover.kubernetes.yielding import Claim
+from dlrover.kubernetes.machine import nodes, objects, podgroups, yielding
+from dlrover.kubernetes.machine.yielding import Claim
+from dlrover.kubernetes.resources import validation
 from dlrover.spec.node import LaunchNode
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.installed import Cluster

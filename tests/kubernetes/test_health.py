@@ -19,15 +19,15 @@ pytest.importorskip("prometheus_client")
 from prometheus_client.parser import text_string_to_metric_families
 
 from dlrover.errors import ConfigurationError
-from dlrover.kubernetes import health
-from dlrover.kubernetes.access import Access, Token
-from dlrover.kubernetes.client import Client
-from dlrover.kubernetes.decisions import Options
-from dlrover.kubernetes.health import HealthServer
-from dlrover.kubernetes.leader import Leader
-from dlrover.kubernetes.serving import Serving
-from dlrover.kubernetes.stats import BOUNDS, Durations
-from dlrover.kubernetes.workqueue import WorkQueue
+from dlrover.kubernetes.api.access import Access, Token
+from dlrover.kubernetes.api.client import Client
+from dlrover.kubernetes.machine.decisions import Options
+from dlrover.kubernetes.operator import health
+from dlrover.kubernetes.operator.health import HealthServer
+from dlrover.kubernetes.operator.leader import Leader
+from dlrover.kubernetes.operator.serving import Serving
+from dlrover.kubernetes.operator.stats import BOUNDS, Durations
+from dlrover.kubernetes.operator.workqueue import WorkQueue
 from tests.kubernetes.controlplane import ControlPlane, free_ports
 from tests.kubernetes.installed import Cluster
 from tests.kubernetes.kubelet import Kubelet

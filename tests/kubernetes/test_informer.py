@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from dlrover.kubernetes import client as api
-from dlrover.kubernetes.client import CONFIG_MAPS, Client
-from dlrover.kubernetes.informer import Informer
+from dlrover.kubernetes.api import client as api
+from dlrover.kubernetes.api.client import CONFIG_MAPS, Client
+from dlrover.kubernetes.api.informer import Informer
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.proxy import Proxy
 

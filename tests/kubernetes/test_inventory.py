@@ -10,8 +10,8 @@ import pytest
 
 from dlrover.brain import monitor
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.kubernetes import names
-from dlrover.kubernetes.inventory import inventory, requests_of
+from dlrover.kubernetes.platform.inventory import inventory, requests_of
+from dlrover.kubernetes.resources import names
 from dlrover.spec import brain
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.kubelet import Kubelet

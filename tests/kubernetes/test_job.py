@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dlrover.kubernetes import names
+from dlrover.kubernetes.resources import names
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.installed import Cluster
 from tests.kubernetes.kubelet import Kubelet

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.kubernetes import names
+from dlrover.kubernetes.resources import names
 from tests.kubernetes.installed import Cluster
 from tests.kubernetes.kubelet import Kubelet
 from tests.kubernetes.test_scaling import Scaled

@@ -8,13 +8,16 @@ import msgspec
 import pytest
 
 from dlrover.errors import ConfigurationError
-from dlrover.kubernetes import migration, nodes, pods, scaleplans, validation
-from dlrover.kubernetes.migration import Factors, Migration
-from dlrover.kubernetes.types import ElasticJob, ScalePlanSpec
+from dlrover.kubernetes.machine import nodes, pods
+from dlrover.kubernetes.operator import scaleplans
+from dlrover.kubernetes.platform import migration
+from dlrover.kubernetes.platform.migration import Factors, Migration
+from dlrover.kubernetes.resources import validation
+from dlrover.kubernetes.resources.types import ElasticJob, ScalePlanSpec
 from dlrover.master import migrate
 from dlrover.master.machine import inputs
+from dlrover.master.machine.goodput.ledger import Ledger
 from dlrover.master.machine.job import JobMachine
-from dlrover.master.machine.ledger import Ledger
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.node import FoundNode, LaunchNode
 from dlrover.testing.drivers import JobDriver

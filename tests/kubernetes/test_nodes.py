@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from dlrover.errors import ConfigurationError
-from dlrover.kubernetes import job as jobs, names, nodes, objects, resources, validation
-from dlrover.kubernetes.types import ElasticJob
+from dlrover.kubernetes.machine import nodes, objects
+from dlrover.kubernetes.platform import job as jobs
+from dlrover.kubernetes.resources import names, quantities as resources, validation
+from dlrover.kubernetes.resources.types import ElasticJob
 from dlrover.spec.job import Limits
 from dlrover.spec.node import LaunchNode
 

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from dlrover.errors import InfrastructureError
-from dlrover.kubernetes import names, scaleplans, times, validation
-from dlrover.kubernetes.client import LEASES, Client
-from dlrover.kubernetes.leader import Leader, Terms
-from dlrover.kubernetes.reporting import Reporter, duration
+from dlrover.kubernetes.api.client import LEASES, Client
+from dlrover.kubernetes.operator import scaleplans
+from dlrover.kubernetes.operator.leader import Leader, Terms
+from dlrover.kubernetes.platform.reporting import Reporter, duration
+from dlrover.kubernetes.resources import names, times, validation
 from dlrover.platform.base import Progress
 from tests.kubernetes.faults import FaultyServer
 from tests.kubernetes.installed import Cluster
@@ -261,8 +262,8 @@ def make_service(cluster: Cluster, name: str) -> None:
 def test_anothers_service_and_pod_of_the_masters_name_are_told_and_survived(
     cluster: Cluster, kubelet: Callable[..., Kubelet], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dlrover.kubernetes.operator.TAKEN_AGAIN", 0.5)
-    monkeypatch.setattr("dlrover.kubernetes.reconcile.FOREIGN_CHECK", 0.5)
+    monkeypatch.setattr("dlrover.kubernetes.operator.operator.TAKEN_AGAIN", 0.5)
+    monkeypatch.setattr("dlrover.kubernetes.machine.reconcile.FOREIGN_CHECK", 0.5)
     kubelet()
     master = names.master_name("digits")
     container = {"name": "main", "image": "another:1", "command": SLEEP}

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from dlrover.kubernetes import names, nodes, platform as platforms, validation
-from dlrover.kubernetes.client import PODS, ApiError, Client
-from dlrover.kubernetes.platform import KubernetesPlatform
+from dlrover.kubernetes.api.client import PODS, ApiError, Client
+from dlrover.kubernetes.machine import nodes
+from dlrover.kubernetes.platform import platform as platforms
+from dlrover.kubernetes.platform.platform import KubernetesPlatform
+from dlrover.kubernetes.resources import names, validation
 from dlrover.spec.node import FoundNode, LaunchNode
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.installed import define

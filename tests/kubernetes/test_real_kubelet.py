@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 import dlrover
-from dlrover.kubernetes import names
+from dlrover.kubernetes.resources import names
 from tests.kubernetes import realkubelet
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.installed import Cluster, kustomize

@@ -9,11 +9,12 @@ import pytest
 import yaml
 from hypothesis import given, settings, strategies as st
 
-from dlrover.kubernetes import names, objects, pods, validation
-from dlrover.kubernetes.apply import status_patch
-from dlrover.kubernetes.decisions import Observed, Options, status_of
-from dlrover.kubernetes.reconcile import reconcile
-from dlrover.kubernetes.types import ElasticJobStatus, ReplicaStatus
+from dlrover.kubernetes.machine import objects, pods
+from dlrover.kubernetes.machine.decisions import Observed, Options, status_of
+from dlrover.kubernetes.machine.reconcile import reconcile
+from dlrover.kubernetes.operator.apply import status_patch
+from dlrover.kubernetes.resources import names, validation
+from dlrover.kubernetes.resources.types import ElasticJobStatus, ReplicaStatus
 from tests.kubernetes.manifests import ORIGINAL, job
 from tests.kubernetes.world import START, World, running
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from dlrover.kubernetes import names, objects, validation
-from dlrover.kubernetes.reconcile import QUICK, QUICK_ENDS
+from dlrover.kubernetes.machine import objects
+from dlrover.kubernetes.machine.reconcile import QUICK, QUICK_ENDS
+from dlrover.kubernetes.resources import names, validation
 from tests.kubernetes.manifests import job
 from tests.kubernetes.world import World, running
 

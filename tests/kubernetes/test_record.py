@@ -10,10 +10,12 @@ import msgspec
 import pytest
 
 from dlrover.errors import ConfigurationError
-from dlrover.kubernetes import apply, names, nodes, record
-from dlrover.kubernetes.decisions import Decision, status_of
-from dlrover.kubernetes.job import ELASTIC_JOBS, VARIABLE, job_spec, read
-from dlrover.kubernetes.types import ElasticJobStatus
+from dlrover.kubernetes.machine import nodes, record
+from dlrover.kubernetes.machine.decisions import Decision, status_of
+from dlrover.kubernetes.operator import apply
+from dlrover.kubernetes.platform.job import ELASTIC_JOBS, VARIABLE, job_spec, read
+from dlrover.kubernetes.resources import names
+from dlrover.kubernetes.resources.types import ElasticJobStatus
 from dlrover.spec.job import Limits
 from dlrover.spec.node import LaunchNode
 from tests.kubernetes.manifests import CONTAINER, job

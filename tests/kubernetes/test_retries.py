@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dlrover.errors import InfrastructureError
-from dlrover.kubernetes.decisions import Options
-from dlrover.kubernetes.operator import Operator
-from dlrover.kubernetes.stats import Stats
+from dlrover.kubernetes.machine.decisions import Options
+from dlrover.kubernetes.operator.operator import Operator
+from dlrover.kubernetes.operator.stats import Stats
 from tests.kubernetes.memory import MemoryServer
 
 

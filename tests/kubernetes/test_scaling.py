@@ -11,10 +11,12 @@ from typing import Any, Literal
 import pytest
 
 from dlrover.errors import ConfigurationError
-from dlrover.kubernetes import names, nodes, scaleplans, validation
-from dlrover.kubernetes.client import Client
-from dlrover.kubernetes.scaling import Asks, Scaler
-from dlrover.kubernetes.types import PlannedPod, ScalePlanSpec, ScaleReplica
+from dlrover.kubernetes.api.client import Client
+from dlrover.kubernetes.machine import nodes
+from dlrover.kubernetes.operator import scaleplans
+from dlrover.kubernetes.platform.scaling import Asks, Scaler
+from dlrover.kubernetes.resources import names, validation
+from dlrover.kubernetes.resources.types import PlannedPod, ScalePlanSpec, ScaleReplica
 from dlrover.master import scale
 from dlrover.master.machine import inputs
 from dlrover.rpc.messages import ScaleReply

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from dlrover.errors import ConfigurationError
-from dlrover.kubernetes import commands, job as jobs, names, nodes, validation
-from dlrover.kubernetes.types import ElasticJob
+from dlrover.kubernetes.machine import nodes
+from dlrover.kubernetes.platform import job as jobs
+from dlrover.kubernetes.resources import commands, names, validation
+from dlrover.kubernetes.resources.types import ElasticJob
 from dlrover.spec.job import Limits
 from dlrover.spec.node import LaunchNode
 from dlrover.spec.roles import FIRST_SERVER

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 import yaml
 
-from dlrover.cli import submit
+from dlrover.cli.cluster import submit
 from dlrover.errors import ConfigurationError, ExitCode
-from dlrover.kubernetes import names
+from dlrover.kubernetes.resources import names
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.installed import Cluster
 from tests.kubernetes.manifests import ORIGINAL, SEED, job

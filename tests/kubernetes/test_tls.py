@@ -13,7 +13,9 @@ from cryptography import x509
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
 from dlrover.errors import InfrastructureError, ProtocolError
-from dlrover.kubernetes import certificates, names, nodes, objects, tls, validation
+from dlrover.kubernetes.machine import nodes, objects, tls
+from dlrover.kubernetes.operator import certificates
+from dlrover.kubernetes.resources import names, validation
 from dlrover.rpc import wire
 from dlrover.rpc.client import MasterClient
 from dlrover.rpc.server import Server

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from dlrover.kubernetes import names, times
+from dlrover.kubernetes.resources import names, times
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.installed import Cluster, define
 from tests.kubernetes.kubelet import Kubelet

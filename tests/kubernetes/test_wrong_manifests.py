@@ -11,9 +11,10 @@ import yaml
 from hypothesis import given, settings, strategies as st
 
 from dlrover.errors import ConfigurationError
-from dlrover.kubernetes import nodes, validation
-from dlrover.kubernetes.decisions import Observed, Options
-from dlrover.kubernetes.reconcile import reconcile
+from dlrover.kubernetes.machine import nodes
+from dlrover.kubernetes.machine.decisions import Observed, Options
+from dlrover.kubernetes.machine.reconcile import reconcile
+from dlrover.kubernetes.resources import validation
 from dlrover.spec.node import LaunchNode
 from tests.kubernetes.manifests import CONTAINER, EARLY_SEED, ORIGINAL, SEED, job
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from dlrover.kubernetes import names, times
-from dlrover.kubernetes.apply import status_patch
-from dlrover.kubernetes.decisions import Decision, Observed, Options
-from dlrover.kubernetes.reconcile import reconcile
-from dlrover.kubernetes.yielding import Claim
+from dlrover.kubernetes.machine.decisions import Decision, Observed, Options
+from dlrover.kubernetes.machine.reconcile import reconcile
+from dlrover.kubernetes.machine.yielding import Claim
+from dlrover.kubernetes.operator.apply import status_patch
+from dlrover.kubernetes.resources import names, times
 from tests.kubernetes.manifests import Manifest, job
 
 START = 1_800_000_000.0

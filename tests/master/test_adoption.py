@@ -7,8 +7,8 @@ import pytest
 
 from dlrover.master.machine import inputs
 from dlrover.master.machine.adoption import Adoption
+from dlrover.master.machine.goodput.ledger import Ledger
 from dlrover.master.machine.job import JobMachine
-from dlrover.master.machine.ledger import Ledger
 from dlrover.master.machine.state import Phase
 from dlrover.master.machine.waiting import waiting_for
 from dlrover.spec import events

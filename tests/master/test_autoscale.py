@@ -2,7 +2,7 @@
 
 import pytest
 
-from dlrover.master.machine.autoscale import DRIFT_WINDOWS, MOST_CHANGES, AutoScaling
+from dlrover.master.machine.scaling.autoscale import DRIFT_WINDOWS, MOST_CHANGES, AutoScaling
 from dlrover.spec import events
 from dlrover.spec.batches import Batches
 from dlrover.spec.job import JobSpec, Limits

@@ -51,7 +51,7 @@ def test_an_error_of_dlrover_itself_is_not_the_programs() -> None:
     frames = """Traceback (most recent call last):
   File "/home/me/train.py", line 12, in <module>
     for batch in data:
-  File "/env/lib/python3.11/site-packages/dlrover/sharding/client.py", line 139, in take
+  File "/env/lib/python3.11/site-packages/dlrover/data/client.py", line 139, in take
     raise self._error
 """
     for kind in ("InfrastructureError", "FencedError", "ProtocolError"):

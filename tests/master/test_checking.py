@@ -3,8 +3,8 @@
 import pytest
 
 from dlrover.master.machine import inputs
-from dlrover.master.machine.checking import ANSWER_GRACE, Checks
-from dlrover.master.machine.evidence import Kind
+from dlrover.master.machine.checks.checking import ANSWER_GRACE, Checks
+from dlrover.master.machine.checks.evidence import Kind
 from dlrover.spec.check import CheckOrder, CheckReport, Component, ProbeResult, ProbeState
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.world import Offer

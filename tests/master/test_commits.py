@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from dlrover.errors import FencedError, InfrastructureError, ProtocolError
-from dlrover.master.commits import Commits
-from dlrover.master.journal_file import FileJournal
+from dlrover.master.journal.commits import Commits
+from dlrover.master.journal.file import FileJournal
 from dlrover.rpc.messages import SetKey
 
 
@@ -91,8 +91,8 @@ def test_a_request_whose_caller_has_left_is_dropped():
 ANSWERS = """
 import asyncio, sys
 from pathlib import Path
-from dlrover.master.commits import Commits
-from dlrover.master.journal_file import FileJournal
+from dlrover.master.journal.commits import Commits
+from dlrover.master.journal.file import FileJournal
 from dlrover.rpc.messages import SetKey
 
 async def main():

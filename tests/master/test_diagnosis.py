@@ -4,9 +4,9 @@ import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from dlrover.master import diagnosis
 from dlrover.master.diagnosis_rules import table
-from dlrover.master.diagnosis_traceback import is_user_file
+from dlrover.master.machine.diagnosis import diagnosis
+from dlrover.master.machine.diagnosis.traceback import is_user_file
 from dlrover.spec.failure import Failure, FailureKind, Origin
 from dlrover.spec.rules import Rule
 

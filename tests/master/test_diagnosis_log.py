@@ -4,9 +4,9 @@ import signal
 
 import pytest
 
-from dlrover.master import diagnosis_log as log
 from dlrover.master.diagnosis_rules import table
-from dlrover.master.diagnosis_traceback import raised
+from dlrover.master.machine.diagnosis import log
+from dlrover.master.machine.diagnosis.traceback import raised
 
 BUG = """\
 Traceback (most recent call last):

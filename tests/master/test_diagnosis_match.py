@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from dlrover.master.diagnosis_match import last_match, needed_words, occurs, search
 from dlrover.master.diagnosis_rules import built_in
+from dlrover.master.machine.diagnosis.match import last_match, needed_words, occurs, search
 
 CORPUS = [path.read_text().lower() for path in (Path(__file__).parent / "corpus").glob("*.toml")]
 LINES = [line for text in CORPUS for line in text.splitlines() if len(line) > 20]

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from dlrover.errors import ExitCode
-from dlrover.master import history
 from dlrover.master.diagnosis_rules import table
-from dlrover.master.history import OLD_TEXT, RECENT_TEXT, History
-from dlrover.master.journal_file import FileJournal
+from dlrover.master.journal import history
+from dlrover.master.journal.file import FileJournal
+from dlrover.master.journal.history import OLD_TEXT, RECENT_TEXT, History
 from dlrover.master.machine import inputs, reports
 from dlrover.master.machine.reports import CAUSE_TEXTS, FIRST_TEXTS, LATER_TEXT
 from dlrover.spec import events

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dlrover.master.machine import hangs
-from dlrover.master.machine.hangs import (
+from dlrover.master.machine.watches import hangs
+from dlrover.master.machine.watches.hangs import (
     Found,
     HangDetector,
     Look,

@@ -19,10 +19,10 @@ from dlrover.errors import (
     InfrastructureError,
     ProtocolError,
 )
-from dlrover.master import history
-from dlrover.master.history import History
-from dlrover.master.journal import JOURNALS, Journal, open_journal
-from dlrover.master.journal_file import FileJournal
+from dlrover.master.journal import history
+from dlrover.master.journal.file import FileJournal
+from dlrover.master.journal.history import History
+from dlrover.master.journal.journal import JOURNALS, Journal, open_journal
 from dlrover.master.machine import inputs
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.store import KeyValueStore
@@ -376,7 +376,7 @@ def test_a_full_disk_is_an_infrastructure_error_and_loses_nothing_before_it(tmp_
     program = f"""
 from pathlib import Path
 from dlrover.errors import InfrastructureError
-from dlrover.master.journal_file import FileJournal
+from dlrover.master.journal.file import FileJournal
 from dlrover.rpc.messages import SetKey
 
 journal = FileJournal(Path({str(path)!r}))

@@ -7,8 +7,8 @@ from hypothesis import given, strategies as st
 
 from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
-from dlrover.master.machine.incidents import KEPT
-from dlrover.master.machine.roundtime import RoundTime
+from dlrover.master.machine.goodput.incidents import KEPT
+from dlrover.master.machine.goodput.roundtime import RoundTime
 from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.goodput import IncidentKind

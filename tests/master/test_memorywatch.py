@@ -2,7 +2,7 @@
 
 import pytest
 
-from dlrover.master.machine.memorywatch import LEAST, MemoryWatch
+from dlrover.master.machine.watches.memorywatch import LEAST, MemoryWatch
 from dlrover.planning.memory import GIB
 from dlrover.spec.usage import NodeUsage
 

@@ -2,7 +2,13 @@
 
 import pytest
 
-from dlrover.master.machine.meter import LATE_WINDOWS, MIN_STEPS, WARM_UP_STEPS, Meter, Servers
+from dlrover.master.machine.watches.meter import (
+    LATE_WINDOWS,
+    MIN_STEPS,
+    WARM_UP_STEPS,
+    Meter,
+    Servers,
+)
 from dlrover.spec.activities import Activity
 from dlrover.spec.activity import WorkerActivity
 from dlrover.spec.job import Limits

@@ -1,6 +1,6 @@
 """The node check names what is at fault, says where that cannot be told, and is never wrong.
 
-The fault model is the one that `dlrover.master.machine.nodecheck` states. Measurements are simulated: a part
+The fault model is the one that `dlrover.master.machine.checks.nodecheck` states. Measurements are simulated: a part
 or a pair takes its time, with some scatter, and a slow one three times as long.
 """
 
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from dlrover.master.machine import nodecheck
-from dlrover.master.machine.evidence import Evidence, Finding, Kind, Trial, named
+from dlrover.master.machine.checks import nodecheck
+from dlrover.master.machine.checks.evidence import Evidence, Finding, Kind, Trial, named
 from dlrover.spec.check import Component, ProbeResult, ProbeState
 
 ROUNDS = 4

@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("scipy")
 
-from dlrover.master.machine.autoscale import Question
-from dlrover.master.planner import decide
+from dlrover.master.machine.scaling.autoscale import Question
+from dlrover.master.scaling.planner import decide
 from dlrover.planning.throughput import TrustRegion
 from dlrover.spec.speed import ScaleKind, SpeedSample
 

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from dlrover.master import service
-from dlrover.master.history import History
-from dlrover.master.journal_file import FileJournal
+from dlrover.master.journal.file import FileJournal
+from dlrover.master.journal.history import History
 from dlrover.master.machine import inputs
-from dlrover.master.machine.activities import Activities
+from dlrover.master.machine.watches.activities import Activities
 from dlrover.master.service import Master
 from dlrover.rpc import messages
 from dlrover.spec.activities import Activity

@@ -4,7 +4,7 @@ import pytest
 
 from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
-from dlrover.master.machine.scaling import Scaling
+from dlrover.master.machine.scaling.scaling import Scaling
 from dlrover.master.machine.state import Phase
 from dlrover.spec import events
 from dlrover.spec.failure import FailureKind

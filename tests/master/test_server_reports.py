@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from dlrover.master.autoscale import AutoScaler
 from dlrover.master.hangwatch import HangWatch
 from dlrover.master.machine import inputs
+from dlrover.master.scaling.autoscale import AutoScaler
 from dlrover.master.service import status_of
 from dlrover.rpc import messages
 from dlrover.spec.activities import Activity

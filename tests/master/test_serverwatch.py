@@ -2,7 +2,7 @@
 
 import pytest
 
-from dlrover.master.machine.serverwatch import GROWTH, ServerWatch
+from dlrover.master.machine.watches.serverwatch import GROWTH, ServerWatch
 
 
 def watch(*servers: tuple[float, float], looks: int = 3) -> ServerWatch:

@@ -13,9 +13,10 @@ from typing import Any, final
 import pytest
 
 from dlrover.errors import InfrastructureError, ProtocolError
-from dlrover.master import history as history_module, service
-from dlrover.master.history import History
-from dlrover.master.journal_file import FileJournal
+from dlrover.master import service
+from dlrover.master.journal import history as history_module
+from dlrover.master.journal.file import FileJournal
+from dlrover.master.journal.history import History
 from dlrover.master.machine import inputs
 from dlrover.master.service import Master
 from dlrover.rpc import messages, wire

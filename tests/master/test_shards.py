@@ -5,14 +5,14 @@ import contextlib
 import socket
 
 from dlrover.agent.relay import Relay
-from dlrover.master import takeover
-from dlrover.master.history import History
-from dlrover.master.journal import open_journal
+from dlrover.data import dealers
+from dlrover.data.dealers import RelayDealer
+from dlrover.master.journal import takeover
+from dlrover.master.journal.history import History
+from dlrover.master.journal.journal import open_journal
 from dlrover.master.service import Master
 from dlrover.rpc.client import MasterClient
 from dlrover.rpc.server import Server
-from dlrover.sharding import dealers
-from dlrover.sharding.dealers import RelayDealer
 from dlrover.spec.job import JobSpec
 from dlrover.spec.shards import (
     MAX_DONE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dlrover.master.machine.slow import SpeedWatch, _median_without
+from dlrover.master.machine.watches.slow import SpeedWatch, _median_without
 from dlrover.spec.activities import Activity
 from dlrover.spec.activity import WorkerActivity
 from dlrover.spec.events import SlowRank, SlowRankRecovered

@@ -12,8 +12,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from dlrover.master.observers import wants_spans
-from dlrover.master.spans import JobSpans
+from dlrover.master.views.observers import wants_spans
+from dlrover.master.views.spans import JobSpans
 from dlrover.spec import events
 from dlrover.spec.events import Event
 from dlrover.spec.failure import Failure, FailureKind, Origin, Verdict

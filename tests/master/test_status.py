@@ -6,10 +6,10 @@ import io
 
 from rich.console import Console
 
-from dlrover.cli import queries
+from dlrover.cli.inspect import queries
 from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
-from dlrover.master.status import status_of
+from dlrover.master.views.status import status_of
 from dlrover.rpc import messages
 from dlrover.spec.failure import FailureKind
 from dlrover.testing.drivers import JobDriver

@@ -24,7 +24,7 @@ import pytest
 from dlrover.spec.events import Event
 from tests.waiting import POLL, until
 
-DLROVER_RUN = (sys.executable, "-m", "dlrover.cli.run")
+DLROVER_RUN = (sys.executable, "-m", "dlrover.cli.run.run")
 DLROVER = (sys.executable, "-m", "dlrover.cli.main")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 ON_TERMINAL = (
@@ -60,7 +60,7 @@ def kind_of(process: psutil.Process) -> str:
         for name in ("master", "agent"):
             if f"dlrover.{name}" in command:
                 return name
-        if "dlrover.cli.run" in command:
+        if "dlrover.cli.run.run" in command:
             return "launcher"
         parent = process.parent()
         above = parent.cmdline() if parent is not None else []

@@ -67,7 +67,7 @@ class Chaos:
 
     def mark(self) -> str:
         """By what all processes of its job are known; it has to have started one."""
-        (launcher,) = [p for p in self.process.children() if "dlrover.cli.run" in p.cmdline()]
+        (launcher,) = [p for p in self.process.children() if "dlrover.cli.run.run" in p.cmdline()]
         self._mark = launcher.environ()[MARK]
         return self._mark
 

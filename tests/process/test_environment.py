@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from dlrover import config
-from dlrover.kubernetes import certificates, tls
+from dlrover.kubernetes.machine import tls
+from dlrover.kubernetes.operator import certificates
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(120)]
 

@@ -20,7 +20,7 @@ DIGITS = EXAMPLES / "01_digits_ddp" / "train.py"
 CHAR_GPT = EXAMPLES / "02_char_gpt" / "train.py"
 
 PYTHON = [sys.executable, "-u"]
-DLROVER_RUN = [sys.executable, "-m", "dlrover.cli.run"]
+DLROVER_RUN = [sys.executable, "-m", "dlrover.cli.run.run"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 TINY_GPT = (

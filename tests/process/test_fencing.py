@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from dlrover.errors import InfrastructureError
-from dlrover.master.journal_file import FileJournal
+from dlrover.master.journal.file import FileJournal
 from dlrover.master.machine import inputs
 from dlrover.rpc import messages
 from dlrover.spec.job import JobSpec, Limits

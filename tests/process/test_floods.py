@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dlrover.agent import machine as agent_machine
+from dlrover.agent.machine import node as agent_machine
 from dlrover.errors import InfrastructureError, ProtocolError
-from dlrover.master import history
+from dlrover.master.journal import history
 from dlrover.rpc import messages, wire
 from dlrover.rpc.client import MasterClient
 from dlrover.spec import events

@@ -18,7 +18,7 @@ def out(run) -> Path:
 
 
 def savers(launch) -> list[psutil.Process]:
-    return [p for p in launch.processes() if "dlrover.checkpoint.saver" in p.cmdline()]
+    return [p for p in launch.processes() if "dlrover.checkpoint.saver.saver" in p.cmdline()]
 
 
 def until_step(run, out: Path, step: int) -> None:
@@ -33,7 +33,7 @@ def until_step(run, out: Path, step: int) -> None:
 def kill_node(launch) -> None:
     """As `dlrover chaos` does: the agent and its saver."""
     agent = launch.of_kind("agent")[-1]
-    held = [p for p in agent.children() if "dlrover.checkpoint.saver" in p.cmdline()]
+    held = [p for p in agent.children() if "dlrover.checkpoint.saver.saver" in p.cmdline()]
     for process in (agent, *held):
         process.kill()
 

@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.master import history
+from dlrover.master.journal import history
 from dlrover.rpc import messages, wire
 from dlrover.rpc.client import MasterClient
 from dlrover.spec import events

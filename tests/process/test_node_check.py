@@ -25,7 +25,7 @@ def findings(launch, kind: str) -> list[tuple[tuple[int, ...], str, str]]:
 
 
 def check_processes(launch) -> list:
-    return [p for p in launch.processes() if "dlrover.elastic.probes" in p.cmdline()]
+    return [p for p in launch.processes() if "dlrover.training.probes" in p.cmdline()]
 
 
 def test_sound_nodes_are_checked_and_train(train) -> None:

@@ -48,7 +48,7 @@ def dlrover_run(directory: Path) -> dict[str, str]:
     """What a process needs to find this ``dlrover-run`` by its name, whatever is installed."""
     directory.mkdir()
     command = directory / "dlrover-run"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m dlrover.cli.run "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m dlrover.cli.run.run "$@"\n')
     command.chmod(0o755)
     return {
         "PATH": f"{directory}:{os.environ['PATH']}",

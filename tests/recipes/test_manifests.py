@@ -7,8 +7,8 @@ import shlex
 import pytest
 
 import dlrover
-from dlrover.cli import arguments
-from dlrover.cli.launchspec import Endpoint
+from dlrover.cli.run import arguments
+from dlrover.cli.run.launchspec import Endpoint
 from tests.recipes import schema
 from tests.recipes.controllers import Pod
 from tests.recipes.playing import MANIFESTS, RECIPES, ROOT, documents, job_of

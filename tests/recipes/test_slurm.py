@@ -95,7 +95,7 @@ def launcher_on(node: str) -> psutil.Process:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             here = process.environ().get("SLURMD_NODENAME") == node
-            if here and "dlrover.cli.run" in process.cmdline():
+            if here and "dlrover.cli.run.run" in process.cmdline():
                 return process
     raise AssertionError(f"no launcher on {node}")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from dlrover.master.machine import inputs
-from dlrover.master.machine.autoscale import MOST_CHANGES
+from dlrover.master.machine.scaling.autoscale import MOST_CHANGES
 from dlrover.spec import events
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.roles import Size

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dlrover.master.machine.hangs import (
+from dlrover.master.machine.watches.hangs import (
     Found,
     HangDetector,
     Look,
@@ -16,7 +16,7 @@ from dlrover.master.machine.hangs import (
     Tick,
     WorldFormed,
 )
-from dlrover.master.machine.slow import SpeedWatch
+from dlrover.master.machine.watches.slow import SpeedWatch
 from dlrover.spec.activities import Activity
 from dlrover.spec.events import SlowRank
 from dlrover.spec.job import Limits

@@ -8,10 +8,10 @@ from collections import defaultdict
 
 import pytest
 
-from dlrover.cli.timeline import Timeline
+from dlrover.cli.inspect.timeline import Timeline
 from dlrover.master.machine import inputs
+from dlrover.master.machine.goodput.ledger import Ledger
 from dlrover.master.machine.job import JobMachine
-from dlrover.master.machine.ledger import Ledger
 from dlrover.spec.goodput import Cause
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.node import NodeStatus

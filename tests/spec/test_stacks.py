@@ -37,7 +37,7 @@ QUEUE = (
     Frame("select", "/usr/lib/python3.11/selectors.py", 415),
     Frame("_try_get_data", f"{TORCH}/utils/data/dataloader.py", 1133),
     Frame("_BaseDataLoaderIter.__next__", f"{TORCH}/utils/data/dataloader.py", 725),
-    Frame("timed", "/venv/lib/python3.11/site-packages/dlrover/elastic/hooks.py", 177),
+    Frame("timed", "/venv/lib/python3.11/site-packages/dlrover/training/worker/hooks.py", 177),
     Frame("main", "/home/me/train.py", 70),
 )
 
@@ -176,11 +176,11 @@ def test_py_spys_main_thread():
 
 @pytest.mark.slow
 def test_what_a_real_process_writes_on_the_signal():
-    source = "from dlrover.elastic import stacks; import time; stacks.prepare()\n"
+    source = "from dlrover.training.worker import stacks; import time; stacks.prepare()\n"
     source += "def wait():\n    print(flush=True) or time.sleep(20)\nwait()\n"
     import asyncio
 
-    from dlrover.agent import evidence
+    from dlrover.agent.workers import evidence
 
     with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE) as process:
         process.stdout.readline()
@@ -197,7 +197,7 @@ def test_what_a_real_process_writes_on_the_signal():
 def test_a_process_that_did_not_prepare_gets_no_signal():
     import asyncio
 
-    from dlrover.agent import evidence
+    from dlrover.agent.workers import evidence
 
     with subprocess.Popen(["sleep", "20"]) as process:
         assert asyncio.run(evidence._by_signal(process.pid)) == ""

@@ -5,7 +5,8 @@ import math
 import torch
 from hypothesis import strategies as st
 
-from dlrover.checkpoint import layout as layouts, tree
+from dlrover.checkpoint.engine import tree
+from dlrover.checkpoint.machine import layout as layouts
 
 FORMS = ("plain", "transposed", "strided", "expanded", "conjugate")
 

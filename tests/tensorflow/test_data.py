@@ -9,8 +9,8 @@ import pytest
 
 tf = pytest.importorskip("tensorflow")
 
+from dlrover.data.records import Records, learned  # noqa: E402
 from dlrover.errors import ConfigurationError  # noqa: E402
-from dlrover.sharding.records import Records, learned  # noqa: E402
 from dlrover.tensorflow.data import dataset  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]

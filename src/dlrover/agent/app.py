@@ -19,10 +19,10 @@ from dlrover import config
 from dlrover._util import files, logs, procs
 from dlrover._util.sockets import address_towards
 from dlrover.agent.checking import Checker
-from dlrover.agent.logs import RunLogs
 from dlrover.agent.relay import Relay
 from dlrover.agent.shell import Agent
-from dlrover.agent.workers import WorkerGroup
+from dlrover.agent.workers.logs import RunLogs
+from dlrover.agent.workers.workers import WorkerGroup
 from dlrover.errors import ConfigurationError, DLRoverError, ExitCode, InfrastructureError
 from dlrover.rpc import wire
 from dlrover.rpc.client import MasterClient

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from dlrover.elastic.probes.process import CheckProcess
 from dlrover.spec.check import CheckOrder, CheckReport
+from dlrover.training.probes.process import CheckProcess
 
 
 class Checker:

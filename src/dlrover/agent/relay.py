@@ -1,6 +1,6 @@
 """The relay: forwards the workers' shard requests to the master, to which workers have no connection.
 
-Its Unix socket in the abstract namespace is open to its own user only; see `dlrover.sharding.dealers`.
+Its Unix socket in the abstract namespace is open to its own user only; see `dlrover.data.dealers`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dlrover._util.sockets import peer
+from dlrover.data.dealers import LENGTH, MAX_FRAME
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
 from dlrover.rpc import wire
 from dlrover.rpc.client import MasterClient
-from dlrover.sharding.dealers import LENGTH, MAX_FRAME
 from dlrover.spec.shards import ShardReply, ShardRequest
 
 if TYPE_CHECKING:

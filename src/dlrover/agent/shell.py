@@ -14,12 +14,12 @@ from typing import Any
 
 import msgspec
 
-from dlrover.agent import machine as agent_machine
 from dlrover.agent.checking import Checker
+from dlrover.agent.machine import node as agent_machine
+from dlrover.agent.machine.waits import Waits
 from dlrover.agent.ports import PortReservation
 from dlrover.agent.usage import UsageMeter
-from dlrover.agent.waits import Waits
-from dlrover.agent.workers import WorkerGroup
+from dlrover.agent.workers.workers import WorkerGroup
 from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
 from dlrover.rpc import messages
 from dlrover.rpc.client import MasterClient

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 INTERVAL = 30.0
 """Seconds between two reports of the cluster."""
-INVENTORIES = {"kubernetes": "dlrover.kubernetes.inventory:KubernetesInventory"}
+INVENTORIES = {"kubernetes": "dlrover.kubernetes.platform.inventory:KubernetesInventory"}
 """Inventories by kind of cluster, as ``module:class``; each is imported on demand."""
 
 

@@ -8,7 +8,7 @@ import signal
 def launcher() -> int:
     """Run ``dlrover-run``; on Ctrl-C during imports, exit without a traceback."""
     try:
-        from dlrover.cli.run import main  # noqa: PLC0415
+        from dlrover.cli.run.run import main  # noqa: PLC0415
 
         return main()
     except KeyboardInterrupt:

@@ -178,13 +178,13 @@ def prune(
 
 
 def _load(module: str) -> Any:
-    """Import a module of `dlrover.checkpoint`; its dependencies are an extra.
+    """Import a module of `dlrover.checkpoint.tools`; its dependencies are an extra.
 
     Raises:
         ConfigurationError: the extra is not installed.
     """
     try:
-        return importlib.import_module(f"dlrover.checkpoint.{module}")
+        return importlib.import_module(f"dlrover.checkpoint.tools.{module}")
     except ModuleNotFoundError as error:
         raise ConfigurationError(
             f"dlrover ckpt needs the package {error.name}; install dlrover[torch]."

@@ -225,7 +225,7 @@ def shared_token(env: Mapping[str, str], run_id: str, host: str, port: int) -> s
     Raises:
         ConfigurationError: nodes of several machines have no token.
     """
-    from dlrover.cli import network  # noqa: PLC0415 - only here: psutil is slow to import
+    from dlrover.cli.host import network  # noqa: PLC0415 - only here: psutil is slow to import
 
     given = given_token(env)
     if given:

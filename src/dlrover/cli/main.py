@@ -14,9 +14,10 @@ from rich.console import Console
 
 from dlrover import __version__, config
 from dlrover._util import procs
-from dlrover.cli import brain, chaos, ckpt, jobs, operator, submit
-from dlrover.cli.launchspec import parse_nnodes, parse_rdzv_conf
+from dlrover.cli import chaos, ckpt, jobs
+from dlrover.cli.cluster import brain, operator, submit
 from dlrover.cli.output import Form, Output, print_json
+from dlrover.cli.run.launchspec import parse_nnodes, parse_rdzv_conf
 from dlrover.errors import ConfigurationError, DLRoverError, ExitCode
 from dlrover.master.diagnosis_rules import load_own
 from dlrover.spec.events import Event
@@ -47,7 +48,7 @@ Dir = Annotated[str, typer.Option("--job-dir", help="Directory of the job, inste
 @app.command()
 def status(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
     """Show a job's phase, nodes and steps, and what it waits for."""
-    from dlrover.cli import queries  # noqa: PLC0415 - loads grpc
+    from dlrover.cli.inspect import queries  # noqa: PLC0415 - loads grpc
 
     report = queries.status(jobs.find(config.environ(), job, job_dir))
     if output is Form.JSON:
@@ -59,7 +60,7 @@ def status(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None
 @app.command()
 def nodes(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
     """Show the memory, cores and accelerators that each node of a job uses and has."""
-    from dlrover.cli import nodes as views, queries  # noqa: PLC0415 - loads grpc
+    from dlrover.cli.inspect import nodes as views, queries  # noqa: PLC0415 - loads grpc
 
     report = queries.status(jobs.find(config.environ(), job, job_dir))
     if output is Form.JSON:
@@ -78,7 +79,7 @@ def events(
     output: Output = Form.TEXT,
 ) -> None:
     """Show a job's events, one per line (with JSON: one object per line)."""
-    from dlrover.cli import queries  # noqa: PLC0415
+    from dlrover.cli.inspect import queries  # noqa: PLC0415
 
     found = jobs.find(config.environ(), job, job_dir)
 
@@ -106,7 +107,7 @@ def goodput(
     output: Output = Form.TEXT,
 ) -> None:
     """Show where the time of a job's nodes went, and what each incident cost."""
-    from dlrover.cli import chrometrace, goodput as ledger, page  # noqa: PLC0415
+    from dlrover.cli.inspect import chrometrace, goodput as ledger, page  # noqa: PLC0415
 
     found = ledger.report(jobs.find(config.environ(), job, job_dir))
     if html:
@@ -122,7 +123,7 @@ def goodput(
 @app.command()
 def plan(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
     """Show the auto-scaler's plans for a job: reasons, predictions, measurements and outcomes."""
-    from dlrover.cli import plans  # noqa: PLC0415
+    from dlrover.cli.inspect import plans  # noqa: PLC0415
 
     found = plans.plans(jobs.find(config.environ(), job, job_dir))
     if output is Form.JSON:
@@ -134,7 +135,7 @@ def plan(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
 @app.command()
 def stacks(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
     """Show where every rank is now: ranks grouped by place, with the stacks of one rank per group."""
-    from dlrover.cli import queries  # noqa: PLC0415
+    from dlrover.cli.inspect import queries  # noqa: PLC0415
 
     found = queries.stacks(jobs.find(config.environ(), job, job_dir))
     if output is Form.JSON:
@@ -157,7 +158,7 @@ def scale(
     output: Output = Form.TEXT,
 ) -> None:
     """Change the number of nodes of a running job."""
-    from dlrover.cli import queries  # noqa: PLC0415
+    from dlrover.cli.inspect import queries  # noqa: PLC0415
     from dlrover.master.app import read_outcome  # noqa: PLC0415
 
     found = jobs.find(config.environ(), job, job_dir)
@@ -182,7 +183,7 @@ def stop(
     output: Output = Form.TEXT,
 ) -> None:
     """End a job: its workers get SIGTERM and time to leave."""
-    from dlrover.cli import queries  # noqa: PLC0415
+    from dlrover.cli.inspect import queries  # noqa: PLC0415
     from dlrover.master.app import read_outcome  # noqa: PLC0415
 
     found = jobs.find(config.environ(), job, job_dir)
@@ -200,7 +201,7 @@ def stop(
 @app.command()
 def doctor(output: Output = Form.TEXT) -> None:
     """Check this machine for what training needs; print a sentence for each finding."""
-    from dlrover.cli.doctor import doctor as examine  # noqa: PLC0415
+    from dlrover.cli.host.doctor import doctor as examine  # noqa: PLC0415
 
     raise typer.Exit(examine(output.value, config.environ(), Console()))
 
@@ -215,7 +216,7 @@ def diagnose(
     output: Output = Form.TEXT,
 ) -> None:
     """Explain from its log what ended a program, or what ended a job's workers, and what to do."""
-    from dlrover.cli import diagnose as diagnosing  # noqa: PLC0415
+    from dlrover.cli.inspect import diagnose as diagnosing  # noqa: PLC0415
 
     env = config.environ()
     own = load_own(rules or config.settings(env).diagnosis_rules, {})
@@ -245,7 +246,7 @@ def check(
 
     Exit code 3 if something is at fault.
     """
-    from dlrover.cli import check as checking  # noqa: PLC0415
+    from dlrover.cli.host import check as checking  # noqa: PLC0415
 
     env = config.environ()
     limits = config.settings(env, config_file).limits
@@ -315,7 +316,7 @@ def master(  # noqa: PLR0913 - each is an option of the command
         cluster=settings.optimize_mode == "cluster",
     )
     if platform:
-        from dlrover.kubernetes import job as elastic_job  # noqa: PLC0415 - an extra
+        from dlrover.kubernetes.platform import job as elastic_job  # noqa: PLC0415 - an extra
 
         found = asyncio.run(elastic_job.fetch(env))
         job = elastic_job.job_spec(found, settings.limits, rules)

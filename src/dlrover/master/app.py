@@ -21,12 +21,13 @@ from dlrover.errors import (
     FormatError,
     InfrastructureError,
 )
-from dlrover.master import brainside, takeover
-from dlrover.master.brainside import JobBrain
-from dlrover.master.history import History
-from dlrover.master.journal import open_journal
-from dlrover.master.observers import Observers
+from dlrover.master.journal import takeover
+from dlrover.master.journal.history import History
+from dlrover.master.journal.journal import open_journal
+from dlrover.master.scaling import brainside
+from dlrover.master.scaling.brainside import JobBrain
 from dlrover.master.service import Master
+from dlrover.master.views.observers import Observers
 from dlrover.planning import extra
 from dlrover.platform.base import Platform, Setup, platform_class
 from dlrover.rpc import wire

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from dlrover.errors import ConfigurationError
-from dlrover.master.diagnosis import Table
+from dlrover.master.machine.diagnosis.diagnosis import Table
 from dlrover.spec.rules import Rule
 
 BUILT_IN = Path(__file__).with_name("diagnosis_rules.toml")

@@ -11,9 +11,10 @@ from pathlib import Path
 import msgspec
 
 from dlrover._util import files
-from dlrover.master.machine import hangs, inputs
+from dlrover.master.machine import inputs
 from dlrover.master.machine.job import JobMachine
-from dlrover.master.machine.slow import SpeedWatch
+from dlrover.master.machine.watches import hangs
+from dlrover.master.machine.watches.slow import SpeedWatch
 from dlrover.rpc import messages
 from dlrover.spec import stacks
 from dlrover.spec.activities import Activity

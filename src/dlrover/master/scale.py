@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dlrover.master.machine import inputs
 from dlrover.master.machine.job import JobMachine
-from dlrover.master.machine.scaling import Wanted
+from dlrover.master.machine.scaling.scaling import Wanted
 from dlrover.master.machine.waiting import waiting_for
 from dlrover.platform.base import JobSize
 from dlrover.rpc import messages

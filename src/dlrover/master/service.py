@@ -14,19 +14,19 @@ import msgspec
 
 from dlrover.errors import FencedError, InfrastructureError, ProtocolError
 from dlrover.master import migrate, scale
-from dlrover.master.autoscale import AutoScaler
-from dlrover.master.commits import Commits
 from dlrover.master.hangwatch import HangWatch
-from dlrover.master.history import History
-from dlrover.master.journal import Entry, Journal, fenced
+from dlrover.master.journal.commits import Commits
+from dlrover.master.journal.history import History
+from dlrover.master.journal.journal import Entry, Journal, fenced
 from dlrover.master.machine import inputs
-from dlrover.master.machine.activities import Activities
+from dlrover.master.machine.goodput.ledger import Ledger
 from dlrover.master.machine.job import JobMachine
-from dlrover.master.machine.ledger import Ledger
 from dlrover.master.machine.state import Node
+from dlrover.master.machine.watches.activities import Activities
+from dlrover.master.scaling.autoscale import AutoScaler
 from dlrover.master.shards import ShardsService
-from dlrover.master.status import status_of
 from dlrover.master.storeside import StoreService
+from dlrover.master.views.status import status_of
 from dlrover.master.waits import renewed, waited
 from dlrover.platform.base import JobSize, PlacedNode, Platform, Progress, scaled_by
 from dlrover.rpc import messages

@@ -6,10 +6,10 @@ import logging
 import signal
 from collections.abc import Callable
 
+from dlrover.data.machine.datasets import Shards
+from dlrover.data.machine.queue import Answer, Command, Report
 from dlrover.errors import ProtocolError
 from dlrover.master.machine import inputs
-from dlrover.sharding.machine import Shards
-from dlrover.sharding.queue import Answer, Command, Report
 from dlrover.spec.events import Event, EventBody, SamplesSetAside
 from dlrover.spec.failure import Failure
 from dlrover.spec.shards import ShardReply, ShardRequest

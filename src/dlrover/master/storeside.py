@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from weakref import WeakValueDictionary
 
-from dlrover.master.commits import Commits
+from dlrover.master.journal.commits import Commits
 from dlrover.master.machine.store import KeyValueStore
 from dlrover.master.waits import waited
 from dlrover.rpc import messages

@@ -25,7 +25,7 @@ OnWait = Callable[[int, str], None]
 """Callback with a node's id and, in words, what keeps the node from starting; empty once nothing does."""
 
 PLATFORMS = {
-    "kubernetes": "dlrover.kubernetes.platform:KubernetesPlatform",
+    "kubernetes": "dlrover.kubernetes.platform.platform:KubernetesPlatform",
     "local": "dlrover.platform.local:LocalPlatform",
 }
 """Platforms by name, as ``module:class``; each module is imported on first use."""

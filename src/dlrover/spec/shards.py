@@ -92,7 +92,7 @@ class OpenShards(msgspec.Struct, frozen=True, array_like=True, tag="open"):
     worker: _Name
     incarnation: Incarnation
     done: Annotated[bytes, msgspec.Meta(max_length=MAX_DONE)] = b""
-    """Samples that the model has already learned from: `dlrover.sharding.spans.Spans`, packed."""
+    """Samples that the model has already learned from: `dlrover.data.machine.spans.Spans`, packed."""
 
 
 class TakeShards(msgspec.Struct, frozen=True, array_like=True, tag="take"):

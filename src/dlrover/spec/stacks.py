@@ -120,7 +120,7 @@ def main_thread(text: str) -> tuple[Frame, ...]:
 
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/")
 _STANDARD = re.compile(r"/lib/python\d[^/]*/(?!(?:site|dist)-packages/)|^<(?!stdin|string)")
-_OWN = re.compile(r"/dlrover/(?:elastic|agent)/\w+\.py$")
+_OWN = re.compile(r"/dlrover/(?:training/worker|agent/workers)/\w+\.py$")
 _DATA_LOADER = "torch/utils/data/dataloader.py"
 _WAITING = re.compile(
     r"torch/distributed/(?!checkpoint/|elastic/)|torch/autograd/graph\.py$|torch/nn/parallel/distributed\.py$"

@@ -1,1 +1,17 @@
-"""The package that a TensorFlow training script imports."""
+"""Dealt data for TensorFlow."""
+
+from typing import TYPE_CHECKING
+
+from dlrover._util.doors import lazy
+
+if TYPE_CHECKING:
+    from dlrover.tensorflow.data import dataset
+
+__all__ = ["dataset"]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "dataset": "dlrover.tensorflow.data",
+    },
+)

@@ -9,8 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from dlrover.data.records import Records
 from dlrover.errors import ConfigurationError
-from dlrover.sharding.records import Records
 from dlrover.spec.shards import Span
 
 __all__ = ["dataset"]

@@ -7,7 +7,7 @@ import contextlib
 import uuid
 from collections.abc import AsyncIterator, Callable
 
-from dlrover.agent import machine as agent_machine
+from dlrover.agent.machine import node as agent_machine
 from dlrover.errors import InfrastructureError
 from dlrover.rpc import messages
 from dlrover.rpc.client import MasterClient

@@ -19,13 +19,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from dlrover.errors import ExitCode
-from dlrover.master.autoscale import AutoScaler
 from dlrover.master.diagnosis_rules import built_in
 from dlrover.master.machine import inputs
-from dlrover.master.machine.activities import Activities
+from dlrover.master.machine.goodput.ledger import Ledger
 from dlrover.master.machine.job import JobMachine
-from dlrover.master.machine.ledger import Ledger
 from dlrover.master.machine.waiting import waiting_for
+from dlrover.master.machine.watches.activities import Activities
+from dlrover.master.scaling.autoscale import AutoScaler
 from dlrover.rpc import messages
 from dlrover.spec.brain import Similar
 from dlrover.spec.check import CheckReport
@@ -464,7 +464,7 @@ class Cluster:
         self._scaler.watch_servers()
         asked = self._scaler.question(self.time.now)
         if asked is not None and not self.master_away:
-            from dlrover.master.planner import decide  # noqa: PLC0415 - an extra
+            from dlrover.master.scaling.planner import decide  # noqa: PLC0415 - an extra
 
             round_ = self.machine.rendezvous.round
             self._submit(inputs.ScalePlanned(round_, decide(asked, self.similar)))

@@ -6,8 +6,8 @@ from typing import Any
 
 from dlrover.master.diagnosis_rules import built_in
 from dlrover.master.machine import inputs
+from dlrover.master.machine.goodput.ledger import Ledger
 from dlrover.master.machine.job import JobMachine
-from dlrover.master.machine.ledger import Ledger
 from dlrover.master.machine.state import Phase
 from dlrover.spec.events import EventBody
 from dlrover.spec.failure import Failure

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from dlrover.agent import machine as agent_machine
-from dlrover.agent.machine import AgentMachine, Stage
+from dlrover.agent.machine import node as agent_machine
+from dlrover.agent.machine.node import AgentMachine, Stage
 from dlrover.rpc import messages
 from dlrover.spec.activities import Activity
 from dlrover.spec.activity import WorkerActivity

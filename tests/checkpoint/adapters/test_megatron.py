@@ -5,7 +5,8 @@ import importlib.util
 import pytest
 import torch
 
-from dlrover.checkpoint import Checkpointer, verification
+from dlrover.checkpoint import Checkpointer
+from dlrover.checkpoint.tools import verification
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 pytestmark = [
@@ -88,7 +89,7 @@ class Alone:
         from megatron.core import dist_checkpointing
         from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-        from dlrover.checkpoint.adapters.megatron import FlashLoad, FlashSave
+        from dlrover.integrations.megatron import FlashLoad, FlashSave
 
         self.saving, self.loading = FlashSave, FlashLoad
         self.megatron, self.tensor, self.object = dist_checkpointing, ShardedTensor, ShardedObject

@@ -11,9 +11,10 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from dlrover.checkpoint import Checkpointer, tree
-from dlrover.checkpoint.adapters import objects
+from dlrover.checkpoint import Checkpointer
+from dlrover.checkpoint.engine import tree
 from dlrover.errors import ConfigurationError
+from dlrover.integrations import objects
 
 pytestmark = pytest.mark.torch
 

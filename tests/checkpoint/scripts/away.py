@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dlrover.checkpoint import Checkpointer
-from dlrover.checkpoint.stores import StorageAwayError
+from dlrover.checkpoint.storage.stores import StorageAwayError
 
 directory, meeting, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
 dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)

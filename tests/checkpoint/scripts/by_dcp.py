@@ -13,8 +13,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from dlrover.checkpoint import Checkpointer, tree
-from dlrover.checkpoint.adapters.dcp import FlashReader, FlashWriter
+from dlrover.checkpoint import Checkpointer
+from dlrover.checkpoint.engine import tree
+from dlrover.integrations.dcp import FlashReader, FlashWriter
 
 warnings.simplefilter("ignore")
 verb, directory, where = sys.argv[1], Path(sys.argv[2]), sys.argv[3]

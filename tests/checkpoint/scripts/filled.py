@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dlrover.checkpoint import Checkpointer, storage
-from dlrover.checkpoint.stores import open_store
+from dlrover.checkpoint import Checkpointer
+from dlrover.checkpoint.storage import storage
+from dlrover.checkpoint.storage.stores import open_store
 from dlrover.errors import InfrastructureError
 
 

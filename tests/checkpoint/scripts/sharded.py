@@ -79,7 +79,7 @@ def as_spread(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if all(isinstance(placement, Shard | Replicate) for placement in like.placements):
         return distribute_tensor(whole, like.device_mesh, like.placements)
     target = torch.zeros_like(like)  # shards of shards
-    from dlrover.checkpoint import tree
+    from dlrover.checkpoint.engine import tree
 
     box = tree.extent(like)
     cut = tuple(slice(a, a + n) for a, n in zip(box.at, box.shape, strict=True))

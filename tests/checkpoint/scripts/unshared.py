@@ -4,7 +4,8 @@ import sys
 
 import torch.distributed as dist
 
-from dlrover.checkpoint import Checkpointer, shared
+from dlrover.checkpoint import Checkpointer
+from dlrover.checkpoint.engine import shared
 from dlrover.errors import DLRoverError
 
 meeting, rank, directory = sys.argv[1], int(sys.argv[2]), sys.argv[3]

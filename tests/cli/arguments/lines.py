@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from dlrover.cli.arguments import parse
+from dlrover.cli.run.arguments import parse
 from dlrover.errors import ConfigurationError, ExitCode
 
 TORCHRUN_DESTS = [

@@ -10,8 +10,8 @@ import uuid
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from dlrover.cli.arguments import parse
-from dlrover.cli.launchspec import (
+from dlrover.cli.run.arguments import parse
+from dlrover.cli.run.launchspec import (
     Endpoint,
     parse_endpoint,
     parse_local_ranks,

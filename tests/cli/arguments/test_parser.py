@@ -8,7 +8,7 @@ import pytest
 
 import dlrover
 from dlrover._util.accelerators import RESOURCES
-from dlrover.cli.arguments import build_parser, parse
+from dlrover.cli.run.arguments import build_parser, parse
 from tests.cli.arguments.lines import (
     COMMAND_LINES,
     OWN_DESTS,

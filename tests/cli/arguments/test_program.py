@@ -10,8 +10,8 @@ import venv
 
 import pytest
 
-from dlrover.cli.arguments import build_parser, parse
-from dlrover.cli.nproc import probe_devices, resolve_nproc
+from dlrover.cli.run.arguments import build_parser, parse
+from dlrover.cli.run.nproc import probe_devices, resolve_nproc
 from dlrover.errors import ConfigurationError
 from dlrover.spec.launch import Entry
 from tests.cli.arguments.lines import PATH_ONLY, no_probe, options, refusal
@@ -244,7 +244,7 @@ def test_words_count_what_torchrun_counts(torchrun, word):
 @pytest.mark.slow
 def test_parsing_imports_no_framework():
     program = (
-        "import sys; from dlrover.cli.arguments import parse;"
+        "import sys; from dlrover.cli.run.arguments import parse;"
         "parse(['--no-python', sys.executable], {});"
         "assert not {'torch', 'grpc', 'numpy'} & set(sys.modules)"
     )

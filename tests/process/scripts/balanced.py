@@ -17,9 +17,9 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from dlrover.elastic import balancing
-from dlrover.elastic.sampler import ElasticDistributedSampler
-from dlrover.elastic.trainer import ElasticTrainer
+from dlrover.training import balancing
+from dlrover.training.sampler import ElasticDistributedSampler
+from dlrover.training.trainer import ElasticTrainer
 
 SIZE, PER_EPOCH, EPOCHS = 42, 20, 2
 balancing.STEPS = 8

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dlrover.checkpoint import Checkpointer
-from dlrover.elastic.dataset import ElasticDataset
+from dlrover.data.dataset import ElasticDataset
 
 OUT, SAMPLES, EPOCHS, PAUSE = (
     Path(sys.argv[1]),

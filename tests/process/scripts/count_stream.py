@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from dlrover.checkpoint import Checkpointer
-from dlrover.elastic.dataset import ElasticDataset
-from dlrover.sharding.sources import Message, Stream
+from dlrover.data import Message, Stream
+from dlrover.data.dataset import ElasticDataset
 
 OUT, URL, MESSAGES, PAUSE = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
 RANK, RESTART = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]

@@ -3,7 +3,7 @@
 import runpy
 import sys
 
-from dlrover.elastic import batch
+from dlrover.training import batch
 
 deal = batch.deal
 

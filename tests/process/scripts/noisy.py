@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from dlrover.elastic.sampler import ElasticDistributedSampler
-from dlrover.elastic.trainer import ElasticTrainer
+from dlrover.training.sampler import ElasticDistributedSampler
+from dlrover.training.trainer import ElasticTrainer
 
 SAMPLES, NUMBERS = 4000, 200
 PASS, SAMPLE, EXCHANGE = 0.012, 0.003, 0.009

@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from dlrover.sharding.records import Records
+from dlrover.data.records import Records
 
 OUT = Path(sys.argv[1])
 ROTTEN, DEADLY = 33, 57

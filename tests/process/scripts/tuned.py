@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from dlrover.elastic import memory, tuning
-from dlrover.elastic.dataloader import ElasticDataLoader
-from dlrover.elastic.sampler import ElasticDistributedSampler
-from dlrover.elastic.trainer import ElasticTrainer
+from dlrover.data.dataloader import ElasticDataLoader
+from dlrover.planning import tuning
+from dlrover.training import memory
+from dlrover.training.sampler import ElasticDistributedSampler
+from dlrover.training.trainer import ElasticTrainer
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()

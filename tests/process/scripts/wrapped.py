@@ -13,8 +13,8 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from dlrover.elastic.sampler import ElasticDistributedSampler
-from dlrover.elastic.trainer import ElasticTrainer
+from dlrover.training.sampler import ElasticDistributedSampler
+from dlrover.training.trainer import ElasticTrainer
 
 SIZE = 7
 dist.init_process_group("gloo")

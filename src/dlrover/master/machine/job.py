@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 
 from dlrover.errors import ExitCode
-from dlrover.master.diagnosis import Table
 from dlrover.master.machine import inputs, invariants, reports
-from dlrover.master.machine.checking import told
-from dlrover.master.machine.evidence import Finding
+from dlrover.master.machine.checks.checking import told
+from dlrover.master.machine.checks.evidence import Finding
+from dlrover.master.machine.diagnosis.diagnosis import Table
 from dlrover.master.machine.jobauto import JobAuto
 from dlrover.master.machine.restarts import Stop, cause_of, hang_cause
 from dlrover.master.machine.state import (

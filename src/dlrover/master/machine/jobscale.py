@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dlrover.master.machine import inputs
 from dlrover.master.machine.jobnodes import JobNodes
-from dlrover.master.machine.scaling import Wanted
+from dlrover.master.machine.scaling.scaling import Wanted
 from dlrover.spec import events
 from dlrover.spec.node import NodeStatus
 from dlrover.spec.roles import WORKER

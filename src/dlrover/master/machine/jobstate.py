@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from dlrover.master.diagnosis import Table
 from dlrover.master.machine import inputs, reports
 from dlrover.master.machine.adoption import Adoption
-from dlrover.master.machine.autoscale import AutoScaling
-from dlrover.master.machine.checking import Checks
+from dlrover.master.machine.checks.checking import Checks
+from dlrover.master.machine.diagnosis.diagnosis import Table
 from dlrover.master.machine.faults import Faults
 from dlrover.master.machine.rendezvous import Rendezvous
 from dlrover.master.machine.restarts import RestartPolicy
-from dlrover.master.machine.scaling import Scaling
+from dlrover.master.machine.scaling.autoscale import AutoScaling
+from dlrover.master.machine.scaling.scaling import Scaling
 from dlrover.master.machine.state import Incident, Migration, Node, Phase, phase_after
 from dlrover.spec import events
 from dlrover.spec.failure import Failure

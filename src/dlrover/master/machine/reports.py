@@ -6,7 +6,7 @@ later failure also keeps its full texts if it is earlier than all before it and 
 
 from __future__ import annotations
 
-from dlrover.master.diagnosis import Table
+from dlrover.master.machine.diagnosis.diagnosis import Table
 from dlrover.master.machine.state import Incident
 from dlrover.spec.failure import Failure
 

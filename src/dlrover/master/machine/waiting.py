@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from dlrover.spec.node import NodeStatus
 
 if TYPE_CHECKING:
-    from dlrover.master.machine.checking import CheckRun
+    from dlrover.master.machine.checks.checking import CheckRun
     from dlrover.master.machine.job import JobMachine
     from dlrover.master.machine.rendezvous import Rendezvous
     from dlrover.master.machine.state import Node

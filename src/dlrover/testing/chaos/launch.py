@@ -28,7 +28,14 @@ class Launch:
         """Environment of the job, and of everything else that the guard must end."""
         self._guard = Guard(mark, env)
         output.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "dlrover.cli.run", "--job-dir", str(job_dir), *arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "dlrover.cli.run.run",
+            "--job-dir",
+            str(job_dir),
+            *arguments,
+        ]
         with output.open("wb") as file:
             self._process = subprocess.Popen(
                 command,

@@ -12,7 +12,7 @@ import psutil
 
 from dlrover.errors import InfrastructureError
 
-MASTER, AGENT, SAVER = "dlrover.master", "dlrover.agent", "dlrover.checkpoint.saver"
+MASTER, AGENT, SAVER = "dlrover.master", "dlrover.agent", "dlrover.checkpoint.saver.saver"
 ZYGOTE = "zygote.main("
 """Text in the command line of every zygote, but of no worker."""
 

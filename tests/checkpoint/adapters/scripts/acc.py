@@ -8,13 +8,13 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from mortal import RANK, die_once, tell
 
-from dlrover.checkpoint.adapters.accelerate import FlashAccelerator
+from dlrover.integrations.accelerate import FlashAccelerator
 
 directory, deadly, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 storage_every, seed = int(sys.argv[4]), int(sys.argv[5])
 logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.WARNING)
 if RANK == 0:
-    logging.getLogger("dlrover.checkpoint.checkpointer").setLevel(logging.INFO)
+    logging.getLogger("dlrover.checkpoint.engine.checkpointer").setLevel(logging.INFO)
 
 
 class Seen:

@@ -9,13 +9,13 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from mortal import RANK, RANKS, die_once, tell
 
-from dlrover.checkpoint.adapters.lightning import FlashCheckpointIO, FlashDDPStrategy
+from dlrover.integrations.lightning import FlashCheckpointIO, FlashDDPStrategy
 
 directory, deadly, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 storage_every, resume = int(sys.argv[4]), sys.argv[5]
 logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.WARNING)
 if RANK == 0:
-    logging.getLogger("dlrover.checkpoint.checkpointer").setLevel(logging.INFO)
+    logging.getLogger("dlrover.checkpoint.engine.checkpointer").setLevel(logging.INFO)
 
 
 class Model(pl.LightningModule):

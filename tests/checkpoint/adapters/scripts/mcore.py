@@ -29,13 +29,13 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 from mortal import RANK, die_once, tell  # noqa: E402
 
 from dlrover.checkpoint import Checkpointer  # noqa: E402
-from dlrover.checkpoint.adapters.megatron import FlashLoad, FlashSave  # noqa: E402
+from dlrover.integrations.megatron import FlashLoad, FlashSave  # noqa: E402
 
 directory, deadly, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 storage_every, tensor_parallel = int(sys.argv[4]), int(sys.argv[5])
 logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.WARNING)
 if RANK == 0:
-    logging.getLogger("dlrover.checkpoint.checkpointer").setLevel(logging.INFO)
+    logging.getLogger("dlrover.checkpoint.engine.checkpointer").setLevel(logging.INFO)
 
 # Megatron-core asks for a GPU in places that a CPU can do without
 mock.patch.object(torch.cuda, "current_device", return_value="cpu").start()

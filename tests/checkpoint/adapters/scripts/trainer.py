@@ -8,13 +8,13 @@ import torch
 from mortal import RANK, die_once, tell
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from dlrover.checkpoint.adapters.transformers import FlashCallback
+from dlrover.integrations.transformers import FlashCallback
 
 directory, deadly, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 forgetful = "forgetful" in sys.argv
 logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.WARNING)
 if RANK == 0:
-    logging.getLogger("dlrover.checkpoint.checkpointer").setLevel(logging.INFO)
+    logging.getLogger("dlrover.checkpoint.engine.checkpointer").setLevel(logging.INFO)
 
 
 class Model(torch.nn.Module):

@@ -8,13 +8,13 @@ import deepspeed
 import torch
 from mortal import RANK, die_once, tell
 
-from dlrover.checkpoint.adapters.deepspeed import attach
+from dlrover.integrations.deepspeed import attach
 
 directory, deadly, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 stage, storage_every = int(sys.argv[4]), int(sys.argv[5])
 logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.WARNING)
 if RANK == 0:
-    logging.getLogger("dlrover.checkpoint.checkpointer").setLevel(logging.INFO)
+    logging.getLogger("dlrover.checkpoint.engine.checkpointer").setLevel(logging.INFO)
 
 deepspeed.init_distributed("gloo")
 torch.manual_seed(1)

@@ -1,0 +1,468 @@
+"""The workers of one node: starts them from a zygote, watches them, and stops them without leftovers."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from dlrover._util import accelerators, cgroup, procs
+from dlrover.agent.devices import Devices
+from dlrover.agent.workers import environment, evidence, numa, zygotes
+from dlrover.agent.workers.facts import NodeFacts
+from dlrover.agent.workers.logs import AttemptLogs, RunLogs
+from dlrover.agent.workers.zygote import Order
+from dlrover.errors import ConfigurationError
+from dlrover.spec.activity import WorkerActivity
+from dlrover.spec.failure import OWN_ENDS, Failure, FailureKind
+from dlrover.spec.launch import Entry, LaunchSpec, Std
+from dlrover.spec.stacks import WorkerEvidence
+from dlrover.spec.world import World
+from dlrover.training.worker.progress import MAX_SLOTS, Board
+
+logger = logging.getLogger(__name__)
+
+KILL_WAIT = 10.0
+"""Seconds to wait for a process after SIGKILL; one that takes longer hangs in the kernel."""
+
+
+SAVER = "dlrover.checkpoint.saver.saver"
+"""Module of the checkpoint saver: workers start it, it outlives them and holds their generations."""
+SAVER_WAIT = 5.0
+"""Seconds that the saver gets to end: a supervisor does not wait much longer for its agent."""
+
+
+@dataclass
+class Worker:
+    """A worker of the current round."""
+
+    local_rank: int
+    rank: int
+    pid: int = 0
+    status: int | None = None
+    """Wait status; None until the worker has ended."""
+    ended_at: int = 0
+    """Time at which its end was seen, in monotonic nanoseconds."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class WorkerGroup:
+    """The workers of one node; used only on the event loop on which it was created.
+
+    ``on_exit(local_rank, failure)`` is called for each worker that ends by itself; ``failure`` is None
+    after exit code 0. A worker that ends after `stop` was called is reported only if it failed before.
+    """
+
+    def __init__(
+        self,
+        launch: LaunchSpec,
+        base_env: Mapping[str, str],
+        logs: RunLogs,
+        hostname: str,
+        on_exit: Callable[[int, Failure | None], None],
+    ) -> None:
+        if launch.nproc_per_node > MAX_SLOTS:
+            raise ConfigurationError(
+                f"--nproc-per-node {launch.nproc_per_node}: at most {MAX_SLOTS} workers run on a node."
+            )
+        self.node_id = -1
+        self.others: Callable[[], set[int]] = set
+        """Function that returns the pids of the agent's children that are not from workers or zygotes."""
+        self.place = ""
+        """Name of this node among those on this machine: its checkpoint saver serves no other node."""
+        self.relay = ""
+        """Address of the relay for the workers' shard requests; empty without a relay."""
+        self.token = ""
+        """The job's token, from which the workers' secret is derived; empty without TLS."""
+        self._launch = launch
+        self._base_env = base_env
+        self._devices = Devices(base_env)
+        self._run_logs = logs
+        self._hostname = hostname
+        self._on_exit = on_exit
+        self._board_fd = zygotes.make_board()
+        self._board = Board(self._board_fd)
+        self._cold: zygotes.ZygoteProcess | None = None
+        self._warm: zygotes.ZygoteProcess | None = None
+        self._retired: list[zygotes.ZygoteProcess] = []
+        self._modules_file = ""
+        self._workers: dict[int, Worker] = {}
+        self._ids = 0
+        self._by_id: dict[int, Worker] = {}
+        self._world: World | None = None
+        self._logs: AttemptLogs | None = None
+        self._stopped_at: float | None = None
+        self._oom_kills = 0
+        self._facts = NodeFacts()
+
+    # ---- start
+
+    def prepare(self) -> None:
+        """Start a zygote before the first round."""
+        if self._cold is None:
+            self._cold = self._start_zygote("")
+
+    def start(self, world: World) -> None:
+        """Start the workers of a round.
+
+        Raises:
+            ConfigurationError: The options do not fit this node.
+            OSError: The logs cannot be created or the zygote cannot be started.
+        """
+        count = self._launch.nproc_per_node
+        ranks = {local: world.first_rank + local for local in range(count)}
+        self._world = world
+        self._stopped_at = None
+        self._oom_kills = cgroup.oom_kills()
+        self._facts.begin()
+        self._board.clear()
+        self._logs = self._run_logs.attempt(world.restart_count, ranks)
+        orders = []
+        for worker in [Worker(local, rank) for local, rank in ranks.items()]:
+            self._ids += 1
+            orders.append((worker, self._order(self._ids, worker, world, self._logs)))
+        zygote = self._pick_zygote()
+        for worker, order in orders:  # all or none: errors in the orders have been raised by now
+            self._workers[worker.local_rank] = self._by_id[order.spawn] = worker
+            zygote.spawn(order)
+        sys.stdout.flush()
+        self._logs.start(sys.stdout.buffer, sys.stderr.buffer)
+
+    def _order(self, id_: int, worker: Worker, world: World, logs: AttemptLogs) -> Order:
+        local_rank = worker.local_rank
+        error_file = str(logs.error_file(local_rank))
+        launch = self._launch
+        return Order(
+            spawn=id_,
+            entry=launch.entry.value,
+            target=launch.target,
+            args=environment.worker_arguments(launch, local_rank),
+            env=environment.worker_environment(
+                launch, world, local_rank, self._base_env, error_file
+            )
+            | environment.secrets(world, self.token),
+            stdout=str(logs.stdout(local_rank)),
+            stderr=str(logs.stderr(local_rank)),
+            error_file=error_file,
+            slot=local_rank,
+            modules_file=str(logs.directory / "modules.json") if local_rank == 0 else "",
+            cpus=self._cpus(local_rank),
+            save_at_breakpoint=launch.save_at_breakpoint,
+            node=self.place,
+            relay=self.relay,
+            round=world.round,
+            auto_tuning=launch.auto_tuning,
+            global_batch=world.global_batch,
+            stdout_overflow=logs.overflow(local_rank, Std.OUT),
+            stderr_overflow=logs.overflow(local_rank, Std.ERR),
+        )
+
+    def _cpus(self, local_rank: int) -> list[int]:
+        if not self._launch.numa_binding:
+            return []
+        topology, devices = self._topology
+        return sorted(numa.plan(self._launch.numa_binding, local_rank, topology, devices))
+
+    @functools.cached_property
+    def _topology(self) -> tuple[numa.Topology, tuple[int, ...]]:
+        """The machine's topology, and the NUMA node of each local rank's device."""
+        topology = numa.read_topology()
+        count = self._launch.nproc_per_node
+        return topology, numa.device_numa_nodes(accelerators.pci_addresses(), count, topology)
+
+    # ---- zygotes
+
+    def _start_zygote(self, preload_file: str) -> zygotes.ZygoteProcess:
+        return zygotes.ZygoteProcess(
+            self._launch.python or sys.executable,
+            self._base_env,
+            self._board_fd,
+            preload_file,
+            self._started,
+            self._exited,
+            self._zygote_lost,
+            self._start_cold if preload_file else None,
+        )
+
+    def _pick_zygote(self) -> zygotes.ZygoteProcess:
+        """Return the warmest zygote: even one still importing is ready before a worker that starts now."""
+        warm = self._warm
+        if warm is not None and not warm.problem:
+            if self._cold is not None and warm.ready:
+                self._retire(self._cold)
+                self._cold = None
+            return warm
+        return self._cold_zygote()
+
+    def _start_cold(self, orders: list[Order]) -> None:
+        """Start workers from the cold zygote: the warm one is unfit or late."""
+        for order in orders:
+            self._cold_zygote().spawn(order)
+
+    def _cold_zygote(self) -> zygotes.ZygoteProcess:
+        self.prepare()
+        assert self._cold is not None
+        return self._cold
+
+    def _warm_up(self) -> None:
+        """Start a zygote with the workers' imports once the workers have listed them."""
+        if self._warm is not None or self._launch.entry is Entry.COMMAND or self._logs is None:
+            return
+        listed = str(self._logs.directory / "modules.json")
+        if listed != self._modules_file and self._board.read(0).modules_listed:
+            self._modules_file = listed  # one attempt per list: importing may crash
+            self._warm = self._start_zygote(listed)
+
+    def _signal_zygotes(self, number: signal.Signals) -> None:
+        procs.kill((z.process.pid for z in (self._cold, self._warm) if z is not None), number)
+
+    def discard_zygotes(self) -> None:
+        """Retire all zygotes, so that the next workers start from a process that has loaded nothing yet."""
+        for zygote in (self._cold, self._warm):
+            if zygote is not None:
+                self._retire(zygote)
+        self._cold = self._warm = None
+
+    def _retire(self, zygote: zygotes.ZygoteProcess) -> None:
+        zygote.close()
+        self._retired.append(zygote)
+
+    def _zygote_lost(self, zygote: zygotes.ZygoteProcess) -> None:
+        """Handle the death of a zygote, with which its workers died."""
+        problem = zygote.start_problem()
+        zygote.close()
+        self._retired.append(zygote)
+        if zygote is self._warm:
+            self._warm = None
+        elif zygote is self._cold:
+            self._cold = None
+        for worker in sorted(zygote.workers):
+            self._exited(worker, int(signal.SIGKILL), problem)
+
+    # ---- watch
+
+    def _started(self, id_: int, pid: int) -> None:
+        self._by_id[id_].pid = pid
+        if self._stopped_at is not None:
+            procs.kill([pid])  # it has only just started: it has no state to save
+
+    def _exited(self, id_: int, status: int, start_problem: str = "") -> None:
+        worker = self._by_id.pop(id_)
+        worker.status = status
+        worker.ended_at = time.monotonic_ns()
+        worker.ended.set()
+        if self._workers.get(worker.local_rank) is not worker:
+            return
+        failure = None if status == 0 else self._failure(worker, status)
+        if failure is not None and start_problem:
+            failure = msgspec.structs.replace(
+                failure, kind=FailureKind.SPAWN, signal=None, message=start_problem
+            )
+        if self._stopped_at is None or (failure is not None and self._preceded_stop(failure)):
+            self._on_exit(worker.local_rank, failure)
+
+    def _preceded_stop(self, failure: Failure) -> bool:
+        """Return whether a worker that ended during a stop had recorded an exception before the stop."""
+        stopped_at = self._stopped_at or 0.0
+        return failure.kind is FailureKind.EXCEPTION and failure.time < stopped_at
+
+    def _failure(self, worker: Worker, status: int) -> Failure:
+        assert self._logs is not None
+        assert self._world is not None
+        stderr = self._logs.stderr(worker.local_rank)
+        error = _recorded_error(self._logs.error_file(worker.local_rank))
+        signaled = os.WIFSIGNALED(status)
+        kind = FailureKind.SIGNAL if signaled else FailureKind.EXIT
+        if error and not signaled and error.type not in OWN_ENDS:
+            kind = FailureKind.EXCEPTION
+        return Failure(
+            id=uuid.uuid4().hex,
+            kind=kind,
+            node_id=self.node_id,
+            rank=worker.rank,
+            local_rank=worker.local_rank,
+            round=self._world.round,
+            pid=worker.pid,
+            time=error.time if kind is FailureKind.EXCEPTION and error.time else time.time(),
+            exit_code=None if signaled else os.WEXITSTATUS(status),
+            signal=os.WTERMSIG(status) if signaled else None,
+            exception=error.type,
+            asked_by=error.asked_by,
+            message=error.message,
+            traceback=error.traceback,
+            stderr_tail=self._logs.stderr_tail(worker.local_rank),
+            log_path=str(stderr),
+            steps=self._board.read(worker.local_rank).steps,
+            first_step=self._board.began_with(worker.local_rank),
+            reading=self._board.reading(worker.local_rank),
+            hostname=self._hostname,
+            oom_killed=cgroup.oom_kills() > self._oom_kills,
+            node_facts=self._facts.gather(self._logs.directory, worker.pid if signaled else 0),
+        ).bounded()
+
+    def steps(self) -> int:
+        """Return the steps that every worker of the round has completed: the minimum over the workers."""
+        self._warm_up()
+        return min(
+            (self._board.read(w.local_rank).steps for w in self._workers.values()), default=0
+        )
+
+    def activities(self) -> tuple[WorkerActivity, ...]:
+        """Return the workers' activities by local rank; empty while that of any worker is unknown."""
+        now = time.monotonic_ns()
+        found = []
+        for local_rank, worker in sorted(self._workers.items()):
+            ended = worker.status is not None
+            at = worker.ended_at if ended else now
+            activity = self._board.activity(local_rank, at, ended=ended)
+            if activity is None:
+                return ()
+            found.append(activity)
+        return tuple(found)
+
+    def pids(self) -> list[int]:
+        """Return the pids of the running workers."""
+        return [w.pid for w in self._workers.values() if w.pid and w.status is None]
+
+    async def evidence(self) -> tuple[WorkerEvidence, ...]:
+        """Collect evidence of the running workers from outside: process state, stacks and device use."""
+        running = [w for _, w in sorted(self._workers.items()) if w.pid and w.status is None]
+        seen, used = await asyncio.gather(
+            evidence.collect([w.pid for w in running]),
+            self._devices.use(len(self._workers)),
+        )
+        activities = self.activities()  # only now: heartbeats were sent during the collection
+        return tuple(
+            msgspec.structs.replace(
+                one,
+                rank=worker.rank,
+                local_rank=worker.local_rank,
+                activity=dict(enumerate(activities)).get(worker.local_rank),
+                flight_record=evidence.flight_record(self._base_env, worker.rank),
+                busy=used[worker.local_rank].busy if worker.local_rank in used else -1,
+                moving=used[worker.local_rank].moving if worker.local_rank in used else -1,
+            )
+            for worker, one in zip(running, seen, strict=True)
+        )
+
+    async def devices_busy(self) -> float:
+        """Return the share of time in which the workers' accelerators work, 0 to 1; -1 if unknown."""
+        used = await self._devices.use(len(self._workers))
+        known = [device.busy for device in used.values() if device.busy >= 0]
+        return sum(known) / len(known) / 100 if known else -1.0
+
+    # ---- stop
+
+    async def stop(self, number: signal.Signals, grace: float) -> None:
+        """End all workers and the processes that they started.
+
+        The signal goes to the workers only, not to their children, so that a worker can still use its
+        data loaders while it saves. After ``grace`` seconds, all of them are killed.
+        """
+        self._stopped_at = time.time()
+        for order in self._warm.take_held() if self._warm is not None else ():
+            self._exited(order.spawn, int(signal.SIGKILL))  # it was never started
+        running = [w for w in self._workers.values() if w.status is None]
+        pids = [w.pid for w in running if w.pid]
+        procs.kill(pids, number)
+        procs.kill(pids, signal.SIGCONT)  # a stopped process would not handle the signal
+        self._signal_zygotes(signal.SIGCONT)  # nor report that a worker has ended
+        for worker in await _all_ended(running, grace):
+            if worker.pid:
+                procs.kill_group(worker.pid)
+            else:
+                self._signal_zygotes(signal.SIGKILL)  # the zygote that should have started it hangs
+        stuck = await _all_ended(running, KILL_WAIT)
+        for worker in stuck:
+            logger.error(
+                "Worker %d (pid %d) did not end %g s after SIGKILL: it hangs in the kernel",
+                worker.rank, worker.pid, KILL_WAIT,
+            )  # fmt: skip
+        procs.end_orphans(self._own_pids() | procs.running(SAVER), KILL_WAIT)
+        if self._logs is not None:
+            self._logs.stop()
+            self._logs = None
+        self._workers = {}
+
+    async def close(self, saver_wait: float = SAVER_WAIT) -> None:
+        """End the zygotes and the checkpoint saver, after `stop`.
+
+        The saver gets ``saver_wait`` seconds to persist what was requested.
+        """
+        self._facts.close()
+        self.discard_zygotes()
+        for zygote in self._retired:
+            await zygote.wait()
+        await procs.end(procs.running(SAVER), saver_wait)
+
+    def reap(self) -> None:
+        """Reap orphans left by ended workers and zygotes."""
+        self._retired = [z for z in self._retired if z.process.poll() is None]
+        procs.reap_orphans(self._own_pids())
+
+    def _own_pids(self) -> set[int]:
+        alive = [self._cold, self._warm, *self._retired]
+        return {z.process.pid for z in alive if z is not None} | self.others()
+
+
+@dataclass(frozen=True)
+class RecordedError:
+    """Content of an error file; empty strings for missing fields."""
+
+    type: str = ""
+    message: str = ""
+    traceback: str = ""
+    time: float = 0.0
+    asked_by: int = 0
+    """As in `Failure`."""
+
+    def __bool__(self) -> bool:
+        return bool(self.type or self.message or self.traceback)
+
+
+def _recorded_error(path: Path) -> RecordedError:
+    """Return the exception in an error file, written by our bootstrap or by torch's ``@record``."""
+    content = zygotes.read_json(path)
+    message = content.get("message") if isinstance(content, dict) else None
+    if isinstance(message, str):
+        return RecordedError(message=message)
+    if not isinstance(message, dict):
+        return RecordedError()
+    extra = message.get("extraInfo")
+    extra = extra if isinstance(extra, dict) else {}
+    text = str(message.get("message", ""))
+    name, colon, rest = text.partition(": ")
+    try:
+        when = float(extra.get("time") or extra.get("timestamp") or 0)
+    except (TypeError, ValueError):
+        when = 0.0
+    asked_by = extra.get("asked_by")
+    if not isinstance(asked_by, int) or not 0 < asked_by < signal.NSIG:
+        asked_by = 0
+    return RecordedError(
+        type=str(message.get("errorType") or name.partition("(")[0]),
+        message=rest if colon and name.isidentifier() else text,
+        traceback=str(extra.get("py_callstack", "")),
+        time=when,
+        asked_by=asked_by,
+    )
+
+
+async def _all_ended(workers: list[Worker], seconds: float) -> list[Worker]:
+    """Wait up to ``seconds`` until the workers have ended; return those that have not."""
+    waits = [asyncio.ensure_future(w.ended.wait()) for w in workers if not w.ended.is_set()]
+    if waits:
+        _, pending = await asyncio.wait(waits, timeout=seconds)
+        for wait in pending:
+            wait.cancel()
+    return [w for w in workers if not w.ended.is_set()]

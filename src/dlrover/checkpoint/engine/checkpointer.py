@@ -1,0 +1,615 @@
+"""The API for training programs: save, load, wait."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import torch
+
+from dlrover import config, launched
+from dlrover.checkpoint.engine import direct, joining, pace, shared, tree
+from dlrover.checkpoint.engine.client import SaverClient
+from dlrover.checkpoint.engine.commits import Commits
+from dlrover.checkpoint.engine.copying import Copier
+from dlrover.checkpoint.engine.joining import Wishes
+from dlrover.checkpoint.engine.overlap import Background, Guarded, Snapshot, torn
+from dlrover.checkpoint.engine.room import Room
+from dlrover.checkpoint.engine.tree import State
+from dlrover.checkpoint.engine.world import World
+from dlrover.checkpoint.loading import fresh, restore
+from dlrover.checkpoint.loading.loader import Found, Loader, Lost
+from dlrover.checkpoint.loading.plan import Planner, RankState, Target, restoring, taking
+from dlrover.checkpoint.loading.restore import Prepare, Reading
+from dlrover.checkpoint.machine.layout import PackedLayout, Tensor
+from dlrover.checkpoint.machine.policies import Policy, checked_metrics, policy_of
+from dlrover.checkpoint.machine.saves import Newest, SaveId
+from dlrover.checkpoint.saver.protocol import SaverGoneError
+from dlrover.checkpoint.storage import faults, first_save, storage
+from dlrover.checkpoint.storage.lease import Lease, job_of
+from dlrover.checkpoint.storage.stores import open_shared, reason
+from dlrover.errors import (
+    CheckpointsLostError,
+    ConfigurationError,
+    DLRoverError,
+    InfrastructureError,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class LoadRecord(msgspec.Struct, frozen=True):
+    """The result of a load."""
+
+    step: int
+    source: Literal["memory", "peer", "storage"]
+    """``"peer"``: from memory, partly from that of other nodes."""
+    seconds: float
+
+
+class _Order(NamedTuple):
+    """One requested save."""
+
+    save: SaveId
+    to_storage: bool
+    metrics: dict[str, float]
+
+
+class Checkpointer:
+    """The checkpoints of a training, in the memory of this node's saver and in a directory or object store.
+
+    Create one in every rank, after ``init_process_group``; that is collective, and so is `load`. It is not
+    thread-safe.
+
+    Args:
+        path: the checkpoint directory, or a URL that fsspec knows; all ranks must see the same one.
+        keep: the number of newest stored steps to keep; or a policy: `KeepLast`, `KeepEvery`, `KeepBest`,
+            or several of them joined by ``|``.
+        linger: seconds that the saver, and with it the memory, outlives the last worker.
+        local: keys of the state that belong to one rank, such as its random number state; `load` leaves
+            them unchanged when the number of ranks has changed.
+        interval: steps between two saves to storage, for saves without ``to``; ``"auto"`` picks how often to
+            save to memory and to storage, and logs its choice.
+        hours_between_failures: mean time between two failures of the job, for ``"auto"``; by default the
+            failure rate of a published large training, scaled to the number of ranks.
+        overlap: let `save` return at once and copy while the training goes on; optimizers wait for the
+            copy before they step.
+        save_at_breakpoint: store the newest step in memory when a worker ends without `close`; by default
+            the launcher decides (``dlrover-run --save-at-breakpoint``).
+        replicas: the number of other nodes whose memory receives a copy of each step, in the background.
+        replica_bandwidth: bytes per second that a node sends for replicas; unlimited by default.
+        start_afresh: let `load` return None, instead of raising an error, if all saved steps are lost.
+        read_only: only load stored steps, for example to evaluate beside a training that saves here. This
+            uses no memory and changes nothing in the directory; `save` raises an error.
+
+    Raises:
+        ConfigurationError: an argument is wrong.
+        InfrastructureError: the saver cannot be started, or another job uses the directory.
+    """
+
+    def __init__(  # noqa: PLR0913  # options, by name
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep: int | Policy = 3,
+        linger: float = 60.0,
+        local: Collection[str] = (),
+        interval: int | Literal["auto"] | None = None,
+        hours_between_failures: float | None = None,
+        overlap: bool = False,
+        save_at_breakpoint: bool | None = None,
+        replicas: int = 0,
+        replica_bandwidth: float | None = None,
+        start_afresh: bool = False,
+        read_only: bool = False,
+    ) -> None:
+        policy = policy_of(keep)
+        if not linger >= 0:
+            raise ConfigurationError(f"linger is {linger}; it must be 0 seconds or more.")
+        pace.check(interval, hours_between_failures)
+        if save_at_breakpoint is None:
+            save_at_breakpoint = launched.save_at_breakpoint
+        wishes = Wishes(save_at_breakpoint, replicas, replica_bandwidth)
+        self._world = World()
+        self._leave_world = weakref.finalize(self, self._world.close)
+        self._local = frozenset(local)
+        self._start_afresh = start_afresh
+        self._read_only = read_only
+        self._store = self._world.agree(lambda: open_shared(path))
+        self._identity = shared.identity(self._world, self._store, create=not read_only)
+        shared.check(self._world, self._store, self._identity, read_only=read_only)
+        self._client = SaverClient(
+            self._store, self._identity, node=launched.node, keep=policy, linger=linger,
+            env=config.environ(),
+        )  # fmt: skip
+        self._pace = pace.Pace(interval, hours_between_failures, self._world)
+        self._copier = Copier()
+        self._guarded = Guarded()
+        self._background = Background() if overlap else None
+        self._room = Room(self._client)
+        self._problems: list[str] = []
+        self._damaged: dict[int, bytes] = {}
+        """Stored steps that a load found damaged, with manifests; ``read_only`` leaves them in place."""
+        self._went_back: tuple[int, int] | None = None
+        """After going back: the stored step to continue from and its line, until a save follows."""
+        self._commits = Commits(self._store, self._client.stored)
+        if not read_only:
+            self._join(wishes, policy)
+
+    def _join(self, wishes: Wishes, policy: Policy) -> None:
+        """Connect to the saver and begin a session with the other ranks. Collective."""
+        try:
+            attached = self._world.agree(lambda: self._client.attach(self._world.rank))
+            self._joined, self._numbering = joining.join(
+                self._world, self._client, attached, self._newest_stored(), wishes, config.environ()
+            )
+            self._direct = direct.Writer(
+                self._store, self._identity, policy, self._world.rank, self._world.size,
+                self._world.agree(self._lease),
+            )  # fmt: skip
+        except BaseException:
+            self._client.close()
+            raise
+
+    def _lease(self) -> Lease | None:
+        if self._world.rank:
+            return None
+        lease = Lease(self._store, job_of(config.environ()))
+        lease.refuse_other(threading.Event().wait)
+        lease.join(self._joined.session)
+        return lease
+
+    def _newest_stored(self) -> Newest:
+        """Return the newest stored save that rank 0 sees. Collective."""
+
+        def look() -> Newest:
+            return storage.newest(self._store) if self._world.rank == 0 else Newest()
+
+        return self._world.agree(look)
+
+    # ---- save
+
+    def save(
+        self,
+        step: int,
+        state: State,
+        to: Literal["memory", "storage"] | None = None,
+        *,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Copy ``state`` to memory; with ``to="storage"`` also store it, in the background.
+
+        Without ``to``, the interval decides about storage. The call returns when the copy is done; with
+        ``overlap`` it returns at once. All ranks must make the same saves in the same order, but do not wait
+        for each other. A step may be saved again; its last save counts, for all ranks. Rank 0's ``metrics``
+        are stored with the step, for `KeepBest`, without values that are not finite.
+
+        If memory has no room for the state, a step for storage is written there before `save` returns; any
+        other step is dropped.
+
+        Raises:
+            ConfigurationError: the state holds something that cannot be kept, or an argument is wrong.
+            InfrastructureError: a copy that overlapped with the training failed; the message says which.
+        """
+        if self._read_only:
+            raise ConfigurationError(
+                "This Checkpointer only reads, as read_only=True says; make one without it to save."
+            )
+        # First: a save that fails on one rank must count there, too.
+        save = self._numbering.next(step)
+        try:
+            self._do_save(save, state, to, metrics or {})
+        except BaseException:
+            if self._background is not None:
+                self._background.finish()  # the saver must see the saves in order
+            self._pass_over(save)
+            raise
+
+    def _pass_over(self, save: SaveId) -> None:
+        """Tell the saver that this rank did not make a save, so that the node's other ranks do not wait."""
+        with contextlib.suppress(DLRoverError):  # the saver is gone and knows no save
+            self._client.pass_over(save)
+
+    def _give_up(self, save: SaveId) -> None:
+        """Keep other nodes from waiting for this rank's part of a save."""
+        if self._world.size > 1:
+            self._direct.give_up(save)
+
+    def _do_save(
+        self,
+        save: SaveId,
+        state: State,
+        to: Literal["memory", "storage"] | None,
+        metrics: Mapping[str, float],
+    ) -> None:
+        step = save.step
+        began = time.monotonic()
+        launched.saving(step)
+        with launched.blocked():
+            do = to or self._pace.due(step, self._client)
+            try:
+                _check_arguments(step, to)
+                measured = checked_metrics(metrics)
+                self._world.check()
+                if do != "nothing":
+                    self._mark_what_was_found(save.session)
+                    self._copy(_Order(save, do == "storage", measured), state)
+                    self._pace.saved(began)
+            except BaseException:
+                if do == "storage":
+                    self._give_up(save)
+                raise
+            finally:
+                if to is None:  # the other ranks do, whatever failed here
+                    self._pace.settle()
+
+    def set_damaged_aside(self) -> None:
+        """Set aside the damaged steps that a load found now, instead of at the next save. For adapters.
+
+        A training does so that ends because of them: its next try takes an older step.
+        """
+        if not self._read_only:
+            self._mark_what_was_found(self._joined.session)
+
+    def _mark_what_was_found(self, session: int) -> None:
+        """Set damaged steps aside before new ones come; begin the line of a training that went back."""
+        if not self._damaged and self._went_back is None:
+            return
+        if self._world.rank == 0:
+            try:
+                self._direct.guard(session)
+            except (OSError, InfrastructureError) as error:
+                logger.warning("What the load found is not marked in storage yet: %s", error)
+                return
+        self._quarantine()
+        self._begin_line()
+
+    def _quarantine(self) -> None:
+        damaged, self._damaged = self._damaged, {}
+        if self._world.rank == 0:
+            for step, manifest in damaged.items():
+                storage.quarantine(self._store, step, manifest)
+
+    def _begin_line(self) -> None:
+        """Record in storage that the training went back to a stored step and continued from it."""
+        if self._went_back is None:
+            return
+        step, line = self._went_back
+        if self._world.rank == 0:
+            try:
+                storage.begin_line(self._store, step, line)
+            except (OSError, InfrastructureError) as error:
+                logger.warning("It is not noted that step %d is the newest one: %s", step, error)
+                return
+        self._went_back = None
+
+    def _copy(self, order: _Order, state: State) -> None:
+        if self._background is not None:
+            self._background.wait()
+        with tree.no_collection():
+            layout = self._copier.layout(tree.flatten(state))
+        if order.to_storage and self._world.rank == 0:
+            self._commits.expect(order.save, state)
+        if not self._has_room(layout):
+            self._save_without_memory(order, layout)
+            return
+        if self._background is None:
+            self._copier.mark()
+            self._save(order, layout, self._copy_all)
+            return
+        self._guarded.look_at(state, self._copier)
+        snapshot = Snapshot(self._copier, self._guarded)
+        self._copier.mark()
+
+        def copy(buffer: torch.Tensor) -> None:
+            changed = snapshot.copy(buffer)
+            if changed:
+                self._guarded.distrust(changed)
+                raise torn(order.save.step, self._copier, changed)
+
+        self._background.start(lambda: self._save_or_pass_over(order, layout, copy))
+
+    def _has_room(self, layout: PackedLayout) -> bool:
+        """Return whether a state fits in memory."""
+        try:
+            return self._room.make(layout)
+        except SaverGoneError as error:
+            logger.warning("%s It is started again", error)
+            self._reconnect()
+            return self._room.make(layout)
+
+    def _save_without_memory(self, order: _Order, layout: PackedLayout) -> None:
+        """Write a step for storage straight to storage and wait for it; drop any other step."""
+        # The node's other ranks notice it when they reconnect.
+        with contextlib.suppress(SaverGoneError):
+            self._client.pass_over(order.save, written=order.to_storage)
+        if not order.to_storage:
+            return
+        self._wait_for_saver()  # steps are stored one at a time
+        began = time.monotonic()
+        problem = self._direct.write(order.save, layout, self._copier.sources, order.metrics)
+        if problem:
+            logger.error("%s", problem)
+            self._problems.append(problem)
+            return
+        self._pace.stored(began)
+        self._commits.stored(order.save)
+        with contextlib.suppress(SaverGoneError):
+            self._client.keep(None)  # what is in memory is older
+
+    def _copy_all(self, buffer: torch.Tensor) -> None:
+        self._copier.copy(buffer)
+
+    def _save(
+        self, order: _Order, layout: PackedLayout, copy: Callable[[torch.Tensor], None]
+    ) -> None:
+        try:
+            self._save_once(order, layout, copy)
+        except SaverGoneError as error:
+            logger.warning("%s It is started again", error)
+            self._reconnect()
+            self._save_once(order, layout, copy)
+
+    def _save_or_pass_over(
+        self, order: _Order, layout: PackedLayout, copy: Callable[[torch.Tensor], None]
+    ) -> None:
+        try:
+            self._save(order, layout, copy)
+        except BaseException:
+            self._pass_over(order.save)
+            if order.to_storage:
+                self._give_up(order.save)
+            raise
+
+    def _save_once(
+        self, order: _Order, layout: PackedLayout, copy: Callable[[torch.Tensor], None]
+    ) -> None:
+        save = order.save
+        if not self._room.make(layout):  # the saver was restarted meanwhile
+            raise InfrastructureError(f"There is no memory for step {save.step} any more.")
+        slot = self._room.begin(save)
+        faults.point("save.begun")
+        generation, buffer = self._room.buffer(slot, self._copier.device)
+        copy(buffer)
+        faults.point("save.copied")
+        generation.publish(layout, rank=self._world.rank, world_size=self._world.size, save=save)
+        self._client.publish(slot, save, to_storage=order.to_storage, metrics=order.metrics)
+        faults.point("save.published")
+        if order.to_storage:
+            self._pace.asked[save] = time.monotonic()
+
+    def wait(self) -> None:
+        """Wait until every requested save is copied, and durable if it was for storage.
+
+        Raises:
+            InfrastructureError: a save failed since the last call; the message says which.
+        """
+        if self._read_only:
+            return
+        with launched.blocked():
+            if self._background is not None:
+                self._background.wait()
+            self._wait_for_saver()
+            self._commits.settle()
+        problems, self._problems = self._problems, []
+        self._pace.asked.clear()
+        if problems:
+            raise InfrastructureError(" ".join(problems))
+
+    def _wait_for_saver(self) -> None:
+        try:
+            self._problems += self._client.wait()
+        except SaverGoneError:
+            self._reconnect()
+
+    def close(self) -> None:
+        """Disconnect from the saver, which goes on storing the requested steps."""
+        if self._background is not None:
+            self._background.close()
+        self._commits.close()
+        self._copier.forget()
+        self._room.forget()
+        self._client.close()
+        self._leave_world()
+
+    def _reconnect(self) -> None:
+        """Connect to a new saver; the memory of the old one is lost."""
+        self._problems += filter(None, map(self._lost, sorted(self._pace.asked)))
+        self._pace.asked.clear()
+        self._room.forget()
+        self._client.attach(self._world.rank)
+        self._client.join(self._joined)
+
+    def _lost(self, save: SaveId) -> str:
+        """Return the error message for a save whose saver ended; empty if the save is stored."""
+        step = save.step
+        try:
+            if storage.is_published(self._store, save):
+                return ""
+        except (OSError, InfrastructureError) as error:
+            return f"The saver ended, and whether step {step} is stored cannot be read: {reason(error)}."
+        return f"Step {step} was not stored: the saver ended before."
+
+    # ---- load
+
+    def load(self, state: State, step: int | None = None) -> LoadRecord | None:
+        """Restore in place the newest step that all ranks can load: from memory, else from storage.
+
+        With ``step``, restore that step from storage; saves in memory are no longer used. All later saves
+        count as newer than everything saved before.
+
+        Objects with ``load_state_dict`` get their state through it, tensors get their content, and plain
+        values are set in the dicts. Return None if nothing was ever saved.
+
+        Tensors that are spread over ranks (`DTensor`, `Shard`) may have been spread in another way, or
+        over another number of ranks. Any number of ranks may load what all ranks hold alike.
+
+        Raises:
+            ConfigurationError: the saved state has other keys, types or shapes than ``state``; or there
+                is no such step.
+            CheckpointsLostError: checkpoints existed, even if only in memory, and none can be loaded.
+            InfrastructureError: the storage cannot be read now.
+        """
+        with launched.blocked(), tree.no_collection():
+            prepare = restore.in_place(state, self._local)
+            record = self._load(prepare, step)
+            if self._read_only:
+                return record
+            self._go_on_from(record, step)
+            self._world.agree(lambda: self._reserve_ahead(state))
+        launched.loaded(0 if record is None else record.step)
+        return record
+
+    def _go_on_from(self, record: LoadRecord | None, step: int | None) -> None:
+        """Begin a new line if ``step`` was requested by its number. Collective."""
+        if step is not None:
+            self._world.agree(lambda: self._client.keep(None))
+            self._went_back = step, self._numbering.go_back()
+        elif self._went_back is not None and (record is None or record.source == "storage"):
+            # The training continues from this later load, perhaps from the newest step after all.
+            line = self._went_back[1]
+            self._went_back = None if record is None else (record.step, line)
+
+    def _reserve_ahead(self, state: State) -> None:
+        layout = self._copier.layout(tree.flatten(state))
+        self._room.reserve_ahead(layout, tree.expected_bytes(state))
+
+    def read(
+        self, keys: Collection[str] | None = None, step: int | None = None
+    ) -> tuple[LoadRecord, State] | None:
+        """Return the newest step that all ranks have, as new tensors; None if there is none. Collective.
+
+        Parts of tensors that are spread over ranks are `Shard` objects; reading them takes as many ranks as
+        saved them.
+
+        Args:
+            keys: keys of the state whose tensors are read. Tensors below other keys are zeros of the same
+                shape and type, which take no memory.
+            step: a stored step to read instead.
+
+        Raises:
+            ConfigurationError: another number of ranks saved parts of tensors, or tensors that differ
+                between ranks; or there is no such step.
+            InfrastructureError: checkpoints existed, and none can be loaded.
+        """
+        readings: list[Reading] = []
+
+        def prepare(tree: Any, specs: Sequence[Tensor], moved: bool) -> Reading:
+            reading = Reading(tree, specs, keys)
+            if moved and any(
+                spec.part is not None and need is not None
+                for spec, need in zip(specs, reading.wanted, strict=True)
+            ):
+                raise ConfigurationError(
+                    f"The checkpoint was not saved by {self._world.size} ranks; `load` can restore it."
+                )
+            readings.append(reading)
+            return reading
+
+        with launched.blocked():
+            record = self._load(prepare, step)
+        return None if record is None else (record, readings[-1].state)
+
+    def load_parts(
+        self, choose: Callable[[Mapping[int, RankState]], Sequence[Target]]
+    ) -> LoadRecord | None:
+        """Load parts of saved tensors, whichever ranks saved them. For adapters; collective.
+
+        Args:
+            choose: called with what all ranks saved of a step; returns the parts that this rank needs. It is
+                called again if another step has to be taken.
+
+        Raises:
+            InfrastructureError: checkpoints existed, and none can be loaded.
+        """
+        with launched.blocked():
+            record = self._carry_out(functools.partial(taking, choose))
+        if not self._read_only:
+            launched.loaded(0 if record is None else record.step)
+        return record
+
+    def _load(self, prepare: Prepare, step: int | None) -> LoadRecord | None:
+        return self._carry_out(functools.partial(restoring, prepare), step)
+
+    def _carry_out(self, planner: Planner, step: int | None = None) -> LoadRecord | None:
+        self._world.check()
+        self._world.agree(self._prepare_to_load)
+        began = time.monotonic()
+        if self._read_only and not self._identity:
+            # The directory did not exist before.
+            self._identity = shared.identity(self._world, self._store, create=False)
+        client = None if self._read_only else self._client
+        loader = Loader(self._world, client, self._store, self._identity, planner)
+        found = loader.load() if step is None else loader.load_stored(step)
+        self._damaged |= loader.damaged
+        if found is None:
+            self._refuse_fresh_start(loader)
+            if client is not None:
+                self._world.agree(lambda: client.keep(None))
+            return None
+        self._tell_what_was_lost(loader.lost, found)
+        if found.save is not None and not self._read_only:
+            self._numbering.pass_over(found.save)
+        record = LoadRecord(found.step, found.source, time.monotonic() - began)
+        logger.info("Step %d was loaded from %s in %.2f s", *msgspec.structs.astuple(record))
+        return record
+
+    def _prepare_to_load(self) -> None:
+        if self._background is not None:
+            self._background.wait()
+        self._room.wait()
+        if self._world.rank == 0 and not self._read_only:
+            storage.adopt(self._store)
+
+    def _tell_what_was_lost(self, lost: Lost | None, found: Found) -> None:
+        """Warn if the training falls back by more than one save: ranks may be one save apart."""
+        if lost is None or self._world.rank:
+            return
+        if found.save is None or lost.save.number > found.save.number + 1:
+            logger.warning("%s The training goes back to step %d", lost.sentence, found.step)
+
+    def _refuse_fresh_start(self, loader: Loader) -> None:
+        """Handle a load that found nothing: raise an error if there was ever a checkpoint."""
+        evidence = fresh.gather(
+            self._world, self._store, self._identity, job_of(config.environ()), loader.unrecorded
+        )
+        if self._read_only:  # saves in memory are another program's
+            evidence = msgspec.structs.replace(evidence, recorded="none")
+        loss = fresh.loss(evidence, self._store, loader.problems, loader.lost)
+        if loss and self._read_only:
+            raise CheckpointsLostError(loss)
+        if loss and not self._start_afresh:
+            raise CheckpointsLostError(
+                f"{loss} Remove the directory to start afresh, or give Checkpointer start_afresh=True."
+            )
+        if loss:
+            self._world.agree(self._forget_first_save)
+        if self._world.rank == 0:
+            level = logging.WARNING if loss or evidence.recorded == "earlier" else logging.INFO
+            said = fresh.said(loss, self._store, loader.lost, evidence.recorded)
+            logger.log(level, "%s", said)
+
+    def _forget_first_save(self) -> None:
+        """Give up all earlier saves: delete their record, so that the next save writes a new one."""
+        if self._world.rank == 0:
+            try:
+                first_save.forget(self._store)
+            except OSError as error:
+                logger.warning(
+                    "%s still says that steps were saved: %s", self._store.location, reason(error)
+                )
+
+
+def _check_arguments(step: int, to: str | None) -> None:
+    if to not in ("memory", "storage", None):
+        raise ConfigurationError(f"to is {to!r}; it must be 'memory' or 'storage'.")
+    if step < 0:
+        raise ConfigurationError(f"step is {step}; it must be 0 or more.")

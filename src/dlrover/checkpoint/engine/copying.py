@@ -1,0 +1,284 @@
+"""Copies between live tensors and a generation's bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import msgspec
+import torch
+
+from dlrover.checkpoint.engine import tree
+from dlrover.checkpoint.engine.devices import SideStream, device_of
+from dlrover.checkpoint.engine.tree import Flat
+from dlrover.checkpoint.machine import layout as layouts
+from dlrover.checkpoint.machine.layout import SMALL, PackedLayout, Tensor, TensorEntry
+from dlrover.checkpoint.saver.protocol import GENERATIONS
+
+_libc = ctypes.CDLL(None)
+_shape = operator.attrgetter("shape")
+_dtype = operator.attrgetter("dtype")
+
+
+def views(buffer: torch.Tensor, entries: Sequence[TensorEntry]) -> list[torch.Tensor]:
+    """Return the tensors in ``buffer`` (one dimension, uint8)."""
+    found: list[torch.Tensor] = []
+    for run in _neighbours(entries):
+        flat = buffer[run[0].offset : run[-1].end].view(tree.DTYPES[run[0].dtype])
+        sizes = [math.prod(entry.shape) for entry in run]
+        found += [
+            part if len(entry.shape) == 1 else part.view(entry.shape)
+            for part, entry in zip(flat.split(sizes), run, strict=True)
+        ]
+    return found
+
+
+def _neighbours(entries: Sequence[TensorEntry]) -> Iterator[list[TensorEntry]]:
+    """Yield runs of adjacent entries of one type."""
+    run: list[TensorEntry] = []
+    for entry in entries:
+        if run and (run[-1].end != entry.offset or run[-1].dtype != entry.dtype):
+            yield run
+            run = []
+        run.append(entry)
+    if run:
+        yield run
+
+
+def view(data: memoryview, tensor: Tensor) -> torch.Tensor:
+    """Return the tensor whose bytes are ``data``."""
+    if not data:
+        return torch.empty(tensor.shape, dtype=tree.DTYPES[tensor.dtype])
+    flat = torch.frombuffer(data, dtype=torch.uint8)
+    return flat.view(tree.DTYPES[tensor.dtype]).view(tensor.shape)
+
+
+class Copier:
+    """Copier of one rank's states, which remembers their layout so that equal ones cost only the copy."""
+
+    def __init__(self) -> None:
+        self._known: _Known | None = None
+        self._plan: _Plan | None = None
+        self._stream: SideStream | None = None
+
+    def layout(self, flat: Flat) -> PackedLayout:
+        """Return the layout of the state.
+
+        Raises:
+            ConfigurationError: a tensor or a value cannot be kept.
+        """
+        known = self._known
+        if known is None or not known.takes(flat):
+            known = self._known = _Known(flat)
+            self._plan = None
+        return layouts.packed(known.encoded, layouts.encode(flat.packed), known.sizes)
+
+    @property
+    def device(self) -> torch.device | None:
+        """The accelerator that holds the state; None if the state is in host memory."""
+        assert self._known is not None
+        return self._known.device
+
+    def mark(self) -> None:
+        """Make `copy` wait for the work that the device has queued until now."""
+        if self.device is not None:
+            if self._stream is None:
+                self._stream = SideStream(self.device)
+            self._stream.mark()
+
+    def copy(self, buffer: torch.Tensor) -> None:
+        """Copy the state that `layout` last received, as it was at `mark`."""
+        assert self._known is not None
+        if self._plan is None or self._plan.buffer is not buffer:
+            self._plan = self._known.plan(buffer)
+        with self.beside():
+            self._plan.run()
+
+    def beside(self) -> contextlib.AbstractContextManager[None]:
+        """Run the block's work on an accelerator beside the training, after `mark`."""
+        if self.device is None or self._stream is None:
+            return contextlib.nullcontext()
+        return self._stream.use()
+
+    def forget(self) -> None:
+        """Release the state's tensors and the buffer."""
+        self._known = self._plan = self._stream = None
+
+    # ---- for copies beside the training
+
+    @property
+    def sources(self) -> list[torch.Tensor]:
+        """The tensors that `copy` reads, in the order of the layout."""
+        assert self._known is not None
+        return self._known.sources
+
+    def put(self, buffer: torch.Tensor, index: int, tensor: torch.Tensor) -> None:
+        """Write one tensor of the layout."""
+        assert self._known is not None
+        with self.beside():
+            views(buffer, [self._known.entries[index]])[0].copy_(tensor)
+
+    def differing(self, buffer: torch.Tensor, indices: Sequence[int]) -> list[int]:
+        """Return the indices of tensors whose bytes in ``buffer`` differ from the current state."""
+        assert self._known is not None
+        known = self._known
+        with self.beside():
+            return [
+                index
+                for index in indices
+                if not _equal_bytes(known.sources[index], views(buffer, [known.entries[index]])[0])
+            ]
+
+    def path(self, index: int) -> layouts.Path:
+        """Return a tensor's path in the state."""
+        assert self._known is not None
+        return self._known.entries[index].path
+
+
+def _equal_bytes(source: torch.Tensor, copied: torch.Tensor) -> bool:
+    """Compare memory: a NaN equals itself, and 0.0 differs from -0.0."""
+    plain = source.is_cpu and source.is_contiguous() and not (source.is_conj() or source.is_neg())
+    again = source if plain else torch.empty_like(copied).copy_(source)
+    pointers = ctypes.c_void_p(again.data_ptr()), ctypes.c_void_p(copied.data_ptr())
+    return not _libc.memcmp(*pointers, ctypes.c_size_t(copied.nbytes))
+
+
+class _Known:
+    """Cached properties of a state's tensors, valid while the tensors keep their kind and ties."""
+
+    def __init__(self, flat: Flat) -> None:
+        specs = tree.specs(flat)
+        self._same = tree.same_tensors(flat.tensors)
+        self.entries = layouts.place(specs, self._same)
+        self.encoded = msgspec.Raw(msgspec.msgpack.encode(self.entries))
+        self.sizes = (
+            max((entry.end for entry in self.entries), default=0),
+            len(self.entries),
+            layouts.layout_hash(self.entries),
+        )
+        # Detached aliases keep the memory from being reused for another tensor at the same address.
+        self.sources = [tensor.detach() for tensor in flat.tensors]
+        self.device = device_of(flat.tensors)
+        self._paths = flat.paths
+        self._pointers = list(map(torch.Tensor.data_ptr, flat.tensors))
+        self._strides = list(map(torch.Tensor.stride, flat.tensors))
+        self._shapes = list(map(_shape, flat.tensors))
+        self._dtypes = list(map(_dtype, flat.tensors))
+        self._lazy = _lazy_bits(flat.tensors)
+        self._placing = _placing(flat)
+        self._plans: list[_Plan] = []
+
+    def takes(self, flat: Flat) -> bool:
+        """Return whether the tensors are of the same kind at the same paths; they may have moved."""
+        tensors = flat.tensors
+        alike = (
+            len(tensors) == len(self._pointers)
+            and list(map(_shape, tensors)) == self._shapes
+            and list(map(_dtype, tensors)) == self._dtypes
+            and list(map(torch.Tensor.stride, tensors)) == self._strides
+            and flat.paths == self._paths
+            and _lazy_bits(tensors) == self._lazy
+            and _placing(flat) == self._placing
+        )
+        if not alike:
+            return False
+        pointers = list(map(torch.Tensor.data_ptr, tensors))
+        return pointers == self._pointers or self._follow(tensors, pointers)
+
+    def _follow(self, tensors: list[torch.Tensor], pointers: list[int]) -> bool:
+        """Adopt tensors that have moved; return False if ties between tensors or a device have changed."""
+        if tree.same_tensors(tensors) != self._same:
+            return False
+        for index, pointer in enumerate(pointers):
+            if pointer != self._pointers[index]:
+                if tensors[index].device != self.sources[index].device:
+                    return False
+                self.sources[index] = tensors[index].detach()
+                for plan in self._plans:
+                    plan.replace(index, self.sources[index])
+        self._pointers = pointers
+        return True
+
+    def plan(self, buffer: torch.Tensor) -> _Plan:
+        """Return the plan for a buffer; keep as many plans as there are generations."""
+        for plan in self._plans:
+            if plan.buffer is buffer:
+                return plan
+        first = [index for index, same in enumerate(self._same) if index == same]
+        made = _Plan(buffer, [(index, self.sources[index], self.entries[index]) for index in first])
+        self._plans = [*self._plans[1 - GENERATIONS :], made]
+        return made
+
+
+def _lazy_bits(tensors: list[torch.Tensor]) -> list[bool]:
+    """Return which tensors stand for the conjugate or the negative of their memory."""
+    return [*map(torch.Tensor.is_conj, tensors), *map(torch.Tensor.is_neg, tensors)]
+
+
+def _placing(flat: Flat) -> list[tuple[int, object]]:
+    return [(index, tree.placing(value)) for index, value in flat.spread.items()]
+
+
+_Item = tuple[int, torch.Tensor, TensorEntry]
+"""Index, tensor and place."""
+
+
+class _Plan:
+    """Calls that copy tensors to a buffer: one per large tensor, one per run of small ones."""
+
+    def __init__(self, buffer: torch.Tensor, items: list[_Item]) -> None:
+        self.buffer = buffer
+        self._calls: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        self._places: dict[int, tuple[int, int]] = {}
+        for run in _runs(items):
+            if len(run) == 1:
+                target, parts = views(buffer, [run[0][2]])[0], [run[0][1]]
+            else:
+                target = buffer[run[0][2].offset : run[-1][2].end].view(run[0][1].dtype)
+                parts = [source.view(-1) for _, source, _ in run]
+            for number, (index, _, _) in enumerate(run):
+                self._places[index] = len(self._calls), number
+            self._calls.append((target, parts))
+
+    def replace(self, index: int, source: torch.Tensor) -> None:
+        """Copy another tensor of the same kind from now on."""
+        if index in self._places:
+            call, number = self._places[index]
+            parts = self._calls[call][1]
+            parts[number] = source.view(-1) if len(parts) > 1 else source
+
+    def run(self) -> None:
+        """Copy all tensors."""
+        with torch.no_grad():
+            for target, parts in self._calls:
+                if len(parts) == 1:
+                    target.copy_(parts[0], non_blocking=True)
+                else:
+                    torch.cat(parts, out=target)
+
+
+def _runs(items: list[_Item]) -> Iterator[list[_Item]]:
+    """Yield runs of neighbours that one call can copy: packed, of one type, contiguous, in host memory.
+
+    A run stays below `SMALL` elements: above that ``torch.cat`` copies tensor by tensor.
+    """
+    number, elements = 0, 0
+    numbered: list[tuple[int, _Item]] = []
+    before: TensorEntry | None = None
+    for item in items:
+        _, source, entry = item
+        plain = source.is_contiguous() and source.device.type == "cpu"
+        plain = plain and not source.is_conj() and not source.is_neg()
+        size = source.numel()
+        joins = before is not None and before.end == entry.offset and before.dtype == entry.dtype
+        if not (plain and joins and elements + size < SMALL):
+            number, elements = number + 1, 0
+        elements += size
+        numbered.append((number, item))
+        before = entry if plain and size else None
+    for _, group in groupby(numbered, key=lambda pair: pair[0]):
+        yield [item for _, item in group]

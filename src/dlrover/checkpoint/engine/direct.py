@@ -1,0 +1,142 @@
+"""Writes of a state to storage by the worker itself, for when no generation fits in memory.
+
+The files have the saver's format and place, because other ranks' savers may write their own parts.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+import xxhash
+
+from dlrover.checkpoint.machine import layout as layouts
+from dlrover.checkpoint.machine.layout import Layout, PackedLayout, TensorEntry
+from dlrover.checkpoint.machine.policies import Policy
+from dlrover.checkpoint.machine.saves import SaveId
+from dlrover.checkpoint.storage import persist, storage
+from dlrover.checkpoint.storage.lease import Lease
+from dlrover.checkpoint.storage.persist import PEER_PATIENCE, RETRY_DELAYS, Job, Source
+from dlrover.checkpoint.storage.stores import Store
+from dlrover.errors import InfrastructureError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Writer of one rank's part of steps."""
+
+    store: Store
+    identity: str
+    keep: Policy
+    rank: int
+    world_size: int
+    lease: Lease | None = None
+    """Rank 0's lease; None on other ranks."""
+
+    def write(
+        self,
+        save: SaveId,
+        packed: PackedLayout,
+        tensors: Sequence[torch.Tensor],
+        metrics: Mapping[str, float],
+    ) -> str:
+        """Store a step and wait until all ranks have; return what went wrong, or an empty text.
+
+        ``tensors`` are those of the layout, in its order. They are read twice, as checksums come first.
+        """
+        layout = msgspec.msgpack.decode(packed.encoded, type=Layout)
+        live = _Live(layout, tensors)
+        sums = [xxhash.xxh3_64_intdigest(live.tensor_bytes(entry)) for entry in layout.entries]
+        job = Job(
+            store=self.store,
+            save=save,
+            world_size=self.world_size,
+            sources={self.rank: Source(live, layout, sums)},
+            pause=_pause,
+            patience=PEER_PATIENCE,
+            guard=lambda: self._guard(save.session, _pause),
+            metrics=metrics,
+        )
+        problem = "it was interrupted"
+        try:
+            problem = self._carry_out(job)
+        finally:
+            if problem:
+                self.give_up(save)
+        return problem
+
+    def _carry_out(self, job: Job) -> str:
+        for delay in RETRY_DELAYS:
+            problem, again = self._attempt(job)
+            if not again:
+                return problem
+            logger.warning("It is tried again in %g s: %s", delay, problem)
+            _pause(delay)
+        return self._attempt(job)[0]
+
+    def give_up(self, save: SaveId) -> None:
+        """Let other ranks, and savers of other nodes, see at once that a save will not be complete."""
+        try:
+            storage.give_up(self.store, self.identity, save)
+        except OSError as error:
+            logger.warning("Other ranks may wait for step %d in vain: %s", save.step, error)
+
+    def guard(self, session: int) -> None:
+        """Raise if this world may not change the directory, or if that is not known yet.
+
+        Raises:
+            OSError: the directory is another one, or cannot be read.
+            InfrastructureError: another training has taken the directory, or may still use it.
+        """
+        self._guard(session, _refuse_to_wait)
+
+    def _guard(self, session: int, pause: Callable[[float], None]) -> None:
+        if self.identity:
+            storage.check_identity(self.store, self.identity)
+        if self.lease is not None:
+            self.lease.check(session, pause)
+
+    def _attempt(self, job: Job) -> tuple[str, bool]:
+        """Persist once; return what went wrong, and whether a retry may help."""
+        try:
+            persist.persist(job)
+        except OSError as error:
+            where, reason = self.store.location, error.strerror or error
+            return f"Step {job.step} was not stored in {where}: {reason}.", True
+        except InfrastructureError as error:
+            return str(error), False
+        if self.rank == 0:
+            try:
+                storage.prune(self.store, self.keep, job.guard)
+            except (OSError, InfrastructureError) as error:
+                logger.warning("Old checkpoints in %s stay: %s", self.store.location, error)
+        return "", False
+
+
+def _pause(seconds: float) -> None:
+    threading.Event().wait(seconds)
+
+
+def _refuse_to_wait(_: float) -> None:
+    raise InfrastructureError("Another training may still use the directory.")
+
+
+class _Live:
+    """Source of the tensors' bytes, like a generation, one tensor at a time."""
+
+    def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
+        paths = [entry.path for entry in layout.entries]
+        self._tensors: dict[layouts.Path, torch.Tensor] = dict(zip(paths, tensors, strict=True))
+
+    def tensor_bytes(self, entry: TensorEntry) -> memoryview:
+        """Return the bytes of one tensor."""
+        if not entry.nbytes:
+            return memoryview(b"")
+        tensor = self._tensors[entry.path].detach().resolve_conj().resolve_neg().cpu()
+        return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())

@@ -1,0 +1,272 @@
+"""Conversion of a user's state to tensors and a skeleton."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard as ShardPlacement
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from dlrover.checkpoint.machine import layout as layouts
+from dlrover.checkpoint.machine.extent import Extent
+from dlrover.checkpoint.machine.layout import ITEM_BYTES, Part, Path, TensorSpec, name
+from dlrover.errors import ConfigurationError
+
+State = dict[str, Any]
+"""Modules, optimizers, objects with ``state_dict``, tensors and plain values, in any nesting."""
+
+DTYPES = {key: getattr(torch, key) for key in ITEM_BYTES if hasattr(torch, key)}
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_NAMES = {dtype: key for key, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's part of a tensor that is spread over ranks without ``DTensor``."""
+
+    tensor: torch.Tensor
+    whole: tuple[int, ...]
+    """The shape of the whole tensor."""
+    at: tuple[int, ...]
+    """Start of the part in each dimension."""
+    owner: int = -1
+    """Lowest rank that has the same part; -1 if no other rank has it."""
+
+
+Spread: TypeAlias = DTensor | Shard | ShardedTensor
+"""Tensors that each rank has only a part of."""
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A state split into its live tensors and the packed tree."""
+
+    tensors: list[torch.Tensor]
+    """Tensors of the state; for spread ones, this rank's part."""
+    paths: list[Path]
+    spread: dict[int, Spread]
+    """Spread values that tensors are parts of, by index of the tensor."""
+    packed: Any
+    """Tree as made by `layouts.pack`."""
+
+
+def flatten(state: State) -> Flat:
+    """Split a state; nothing is copied.
+
+    Raises:
+        ConfigurationError: an item cannot be kept; the message names its path.
+    """
+    tensors: list[torch.Tensor] = []
+    paths: list[Path] = []
+    spread: dict[int, Spread] = {}
+
+    def leaf(value: Any, path: Path) -> Any:
+        if isinstance(value, Spread):
+            spread[len(tensors)] = value
+            value = local_part(value, path)
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+            paths.append(path)
+            return layouts.pack_ref(len(tensors) - 1)
+        if hasattr(value, "state_dict"):
+            return value.state_dict()
+        return value
+
+    def whole(value: dict[Any, Any], path: Path) -> dict[Any, Any] | None:
+        """Pack a dict of plain tensors in one go, since modules may have very many; else return None."""
+        if not value or not (
+            set(map(type, value)) == {str} and _PLAIN.issuperset(map(type, value.values()))
+        ):
+            return None
+        refs = map(layouts.pack_ref, range(len(tensors), len(tensors) + len(value)))
+        tensors.extend(value.values())
+        paths.extend((*path, key) for key in value)
+        return dict(zip(value, refs, strict=True))
+
+    packed = layouts.pack(state, (), leaf, whole)
+    return Flat(tensors, paths, spread, packed)
+
+
+def local_part(value: Spread, path: Path = ()) -> torch.Tensor:
+    """Return the live tensor of this rank.
+
+    Raises:
+        ConfigurationError: this rank has several parts.
+    """
+    if isinstance(value, Shard):
+        return value.tensor
+    if isinstance(value, DTensor):
+        with torch.no_grad():
+            return value.to_local()
+    shards = value.local_shards()
+    if len(shards) > 1:
+        raise ConfigurationError(f"The tensor {name(path)} has {len(shards)} shards on this rank.")
+    if not shards:
+        return torch.empty(_nothing_of(tuple(value.size())), dtype=value.dtype)
+    return shards[0].tensor
+
+
+def extent(value: torch.Tensor | Spread, path: Path = ()) -> Extent:
+    """Return which part of the whole tensor this rank has.
+
+    Raises:
+        ConfigurationError: the part cannot be determined, or is not one box.
+    """
+    if isinstance(value, Shard):
+        return Extent(value.whole, value.at, tuple(value.tensor.shape))
+    if isinstance(value, DTensor):
+        return _extent_of_dtensor(value, path)
+    if isinstance(value, ShardedTensor):
+        whole = tuple(value.size())
+        shards = value.local_shards()
+        if not shards:
+            nothing = _nothing_of(whole)
+            return Extent(whole, (whole[0], *[0] * len(nothing[1:])), nothing)
+        found = shards[0].metadata
+        return Extent(whole, tuple(found.shard_offsets), tuple(found.shard_sizes))
+    shape = tuple(value.shape)
+    return Extent(shape, (0,) * len(shape), shape)
+
+
+def _nothing_of(whole: tuple[int, ...]) -> tuple[int, ...]:
+    return (0, *whole[1:])
+
+
+def _extent_of_dtensor(value: DTensor, path: Path) -> Extent:
+    whole, mesh = tuple(value.shape), value.device_mesh
+    if any(placement.is_partial() for placement in value.placements):
+        raise ConfigurationError(f"The tensor {name(path)} is a partial sum on each rank.")
+    if mesh.get_coordinate() is None:
+        raise ConfigurationError(f"This rank has no part of the tensor {name(path)}.")
+    shape, at = compute_local_shape_and_global_offset(whole, mesh, value.placements)
+    if any(not isinstance(p, ShardPlacement | Replicate) for p in value.placements):
+        _check_contiguous(value, shape, at, path)
+    return Extent(whole, tuple(at), tuple(shape))
+
+
+def _check_contiguous(value: DTensor, shape: Sequence[int], at: Sequence[int], path: Path) -> None:
+    """Refuse parts with gaps between their rows, as shards of shards may have."""
+    coordinate = value.device_mesh.get_coordinate() or []
+    rows = {dim: torch.arange(size) for dim, size in enumerate(value.shape)}
+    for mesh_dim, placement in enumerate(value.placements):
+        dim = getattr(placement, "dim", None)
+        if dim is not None:
+            parts, _ = placement._split_tensor(  # noqa: SLF001
+                rows[dim], value.device_mesh.size(mesh_dim), with_padding=False, contiguous=True
+            )
+            rows[dim] = parts[coordinate[mesh_dim]]
+    for dim, found in rows.items():
+        if not torch.equal(found, torch.arange(at[dim], at[dim] + shape[dim])):
+            raise ConfigurationError(
+                f"The part of the tensor {name(path)} on this rank is not one block: {value.placements}."
+            )
+
+
+def _owner(value: Spread) -> int:
+    if isinstance(value, Shard):
+        return value.owner
+    if isinstance(value, ShardedTensor):
+        return -1
+    coordinate = [
+        0 if placement.is_replicate() else position
+        for placement, position in zip(
+            value.placements, value.device_mesh.get_coordinate() or [], strict=True
+        )
+    ]
+    return int(value.device_mesh.mesh[tuple(coordinate)])
+
+
+def placing(value: Spread) -> object:
+    """Return a key that is equal for values with the same part on every rank."""
+    if isinstance(value, DTensor):
+        return value.device_mesh, value.placements, value.shape
+    if isinstance(value, Shard):
+        return value.whole, value.at, value.owner
+    return value.metadata()
+
+
+def specs(flat: Flat) -> list[TensorSpec]:
+    """Return the description of each tensor.
+
+    Raises:
+        ConfigurationError: a tensor is of a kind that cannot be kept.
+    """
+    found = []
+    for index, (tensor, path) in enumerate(zip(flat.tensors, flat.paths, strict=True)):
+        problem = _problem(tensor)
+        if problem:
+            raise ConfigurationError(f"The tensor {name(path)} {problem}, which is not supported.")
+        part = None
+        if index in flat.spread:
+            value = flat.spread[index]
+            box = extent(value, path)
+            if box.shape != tuple(tensor.shape) or not box.fits():
+                raise ConfigurationError(
+                    f"The part of the tensor {name(path)} on this rank has shape {list(tensor.shape)};"
+                    f" it should be {list(box.shape)} at {list(box.at)} of {list(box.whole)}."
+                )
+            part = Part(box.whole, box.at, _owner(value))
+        found.append(TensorSpec(path, _NAMES[tensor.dtype], tuple(tensor.shape), part))
+    return found
+
+
+def _problem(tensor: torch.Tensor) -> str:
+    if type(tensor) not in _PLAIN:
+        return f"is a {type(tensor).__name__}"
+    if tensor.layout is not torch.strided:
+        return f"has the layout {tensor.layout}"
+    if tensor.is_meta:
+        return "is on the meta device"
+    if tensor.dtype not in _NAMES:
+        return f"has the type {tensor.dtype}"
+    return ""
+
+
+def same_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return for each tensor the index of the first one that is the same view of the same memory."""
+    first: dict[object, int] = {}
+    same = []
+    for index, tensor in enumerate(tensors):
+        key: object = index
+        if tensor.numel():
+            view = (tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+            key = (tensor.device, tensor.data_ptr(), tensor.dtype, view)
+        same.append(first.setdefault(key, index))
+    return same
+
+
+def expected_bytes(state: State) -> int:
+    """Return the bytes that optimizers without state will add: for Adam, two tensors per parameter."""
+    total = 0
+    for value in state.values():
+        if isinstance(value, torch.optim.Optimizer) and not value.state:
+            per_group = [
+                sum(parameter.nbytes for parameter in group["params"]) * _copies(group)
+                for group in value.param_groups
+            ]
+            total += sum(per_group)
+    return total
+
+
+def _copies(group: dict[str, Any]) -> int:
+    if "betas" in group:
+        return 3 if group.get("amsgrad") else 2
+    return 1 if group.get("momentum") else 0
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Disable garbage collection: it costs more than a walk over many thousand tensors."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

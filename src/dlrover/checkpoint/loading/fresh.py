@@ -1,0 +1,99 @@
+"""The decision whether a training that finds nothing to load may start from scratch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from dlrover.checkpoint.engine.world import World
+from dlrover.checkpoint.loading.loader import Lost
+from dlrover.checkpoint.machine.saves import SaveId
+from dlrover.checkpoint.storage import first_save, storage
+from dlrover.checkpoint.storage.stores import Store, failure
+
+
+class Evidence(msgspec.Struct, frozen=True, array_like=True):
+    """Evidence of earlier checkpoints."""
+
+    tracked: SaveId | None
+    """The newest save that was ever stored, from `storage.tracked`."""
+    recorded: first_save.Whose
+    """The job whose ranks all had a save in memory once: none, an earlier one, or this one."""
+    unrecorded: str
+    """Reason why such a save may have existed without a record; empty if there was none."""
+
+
+def gather(world: World, store: Store, identity: str, job: str, unrecorded: str) -> Evidence:
+    """Combine the evidence that the ranks see. Collective.
+
+    Args:
+        world: the ranks.
+        store: the checkpoint directory.
+        identity: its name.
+        job: the loading job.
+        unrecorded: the report of this rank's saver.
+
+    Raises:
+        InfrastructureError: a rank cannot read the directory now.
+    """
+    mine = world.agree(lambda: _look(store, identity, job, unrecorded))
+    seen = [
+        msgspec.msgpack.decode(data, type=Evidence)
+        for data in world.gather(msgspec.msgpack.encode(mine))
+    ]
+    return Evidence(
+        max((one.tracked for one in seen if one.tracked is not None), default=None),
+        max((one.recorded for one in seen), key=("none", "earlier", "own").index),
+        max(one.unrecorded for one in seen),
+    )
+
+
+def _look(store: Store, identity: str, job: str, unrecorded: str) -> Evidence:
+    tracked = storage.tracked(store)
+    try:
+        return Evidence(tracked, first_save.recorded(store, identity, job), unrecorded)
+    except OSError as error:
+        raise failure(error, f"{store.location} cannot be read") from error
+
+
+def loss(evidence: Evidence, store: Store, problems: Sequence[str], lost: Lost | None) -> str:
+    """Describe what was lost; return an empty text if there was never a checkpoint.
+
+    Args:
+        evidence: the evidence of earlier checkpoints.
+        store: the checkpoint directory.
+        problems: why steps could not be loaded.
+        lost: a save in memory with missing parts.
+    """
+    tracked = evidence.tracked
+    unsure = evidence.unrecorded if lost is not None else ""
+    # An earlier job leaves nothing in memory: saves there are this job's.
+    recorded = evidence.recorded == "own" or (evidence.recorded == "earlier" and lost is not None)
+    if tracked is None and not (problems or recorded or unsure):
+        return ""
+    was = "no step was stored"
+    if tracked is not None:
+        was = (
+            f"step {tracked.step} was stored" if tracked.step >= 0 else "the file latest is damaged"
+        )
+    reasons = [*problems]
+    if lost is not None:
+        reasons.append(lost.sentence)
+    elif not problems and tracked is None:
+        reasons.append("All ranks had saved to memory, and nothing is left of that.")
+    if unsure and not recorded:
+        reasons.append(unsure)
+    said = " ".join(reasons) or f"There is no {store.where('step-*')}."
+    return f"No checkpoint in {store.location} can be loaded ({was}): {said}"
+
+
+def said(loss: str, store: Store, lost: Lost | None, recorded: first_save.Whose) -> str:
+    """Explain, in one or two sentences, why nothing is loaded."""
+    if loss:
+        return f"{loss} The training starts afresh, as start_afresh says"
+    if lost is not None:
+        return f"{lost.sentence} There was never a save of all ranks: the training begins anew"
+    if recorded == "earlier":
+        return f"An earlier job in {store.location} saved to memory only, which ended with it: the training begins anew"
+    return f"There is no checkpoint in {store.location} yet"

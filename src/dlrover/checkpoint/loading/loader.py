@@ -1,0 +1,634 @@
+"""Loading: the choice of step and source, and the transfer of tensors to the ranks that need them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import torch
+
+from dlrover.checkpoint.engine import copying, shared
+from dlrover.checkpoint.engine.client import SaverClient
+from dlrover.checkpoint.engine.tree import DTYPES
+from dlrover.checkpoint.engine.world import World
+from dlrover.checkpoint.loading import peers
+from dlrover.checkpoint.loading.pieces import assemble, cut
+from dlrover.checkpoint.loading.plan import Plan, Planner, Question, RankState
+from dlrover.checkpoint.loading.verified import LARGE, THREADS, VerifiedCopy, is_plain
+from dlrover.checkpoint.machine.extent import Piece
+from dlrover.checkpoint.machine.layout import ITEM_BYTES, Layout, TensorEntry
+from dlrover.checkpoint.machine.saves import Order, SaveId
+from dlrover.checkpoint.saver.memory import Generation
+from dlrover.checkpoint.saver.protocol import Held, Holding
+from dlrover.checkpoint.storage import storage
+from dlrover.checkpoint.storage.stores import (
+    MANIFEST,
+    StorageAwayError,
+    Store,
+    failure,
+    join,
+    step_folder,
+)
+from dlrover.errors import ConfigurationError, InfrastructureError
+
+logger = logging.getLogger(__name__)
+
+MAX_STORED = 64
+"""Stored steps that a load considers, newest first, unless a step is requested."""
+ATTEMPTS = 3
+"""Attempts to read a stored step that is stored again meanwhile."""
+
+_stored = msgspec.msgpack.Decoder(list[tuple[int, SaveId | None]])
+_tracked = msgspec.msgpack.Decoder(SaveId | None)
+_held = msgspec.msgpack.Decoder(list[Held])
+_described = msgspec.msgpack.Decoder(dict[int, tuple[tuple[TensorEntry, ...], bytes, list[int]]])
+
+
+class Found(NamedTuple):
+    """The step that was loaded."""
+
+    step: int
+    source: Literal["memory", "peer", "storage"]
+    save: SaveId | None
+    """The loaded save of the step; None if unknown."""
+
+
+class Loader:
+    """Collective load of a state; all ranks call `load` at the same time."""
+
+    def __init__(
+        self,
+        world: World,
+        client: SaverClient | None,
+        store: Store,
+        identity: str,
+        planner: Planner,
+    ) -> None:
+        """Create a loader; without a client, it loads nothing from memory."""
+        self._world = world
+        self._client = client
+        self._store = store
+        self._identity = identity
+        self._planner = planner
+        self.problems: list[str] = []
+        """Reasons why steps could not be loaded."""
+        self.damaged: dict[int, bytes] = {}
+        """Damaged stored steps, with their manifests."""
+        self.lost: Lost | None = None
+        """The newest save in memory, if parts of it are missing; else None."""
+        self.unrecorded = ""
+        """Reason why this node's saver has no record of whole saves; empty if it has, or none existed."""
+
+    def load(self) -> Found | None:
+        """Restore the newest step that all ranks can load; if there is none, leave memory as it is.
+
+        Raises:
+            ConfigurationError: a step is complete, but does not fit the state.
+        """
+        holding = self._world.agree(self._look)
+        mine, self.unrecorded = holding.held, holding.unrecorded
+        everyone = [_held.decode(data) for data in self._world.gather(msgspec.msgpack.encode(mine))]
+        held, self.lost = candidates(everyone), newest_lost(everyone)
+        last = self._last_stored()
+        fresh = [one for one in held if last is None or one.save >= last]
+        for candidate in fresh:
+            if found := self._try_memory(candidate, mine):
+                return found
+        # Memory may be older than storage: a node was away, or the training went back.
+        for attempt in self._older(held[len(fresh) :], mine):
+            if found := attempt():
+                return found
+        return None
+
+    def _look(self) -> Holding:
+        return self._client.look() if self._client is not None else Holding(())
+
+    def _keep(self, save: SaveId | None) -> None:
+        """Tell the saver which save to continue from; None: none in memory. Collective."""
+        client = self._client
+        if client is not None:
+            self._world.agree(lambda: client.keep(save))
+
+    def _older(
+        self, held: Sequence[Candidate], mine: Sequence[Held]
+    ) -> list[Callable[[], Found | None]]:
+        """Return attempts to load stored steps and the given ones in memory, newest first. Collective."""
+        stored = dict(itertools.islice(self._stored_steps().items(), MAX_STORED))
+        order = Order(save for save in stored.values() if save is not None)
+        attempts: list[tuple[tuple[int, ...], Callable[[], Found | None]]] = [
+            ((*order.key(step, save), 0), functools.partial(self._try_stored, step, save))
+            for step, save in stored.items()
+        ]
+        attempts += [
+            ((*order.key(one.step, one.save), 1), functools.partial(self._try_memory, one, mine))
+            for one in held
+        ]
+        return [attempt for _, attempt in sorted(attempts, key=lambda pair: pair[0], reverse=True)]
+
+    def _plan(
+        self, known: Mapping[int, RankState], saved_size: int, *, complete: bool, own: bool = False
+    ) -> Plan | None:
+        return self._planner(
+            Question(
+                known,
+                base=self._world.rank if self._world.rank < saved_size else 0,
+                moved=saved_size != self._world.size,
+                complete=complete,
+                own=own,
+                size=saved_size,
+            )
+        )
+
+    # ---- memory
+
+    def _try_memory(self, candidate: Candidate, mine: Sequence[Held]) -> Found | None:
+        assert self._client is not None, "there is something in memory"
+        step = MemoryStep(self._world, self._client, candidate, mine)
+        try:
+            source = self._restore_from_memory(step, candidate.world_size)
+        except StorageAwayError:
+            raise  # another rank cannot go on
+        except InfrastructureError as error:
+            logger.warning("Step %d is not loaded from memory: %s", candidate.step, error)
+            self.problems.append(str(error))
+            return None
+        self._keep(candidate.save)
+        return Found(candidate.step, source, candidate.save)
+
+    def _restore_from_memory(self, step: MemoryStep, saved_size: int) -> Literal["memory", "peer"]:
+        world = self._world
+        known = world.agree(step.at_hand)
+        planned = world.agree(lambda: self._plan(known, saved_size, complete=False))
+        fetched: Fetched = {}
+        if any(needs_more for (needs_more,) in world.exchange([planned is None])):
+            own = bool(known)
+            known = step.everything()
+            planned = world.agree(lambda: self._plan(known, saved_size, complete=True, own=own))
+            assert planned is not None, "everything is known"
+            fetched = step.fetch(planned, known)
+        ready = planned
+        assert ready is not None, "no rank needs more"
+        world.agree(lambda: step.restore(ready, known, fetched))
+        return "peer" if fetched else "memory"
+
+    # ---- storage
+
+    def _last_stored(self) -> SaveId | None:
+        """Return the newest save that rank 0 knows to be stored; None if there is none. Collective.
+
+        Raises:
+            StorageAwayError: storage cannot be read now, and memory may be older.
+        """
+
+        def look() -> SaveId | None:
+            return None if self._world.rank else storage.tracked(self._store)
+
+        last = self._world.agree(look)
+        agreed: SaveId | None = _tracked.decode(self._world.gather(msgspec.msgpack.encode(last))[0])
+        return agreed
+
+    def _try_stored(self, step: int, save: SaveId | None) -> Found | None:
+        """Restore a step; return None if it is damaged.
+
+        Raises:
+            StorageAwayError: a rank cannot read it now; an older step would be no better.
+        """
+        seen = self._world.agree(functools.partial(self._manifest, step))
+        try:
+            save = self._restore_same(step, save)
+        except StorageAwayError:
+            raise
+        except InfrastructureError as error:
+            self._world.agree(self._check_directory)  # else every file would be missing
+            self.problems.append(str(error))
+            self.damaged[step] = seen
+            logger.error("Step %d cannot be loaded: %s", step, error)  # noqa: TRY400
+            return None
+        self._keep(None)
+        return Found(step, "storage", save)
+
+    def _manifest(self, step: int) -> bytes:
+        """Return the step's manifest on rank 0, to recognize the step if another save replaces it."""
+        if self._world.rank:
+            return b""
+        try:
+            return self._store.read(join(step_folder(step), MANIFEST))
+        except FileNotFoundError:
+            return b""
+        except (OSError, MemoryError) as error:
+            raise failure(error, f"Step {step} in {self._store.location} cannot be read") from error
+
+    def _check_directory(self) -> None:
+        try:
+            storage.check_identity(self._store, self._identity)
+        except (OSError, MemoryError) as error:
+            raise failure(error, f"{self._store.location} cannot be read") from error
+
+    def load_stored(self, step: int) -> Found:
+        """Restore one stored step.
+
+        Raises:
+            ConfigurationError: there is no such step, or it does not fit the state.
+            InfrastructureError: it is damaged.
+        """
+        there = self._stored_steps()
+        if step not in there:
+            known = ", ".join(map(str, there)) or "none"
+            raise ConfigurationError(
+                f"step is {step}, which is not stored in {self._store.location}; there is: {known}."
+            )
+        return Found(step, "storage", self._restore_same(step, there[step]))
+
+    def _stored_steps(self) -> dict[int, SaveId | None]:
+        """Return the stored steps that rank 0 sees, newest first. Collective."""
+        listed = msgspec.msgpack.encode(self._world.agree(self._listed))
+        return dict(_stored.decode(self._world.gather(listed)[0]))
+
+    def _listed(self) -> list[tuple[int, SaveId | None]]:
+        found: dict[int, SaveId | None] = {}
+        if self._world.rank == 0:
+            self._check_directory()
+            try:
+                found = storage.saves(self._store)
+            except (OSError, MemoryError) as error:
+                raise failure(error, f"{self._store.location} cannot be read") from error
+        return list(found.items())
+
+    def _restore_same(
+        self, step: int, save: SaveId | None, attempts: int = ATTEMPTS
+    ) -> SaveId | None:
+        """Restore the same save of a step on all ranks, or its replacement; return the save. Collective."""
+        try:
+            self._await_sight(step)
+            self._world.agree(functools.partial(self._restore_stored, step, save))
+        except StorageAwayError:
+            raise
+        except InfrastructureError:
+            replaced = self._world.agree(functools.partial(self._is_replaced, step, save))
+            again = attempts > 1 and any(flag for (flag,) in self._world.exchange([replaced]))
+            there = self._stored_steps() if again else {}
+            if step not in there:
+                raise
+        else:
+            return save
+        logger.info("Step %d was stored again while it was read", step)
+        return self._restore_same(step, there[step], attempts - 1)
+
+    def _is_replaced(self, step: int, save: SaveId | None) -> bool:
+        try:
+            return _differ(storage.save_of(self._store, step), save)
+        except (OSError, MemoryError) as error:
+            raise failure(error, f"Step {step} in {self._store.location} cannot be read") from error
+
+    def _await_sight(self, step: int) -> None:
+        """Wait until all ranks see a step that rank 0 sees. Collective.
+
+        Raises:
+            StorageAwayError: a rank does not see it, although rank 0 still does.
+            InfrastructureError: the step was deleted.
+        """
+        world, manifest = self._world, join(step_folder(step), MANIFEST)
+        sees = world.agree(lambda: world.rank == 0 or shared.until_seen(self._store, manifest))
+        blind = [rank for rank, (flag,) in enumerate(world.exchange([sees])) if not flag]
+        if not blind:
+            return
+        there = world.agree(lambda: world.rank == 0 and self._store.exists(manifest))
+        where = self._store.where(manifest)
+        if not world.exchange([there])[0][0]:
+            raise InfrastructureError(f"{where} was deleted while it was loaded.")
+        raise StorageAwayError(
+            f"Rank {blind[0]} does not see {where} after {shared.PATIENCE:g} s, and rank 0 does: look whether"
+            " the directory is mounted on its node."
+        )
+
+    def _restore_stored(self, step: int, save: SaveId | None) -> None:
+        with storage.StoredStep(self._store, step_folder(step)) as stored:
+            if save is not None and _differ(stored.manifest.save, save):
+                raise InfrastructureError(
+                    f"Step {step} in {self._store.location} was stored again while it was read."
+                )
+            size, alike = stored.manifest.world_size, stored.manifest.replicated
+            base = self._world.rank if self._world.rank < size else 0
+            moved = size != self._world.size
+            known = {base: _rank_state(stored, base)}
+            planned = self._plan(known, size, complete=alike and moved)
+            if planned is None:
+                known = {rank: _rank_state(stored, rank) for rank in range(size)}
+                planned = self._plan(known, size, complete=True, own=True)
+            assert planned is not None, "everything is known"
+            planned.restoration.run(_Stored(stored).tensors(planned))
+
+
+def _differ(found: SaveId | None, save: SaveId | None) -> bool:
+    """Return whether ``found`` is another save than ``save``; a new line does not make it another one."""
+    if found is None or save is None:
+        return found is not None
+    return (found.session, found.number) != (save.session, save.number)
+
+
+class _Stored:
+    """Reader of pieces of a stored step."""
+
+    def __init__(self, stored: storage.StoredStep) -> None:
+        self._stored = stored
+
+    def tensors(self, planned: Plan) -> Sequence[torch.Tensor]:
+        """Return the tensors that the plan needs.
+
+        Raises:
+            InfrastructureError: some of it is damaged.
+        """
+        if planned.needed is None:
+            tensors = self._stored.index(planned.base).tensors
+            self._stored.expect(tensors)
+            return _OnDemand(self._stored, tensors)
+        self._stored.expect(self._tensor(piece) for piece in planned.pieces)
+        return assemble(planned, planned.needed, self._read)
+
+    def _read(self, piece: Piece) -> torch.Tensor:
+        tensor = self._tensor(piece)
+        part = cut(copying.view(self._stored.verified(tensor), tensor), piece)
+        return part.clone() if part.nbytes < tensor.nbytes else part  # this releases the rest
+
+    def _tensor(self, piece: Piece) -> storage.StoredTensor:
+        return self._stored.index(piece.chunk.rank).tensors[piece.chunk.index]
+
+
+class _OnDemand(Sequence[torch.Tensor]):
+    """The tensors of one rank, read and checked one by one, where possible straight into their targets."""
+
+    def __init__(self, stored: storage.StoredStep, tensors: Sequence[storage.StoredTensor]) -> None:
+        self._stored = stored
+        self._tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getitem__(self, index: Any) -> Any:
+        tensor = self._tensors[index]
+        return copying.view(self._stored.verified(tensor), tensor)
+
+    def fill(self, pending: list[tuple[torch.Tensor, int]]) -> list[tuple[torch.Tensor, int]]:
+        """Read each tensor whose target is plain memory; return the others."""
+        direct = [self._fits(target, self._tensors[index]) for target, index in pending]
+        with ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0)))) as pool:
+            for done in pool.map(self._fill, itertools.compress(pending, direct)):
+                assert done is None
+        return [item for item, is_direct in zip(pending, direct, strict=True) if not is_direct]
+
+    def _fits(self, target: torch.Tensor, tensor: storage.StoredTensor) -> bool:
+        same = (tuple(target.shape), target.dtype) == (tensor.shape, DTYPES[tensor.dtype])
+        return same and is_plain(target)
+
+    def _fill(self, item: tuple[torch.Tensor, int]) -> None:
+        target, index = item
+        flat = target.detach().view(-1).view(torch.uint8)
+        self._stored.fill(self._tensors[index], memoryview(flat.numpy()))
+
+
+def _rank_state(stored: storage.StoredStep, rank: int) -> RankState:
+    index = stored.index(rank)
+    return RankState(index.tensors, index.skeleton, [tensor.xxh3 for tensor in index.tensors])
+
+
+# ---- memory of this node and of others
+
+Fetched = dict[Piece, torch.Tensor]
+"""Data from other ranks, by requested piece."""
+
+
+class MemoryStep:
+    """A step in the memory of the nodes, as one rank loads it."""
+
+    def __init__(
+        self, world: World, client: SaverClient, candidate: Candidate, mine: Sequence[Held]
+    ) -> None:
+        self._world = world
+        self._client = client
+        self._candidate = candidate
+        self._held = {item.rank: item for item in mine if candidate.key == _key(item)}
+        self._generations: dict[int, tuple[Generation, torch.Tensor, Layout]] = {}
+        self._views: dict[int, list[torch.Tensor]] = {}
+
+    # ---- what this node has
+
+    def _open(self, rank: int) -> tuple[Generation, torch.Tensor, Layout]:
+        found = self._generations.get(rank)
+        if found is None:
+            slot = self._held[rank].slot
+            mine = rank == self._world.rank
+            generation = self._client.generation(slot) if mine else self._client.open(rank)[slot]
+            header = generation.header()
+            if header is None or header.save != self._candidate.save:
+                raise InfrastructureError(f"Step {self._candidate.step} is not in memory any more.")
+            buffer = torch.frombuffer(generation.data, dtype=torch.uint8)
+            found = self._generations[rank] = generation, buffer, generation.layout(header)
+        return found
+
+    def at_hand(self) -> dict[int, RankState]:
+        """Return this rank's own part of the step, if its node has it."""
+        rank = self._world.rank
+        if rank not in self._held:
+            return {}
+        _, _, layout = self._open(rank)
+        return {rank: RankState(layout.entries, layout.skeleton, ())}
+
+    def _verify(self, ranks: Iterable[int]) -> str:
+        for rank in ranks:
+            problem = self._client.verify(rank, self._held[rank].slot)
+            if problem:
+                return problem
+        return ""
+
+    # ---- what all nodes have
+
+    def everything(self) -> dict[int, RankState]:
+        """Return all ranks' parts. Collective.
+
+        Raises:
+            InfrastructureError: one of them is damaged.
+        """
+        described = self._world.agree(self._describe)
+        found: dict[int, RankState] = {}
+        for data in self._world.gather(msgspec.msgpack.encode(described)):
+            for rank, (entries, skeleton, sums) in _described.decode(data).items():
+                found[rank] = RankState(entries, skeleton, sums)
+        return found
+
+    def _describe(self) -> dict[int, tuple[tuple[TensorEntry, ...], bytes, list[int]]]:
+        """Describe the parts that this rank reads for the others."""
+        served = [r for r, by in self._candidate.servers.items() if by == self._world.rank]
+        problem = self._verify(served)
+        if problem:
+            raise InfrastructureError(problem)
+        found = {}
+        for rank in served:
+            generation, _, layout = self._open(rank)
+            header = generation.header()
+            sums = generation.sums(header) if header is not None else None
+            if sums is None:
+                raise InfrastructureError(f"Rank {rank}'s part of the step is gone from memory.")
+            found[rank] = (layout.entries, layout.skeleton, sums)
+        return found
+
+    def fetch(self, planned: Plan, known: Mapping[int, RankState]) -> Fetched:
+        """Fetch what only other nodes have. Collective."""
+        remote = [piece for piece in planned.pieces if piece.chunk.rank not in self._held]
+
+        def itemsize(piece: Piece) -> int:
+            return ITEM_BYTES[known[piece.chunk.rank].tensors[piece.chunk.index].dtype]
+
+        return dict(peers.fetch(self._world, self._candidate.servers, remote, itemsize, self._read))
+
+    # ---- restore
+
+    def _tensors(self, rank: int) -> list[torch.Tensor]:
+        if rank not in self._views:
+            _, buffer, layout = self._open(rank)
+            self._views[rank] = copying.views(buffer, layout.entries)
+        return self._views[rank]
+
+    def _read(self, piece: Piece) -> torch.Tensor:
+        return cut(self._tensors(piece.chunk.rank)[piece.chunk.index], piece)
+
+    def restore(self, planned: Plan, known: Mapping[int, RankState], fetched: Fetched) -> None:
+        """Restore everything, and check the data meanwhile.
+
+        Raises:
+            InfrastructureError: the data is damaged.
+        """
+
+        def read(piece: Piece) -> torch.Tensor:
+            data = fetched.get(piece)
+            if data is None:
+                return self._read(piece)
+            dtype = DTYPES[known[piece.chunk.rank].tensors[piece.chunk.index].dtype]
+            return data.view(dtype).view(piece.box.shape)
+
+        if planned.needed is None:
+            self._restore_own(planned)
+            return
+        used = {piece.chunk.rank for piece in planned.pieces} & self._held.keys()
+        tensors = assemble(planned, planned.needed, read)
+        with _meanwhile(lambda: self._verify(used)):
+            planned.restoration.run(tensors)
+
+    def _restore_own(self, planned: Plan) -> None:
+        """Restore all of a rank's part: this process checks large tensors, the saver the rest."""
+        rank = planned.base
+        generation, _, layout = self._open(rank)
+        header = generation.header()
+        sums = generation.sums(header) if header is not None else None
+        if sums is None:
+            with _meanwhile(lambda: self._verify([rank])):
+                planned.restoration.run(self._tensors(rank))
+            return
+        verified = VerifiedCopy(generation, layout.entries, sums, len(self._held))
+        with _meanwhile(lambda: self._client.verify(rank, self._held[rank].slot, LARGE)):
+            planned.restoration.run(self._tensors(rank), verified.copy)
+            problem = verified.problem()
+        if problem:
+            raise InfrastructureError(problem)
+
+
+class Candidate(NamedTuple):
+    """A step that is completely in memory, on one node or several."""
+
+    key: tuple[SaveId, int]
+    """The save and the number of ranks that made it."""
+    servers: dict[int, int]
+    """By saved rank: the rank that reads it for others."""
+
+    @property
+    def save(self) -> SaveId:
+        """The save."""
+        return self.key[0]
+
+    @property
+    def step(self) -> int:
+        """The step."""
+        return self.save.step
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that made the save."""
+        return self.key[1]
+
+
+def _key(item: Held) -> tuple[SaveId, int]:
+    return item.save, item.world_size
+
+
+class Lost(NamedTuple):
+    """A save in memory that lacks the parts of some ranks."""
+
+    save: SaveId
+    ranks: tuple[int, ...]
+
+    @property
+    def sentence(self) -> str:
+        """Description of the loss."""
+        ranks = ", ".join(map(str, self.ranks))
+        several = len(self.ranks) > 1
+        return (
+            f"Step {self.save.step} was saved to memory, and the part{'s' if several else ''} of"
+            f" rank{'s' if several else ''} {ranks} {'are' if several else 'is'} gone."
+        )
+
+
+def newest_lost(everyone: Sequence[Sequence[Held]]) -> Lost | None:
+    """Return the newest save that any rank sees in memory, or None if none of its parts is missing."""
+    items = [item for held in everyone for item in held]
+    if not items:
+        return None
+    key = max(map(_key, items))
+    missing = set(range(key[1])) - {item.rank for item in items if _key(item) == key}
+    return Lost(key[0], tuple(sorted(missing))) if missing else None
+
+
+def candidates(everyone: Sequence[Sequence[Held]]) -> list[Candidate]:
+    """Return the steps in memory that can be loaded, newest first, from what each rank sees."""
+    seen: dict[tuple[SaveId, int], dict[int, list[int]]] = {}
+    for viewer, held in enumerate(everyone):
+        for item in held:
+            seen.setdefault(_key(item), {}).setdefault(item.rank, []).append(viewer)
+    found = []
+    for key in sorted(seen, reverse=True):
+        viewers = seen[key]
+        if viewers.keys() >= set(range(key[1])):
+            servers = {rank: who[rank % len(who)] for rank, who in viewers.items()}
+            found.append(Candidate(key, servers))
+    return found
+
+
+@contextlib.contextmanager
+def _meanwhile(check: Callable[[], str]) -> Iterator[None]:
+    """Run ``check`` beside the block; afterwards raise what it found.
+
+    Raises:
+        InfrastructureError: the check found something, or failed.
+    """
+    found: list[str] = []
+
+    def run() -> None:
+        try:
+            found.append(check())
+        except InfrastructureError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+        if not found or found[0]:
+            raise InfrastructureError(found[0] if found else "The check ended with an error.")

@@ -1,0 +1,1 @@
+"""The saver: one process per node, which holds the memory checkpoints. Runs without torch."""

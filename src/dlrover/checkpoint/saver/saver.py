@@ -1,0 +1,387 @@
+"""The saver: the process of a node that holds its ranks' memory checkpoints and persists them.
+
+The first worker starts it (``python -m dlrover.checkpoint.saver.saver``). It belongs to no worker's process group
+and outlives all workers. It exits when no worker has been connected for the linger time and all requested
+steps are durable or failed. One thread serves each worker, one computes checksums, one persists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import functools
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from dlrover import config
+from dlrover.checkpoint.machine import policies
+from dlrover.checkpoint.machine.policies import Policy
+from dlrover.checkpoint.saver import protocol
+from dlrover.checkpoint.saver.book import Book
+from dlrover.checkpoint.saver.breakpoint import Breakpoints, remove_votes
+from dlrover.checkpoint.saver.protocol import SaverGoneError
+from dlrover.checkpoint.saver.ranks import NoMemoryError
+from dlrover.checkpoint.saver.replicas import Replicas
+from dlrover.checkpoint.saver.tasks import Task
+from dlrover.checkpoint.storage import first_save, lease, persist, storage
+from dlrover.checkpoint.storage.lease import Lease
+from dlrover.checkpoint.storage.persist import PEER_PATIENCE, RETRY_DELAYS
+from dlrover.checkpoint.storage.stores import Store, location_of, open_store, reason
+from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError, ProtocolError
+
+logger = logging.getLogger(__name__)
+
+STARVING_PATIENCE = 30.0
+"""Seconds to wait for other nodes' parts of a step if a save needs its memory."""
+BREAKPOINT_PATIENCE = 120.0
+"""Seconds to wait for other nodes' parts of a step that the savers agreed to persist at the world's end."""
+
+
+BACKLOG = 1 << 10
+"""Maximum number of worker connections that wait to be accepted."""
+
+
+class Saver:
+    """Server for the workers that connect to ``listener``."""
+
+    def __init__(
+        self, store: Store, identity: str, keep: Policy, linger: float, listener: socket.socket
+    ) -> None:
+        self._store = store
+        self._identity = identity
+        self._keep = keep
+        self._linger = linger
+        self._listener = listener
+        self._book = Book()
+        self._replicas = Replicas(self._book.exchange)
+        self._lease = Lease(store, lease.job_of(config.environ()))
+
+    def serve(self) -> None:
+        """Run until no worker needs this process any more."""
+        breakpoints = Breakpoints(self._store, self._book.breaks, self._book.saver)
+        targets = (
+            self._accept, self._compute_sums, self._persist, self._record, self._beat, breakpoints.run,
+        )  # fmt: skip
+        for target in targets:
+            threading.Thread(target=target, daemon=True, name=target.__name__).start()
+        self._book.wait_until_idle(self._linger)
+        self._lease.release()
+        logger.info("The saver leaves")
+
+    def stop(self) -> None:
+        """Exit once all requested steps are durable or failed."""
+        self._book.stop()
+
+    # ---- workers
+
+    def _accept(self) -> None:
+        while True:
+            sock, _ = self._listener.accept()
+            threading.Thread(target=self._attend, args=(sock,), daemon=True).start()
+
+    def _attend(self, sock: socket.socket) -> None:
+        with sock, contextlib.suppress(ConnectionError, SaverGoneError):
+            try:
+                pid = protocol.check_peer(sock)
+                client = Client(self._book, self._replicas, self._lease, sock, pid)
+                with self._book.connection():
+                    client.attend()
+            except ProtocolError as error:
+                logger.warning("A connection is closed: %s", error)
+
+    # ---- work
+
+    def _compute_sums(self) -> None:
+        while True:
+            self._book.sums.compute_next()
+
+    def _record(self) -> None:
+        said = False
+        while True:
+            first, saves = self._book.next_first_saves()
+            recorded, problem = False, ""
+            try:
+                storage.check_identity(self._store, self._identity)
+                recorded = first_save.record(
+                    self._store, self._identity, self._lease.job, first.joined, saves
+                )
+            except Exception as error:  # noqa: BLE001 - else the thread ends, and the saver never exits
+                problem = (
+                    f"It is not recorded in {self._store.location} that steps were saved to memory:"
+                    f" {reason(error)}."
+                )
+            self._book.note_first_saves(first, len(saves), recorded=recorded, problem=problem)
+            if problem:
+                logger.log(logging.INFO if said else logging.WARNING, "%s", problem)
+                said = True
+                threading.Event().wait(first_save.RETRY)
+
+    def _beat(self) -> None:
+        while True:
+            try:
+                self._lease.beat()
+            except (OSError, DLRoverError) as error:
+                logger.warning("The lease of %s cannot be renewed: %s", self._store.location, error)
+            threading.Event().wait(lease.BEAT)
+
+    def _persist(self) -> None:
+        self._book.wait_for_world()
+        importlib.import_module("dlrover.checkpoint.storage.dcp")  # loads torch before it is needed
+        while True:
+            task = self._book.tasks.next()
+            problem = self._carry_out(task)
+            if problem:
+                logger.error("%s", problem)
+                self._give_up(task)
+            self._book.tasks.finish(task, problem)
+
+    def _carry_out(self, task: Task) -> str:
+        """Persist a task; return the problem in one sentence, or an empty text."""
+        for delay in RETRY_DELAYS:
+            problem, again = self._attempt(task)
+            if not again:
+                return problem
+            logger.warning("It is tried again in %g s: %s", delay, problem)
+            if self._book.tasks.pause(task, delay, yielding=True):
+                return f"{problem} It was given up for a newer step."
+        return self._attempt(task)[0]
+
+    def _attempt(self, task: Task) -> tuple[str, bool]:
+        """Persist a task once; return the problem and whether a retry may succeed."""
+        try:
+            self._persist_task(task)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                self._make_room(task)
+            where = self._store.location
+            return f"Step {task.step} was not stored in {where}: {reason(error)}.", True
+        except DLRoverError as error:
+            return str(error), False
+        except Exception as error:
+            # This thread must not end, whatever the error: all workers would wait forever.
+            logger.exception("Step %d was not stored", task.step)
+            return f"Step {task.step} was not stored: {error!r}.", False
+        return "", False
+
+    def _persist_task(self, task: Task) -> None:
+        began = time.monotonic()
+
+        guard = functools.partial(self._guard, task)
+        job = persist.Job(
+            store=self._store,
+            save=task.save,
+            world_size=task.world_size,
+            sources=self._book.tasks.sources(task),
+            pause=lambda seconds: self._wait_for_peers(task, seconds, began),
+            patience=BREAKPOINT_PATIENCE if task.at_breakpoint else PEER_PATIENCE,
+            guard=guard,
+            metrics=task.metrics,
+            at_breakpoint=task.at_breakpoint,
+        )
+        persist.persist(job)
+        if 0 in job.sources:
+            try:
+                storage.prune(self._store, self._keep, guard)
+                if self._book.only(task.session):
+                    guard()
+                    storage.remove_unfinished(self._store, task.session)
+                    remove_votes(self._store, task.session)
+            except (OSError, InfrastructureError) as error:
+                logger.warning("Old checkpoints in %s stay: %s", self._store.location, error)
+        logger.info("Step %d is stored", task.step)
+
+    def _guard(self, task: Task) -> None:
+        """Raise if a task must not publish or delete anything in the directory."""
+        storage.check_identity(self._store, self._identity)
+        if 0 in task.ranks:
+            self._lease.check(task.session, lambda seconds: self._pause(task, seconds))
+
+    def _pause(self, task: Task, seconds: float) -> None:
+        self._book.tasks.pause(task, seconds, yielding=False)
+
+    def _make_room(self, task: Task) -> None:
+        """Delete unfinished files of other worlds that have not changed for `PEER_PATIENCE`."""
+        if 0 in task.ranks:
+            try:
+                self._guard(task)
+                storage.remove_unfinished(self._store, task.session, idle=PEER_PATIENCE)
+            except (OSError, InfrastructureError) as error:
+                logger.warning("What others left in %s stays: %s", self._store.location, error)
+
+    def _give_up(self, task: Task) -> None:
+        """Mark a task as given up, so that other nodes stop waiting for it."""
+        try:
+            storage.give_up(
+                self._store, self._identity, task.save, at_breakpoint=task.at_breakpoint
+            )
+        except Exception as error:  # noqa: BLE001 - else the thread ends, and all workers wait forever
+            logger.warning("Other nodes may wait for step %d in vain: %s", task.step, error)
+
+    def _wait_for_peers(self, task: Task, seconds: float, began: float) -> None:
+        """Wait for other nodes; after `STARVING_PATIENCE` give up if a rank of this node needs the memory."""
+        late = time.monotonic() - began > STARVING_PATIENCE
+        if self._book.tasks.pause(task, seconds, yielding=late):
+            raise InfrastructureError(
+                f"Step {task.step} was not stored: other nodes did not store their parts within"
+                f" {STARVING_PATIENCE:g} s, and its memory is needed."
+            )
+
+
+class Client:
+    """Connection of one worker."""
+
+    def __init__(
+        self, book: Book, replicas: Replicas, lease: Lease, sock: socket.socket, pid: int
+    ) -> None:
+        self._book = book
+        self._replicas = replicas
+        self._lease = lease
+        self._session = 0
+        self._sock = sock
+        self._pid = pid
+        self._rank = -1
+        self._owner = 0
+        self._goodbye = False
+
+    def attend(self) -> None:
+        """Answer requests until the worker is gone."""
+        try:
+            while not self._goodbye:
+                request = protocol.receive_request(self._sock)
+                if request is None:
+                    return
+                self._answer(request)
+        finally:
+            if self._rank >= 0:
+                self._book.detach(self._rank, self._owner, goodbye=self._goodbye)
+                self._lease.leave(self._session)
+
+    def _answer(self, request: protocol.Request) -> None:
+        fds: list[int] = []
+        reply: protocol.Reply
+        try:
+            known = self._rank >= 0 or isinstance(request, protocol.Reserve)
+            if isinstance(request, protocol.Attach) == known:
+                raise ProtocolError("A worker attaches once, before it asks for anything.")
+            if isinstance(request, protocol.Attach):
+                reply, self._owner, fds = self._book.attach(request.rank, self._pid, request.job)
+                self._rank = request.rank
+            elif isinstance(request, protocol.Open):
+                reply, fds = self._book.open(request.rank)
+            else:
+                reply = self._reply(request)
+        except (DLRoverError, OSError) as error:
+            reply = protocol.Refused(str(error), isinstance(error, ConfigurationError))
+        protocol.send(self._sock, reply, fds)
+
+    def _reply(self, request: protocol.Request) -> protocol.Reply:  # noqa: PLR0911 - one per request
+        book, rank = self._book, self._rank
+        if isinstance(request, protocol.Look):
+            return protocol.Holding(book.look(), book.unrecorded)
+        if isinstance(request, protocol.Begin):
+            return protocol.Granted(book.begin(rank, request.save, request.ready), book.news(rank))
+        if isinstance(request, protocol.Verify):
+            return protocol.Verified(book.verify(request.rank, request.slot, request.below))
+        if isinstance(request, protocol.Wait):
+            return protocol.Settled(book.settled(rank))
+        if isinstance(request, protocol.Stored):
+            return protocol.NewestStored(book.stored(rank))
+        if isinstance(request, protocol.Reserve):
+            try:
+                return protocol.Reserved(book.reserve(request.rank, request.slot, request.nbytes))
+            except NoMemoryError as error:
+                return protocol.Reserved(1, str(error))
+        if isinstance(request, protocol.Listen):
+            pem = self._replicas.certify(tls=request.tls)
+            return protocol.Listening(self._replicas.listen(request.host, request.port), pem)
+        self._do(request)
+        return protocol.Done()
+
+    def _do(self, request: protocol.Request) -> None:
+        book, rank = self._book, self._rank
+        if isinstance(request, protocol.Publish):
+            book.publish(
+                rank,
+                request.slot,
+                request.save,
+                to_storage=request.to_storage,
+                metrics=request.metrics,
+            )
+        elif isinstance(request, protocol.Join):
+            book.join(rank, request)
+            self._replicas.join(request)
+            if rank == 0:
+                self._session = request.session
+                self._lease.join(request.session)
+        elif isinstance(request, protocol.Keep):
+            book.keep(rank, request.save)
+        elif isinstance(request, protocol.PassOver):
+            book.pass_over(rank, request.save, written=request.written)
+        elif isinstance(request, protocol.Goodbye):
+            self._goodbye = True
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve a checkpoint directory from a child process; return at once in the process that was started.
+
+    The started process exits when the address is bound. The serving child is an orphan, so it outlives the
+    worker that started it. If the address is taken, a saver already runs.
+    """
+    parser = argparse.ArgumentParser(prog="python -m dlrover.checkpoint.saver.saver")
+    parser.add_argument("--directory", required=True)
+    parser.add_argument("--identity", required=True)
+    parser.add_argument("--node", default="")
+    parser.add_argument("--keep", type=policies.decode, required=True)
+    parser.add_argument("--linger", type=float, required=True)
+    args = parser.parse_args(argv)
+    place = sys.stdin.read() or args.directory  # with a password, which no command line should show
+    location = location_of(place)
+    address = protocol.address(location, args.identity, args.node)
+    listener = protocol.new_socket()
+    try:
+        listener.bind(address)
+    except OSError:
+        return 0
+    listener.listen(BACKLOG)
+    sys.stdout.flush()
+    if os.fork():
+        return 0
+    _log_to(protocol.log_file(location))
+    node = f" on node {args.node}" if args.node else ""
+    logger.info("Saver %d serves %s%s", os.getpid(), location, node)
+    listener.listen(BACKLOG)  # again: peers see the process id of the last caller
+    saver = Saver(open_store(place), args.identity, args.keep, args.linger, listener)
+    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=saver.stop).start())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    saver.serve()
+    os._exit(0)  # other threads may hang in the storage
+
+
+def _log_to(path: Path) -> None:
+    """Send all logged and printed text to a file, because the process that started this one has exited.
+
+    If the file cannot be written, for example on a read-only disk, nothing is logged.
+    """
+    try:
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+    except OSError:
+        log = os.open(os.devnull, os.O_WRONLY)
+    for fd in (1, 2):
+        os.dup2(log, fd)
+    os.close(log)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

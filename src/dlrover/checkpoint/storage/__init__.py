@@ -1,0 +1,1 @@
+"""Checkpoints in storage: directories, object stores, formats and leases. Runs without torch."""

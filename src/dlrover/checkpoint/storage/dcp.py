@@ -1,0 +1,149 @@
+"""The format of ``torch.distributed.checkpoint`` (DCP): names, objects and metadata.
+
+DCP names the leaves of a state by their paths, joined by dots. It follows every dict, and every list that
+holds tensors, dicts or such lists; everything else is one object, stored by ``torch.save``.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from dlrover.checkpoint.engine.tree import DTYPES
+from dlrover.checkpoint.machine import layout as layouts
+from dlrover.checkpoint.machine.layout import TensorRef
+from dlrover.checkpoint.storage.storage import StoredTensor
+from dlrover.errors import ConfigurationError
+
+
+class Leaf(NamedTuple):
+    """One item of a DCP checkpoint."""
+
+    path: layouts.Path
+    value: Any
+
+    @property
+    def name(self) -> str:
+        """DCP's name for the item."""
+        return ".".join(map(str, self.path))
+
+
+class Item(NamedTuple):
+    """The place of an item in a file, in bytes."""
+
+    file: str
+    offset: int
+    length: int
+
+
+def leaves(skeleton: bytes) -> list[Leaf]:
+    """Return the items of a state, with tensors as `TensorRef`.
+
+    Raises:
+        ConfigurationError: two items have the same name.
+    """
+    tree = layouts.decode(skeleton)
+    found = list(_leaves(tree, ()))
+    names = set()
+    for leaf in found:
+        if leaf.name in names:
+            raise ConfigurationError(
+                f"Two values of the state are named {leaf.name} in the DCP format; rename one of them."
+            )
+        names.add(leaf.name)
+    return found
+
+
+def _leaves(value: Any, path: layouts.Path) -> Iterator[Leaf]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(item, (*path, str(key)))
+    elif isinstance(value, list) and _is_followed(value):
+        for index, item in enumerate(value):
+            yield from _leaves(item, (*path, index))
+    else:
+        yield Leaf(path, value)
+
+
+def _is_followed(value: list[Any]) -> bool:
+    return any(
+        isinstance(item, TensorRef | dict) or (isinstance(item, list) and _is_followed(item))
+        for item in value
+    )
+
+
+def encode_object(value: Any, tensor: Callable[[int], tuple[StoredTensor, memoryview]]) -> bytes:
+    """Encode an object as DCP stores it; ``tensor`` looks up the tensors in its tuples."""
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, TensorRef):
+            stored, data = tensor(value.index)
+            flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
+            return flat.view(DTYPES[stored.dtype]).view(stored.shape)
+        if isinstance(value, dict):
+            return {key: filled(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(map(filled, value))
+        return value
+
+    buffer = io.BytesIO()
+    torch.save(filled(value), buffer)
+    return buffer.getvalue()
+
+
+def metadata(
+    ranks: Sequence[tuple[bytes, Sequence[StoredTensor]]], objects: Mapping[str, Item]
+) -> bytes:
+    """Return the content of the file ``.metadata``.
+
+    Args:
+        ranks: each rank's skeleton and tensors. For a tensor that each rank has as a whole, the first
+            rank's counts.
+        objects: where rank 0's plain values are stored.
+    """
+    described: dict[str, Any] = {name: dcp.BytesStorageMetadata() for name in objects}
+    places: dict[dcp.MetadataIndex, _StorageInfo] = {
+        dcp.MetadataIndex(name): _StorageInfo(*item) for name, item in objects.items()
+    }
+    paths: dict[str, layouts.Path] = {}
+    for number, (skeleton, tensors) in enumerate(ranks):
+        for leaf in leaves(skeleton):
+            if isinstance(leaf.value, TensorRef):
+                _add_chunk(described, places, leaf.name, tensors[leaf.value.index])
+            if number == 0 or leaf.name in described:
+                paths.setdefault(leaf.name, leaf.path)
+    return pickle.dumps(
+        dcp.Metadata(
+            state_dict_metadata=described,
+            planner_data=paths,
+            storage_data=places,
+            storage_meta=dcp.StorageMeta(),
+        )
+    )
+
+
+def _add_chunk(
+    described: dict[str, Any],
+    places: dict[dcp.MetadataIndex, _StorageInfo],
+    name: str,
+    tensor: StoredTensor,
+) -> None:
+    whole, at, shape = map(torch.Size, tensor.extent)
+    known = described.setdefault(
+        name,
+        dcp.TensorStorageMetadata(
+            properties=dcp.TensorProperties(dtype=DTYPES[tensor.dtype]), size=whole, chunks=[]
+        ),
+    )
+    if not isinstance(known, dcp.TensorStorageMetadata) or known.size != whole:
+        return  # another rank's; DCP has one tensor per name
+    index = dcp.MetadataIndex(name, offset=at, index=len(known.chunks))
+    if index not in places and (tensor.nbytes or not whole.numel()):
+        known.chunks.append(dcp.ChunkStorageMetadata(offsets=at, sizes=shape))
+        places[index] = _StorageInfo(tensor.file, *tensor.item)

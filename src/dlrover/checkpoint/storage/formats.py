@@ -1,0 +1,57 @@
+"""The format version of data that one DLRover process writes and another one may read.
+
+One number covers stored steps, the files beside them, and memory. Savers and workers of different formats do
+not meet, because a saver's address contains the number. Data of another version is not damaged: it is refused
+with a separate error and left unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from dlrover.checkpoint.storage.stores import StorageAwayError
+
+FORMAT = 2
+_WITHOUT = 1
+"""Format of files that do not name one."""
+_Content = TypeVar("_Content")
+
+
+class OtherFormatError(StorageAwayError):
+    """The data was written by another version of DLRover, and this version cannot read it."""
+
+
+class _Head(msgspec.Struct, frozen=True):
+    format: int = _WITHOUT
+
+
+def check(found: int, what: str) -> None:
+    """Refuse data that another version has written.
+
+    Raises:
+        OtherFormatError: ``found`` is not this version's format.
+    """
+    if found != FORMAT:
+        raise OtherFormatError(
+            f"{what} was written by another version of DLRover: format {found}, this one reads {FORMAT}."
+            " Use that version, or another checkpoint directory."
+        )
+
+
+def encode(content: msgspec.Struct) -> bytes:
+    """Encode a file in this format (JSON)."""
+    known: dict[str, Any] = {"format": FORMAT, **msgspec.structs.asdict(content)}
+    return msgspec.json.encode(known)
+
+
+def decode(data: bytes, kind: type[_Content], what: str) -> _Content:
+    """Decode a file made by `encode`.
+
+    Raises:
+        OtherFormatError: another version has written the file.
+        msgspec.DecodeError: the file is damaged.
+    """
+    check(msgspec.json.decode(data, type=_Head).format, what)
+    return msgspec.json.decode(data, type=kind)

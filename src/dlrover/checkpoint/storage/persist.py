@@ -1,0 +1,305 @@
+"""Persist one step of all ranks, from memory to storage, as a directory that DCP reads.
+
+The saver of each node writes its ranks' files to a draft, which does not count as a step yet. A tensor, or
+a part of one, that a lower rank also has is not written again. The saver of rank 0 waits for all ranks'
+indices, adds DCP's metadata and the manifest, and publishes the step.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import xxhash
+
+from dlrover.checkpoint.machine.layout import ALIGNMENT, Layout, TensorEntry
+from dlrover.checkpoint.machine.saves import SaveId
+from dlrover.checkpoint.storage import faults, formats, storage, torchfile
+from dlrover.checkpoint.storage.formats import OtherFormatError
+from dlrover.checkpoint.storage.storage import FileRecord, Manifest, RankIndex, StoredTensor
+from dlrover.checkpoint.storage.stores import DCP_METADATA, MANIFEST, Draft, Store, Writer, join
+from dlrover.errors import InfrastructureError
+
+logger = logging.getLogger(__name__)
+
+RETRY_DELAYS = (0.5, 2.0, 8.0)
+"""Seconds to wait before each retry of a failed storage."""
+PEER_PATIENCE = 600.0
+"""Seconds that the nodes of a world wait for each other's parts of a step."""
+SAY_EVERY = 30.0
+"""Seconds between two log lines about a wait."""
+CHUNK = 4 << 20
+"""Bytes hashed and written at a time."""
+WRITERS = 4
+"""Number of ranks whose files are written at once."""
+_Value = TypeVar("_Value")
+
+
+class TensorBytes(Protocol):
+    """Holder of a layout's tensors, for example a `Generation`."""
+
+    def tensor_bytes(self, entry: TensorEntry) -> memoryview:
+        """Return the bytes of one tensor."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One rank's part of the step."""
+
+    generation: TensorBytes
+    layout: Layout
+    sums: list[int]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One save to persist."""
+
+    store: Store
+    save: SaveId
+    world_size: int
+    sources: Mapping[int, Source]
+    """This node's parts of the step, by rank."""
+    pause: Callable[[float], None]
+    """Waits the given number of seconds; raises when the job must be given up."""
+    patience: float
+    """Seconds to wait for other nodes before giving up."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics that the training measured at this step; those of rank 0's node count."""
+    guard: Callable[[], None] = lambda: None
+    """Raises when this world must not publish anything in the directory."""
+    at_breakpoint: bool = False
+    """True if the world has ended; a save that failed before may then be retried."""
+
+    @property
+    def step(self) -> int:
+        """The saved step."""
+        return self.save.step
+
+
+def persist(job: Job) -> None:
+    """Write the save and return when it is durable, on all nodes.
+
+    Raises:
+        OSError: the storage failed; the call can be retried.
+        InfrastructureError: another node did not write its part, or a newer save of the step is stored.
+    """
+    faults.point("persist.begun")
+    job.guard()
+    if 0 in job.sources:
+        storage.remove_given_up(job.store, job.save.session, before=job.save.number)
+    if not _is_stored(job):  # else an earlier attempt published it and failed afterwards
+        draft = job.store.draft(job.save)
+        _refuse_given_up(job, draft)
+        _write_ranks(job, draft)
+        job.store.sync(draft.top)
+        faults.point("persist.written")
+        if 0 in job.sources:
+            _finish(job, draft)
+        else:
+            _await(job, draft, lambda: _is_stored(job) or None, "the other nodes' parts")
+    if 0 in job.sources:
+        storage.track(job.store, job.save)
+        faults.point("persist.tracked")
+
+
+def _is_stored(job: Job) -> bool:
+    try:
+        return storage.is_published(job.store, job.save)
+    except OtherFormatError as error:
+        raise InfrastructureError(f"Step {job.step} was not stored: {error}") from error
+
+
+def _refuse_older(job: Job) -> None:
+    """Refuse to replace a stored step by an older save of it."""
+    known = storage.save_of(job.store, job.step)
+    if known is not None and known > job.save:
+        raise InfrastructureError(f"Step {job.step} was not stored: a newer save of it is.")
+
+
+def _refuse_given_up(job: Job, draft: Draft) -> None:
+    """Refuse to continue a save that another of its writers has given up."""
+    if storage.is_given_up(job.store, draft, at_breakpoint=job.at_breakpoint):
+        raise InfrastructureError(f"Step {job.step} was not stored: another node gave it up.")
+
+
+def _write_ranks(job: Job, draft: Draft) -> None:
+    """Write the parts of this node's ranks. If one fails, the others stop waiting for it."""
+    failed = threading.Event()
+
+    def pause(seconds: float) -> None:
+        if failed.is_set():
+            raise InfrastructureError(f"Another rank's part of step {job.step} cannot be written.")
+        job.pause(seconds)
+
+    waiting = replace(job, pause=pause)
+    with ThreadPoolExecutor(WRITERS) as pool:  # in order: a rank waits only for lower ones
+        parts = [pool.submit(_write_rank, waiting, draft, rank) for rank in sorted(job.sources)]
+        done, _ = wait(parts, return_when=FIRST_EXCEPTION)
+        failed.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+        for part in done:
+            part.result()
+
+
+def _write_rank(job: Job, draft: Draft, rank: int) -> None:
+    source = job.sources[rank]
+    elsewhere = _written_by_others(job, draft, rank)
+    written: dict[tuple[int, int], StoredTensor] = {}
+    plain = f"__{rank}_0.distcp"
+    name = draft.named(plain)
+    tensors: list[StoredTensor] = []
+    with job.store.create(draft.path(plain)) as opened:
+        file = _File(opened)
+        for entry, checksum in zip(source.layout.entries, source.sums, strict=True):
+            wanted = (entry.path, entry.dtype, entry.extent, checksum)
+            known = elsewhere.get(wanted) or written.get((entry.offset, entry.nbytes))
+            if known is None:
+                data = source.generation.tensor_bytes(entry)
+                head, tail = torchfile.wrap(entry.dtype, entry.shape, data, file.size, ALIGNMENT)
+                start = file.size
+                known = StoredTensor(
+                    entry.path, entry.dtype, entry.shape, name, start + len(head), entry.nbytes, checksum,
+                    (start, len(head) + len(data) + len(tail)), entry.part,
+                )  # fmt: skip
+                for part in (head, data, tail):
+                    file.write(part)
+                if entry.nbytes:  # tied tensors share one place
+                    written[entry.offset, entry.nbytes] = known
+            tensors.append(msgspec.structs.replace(known, path=entry.path, part=entry.part))
+    files = {name: file.record()}
+    if not file.size:
+        job.store.delete(draft.path(plain))
+        files = {}
+    index = RankIndex(rank, job.step, source.layout.skeleton, tuple(tensors), files)
+    job.store.write(draft.path(storage.index_file(rank)), msgspec.msgpack.encode(index))
+
+
+def _written_by_others(job: Job, draft: Draft, rank: int) -> dict[tuple[object, ...], StoredTensor]:
+    """Return the tensors that lower ranks write and this rank may have too."""
+    entries = job.sources[rank].layout.entries
+    owners = {entry.part.owner if entry.part is not None else 0 for entry in entries}
+    return {
+        (tensor.path, tensor.dtype, tensor.extent, tensor.xxh3): tensor
+        for owner in sorted(owners)
+        if 0 <= owner < rank
+        for tensor in _await_index(job, draft, owner).tensors
+    }
+
+
+def _finish(job: Job, draft: Draft) -> None:
+    indices = [_await_index(job, draft, rank) for rank in range(job.world_size)]
+    metadata, files = _encode_metadata(job, draft, indices)
+    for index in indices:
+        name = storage.index_file(index.rank)
+        files[draft.named(name)] = storage.record_of(job.store.read(draft.path(name)))
+        files.update(index.files)
+    own = {draft.named(f"__{index.rank}_0.distcp") for index in indices[1:]}
+    manifest = Manifest(
+        step=job.step,
+        save=job.save,
+        world_size=job.world_size,
+        replicated=not own & files.keys(),
+        files=files,
+        metrics=dict(job.metrics),
+        place=draft.place,
+    )
+    faults.point("persist.manifest")
+    job.guard()  # the writing may have taken long
+    _refuse_older(job)
+    _refuse_given_up(job, draft)
+    if job.at_breakpoint:
+        storage.remove_marks(job.store, draft)
+    # These two may replace those of a stored step, which is untouched up to here.
+    job.store.write(join(draft.top, DCP_METADATA), metadata)
+    job.store.write(join(draft.top, MANIFEST), formats.encode(manifest))
+    job.store.publish(draft, {*files, MANIFEST})
+    faults.point("persist.renamed")
+
+
+def _encode_metadata(
+    job: Job, draft: Draft, indices: Sequence[RankIndex]
+) -> tuple[bytes, dict[str, FileRecord]]:
+    """Write the plain values of rank 0; return DCP's metadata and the records of both files."""
+    dcp: Any = importlib.import_module(
+        "dlrover.checkpoint.storage.dcp"
+    )  # loads torch, only when needed
+    source = job.sources[0]
+
+    def tensor(number: int) -> tuple[StoredTensor, memoryview]:
+        entry = source.layout.entries[number]
+        return indices[0].tensors[number], source.generation.tensor_bytes(entry)
+
+    plain = "__0_1.distcp"
+    name = draft.named(plain)
+    objects = {}
+    with job.store.create(draft.path(plain)) as opened:
+        file = _File(opened)
+        for leaf in dcp.leaves(indices[0].skeleton):
+            if not isinstance(leaf.value, dcp.TensorRef):
+                data = dcp.encode_object(leaf.value, tensor)
+                objects[leaf.name] = dcp.Item(name, file.size, len(data))
+                file.write(data)
+    metadata = dcp.metadata([(index.skeleton, index.tensors) for index in indices], objects)
+    return metadata, {name: file.record(), DCP_METADATA: storage.record_of(metadata)}
+
+
+def _await_index(job: Job, draft: Draft, rank: int) -> RankIndex:
+    return _await(job, draft, lambda: _finished_index(job, draft, rank), f"rank {rank}'s index")
+
+
+def _finished_index(job: Job, draft: Draft, rank: int) -> RankIndex | None:
+    try:
+        data = job.store.read(draft.path(storage.index_file(rank)))
+        index = msgspec.msgpack.decode(data, type=RankIndex)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None  # not there yet
+    return index if index.step == job.step else None
+
+
+def _await(job: Job, draft: Draft, condition: Callable[[], _Value | None], what: str) -> _Value:
+    waited, said = 0.0, 0.0
+    while (value := condition()) is None:
+        try:
+            _refuse_given_up(job, draft)
+        except InfrastructureError:
+            if (value := condition()) is not None:  # a save just published looks given up, too
+                return value
+            raise
+        if waited >= job.patience:
+            raise InfrastructureError(
+                f"Step {job.step} was not stored: {what} did not come within {job.patience:g} s."
+            )
+        if waited >= said + SAY_EVERY:
+            said = waited
+            logger.warning(
+                "Waiting for %s of step %d: %.0f s of %.0f s", what, job.step, waited, job.patience
+            )
+        job.pause(job.store.poll)
+        waited += job.store.poll
+    return value
+
+
+class _File:
+    """File that is hashed while it is written."""
+
+    def __init__(self, file: Writer) -> None:
+        self._file = file
+        self._hash = xxhash.xxh3_64()
+        self.size = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        for start in range(0, len(data), CHUNK):
+            chunk = data[start : start + CHUNK]
+            self._hash.update(chunk)
+            self._file.write(chunk)
+        self.size += len(data)
+
+    def record(self) -> FileRecord:
+        return FileRecord(self.size, self._hash.hexdigest())

@@ -1,0 +1,578 @@
+"""Checkpoints in a directory: their names, their required content, and the choice of usable ones.
+
+::
+
+    <directory>/
+    ├── checkpoint-id          the identity of the directory; a new directory gets a new one
+    ├── latest                 the `SaveId` of the newest stored step (JSON)
+    ├── step-40/               one checkpoint: the files that DCP reads, and
+    │   ├── manifest.json      a `Manifest`; written last
+    │   └── rank-0.index       a `RankIndex`: the place and checksum of each tensor of a rank
+    ├── step-30.bad/           a damaged step
+    └── .step-50.<session>-<number>/    a save that is being written
+
+Stores that cannot rename use a slightly different layout, see `dlrover.checkpoint.storage.remote`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+import xxhash
+
+from dlrover.checkpoint.machine import layout as layouts
+from dlrover.checkpoint.machine.extent import Extent
+from dlrover.checkpoint.machine.layout import Layout, TensorEntry, name
+from dlrover.checkpoint.machine.policies import Policy, StepInfo
+from dlrover.checkpoint.machine.saves import Newest, Order, SaveId
+from dlrover.checkpoint.storage import faults, formats
+from dlrover.checkpoint.storage.formats import OtherFormatError
+from dlrover.checkpoint.storage.stores import (
+    IDENTITY,
+    MANIFEST,
+    TRACKER,
+    Draft,
+    Range,
+    StorageAwayError,
+    Store,
+    failure,
+    join,
+    step_folder,
+)  # fmt: skip
+from dlrover.errors import InfrastructureError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+logger = logging.getLogger(__name__)
+
+CHUNK = 4 << 20
+"""Bytes read and hashed at a time: they must fit in a cache that the cores share."""
+IDENTITY_BYTES = 16
+IDENTITY_WAIT = 10.0
+"""Seconds in which another process completes the identity that it has begun to write."""
+GIVEN_UP, BREAKPOINT_GIVEN_UP = "given-up", "given-up.breakpoint"
+"""Mark files of a given-up save: for the training's attempt, and for the last one, at the breakpoint."""
+_STEP = re.compile(r"step-(\d+)")
+
+
+class FileRecord(msgspec.Struct, frozen=True):
+    """One file of a checkpoint."""
+
+    nbytes: int
+    xxh3_64: str
+    """Checksum of the whole file, in hexadecimal."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of a checkpoint."""
+
+    step: int
+    save: SaveId
+    world_size: int
+    replicated: bool
+    """True if all ranks hold the same tensors; any number of ranks can then load the checkpoint."""
+    files: dict[str, FileRecord]
+    metrics: dict[str, float] = {}
+    """Metrics that the training measured at this step."""
+    place: str = ""
+    """Folder of the files, beside the manifest; empty if the files are directly beside it."""
+
+
+class StoredTensor(msgspec.Struct, frozen=True, array_like=True):
+    """Location of a tensor's bytes."""
+
+    path: layouts.Path
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    nbytes: int
+    xxh3: int
+    item: tuple[int, int]
+    """Offset and length of the ``torch.save`` file around it."""
+    part: layouts.Part | None = None
+
+    @property
+    def extent(self) -> Extent:
+        """Position in the whole tensor."""
+        return layouts.extent_of(self.shape, self.part)
+
+
+class RankIndex(msgspec.Struct, frozen=True):
+    """The saved state of one rank."""
+
+    rank: int
+    step: int
+    skeleton: bytes
+    tensors: tuple[StoredTensor, ...]
+    files: dict[str, FileRecord]
+    """Files that this rank wrote."""
+
+
+class _Saved(msgspec.Struct):
+    """The part of a manifest that identifies the save."""
+
+    save: SaveId
+
+
+_DAMAGED = SaveId(0, 0, -1, 0)
+
+
+# ---- names
+
+
+def index_file(rank: int, place: str = "") -> str:
+    """Return the file name of a rank's `RankIndex`, as in the manifest."""
+    return join(place, f"rank-{rank}.index")
+
+
+def identity(store: Store, *, create: bool = True) -> str:
+    """Return the identity of this directory, made at its first use; every process gets the same one.
+
+    Without ``create``, write nothing, and return an empty text for a directory that has no identity yet.
+
+    Raises:
+        InfrastructureError: the directory cannot be read or written, or its identity is incomplete.
+    """
+    try:
+        if not store.exists(IDENTITY):
+            if not create:
+                return ""
+            store.write_once(IDENTITY, secrets.token_hex(IDENTITY_BYTES).encode())
+        return _whole_identity(store)
+    except (OSError, MemoryError) as error:
+        raise failure(error, f"The checkpoint directory {store.location} cannot be used") from error
+
+
+def _whole_identity(store: Store) -> str:
+    """Read the identity; wait for a process that is writing it, as some file systems show files half written."""
+    until = time.monotonic() + IDENTITY_WAIT
+    while len(found := store.read(IDENTITY).decode(errors="replace").strip()) < 2 * IDENTITY_BYTES:
+        if time.monotonic() > until:
+            raise InfrastructureError(
+                f"{store.where(IDENTITY)} is incomplete: the process that wrote it has died. Delete it."
+            )
+        threading.Event().wait(store.poll)
+    return found
+
+
+def check_identity(store: Store, expected: str) -> None:
+    """Refuse a directory without the expected identity, for example because its disk was unmounted.
+
+    Raises:
+        OSError: the identity is missing or differs, or cannot be read.
+    """
+    try:
+        found = store.read(IDENTITY).decode(errors="replace").strip()
+    except FileNotFoundError:
+        found = ""
+    if found != expected:
+        raise OSError(errno.ESTALE, "it is not the directory any more that it was", store.location)
+
+
+# ---- what is there
+
+
+def steps(store: Store) -> list[int]:
+    """Return the steps that look complete, newest first."""
+    return list(saves(store))
+
+
+def saves(store: Store) -> dict[int, SaveId | None]:
+    """Return the steps that look complete, newest first, with the save of each.
+
+    The save is None if the manifest is damaged, or was written by another version of DLRover.
+
+    Raises:
+        OSError: the steps cannot be read.
+    """
+    matches = map(_STEP.fullmatch, store.names())
+    found: dict[int, SaveId | None] = {}
+    for match in matches:
+        if match:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                found[int(match[1])] = _saved_here(store, int(match[1]))
+    order = Order(save for save in found.values() if save is not None)
+    return dict(sorted(found.items(), key=lambda item: order.key(*item), reverse=True))
+
+
+def save_of(store: Store, step: int) -> SaveId | None:
+    """Return the save of a stored step; None if there is no such step, or its manifest is damaged.
+
+    Raises:
+        OSError: the step cannot be read.
+        OtherFormatError: another version of DLRover has written it.
+    """
+    try:
+        return _saved(store, step)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _saved(store: Store, step: int) -> SaveId | None:
+    try:
+        data = store.read(join(step_folder(step), MANIFEST))
+        return formats.decode(data, _Saved, store.where(step_folder(step))).save
+    except msgspec.DecodeError:
+        return None
+
+
+def _saved_here(store: Store, step: int) -> SaveId | None:
+    try:
+        return _saved(store, step)
+    except OtherFormatError:
+        return None
+
+
+def is_published(store: Store, save: SaveId) -> bool:
+    """Return True if a save is stored, or a later save of the same step and session.
+
+    Raises:
+        OSError: the step cannot be read.
+        OtherFormatError: another version of DLRover has stored the step.
+    """
+    known = save_of(store, save.step)
+    return known is not None and known.session == save.session and known.number >= save.number
+
+
+def newest(store: Store) -> Newest:
+    """Return the greatest line and number that the directory knows.
+
+    Raises:
+        InfrastructureError: the directory cannot be read.
+    """
+    last = tracked(store)
+    try:
+        known = [save for save in saves(store).values() if save is not None]
+    except (OSError, MemoryError) as error:
+        raise failure(error, f"{store.location} cannot be read") from error
+    return Newest().including(*known, *([last] if last is not None else []))
+
+
+def begin_line(store: Store, step: int, line: int) -> None:
+    """Move a step, and the steps that led to it, to a new line; newer steps are thereby abandoned.
+
+    Raises:
+        OSError: a manifest or the tracker cannot be written.
+        InfrastructureError: the manifest of a step is damaged.
+    """
+    known = saves(store)
+    last = known.get(step)
+    if last is None or last.line > line:
+        return
+    for other, save in sorted(known.items(), key=lambda item: item[0] == step):  # step itself last
+        if save is not None and save.line == last.line and save.number <= last.number:
+            manifest = read_manifest(store, step_folder(other))
+            moved = msgspec.structs.replace(save, line=line)
+            renewed = msgspec.structs.replace(manifest, save=moved)
+            store.write(join(step_folder(other), MANIFEST), formats.encode(renewed))
+    track(store, msgspec.structs.replace(last, line=line))
+
+
+def tracked(store: Store) -> SaveId | None:
+    """Return the newest save ever stored; None if none was, a save of step -1 if the tracker is damaged.
+
+    Raises:
+        InfrastructureError: the tracker cannot be read, or another version of DLRover has written it.
+    """
+    try:
+        return formats.decode(store.read(TRACKER), SaveId, store.where(TRACKER))
+    except FileNotFoundError:
+        return None
+    except msgspec.DecodeError:
+        return _DAMAGED
+    except (OSError, MemoryError) as error:
+        raise failure(error, f"{store.where(TRACKER)} cannot be read") from error
+
+
+def track(store: Store, save: SaveId) -> None:
+    """Record a save as the newest stored one, unless a newer one is recorded."""
+    last = tracked(store)
+    if last is None or last <= save:
+        store.write(TRACKER, formats.encode(save))
+        store.sync("")
+
+
+def quarantine(store: Store, step: int, manifest: bytes | None = None) -> None:
+    """Withdraw a damaged step, unless its manifest no longer equals ``manifest``."""
+    try:
+        if manifest is None or store.read(join(step_folder(step), MANIFEST)) == manifest:
+            logger.warning("Step %d is damaged and is now %s", step, store.set_aside(step))
+    except OSError as error:
+        logger.warning("Step %d is damaged and stays in its place: %s", step, error)
+
+
+def prune(store: Store, policy: Policy, guard: Callable[[], None] = lambda: None) -> None:
+    """Delete the steps that the policy does not keep.
+
+    Args:
+        store: the directory.
+        policy: the policy that chooses the steps to keep.
+        guard: called before each deletion; raises if the deletion is not allowed.
+
+    Raises:
+        OSError: a step cannot be deleted.
+        StorageAwayError: the data that the policy needs cannot be read now.
+    """
+    try:
+        stored = {step: save for step, save in saves(store).items() if save is not None}
+    except (OSError, MemoryError) as error:
+        raise failure(error, f"{store.location} cannot be read") from error
+    kept = policy.kept([_info(store, save, policy) for save in stored.values()])
+    for step in stored:
+        if step in kept:
+            continue
+        faults.point("prune.begun")
+        guard()
+        store.remove_step(step)
+
+
+def _info(store: Store, save: SaveId, policy: Policy) -> StepInfo:
+    metrics: dict[str, float] = {}
+    if policy.uses_metrics:
+        try:
+            metrics = read_manifest(store, step_folder(save.step)).metrics
+        except StorageAwayError:
+            raise
+        except InfrastructureError:
+            pass  # damaged: its metrics are not known
+    return StepInfo(save.step, save.line, save.number, metrics)
+
+
+def give_up(store: Store, identity: str, save: SaveId, *, at_breakpoint: bool = False) -> None:
+    """Mark a save as given up, for all its writers, present and future.
+
+    Raises:
+        OSError: the mark cannot be written, or the directory does not have the ``identity``.
+    """
+    if identity:
+        check_identity(store, identity)
+    store.give_up(save, BREAKPOINT_GIVEN_UP if at_breakpoint else GIVEN_UP)
+
+
+def is_given_up(store: Store, draft: Draft, *, at_breakpoint: bool = False) -> bool:
+    """Return True if a writer of a save has given it up, or the save has been published.
+
+    At a breakpoint, only a mark made there counts: a save that failed before is retried.
+
+    Raises:
+        OSError: the marks cannot be read.
+    """
+    marks = [BREAKPOINT_GIVEN_UP] if at_breakpoint else [GIVEN_UP, BREAKPOINT_GIVEN_UP]
+    return store.is_given_up(draft) or any(store.exists(join(draft.marks, mark)) for mark in marks)
+
+
+def remove_marks(store: Store, draft: Draft) -> None:
+    """Delete the marks of an earlier attempt, which would otherwise become part of the step."""
+    for mark in (GIVEN_UP, BREAKPOINT_GIVEN_UP):
+        store.delete(join(draft.marks, mark))
+
+
+def remove_unfinished(store: Store, session: int, idle: float = 0.0) -> None:
+    """Delete unfinished saves of worlds other than ``session``, which no process may still be writing.
+
+    Only saves unchanged for ``idle`` seconds are deleted. If a deletion fails, the save stays.
+    """
+    store.adopt()
+    for left in store.leftovers():
+        if f"{session:016x}" not in left.name and (
+            time.time() - store.modified(left.folder) >= idle
+        ):
+            with contextlib.suppress(OSError):
+                store.remove(left.folder)
+
+
+def remove_given_up(store: Store, session: int, before: int | None = None) -> None:
+    """Delete this world's unfinished saves with numbers below ``before``: it stores one save after the other.
+
+    Without ``before``, all are deleted. If a deletion fails, the save stays.
+    """
+    store.adopt()
+    for left in store.leftovers():
+        match = re.search(f"{session:016x}-(\\d+)", left.name)
+        if match and (before is None or int(match[1]) < before):
+            with contextlib.suppress(OSError):
+                store.remove(left.folder)
+
+
+def adopt(store: Store) -> None:
+    """Restore steps whose replacement was cut short, if possible; log a failure."""
+    try:
+        store.adopt()
+    except OSError as error:
+        logger.warning("What a saver left in %s stays: %s", store.location, error)
+
+
+# ---- read
+
+
+class StoredStep:
+    """A checkpoint whose files are read on demand. Use it in a ``with`` block.
+
+    Args:
+        store: the store that holds the checkpoint.
+        folder: the checkpoint's folder in the store; empty if the store is the step itself.
+
+    Raises:
+        InfrastructureError: the manifest is missing or damaged.
+    """
+
+    def __init__(self, store: Store, folder: str) -> None:
+        self.manifest = read_manifest(store, folder)
+        self._store = store
+        self._folder = folder
+        self._indices: dict[int, RankIndex] = {}
+        self._reader = store.reader(folder)
+        self._whole: set[str] = set()
+        """Files whose size is correct."""
+        self._verified: set[tuple[str, int]] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._reader = self._store.reader(self._folder)  # its data is freed with the last view
+
+    def index(self, rank: int) -> RankIndex:
+        """Return the index of a rank.
+
+        Raises:
+            InfrastructureError: the index is missing or damaged.
+        """
+        found = self._indices.get(rank)
+        if found is None:
+            found = read_index(self._store, self._folder, rank, self.manifest)
+            _check(found)
+            self._indices[rank] = found
+        return found
+
+    def expect(self, tensors: Iterable[StoredTensor]) -> None:
+        """Announce the tensors to read; a remote store reads them now, many at once.
+
+        Raises:
+            InfrastructureError: the tensors are missing.
+        """
+        with self._told():
+            self._reader.expect([self._range(tensor) for tensor in tensors])
+
+    def verified(self, tensor: StoredTensor) -> memoryview:
+        """Return the bytes of a tensor, compared with its checksum.
+
+        Raises:
+            InfrastructureError: the bytes are missing or damaged.
+        """
+        with self._told():
+            data = self._reader.view(self._range(tensor))
+        if (tensor.file, tensor.offset) not in self._verified:
+            if xxhash.xxh3_64_intdigest(data) != tensor.xxh3:
+                raise self._damaged(tensor)
+            self._verified.add((tensor.file, tensor.offset))
+        return data
+
+    def fill(self, tensor: StoredTensor, buffer: memoryview) -> None:
+        """Read a tensor into a buffer of its size, and compare it with its checksum. Any thread may call it.
+
+        Raises:
+            InfrastructureError: the tensor is missing or damaged; the buffer may be overwritten nevertheless.
+        """
+        where = self._range(tensor)
+        digest = xxhash.xxh3_64()
+        with self._told():
+            for start in range(0, tensor.nbytes, CHUNK):
+                part = buffer[start : start + CHUNK]
+                self._reader.fill(Range(where.file, where.offset + start, len(part)), part)
+                digest.update(part)  # while it is in the processor's cache
+        if digest.intdigest() != tensor.xxh3:
+            raise self._damaged(tensor)
+
+    def _damaged(self, tensor: StoredTensor) -> InfrastructureError:
+        where = self._where(tensor.file)
+        return InfrastructureError(f"The tensor {name(tensor.path)} in {where} is damaged.")
+
+    def _range(self, tensor: StoredTensor) -> Range:
+        """Return the range of a tensor, in a file whose size is correct."""
+        record = self.manifest.files.get(tensor.file)
+        if tensor.file not in self._whole:
+            size = self._reader.size(tensor.file)
+            if record is None or size != record.nbytes:
+                expected = record.nbytes if record is not None else "no"
+                raise InfrastructureError(
+                    f"{self._where(tensor.file)} has {size} bytes, not {expected}."
+                )
+            self._whole.add(tensor.file)
+        if record is None or tensor.offset < 0 or tensor.offset + tensor.nbytes > record.nbytes:
+            raise InfrastructureError(f"{name(tensor.path)} lies outside of {tensor.file}.")
+        return Range(tensor.file, tensor.offset, tensor.nbytes)
+
+    def _where(self, file: str) -> str:
+        return self._store.where(join(self._folder, file))
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, MemoryError) as error:
+            where = getattr(error, "filename", None) or self._where("")
+            raise failure(error, f"{where} cannot be read") from error
+
+
+def read_manifest(store: Store, folder: str) -> Manifest:
+    """Read the manifest of a checkpoint.
+
+    Raises:
+        OtherFormatError: another version of DLRover has written the manifest.
+        InfrastructureError: the manifest is missing or damaged.
+    """
+    where = store.where(join(folder, MANIFEST))
+    try:
+        return formats.decode(store.read(join(folder, MANIFEST)), Manifest, store.where(folder))
+    except (OSError, MemoryError, msgspec.DecodeError) as error:
+        raise failure(error, f"{where} cannot be read") from error
+
+
+def read_index(store: Store, folder: str, rank: int, manifest: Manifest) -> RankIndex:
+    """Read a rank's index, and compare it with the manifest.
+
+    Raises:
+        InfrastructureError: the index is missing or damaged.
+    """
+    file = index_file(rank, manifest.place)
+    record = manifest.files.get(file)
+    where = store.where(join(folder, file))
+    try:
+        data = store.read(join(folder, file))
+        if record is None or record != record_of(data):
+            raise InfrastructureError(f"{where} differs from what the manifest says.")
+        return msgspec.msgpack.decode(data, type=RankIndex)
+    except (OSError, MemoryError, msgspec.DecodeError) as error:
+        raise failure(error, f"{where} cannot be read") from error
+
+
+def record_of(data: bytes) -> FileRecord:
+    """Return the record of a file with this content."""
+    return FileRecord(len(data), xxhash.xxh3_64_hexdigest(data))
+
+
+def _check(index: RankIndex) -> None:
+    """Refuse impossible sizes and unknown types."""
+    entries = []
+    end = 0
+    for tensor in index.tensors:
+        item = layouts.ITEM_BYTES.get(tensor.dtype, 1)
+        offset = -(-end // item) * item
+        entries.append(
+            TensorEntry(tensor.path, tensor.dtype, tensor.shape, offset, tensor.nbytes, tensor.part)
+        )
+        end = offset + tensor.nbytes
+    layouts.check(Layout(tuple(entries), index.skeleton, 0), end)

@@ -1,0 +1,1 @@
+"""Offline tools for stored steps: list, verify, convert, delete."""

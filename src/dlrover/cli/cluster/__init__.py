@@ -1,0 +1,1 @@
+"""Commands for clusters: the operator, manifests and the Brain."""

@@ -1,0 +1,145 @@
+"""``dlrover submit``: check an ElasticJob's manifest, preview its objects, or create it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from dlrover.cli.cluster.kube import IMAGE, Kubeconfig, MasterImage, extra
+from dlrover.cli.output import Form, Output
+from dlrover.errors import ConfigurationError
+
+Manifest = dict[str, Any]
+LATER = "(set in the cluster)"
+"""Placeholder for the job's token and its certificate."""
+UID = "UID"
+"""Placeholder for the job's uid; names contain its part before the first hyphen."""
+
+
+def submit(
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="Manifest of an ElasticJob (YAML); - for stdin.")
+    ],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show what would be created; needs no cluster.")
+    ] = False,
+    namespace: Annotated[
+        str, typer.Option(help="Namespace of a job whose manifest names none.")
+    ] = "",
+    kubeconfig: Kubeconfig = "",
+    master_image: MasterImage = IMAGE,
+    output: Output = Form.TEXT,
+) -> None:
+    """Create an ElasticJob; with --dry-run, show it and all objects that the operator would create for it."""
+    with extra():
+        import httpx2  # noqa: F401, PLC0415 - needs the extra
+        import yaml  # noqa: F401, PLC0415
+
+        from dlrover.kubernetes.resources import compatibility, validation  # noqa: PLC0415
+
+    manifest = read(file)
+    try:
+        validation.parse(manifest)
+    except ConfigurationError as error:
+        if not dry_run:
+            raise
+        print(f"dlrover: {error}", file=sys.stderr)
+    for note in compatibility.notes(manifest["spec"]):
+        print(f"dlrover: {note}", file=sys.stderr)
+    if namespace:
+        manifest["metadata"].setdefault("namespace", namespace)
+    if dry_run:
+        _show(preview(manifest, master_image), output)
+        return
+    made = asyncio.run(_create(manifest, kubeconfig))
+    name, where = made["metadata"]["name"], made["metadata"]["namespace"]
+    if output is Form.JSON:
+        print(msgspec.json.encode({"name": name, "namespace": where}).decode())
+    else:
+        print(f"ElasticJob {name} was created in namespace {where}.")
+
+
+def read(file: str) -> Manifest:
+    """Return the one manifest in a file.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or is not one valid ElasticJob: all faults, one a line.
+    """
+    import yaml  # noqa: PLC0415 - needs the extra
+
+    from dlrover.kubernetes.resources import names, validation  # noqa: PLC0415
+
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text()
+        found = [document for document in yaml.safe_load_all(text) if document is not None]
+    except OSError as error:
+        raise ConfigurationError(f"{file} cannot be read: {error.strerror}.") from error
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"{file} is not valid YAML: {error}.") from error
+    if len(found) != 1:
+        raise ConfigurationError(
+            f"{file} has {len(found)} manifests: accepted is one, of an ElasticJob."
+        )
+    manifest: Manifest = found[0] if isinstance(found[0], dict) else {}
+    for field, wanted in (("apiVersion", names.API_VERSION), ("kind", "ElasticJob")):
+        if manifest.get(field) != wanted:
+            raise ConfigurationError(f"{field} is {manifest.get(field)}: accepted is {wanted}.")
+    faults = validation.faults(manifest, strict=True)
+    if faults:
+        raise ConfigurationError("\n".join(faults))
+    return manifest
+
+
+def preview(manifest: Manifest, image: str) -> list[Manifest]:
+    """Return the job and the objects that the operator creates for it, in order of creation."""
+    from dlrover.kubernetes.machine import tls  # noqa: PLC0415
+    from dlrover.kubernetes.machine.decisions import Observed, Options  # noqa: PLC0415
+    from dlrover.kubernetes.machine.reconcile import reconcile  # noqa: PLC0415
+
+    metadata: Mapping[str, Any] = {"namespace": "default", "uid": UID, "generation": 1}
+    known = {**manifest, "metadata": {**metadata, **manifest["metadata"]}}
+    decision = reconcile(Observed(known), 0.0, Options(image), LATER)
+    wanted, started = decision.certificate, () if decision.start is None else (decision.start,)
+    content = dict.fromkeys((tls.AUTHORITY, tls.CERTIFICATE, tls.KEY), LATER)
+    secret = () if wanted is None else ({**wanted.secret, "stringData": content},)
+    return [manifest, *decision.ensure, *secret, *started]
+
+
+def _show(made: list[Manifest], output: Form) -> None:
+    import yaml  # noqa: PLC0415 - needs the extra
+
+    if output is Form.JSON:
+        print(msgspec.json.format(msgspec.json.encode(made)).decode())
+    else:
+        print(yaml.safe_dump_all(made, sort_keys=False, width=100), end="")
+
+
+async def _create(manifest: Manifest, kubeconfig: str) -> Manifest:
+    from dlrover.kubernetes.api.client import ApiError, Client  # noqa: PLC0415 - needs the extra
+    from dlrover.kubernetes.platform.job import ELASTIC_JOBS  # noqa: PLC0415
+
+    client = Client.from_config(kubeconfig or None)
+    manifest["metadata"].setdefault("namespace", client.namespace)
+    name, where = manifest["metadata"]["name"], manifest["metadata"]["namespace"]
+    try:
+        return await client.create(ELASTIC_JOBS, manifest)
+    except ApiError as error:
+        if error.status == 409:
+            raise ConfigurationError(
+                f"metadata.name is {name}: namespace {where} has an ElasticJob of this name."
+            ) from error
+        if error.status == 404:
+            raise ConfigurationError(
+                f"The cluster has no ElasticJobs, or no namespace {where}: apply deploy/crds first."
+            ) from error
+        if error.status == 422:
+            raise ConfigurationError(error.message) from error
+        raise
+    finally:
+        await client.close()

@@ -1,0 +1,1 @@
+"""Commands that inspect machines: doctor, check, and the network of a host."""

@@ -1,0 +1,1 @@
+"""Commands that inspect a job: status, events, plans, goodput."""

@@ -1,0 +1,96 @@
+"""``dlrover diagnose``: the verdict on a log, or on the failures of a job that DLRover ran."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+
+from dlrover.errors import ConfigurationError
+from dlrover.master import diagnosis_rules
+from dlrover.master.journal import history
+from dlrover.spec.events import WorkerFailed
+from dlrover.spec.failure import Failure, Verdict
+from dlrover.spec.jobdir import JobDir, MasterConfig, decode
+from dlrover.spec.rules import Rule
+
+LOG_BYTES = 256 * 1024
+"""Bytes at the end of a log that are examined."""
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """The verdict on one failure."""
+
+    source: str
+    """The file, or the round and log of a job's worker."""
+    verdict: Verdict
+
+
+def of_log(path: str, own: tuple[Rule, ...]) -> Finding:
+    """Return the verdict on the end of a log; on standard input if ``path`` is empty or ``-``.
+
+    Raises:
+        ConfigurationError: the log cannot be read, or is empty.
+    """
+    source, text = _read(path)
+    if not text.strip():
+        raise ConfigurationError(f"{source} is empty; diagnose takes what a program printed.")
+    chosen = diagnosis_rules.table(own).diagnose_log(text)
+    title = chosen.title.replace("rank -1 ", "The program ").replace(" on node -1", "")
+    title = title.replace("left with exit code -1: a program that it ran ", "")
+    title = title.replace("left with exit code -1", "left no error that is known")
+    return Finding(source, msgspec.structs.replace(chosen, title=title))
+
+
+def of_job(job_dir: JobDir, own: tuple[Rule, ...]) -> tuple[Finding, ...]:
+    """Return the verdict on the root cause of each round in which workers of a job failed.
+
+    If ``own`` is empty, the rules that the job started with apply.
+
+    Raises:
+        ConfigurationError: the job's files cannot be read.
+    """
+    try:
+        bodies = [event.body for event in history.read(job_dir.events)]
+        config = decode(job_dir.job, job_dir.job.read_bytes(), MasterConfig)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigurationError(
+            f"--job-dir {job_dir.path} does not tell what failed: {error}."
+        ) from error
+    table = diagnosis_rules.table(own or config.job.diagnosis_rules)
+    rounds: dict[int, list[Failure]] = {}
+    for body in bodies:
+        if isinstance(body, WorkerFailed):
+            rounds.setdefault(body.failure.round, []).append(body.failure)
+    roots = {number: table.root_cause(failed) for number, failed in rounds.items()}
+    return tuple(
+        Finding(f"round {number}, {root.log_path}", table.diagnose(root))
+        for number, root in roots.items()
+    )
+
+
+def render(finding: Finding) -> str:
+    """Return a finding in words, on a few lines."""
+    verdict = finding.verdict
+    lines = {
+        "Cause": verdict.cause,
+        "Fault": verdict.origin.value,
+        "Evidence": verdict.evidence.replace("\n", "\n          "),
+        "Action": verdict.action.value,
+        "Next": verdict.advice,
+        "Log": finding.source,
+    }
+    labelled = [f"{label + ':':<9} {text}" for label, text in lines.items() if text]
+    return "\n".join([verdict.title, *labelled])
+
+
+def _read(path: str) -> tuple[str, str]:
+    if path in ("", "-"):
+        return "standard input", sys.stdin.read()
+    try:
+        return path, Path(path).read_bytes()[-LOG_BYTES:].decode(errors="replace")
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path} cannot be read: {error.strerror}; diagnose takes a log file."
+        ) from error

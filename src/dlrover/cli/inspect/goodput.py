@@ -1,0 +1,222 @@
+"""``dlrover goodput``: replay a job's journal and report where its time went."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from dlrover.cli.inspect.plans import PlanRecord, records
+from dlrover.cli.inspect.timeline import Timeline
+from dlrover.cli.jobs import connect
+from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.master.app import load_config
+from dlrover.master.journal.journal import open_journal
+from dlrover.master.machine import inputs
+from dlrover.master.machine.goodput.ledger import Ledger
+from dlrover.master.machine.job import JobMachine
+from dlrover.spec import events
+from dlrover.spec.goodput import CAUSES, Cause, Goodput, IncidentCost
+from dlrover.spec.jobdir import JobDir
+
+HOURS_FROM = 36_000.0
+"""Wall seconds, summed over all nodes, from which times are shown in hours."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A job's goodput, with a timeline of its nodes."""
+
+    job: str
+    job_dir: str
+    phase: str
+    submitted_at: float
+    """Seconds since the epoch."""
+    goodput: Goodput
+    timeline: Timeline
+    hostnames: dict[int, str]
+    plans: tuple[PlanRecord, ...] = ()
+    """Plans of the auto-scaler."""
+    sizes: tuple[tuple[float, int], ...] = ()
+    """Time at which each world was formed, and its number of nodes."""
+
+    def content(self) -> dict[str, Any]:
+        """Return the report's content for JSON."""
+        head = {"job": self.job, "job_dir": self.job_dir, "phase": self.phase}
+        return head | dict(msgspec.to_builtins(self.goodput))
+
+
+def report(job_dir: JobDir) -> Report:
+    """Return the goodput of the job in ``job_dir`` until now, or until its end.
+
+    Raises:
+        ConfigurationError: the job's journal is not on this machine.
+        InfrastructureError: the journal cannot be read.
+    """
+    if not job_dir.journal.exists():
+        raise ConfigurationError(
+            f"{job_dir.path} holds no journal; it is on the machine that runs the job's master."
+        )
+    machine, timeline = JobMachine(), Timeline()
+    ledger = Ledger(timeline)
+    last = 0.0
+    told: list[tuple[float, events.EventBody]] = []
+    url = load_config(job_dir).journal if job_dir.job.exists() else "file:"
+    with contextlib.closing(open_journal(url, job_dir.journal, read_only=True)) as journal:
+        for last, entry in journal.entries():
+            if isinstance(entry, inputs.Input):
+                commands = machine.handle(entry, last)
+                told += [(last, c.body) for c in commands if isinstance(c, inputs.Emit)]
+                ledger.handle(entry, last, machine)
+    until = last if machine.outcome is not None else max(last, _now(job_dir, machine))
+    goodput = ledger.goodput(until)
+    ledger.finish(until)
+    return Report(
+        job=machine.job.name,
+        job_dir=str(job_dir.path),
+        phase=machine.phase.value,
+        submitted_at=machine.submitted_at,
+        goodput=goodput,
+        timeline=timeline,
+        hostnames={node.id: node.hostname for node in machine.nodes.values()},
+        plans=records(told),
+        sizes=tuple((at, b.nodes) for at, b in told if isinstance(b, events.RoundCompleted)),
+    )
+
+
+def _now(job_dir: JobDir, machine: JobMachine) -> float:
+    """Return the time on the clock of the job's master; 0.0 if no master answers."""
+
+    async def ask() -> float:
+        async with connect(job_dir) as client:
+            return machine.submitted_at + (await client.status()).seconds
+
+    try:
+        return asyncio.run(ask())
+    except (InfrastructureError, ConfigurationError):
+        return 0.0
+
+
+# ---- text
+
+
+def render(found: Report, console: Console) -> None:
+    """Print a report as text."""
+    goodput = found.goodput
+    amount = Amounts(goodput.wall_seconds)
+    console.print(
+        f"[bold]{found.job}[/]: {found.phase}, {amount(goodput.job_seconds)}, "
+        f"{goodput.nodes} node{'' if goodput.nodes == 1 else 's'}",
+        highlight=False,
+    )
+    console.print(summary(found), highlight=False, soft_wrap=True)
+    console.print()
+    console.print(_causes(goodput, amount))
+    if goodput.incidents:
+        console.print()
+        console.print(_incidents(goodput, amount))
+    for note in notes(goodput, amount):
+        console.print(note, highlight=False, soft_wrap=True)
+
+
+def summary(found: Report) -> str:
+    """Return the goodput in one sentence."""
+    goodput = found.goodput
+    amount = Amounts(goodput.wall_seconds)
+    productive = goodput.seconds[Cause.PRODUCTIVE.value]
+    if goodput.goodput_ratio is None:
+        return "Goodput is not measured: the program has reported no training step."
+    return (
+        f"Goodput {goodput.in_words()}: of {amount(goodput.wall_seconds)} of all nodes, "
+        f"{amount(productive)} went into new steps."
+    )
+
+
+def _causes(goodput: Goodput, amount: Amounts) -> Table:
+    table = Table("cause", box=None)
+    table.add_column("time", justify="right")
+    table.add_column("share", justify="right")
+    for cause, seconds in spent(goodput):
+        table.add_row(cause.label, amount(seconds), percent(seconds / goodput.wall_seconds))
+    table.add_row("all", amount(goodput.wall_seconds), percent(1.0))
+    return table
+
+
+def _incidents(goodput: Goodput, amount: Amounts) -> Table:
+    table = Table("incident", box=None)
+    for name in ("lasted", "cost", "steps lost"):
+        table.add_column(name, justify="right")
+    table.add_column("what happened", overflow="fold")
+    for incident in goodput.incidents:
+        table.add_row(
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(incident.since)),
+            f"{incident.until - incident.since:.1f} s",
+            amount(incident.lost),
+            steps_lost(incident),
+            incident.title,
+        )
+    return table
+
+
+def notes(goodput: Goodput, amount: Amounts) -> list[str]:
+    """Return sentences about what the tables leave out."""
+    found = []
+    if goodput.earlier_incidents:
+        cost = amount(goodput.earlier_incident_seconds)
+        found.append(f"{goodput.earlier_incidents} earlier incidents cost {cost} in all.")
+    if goodput.rounds_without_first_step:
+        found.append(
+            "Recomputed steps are not measured: the program did not report with which step it began in "
+            f"{goodput.rounds_without_first_step} of the later rounds."
+        )
+    return found
+
+
+def spent(goodput: Goodput) -> list[tuple[Cause, float]]:
+    """Return the causes that took time, with their seconds."""
+    return [(c, seconds) for c in CAUSES if (seconds := goodput.seconds[c.value])]
+
+
+def steps_lost(incident: IncidentCost) -> str:
+    """Return the steps that an incident undid, as a table cell; ``-`` if unknown."""
+    return str(incident.steps_lost) if incident.steps_lost >= 0 else "-"
+
+
+def percent(ratio: float) -> str:
+    """Return a share as text: ``93.1 %``."""
+    return f"{100 * ratio:.1f} %"
+
+
+class Amounts:
+    """Formatter of node times, in the unit that fits the job's wall seconds."""
+
+    def __init__(self, wall_seconds: float) -> None:
+        self._hours = wall_seconds >= HOURS_FROM
+
+    def __call__(self, seconds: float) -> str:
+        """Return ``12.3 s`` or ``1.2 h``."""
+        return f"{seconds / 3600:,.2f} h" if self._hours else f"{seconds:,.1f} s"
+
+
+# ---- files
+
+
+def write(option: str, path: str, text: str) -> None:
+    """Write ``text`` to the file that ``option`` names.
+
+    Raises:
+        ConfigurationError: the file cannot be written.
+    """
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(
+            f"{option} {path} cannot be written: {error.strerror}; it takes the name of a file."
+        ) from error

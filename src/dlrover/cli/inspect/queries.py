@@ -1,0 +1,214 @@
+"""``dlrover status``, ``stacks``, ``events``, ``scale`` and ``stop``: ask the master, or read its files."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from dlrover.cli.jobs import connect
+from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
+from dlrover.master.app import load_config, read_outcome
+from dlrover.master.journal import history
+from dlrover.master.journal.journal import open_journal
+from dlrover.master.machine import inputs
+from dlrover.master.machine.job import JobMachine
+from dlrover.master.views.status import status_of
+from dlrover.rpc import messages
+from dlrover.spec.events import Event
+from dlrover.spec.jobdir import JobDir
+from dlrover.spec.roles import WORKER
+
+Reply = TypeVar("Reply")
+
+
+class Report(msgspec.Struct, frozen=True):
+    """A job's status and its source."""
+
+    job_dir: str
+    master_running: bool
+    """True if the master answered; False if the status is from its journal."""
+    status: messages.Status
+
+
+def status(job_dir: JobDir) -> Report:
+    """Return the status of the job in ``job_dir``.
+
+    Raises:
+        ConfigurationError: the directory has neither a master's address nor a journal.
+        InfrastructureError: the master does not answer, and its journal cannot be read.
+    """
+    try:
+        return Report(str(job_dir.path), True, asyncio.run(_ask(job_dir)))
+    except (InfrastructureError, ConfigurationError) as silent:
+        try:
+            return Report(str(job_dir.path), False, _from_journal(job_dir))
+        except (InfrastructureError, ConfigurationError) as error:
+            raise silent from error
+
+
+async def _ask(job_dir: JobDir) -> messages.Status:
+    async with connect(job_dir) as client:
+        return await client.status()
+
+
+def _from_journal(job_dir: JobDir) -> messages.Status:
+    machine = JobMachine()
+    last = 0.0
+    journal = open_journal(load_config(job_dir).journal, job_dir.journal, read_only=True)
+    for last, entry in journal.entries():
+        if isinstance(entry, inputs.Input):
+            machine.handle(entry, last)
+    # The journal's end may be missing if the disk was full.
+    machine.outcome = machine.outcome or read_outcome(job_dir.outcome)
+    return status_of(machine, last, {})
+
+
+def render_status(report: Report, console: Console) -> None:
+    """Print a job's status as text."""
+    status = report.status
+    console.print(f"[bold]{status.name}[/]: {status.phase}", highlight=False)
+    if not report.master_running and status.outcome is None:
+        console.print("The master does not answer; this is where its journal ends.")
+    if status.outcome is not None:
+        console.print(f"Exit code {status.outcome.exit_code}: {status.outcome.reason}")
+    if status.waiting_for:
+        console.print(status.waiting_for)
+    last = "last round" if status.outcome is not None else "round"
+    restarts = f"{status.restarts} restart{'' if status.restarts == 1 else 's'}"
+    number = f"at step {status.step}, " if status.step >= 0 else ""
+    console.print(
+        f"{last} {status.round}: {status.processes()}; {restarts}; {number}"
+        f"{status.steps} steps in this round, {status.total_steps} in all; {status.seconds:.0f} s",
+        highlight=False,
+    )
+    if status.size:
+        console.print(status.size, highlight=False, soft_wrap=True)
+    for sentence in status.slow:
+        console.print(sentence, highlight=False)
+    roles = any(node.role for node in status.nodes)
+    first = ("node", "role") if roles else ("node",)
+    table = Table(*first, "rank", "status", "doing", "steps", "host", "connected", box=None)
+    for node in status.nodes:
+        rank = str(node.node_rank) if node.node_rank >= 0 else "-"
+        connected = "yes" if node.connected else "no"
+        table.add_row(
+            *(str(node.id), node.role)[: len(first)],
+            rank,
+            node.status,
+            node.doing or "-",
+            str(node.steps),
+            node.hostname,
+            connected,
+        )
+    console.print(table)
+    console.print(f"Job directory: {report.job_dir}", highlight=False, soft_wrap=True)
+
+
+def stacks(job_dir: JobDir) -> messages.Stacks:
+    """Return where every rank of a job is now.
+
+    Raises:
+        ConfigurationError: the job has ended.
+        InfrastructureError: the master cannot be reached.
+    """
+
+    async def ask() -> messages.Stacks:
+        async with connect(job_dir) as client:
+            return await client.stacks()
+
+    return _answer(job_dir, ask())
+
+
+def events(job_dir: JobDir) -> list[Event]:
+    """Return the events of a job so far.
+
+    Raises:
+        ConfigurationError: the job has no events on this machine.
+    """
+    if not job_dir.events.exists():
+        raise ConfigurationError(
+            f"{job_dir.path} holds no events; they are on the machine that runs the job's master."
+        )
+    return history.read(job_dir.events)
+
+
+async def follow(job_dir: JobDir, show: Callable[[Event], None]) -> None:
+    """Show all events of a job, past and new, until its master exits.
+
+    Raises:
+        InfrastructureError: the master cannot be reached at all.
+    """
+    seen = 0
+    async with connect(job_dir) as client:
+        try:
+            async for notice in client.watch(follow=True):
+                for event in notice.events:
+                    show(event)
+                seen += len(notice.events)
+        except InfrastructureError:
+            if seen == 0:
+                raise
+    for event in events(job_dir)[seen:]:
+        show(event)  # events written while the connection closed
+
+
+def line(event: Event) -> str:
+    """Return an event as one line of text."""
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(event.time))}  {event.sentence()}"
+
+
+def scale(job_dir: JobDir, nodes: int, reason: str, role: str = WORKER) -> str:
+    """Ask a job's master for another number of nodes of a role; return its answer, one sentence.
+
+    Raises:
+        ConfigurationError: the job cannot have that many, or has ended.
+        InfrastructureError: the master cannot be reached.
+    """
+
+    async def ask() -> messages.ScaleReply:
+        async with connect(job_dir) as client:
+            return await client.scale(nodes, reason, role)
+
+    reply = _answer(job_dir, ask())
+    if reply.refused:
+        raise ConfigurationError(reply.sentence)
+    return reply.sentence
+
+
+def stop(job_dir: JobDir, reason: str) -> None:
+    """Ask a job's master to end the job; its nodes stop their workers.
+
+    Raises:
+        ConfigurationError: the job has ended.
+        InfrastructureError: the master cannot be reached.
+    """
+
+    async def ask() -> None:
+        async with connect(job_dir) as client:
+            await client.stop(reason, ExitCode.STOPPED)
+
+    _answer(job_dir, ask())
+
+
+def _answer(job_dir: JobDir, question: Coroutine[Any, Any, Reply]) -> Reply:
+    """Return the answer of a running job's master.
+
+    Raises:
+        ConfigurationError: the job has ended.
+        InfrastructureError: its master does not answer.
+    """
+    try:
+        return asyncio.run(question)
+    except InfrastructureError as error:
+        outcome = read_outcome(job_dir.outcome)
+        if outcome is None:
+            raise
+        raise ConfigurationError(
+            f"The job in {job_dir.path} has ended: {outcome.reason}"
+        ) from error

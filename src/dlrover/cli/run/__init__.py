@@ -1,0 +1,1 @@
+"""``dlrover-run``: its command line, its foreground and its last screen."""

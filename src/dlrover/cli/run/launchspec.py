@@ -1,0 +1,444 @@
+"""Meaning of a parsed ``dlrover-run`` command line: `run_options`, and the values it reads.
+
+Every function turns text into a value, or raises a `ConfigurationError` that names the option.
+Only `run_options` looks beyond its arguments: it checks that the training program exists, and draws
+a run id.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import uuid
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from dlrover.cli.run import autoconfig, servers, sizes
+from dlrover.cli.run.nproc import resolve_nproc
+from dlrover.errors import ConfigurationError
+from dlrover.spec.launch import Entry, LaunchSpec, StdMap
+from dlrover.spec.node import NodeSize
+from dlrover.spec.roles import SERVER, WORKER
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Mapping
+
+STATIC_PORT = 29500
+"""torchrun's default for ``--master-port``."""
+RENDEZVOUS_PORT = 29400
+"""torchrun's default port of a rendezvous endpoint that is not static."""
+MAX_PORT = 65535
+
+
+class Endpoint(NamedTuple):
+    """A host (an IPv6 address without brackets) and a TCP port."""
+
+    host: str
+    port: int
+
+
+class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Meaning of one command line of ``dlrover-run``."""
+
+    launch: LaunchSpec
+    min_nodes: int
+    max_nodes: int
+    node_unit: int
+    """A world has a multiple of this many nodes."""
+    local_nodes: int
+    """Nodes to run on this machine as child processes; 0: not given, this process is one node."""
+    node_size: NodeSize
+    """Memory and CPU of each local node."""
+    min_servers: int
+    """Parameter servers that a world needs; 0: the job has none."""
+    max_servers: int
+    auto_scale: bool
+    """Find the best number of nodes while training."""
+    job_dir: str
+    """Empty: not given."""
+    standalone: bool
+    """A job of this machine alone: ``--standalone``, or one node without a rendezvous address."""
+    rdzv_backend: str
+    rdzv_endpoint: Endpoint | None
+    """None: not given, or not needed because the job is standalone."""
+    rdzv_conf: dict[str, str]
+    node_rank: int
+    node_rank_given: bool
+    """True if ``node_rank`` was given; it is 0 otherwise."""
+    local_addr: str
+    """This node's address for the others; empty: find it."""
+    master_port: int
+    """0: not given."""
+    omp_num_threads: str
+    """``OMP_NUM_THREADS`` to set for the workers; empty: leave the environment as it is."""
+    config_file: str
+    """Empty: not given."""
+    output: str
+    """``text`` or ``json``."""
+    accelerator: str
+    node_check: bool
+    """Check nodes before they train."""
+    exclude_stragglers: bool
+    notices: tuple[str, ...]
+    """A line for each given option without effect, and for each automatic choice."""
+
+
+def run_options(
+    args: argparse.Namespace, environ: Mapping[str, str], probe: Callable[[str], int]
+) -> RunOptions:
+    """Return the meaning of ``args``, a namespace of `dlrover.cli.run.arguments.build_parser`.
+
+    ``probe`` counts the devices for a word as ``--nproc-per-node`` (`dlrover.cli.run.nproc.resolve_nproc`).
+
+    Raises:
+        ConfigurationError: the first mistake found.
+    """
+    chosen = [autoconfig.apply(args, environ, probe)] if args.auto_config else []
+    min_nodes, max_nodes = _node_bounds(args)
+    standalone = _is_standalone(args, min_nodes, max_nodes)
+    _check_node_rank(args, standalone, max_nodes)
+    min_servers, max_servers = servers.bounds(args.servers, args.local_nodes)
+    if args.auto_scale:
+        has_choice = min_nodes < max_nodes or min_servers < max_servers
+        _check_auto_scale(args, environ, max_nodes, has_choice)
+    _check_master_port(args.master_port)
+    endpoint = None if standalone else _endpoint(args)
+    rdzv_conf = parse_rdzv_conf(args.rdzv_conf)
+    launch = _launch_spec(args, environ, probe, standalone)
+    oversubscribed = launch.nproc_per_node > 1 and "OMP_NUM_THREADS" not in environ
+    return RunOptions(
+        launch=launch,
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+        node_unit=args.node_unit,
+        local_nodes=args.local_nodes,
+        node_size=sizes.node_size(args, environ, standalone),
+        min_servers=min_servers,
+        max_servers=max_servers,
+        auto_scale=args.auto_scale,
+        job_dir=args.job_dir,
+        standalone=standalone,
+        rdzv_backend="c10d" if standalone else args.rdzv_backend,
+        rdzv_endpoint=endpoint,
+        rdzv_conf=rdzv_conf,
+        node_rank=args.node_rank,
+        node_rank_given="node_rank" in args.given,
+        local_addr=args.local_addr or "",
+        master_port=args.master_port or 0,
+        omp_num_threads="1" if oversubscribed else "",
+        config_file=args.config,
+        output=args.output,
+        accelerator=args.accelerator,
+        node_check=args.network_check or args.precheck > 0 or args.exclude_straggler,
+        exclude_stragglers=args.exclude_straggler,
+        notices=(*chosen, *_notices(args)),
+    )
+
+
+def _launch_spec(
+    args: argparse.Namespace,
+    environ: Mapping[str, str],
+    probe: Callable[[str], int],
+    standalone: bool,
+) -> LaunchSpec:
+    if args.max_restarts < 0:
+        raise ConfigurationError(
+            f"--max-restarts {args.max_restarts}: must be 0 or a positive whole number."
+        )
+    entry = _entry(args)
+    _check_program(entry, args.training_script, environ)
+    return LaunchSpec(
+        entry=entry,
+        target=args.training_script,
+        args=tuple(args.training_script_args),
+        python=environ.get("PYTHON_EXEC", ""),
+        role=WORKER if args.servers else args.role,
+        run_id=str(uuid.uuid4()) if standalone else args.rdzv_id,
+        max_restarts=args.max_restarts,
+        redirects=parse_std("--redirects", args.redirects),
+        tee=parse_std("--tee", args.tee),
+        local_ranks_filter=parse_local_ranks(args.local_ranks_filter),
+        duplicate_stdout_filters=tuple(args.duplicate_stdout_filters),
+        duplicate_stderr_filters=tuple(args.duplicate_stderr_filters),
+        log_dir=args.log_dir or "",
+        log_line_prefix_template=environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", ""),
+        signals_to_handle=parse_signals(args.signals_to_handle),
+        shutdown_timeout=_shutdown_timeout(args.shutdown_timeout, environ),
+        virtual_local_rank=args.virtual_local_rank,
+        save_at_breakpoint=args.save_at_breakpoint,
+        auto_tuning=args.auto_tunning,
+        numa_binding=args.numa_binding or "",
+        # Last: it may take seconds, and any other mistake should be reported at once.
+        nproc_per_node=resolve_nproc(args.nproc_per_node, probe),
+    )
+
+
+# Nodes
+
+
+def parse_nnodes(text: str) -> tuple[int, int]:
+    """Parse ``N`` or ``MIN:MAX`` into the least and the most number of nodes."""
+    try:
+        numbers = [int(part) for part in text.split(":")]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 2):
+        raise ConfigurationError(f"--nnodes {text}: must be a whole number N, or two as MIN:MAX.")
+    least, most = numbers[0], numbers[-1]
+    if least < 1:
+        raise ConfigurationError(f"--nnodes {text}: a job needs at least 1 node.")
+    if least > most:
+        raise ConfigurationError(
+            f"--nnodes {text}: the minimum, {least}, is greater than the maximum, {most}."
+        )
+    return least, most
+
+
+def _node_bounds(args: argparse.Namespace) -> tuple[int, int]:
+    """Return the least and the most number of nodes after checking them against the other options."""
+    local, unit = args.local_nodes, args.node_unit
+    if local < 0:
+        raise ConfigurationError(f"--local-nodes {local}: must be a whole number, 1 or more.")
+    if unit < 1:
+        raise ConfigurationError(f"--node-unit {unit}: must be a whole number, 1 or more.")
+    if local and "nnodes" not in args.given:
+        least = most = local
+        bounds = f"--local-nodes {local}"
+    else:
+        least, most = parse_nnodes(args.nnodes)
+        bounds = f"--nnodes {args.nnodes}"
+    if local and not least <= local <= most:
+        raise ConfigurationError(
+            f"--local-nodes {local}: {bounds} asks for {_range(least, most)} nodes."
+        )
+    available = local or most
+    if available < most:
+        bounds += f" with --local-nodes {local}"
+    if available - available % unit < least:
+        raise ConfigurationError(
+            f"--node-unit {unit}: {_range(least, available)} nodes ({bounds}) include no multiple "
+            f"of {unit}."
+        )
+    return least, most
+
+
+def _check_auto_scale(
+    args: argparse.Namespace, environ: Mapping[str, str], max_nodes: int, has_choice: bool
+) -> None:
+    """Refuse ``--auto-scale`` without a range of sizes, or where DLRover cannot start nodes."""
+    if not has_choice:
+        servers = f" and {args.servers} servers" if args.servers else ""
+        raise ConfigurationError(
+            f"--auto-scale: {max_nodes} nodes{servers} are asked for, which leaves no choice; give a range, as "
+            f"--nnodes 1:{max(max_nodes, 2)}."
+        )
+    if not args.local_nodes and "DLROVER_MASTER_ADDR" not in environ:
+        raise ConfigurationError(
+            "--auto-scale: DLRover must be able to start nodes; give --local-nodes N, the number to start "
+            "with on this machine, or run the job on Kubernetes."
+        )
+
+
+def _range(least: int, most: int) -> str:
+    return str(least) if least == most else f"{least} to {most}"
+
+
+def _is_standalone(args: argparse.Namespace, min_nodes: int, max_nodes: int) -> bool:
+    if args.standalone:
+        if min_nodes > 1 and not args.local_nodes:
+            raise ConfigurationError(
+                f"--standalone: trains on this machine alone, but --nnodes {args.nnodes} waits for "
+                f"other nodes; --local-nodes {min_nodes} runs them here."
+            )
+        return True
+    nowhere_to_meet = not args.rdzv_endpoint and args.master_port is None
+    return args.rdzv_backend == "static" and nowhere_to_meet and max_nodes == 1
+
+
+def _check_node_rank(args: argparse.Namespace, standalone: bool, max_nodes: int) -> None:
+    rank = args.node_rank
+    if rank < 0:
+        raise ConfigurationError(f"--node-rank {rank}: must be 0 or a positive whole number.")
+    # The other backends assign ranks themselves, and torchrun accepts any number there.
+    if args.rdzv_backend == "static" and not standalone and rank >= max_nodes:
+        raise ConfigurationError(
+            f"--node-rank {rank}: must be less than the number of nodes, {max_nodes}."
+        )
+
+
+# Rendezvous
+
+
+def _check_master_port(port: int | None) -> None:
+    if port is not None and not 0 <= port <= MAX_PORT:
+        raise ConfigurationError(f"--master-port {port}: must be a port, 0 to {MAX_PORT}.")
+
+
+def _endpoint(args: argparse.Namespace) -> Endpoint | None:
+    if args.rdzv_backend != "static":
+        if not args.rdzv_endpoint.strip():
+            return None
+        return parse_endpoint("--rdzv-endpoint", args.rdzv_endpoint, RENDEZVOUS_PORT)
+    port = STATIC_PORT if args.master_port is None else args.master_port
+    if args.rdzv_endpoint:
+        return parse_endpoint("--rdzv-endpoint", args.rdzv_endpoint, port)
+    return parse_endpoint("--master-addr", f"{args.master_addr}:{port}", port)
+
+
+def parse_endpoint(flag: str, text: str, default_port: int) -> Endpoint:
+    """Parse ``HOST``, ``HOST:PORT`` or ``[IPV6]:PORT``; the port follows the last colon."""
+    text = text.strip()
+    has_port = ":" in text and not text.endswith("]")
+    host, _, port = text.rpartition(":") if has_port else (text, "", "")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    if not re.fullmatch(r"[\w.:-]+", host):
+        raise ConfigurationError(
+            f"{flag} {text}: must be HOST:PORT, where the host is a name or an IP address."
+        )
+    if not has_port:
+        return Endpoint(host, default_port)
+    if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > MAX_PORT:
+        raise ConfigurationError(f"{flag} {text}: the port must be a number from 0 to {MAX_PORT}.")
+    return Endpoint(host, int(port))
+
+
+def parse_rdzv_conf(text: str) -> dict[str, str]:
+    """Parse ``k=v,k=v`` into a dictionary; ignore blanks around keys and values.
+
+    Quotes around the whole text are ignored too: they remain where no shell removed them.
+    """
+    pairs = text.strip()
+    if len(pairs) > 1 and pairs[0] == pairs[-1] and pairs[0] in "'\"":
+        pairs = pairs[1:-1].strip()
+    if not pairs:
+        return {}
+    conf: dict[str, str] = {}
+    for pair in pairs.split(","):
+        key, _, value = (part.strip() for part in pair.partition("="))
+        if not key or not value:
+            raise ConfigurationError(
+                f"--rdzv-conf {text}: {pair.strip()!r} is not of the form KEY=VALUE."
+            )
+        conf[key] = value
+    return conf
+
+
+# Logs, signals, shutdown
+
+
+def parse_std(flag: str, text: str) -> StdMap:
+    """Parse ``S`` or ``RANK:S,RANK:S`` (local ranks); S is 0 none, 1 stdout, 2 stderr, 3 both."""
+    if re.fullmatch(r"[0-3]", text):
+        return StdMap(default=int(text))
+    if re.fullmatch(r"(\d+:[0-3],)*\d+:[0-3]", text):
+        pairs = (pair.split(":") for pair in text.split(","))
+        return StdMap(by_rank={int(rank): int(std) for rank, std in pairs})
+    raise ConfigurationError(
+        f"{flag} {text}: must be 0 (none), 1 (stdout), 2 (stderr) or 3 (both), "
+        "or one of these for each local rank, as 0:3,1:2."
+    )
+
+
+def parse_local_ranks(text: str) -> tuple[int, ...]:
+    """Parse comma-separated local ranks, each kept once and in order; empty: no filter."""
+    if not text:
+        return ()
+    try:
+        ranks = sorted({int(rank) for rank in text.split(",")})
+    except ValueError:
+        ranks = [-1]
+    if ranks[0] < 0:
+        raise ConfigurationError(
+            f"--local-ranks-filter {text}: must be local ranks with commas between them, as 0,1,2."
+        )
+    return tuple(ranks)
+
+
+def parse_signals(text: str) -> str:
+    """Return comma-separated names of signals, without blanks."""
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in signal.Signals.__members__:
+            raise ConfigurationError(
+                f"--signals-to-handle {text}: {name!r} is not the name of a signal, as SIGTERM is."
+            )
+        if name in ("SIGKILL", "SIGSTOP"):
+            raise ConfigurationError(f"--signals-to-handle {text}: no process can handle {name}.")
+    return ",".join(names)
+
+
+def _shutdown_timeout(given: int | None, environ: Mapping[str, str]) -> float:
+    if given is None:
+        source = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT="
+        text = environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
+    else:
+        source, text = "--shutdown-timeout ", str(given)
+    try:
+        seconds = int(text)
+    except ValueError:
+        seconds = -1
+    if seconds < 0:
+        raise ConfigurationError(f"{source}{text}: must be a whole number of seconds, 0 or more.")
+    return float(seconds)
+
+
+# The training program
+
+
+def _entry(args: argparse.Namespace) -> Entry:
+    if args.run_path:
+        return Entry.RUN_PATH
+    if args.no_python and args.module:
+        raise ConfigurationError("--no-python: cannot be combined with -m or --module.")
+    if args.no_python:
+        return Entry.COMMAND
+    return Entry.MODULE if args.module else Entry.SCRIPT
+
+
+def _check_program(entry: Entry, target: str, environ: Mapping[str, str]) -> None:
+    if entry is Entry.MODULE:
+        return  # only importing its packages could check it
+    if entry is Entry.COMMAND:
+        if shutil.which(target, path=environ.get("PATH", os.defpath)) is None:
+            raise ConfigurationError(
+                f"command {target} is neither an executable file nor found on PATH."
+            )
+    elif not os.path.exists(target):
+        raise ConfigurationError(
+            f"training script {target} does not exist (looked in {os.getcwd()})."
+        )
+    elif os.path.isdir(target) and not os.path.exists(os.path.join(target, "__main__.py")):
+        raise ConfigurationError(f"training script {target} is a directory without __main__.py.")
+
+
+# Options without effect
+
+
+def _notices(args: argparse.Namespace) -> tuple[str, ...]:
+    notices = []
+    # torch registers its own class as "default".
+    if args.logs_specs not in (None, "default"):
+        notices.append(
+            f"--logs-specs {args.logs_specs} has no effect: "
+            "the agent writes the workers' logs itself, without torch's classes."
+        )
+    if args.event_log_handler != "null":
+        notices.append(
+            f"--event-log-handler {args.event_log_handler} has no effect: "
+            "the job's journal records its events."
+        )
+    if args.start_method != "spawn":
+        notices.append(
+            f"--start-method {args.start_method} has no effect: "
+            "each worker is a program of its own, not a fork of the launcher."
+        )
+    if args.servers and "role" in args.given:
+        notices.append(
+            f"--role {args.role} has no effect with --servers: the roles are {WORKER} and {SERVER}."
+        )
+    return tuple(notices)

@@ -1,0 +1,303 @@
+"""``dlrover-run``: torchrun's command line, plus fault tolerance and an explanation of each end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import shutil
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from dlrover import config
+from dlrover._util import procs
+from dlrover.agent.ports import PortReservation
+from dlrover.cli import jobs
+from dlrover.cli.run import arguments, report, sizes
+from dlrover.cli.run.launchspec import Endpoint, RunOptions, parse_endpoint
+from dlrover.errors import ConfigurationError, DLRoverError
+from dlrover.master.diagnosis_rules import load_own
+from dlrover.planning import extra
+from dlrover.spec.job import JobSpec
+from dlrover.spec.jobdir import (
+    AgentConfig,
+    BrainSide,
+    JobDir,
+    MasterConfig,
+    MetricsAddress,
+    TlsFiles,
+)
+from dlrover.spec.launch import LaunchSpec
+from dlrover.spec.outcome import Outcome
+from dlrover.spec.plan import Group
+
+DEFAULT_PORT = 29400
+"""Port of a master's address that names none; torchrun's rendezvous port."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``dlrover-run``; return its exit code (see ``dlrover.errors.ExitCode``)."""
+    procs.open_standard_streams()
+    logging.basicConfig(format="dlrover: %(message)s", level=logging.WARNING)
+    env = config.environ()
+    try:
+        options = arguments.parse(sys.argv[1:] if argv is None else argv, env)
+        outcome = run(options, env)
+    except DLRoverError as error:
+        print(f"dlrover-run: {error}", file=sys.stderr)
+        return error.exit_code
+    show(outcome, options.output)
+    return outcome.exit_code
+
+
+def show(outcome: Outcome, output: str) -> None:
+    """Print the last screen: JSON to standard output, text to standard error."""
+    if output == "json":
+        print(report.render_json(outcome))
+        return
+    terminal = sys.stderr.isatty()
+    text = report.render(
+        outcome, width=shutil.get_terminal_size((100, 24)).columns, colour=terminal
+    )
+    if outcome.exit_code or terminal:
+        print(text, file=sys.stderr)
+
+
+def run(options: RunOptions, env: Mapping[str, str]) -> Outcome:
+    """Run the job, or this machine's part of it, to its end.
+
+    Raises:
+        ConfigurationError: an option or this machine prevents the start.
+        InfrastructureError: the job's processes cannot be kept alive.
+    """
+    settings = config.settings(env, options.config_file, options.rdzv_conf)
+    _check_machine(options.launch)
+    if options.auto_scale:
+        extra.require("--auto-scale")
+    for notice in options.notices:
+        print(f"dlrover-run: {notice}", file=sys.stderr)
+    name = jobs.job_name(
+        options.launch.run_id if not options.standalone else "", options.launch.target
+    )
+    job_dir = jobs.create(env, name, options.job_dir)
+    with jobs.locked(job_dir):
+        plan = _Plan(options, settings, env, job_dir, name)
+        if env.get("DLROVER_MASTER_ADDR"):
+            plan.join(
+                parse_endpoint("DLROVER_MASTER_ADDR", env["DLROVER_MASTER_ADDR"], DEFAULT_PORT)
+            )
+        elif options.standalone or options.local_nodes or options.max_nodes == 1:
+            plan.run_here()
+        elif options.rdzv_endpoint is None:
+            raise ConfigurationError(
+                f"--nnodes {options.max_nodes} needs a place to meet: give --rdzv-endpoint HOST:PORT, "
+                "the same on every node, or --local-nodes to run all nodes on this machine."
+            )
+        else:
+            plan.meet(options.rdzv_endpoint)
+        return plan.execute()
+
+
+def _check_machine(launch: LaunchSpec) -> None:
+    """Refuse at once what would make every start of a worker fail on this machine."""
+    if launch.python and shutil.which(launch.python) is None:
+        raise ConfigurationError(
+            f"PYTHON_EXEC={launch.python}: must be an interpreter that this user may run."
+        )
+    if launch.log_dir in ("", os.devnull):
+        return
+    try:
+        Path(launch.log_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"--log-dir {launch.log_dir} cannot be used: {error.strerror}; it takes a directory to "
+            "write to."
+        ) from error
+
+
+class _Plan:
+    """Processes to start on this machine, and the files that they start from."""
+
+    def __init__(
+        self,
+        options: RunOptions,
+        settings: config.Settings,
+        env: Mapping[str, str],
+        job_dir: JobDir,
+        name: str,
+    ) -> None:
+        self._options = options
+        self._settings = settings
+        self._env = env
+        self._job_dir = job_dir
+        self._name = name
+        self._tls = TlsFiles(
+            settings.tls_cert, settings.tls_key, settings.tls_ca, settings.tls_server_name
+        )
+        self._rules = load_own(settings.diagnosis_rules, settings.limits.cause_budgets)
+        self._has_master = False
+        self._has_agent = False
+
+    def run_here(self) -> None:
+        """Plan a job of this machine alone: a master that launches one or more local nodes."""
+        nodes = self._options.local_nodes or 1
+        address = self._options.local_addr or "127.0.0.1"
+        apart = bool(config.node_command(self._env))  # each node has its own address
+        if not apart:
+            _check_store_port(self._options.master_port)
+        self._write_master(address if apart else "127.0.0.1", 0, managed_nodes=nodes)
+        self._write_agent("", "" if apart else address, self._options.master_port)
+        jobs.write_token(self._job_dir, secrets.token_hex(16))
+
+    def join(self, master: Endpoint) -> None:
+        """Plan one node of a job whose master is elsewhere."""
+        token = jobs.given_token(self._env)
+        if not token:
+            raise ConfigurationError(
+                f"DLROVER_TOKEN is not set: it must be the token of the master at {master.host}:{master.port}, "
+                "which is in the file token of its job directory."
+            )
+        jobs.write_token(self._job_dir, token)
+        self._join(master)
+
+    def meet(self, endpoint: Endpoint) -> None:
+        """Plan one node of a job that meets at an endpoint; the machine that owns it runs the master."""
+        from dlrover.cli.host import network  # noqa: PLC0415 - only here: psutil is slow to import
+
+        run_id = self._options.launch.run_id
+        token = jobs.shared_token(self._env, run_id, endpoint.host, endpoint.port)
+        jobs.write_token(self._job_dir, token)
+        self._join(endpoint)
+        if not jobs.given_token(self._env) and not network.loopback_of(endpoint.host):
+            print(
+                f"dlrover-run: DLROVER_TOKEN is not set: only nodes of this machine can meet at {endpoint.host}.",
+                file=sys.stderr,
+                flush=True,
+            )
+        if not (self._is_static_host() or network.is_this_machine(endpoint.host)):
+            return
+        self._host_lock = network.HostLock(endpoint.port)
+        if self._host_lock.held:
+            # Other machines may resolve the name differently, but can join only with a token.
+            here = network.is_loopback(endpoint.host) or not jobs.given_token(self._env)
+            host = network.loopback_of(endpoint.host) if here else ""
+            self._write_master(host or "0.0.0.0", endpoint.port, managed_nodes=0)  # noqa: S104 - the token is a secret
+
+    def _is_static_host(self) -> bool:
+        """Return True if this is node 0 of torchrun's static rendezvous, whatever its address."""
+        options = self._options
+        named = options.rdzv_backend == "static" and options.node_rank_given
+        return named and options.node_rank == 0
+
+    def execute(self) -> Outcome:
+        """Start the processes and wait for the job's end."""
+        from dlrover.cli.run.supervisor import Supervisor  # noqa: PLC0415 - loads grpc
+        from dlrover.master.app import read_outcome  # noqa: PLC0415
+
+        env = dict(self._env)
+        if self._options.omp_num_threads:
+            env["OMP_NUM_THREADS"] = self._options.omp_num_threads
+        supervisor = Supervisor(self._job_dir, env)
+        if self._has_master:
+            supervisor.add_master()
+        if self._has_agent:
+            node_id, node_rank = config.node_place(env)
+            given = self._options.node_rank_given
+            supervisor.add_agent(self._options.node_rank if given else node_rank, node_id)
+        launch = self._options.launch
+        signals = [signal.Signals[name] for name in launch.signals_to_handle.split(",")]
+        outcome = asyncio.run(supervisor.run(signals, launch.shutdown_timeout))
+        whole = read_outcome(self._job_dir.outcome)  # a node's outcome lacks the master's sums
+        if whole is not None:
+            known = {"goodput": whole.goodput, "set_aside": whole.set_aside}
+            outcome = msgspec.structs.replace(outcome, **known)
+        return msgspec.structs.replace(outcome, job_dir=str(self._job_dir.path))
+
+    def _join(self, master: Endpoint) -> None:
+        from dlrover.cli.host import network  # noqa: PLC0415
+
+        network.wait_for_name(master.host, self._settings.limits.connect_timeout)
+        address = self._options.local_addr or network.address_towards(master.host, master.port)
+        host = f"[{master.host}]" if ":" in master.host else master.host
+        self._write_agent(f"{host}:{master.port}", address, 0)
+        self._has_agent = True
+
+    def _write_master(self, host: str, port: int, managed_nodes: int) -> None:
+        options = self._options
+        size = options.node_size
+        most_memory = sizes.most_memory_factor(size, managed_nodes)
+        job = JobSpec(
+            name=self._name,
+            min_nodes=options.min_nodes,
+            max_nodes=options.max_nodes,
+            node_unit=options.node_unit,
+            managed_nodes=managed_nodes,
+            servers=options.min_servers if options.auto_scale else options.max_servers,
+            min_servers=options.min_servers,
+            max_servers=options.max_servers,
+            auto_scale=options.auto_scale and managed_nodes > 0,
+            max_restarts=options.launch.max_restarts,
+            shutdown_timeout=options.launch.shutdown_timeout,
+            node_check=options.node_check,
+            exclude_stragglers=options.exclude_stragglers,
+            limits=self._settings.limits,
+            diagnosis_rules=self._rules,
+            one_host=managed_nodes > 0,
+            grows_memory=size.memory > 0,
+            most_memory_factor=most_memory,
+            grows_cpu=size.cpu > 0,
+        )
+        content = MasterConfig(
+            job=job,
+            host=host,
+            port=port,
+            platform="local" if managed_nodes else "",
+            node_size=size,
+            tls=self._tls,
+            journal=self._settings.journal,
+            metrics=MetricsAddress(self._settings.metrics_host, self._settings.metrics_port),
+            brain=BrainSide(
+                address=self._settings.brain,
+                token_file=self._settings.brain_token_file,
+                cluster=self._settings.optimize_mode == "cluster",
+                program=Path(options.launch.target).name,
+                node=Group(count=1, cpu=size.cpu, memory=size.memory),
+            ),
+        )
+        self._write(self._job_dir.job, content)
+        self._has_master = True
+
+    def _write_agent(self, master: str, address: str, store_port: int) -> None:
+        content = AgentConfig(
+            launch=self._options.launch,
+            limits=self._settings.limits,
+            master_address=master,
+            address=address,
+            store_port=store_port,
+            accelerator=self._options.accelerator,
+            tls=self._tls,
+        )
+        self._write(self._job_dir.agent, content)
+
+    def _write(self, path: Path, content: msgspec.Struct) -> None:
+        jobs.write(self._job_dir, path, msgspec.json.encode(content))
+
+
+def _check_store_port(port: int) -> None:
+    """Refuse a port that rank 0 could not listen on; 0 is any free one."""
+    reservation = PortReservation(port)
+    if not reservation.held:
+        raise ConfigurationError(
+            f"--master-port {port}: the port is taken by another process of this machine; name another "
+            "port, or leave the option out to get a free one."
+        )
+    reservation.release()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,314 @@
+"""Foreground of ``dlrover-run``: starts the master and the agent, keeps them alive, cleans up.
+
+It makes no decisions about the job. When it dies, everything that it started dies too: each process
+holds the other end of its lifeline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from dlrover._util import procs
+from dlrover.agent.workers.workers import SAVER, SAVER_WAIT
+from dlrover.cli.jobs import connect
+from dlrover.cli.run import progress
+from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
+from dlrover.master.app import read_outcome
+from dlrover.spec.jobdir import JobDir
+from dlrover.spec.outcome import Outcome
+
+logger = logging.getLogger(__name__)
+
+RESTART_LIMIT = 10
+"""Restarts of one child within `RESTART_WINDOW` after which the supervisor gives up."""
+RESTART_WINDOW = 60.0
+"""Seconds."""
+REAP_INTERVAL = 1.0
+"""Seconds between two checks for orphans to reap."""
+END_WAIT = 60.0
+"""Seconds beyond its shutdown time-out after which a stopped job is killed."""
+
+STOP_RETRY = 0.1
+"""Seconds between attempts to ask the master to stop the job."""
+KILL_WAIT = 10.0
+"""Seconds to wait for processes after SIGKILL."""
+LEAVE_WAIT = 10.0
+"""Seconds that an agent has to exit after its master has exited."""
+RELAY_WAIT = 5.0
+"""Seconds that a terminal has to take the last output."""
+
+
+class Child:
+    """Process that is restarted when it dies, until it leaves its outcome in a file."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], outcome: Path, env: Mapping[str, str], fd: int
+    ) -> None:
+        self.name = name
+        self._command = [*command, "--lifeline-fd", str(fd)]
+        self._outcome = outcome
+        self._env = dict(env)
+        self._fd = fd
+        self.stdout: int | None = None
+        """File descriptor of the process's output, as `stderr`; None: inherited from this process."""
+        self.stderr: int | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        self.last_resort: Outcome | None = None
+        """Once set, the process is not restarted; this is its outcome if it leaves none."""
+        self._starts: list[float] = []
+
+    async def run(self) -> Outcome:
+        """Keep the process alive until it leaves its outcome; return the outcome.
+
+        Raises:
+            InfrastructureError: the process dies again and again.
+        """
+        while True:
+            self._check_restarts()
+            process = self._start()
+            await procs.ended(process.pid)
+            code = process.wait()
+            outcome = read_outcome(self._outcome)
+            if outcome is not None:
+                return outcome
+            if self.last_resort is not None:
+                return self.last_resort
+            logger.warning("The %s ended with exit code %d and is started again", self.name, code)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self.process = subprocess.Popen(
+            self._command,
+            env=self._env,
+            pass_fds=(self._fd,),
+            start_new_session=True,
+            stdout=self.stdout,
+            stderr=self.stderr,
+        )
+        return self.process
+
+    def _check_restarts(self) -> None:
+        now = time.monotonic()
+        self._starts = [t for t in self._starts if now - t < RESTART_WINDOW]
+        if len(self._starts) >= RESTART_LIMIT:
+            raise InfrastructureError(
+                f"The {self.name} ended {RESTART_LIMIT} times within {RESTART_WINDOW:g} s; "
+                f"see its log in {self._outcome.parent}."
+            )
+        self._starts.append(now)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process if it runs."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)
+
+
+class Supervisor:
+    """Processes of one ``dlrover-run``. Use it on one event loop, once."""
+
+    def __init__(self, job_dir: JobDir, env: Mapping[str, str]) -> None:
+        self._job_dir = job_dir
+        self._env = env
+        self._lifeline = procs.Lifeline()
+        self.master: Child | None = None
+        self.agent: Child | None = None
+        self.stopped_by: signal.Signals | None = None
+        self._relay: Relay | None = None
+        self._screen: progress.Screen | None = None
+        procs.become_subreaper()
+
+    def add_master(self) -> None:
+        """Run the job's master here."""
+        self.master = self._child("master", "dlrover.master", self._job_dir.outcome, [])
+
+    def add_agent(self, node_rank: int, node_id: int = -1) -> None:
+        """Run one node here, of a job whose master is here or elsewhere.
+
+        A node that a platform started (``node_id``) ends with its agent: the master replaces the whole node.
+        """
+        arguments = ["--node-rank", str(node_rank), "--node-id", str(node_id)]
+        arguments += ["--outcome", str(self._job_dir.left)]
+        self.agent = self._child("agent", "dlrover.agent", self._job_dir.left, arguments)
+        if node_id >= 0:
+            reason = f"The agent of node {node_id} died."
+            self.agent.last_resort = Outcome(exit_code=ExitCode.INFRASTRUCTURE, reason=reason)
+
+    def _child(self, name: str, module: str, outcome: Path, arguments: Sequence[str]) -> Child:
+        command = [sys.executable, "-m", module, "--job-dir", str(self._job_dir.path), *arguments]
+        return Child(name, command, outcome, self._env, self._lifeline.read_fd)
+
+    async def run(self, signals: Sequence[signal.Signals], patience: float) -> Outcome:
+        """Run this machine's part of the job to the job's end.
+
+        A signal asks the job to stop. At a second signal, or `END_WAIT` plus ``patience`` seconds after the
+        first, everything is killed.
+
+        Raises:
+            InfrastructureError: a child cannot be kept alive.
+        """
+        loop = asyncio.get_running_loop()
+        interrupted = asyncio.Event()
+        impatient = asyncio.Event()
+
+        def on_signal(number: signal.Signals) -> None:
+            if not interrupted.is_set():
+                progress.say(stopping_line(number, patience), self._screen)
+            (impatient if interrupted.is_set() else interrupted).set()
+            self.stopped_by = self.stopped_by or number
+
+        for number in signals:
+            if not procs.survives_hangup(number):
+                loop.add_signal_handler(number, on_signal, number)
+        showing = self._show()
+        reaping = asyncio.create_task(self._reap())
+        work = asyncio.create_task(self._children())
+        stopping = asyncio.create_task(
+            self._stop_when(interrupted, impatient, patience, work.cancel)
+        )
+        try:
+            return await work
+        except asyncio.CancelledError:
+            return self._killed()
+        finally:
+            for task in (reaping, stopping, showing):
+                task.cancel()
+            self._end()
+            if self._relay is not None:
+                self._relay.close()
+
+    def _show(self) -> asyncio.Task[None]:
+        """Start to show progress; on a terminal, below the job's output, which then passes through here."""
+        if sys.stderr.isatty():
+            width = shutil.get_terminal_size().columns
+            self._screen = progress.Screen(sys.stderr.buffer, width=width)
+            self._relay = Relay(self._screen)
+            for child in (self.master, self.agent):
+                if child is not None:
+                    child.stderr = self._relay.write_fd
+                    child.stdout = self._relay.write_fd if sys.stdout.isatty() else None
+        if self.master is None and self._screen is None:
+            return asyncio.create_task(asyncio.sleep(0))  # the machine with the master shows it
+        return asyncio.create_task(progress.follow(self._job_dir, self._screen))
+
+    async def _children(self) -> Outcome:
+        """Return the agent's outcome; the master's without an agent, or if it does not exit in time."""
+        if self.agent is None:
+            assert self.master is not None
+            return await self.master.run()
+        agent = asyncio.ensure_future(self.agent.run())
+        if self.master is None:
+            return await agent
+        master = asyncio.ensure_future(self.master.run())
+        await asyncio.wait({agent, master}, return_when=asyncio.FIRST_COMPLETED)
+        if not agent.done():
+            # The master dismissed its nodes before it exited, unless it never served one.
+            await asyncio.wait({agent}, timeout=LEAVE_WAIT if self._job_dir.master.exists() else 0)
+        if not agent.done():
+            agent.cancel()
+            return await master
+        await master
+        return await agent
+
+    async def _stop_when(
+        self,
+        interrupted: asyncio.Event,
+        impatient: asyncio.Event,
+        patience: float,
+        kill: Callable[[], object],
+    ) -> None:
+        await interrupted.wait()
+        stopping = asyncio.create_task(self._stop())
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(impatient.wait(), patience + END_WAIT)
+        stopping.cancel()
+        kill()
+
+    async def _stop(self) -> None:
+        """Pass the signal on: to the job's master if it is here, else to this machine's node."""
+        assert self.stopped_by is not None
+        number = self.stopped_by
+        reason = f"The job was stopped by {number.name}."
+        if self.master is None:
+            assert self.agent is not None
+            self.agent.last_resort = Outcome(exit_code=ExitCode.SIGNAL_BASE + number, reason=reason)
+            self.agent.signal(number)
+            return
+        code = ExitCode.SIGNAL_BASE + number
+        while not await self._ask_to_stop(reason, code):  # noqa: ASYNC110 - another process
+            await asyncio.sleep(STOP_RETRY)
+
+    async def _ask_to_stop(self, reason: str, exit_code: int) -> bool:
+        """Return True if the master got the request; it may have just been started."""
+        try:
+            async with connect(self._job_dir) as client:
+                await client.stop(reason, exit_code)
+        except (InfrastructureError, ConfigurationError):
+            return False
+        return True
+
+    def _killed(self) -> Outcome:
+        number = self.stopped_by or signal.SIGTERM
+        return Outcome(
+            exit_code=ExitCode.SIGNAL_BASE + number,
+            reason=f"The job was killed after {number.name}.",
+            job_dir=str(self._job_dir.path),
+        )
+
+    async def _reap(self) -> None:
+        while True:
+            await asyncio.sleep(REAP_INTERVAL)
+            procs.reap_orphans(self._own_pids())
+
+    def _own_pids(self) -> set[int]:
+        children = [c.process for c in (self.master, self.agent) if c is not None]
+        return {p.pid for p in children if p is not None}
+
+    def _end(self) -> None:
+        """Kill the children and everything orphaned meanwhile."""
+        for child in (self.master, self.agent):
+            if child is not None:
+                child.signal(signal.SIGKILL)
+                if child.process is not None:
+                    child.process.wait()
+        procs.end_in_order(procs.running(SAVER), SAVER_WAIT)  # savers of a killed agent
+        for pid in procs.end_orphans((), KILL_WAIT):
+            logger.error("Process %d hangs in the kernel and could not be ended", pid)
+
+
+def stopping_line(number: signal.Signals, patience: float) -> str:
+    """Return what a first signal does, its time limit, and what a second signal does."""
+    again = "press Ctrl-C again" if number is signal.SIGINT else f"send {number.name} again"
+    return (
+        f"{number.name}: the job is being stopped. Its workers have {patience:g} s to end "
+        f"(--shutdown-timeout); after {patience + END_WAIT:g} s everything is killed. To kill it now, {again}."
+    )
+
+
+class Relay:
+    """Thread that passes the children's output on to the screen: a terminal may block."""
+
+    def __init__(self, screen: progress.Screen) -> None:
+        self._screen = screen
+        self._read_fd, self.write_fd = os.pipe2(os.O_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Show the remaining output and remove the status line. All writers must have ended."""
+        os.close(self.write_fd)
+        self._thread.join(RELAY_WAIT)
+        self._screen.close()
+
+    def _run(self) -> None:
+        while data := os.read(self._read_fd, 1 << 16):
+            self._screen.write(data)

@@ -1,0 +1,159 @@
+"""One lane of a dataset: which samples are done, leased, returned, skipped, or still to lease."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from dlrover.data.machine.spans import Ranges, Spans
+from dlrover.errors import ProtocolError
+from dlrover.spec.shards import DataSpec
+
+
+@dataclass
+class Lane:
+    """An epoch, or a partition of a stream. Every position is in exactly one of the sets."""
+
+    begin: int
+    #: the first position that does not (yet) exist
+    end: int
+    done: Ranges = field(default_factory=Ranges)
+    #: leased, and not yet done
+    taken: Ranges = field(default_factory=Ranges)
+    #: leased and given back; leased again before anything else
+    returned: Ranges = field(default_factory=Ranges)
+    #: skipped, since no worker could read it
+    aside: Ranges = field(default_factory=Ranges)
+    #: every lower position is in one of the sets above
+    cursor: int = 0
+    #: an empty range; the worker that gets its beginning gets all of it
+    gap: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        self.cursor = self.begin
+
+    @property
+    def size(self) -> int:
+        """Number of positions."""
+        return self.end - self.begin
+
+    @property
+    def left(self) -> int:
+        """Upper bound of the positions left to lease; a checkpoint may contain some of them."""
+        return self.returned.count + max(0, self.end - self.cursor)
+
+    @property
+    def exhausted(self) -> bool:
+        """True if nothing can be leased."""
+        return not self.returned and self._next()[0] >= self.end
+
+    @property
+    def complete(self) -> bool:
+        """True if everything is done or skipped."""
+        return self.exhausted and not self.taken
+
+    def _next(self) -> tuple[int, int]:
+        """Return the next range that was never leased, up to one that a checkpoint contains."""
+        start = -1
+        while start != self.cursor:
+            start = self.cursor
+            self.cursor = self.aside.gap(self.done.gap(start)[0])[0]
+        stops = (ranges.gap(start)[1] for ranges in (self.done, self.aside))
+        return start, min(self.end, *(self.end if stop is None else stop for stop in stops))
+
+    def deal(self, shard: int, count: int) -> Iterator[tuple[int, int]]:
+        """Lease ``count`` shards of ``shard`` positions; yield consecutive ones as one range."""
+        while count > 0 and self.returned:
+            start, _ = next(iter(self.returned))
+            most = self.gap[1] - start if self._is_empty(start) else shard
+            start, stop = self.returned.pop_first(most)
+            self.taken.add(start, stop)
+            count -= 1
+            yield start, stop
+        while count > 0:
+            start, limit = self._next()
+            if start >= limit:
+                return
+            empty = self._is_empty(start)
+            stop = min(limit, self.gap[1] if empty else (start // shard + count) * shard)
+            self.taken.add(start, stop)
+            self.cursor = stop
+            count -= 1 if empty else -(-(stop - start) // shard)
+            yield start, stop
+
+    def _is_empty(self, position: int) -> bool:
+        return self.gap[0] <= position < self.gap[1]
+
+    def leave_empty(self, start: int, stop: int) -> None:
+        """Note an empty range; leases within it remain with their workers."""
+        self.gap = start, stop
+
+    def finish(self, start: int, stop: int) -> None:
+        """Mark leased positions as done."""
+        self.taken.remove(start, stop)
+        self.done.add(start, stop)
+
+    def give_back(self, start: int, stop: int) -> None:
+        """Return leased positions, so that they can be leased again."""
+        self.taken.remove(start, stop)
+        self.returned.add(start, stop)
+
+    def put_aside(self, start: int, stop: int) -> None:
+        """Skip leased positions."""
+        self.taken.remove(start, stop)
+        self.aside.add(start, stop)
+
+    def leave_out(self, start: int, stop: int) -> None:
+        """Skip positions that are not done; call this before any lease."""
+        self.end = max(self.end, stop)
+        self.aside.add(start, stop)
+        for begin, end in self.done:
+            self.aside.remove(begin, end)
+
+    def validate(self) -> None:
+        """Check the invariants; raise AssertionError on the first that is broken."""
+        assert self.begin <= self.cursor
+        known = Ranges()
+        for ranges in (self.done, self.taken, self.returned, self.aside):
+            for start, stop in ranges:
+                assert self.begin <= start < stop <= self.end
+                assert not known.meets(start, stop)
+                known.add(start, stop)
+        if self.cursor > self.begin:
+            assert known.covers(self.begin, min(self.cursor, self.end))
+        for start, stop in known:
+            beyond = Ranges([(max(start, self.cursor), stop)])
+            assert all(self.done.covers(a, b) or self.aside.covers(a, b) for a, b in beyond)
+
+
+def epoch_size(spec: DataSpec) -> int:
+    """Return the number of samples of an epoch that are leased."""
+    return spec.size - spec.size % spec.shard if spec.drop_last else spec.size
+
+
+def lanes_of(spec: DataSpec, done: Spans) -> dict[int, Lane]:
+    """Return the lanes of a dataset whose done samples are ``done``.
+
+    Raises:
+        ProtocolError: ``done`` belongs to another dataset.
+    """
+    lanes: dict[int, Lane] = {}
+    if spec.size < 0:
+        lanes = {number: Lane(begin, begin) for number, begin in enumerate(spec.begins)}
+    for number, ranges in done.lanes.items():
+        spans = list(ranges)
+        if not spans:
+            continue
+        known = lanes.get(number) if spec.size < 0 else Lane(0, epoch_size(spec))
+        if known is None or spans[0][0] < known.begin:
+            raise ProtocolError(f"The checkpoint has partition {number}, and {spec.name} has not.")
+        if spec.size < 0:
+            known.end = max(known.end, spans[-1][1])
+        if spans[-1][1] > known.end:
+            raise ProtocolError(
+                f"The checkpoint contains sample {spans[-1][1] - 1} of epoch {number}; the data set "
+                f"{spec.name} has {known.end} samples."
+            )
+        known.done = ranges
+        lanes[number] = known
+    return lanes

@@ -1,0 +1,391 @@
+"""A dataset as a training script reads it, without any framework."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, groupby, islice
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+
+from dlrover import launched
+from dlrover.data import dealers
+from dlrover.data.client import ShardClient
+from dlrover.data.machine import order
+from dlrover.data.machine.parts import Part
+from dlrover.data.machine.spans import Spans
+from dlrover.data.machine.state import NO_READER, RankData, began, count, merged
+from dlrover.data.sources.blocks import InBlocks, shard_of
+from dlrover.data.sources.stream import Stream
+from dlrover.data.streamed import Streamed
+from dlrover.errors import ConfigurationError
+from dlrover.spec.shards import DataSpec, Incarnation, Span, data_key
+
+Sample_co = TypeVar("Sample_co", covariant=True)
+
+SHARDS = 1000
+"""Minimum number of shards in a dataset, unless the shard size is set."""
+LARGEST = 1000
+"""Maximum number of samples in a shard, unless the shard size is set."""
+
+
+class Source(Protocol[Sample_co]):
+    """Samples by number: a list, a map-style dataset of PyTorch, files of `dlrover.data.sources`."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    def __getitem__(self, index: int) -> Sample_co:
+        """Return one sample."""
+
+
+class Records(Generic[Sample_co]):
+    """Samples shared among all workers of a job: in each epoch, every sample goes to one worker.
+
+    Iterating yields the rest of the epoch; the next iteration is the next epoch. Save ``state_dict`` in a
+    checkpoint together with the model: a restore puts both at the same sample, on any number of workers.
+    A sample counts as learned from once it is handed out. Without a master (a program that runs alone)
+    the process leases to itself in the same way.
+
+    A stream has one epoch, which ends when the stream does: mostly never.
+
+    Args:
+        source: the samples; the same, and in the same order, on all workers. Or a `Stream`, or its address.
+        name: distinguishes the datasets of a job.
+        epochs: number of times that each sample is leased; 0: endlessly.
+        shuffle: use an order that depends on ``seed`` and the epoch instead of the order of the source.
+            A source that is read in blocks (Parquet, tables) is shuffled by blocks, and within each block.
+        seed: seed of the order; the same on all workers.
+        shard: samples per lease; by default a thousandth of all, at most 1000. For a source in blocks, a
+            block or an equal part of one, if that is at most a hundredth of all. For a stream: offsets.
+        drop_last: leave out the incomplete last shard of each epoch.
+        attempts: attempts to read a sample before it is skipped and reported.
+        max_set_aside: samples that a worker may skip; one more raises the error of the last.
+        wait_for_others: end an epoch only when others have read their leased samples. Use this in a program
+            whose workers do not wait for each other: they then read what a dead worker leaves behind.
+        timeout: seconds of silence after which a worker's samples are leased to others.
+
+    Raises:
+        ConfigurationError: an argument is wrong.
+    """
+
+    def __init__(  # noqa: PLR0913 - options, by name
+        self,
+        source: Source[Sample_co] | Stream[Sample_co] | str,
+        *,
+        name: str = "data",
+        epochs: int = 1,
+        shuffle: bool = False,
+        seed: int = 0,
+        shard: int | None = None,
+        drop_last: bool = False,
+        attempts: int = 3,
+        max_set_aside: int = 10,
+        wait_for_others: bool = False,
+        timeout: float = 1800.0,
+    ) -> None:
+        self._stream: Streamed | None = None
+        self._blocks: Sequence[Any] | None = None
+        self.source: Any = source
+        if isinstance(source, str | Stream):
+            self.source = source if isinstance(source, Stream) else Stream(source)
+            self._stream = Streamed(self.source, shard)
+            size, how = -1, self._stream.identity
+        else:
+            self._blocks = source.blocks if isinstance(source, InBlocks) else None
+            size = len(source)
+            how = self._order_name(seed) if shuffle else "as in the source"
+        if self._stream is not None and (shuffle or epochs != 1 or drop_last):
+            raise ConfigurationError(
+                "A stream has no epochs, shuffle or drop_last: it is read once, in order."
+            )
+        self._spec = _checked(
+            {
+                "name": name,
+                "size": size,
+                "epochs": epochs,
+                "shard": self._usual_shard(size) if shard is None else shard,
+                "drop_last": drop_last,
+                "order": how,
+                "attempts": attempts,
+                "max_aside": max_set_aside,
+                "timeout": timeout,
+            }
+        )
+        self._shuffle, self._seed = shuffle, seed
+        self._patient = wait_for_others
+        self._pid = os.getpid()
+        self._client: ShardClient | None = None
+        self._closed = False
+        self._base = b""
+        self._loads = 0
+        self._orders: dict[int, order.Order] = {}
+        self.epoch = 0
+        """The current or next epoch; it ends at ``epochs``."""
+
+    # ---- reading
+
+    def __iter__(self) -> Iterator[Sample_co]:
+        for place, sample in self.read_ahead():
+            self.handed_out([place])
+            yield sample
+        self.end_epoch()
+
+    def read_ahead(self) -> Iterator[tuple[Span, Sample_co]]:
+        """Yield the rest of the epoch as places and samples; a sample counts only after `handed_out`.
+
+        For readers that read ahead of the training. They `put_back` samples that did not reach the training,
+        and call `end_epoch` after the last one that did.
+        """
+        parts, left = self._parts(), Span(0, 0, 0)
+        try:
+            for part in parts:
+                shard = -1
+                for place, item in part.places():
+                    left = Span(place.lane, place.stop, part.span.stop)
+                    if place.start // self._spec.shard != shard:
+                        shard = place.start // self._spec.shard
+                        self._reads(place)
+                    try:
+                        sample = self.source[item]
+                    except Exception as error:  # noqa: BLE001 - whatever the source raises
+                        self._failed(place, f"{type(error).__name__}: {error}")
+                        continue
+                    yield place, sample
+        finally:
+            parts.close()
+            self.put_back([left])
+
+    def handed_out(self, places: Iterable[Span]) -> None:
+        """Mark samples as handed to the training."""
+        known = list(places)
+        self._opened().consumed(known)
+        if self._stream is not None:
+            self._stream.spend(len(known))
+
+    def put_back(self, places: Iterable[Span]) -> None:
+        """Put samples back; they are read again next."""
+        known = [place for place in places if place.start < place.stop]
+        if self._client is not None:
+            self._client.put_back(known)
+        if self._stream is not None:
+            self._stream.put_back(len(known))
+
+    def end_epoch(self) -> None:
+        """Note that the training has all of this worker's samples of the epoch."""
+        if self._stream is None:
+            self.epoch += 1
+
+    def until_end(self) -> Iterator[int]:
+        """Yield the remaining epochs, for ``for epoch in data.until_end(): for sample in data: ...``."""
+        self._opened()
+        while not self._spec.epochs or self.epoch < self._spec.epochs:
+            epoch = self.epoch
+            yield epoch
+            if self.epoch == epoch:
+                return  # the epoch was not read to its end
+
+    def record(self, lane: int, position: int) -> int:
+        """Return the number, in the source, of the record at a position of an epoch."""
+        return self._order(lane).record(position) if self._shuffle else position
+
+    def _order(self, lane: int) -> order.Order:
+        found = self._orders.get(lane)
+        if found is None:
+            if len(self._orders) > 2:
+                self._orders.clear()
+            found = self._orders[lane] = self._shuffled(lane)
+        return found
+
+    def _shuffled(self, lane: int) -> order.Order:
+        if self._blocks is not None:
+            return order.ShuffledInBlocks(self._blocks, self._seed, lane)
+        return order.Shuffled(self._spec.size, self._seed, lane)
+
+    def _order_name(self, seed: int) -> str:
+        blocks = f" in {len(self._blocks)} blocks" if self._blocks is not None else ""
+        return f"shuffled{blocks} with seed {seed}"
+
+    def _usual_shard(self, size: int) -> int:
+        fitting = shard_of(self._blocks) if self._blocks is not None else None
+        return fitting or max(1, min(LARGEST, size // SHARDS))
+
+    def _parts(self) -> Generator[Part, None, None]:
+        """Yield the samples of this epoch that this worker gets."""
+        if not self._goes_on():
+            return
+        client = self._opened()
+        client.enter(self.epoch)
+        idle = self._stream.stream.idle if self._stream is not None else None
+        while self._goes_on() and (spans := client.take(patient=self._patient, idle=idle)):
+            try:
+                for part in self._read(spans):
+                    if part.items and not self._goes_on():
+                        break
+                    if not client.claim(part.span):
+                        break
+                    if part.items:
+                        if self._stream is not None:
+                            self._stream.draw()
+                        yield part
+                    else:
+                        client.consumed([part.span])
+            finally:
+                client.leave_unclaimed()
+        if self._stream is not None:
+            client.rest()
+
+    def _goes_on(self) -> bool:
+        """Return whether a stream has another sample for this worker."""
+        stream, spec = self._stream, self._spec
+        return stream is None or stream.goes_on(spec, self._incarnation, patient=self._patient)
+
+    def _read(self, spans: Sequence[Span]) -> Iterator[Part]:
+        """Yield the samples of spans in parts; parts without samples are empty positions of a stream."""
+        if self._stream is None:
+            yield from map(Part, spans, self._items(spans))
+            return
+        for span in spans:
+            for place, message in self._stream.read(span):
+                yield Part(place, () if message is None else (message,))
+
+    def _items(self, spans: Sequence[Span]) -> Iterator[Sequence[int]]:
+        """Yield the records of each span; consecutive spans of a lane are looked up together."""
+        if not self._shuffle:
+            yield from (range(span.start, span.stop) for span in spans)
+            return
+        for lane, of_lane in groupby(spans, key=lambda span: span.lane):
+            several = list(of_lane)
+            ranges = [range(span.start, span.stop) for span in several]
+            positions = ranges[0] if len(ranges) == 1 else list(chain.from_iterable(ranges))
+            records = iter(self._order(lane).records(positions))
+            yield from (list(islice(records, len(each))) for each in ranges)
+
+    def _reads(self, place: Span) -> None:
+        """Note the shard whose samples are read next, in case the process crashes on them."""
+        if launched.reading is not None:
+            launched.reading(data_key(self._spec.name), place.lane, place.start)
+
+    def _failed(self, place: Span, error: str) -> None:
+        client, lane, position = self._opened(), place.lane, place.stop - 1
+        client.consumed([Span(lane, place.start, position)])
+        if self._stream is not None:
+            self._stream.put_back(1)
+        what = f"offset {position} of partition {lane}"
+        if self._stream is None:
+            what = f"record {self.record(lane, position)}"
+        client.fail(lane, position, f"{what}: {error}")
+
+    def _opened(self) -> ShardClient:
+        if os.getpid() != self._pid:
+            raise ConfigurationError(
+                "A process of a data loader cannot read the data set by itself; use data.loader(batch_size=..., "
+                "num_workers=...) instead of DataLoader(data, ...)."
+            )
+        if self._closed:
+            raise ConfigurationError(f"The data set {self._spec.name} was closed; make another.")
+        if self._client is None:
+            self._client = self._open()
+            self.epoch = max(self.epoch, self._client.first_lane)
+        return self._client
+
+    @property
+    def _incarnation(self) -> Incarnation:
+        return Incarnation(launched.round, self._loads)
+
+    def _open(self) -> ShardClient:
+        if self._stream is None:
+            rank, _ = dealers.world()
+            return ShardClient(self._spec, dealers.connect(), rank, self._incarnation, self._base)
+        client = self._stream.open(self._spec, self._base, self._incarnation)
+        self._spec = client.spec
+        return client
+
+    def close(self) -> None:
+        """Return unread samples. Afterwards, iterating requires a restore."""
+        self._closed = True
+        if self._stream is not None:
+            self._stream.close()
+        elif self._client is not None:
+            self._client.close()
+
+    # ---- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this worker's model has learned from, as plain values of a few bytes per shard.
+
+        Raises:
+            InfrastructureError: the worker was cut off from the master for longer than ``timeout``.
+        """
+        rank, world_size = dealers.world()
+        if dealers.serves():
+            rank = NO_READER
+        mine = self._client.mine() if self._client is not None else b""
+        stream = self._stream
+        return RankData(
+            name=self._spec.name,
+            size=self._spec.size,
+            order=self._spec.order,
+            rank=rank,
+            world_size=world_size,
+            epoch=self.epoch,
+            base=self._base,
+            mine=mine,
+            begins=self._spec.begins,
+            limits=self._spec.limits,
+            samples_before=0 if stream is None else stream.samples_before,
+            samples=0 if stream is None else stream.samples,
+        ).as_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the state of a single worker.
+
+        Raises:
+            ConfigurationError: there were several workers, or the state belongs to another dataset.
+        """
+        self.load_rank_states([state])
+
+    def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Continue from the states of all workers that saved; the number of workers may have changed.
+
+        Raises:
+            ConfigurationError: states are missing, or belong to another dataset.
+            InfrastructureError: the states contradict each other.
+        """
+        done, epoch = merged(states, self._spec)
+        self.close()
+        self._client, self._closed = None, False
+        self._base, self.epoch = done.packed(), epoch
+        if self._stream is not None:
+            begins, limits = began(states)
+            self._spec = msgspec.structs.replace(self._spec, begins=begins, limits=limits)
+            self._stream.restart(count(states))
+        self._loads += 1
+
+    @property
+    def commits(self) -> bool:
+        """True if the stream's address has a group, to which stored checkpoints are committed."""
+        return self._stream is not None and self._stream.has_group
+
+    def commit_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Commit a stored checkpoint's offsets to the stream's group; ``states`` are those of all ranks.
+
+        A `Checkpointer` calls this in rank 0, in a thread of its own. Errors are logged.
+        """
+        if self._stream is not None and self.commits:
+            self._stream.commit(states, self._spec)
+
+
+def learned(states: Sequence[Mapping[str, Any]]) -> Spans:
+    """Return the samples in the states of all workers of one checkpoint, for inspection."""
+    first = msgspec.convert(dict(states[0]), RankData)
+    spec = DataSpec(name=first.name, size=first.size, order=first.order)
+    return merged(states, spec)[0]
+
+
+def _checked(fields: dict[str, Any]) -> DataSpec:
+    try:
+        return msgspec.convert(fields, DataSpec)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"The data set cannot be read so: {error}.") from error

@@ -1,0 +1,1 @@
+"""Samples in files and tables, by number, and in streams: for `Records` and ``ElasticDataset``."""

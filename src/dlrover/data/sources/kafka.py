@@ -1,0 +1,188 @@
+"""Kafka, with the broker's own partitions and offsets. Transactional messages are read once committed."""
+
+from __future__ import annotations
+
+import logging
+from datetime import datetime
+from typing import Any
+
+from dlrover.data.sources.stream import TIMEOUT, Address, Bounds, Broker, Fetched, Message
+from dlrover.errors import ConfigurationError
+
+_WAIT = 1.0
+"""Seconds of one wait for messages."""
+logger = logging.getLogger(__name__)
+
+
+class Kafka(Broker):
+    """``kafka://host:9092/topic``, several hosts with commas; user and password are those of SASL.
+
+    Options with a dot are librdkafka's: ``?security.protocol=SASL_SSL&sasl.mechanism=PLAIN``. ``group`` is
+    the consumer group that follows the job's progress.
+    """
+
+    needs = "confluent-kafka"
+
+    def __init__(self, address: Address) -> None:
+        import confluent_kafka as kafka  # noqa: PLC0415 - only if there is such a source
+
+        super().__init__(address)
+        topics = address.names(address.path, "a topic as its path")
+        if len(topics) > 1:
+            raise ConfigurationError(
+                f"The address {address} names {len(topics)} topics; one is read."
+            )
+        self._topic = topics[0]
+        self.group = address.group
+        given = {name: address.option(name) for name in address.options if name != "group"}
+        for name in given:
+            if "." not in name or name.startswith("group.") or name in _OWN:
+                raise ConfigurationError(
+                    f"The address {address} has an option {name}; it is not accepted."
+                )
+        if address.user:
+            given |= {"sasl.username": address.user, "sasl.password": address.password}
+            given.setdefault("security.protocol", "SASL_SSL")
+            given.setdefault("sasl.mechanism", "PLAIN")
+        self._settings = {
+            "socket.timeout.ms": int(TIMEOUT * 1000),
+            **given,
+            "bootstrap.servers": address.servers,
+            # librdkafka requires a name; without a group nothing is committed
+            "group.id": self.group or "dlrover",
+            **_OWN,
+        }
+        self._kafka = kafka
+        self.transient = (kafka.KafkaException, TimeoutError)
+        self.hopeless = ()
+        self._consumer: Any = None
+        self._at = (-1, -1)
+        self._found = False
+        """True if the topic has been found once."""
+
+    @property
+    def identity(self) -> str:
+        """The topic."""
+        return f"kafka {self._topic}"
+
+    def bounds(self) -> list[Bounds]:
+        """Return the bounds of each partition."""
+        consumer = self._connected()
+        topic = consumer.list_topics(self._topic, timeout=TIMEOUT).topics[self._topic]
+        if topic.error is not None:
+            raise self._refusal(topic.error)
+        self._found = True
+        return [self._bounds(number) for number in range(len(topic.partitions))]
+
+    def offsets_at(self, when: datetime, bounds: list[Bounds]) -> list[int]:
+        """Return, by the messages' time stamps, the first offsets that are not earlier."""
+        at = int(when.timestamp() * 1000)
+        asked = self._places([at] * len(bounds))
+        found = self._connected().offsets_for_times(asked, timeout=TIMEOUT)
+        for place in found:
+            if place.error is not None:
+                raise self._refusal(place.error)
+        return [
+            place.offset if place.offset >= 0 else end
+            for place, (_, end) in zip(found, bounds, strict=True)
+        ]
+
+    def commit(self, offsets: list[int]) -> None:
+        """Commit the group's offsets; a broker refuses this if the group has consumers."""
+        consumer = self._connected()
+        for place in consumer.commit(offsets=self._places(offsets), asynchronous=False):
+            if place.error is not None:
+                raise self._refusal(place.error)
+
+    def _places(self, offsets: list[int]) -> list[Any]:
+        make = self._kafka.TopicPartition
+        return [make(self._topic, number, offset) for number, offset in enumerate(offsets)]
+
+    def _refusal(self, error: Any) -> Exception:
+        """Return the exception for a broker's error; some errors are permanent."""
+        names = _HOPELESS if self._found else _HOPELESS + _ABSENT
+        if error.code() in {getattr(self._kafka.KafkaError, name) for name in names}:
+            return ConfigurationError(f"{self.address} cannot be read: {error.str()}.")
+        found: Exception = self._kafka.KafkaException(error)
+        return found
+
+    def fetch(self, partition: int, start: int, stop: int, most: int) -> Fetched:
+        """Fetch messages; a consumer continues where it was, or is moved."""
+        consumer = self._connected()
+        if self._at != (partition, start):
+            consumer.assign([self._kafka.TopicPartition(self._topic, partition, start)])
+        found: list[Message] = []
+        at = start
+        while at < stop and len(found) < most:
+            got = consumer.consume(min(most - len(found), stop - at), _WAIT)
+            if not got:
+                self._at = (-1, -1)
+                raise TimeoutError("the messages that it has do not come")
+            for message in got:
+                at = max(at, self._taken(message, found, stop))
+        # Messages fetched from ``stop`` on are fetched again by the worker that gets them.
+        self._at = (partition, at) if at <= stop else (-1, -1)
+        return Fetched(found, min(at, stop), max(start, self._bounds(partition).first))
+
+    def _taken(self, message: Any, found: list[Message], stop: int) -> int:
+        """Keep a message; return the offset up to which all messages have arrived."""
+        error = message.error()
+        if error is None:
+            if message.offset() < stop:
+                headers = dict(message.headers() or ())
+                found.append(
+                    Message(
+                        message.partition(),
+                        message.offset(),
+                        message.value(),
+                        message.key(),
+                        headers,
+                    )
+                )
+            return int(message.offset()) + 1
+        if error.code() == self._kafka.KafkaError._PARTITION_EOF:  # noqa: SLF001 - its name
+            return int(message.offset())
+        if error.code() == self._kafka.KafkaError._AUTO_OFFSET_RESET:  # noqa: SLF001 - its name
+            # The requested offset does not exist any more.
+            return self._bounds(message.partition()).first
+        raise self._refusal(error)
+
+    def _bounds(self, partition: int) -> Bounds:
+        place = self._kafka.TopicPartition(self._topic, partition)
+        first, end = self._connected().get_watermark_offsets(place, timeout=TIMEOUT)
+        return Bounds(first, end)
+
+    def _connected(self) -> Any:
+        if self._consumer is None:
+            try:
+                self._consumer = self._kafka.Consumer(self._settings, logger=logger)
+            except self._kafka.KafkaException as error:  # nothing is connected yet
+                raise ConfigurationError(
+                    f"librdkafka refuses the options of {self.address}: {error.args[0].str()}."
+                ) from None
+        return self._consumer
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._consumer is not None:
+            self._consumer.close()
+        self._consumer, self._at = None, (-1, -1)
+
+
+_OWN = {
+    "enable.auto.commit": False,
+    "enable.partition.eof": True,
+    "auto.offset.reset": "error",
+    "isolation.level": "read_committed",
+    "allow.auto.create.topics": False,
+}
+"""Settings that the way of reading depends on."""
+_HOPELESS = (
+    "TOPIC_AUTHORIZATION_FAILED",
+    "GROUP_AUTHORIZATION_FAILED",
+    "SASL_AUTHENTICATION_FAILED",
+    "_AUTHENTICATION",
+)
+"""Errors that waiting does not mend."""
+_ABSENT = ("UNKNOWN_TOPIC_OR_PART", "_UNKNOWN_TOPIC", "TOPIC_EXCEPTION")
+"""Errors about a missing topic; for a topic that was there before, a broker may not know it at the moment."""

@@ -1,0 +1,274 @@
+"""NATS JetStream: each stream is a partition, and the offset of a message is its sequence number."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import threading
+from collections.abc import Coroutine
+from datetime import datetime, timezone
+from typing import Any, TypeVar
+
+from dlrover.data.sources.stream import TIMEOUT, Address, Bounds, Broker, Fetched, Message
+from dlrover.errors import ConfigurationError
+
+_WAIT = 1.0
+"""Seconds that messages may take which the server reports as available."""
+_INACTIVE = 300.0
+"""Seconds after which the server forgets a reader that died."""
+_OURS = "DLRover: where the last stored checkpoint ends"
+"""Description of the consumers that show a job's progress."""
+Result = TypeVar("Result")
+
+
+class Nats(Broker):
+    """``nats://user:password@host:4222/STREAM?subject=a.*``; ``tls`` with TLS, a token as the user.
+
+    With ``group=NAME``, a durable consumer of this name shows the job's progress.
+    """
+
+    needs = "nats-py"
+
+    def __init__(self, address: Address) -> None:
+        import nats  # noqa: PLC0415 - only if there is such a source
+        from nats.js import errors  # noqa: PLC0415
+
+        super().__init__(address)
+        address.accept("subject", "group")
+        self.group = address.group
+        if not re.fullmatch(r"[\w-]*", self.group, re.ASCII):
+            raise ConfigurationError(
+                f"The address {address} has the group {self.group!r}; letters, digits, _ and - are accepted."
+            )
+        self._streams = address.names(address.path, "a stream as its path")
+        self._subject = address.option("subject")
+        self.transient = (OSError, TimeoutError, nats.errors.Error, errors.ServiceUnavailableError)
+        self.hopeless = (
+            nats.errors.AuthorizationError,
+            errors.NotFoundError,
+            errors.BadRequestError,
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._connection: Any = None
+        self._readers: dict[int, _Reader] = {}
+
+    @property
+    def identity(self) -> str:
+        """The streams, and the subject read from them."""
+        return f"nats {' '.join(self._streams)} {self._subject}".strip()
+
+    def bounds(self) -> list[Bounds]:
+        """Return the bounds of each stream."""
+        return self._run(self._bounds())
+
+    def fetch(self, partition: int, start: int, stop: int, most: int) -> Fetched:
+        """Fetch messages with a consumer on the server that lasts while reading continues where it was."""
+        return self._run(self._fetch(partition, start, stop, most))
+
+    async def _bounds(self) -> list[Bounds]:
+        found = []
+        for stream in self._streams:
+            state = (await (await self._jetstream()).stream_info(stream)).state
+            found.append(Bounds(max(1, state.first_seq), state.last_seq + 1))
+        return found
+
+    async def _fetch(self, partition: int, start: int, stop: int, most: int) -> Fetched:
+        jetstream = await self._jetstream()
+        stream = self._streams[partition]
+        reader = self._readers.get(partition)
+        if reader is None or reader.at != start:
+            if reader is not None:
+                await reader.end()
+            reader = await _Reader.begin(jetstream, stream, self._subject, start)
+            self._readers[partition] = reader
+        got, reached = await reader.read(stop, most)
+        messages = [
+            Message(
+                partition,
+                m.metadata.sequence.stream,
+                m.data,
+                m.subject.encode(),
+                dict(m.headers or {}),
+            )
+            for m in got
+        ]
+        state = (await jetstream.stream_info(stream)).state
+        return Fetched(messages, reached, max(start, state.first_seq))
+
+    def offsets_at(self, when: datetime, bounds: list[Bounds]) -> list[int]:
+        """Return the offsets by the time at which the server received the messages."""
+        return self._run(self._offsets_at(when, bounds))
+
+    async def _offsets_at(self, when: datetime, bounds: list[Bounds]) -> list[int]:
+        from nats.js import api  # noqa: PLC0415 - only if there is such a source
+
+        at = when.astimezone(timezone.utc).isoformat()
+        begin = {"deliver_policy": api.DeliverPolicy.BY_START_TIME, "opt_start_time": at}
+        found = []
+        for stream, (_, end) in zip(self._streams, bounds, strict=True):
+            reader = await _Reader.begin(
+                await self._jetstream(), stream, self._subject, end, **begin
+            )
+            found.append(await reader.first(end))
+            await reader.end()
+        return found
+
+    def commit(self, offsets: list[int]) -> None:
+        """Recreate the durable consumer, whose position cannot be changed. Its pending messages are the lag.
+
+        Raises:
+            ConfigurationError: a foreign consumer has this name, or the stream keeps messages for consumers.
+        """
+        self._run(self._commit(offsets))
+
+    async def _commit(self, offsets: list[int]) -> None:
+        from nats.js import api, errors  # noqa: PLC0415 - only if there is such a source
+
+        jetstream = await self._jetstream()
+        for stream, offset in zip(self._streams, offsets, strict=True):
+            kept = (await jetstream.stream_info(stream)).config.retention
+            if kept != api.RetentionPolicy.LIMITS:
+                raise ConfigurationError(
+                    f"The stream {stream} of {self.address} keeps messages by its consumers ({kept}); a group is"
+                    " for streams that keep them by limits."
+                )
+            try:
+                known = await jetstream.consumer_info(stream, self.group)
+            except errors.NotFoundError:
+                known = None
+            if known is not None and known.config.description != _OURS:
+                raise ConfigurationError(
+                    f"The consumer {self.group} of the stream {stream} of {self.address} is somebody else's."
+                )
+            if known is not None:
+                await jetstream.delete_consumer(stream, self.group)
+            await jetstream.add_consumer(
+                stream,
+                durable_name=self.group,
+                description=_OURS,
+                deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
+                opt_start_seq=max(1, offset),
+                ack_policy=api.AckPolicy.EXPLICIT,
+                filter_subject=self._subject or None,
+            )
+
+    async def _jetstream(self) -> Any:
+        import nats  # noqa: PLC0415 - only if there is such a source
+
+        if self._connection is None:
+            credentials: dict[str, Any] = {}
+            if self.address.password:
+                credentials = {"user": self.address.user, "password": self.address.password}
+            elif self.address.user:
+                credentials = {"token": self.address.user}
+            scheme = self.address.scheme
+            self._connection = await nats.connect(
+                [f"{scheme}://{server}" for server in self.address.servers.split(",")],
+                connect_timeout=int(TIMEOUT),
+                allow_reconnect=False,
+                error_cb=_quiet,
+                **credentials,
+            )
+        return self._connection.jetstream(timeout=TIMEOUT)
+
+    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Run a coroutine of the client, which lives in an event loop."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(
+                target=_turn, args=(self._loop,), name="dlrover-nats", daemon=True
+            )
+            self._thread.start()
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(3 * TIMEOUT)
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Close the connection, and end the event loop."""
+        if self._loop is None:
+            return
+        if self._connection is not None:
+            # The broker may be away; it forgets idle readers by itself.
+            with contextlib.suppress(Exception):
+                self._run(self._end())
+        self._connection, self._readers = None, {}
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(TIMEOUT)
+        self._loop = None
+
+    async def _end(self) -> None:
+        for reader in self._readers.values():
+            await reader.end()
+        await self._connection.close()
+
+
+class _Reader:
+    """A consumer on the server: messages from ``at`` on, in order."""
+
+    def __init__(self, subscription: Any, at: int) -> None:
+        self._subscription, self.at = subscription, at
+
+    @classmethod
+    async def begin(
+        cls, jetstream: Any, stream: str, subject: str, start: int, **where: Any
+    ) -> _Reader:
+        """Begin at an offset, or with ``where`` at a place in the server's own terms."""
+        from nats.js import api  # noqa: PLC0415 - only if there is such a source
+
+        at_offset = {
+            "deliver_policy": api.DeliverPolicy.BY_START_SEQUENCE,
+            "opt_start_seq": max(1, start),
+        }
+        config = api.ConsumerConfig(
+            **(where or at_offset),
+            ack_policy=api.AckPolicy.NONE,
+            inactive_threshold=_INACTIVE,
+            filter_subject=subject or None,
+        )
+        info = await jetstream.add_consumer(stream, config=config)
+        return cls(await jetstream.pull_subscribe_bind(info.name, stream), start)
+
+    async def read(self, stop: int, most: int) -> tuple[list[Any], int]:
+        """Return messages up to offset ``stop``, and the offset up to which there are no others."""
+        import nats  # noqa: PLC0415 - only if there is such a source
+
+        got: list[Any] = []
+        pending = (await self._subscription.consumer_info()).num_pending
+        if pending:
+            try:
+                got = await self._subscription.fetch(min(most, stop - self.at, pending), _WAIT)
+            except nats.errors.TimeoutError:
+                raise TimeoutError("the messages that it has do not come") from None
+        last = got[-1].metadata if got else None
+        self.at = last.sequence.stream + 1 if last is not None else stop
+        all_there = last is None or last.num_pending == 0 or self.at >= stop
+        reached = stop if all_there else self.at
+        self.at = max(self.at, reached)
+        return [m for m in got if m.metadata.sequence.stream < stop], reached
+
+    async def first(self, default: int) -> int:
+        """Return the offset of the first message."""
+        if not (await self._subscription.consumer_info()).num_pending:
+            return default
+        (message,) = await self._subscription.fetch(1, _WAIT)
+        return int(message.metadata.sequence.stream)
+
+    async def end(self) -> None:
+        """Remove the consumer from the server."""
+        with contextlib.suppress(Exception):
+            info = await self._subscription.consumer_info()
+            await self._subscription.unsubscribe()
+            await self._subscription._js.delete_consumer(info.stream_name, info.name)  # noqa: SLF001
+
+
+def _turn(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
+
+
+async def _quiet(_: Exception) -> None:
+    """Ignore an error; the failed call raises it."""

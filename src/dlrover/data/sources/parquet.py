@@ -1,0 +1,169 @@
+"""Parquet files: one sample per row."""
+
+from __future__ import annotations
+
+import glob
+import importlib
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from dlrover.data.sources.blocks import BlockRecords
+from dlrover.data.sources.files import Paths
+from dlrover.errors import ConfigurationError, InfrastructureError
+
+KEPT = 2
+"""Row groups that a process keeps."""
+_SUFFIX = ".parquet"
+
+
+class Parquet(BlockRecords[Any, "dict[str, Any]"]):
+    """Rows of Parquet files as dicts of their columns.
+
+    A row group is read at once, so it should have 1,000 to 100,000 rows. This starts no threads, since a
+    process that forks the readers of a loader must have none.
+
+    Args:
+        paths: files, directories (all ``*.parquet`` below, except names that begin with ``_`` or ``.``) or
+            patterns such as ``part-*.parquet``; each may be a URL of fsspec, ``s3://bucket/folder``.
+        columns: the columns to read; by default all.
+        kept: row groups that each process keeps in memory.
+
+    Raises:
+        ConfigurationError: there is no file, one is no Parquet file or lacks a column, or a package
+            is missing: ``dlrover[parquet]``, and ``dlrover[remote]`` for URLs.
+    """
+
+    def __init__(
+        self, paths: Paths, *, columns: Sequence[str] | None = None, kept: int = KEPT
+    ) -> None:
+        alone = [paths] if isinstance(paths, str | os.PathLike) else paths
+        self.paths = [file for path in alone for file in _files(os.fspath(path))]
+        self.columns = None if columns is None else list(columns)
+        self._groups: list[tuple[int, int]] = []
+        self._opened: tuple[int, int, Any] | None = None
+        blocks: list[int] = []
+        for number in range(len(self.paths)):
+            metadata = self._checked(number).metadata
+            for group in range(metadata.num_row_groups):
+                rows = metadata.row_group(group).num_rows
+                if rows:
+                    self._groups.append((number, group))
+                    blocks.append(rows)
+        super().__init__(blocks, max(1, kept))
+
+    def _read(self, number: int) -> Any:
+        file, group = self._groups[number]
+        table = self._file(file).read_row_group(group, columns=self.columns, use_threads=False)
+        if table.num_rows != self.blocks[number]:
+            raise InfrastructureError(
+                f"Row group {group} of {self.paths[file]} has {table.num_rows} rows, and had"
+                f" {self.blocks[number]}; the file must not change."
+            )
+        return table
+
+    def _record(self, block: Any, at: int) -> dict[str, Any]:
+        return {
+            name: column[at].as_py()
+            for name, column in zip(block.column_names, block.columns, strict=True)
+        }
+
+    def _checked(self, number: int) -> Any:
+        """Return a file after checking that it has the columns."""
+        path = self.paths[number]
+        try:
+            file = self._file(number)
+        except FileNotFoundError as error:
+            raise ConfigurationError(f"{path} does not exist.") from error
+        except OSError as error:
+            raise ConfigurationError(f"{path} cannot be read: {error}.") from error
+        except ValueError as error:  # pyarrow raises it for invalid files
+            raise ConfigurationError(f"{path} is no Parquet file: {error}") from error
+        names = file.schema_arrow.names
+        missing = [name for name in self.columns or () if name not in names]
+        if missing:
+            raise ConfigurationError(
+                f"{path} has no column {missing[0]}; it has {', '.join(names)}."
+            )
+        return file
+
+    def _file(self, number: int) -> Any:
+        """Return an open file of this process; the last one stays open."""
+        if self._opened is not None and self._opened[:2] == (os.getpid(), number):
+            return self._opened[2]
+        parquet = _package("pyarrow.parquet", "parquet")
+        path = self.paths[number]
+        if "://" in path:
+            system, inner = _remote(path)
+            file = parquet.ParquetFile(system.open(inner, "rb"))
+        else:
+            file = parquet.ParquetFile(path)
+        self._opened = os.getpid(), number, file
+        return file
+
+    def close(self) -> None:
+        """Release the open file and the row groups; reading opens the file again."""
+        self._opened = None
+        self._read_last.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_opened": None}
+
+
+def _files(path: str) -> list[str]:
+    """Return the files that a path stands for, in order."""
+    if "://" in path:
+        found = _remote_files(path)
+    elif os.path.isdir(path):
+        below = glob.glob(os.path.join(glob.escape(path), "**", f"*{_SUFFIX}"), recursive=True)
+        found = _visible(path, below)
+    elif glob.has_magic(path) and not os.path.exists(path):
+        found = sorted(glob.glob(path, recursive=True))
+    else:
+        return [path]
+    if not found:
+        raise ConfigurationError(f"{path} names no Parquet file.")
+    return found
+
+
+def _remote_files(url: str) -> list[str]:
+    system, path = _remote(url)
+    try:
+        if glob.has_magic(path):
+            found = sorted(system.glob(path))
+        elif system.isdir(path):
+            found = _visible(path, (file for file in system.find(path) if file.endswith(_SUFFIX)))
+        else:
+            return [url]
+    except OSError as error:
+        raise ConfigurationError(f"{url} cannot be read: {error}.") from error
+    return [system.unstrip_protocol(file) for file in found]
+
+
+def _visible(folder: str, files: Iterable[str]) -> list[str]:
+    """Return the files without those that writers of datasets keep for themselves."""
+    return sorted(
+        file
+        for file in files
+        if not any(part[:1] in "_." for part in os.path.relpath(file, folder).split("/"))
+    )
+
+
+def _remote(url: str) -> tuple[Any, str]:
+    core = _package("fsspec.core", "remote")
+    try:
+        system, path = core.url_to_fs(url)
+    except ImportError as error:
+        raise ConfigurationError(f"{url} needs another package: {error}.") from error
+    except ValueError as error:
+        raise ConfigurationError(f"{url} is no URL that fsspec knows: {error}.") from error
+    return system, path
+
+
+def _package(name: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigurationError(
+            f"Parquet needs the package {name.partition('.')[0]}; install dlrover[{extra}]."
+        ) from error

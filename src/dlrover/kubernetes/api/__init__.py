@@ -1,0 +1,1 @@
+"""The Kubernetes API: credentials, client and informer."""

@@ -1,0 +1,431 @@
+"""The Kubernetes API over HTTP: the only module that uses the HTTP library.
+
+Objects cross this boundary as plain dictionaries in the form of their manifests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, NamedTuple
+
+import httpx2
+import msgspec
+
+from dlrover.errors import InfrastructureError
+from dlrover.kubernetes.api.access import Access, find_access
+
+logger = logging.getLogger(__name__)
+
+Object = dict[str, Any]
+"""A Kubernetes object."""
+
+CALL_TIMEOUT = 30.0
+"""Seconds allowed for one call."""
+CONNECT_TIMEOUT = 10.0
+"""Seconds before a server that does not accept the connection counts as down."""
+ATTEMPTS = 6
+"""Attempts at a call before its failure is raised."""
+CONFLICTS = 5
+"""Attempts at an update that conflicts with other clients' changes."""
+FIRST_WAIT = 0.2
+"""Seconds before the second attempt; each wait is about twice the previous one."""
+CONFLICT_WAIT = 0.05
+"""Seconds before an object is read again after a conflict."""
+LONGEST_WAIT = 10.0
+"""Maximum seconds between two attempts, even if the server asks for more."""
+WATCH_TIMEOUT = 60.0
+"""Seconds after which the server ends a watch; bookmarks mark the position."""
+STALL_GRACE = 10.0
+"""Seconds after `WATCH_TIMEOUT` before a silent open watch counts as stalled."""
+PAGE = 500
+"""Objects per page of a list."""
+CONNECTIONS = 64
+"""Maximum concurrent connections to the server; each watch holds one."""
+
+
+class ApiError(InfrastructureError):
+    """An error response from the API server."""
+
+    def __init__(
+        self, status: int, reason: str, message: str, retry_after: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        """The HTTP status."""
+        self.reason = reason
+        """The server's reason: ``NotFound``, ``AlreadyExists``, ``Conflict``, ``Invalid``…"""
+        self.message = message
+        self.retry_after = retry_after
+        """Seconds that the server asks to wait before another attempt; None if unspecified."""
+
+    @property
+    def passing(self) -> bool:
+        """True if the same call may succeed later."""
+        return self.status in (408, 429) or self.status >= 500
+
+    @property
+    def retriable(self) -> bool:
+        """True if another attempt is worthwhile, possibly only after a new read.
+
+        409: other clients changed the object, or one that admission updates, such as a ResourceQuota. 401:
+        the token was just replaced.
+        """
+        return self.passing or self.status in (401, 409)
+
+
+class Resource(NamedTuple):
+    """A kind of object and its location in the API."""
+
+    group: str
+    """Empty for the core group."""
+    version: str
+    plural: str
+    kind: str
+    namespaced: bool = True
+
+    @property
+    def api_version(self) -> str:
+        """The API version as in a manifest: ``apps/v1``, ``v1``."""
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    def path(self, namespace: str | None, name: str = "", subresource: str = "") -> str:
+        """Return the path of one object, or of all; None as ``namespace`` means all namespaces."""
+        parts = ["/apis" if self.group else "/api", self.api_version]
+        if self.namespaced and namespace is not None:
+            parts += ["namespaces", namespace]
+        parts += [self.plural, name, subresource]
+        return "/".join(part for part in parts if part)
+
+
+PODS = Resource("", "v1", "pods", "Pod")
+SERVICES = Resource("", "v1", "services", "Service")
+SECRETS = Resource("", "v1", "secrets", "Secret")
+SERVICE_ACCOUNTS = Resource("", "v1", "serviceaccounts", "ServiceAccount")
+CONFIG_MAPS = Resource("", "v1", "configmaps", "ConfigMap")
+EVENTS = Resource("", "v1", "events", "Event")
+ROLES = Resource("rbac.authorization.k8s.io", "v1", "roles", "Role")
+ROLE_BINDINGS = Resource("rbac.authorization.k8s.io", "v1", "rolebindings", "RoleBinding")
+NODES = Resource("", "v1", "nodes", "Node", namespaced=False)
+LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
+
+
+class Client:
+    """A client of one API server, for use on one event loop.
+
+    It repeats a call after a transient failure (429, 5xx, a lost connection) and observes the server's
+    requested delay. A repeated `create` may therefore find the object of its own first attempt:
+    ``AlreadyExists`` does not identify the creator. An unreachable server raises `InfrastructureError`; an
+    error response raises `ApiError`.
+    """
+
+    def __init__(self, access: Access) -> None:
+        self.namespace = access.namespace
+        """The default namespace."""
+        self.on_call: Callable[[str, str], None] = lambda _method, _code: None
+        """Callback after each attempt at a call, with its method (including ``WATCH``) and the HTTP status,
+        which is empty without a response."""
+        self._access = access
+        self._http = httpx2.AsyncClient(
+            base_url=access.server,
+            verify=access.tls,
+            timeout=httpx2.Timeout(CALL_TIMEOUT, connect=CONNECT_TIMEOUT),
+            limits=httpx2.Limits(max_connections=CONNECTIONS, max_keepalive_connections=8),
+            trust_env=False,
+        )
+
+    @classmethod
+    def from_config(cls, kubeconfig: str | None = None) -> Client:
+        """Return a client for a kubeconfig, else for the pod's service account or the user's kubeconfig.
+
+        Raises:
+            ConfigurationError: there is no access to a server.
+        """
+        return cls(find_access(kubeconfig))
+
+    async def get(self, resource: Resource, namespace: str | None, name: str) -> Object:
+        """Return one object.
+
+        Raises:
+            ApiError: 404 if there is none.
+        """
+        return await self._call("GET", resource.path(namespace, name))
+
+    async def list(
+        self, resource: Resource, namespace: str | None = None, labels: str = "", fields: str = ""
+    ) -> tuple[list[Object], str]:
+        """Return the objects that match the selectors, and the resource version of that state.
+
+        Objects from this method and from `watch` lack their ``managedFields``, which no caller reads.
+        """
+        path = resource.path(namespace)
+        query = _query(labelSelector=labels, fieldSelector=fields)
+        items: list[Object] = []
+        page = await self._call("GET", path, query | {"limit": str(PAGE)})
+        items += page.get("items") or ()
+        try:
+            while following := page["metadata"].get("continue"):
+                page = await self._call(
+                    "GET", path, query | {"limit": str(PAGE), "continue": following}
+                )
+                items += page.get("items") or ()
+        except ApiError as error:
+            if error.status != 410:
+                raise
+            page = await self._call("GET", path, query)  # expired pages: list all at once
+            items = page.get("items") or []
+        for item in items:  # list items lack their type
+            item["metadata"].pop("managedFields", None)
+            item.setdefault("apiVersion", resource.api_version)
+            item.setdefault("kind", resource.kind)
+        return items, page["metadata"]["resourceVersion"]
+
+    async def watch(
+        self,
+        resource: Resource,
+        namespace: str | None,
+        resource_version: str,
+        labels: str = "",
+        fields: str = "",
+        timeout: float = WATCH_TIMEOUT,
+    ) -> AsyncIterator[tuple[str, Object]]:
+        """Yield the events after ``resource_version``: ``ADDED``, ``MODIFIED``, ``DELETED``, ``BOOKMARK``.
+
+        The watch ends after ``timeout`` seconds. A bookmark contains only a resource version.
+
+        Raises:
+            ApiError: 410 if ``resource_version`` is too old: list again.
+            InfrastructureError: the connection broke, or stalled without any data.
+        """
+        query = _query(
+            watch="true",
+            allowWatchBookmarks="true",
+            resourceVersion=resource_version,
+            timeoutSeconds=str(max(1, round(timeout))),
+            labelSelector=labels,
+            fieldSelector=fields,
+        )
+        wait = httpx2.Timeout(timeout + STALL_GRACE, connect=CONNECT_TIMEOUT, pool=CONNECT_TIMEOUT)
+        headers = await self._headers()
+        path = resource.path(namespace)
+        with self._failures("WATCH", resource.plural):
+            async with self._http.stream(
+                "GET", path, params=query, headers=headers, timeout=wait
+            ) as answer:
+                self.on_call("WATCH", str(answer.status_code))
+                if answer.status_code >= 400:
+                    await answer.aread()
+                    raise _error(answer)
+                async for line in answer.aiter_lines():
+                    if line.strip():
+                        yield _event(line)
+
+    async def create(self, resource: Resource, obj: Object) -> Object:
+        """Create an object.
+
+        Raises:
+            ApiError: 409 ``AlreadyExists``; 422 ``Invalid``.
+        """
+        body = {"apiVersion": resource.api_version, "kind": resource.kind, **obj}
+        again = bool(obj["metadata"].get("name"))  # else a retry would make a second object
+        path = resource.path(obj["metadata"].get("namespace"))
+        return await self._call("POST", path, body=body, repeat=again)
+
+    async def replace(self, resource: Resource, obj: Object) -> Object:
+        """Replace an object; if it has a resource version, only if it is unchanged since then.
+
+        Raises:
+            ApiError: 409 ``Conflict``: read it again.
+        """
+        metadata = obj["metadata"]
+        path = resource.path(metadata.get("namespace"), metadata["name"])
+        return await self._call("PUT", path, body=obj)
+
+    async def patch(
+        self,
+        resource: Resource,
+        namespace: str | None,
+        name: str,
+        patch: Object,
+        subresource: str = "",
+    ) -> Object:
+        """Merge ``patch`` into an object or its subresource (RFC 7386)."""
+        path = resource.path(namespace, name, subresource)
+        return await self._call("PATCH", path, body=patch)
+
+    async def amend(
+        self,
+        resource: Resource,
+        namespace: str | None,
+        name: str,
+        uid: str,
+        patch: Object,
+        subresource: str = "",
+    ) -> Object:
+        """`patch` the object with this ``uid``, never another with the same name.
+
+        The server ignores the uid in a status patch, so the patch includes the version just read.
+
+        Raises:
+            ApiError: 404 if the object is gone; 409 if others changed it at each of `CONFLICTS` attempts.
+        """
+        for attempt in range(1, CONFLICTS + 1):
+            metadata = (await self.get(resource, namespace, name))["metadata"]
+            if metadata["uid"] != uid:
+                raise ApiError(404, "NotFound", f"Another {resource.kind} is called {name} now.")
+            version = {"metadata": {"resourceVersion": metadata["resourceVersion"]}}
+            try:
+                return await self.patch(resource, namespace, name, patch | version, subresource)
+            except ApiError as error:
+                if error.status != 409 or attempt == CONFLICTS:
+                    raise
+            await asyncio.sleep(jitter(CONFLICT_WAIT))
+        raise AssertionError("the last attempt returns or raises")
+
+    async def delete(
+        self,
+        resource: Resource,
+        namespace: str | None,
+        name: str,
+        uid: str = "",
+        grace: float | None = None,
+    ) -> None:
+        """Delete an object if it exists and has any given ``uid``. ``grace``: seconds for a pod to end."""
+        options: Object = {"propagationPolicy": "Background"}
+        if uid:
+            options["preconditions"] = {"uid": uid}
+        if grace is not None:
+            options["gracePeriodSeconds"] = int(grace)
+        try:
+            await self._call("DELETE", resource.path(namespace, name), body=options)
+        except ApiError as error:
+            if error.status == 404:
+                return
+            if not (uid and error.status == 409) or await self._has(resource, namespace, name, uid):
+                raise
+
+    async def _has(self, resource: Resource, namespace: str | None, name: str, uid: str) -> bool:
+        """Return whether the object with this uid exists."""
+        try:
+            return bool((await self.get(resource, namespace, name))["metadata"]["uid"] == uid)
+        except ApiError as error:
+            if error.status == 404:
+                return False
+            raise
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: Object | None = None,
+        *,
+        repeat: bool = True,
+    ) -> Object:
+        """Make a call, with retries. ``repeat``: retry even if the last attempt may have taken effect."""
+        wait, renewed = FIRST_WAIT, False
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return await self._once(method, path, query, body)
+            except ApiError as error:
+                if error.status == 401 and not renewed:
+                    renewed = True
+                    await asyncio.to_thread(self._access.token.renew)
+                    continue
+                refused = error.status == 429
+                if not error.passing or not (repeat or refused) or attempt == ATTEMPTS:
+                    raise
+                pause = error.retry_after
+            except InfrastructureError as error:
+                unsent = isinstance(error.__cause__, httpx2.ConnectError | httpx2.ConnectTimeout)
+                if not (repeat or unsent) or attempt == ATTEMPTS:
+                    raise
+                pause = None
+            await asyncio.sleep(min(LONGEST_WAIT, jitter(wait) if pause is None else pause))
+            wait *= 2
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _once(
+        self, method: str, path: str, query: Mapping[str, str] | None, body: Object | None
+    ) -> Object:
+        headers = await self._headers()
+        content = None
+        if body is not None:
+            kind = "merge-patch+json" if method == "PATCH" else "json"
+            headers["Content-Type"] = f"application/{kind}"
+            content = msgspec.json.encode(body)
+        with self._failures(method, path):
+            answer = await self._http.request(
+                method, path, params=query, headers=headers, content=content
+            )
+            self.on_call(method, str(answer.status_code))
+            if answer.status_code >= 400:
+                raise _error(answer)
+            return _decode(answer.content)
+
+    async def _headers(self) -> dict[str, str]:
+        token = self._access.token.current()
+        if token is None:
+            token = await asyncio.to_thread(self._access.token.renew)
+        return {"Authorization": f"Bearer {token}"} if token else {}
+
+    @contextlib.contextmanager
+    def _failures(self, method: str, what: str) -> Any:
+        try:
+            yield
+        except httpx2.HTTPError as error:
+            self.on_call(method, "")
+            raise InfrastructureError(
+                f"The Kubernetes API server {self._access.server} does not answer to {method} {what}: "
+                f"{type(error).__name__} {error}".rstrip()
+                + "."
+            ) from error
+
+
+def jitter(seconds: float) -> float:
+    """Return a time around ``seconds``, so that clients that failed together do not retry together."""
+    return seconds * random.uniform(0.75, 1.25)  # noqa: S311
+
+
+def _query(**values: str) -> dict[str, str]:
+    return {key: value for key, value in values.items() if value}
+
+
+def _decode(content: bytes | str) -> Object:
+    try:
+        return msgspec.json.decode(content, type=Object)
+    except msgspec.DecodeError as error:
+        raise InfrastructureError(
+            f"The Kubernetes API server sent what is not JSON: {error}."
+        ) from error
+
+
+def _event(line: str) -> tuple[str, Object]:
+    event = _decode(line)
+    kind, obj = event["type"], event["object"]
+    obj.get("metadata", {}).pop("managedFields", None)
+    if kind == "ERROR":
+        raise ApiError(obj.get("code", 500), obj.get("reason", ""), obj.get("message", ""))
+    return kind, obj
+
+
+def _error(answer: httpx2.Response) -> ApiError:
+    try:
+        status = msgspec.json.decode(answer.content, type=Object)
+    except msgspec.DecodeError:
+        status = {"message": answer.text[:500].strip()}
+    message = status.get("message") or f"The API server answered {answer.status_code}."
+    after = answer.headers.get("Retry-After", "")
+    return ApiError(
+        answer.status_code,
+        status.get("reason") or answer.reason_phrase,
+        message,
+        float(after) if after.isdecimal() else None,
+    )

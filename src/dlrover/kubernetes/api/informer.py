@@ -1,0 +1,126 @@
+"""A local copy of the server's objects, kept current: list, watch, and list again after a failure."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from dlrover.errors import InfrastructureError
+from dlrover.kubernetes.api.client import WATCH_TIMEOUT, ApiError, Client, Object, Resource, jitter
+
+logger = logging.getLogger(__name__)
+
+RESYNC = 600.0
+"""Seconds after which all objects are listed and reported again, changed or not."""
+FIRST_WAIT = 0.2
+"""Seconds before the first retry after a failure; each wait is about twice the previous one."""
+LONGEST_WAIT = 30.0
+"""Maximum seconds between two attempts."""
+
+
+class Informer:
+    """Follows the objects of one kind that match a label selector and a field selector.
+
+    It calls ``on_change`` with the key of each added, changed, or deleted object. The callback looks the
+    object up in `cache`, which lacks deleted objects. One call may cover several changes; intermediate
+    states are not reported. No change is lost permanently: after any failure the informer lists the objects
+    again.
+    """
+
+    def __init__(  # noqa: PLR0913 - what to follow, and how
+        self,
+        client: Client,
+        resource: Resource,
+        namespace: str | None,
+        labels: str,
+        on_change: Callable[[str], None],
+        *,
+        fields: str = "",
+        resync: float = RESYNC,
+        watch_timeout: float = WATCH_TIMEOUT,
+    ) -> None:
+        self.cache: dict[str, Object] = {}
+        """Objects by key (``namespace/name``); read only."""
+        self.synced = asyncio.Event()
+        """Set after the first list of the objects."""
+        self._client = client
+        self._resource = resource
+        self._namespace = namespace
+        self._labels = labels
+        self._fields = fields
+        self._on_change = on_change
+        self._resync = resync
+        self._watch_timeout = watch_timeout
+        self._version = ""
+        self._listed = 0.0
+        self._healthy = False
+
+    async def run(self) -> None:
+        """Follow the objects until cancelled."""
+        wait = FIRST_WAIT
+        while True:
+            self._healthy = False
+            try:
+                if not self._version or time.monotonic() - self._listed > self._resync:
+                    await self._list()
+                await self._watch()
+            except InfrastructureError as error:
+                asked = error.retry_after if isinstance(error, ApiError) else None
+                if isinstance(error, ApiError) and not error.passing:
+                    self._version = ""  # 410: the version is too old; others: a list may show why
+                wait = FIRST_WAIT if self._healthy else wait
+                pause = min(LONGEST_WAIT, jitter(wait) if asked is None else asked)
+                wait = min(LONGEST_WAIT, wait * 2)
+                logger.info("Following %s goes on in %.1f s: %s", self.what, pause, error)
+                await asyncio.sleep(pause)
+            else:
+                wait = FIRST_WAIT
+
+    @property
+    def what(self) -> str:
+        """The followed objects, in words."""
+        selectors = ",".join(filter(None, (self._labels, self._fields)))
+        selected = f" with {selectors}" if selectors else ""
+        return f"{self._resource.plural} in {self._namespace or 'all namespaces'}{selected}"
+
+    async def _list(self) -> None:
+        items, version = await self._client.list(
+            self._resource, self._namespace, self._labels, self._fields
+        )
+        old, self.cache = self.cache, {key_of(item): item for item in items}
+        self._version = version
+        self._listed = time.monotonic()
+        self._healthy = True
+        for key in [*self.cache, *(key for key in old if key not in self.cache)]:
+            self._on_change(key)
+        self.synced.set()
+
+    async def _watch(self) -> None:
+        left = self._resync - (time.monotonic() - self._listed)
+        events = self._client.watch(
+            self._resource,
+            self._namespace,
+            self._version,
+            self._labels,
+            self._fields,
+            timeout=max(1.0, min(self._watch_timeout, left)),
+        )
+        async for kind, obj in events:
+            self._healthy = True
+            if kind != "BOOKMARK":
+                key = key_of(obj)
+                if kind == "DELETED":
+                    self.cache.pop(key, None)
+                else:
+                    self.cache[key] = obj
+                self._on_change(key)
+            self._version = obj["metadata"]["resourceVersion"]
+
+
+def key_of(obj: Object) -> str:
+    """Return an object's ``namespace/name``, or only its name if it has no namespace."""
+    metadata = obj["metadata"]
+    namespace = metadata.get("namespace")
+    return f"{namespace}/{metadata['name']}" if namespace else str(metadata["name"])

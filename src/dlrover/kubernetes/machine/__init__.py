@@ -1,0 +1,1 @@
+"""The operator's decisions, and the objects and pods of a job. Pure."""

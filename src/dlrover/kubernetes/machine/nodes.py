@@ -1,0 +1,303 @@
+"""The pods of a job's nodes: their manifests and the interpretation of their status. No I/O here."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from dlrover.errors import ExitCode
+from dlrover.kubernetes.machine import objects, podgroups, pods, tls
+from dlrover.kubernetes.resources import names, quantities as resources
+from dlrover.kubernetes.resources.types import ElasticJob, ReplicaSpec
+from dlrover.spec.node import LaunchNode
+from dlrover.spec.roles import SERVER, WORKER, index_in_role, is_server
+
+Manifest = dict[str, Any]
+
+ROLES = ("chief", "evaluator", WORKER, SERVER)
+"""Roles whose pods are nodes, in rank order."""
+SCALED = (WORKER, SERVER)
+"""Roles whose number of pods may change."""
+NODE_LABEL = f"{names.GROUP}/node-id"
+"""Label with the id of a pod's node, unique within a job."""
+RANK_LABEL = f"{names.GROUP}/node-rank"
+"""Label with the rank that a pod's node prefers; a pod and its replacement share it."""
+WRONG_COMMAND = (ExitCode.USAGE, 126, 127)
+"""Exit codes of a wrong command; the container's last output line gives the details."""
+HOST_LABEL = "kubernetes.io/hostname"
+
+
+class Slot(NamedTuple):
+    """A node's place within its role."""
+
+    role: str
+    number: int
+
+
+def slots(job: ElasticJob) -> list[Slot]:
+    """Return the place of each node, by rank."""
+    return _slots(job, ROLES)
+
+
+def _slots(job: ElasticJob, roles: Iterable[str]) -> list[Slot]:
+    specs = job.spec.replica_specs
+    return [
+        Slot(role, index)
+        for role in roles
+        if role in specs
+        for index in range(specs[role].replicas)
+    ]
+
+
+def resized(job: ElasticJob, role: str, replicas: int) -> ElasticJob:
+    """Return the job with another number of pods of a role."""
+    specs = dict(job.spec.replica_specs)
+    if role in specs:
+        specs[role] = msgspec.structs.replace(specs[role], replicas=replicas)
+    spec = msgspec.structs.replace(job.spec, replica_specs=specs)
+    return msgspec.structs.replace(job, spec=spec)
+
+
+def slot(job: ElasticJob, rank: int) -> Slot:
+    """Return the place of the node that prefers a rank."""
+    if is_server(rank):
+        return Slot(SERVER, index_in_role(rank))
+    others = _slots(job, (role for role in ROLES if role not in SCALED))
+    number = rank - len(others)
+    return others[rank] if number < 0 else Slot(WORKER, number)
+
+
+def requests(job: ElasticJob, role: str) -> dict[str, Any]:
+    """Return the resources of a role's main container: its requests or, where absent, its limits."""
+    replica = job.spec.replica_specs.get(role, ReplicaSpec())
+    spec = copy.deepcopy(replica.template.get("spec") or {})
+    asked = _main(spec).get("resources") or {}
+    return {**(asked.get("limits") or {}), **(asked.get("requests") or {})}
+
+
+def pod_name(job: ElasticJob, launch: LaunchNode) -> str:
+    """Return the name of a node's pod."""
+    return f"{job.name}-edljob-{slot(job, launch.node_rank).role}-{launch.node_id}"
+
+
+def pod(job: ElasticJob, launch: LaunchNode, master: str) -> Manifest:
+    """Return the manifest of a node's pod; ``master`` is the address of the job's master.
+
+    The role's template is preserved. The pod also gets what a node needs: labels, an owner, variables for
+    ``dlrover-run``. It never restarts its containers, even if the template says so: the master makes a new
+    pod, possibly on another machine.
+    """
+    place = slot(job, launch.node_rank)
+    replica = job.spec.replica_specs[place.role]
+    template = copy.deepcopy(replica.template)
+    spec: Manifest = template.get("spec") or {}
+    metadata: Mapping[str, Any] = template.get("metadata") or {}
+    spec["restartPolicy"] = "Never"
+    spec.setdefault("enableServiceLinks", False)
+    container = _main(spec)
+    _give_variables(spec, container, job, launch, place, master)
+    tls.give_node(spec, container, job)
+    resources.grow(container, launch.memory_factor, launch.cpu_factor)
+    _avoid(spec, launch.avoid)
+    priority = _priority(replica, place.number)
+    if priority:
+        spec.setdefault("priorityClassName", priority)
+    labels = {
+        **(metadata.get("labels") or {}),
+        **names.labels(job.name, place.role),
+        NODE_LABEL: str(launch.node_id),
+        RANK_LABEL: str(launch.node_rank),
+    }
+    made = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": pod_name(job, launch),
+            "namespace": job.namespace,
+            "labels": labels,
+            "annotations": {**(metadata.get("annotations") or {}), **_factors(launch)},
+            "ownerReferences": [objects.owner(job)],
+        },
+        "spec": spec,
+    }
+    podgroups.join(made, job, len(slots(job)))
+    return made
+
+
+def _factors(launch: LaunchNode) -> dict[str, str]:
+    """Return the annotations from which a master without a journal reads a pod's size."""
+    factors = {
+        names.CPU_FACTOR: launch.cpu_factor,
+        names.MEMORY_FACTOR: launch.memory_factor,
+    }
+    return {key: repr(factor) for key, factor in factors.items() if factor != 1.0}
+
+
+def _main(spec: Manifest) -> Manifest:
+    """Return the container that runs ``dlrover-run``: ``main`` if there is one, else the first."""
+    containers: list[Manifest] = spec.get("containers") or [{}]
+    spec["containers"] = containers
+    for container in containers:
+        container.setdefault("name", "main")
+    return next((one for one in containers if one["name"] == "main"), containers[0])
+
+
+def _give_variables(
+    spec: Manifest, main: Manifest, job: ElasticJob, launch: LaunchNode, slot: Slot, master: str
+) -> None:
+    """Add the job's variables to all containers, and the node's to the main one."""
+    shared = [msgspec.to_builtins(variable) for variable in job.spec.envs.values()]
+    for variable in shared:
+        if variable["valueFrom"] is None:
+            del variable["valueFrom"]
+        else:
+            del variable["value"]
+    for container in spec["containers"]:
+        given = {variable["name"] for variable in container.get("env") or ()}
+        added = [variable for variable in shared if variable["name"] not in given]
+        container["env"] = [*(container.get("env") or []), *added]
+    own = _own_variables(job, launch, slot, master)
+    names_of_own = {variable["name"] for variable in own}
+    theirs = [variable for variable in main["env"] if variable["name"] not in names_of_own]
+    main["env"] = [*own, *theirs]  # first, because variables may refer to earlier ones
+    main.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
+
+
+def _own_variables(job: ElasticJob, launch: LaunchNode, slot: Slot, master: str) -> list[Manifest]:
+    plain = {
+        "DLROVER_MASTER_ADDR": master,
+        "DLROVER_NODE_ID": str(launch.node_id),
+        "DLROVER_NODE_RANK": str(launch.node_rank),
+        "ELASTIC_JOB_NAME": job.name,
+        "NODE_TYPE": slot.role,
+        "NODE_ID": str(launch.node_id),
+        "NODE_NUM": str(len(slots(job))),
+        "NODE_RANK": str(index_in_role(launch.node_rank)),
+    }
+    fields = {
+        "DLROVER_NODE_NAME": "spec.nodeName",
+        "POD_NAME": "metadata.name",
+        "POD_IP": "status.podIP",
+        "NODE_IP": "status.hostIP",
+    }
+    token = {
+        "name": names.own_name(job.name, job.uid),
+        "key": names.TOKEN_KEY,
+    }
+    return [
+        *({"name": name, "value": value} for name, value in plain.items()),
+        *(
+            {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+            for name, path in fields.items()
+        ),
+        {"name": "DLROVER_TOKEN", "valueFrom": {"secretKeyRef": token}},
+    ]
+
+
+def _avoid(spec: Manifest, hosts: Sequence[str]) -> None:
+    """Keep a pod off the given hosts, in addition to its template's constraints."""
+    if not hosts:
+        return
+    wanted = {"key": HOST_LABEL, "operator": "NotIn", "values": sorted(hosts)}
+    affinity = spec.setdefault("affinity", {})
+    node = affinity.setdefault("nodeAffinity", {})
+    required = node.setdefault("requiredDuringSchedulingIgnoredDuringExecution", {})
+    terms = required.setdefault("nodeSelectorTerms", [{}])  # a host must match one of them
+    for term in terms:
+        term["matchExpressions"] = [*(term.get("matchExpressions") or []), wanted]
+
+
+def _priority(replica: ReplicaSpec, index: int) -> str:
+    """Return the priority class of a role's pod; a fraction is the share of pods with class ``high``."""
+    if replica.priority in ("", "high", "low"):
+        return replica.priority
+    return "high" if index < math.ceil(float(replica.priority) * replica.replicas) else "low"
+
+
+# ---- the status of a pod
+
+
+def node_id(obj: Mapping[str, Any]) -> int:
+    """Return the id of a pod's node; -1 if the pod is no node."""
+    value = (obj["metadata"].get("labels") or {}).get(NODE_LABEL, "")
+    return int(value) if value.isdecimal() else -1
+
+
+def node_rank(obj: Mapping[str, Any]) -> int:
+    """Return the rank that a pod's node prefers."""
+    return int(obj["metadata"]["labels"][RANK_LABEL])
+
+
+def ending(obj: Mapping[str, Any]) -> str:
+    """Return how a pod ended or why it is ending, in words; empty while it lives."""
+    status = obj.get("status") or {}
+    if status.get("phase") in ("Succeeded", "Failed"):
+        return _end(status)
+    if _main_ended(obj):
+        return _end(status)  # sidecars may run forever
+    if obj["metadata"].get("deletionTimestamp"):
+        for condition in status.get("conditions") or ():
+            if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
+                return _words("its pod was deleted", condition)
+        return "its pod was deleted"
+    return ""
+
+
+def _main_ended(obj: Mapping[str, Any]) -> bool:
+    given = {"containers": list((obj.get("spec") or {}).get("containers") or ())}
+    main = _main(given)["name"] if given["containers"] else ""
+    statuses = (obj.get("status") or {}).get("containerStatuses") or ()
+    return any(
+        one["name"] == main and (one.get("state") or {}).get("terminated") for one in statuses
+    )
+
+
+def _end(status: Mapping[str, Any]) -> str:
+    kinds = ("initContainerStatuses", "containerStatuses")
+    for container in [one for kind in kinds for one in status.get(kind) or ()]:
+        end = (container.get("state") or {}).get("terminated") or {}
+        code = end.get("exitCode", 0)
+        if end.get("reason") == "OOMKilled":
+            return f"its container {container['name']} was killed for want of memory (OOMKilled)"
+        if code and not status.get("reason"):
+            reason = end.get("reason")
+            also = f" ({reason})" if reason not in (None, "", "Error") else ""
+            last = str(end.get("message") or "").strip().rpartition("\n")[2].rstrip(".")
+            said = f": {last}" if last and (code in WRONG_COMMAND or also) else ""
+            return f"its container {container['name']} ended with exit code {code}{also}{said}"
+    if status.get("reason"):
+        return _words("its pod failed", status)
+    return "its pod failed" if status["phase"] == "Failed" else "its pod ended"
+
+
+def exit_code(obj: Mapping[str, Any]) -> int:
+    """Return the exit code of the first failed container; 0 if none failed or the code is unknown."""
+    status = obj.get("status") or {}
+    for container in status.get("containerStatuses") or ():
+        end = (container.get("state") or {}).get("terminated") or {}
+        if end.get("exitCode") and end.get("reason") != "OOMKilled":
+            return int(end["exitCode"])
+    return 0
+
+
+def impossible(obj: Mapping[str, Any]) -> str:
+    """Return why a pod can never start on any machine; empty if it can."""
+    for container in (obj.get("status") or {}).get("containerStatuses") or ():
+        waiting = (container.get("state") or {}).get("waiting") or {}
+        if waiting.get("reason") == "InvalidImageName":
+            return _words("its pod cannot start", waiting)
+    return ""
+
+
+def _words(what: str, said: Mapping[str, Any]) -> str:
+    detail = str(said.get("message") or "").strip().rstrip(".")
+    return ": ".join(part for part in (what, said.get("reason"), detail) if part)
+
+
+def waiting(obj: Mapping[str, Any]) -> str:
+    """Return why a pod does not run yet; empty if it runs or the reason is unknown."""
+    return pods.obstacle([obj]).rstrip(".")

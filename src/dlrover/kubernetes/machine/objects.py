@@ -1,0 +1,280 @@
+"""The objects of a job's master: pod, Service, token, account and the account's rights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from dlrover.kubernetes.machine import podgroups, tls
+from dlrover.kubernetes.resources import names, quantities as resources
+from dlrover.kubernetes.resources.types import ElasticJob
+
+Manifest = dict[str, Any]
+HOME = "/var/lib/dlrover"
+"""Where the master keeps the job's directory: an empty volume per pod, or the volume of ``journalClaim``."""
+USER = 65532
+"""User and group id of the master, as in distroless images."""
+
+
+def owner(job: ElasticJob) -> Manifest:
+    """Return the owner reference by which the garbage collector removes a job's objects."""
+    return {
+        "apiVersion": names.API_VERSION,
+        "kind": "ElasticJob",
+        "name": job.name,
+        "uid": job.uid,
+        "controller": True,
+        "blockOwnerDeletion": False,
+    }
+
+
+def service(job: ElasticJob) -> Manifest:
+    """Return the Service through which nodes reach the master, regardless of its pod."""
+    chosen = _chosen(job)
+    port = {"name": "grpc", "port": names.MASTER_PORT, "targetPort": names.MASTER_PORT}
+    spec = {"selector": chosen, "ports": [port], "publishNotReadyAddresses": True}
+    return _object("v1", "Service", job, spec=spec)
+
+
+def _chosen(job: ElasticJob) -> dict[str, str]:
+    """Return the labels by which the Service selects the master's pod."""
+    labels = names.labels(job.name, names.MASTER_ROLE)
+    return {key: labels[key] for key in (names.JOB_LABEL, names.ROLE_LABEL)}
+
+
+def missing_labels(job: ElasticJob, pod: Manifest) -> list[str]:
+    """Return those selector labels that a master's pod has lost."""
+    given = pod["metadata"].get("labels") or {}
+    return [key for key, value in _chosen(job).items() if given.get(key) != value]
+
+
+def secret(job: ElasticJob, token: str) -> Manifest:
+    """Return the Secret with the token that every connection to the master presents."""
+    made = _object("v1", "Secret", job, type="Opaque", stringData={names.TOKEN_KEY: token})
+    return _own(made, job)
+
+
+def certificate(job: ElasticJob) -> Manifest | None:
+    """Return the Secret of the master's certificate, without content; None if the job does not use TLS."""
+    if not job.spec.master.tls:
+        return None
+    made = _object("v1", "Secret", job, type="kubernetes.io/tls")
+    made["metadata"]["name"] = tls.secret_name(job)
+    return made
+
+
+def pod_group(job: ElasticJob) -> Manifest | None:
+    """Return the PodGroup of the job's nodes; None if their scheduler needs none."""
+    group = podgroups.pod_group(job)
+    if group is None:
+        return None
+    made = _object(group["apiVersion"], "PodGroup", job, spec=group["spec"])
+    made["metadata"]["name"] = podgroups.name(job)
+    return made
+
+
+def account(job: ElasticJob) -> list[Manifest]:
+    """Return the master's service account, role and role binding."""
+    rbac = "rbac.authorization.k8s.io"
+    name = _own_name(job)
+    subject = {"kind": "ServiceAccount", "name": name, "namespace": job.namespace}
+    made = [
+        _object("v1", "ServiceAccount", job),
+        _object(f"{rbac}/v1", "Role", job, rules=role_rules(job.name)),
+        _object(
+            f"{rbac}/v1",
+            "RoleBinding",
+            job,
+            roleRef={"apiGroup": rbac, "kind": "Role", "name": name},
+            subjects=[subject],
+        ),
+    ]
+    return [_own(one, job) for one in made]
+
+
+def role_rules(job: str) -> list[Manifest]:
+    """Return a master's rights in its namespace: its own job, pods, plans for jobs and events."""
+    return [
+        _rule("", ["pods"], ["get", "list", "watch", "create", "delete"]),
+        _rule(names.GROUP, ["elasticjobs"], ["get", "list", "watch", "patch"], job),
+        _rule(names.GROUP, ["elasticjobs/status", "elasticjobs/scale"], ["patch"], job),
+        _rule(names.GROUP, ["scaleplans"], ["get", "list", "watch", "create"]),
+        _rule(names.GROUP, ["scaleplans/status"], ["patch"]),
+        _rule("", ["events"], ["get", "create", "patch"]),
+    ]
+
+
+def operator_rules() -> list[Manifest]:
+    """Return the operator's rights where it works; they must include all rights that it grants to masters."""
+    rbac = "rbac.authorization.k8s.io"
+    return [
+        _rule(names.GROUP, ["elasticjobs"], ["get", "list", "watch", "patch", "delete"]),
+        _rule(names.GROUP, ["elasticjobs/status", "elasticjobs/scale"], ["patch"]),
+        _rule(names.GROUP, ["scaleplans"], ["get", "list", "watch", "create", "patch", "delete"]),
+        _rule(names.GROUP, ["scaleplans/status"], ["patch"]),
+        _rule("", ["pods"], ["get", "list", "watch", "create", "delete"]),
+        _rule("", ["services"], ["get", "list", "watch", "create"]),
+        _rule("", ["serviceaccounts", "secrets"], ["create"]),
+        _rule(rbac, ["roles"], ["create", "patch"]),
+        _rule(rbac, ["rolebindings"], ["create"]),
+        _rule("", ["events"], ["get", "create", "patch"]),
+        _rule(podgroups.VOLCANO, ["podgroups"], ["create"]),
+        _rule(podgroups.COSCHEDULING, ["podgroups"], ["create"]),
+    ]
+
+
+def aggregated_rules() -> dict[str, list[Manifest]]:
+    """Return the rights of a namespace's users, added to the cluster's roles ``view`` and ``edit``."""
+    both = ["elasticjobs", "scaleplans"]
+    change = ["create", "update", "patch", "delete", "deletecollection"]
+    return {
+        "view": [
+            _rule(names.GROUP, both, ["get", "list", "watch"]),
+            _rule(
+                names.GROUP,
+                ["elasticjobs/status", "elasticjobs/scale", "scaleplans/status"],
+                ["get"],
+            ),
+        ],
+        "edit": [
+            _rule(names.GROUP, both, change),
+            _rule(names.GROUP, ["elasticjobs/scale"], ["update", "patch"]),
+        ],
+    }
+
+
+def lease_rules() -> list[Manifest]:
+    """Return the operator's additional rights in its own namespace, for leader election."""
+    return [_rule("coordination.k8s.io", ["leases"], ["get", "create", "update"])]
+
+
+def _rule(group: str, resources: list[str], verbs: list[str], only: str = "") -> Manifest:
+    named = {"resourceNames": [only]} if only else {}
+    return {"apiGroups": [group], "resources": resources, "verbs": verbs, **named}
+
+
+def master_pod(job: ElasticJob, image: str, memory_factor: float = 1.0) -> Manifest:
+    """Return the master's pod, from the job's role ``dlrover-master`` if present.
+
+    Its memory is multiplied by ``memory_factor``. The pod never restarts its container: the operator
+    decides what follows its end.
+    """
+    given = job.spec.replica_specs.get(names.MASTER_ROLE)
+    template = copy.deepcopy(given.template) if given else {}
+    spec: Manifest = template.get("spec") or {}
+    metadata: Mapping[str, Any] = template.get("metadata") or {}
+    containers = spec.get("containers") or [{}]
+    _complete(containers[0], job, image)
+    resources.grow(containers[0], memory_factor)
+    spec["containers"] = containers
+    spec["restartPolicy"] = "Never"
+    spec.setdefault("enableServiceLinks", False)
+    if given is not None and given.priority:
+        spec.setdefault("priorityClassName", _priority(given.priority))
+    spec.setdefault("serviceAccountName", _own_name(job))
+    spec.setdefault(
+        "securityContext",
+        {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+    )
+    claim = job.spec.master.journal_claim
+    home = {"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}}
+    spec["volumes"] = [
+        *(spec.get("volumes") or []),
+        {"name": "dlrover-home", **home},
+        {"name": "dlrover-tmp", "emptyDir": {}},
+    ]
+    tls.give_master(spec, containers[0], job)
+    pod = _object("v1", "Pod", job, spec=spec)
+    pod["metadata"]["labels"] = {
+        **(metadata.get("labels") or {}),
+        **names.labels(job.name, names.MASTER_ROLE),
+    }
+    grown = {names.MEMORY_FACTOR: str(memory_factor)} if memory_factor != 1.0 else {}
+    pod["metadata"]["annotations"] = {**(metadata.get("annotations") or {}), **grown}
+    return pod
+
+
+def _priority(given: str) -> str:
+    """Return the master's priority class; any positive fraction means ``high``, as there is one pod."""
+    if given in ("high", "low"):
+        return given
+    return "high" if float(given) else "low"
+
+
+def _complete(container: Manifest, job: ElasticJob, image: str) -> None:
+    """Fill in what the template of the master's container leaves out."""
+    container.setdefault("name", "main")
+    container["image"] = job.spec.master.image or container.get("image") or image
+    command = ["dlrover", "master", "--platform", "kubernetes", "--port", str(names.MASTER_PORT)]
+    container.setdefault("command", command)
+    container["env"] = [*(container.get("env") or []), *_environment(job)]
+    container["ports"] = [
+        *(container.get("ports") or []),
+        {"name": "grpc", "containerPort": names.MASTER_PORT},
+    ]
+    container["volumeMounts"] = [
+        *(container.get("volumeMounts") or []),
+        {"name": "dlrover-home", "mountPath": HOME},
+        {"name": "dlrover-tmp", "mountPath": "/tmp"},  # noqa: S108 - inside the pod
+    ]
+    container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
+    container.setdefault(
+        "readinessProbe", {"tcpSocket": {"port": names.MASTER_PORT}, "periodSeconds": 5}
+    )
+    container.setdefault(
+        "resources",
+        {"requests": {"cpu": "250m", "memory": "256Mi"}, "limits": {"memory": "2Gi"}},
+    )
+    container.setdefault(
+        "securityContext",
+        {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+    )
+
+
+def _environment(job: ElasticJob) -> list[Manifest]:
+    # The name distinguishes the job from an earlier one of its name on the same volume.
+    folder = f"{HOME}/{_own_name(job)}"
+    plain = {
+        "DLROVER_KUBERNETES_JOB": f"{job.namespace}/{job.name}",
+        "DLROVER_KUBERNETES_JOB_UID": job.uid,
+        "DLROVER_JOB_DIR": folder,
+        "DLROVER_STATE_DIR": f"{HOME}/state",
+        "HOME": HOME,
+    }
+    reference = {"name": _own_name(job), "key": names.TOKEN_KEY}
+    return [
+        *({"name": name, "value": value} for name, value in plain.items()),
+        {"name": "DLROVER_TOKEN", "valueFrom": {"secretKeyRef": reference}},
+        {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+    ]
+
+
+def _own_name(job: ElasticJob) -> str:
+    return names.own_name(job.name, job.uid)
+
+
+def _own(made: Manifest, job: ElasticJob) -> Manifest:
+    """Name an object so that no other job's object has the same name."""
+    made["metadata"]["name"] = _own_name(job)
+    return made
+
+
+def _object(api_version: str, kind: str, job: ElasticJob, **content: Any) -> Manifest:
+    metadata = {
+        "name": names.master_name(job.name),
+        "namespace": job.namespace,
+        "labels": names.labels(job.name, names.MASTER_ROLE),
+        "ownerReferences": [owner(job)],
+    }
+    return {"apiVersion": api_version, "kind": kind, "metadata": metadata, **content}

@@ -1,0 +1,182 @@
+"""The interpretation of pods: their role, whether they run, how they ended, and why they do not start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dlrover.errors import ExitCode
+from dlrover.kubernetes.resources import names, times
+from dlrover.kubernetes.resources.types import ReplicaStatus
+
+Manifest = Mapping[str, Any]
+
+_DECISIVE = {
+    ExitCode.USER_CODE: ("UserCode", "The training program failed"),
+    ExitCode.USAGE: ("Usage", "A flag, a file or a setting is wrong"),
+    ExitCode.INFRASTRUCTURE: ("Infrastructure", "The restarts for failed machines are used up"),
+    ExitCode.NO_PROGRESS: ("NoProgress", "Restarts no longer led to a new step"),
+    ExitCode.STOPPED: ("Stopped", "Somebody stopped the job"),
+}
+_NO_PROGRAM = ("ContainerCannotRun", "StartError")
+_STUCK = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError",
+          "CreateContainerError", "ErrImageNeverPull", "RunContainerError", "CrashLoopBackOff")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class End:
+    """How a pod ended; ``final``: the job ended with it, and a restart would not help."""
+
+    final: bool
+    succeeded: bool
+    reason: str
+    message: str
+    lived: float = 0.0
+    """Seconds that it ran; 0 if unknown."""
+
+
+def name(pod: Manifest) -> str:
+    """Return the pod's name."""
+    return str(pod["metadata"]["name"])
+
+
+def role(pod: Manifest) -> str:
+    """Return the pod's role, such as ``worker``."""
+    return str((pod["metadata"].get("labels") or {}).get(names.ROLE_LABEL, ""))
+
+
+def phase(pod: Manifest) -> str:
+    """Return ``Pending``, ``Running``, ``Succeeded``, ``Failed`` or ``Unknown``."""
+    return str(_status(pod).get("phase") or "Pending")
+
+
+def ended(pod: Manifest) -> bool:
+    """Return whether all its containers have ended."""
+    return phase(pod) in ("Succeeded", "Failed")
+
+
+def leaving(pod: Manifest) -> bool:
+    """Return whether it is being deleted."""
+    return bool(pod["metadata"].get("deletionTimestamp"))
+
+
+def ready(pod: Manifest) -> bool:
+    """Return whether it runs, is ready, and is not being deleted."""
+    return phase(pod) == "Running" and not leaving(pod) and _condition(pod, "Ready") == "True"
+
+
+def owned(pod: Manifest, uid: str) -> bool:
+    """Return whether it belongs to the object with that uid."""
+    return any(ref.get("uid") == uid for ref in pod["metadata"].get("ownerReferences") or ())
+
+
+def end_of_master(pod: Manifest) -> End:
+    """Return how the master's pod ended: with the job's exit code, or from an external cause."""
+    terminated = _terminated(pod)
+    said = str(terminated.get("message") or "").strip().rpartition("\n")[2]
+    code = terminated.get("exitCode")
+    if phase(pod) == "Succeeded" or code == 0:
+        return End(
+            final=True, succeeded=True, reason="Succeeded", message="All workers ended well."
+        )
+    why = str(terminated.get("reason") or _status(pod).get("reason") or "")
+    if why in _NO_PROGRAM or code == 127:
+        what = f"The master's image has no command dlrover: {said or why}."
+        return End(final=True, succeeded=False, reason="NoCommand", message=what)
+    if why != "OOMKilled" and code in list(_DECISIVE):
+        reason, what = _DECISIVE[ExitCode(code)]
+        what = f"{what}: {said}" if said else f"{what}."
+        lived = _lived(terminated)
+        return End(final=True, succeeded=False, reason=reason, message=what, lived=lived)
+    return End(final=False, succeeded=False, reason=why or "Lost", message=_fate(pod, code, why))
+
+
+def _lived(terminated: Manifest) -> float:
+    began = times.read(str(terminated.get("startedAt") or ""))
+    ended_at = times.read(str(terminated.get("finishedAt") or ""))
+    return 0.0 if began is None or ended_at is None else ended_at - began
+
+
+def _fate(pod: Manifest, code: int | None, why: str) -> str:
+    if why == "OOMKilled":
+        return "The master used more memory than its limit."
+    if code is not None and code > ExitCode.SIGNAL_BASE:
+        return f"The master was ended by signal {code - ExitCode.SIGNAL_BASE}."
+    detail = str(_status(pod).get("message") or "").strip()
+    known = " ".join(part for part in (why, detail) if part)
+    return f"The master's pod failed: {known or f'exit code {code}'}."
+
+
+def memory_factor(pod: Manifest) -> float:
+    """Return a pod's memory multiplier relative to its template; for a master, to the job's first master."""
+    return _factor(pod, names.MEMORY_FACTOR)
+
+
+def cpu_factor(pod: Manifest) -> float:
+    """Return a pod's CPU multiplier relative to its template."""
+    return _factor(pod, names.CPU_FACTOR)
+
+
+def _factor(pod: Manifest, annotation: str) -> float:
+    annotations = pod["metadata"].get("annotations") or {}
+    try:
+        return float(annotations.get(annotation, ""))
+    except ValueError:
+        return 1.0
+
+
+def count(pods: Iterable[Manifest]) -> dict[str, ReplicaStatus]:
+    """Count pods by role and phase, without the master and live pods that are being deleted."""
+    counted: dict[str, dict[str, int]] = {}
+    fields = {"Running": "active", "Succeeded": "succeeded", "Failed": "failed"}
+    for pod in pods:
+        if role(pod) in ("", names.MASTER_ROLE) or (leaving(pod) and not ended(pod)):
+            continue
+        of_role = counted.setdefault(role(pod), {})
+        field = fields.get(phase(pod), "pending")
+        of_role[field] = of_role.get(field, 0) + 1
+    return {key: ReplicaStatus(**value) for key, value in sorted(counted.items())}
+
+
+def obstacle(pods: Sequence[Manifest]) -> str:
+    """Return why the first waiting pod with a known reason does not start; empty if there is none."""
+    for pod in sorted(pods, key=name):
+        if phase(pod) == "Pending" and not leaving(pod):
+            why = _obstacle(pod)
+            if why:
+                return f"Pod {name(pod)} waits: {why}"
+    return ""
+
+
+def _obstacle(pod: Manifest) -> str:
+    for condition in _status(pod).get("conditions") or ():
+        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
+            return _sentence(str(condition.get("message") or condition.get("reason") or ""))
+    for container in _status(pod).get("containerStatuses") or ():
+        waiting = (container.get("state") or {}).get("waiting") or {}
+        if waiting.get("reason") in _STUCK:
+            detail = str(waiting.get("message") or "")
+            return _sentence(": ".join(filter(None, (str(waiting["reason"]), detail))))
+    return ""
+
+
+def _sentence(text: str) -> str:
+    return text if not text or text.endswith(".") else f"{text}."
+
+
+def _status(pod: Manifest) -> Mapping[str, Any]:
+    return pod.get("status") or {}
+
+
+def _condition(pod: Manifest, kind: str) -> str:
+    for condition in _status(pod).get("conditions") or ():
+        if condition.get("type") == kind:
+            return str(condition.get("status"))
+    return "Unknown"
+
+
+def _terminated(pod: Manifest) -> Mapping[str, Any]:
+    """Return how the pod's first container ended; empty if unknown, as for an evicted pod."""
+    statuses = _status(pod).get("containerStatuses") or [{}]
+    return (statuses[0].get("state") or {}).get("terminated") or {}

@@ -1,0 +1,219 @@
+"""The operator: it watches ElasticJobs and their objects, and carries out `reconcile`'s decisions."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from dlrover.errors import InfrastructureError
+from dlrover.kubernetes.api.client import PODS, SERVICES, ApiError, Client, Resource
+from dlrover.kubernetes.api.informer import Informer
+from dlrover.kubernetes.machine.decisions import Observed, Options
+from dlrover.kubernetes.machine.reconcile import reconcile
+from dlrover.kubernetes.machine.yielding import Claim
+from dlrover.kubernetes.operator import apply
+from dlrover.kubernetes.operator.apply import Result
+from dlrover.kubernetes.operator.scaleplans import ScalePlans
+from dlrover.kubernetes.operator.stats import Stats
+from dlrover.kubernetes.operator.workqueue import WorkQueue
+from dlrover.kubernetes.platform.job import ELASTIC_JOBS
+from dlrover.kubernetes.resources import names
+
+logger = logging.getLogger(__name__)
+
+WORKERS = 16
+"""Jobs processed concurrently."""
+FIRST_RETRY = 1.0
+"""Seconds before the first retry of a failed job; each further delay is twice the previous one."""
+LONGEST_RETRY = 60.0
+"""Maximum seconds between two such attempts."""
+FOUND_AGAIN = 1.0
+"""Seconds to wait when the API server's state is newer than the cache."""
+
+TAKEN_AGAIN = 5.0
+"""Seconds before checking again whether a foreign object has released a name that a job needs."""
+
+
+class ByJob:
+    """An informer for objects labelled with a job's name, indexed by the job's key."""
+
+    def __init__(
+        self,
+        client: Client,
+        resource: Resource,
+        namespace: str | None,
+        on_change: Callable[[str], None],
+    ) -> None:
+        self.informer = Informer(client, resource, namespace, names.JOB_LABEL, self._changed)
+        self._tell = on_change
+        self._job_of: dict[str, str] = {}
+        self._of_job: dict[str, set[str]] = {}
+
+    def of(self, job: str) -> list[dict[str, Any]]:
+        """Return a job's objects."""
+        cache = self.informer.cache
+        return [cache[key] for key in sorted(self._of_job.get(job, ())) if key in cache]
+
+    def _changed(self, key: str) -> None:
+        obj = self.informer.cache.get(key)
+        before, job = self._job_of.pop(key, ""), ""
+        if obj is not None:
+            metadata = obj["metadata"]
+            job = f"{metadata['namespace']}/{metadata['labels'][names.JOB_LABEL]}"
+            self._job_of[key] = job
+            self._of_job.setdefault(job, set()).add(key)
+        if before and before != job:
+            of_job = self._of_job[before]
+            of_job.discard(key)
+            if not of_job:
+                del self._of_job[before]
+            self._tell(before)
+        if job:
+            self._tell(job)
+
+
+class Operator:
+    """Reconciles all ElasticJobs of one namespace; of the cluster if ``namespace`` is None."""
+
+    def __init__(
+        self, client: Client, namespace: str | None, options: Options, stats: Stats
+    ) -> None:
+        self._client = client
+        self._options = options
+        self._stats = stats
+        self._queue = WorkQueue(stats.waits)
+        self._jobs = Informer(client, ELASTIC_JOBS, namespace, "", self._job_changed)
+        self._pods = ByJob(client, PODS, namespace, self._queue.add)
+        self._services = ByJob(client, SERVICES, namespace, self._queue.add)
+        self._scale_plans = ScalePlans(client, namespace, self._manifest)
+        self._failures: dict[str, int] = {}
+        self._written: dict[str, int] = {}
+        self._claims: dict[str, Claim] = {}
+        self.synced = asyncio.Event()
+        """Set after the first list of all jobs, pods and Services."""
+
+    @property
+    def waiting(self) -> int:
+        """Number of jobs waiting to be processed."""
+        return self._queue.depth
+
+    def phases(self) -> Iterator[str]:
+        """Yield the state of each job."""
+        for job in self._jobs.cache.values():
+            yield (job.get("status") or {}).get("phase") or "Created"
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        informers = [self._jobs, self._pods.informer, self._services.informer]
+        tasks = [asyncio.create_task(informer.run()) for informer in informers]
+        try:
+            for informer in informers:
+                await informer.synced.wait()
+            self.synced.set()
+            tasks.append(asyncio.create_task(self._scale_plans.run()))
+            tasks += [asyncio.create_task(self._work()) for _ in range(WORKERS)]
+            await asyncio.gather(*tasks)
+        finally:
+            self._queue.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _manifest(self, key: str) -> dict[str, Any] | None:
+        return self._jobs.cache.get(key)
+
+    def _job_changed(self, key: str) -> None:
+        self._queue.add(key)
+        self._scale_plans.job_changed(key)
+
+    async def _work(self) -> None:
+        while True:
+            key = await self._queue.get()
+            # In its own task, so that a defect triggered by one job does not stop the others.
+            task = asyncio.create_task(self._reconcile(key))
+            began = time.monotonic()
+            try:
+                await asyncio.wait([task])
+            finally:
+                task.cancel()
+                self._queue.done(key)
+                self._stats.reconciles.add(time.monotonic() - began)
+            error = task.exception()
+            if error is None:
+                self._failures.pop(key, None)
+                again = task.result()
+            else:
+                again = self._retry(key, error)
+            if again is not None:
+                self._queue.add_after(key, again)
+
+    def _retry(self, key: str, error: BaseException) -> float:
+        """Record a failure and return the seconds until the job is retried."""
+        self._stats.failures += 1
+        failures = self._failures[key] = self._failures.get(key, 0) + 1
+        again = min(LONGEST_RETRY, FIRST_RETRY * 2.0 ** min(failures - 1, 10))
+        defect = None if isinstance(error, InfrastructureError) else error
+        logger.warning("Job %s is tried again in %.0f s: %s", key, again, error, exc_info=defect)
+        return again
+
+    async def _reconcile(self, key: str) -> float | None:
+        """Decide about a job and carry it out; return the seconds until the next look, or None."""
+        job = self._jobs.cache.get(key)
+        if job is None:
+            self._written.pop(key, None)
+            self._claims.pop(key, None)
+            return None
+        if _version(job) < self._written.get(key, 0):
+            return FOUND_AGAIN  # the cache is older than our own last write
+        pods = self._pods.of(key)
+        result, again = await self._decide(key, job, pods)
+        if result.stale:
+            hidden = await self._hidden(job, pods)
+            if hidden is not None:
+                result, again = await self._decide(key, job, [*pods, hidden])
+                again = min(again or TAKEN_AGAIN, TAKEN_AGAIN)  # no event reports its deletion
+        if result.job is not None:
+            self._written[key] = _version(result.job)
+        if result.taken:
+            return TAKEN_AGAIN
+        return FOUND_AGAIN if result.stale else again
+
+    async def _hidden(self, job: dict[str, Any], known: list[dict[str, Any]]) -> Any:
+        """Return the pod with the master's name that lacks this job's label; None if there is none."""
+        metadata = job["metadata"]
+        name = names.master_name(metadata["name"])
+        if any(pod["metadata"]["name"] == name for pod in known):
+            return None
+        try:
+            pod = await self._client.get(PODS, metadata["namespace"], name)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            return None
+        label = (pod["metadata"].get("labels") or {}).get(names.JOB_LABEL)
+        return None if label == metadata["name"] else pod  # else the informer sees it soon
+
+    async def _decide(
+        self, key: str, job: dict[str, Any], pods: list[dict[str, Any]]
+    ) -> tuple[Result, float | None]:
+        """Decide with these pods and carry it out; return the result and when to decide again."""
+        services = self._services.of(key)
+        rivals = tuple(self._claims.values())
+        seen = Observed(job, pods, services[0] if services else None, rivals)
+        decision = reconcile(seen, time.time(), self._options, secrets.token_hex(16))
+        if decision.claim is None:
+            self._claims.pop(key, None)
+        else:
+            self._claims[key] = decision.claim
+        result = await apply.carry_out(self._client, ELASTIC_JOBS, job, decision)
+        return result, decision.again
+
+
+def _version(obj: Mapping[str, Any]) -> int:
+    """Return the resource version as an increasing number."""
+    text = str(obj["metadata"].get("resourceVersion") or "")
+    return int(text) if text.isdecimal() else 0

@@ -1,0 +1,1 @@
+"""The platform of a master that runs in a cluster: nodes as pods."""

@@ -1,0 +1,127 @@
+"""A job as seen by its master: the ElasticJob in the cluster and the `JobSpec` derived from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from dlrover.errors import ConfigurationError
+from dlrover.kubernetes.api.client import ApiError, Client, Resource
+from dlrover.kubernetes.machine import nodes, record
+from dlrover.kubernetes.machine.decisions import status_of
+from dlrover.kubernetes.platform.inventory import requests_of
+from dlrover.kubernetes.resources import commands, names
+from dlrover.kubernetes.resources.types import ElasticJob
+from dlrover.spec.job import JobSpec, Limits
+from dlrover.spec.jobdir import BrainSide
+from dlrover.spec.plan import Group
+from dlrover.spec.roles import SERVER
+from dlrover.spec.rules import Rule
+
+VARIABLE, UID_VARIABLE = "DLROVER_KUBERNETES_JOB", "DLROVER_KUBERNETES_JOB_UID"
+ELASTIC_JOBS = Resource(names.GROUP, names.VERSION, "elasticjobs", "ElasticJob")
+
+
+async def read(client: Client, env: Mapping[str, str]) -> ElasticJob:
+    """Return the job that the environment names, with its running spec (see `record`).
+
+    Raises:
+        ConfigurationError: there is none, it is invalid, or another job now has its name.
+    """
+    namespace, _, name = env.get(VARIABLE, "").partition("/")
+    uid = env.get(UID_VARIABLE, "")
+    if not namespace or not name:
+        raise ConfigurationError(
+            f"{VARIABLE}={env.get(VARIABLE, '')!r}: must be the ElasticJob of this master, as NAMESPACE/NAME."
+        )
+    try:
+        manifest = await client.get(ELASTIC_JOBS, namespace, name)
+    except ApiError as error:
+        if error.status != 404:
+            raise
+        raise ConfigurationError(
+            f"{VARIABLE}={namespace}/{name}: there is no such ElasticJob."
+        ) from error
+    if uid not in ("", manifest["metadata"]["uid"]):
+        raise ConfigurationError(
+            f"{UID_VARIABLE}={uid}: this ElasticJob of the master was deleted, and another one has its name now, "
+            f"{namespace}/{name}."
+        )
+    return msgspec.structs.replace(record.resolve(manifest).job, status=status_of(manifest))
+
+
+async def fetch(env: Mapping[str, str]) -> ElasticJob:
+    """Call `read` with a client of its own."""
+    client = Client.from_config()
+    try:
+        return await read(client, env)
+    finally:
+        await client.close()
+
+
+def job_spec(job: ElasticJob, limits: Limits, rules: tuple[Rule, ...] = ()) -> JobSpec:
+    """Return the specification that the master runs the job by.
+
+    The master takes these ``dlrover-run`` options from the workers' command: ``--nnodes`` (its minimum, if
+    no role has ``minReplicas``; it excludes servers), ``--max-restarts`` (overrides ``restartCount``),
+    ``--node-unit``, ``--auto-scale``, ``--network-check`` and ``--exclude-straggler``.
+    """
+    specs = job.spec.replica_specs
+    roles = [role for role in nodes.ROLES if role in specs]
+    if not roles:
+        raise ConfigurationError(
+            f"ElasticJob {job.name}: spec.replicaSpecs has no {', '.join(nodes.ROLES)}; it needs one."
+        )
+    servers = specs[SERVER].replicas if SERVER in specs else 0
+    total = len(nodes.slots(job)) - servers
+    worker = specs.get("worker", specs[roles[0]])
+    flags = commands.options(worker.template)
+    stragglers = "exclude-straggler" in flags
+    return JobSpec(
+        name=job.name,
+        min_nodes=commands.fewest_nodes(job) - commands.fewest_servers(job),
+        max_nodes=total,
+        managed_nodes=total,
+        auto_scale=_auto_scale(job, flags),
+        other_nodes=total - (specs["worker"].replicas if "worker" in specs else 0),
+        servers=servers,
+        min_servers=commands.fewest_servers(job),
+        max_servers=servers,
+        earlier_restarts=job.status.training.restarts,
+        node_unit=commands.number(flags.get("node-unit", ""), 1),
+        max_restarts=commands.number(flags.get("max-restarts", ""), worker.restart_count),
+        node_check=stragglers or "network-check" in flags,
+        exclude_stragglers=stragglers,
+        limits=limits,
+        diagnosis_rules=rules,
+        grows_memory=True,
+        grows_cpu=True,
+    )
+
+
+def brain_side(job: ElasticJob, given: BrainSide) -> BrainSide:
+    """Return the Brain settings: ``brainService`` sets the address; ``optimizeMode`` may set ``cluster``."""
+    worker = job.spec.replica_specs.get("worker")
+    asked = requests_of(worker.template) if worker is not None else {}
+    return msgspec.structs.replace(
+        given,
+        node=Group(
+            count=1,
+            cpu=asked.get("cpu", 0.0),
+            memory=int(asked.get("memory", 0)),
+            accelerators=int(asked.get("accelerator", 0)),
+        ),
+        address=job.spec.brain_service or given.address,
+        cluster=given.cluster or job.spec.optimize_mode == "cluster",
+    )
+
+
+def _auto_scale(job: ElasticJob, flags: Mapping[str, str]) -> bool:
+    """Return whether to auto-scale the workers; not with a chief or evaluator, which would have to follow."""
+    specs = job.spec.replica_specs
+    alone = not any(
+        specs[role].replicas for role in specs if role in nodes.ROLES and role not in nodes.SCALED
+    )
+    asked = "auto-scale" in flags or ("worker" in specs and specs["worker"].auto_scale)
+    return asked and alone and job.spec.optimize_mode in ("single-job", "cluster")

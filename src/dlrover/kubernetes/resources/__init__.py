@@ -1,0 +1,1 @@
+"""The resources ElasticJob and ScalePlan: types, rules and validation. Pure."""

@@ -1,0 +1,412 @@
+"""The resources ``ElasticJob`` and ``ScalePlan`` (``elastic.iml.github.io/v1alpha1``).
+
+The only source of their fields: the schemas of `dlrover.kubernetes.resources.crd`, the checks of
+`dlrover.kubernetes.resources.validation` and the documentation are derived from it. Times are in seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+Role = Literal["worker", "ps", "chief", "evaluator", "dlrover-master"]
+Strategy = Literal["AllreduceStrategy", "ParameterServerStrategy", "CustomStrategy", "Local"]
+OptimizeMode = Literal["manual", "single-job", "cluster", "manunal", "mannual"]
+"""The last two are misspellings of ``manual`` in the original."""
+CleanPodPolicy = Literal["None", "Running", "All"]
+RestartPolicy = Literal["", "Always", "OnFailure", "Never", "ExitCode"]
+GangBy = Literal["", "volcano", "coscheduling", "koordinator", "kueue"]
+Phase = Literal[
+    "Created",
+    "Pending",
+    "Running",
+    "Restarting",
+    "Suspended",
+    "Yielded",
+    "Succeeded",
+    "Failed",
+    "Rejected",
+]
+
+QUANTITY = r"([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?"
+"""Regular expression for a complete quantity in a string."""
+_QUANTITY = {"x-kubernetes-int-or-string": True, "minimum": 0, "pattern": f"^({QUANTITY})$"}
+Quantity: TypeAlias = Annotated[
+    int | str,
+    Meta(extra_json_schema=_QUANTITY),
+]
+
+
+def _kept(**properties: Any) -> dict[str, Any]:
+    """Return the schema of an object that keeps all fields but checks only some."""
+    kept = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    return kept | ({"properties": properties} if properties else {})
+
+
+def _list(items: dict[str, Any], most: int | None = None) -> dict[str, Any]:
+    """Return the schema of a list. Lists that CEL rules traverse need the bound ``most``."""
+    return {"type": "array", "items": items} | ({"maxItems": most} if most else {})
+
+
+_STRING = {"type": "string"}
+_STRINGS = {"type": "object", "additionalProperties": _STRING}
+_CONTAINER = _kept(
+    name=_STRING | {"maxLength": 63},
+    image=_STRING,
+    command=_list(_STRING),
+    args=_list(_STRING),
+    env=_list(_kept(name=_STRING)),
+    ports=_list(_kept()),
+    volumeMounts=_list(_kept()),
+    resources=_kept(requests=_kept(memory=_QUANTITY), limits=_kept(memory=_QUANTITY)),
+)
+_AFFINITY = _kept(
+    nodeAffinity=_kept(
+        requiredDuringSchedulingIgnoredDuringExecution=_kept(
+            nodeSelectorTerms=_list(_kept(matchExpressions=_list(_kept())))
+        )
+    )
+)
+PodTemplate: TypeAlias = Annotated[
+    dict[str, Any],
+    Meta(
+        description="Pod template; kept as given, what it leaves out gets a default.",
+        extra_json_schema=_kept(
+            metadata=_kept(labels=_STRINGS, annotations=_STRINGS),
+            spec=_kept(
+                containers=_list(_CONTAINER, most=64), volumes=_list(_kept()), affinity=_AFFINITY
+            ),
+        ),
+    ),
+]
+
+
+class _Base(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """Base of the resources, with field names in camel case."""
+
+
+class EnvVar(_Base, frozen=True):
+    """An environment variable for every pod of the job, as in a container."""
+
+    name: Annotated[str, Meta(min_length=1, description="Name of the variable.")]
+    value: Annotated[str, Meta(description="Its value.")] = ""
+    value_from: Annotated[
+        dict[str, Any] | None,
+        Meta(
+            description="Source of its value, as in a container.",
+            extra_json_schema={"x-kubernetes-preserve-unknown-fields": True},
+        ),
+    ] = None
+
+
+class ReplicaSpec(_Base, frozen=True):
+    """The pods of one role."""
+
+    replicas: Annotated[
+        int, Meta(ge=0, le=100_000, description="Pods of this role; for workers, nodes of the job.")
+    ] = 1
+    min_replicas: (
+        Annotated[
+            int,
+            Meta(ge=1, le=100_000, description="The job runs with so many; all if left out."),
+        ]
+        | None
+    ) = None
+    template: PodTemplate = {}
+    restart_count: Annotated[
+        int, Meta(ge=0, le=10_000, description="Restarts after failures of the program.")
+    ] = 3
+    priority: Annotated[
+        str,
+        Meta(
+            pattern=r"^(|high|low|0?\.[0-9]+|1(\.0+)?)$",
+            description="high, low, or the fraction of the pods with high priority, as 0.5.",
+        ),
+    ] = ""
+    restart_policy: Annotated[
+        RestartPolicy, Meta(description="Accepted for compatibility; the master restarts pods.")
+    ] = ""
+    auto_scale: Annotated[
+        bool,
+        Meta(
+            description="For workers: find their number, from minReplicas to replicas, while training."
+        ),
+    ] = False
+    restart_timeout: Annotated[
+        int, Meta(ge=0, description="Accepted for compatibility; see the setting join_timeout.")
+    ] = 0
+    batch_scheduler: Annotated[
+        str, Meta(description="Accepted for compatibility; set schedulerName in the template.")
+    ] = msgspec.field(default="", name="BatchScheduler")
+
+
+class MasterSpec(_Base, frozen=True):
+    """The job's master."""
+
+    image: Annotated[
+        str, Meta(description="Its image; that of the operator's --master-image if left out.")
+    ] = ""
+    journal_claim: Annotated[
+        str,
+        Meta(description="PersistentVolumeClaim that keeps the job's directory over its restarts."),
+    ] = ""
+    tls: Annotated[
+        bool, Meta(description="Nodes and master talk by TLS, with certificates of the job's own.")
+    ] = False
+
+
+class GangSpec(_Base, frozen=True):
+    """All-or-nothing placement of at least the job's minimum of nodes."""
+
+    by: Annotated[
+        GangBy, Meta(description="Who places them so; their pods get the group that it needs.")
+    ] = ""
+    queue: Annotated[
+        str, Meta(max_length=63, description="Queue of Volcano, or LocalQueue of Kueue.")
+    ] = ""
+    yield_after_seconds: (
+        Annotated[
+            int,
+            Meta(
+                ge=10,
+                description="A job that waits so long for its minimum gives its pods to another one.",
+            ),
+        ]
+        | None
+    ) = None
+
+
+class ElasticJobSpec(_Base, frozen=True):
+    """The specification of the job."""
+
+    replica_specs: Annotated[
+        dict[str, ReplicaSpec],
+        Meta(min_length=1, max_length=5, description="Pods by role: worker, ps, chief, evaluator."),
+    ]
+    distribution_strategy: Annotated[
+        Strategy, Meta(description="How the workers train together.")
+    ] = "AllreduceStrategy"
+    optimize_mode: Annotated[
+        OptimizeMode, Meta(description="manual keeps the number of workers despite autoScale.")
+    ] = "single-job"
+    suspend: Annotated[
+        bool, Meta(description="Removes the job's pods until it is false; Kueue sets it.")
+    ] = False
+    ttl_seconds_after_finished: (
+        Annotated[int, Meta(ge=0, description="The job is deleted so long after its end.")] | None
+    ) = None
+    active_deadline_seconds: (
+        Annotated[int, Meta(ge=1, description="The job fails once it has been active for so long.")]
+        | None
+    ) = None
+    clean_pod_policy: Annotated[
+        CleanPodPolicy, Meta(description="Which pods are removed when the job has ended.")
+    ] = "Running"
+    managed_by: Annotated[
+        str, Meta(max_length=63, description="Another controller's name: this one does nothing.")
+    ] = ""
+    master: Annotated[MasterSpec, Meta(description="The job's master.")] = MasterSpec()
+    gang: Annotated[GangSpec, Meta(description="Placing the nodes all together.")] = GangSpec()
+    envs: Annotated[
+        dict[str, EnvVar],
+        Meta(max_length=256, description="Variables of every pod, under any keys."),
+    ] = {}
+    resource_limits: Annotated[
+        dict[str, Quantity], Meta(description="Accepted for compatibility; use a ResourceQuota.")
+    ] = {}
+    brain_service: Annotated[str, Meta(description="Address of the Brain, HOST:PORT.")] = ""
+    enable_elastic_scheduling: Annotated[
+        bool, Meta(description="Accepted for compatibility; jobs are always elastic.")
+    ] = False
+    enable_dynamic_sharding: Annotated[
+        bool, Meta(description="Accepted for compatibility; the program decides.")
+    ] = False
+    relaunch_strategy: Annotated[str, Meta(description="Accepted for compatibility.")] = ""
+    critical_nodes: Annotated[str, Meta(description="Accepted for compatibility.")] = ""
+
+
+class Condition(_Base, frozen=True):
+    """One fact about an object, with the time and reason of its last change (``metav1.Condition``)."""
+
+    type: Annotated[str, Meta(description="What the fact is about.")]
+    status: Annotated[Literal["True", "False", "Unknown"], Meta(description="Whether it holds.")]
+    reason: Annotated[str, Meta(description="Why, in one word.")]
+    message: Annotated[str, Meta(description="Why, in a sentence.")] = ""
+    last_transition_time: Annotated[
+        str, Meta(description="When the status changed.", extra_json_schema={"format": "date-time"})
+    ] = ""
+    observed_generation: Annotated[
+        int, Meta(description="The generation of the object that it is about.")
+    ] = 0
+
+
+class ReplicaStatus(_Base, frozen=True):
+    """Numbers of pods of one role by phase."""
+
+    pending: int = 0
+    active: int = 0
+    succeeded: int = 0
+    failed: int = 0
+
+
+class MasterStatus(_Base, frozen=True):
+    """The operator's record of the job's master."""
+
+    starts: Annotated[int, Meta(description="Master pods that were started.")] = 0
+    last_start_time: Annotated[str, Meta(description="When the last one was.")] = ""
+    quick_ends: Annotated[
+        int, Meta(description="Masters in a row that did not live for a minute.")
+    ] = 0
+    memory_factor: Annotated[
+        float, Meta(description="Times the memory of the first one: masters ran out of memory.")
+    ] = 1.0
+
+
+class TrainingStatus(_Base, frozen=True):
+    """The training's progress, written by the job's master."""
+
+    steps: Annotated[int, Meta(description="Optimizer steps, repeated ones included.")] = 0
+    restarts: Annotated[int, Meta(description="Restarts of the workers.")] = 0
+    goodput: Annotated[str, Meta(description="Share of the time in new steps, as 97.5%.")] = ""
+    eta: Annotated[str, Meta(description="How long it will still take, as 3h12m.")] = ""
+    waits: Annotated[str, Meta(description="Why a node's pod cannot be made, if one cannot.")] = ""
+
+
+class ElasticJobStatus(_Base, frozen=True):
+    """The state of the job. The operator writes everything except ``training``."""
+
+    phase: Annotated[str, Meta(description="The job's state in one word.")] = ""
+    message: Annotated[str, Meta(description="The same in a sentence.")] = ""
+    observed_generation: Annotated[int, Meta(description="The generation it is about.")] = 0
+    conditions: Annotated[
+        list[Condition],
+        Meta(
+            description="Accepted, Applied, Suspended, Placed, MasterReady, Running, Complete, "
+            "Succeeded, Failed.",
+            extra_json_schema={
+                "x-kubernetes-list-type": "map",
+                "x-kubernetes-list-map-keys": ["type"],
+            },
+        ),
+    ] = []
+    workers: Annotated[str, Meta(description="Workers that run / that are wanted.")] = ""
+    replicas: Annotated[int, Meta(description="Worker pods, for the scale subresource.")] = 0
+    selector: Annotated[str, Meta(description="Label selector of the worker pods.")] = ""
+    replica_statuses: Annotated[
+        dict[str, ReplicaStatus], Meta(description="Pods by role and phase.")
+    ] = {}
+    start_time: Annotated[
+        str, Meta(description="When the job was started, or resumed after a suspension.")
+    ] = ""
+    completion_time: Annotated[str, Meta(description="When the job ended.")] = ""
+    master: Annotated[MasterStatus, Meta(description="The master's restarts.")] = MasterStatus()
+    yields: Annotated[int, Meta(description="How often it gave its pods to another job.")] = 0
+    last_yield_time: Annotated[str, Meta(description="When it did so last.")] = ""
+    running_spec: Annotated[
+        str, Meta(description="The spec that it started with, from which its pods are made; JSON.")
+    ] = ""
+    job_uid: Annotated[
+        str, Meta(description="The uid of the job that it was written for: not an earlier one's.")
+    ] = ""
+    training: Annotated[TrainingStatus, Meta(description="How far the training is.")] = (
+        TrainingStatus()
+    )
+
+
+class ScaleReplica(_Base, frozen=True):
+    """The wanted pods of a role."""
+
+    replicas: (
+        Annotated[int, Meta(ge=0, le=100_000, description="Wanted pods; as they are if left out.")]
+        | None
+    ) = None
+    resource: Annotated[
+        dict[str, Quantity],
+        Meta(description="cpu and memory of its pods; those of another size are replaced."),
+    ] = {}
+
+
+class PlannedPod(_Base, frozen=True):
+    """A pod named in a plan."""
+
+    name: Annotated[str, Meta(description="Its name.")] = ""
+    id: Annotated[int, Meta(ge=0, description="Accepted for compatibility.")] = 0
+    type: Annotated[str, Meta(description="Its role; worker if left out.")] = ""
+    rank_index: Annotated[int, Meta(ge=0, description="Accepted for compatibility.")] = 0
+    service: Annotated[str, Meta(description="Accepted for compatibility.")] = ""
+    resource: Annotated[
+        dict[str, Quantity],
+        Meta(description="In migratePods: cpu and memory of the pod that takes its place."),
+    ] = {}
+
+
+class ScalePlanSpec(_Base, frozen=True):
+    """A change to the number or size of a running job's workers or servers (role ps)."""
+
+    owner_job: Annotated[str, Meta(min_length=1, description="Name of the ElasticJob.")]
+    replica_resource_specs: Annotated[
+        dict[str, ScaleReplica], Meta(description="Wanted pods by role.")
+    ] = {}
+    create_pods: Annotated[
+        list[PlannedPod],
+        Meta(description="So many pods more of their types; the master names them."),
+    ] = []
+    remove_pods: Annotated[
+        list[PlannedPod],
+        Meta(description="So many pods less of their types; those of the highest ranks leave."),
+    ] = []
+    migrate_pods: Annotated[
+        list[PlannedPod],
+        Meta(description="Pods that others take the places of, which are prepared meanwhile."),
+    ] = []
+    ps_hosts: Annotated[list[str], Meta(description="Accepted for compatibility.")] = []
+    manual_scaling: Annotated[
+        bool, Meta(description="Accepted for compatibility; see the label scale-type.")
+    ] = False
+    reason: Annotated[str, Meta(max_length=400, description="Why; it is told with the job.")] = ""
+
+
+class ScalePlanStatus(_Base, frozen=True):
+    """The progress and result of the plan."""
+
+    phase: Annotated[str, Meta(description="Pending, Scaling, Succeeded or Failed.")] = ""
+    message: Annotated[str, Meta(description="The same in a sentence.")] = ""
+    replicas: Annotated[int, Meta(description="Workers that the job is to have by it.")] | None = (
+        None
+    )
+    servers: Annotated[int, Meta(description="Pods of ps that it is to have by it.")] | None = None
+    create_time: Annotated[str, Meta(description="When the job's master took it up.")] = ""
+    finish_time: Annotated[str, Meta(description="When it had succeeded or failed.")] = ""
+
+
+class ElasticJob(_Base, frozen=True):
+    """An elastic, fault-tolerant training job."""
+
+    metadata: dict[str, Any]
+    spec: ElasticJobSpec
+    status: ElasticJobStatus = ElasticJobStatus()
+
+    @property
+    def name(self) -> str:
+        """The job's name."""
+        return str(self.metadata["name"])
+
+    @property
+    def namespace(self) -> str:
+        """The job's namespace."""
+        return str(self.metadata.get("namespace", "default"))
+
+    @property
+    def uid(self) -> str:
+        """The job's unique id, not shared by other jobs of its name; empty before the server assigns it."""
+        return str(self.metadata.get("uid", ""))
+
+
+class ScalePlan(_Base, frozen=True):
+    """A change to the pods of a running ElasticJob."""
+
+    metadata: dict[str, Any]
+    spec: ScalePlanSpec
+    status: ScalePlanStatus = ScalePlanStatus()

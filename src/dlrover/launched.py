@@ -1,0 +1,36 @@
+"""What the launcher of this process has set, and the hooks by which it observes the program.
+
+A runner of programs (`dlrover.training.worker.bootstrap`) sets these; without one, all are neutral.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+
+def _ignore(_step: int) -> None:
+    pass
+
+
+node = ""
+"""The process's node, if a machine hosts several, each with a saver; empty: the machine is one node."""
+round = 0  # noqa: A001 - its name everywhere
+"""Round of this worker process."""
+relay = ""
+"""Abstract Unix socket, without the NUL, on which the node's agent takes requests for the master."""
+save_at_breakpoint = False
+"""True to store the newest step in memory when a worker dies (``dlrover-run --save-at-breakpoint``)."""
+auto_tuning = False
+"""True if loaders and trainers tune themselves by default: ``--auto-tunning``."""
+global_batch = 0
+"""Global batch chosen for the job, in samples; 0: the program's own."""
+
+reading: Callable[[int, int, int], None] | None = None
+"""Called with the dataset's key, the lane and the first position of each shard whose reading begins."""
+blocked: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+"""Returns a context that is entered while the training waits for a checkpoint."""
+loaded: Callable[[int], None] = _ignore
+"""Called with the number of the step that the training continues from; 0 for a fresh start."""
+saving: Callable[[int], None] = _ignore
+"""Called with the number of each step that is saved."""

@@ -1,0 +1,1 @@
+"""What outlives a master: the journal of inputs, and the history of events."""

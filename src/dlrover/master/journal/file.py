@@ -1,0 +1,201 @@
+"""The journal as a SQLite file in write-ahead mode.
+
+An append survives the death of the process at any instant; only a crash of the whole machine may lose
+the last moments. Two masters may have the file open: each append checks which of them may write, in
+the same transaction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dlrover.errors import DLRoverError, FencedError, InfrastructureError
+from dlrover.master.journal.journal import Entry, decoded, encoded, fenced
+from dlrover.spec.jobdir import FORMAT, check_format
+
+LOCK_TIMEOUT = 5.0
+"""Maximum seconds to wait for another master that opens the file or appends to it."""
+LOCK_PAUSE = 0.01
+"""Seconds between two attempts at an operation that SQLite does not wait for."""
+
+_TABLES = (
+    "CREATE TABLE IF NOT EXISTS entries "
+    "(seq INTEGER PRIMARY KEY, time REAL NOT NULL, kind TEXT NOT NULL, body BLOB NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS master (id INTEGER PRIMARY KEY CHECK (id = 1), epoch INTEGER NOT NULL)",
+    "INSERT OR IGNORE INTO master VALUES (1, 0)",
+)
+_INSERT = (
+    "INSERT INTO entries (time, kind, body) SELECT ?, ?, ? WHERE (SELECT epoch FROM master) = ?"
+)
+
+
+def open_file(rest: str, own_file: Path, *, read_only: bool) -> FileJournal:
+    """Open the journal at the path ``rest``, or in the job directory if ``rest`` is empty."""
+    return FileJournal(Path(rest) if rest else own_file, read_only=read_only)
+
+
+class FileJournal:
+    """One job's journal at ``path``, created if it does not exist.
+
+    Raises:
+        FormatError: another version of DLRover wrote it; it stays as it is.
+        InfrastructureError: the file cannot be opened, or is damaged; also when an append fails (disk full).
+    """
+
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        self._path = path
+        self.epoch = 0
+        """See `Journal`."""
+        uri = f"{path.absolute().as_uri()}{'?mode=ro' if read_only else ''}"
+        try:
+            self._db = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=LOCK_TIMEOUT)
+        except sqlite3.Error as error:
+            raise self._problem("cannot be opened", error) from error
+        try:
+            self._check_format(read_only)
+            if not read_only:
+                self._prepare()
+                self.epoch = self._take_epoch()
+            self._file = path.stat().st_ino
+        except DLRoverError:
+            self._db.close()
+            raise
+        except (sqlite3.Error, OSError) as error:
+            self._db.close()
+            raise self._problem("cannot be opened", error) from error
+
+    def _check_format(self, read_only: bool) -> None:
+        """Refuse another version's journal; refuse a reader if the file is new and not yet prepared."""
+        version = self._version()
+        if version:
+            check_format(self._path, version)
+        elif read_only:
+            raise InfrastructureError(f"The journal {self._path} is empty.")
+
+    def _prepare(self) -> None:
+        """Create the tables of a new journal."""
+        self._write_ahead()
+        self._db.execute("PRAGMA synchronous=NORMAL")
+        for statement in _TABLES:
+            self._db.execute(statement)
+        if self._version() == 0:
+            self._db.execute(f"PRAGMA user_version={FORMAT}")
+
+    def _write_ahead(self) -> None:
+        """Set the mode; wait for another process that does the same, which SQLite itself does not."""
+        until = time.monotonic() + LOCK_TIMEOUT
+        while not self._has_set_mode(last=time.monotonic() > until):
+            time.sleep(LOCK_PAUSE)  # noqa: TID251  # as SQLite does for every other statement
+
+    def _has_set_mode(self, *, last: bool) -> bool:
+        try:
+            self._db.execute("PRAGMA journal_mode=WAL")
+        except sqlite3.OperationalError as error:
+            if last or "locked" not in str(error):
+                raise
+            return False
+        return True
+
+    def append(self, entry: Entry, now: float) -> None:
+        """Add an entry; it is on its way to the disk when this returns."""
+        self.append_all((entry,), now)
+
+    def append_all(self, entries: Sequence[Entry], now: float) -> None:
+        """Add entries in one transaction."""
+        self._check_file()
+        rows = [(now, *encoded(entry), self.epoch) for entry in entries]
+        try:
+            added = self._insert(rows)
+        except sqlite3.Error as error:
+            raise self._problem("cannot be written", error) from error
+        if not added:
+            self.check()
+
+    def _insert(self, rows: list[tuple[float, str, bytes, int]]) -> int:
+        """Add rows and return their number; 0 if another master's epoch is the latest."""
+        if len(rows) == 1:
+            return self._db.execute(_INSERT, rows[0]).rowcount
+        with self._transaction():
+            return self._db.executemany(_INSERT, rows).rowcount
+
+    def entries(self) -> Iterator[tuple[float, Entry]]:
+        """Yield all entries with their times, oldest first."""
+        try:
+            rows: Any = self._db.execute("SELECT time, kind, body FROM entries ORDER BY seq")
+            for at, kind, body in rows:
+                yield at, decoded(kind, body)
+        except (sqlite3.Error, msgspec.DecodeError) as error:
+            raise self._problem("cannot be read", error) from error
+
+    def check(self) -> None:
+        """Check that this is still the job's journal and its latest epoch."""
+        self._check_file()
+        try:
+            latest = self._latest()
+        except sqlite3.Error as error:
+            raise self._problem("cannot be read", error) from error
+        if latest != self.epoch:
+            raise fenced(self.epoch, latest)
+
+    def raise_epoch(self, above: int) -> None:
+        """Take an epoch higher than ``above``."""
+        self._check_file()
+        try:
+            taken = self._db.execute(
+                "UPDATE master SET epoch = ? WHERE epoch = ?",
+                (max(above, self.epoch) + 1, self.epoch),
+            )
+        except sqlite3.Error as error:
+            raise self._problem("cannot be written", error) from error
+        if not taken.rowcount:
+            self.check()
+        self.epoch = max(above, self.epoch) + 1
+
+    def close(self) -> None:
+        """Close the file."""
+        self._db.close()
+
+    def _take_epoch(self) -> int:
+        """Make this the latest master in one transaction; return its epoch."""
+        with self._transaction():
+            self._db.execute("UPDATE master SET epoch = epoch + 1")
+            return self._latest()
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """Run the block as one transaction, all or nothing; no other master writes meanwhile."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._db.execute("COMMIT")
+        except sqlite3.Error:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+
+    def _latest(self) -> int:
+        return int(self._db.execute("SELECT epoch FROM master").fetchone()[0])
+
+    def _check_file(self) -> None:
+        """Refuse to continue in a deleted file once another master has created a new one."""
+        try:
+            current = self._path.stat().st_ino
+        except OSError:
+            return
+        if current != self._file:
+            raise FencedError(
+                f"The journal {self._path} was replaced: another master has taken over the job."
+            )
+
+    def _version(self) -> int:
+        return int(self._db.execute("PRAGMA user_version").fetchone()[0])
+
+    def _problem(self, what: str, error: Exception) -> InfrastructureError:
+        return InfrastructureError(f"The journal {self._path} {what}: {error}.")

@@ -1,0 +1,1 @@
+"""The node check: pairing, evidence and verdict. Pure."""

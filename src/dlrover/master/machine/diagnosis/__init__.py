@@ -1,0 +1,1 @@
+"""Diagnosis of failures: facts, causes and advice. Pure."""

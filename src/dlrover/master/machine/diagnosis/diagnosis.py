@@ -1,0 +1,318 @@
+"""Diagnosis of a worker's failure: what happened, whose fault it is, what to do next.
+
+Pure: reads nothing but failure records and logs. The table of causes (`dlrover.master.diagnosis_rules`)
+says what failures look like; this module finds the row that fits the facts of a record, and words
+the verdict.
+
+The program is at fault only if there is evidence: a row that says so, or an exception that its own files
+raised. A failure that no row knows is undetermined.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dlrover.master.machine.diagnosis.facts import UNKNOWN_CODE, Facts, read, read_log, signal_name
+from dlrover.master.machine.diagnosis.match import last_match, occurs, search
+from dlrover.master.machine.diagnosis.traceback import one_line
+from dlrover.spec.failure import Action, Failure, FailureKind, Origin, Verdict
+from dlrover.spec.rules import OwnCode, Rule
+
+ECHO_WINDOW = 10.0
+"""Maximum delay in seconds between an echo and its root cause, if the root cause is noticed later.
+
+A dying process closes its connections first, so its peers fail within milliseconds. Its own end is noticed
+only after its exit handlers, its core dump and the release of its device.
+"""
+
+VERDICTS_KEPT = 4096
+"""Maximum number of cached verdicts: each record of an incident is looked up several times."""
+
+OTHERS_SHOWN = 8
+"""Maximum number of failed ranks named beside the root cause; the rest is only counted."""
+
+_TITLE_LIMIT = 120
+"""Maximum length of an exception's message in a title, in characters."""
+_SIGNATURE_LIMIT = 80
+"""Maximum length of the message that distinguishes failures without a traceback, in characters."""
+_VARIES = re.compile(r"0x[0-9a-f]+|[\w.-]*/[\w./-]*|[0-9][0-9a-f:.-]*")
+"""Parts that differ between two messages of the same failure: addresses, paths, numbers."""
+_OF_THE_PROCESS = frozenset(
+    {"SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGTRAP", "SIGSYS"}
+)
+"""Signals that a process brings upon itself: its last words explain them."""
+_OWN_CODE = tuple(OwnCode)
+_UNKNOWN = Rule(
+    cause="unknown",
+    origin=Origin.UNKNOWN,
+    general=True,
+    title="failed",
+    advice="Look in the log for its last words.",
+)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One way to read a failure, and the row that fits it."""
+
+    facts: Facts
+    rule: Rule
+
+    @property
+    def strength(self) -> int:
+        """Rank of the reading; the lowest number says the most."""
+        facts, rule = self.facts, self.rule
+        if facts.of_handled:
+            return 9 if rule.general else 7
+        if rule.echo:
+            return 6
+        return self._general() if rule.general else self._specific()
+
+    def _specific(self) -> int:
+        # Connections also break because a peer has failed.
+        if self.facts.kind is FailureKind.EXCEPTION:
+            return 2 if self.rule.cause == "network" else 0
+        return 2 if self.facts.kind is FailureKind.SIGNAL else 3
+
+    def _general(self) -> int:
+        users = self.rule.origin is Origin.USER
+        if self.facts.kind is FailureKind.EXCEPTION and users and self.facts.frames:
+            return 1
+        if self.facts.kind is FailureKind.SIGNAL:
+            return 4
+        if self.facts.kind is FailureKind.EXIT and users:
+            return 7  # a program that passes on an exit code calls exit, too
+        return 5 if users else 8
+
+
+class Table:
+    """The rules of one job, tried in order: the user's, then those that come with DLRover."""
+
+    def __init__(self, rules: Iterable[Rule] = (), own: int = 0) -> None:
+        """Create a table of ``rules``; the first ``own`` are the user's."""
+        self.rules = tuple(rules)
+        self._by_kind = {
+            kind: tuple(rule for rule in self.rules if rule.is_for(kind)) for kind in FailureKind
+        }
+        self._own = self.rules[:own]
+        #: cache of recent verdicts
+        self._known: dict[Failure, Verdict] = {}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Table) and self.rules == other.rules
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def diagnose(self, failure: Failure) -> Verdict:
+        """Return the verdict on one failure."""
+        known = self._known.get(failure)
+        if known is None:
+            known = _verdict(failure, self._best(read(failure)))
+            if len(self._known) >= VERDICTS_KEPT:
+                self._known.clear()
+            self._known[failure] = known
+        return known
+
+    def diagnose_log(self, text: str) -> Verdict:
+        """Return the verdict on the output of a program and its launcher."""
+        failure = Failure(
+            id="log",
+            kind=FailureKind.EXIT,
+            node_id=-1,
+            rank=-1,
+            local_rank=-1,
+            round=0,
+            exit_code=UNKNOWN_CODE,
+            stderr_tail=text,
+        )
+        return _verdict(failure, self._best(read_log(read(failure)[-1])))
+
+    def is_echo(self, failure: Failure) -> bool:
+        """Return whether ``failure`` may merely follow from the end of a peer or from a request to stop."""
+        return self.diagnose(failure).echo
+
+    def root_cause(self, failures: Sequence[Failure]) -> Failure:
+        """Return the failure that caused the others.
+
+        Reports arrive in any order, and echoes are often seen before their cause. So the earliest failure
+        of the round that is no echo wins if it ended within `ECHO_WINDOW` of the first; else the first one.
+
+        Raises:
+            ValueError: ``failures`` is empty.
+        """
+        if not failures:
+            raise ValueError("root_cause needs at least one failure, got none.")
+        ordered = sorted(failures, key=_when)
+        first = ordered[0]
+        near = (f for f in ordered if f.round == first.round and f.time <= first.time + ECHO_WINDOW)
+        return next((f for f in near if not self.is_echo(f)), first)
+
+    def other_failures(self, failures: Sequence[Failure], root: Failure | None) -> tuple[str, ...]:
+        """Return a line per failed rank but ``root``, earliest first: at most `OTHERS_SHOWN` and a count."""
+        others = [f for f in sorted(failures, key=_when) if root is None or f.id != root.id]
+        lines = [self.diagnose(f).title for f in others[:OTHERS_SHOWN]]
+        if len(others) > OTHERS_SHOWN:
+            lines.append(f"and {len(others) - OTHERS_SHOWN} more")
+        return tuple(lines)
+
+    def _best(self, ways: Iterable[Facts]) -> Reading:
+        """Return the reading that says the most, the first one among equals."""
+        return min((Reading(f, self._rule_of(f)) for f in ways), key=lambda r: r.strength)
+
+    def _rule_of(self, facts: Facts) -> Rule:
+        rules = self._by_kind[facts.kind]
+        return next((rule for rule in rules if self._fits(rule, facts)), _UNKNOWN)
+
+    def _fits(self, rule: Rule, facts: Facts) -> bool:
+        """Return whether every condition of ``rule`` holds; cheap ones are checked first."""
+        return _suits(rule, facts) and (
+            not rule.text or occurs(rule.text, self._words(rule, facts))
+        )
+
+    def _words(self, rule: Rule, facts: Facts) -> str:
+        """Return the text for ``rule`` to search: the program's own messages may say anything."""
+        about_own = rule.own_code is not OwnCode.ABSENT or rule in self._own
+        return facts.folded if about_own else facts.folded_given
+
+
+# ---- rules
+
+
+def _suits(rule: Rule, facts: Facts) -> bool:
+    """Return whether every condition of ``rule`` except its text holds."""
+    return (
+        _is_named(rule, facts)
+        and (not rule.oom_killed or facts.oom_killed)
+        and (not rule.before_first_step or facts.steps == 0)
+        and _OWN_CODE.index(rule.own_code) <= _OWN_CODE.index(facts.own_code)
+        and (not rule.facts or _fact(rule, facts) != "")
+        and (
+            not rule.raised_in
+            or occurs(rule.raised_in, facts.frames[-1].file.lower() if facts.frames else "")
+        )
+    )
+
+
+def _is_named(rule: Rule, facts: Facts) -> bool:
+    """Return whether ``rule`` names the exception, exit code or signal of ``facts``, or names none."""
+    if facts.kind is FailureKind.EXCEPTION:
+        return not rule.types or facts.error in rule.types
+    if facts.kind is FailureKind.EXIT:
+        unknown = facts.code == UNKNOWN_CODE and rule.text != ""
+        return not rule.codes or unknown or facts.code in rule.codes
+    if facts.kind is FailureKind.SIGNAL:
+        name = signal_name(facts.code)
+        if rule.signals or not rule.text:
+            return not rule.signals or name in rule.signals
+        return name in _OF_THE_PROCESS
+    return True
+
+
+def _fact(rule: Rule, facts: Facts) -> str:
+    """Return the last fact about the node that matches ``rule``; empty if none does."""
+    return next((fact for fact in reversed(facts.node) if occurs(rule.facts, fact.lower())), "")
+
+
+def _subject(rule: Rule, facts: Facts) -> str:
+    found = search(rule.subject, facts.text) if rule.subject else None
+    return next((group for group in found.groups() if group), "") if found else ""
+
+
+# ---- words
+
+
+def _verdict(failure: Failure, reading: Reading) -> Verdict:
+    facts, rule = reading.facts, reading.rule
+    fields = {
+        "error": facts.error,
+        "code": facts.code if failure.exit_code is None else failure.exit_code,
+        "signal": f"{signal_name(facts.code)} (signal {facts.code})",
+        "place": facts.place,
+        "subject": "",
+    }
+    fields["subject"] = _subject(rule, facts) or rule.otherwise.format(**fields)
+    return Verdict(
+        title=_title(failure, facts, rule.title.format(**fields)),
+        origin=rule.origin,
+        hopeless=rule.action is Action.STOP,
+        evidence=_evidence(facts, rule),
+        advice=rule.advice.format(**fields),
+        signature=_signature(failure, facts, rule),
+        cause=rule.cause,
+        action=rule.action,
+        echo=rule.echo,
+    )
+
+
+def _title(failure: Failure, facts: Facts, title: str) -> str:
+    what, _, why = title.partition(": ")
+    if failure.asked_by:
+        ended = f"left with exit code {failure.exit_code}"
+        ended = (
+            ended
+            if failure.exit_code is not None
+            else f"ended itself with {signal_name(failure.signal or 0)}"
+        )
+        what, why = ended, f"it {what}, which its program handles"
+    elif facts.kind is FailureKind.SIGNAL and failure.kind is FailureKind.EXIT:
+        what, why = f"left with exit code {failure.exit_code}", f"a program that it ran {what}"
+    host = f" ({failure.hostname})" if failure.hostname else ""
+    reported = facts.kind in (FailureKind.EXCEPTION, FailureKind.SPAWN, FailureKind.NODE)
+    said = one_line(facts.message, _TITLE_LIMIT) if reported else ""
+    what = what.replace(" ()", "")
+    where = f"rank {failure.rank} {what} on node {failure.node_id}{host}"
+    if facts.kind is FailureKind.NODE:
+        where = f"node {failure.node_id}{host} {what}"
+    return ": ".join(part for part in (where, why, said) if part)
+
+
+def _evidence(facts: Facts, rule: Rule) -> str:
+    if rule.evidence:
+        return rule.evidence
+    if rule.facts:
+        return one_line(_fact(rule, facts))
+    if facts.kind is FailureKind.EXCEPTION:
+        error = f"{facts.error}: {facts.message}" if facts.message else facts.error
+        return f"{facts.frame}\n{one_line(error)}" if facts.frame else one_line(error)
+    if facts.kind in (FailureKind.SPAWN, FailureKind.NODE):
+        return one_line(facts.message)
+    return _last_words(facts, rule)
+
+
+def _last_words(facts: Facts, rule: Rule) -> str:
+    """Return what stderr says about a process that left no exception."""
+    said = last_match(rule.text, facts.stderr) if rule.text else None
+    if said:
+        start = facts.stderr.rfind("\n", 0, said.end()) + 1
+        return one_line(facts.stderr[start:].partition("\n")[0])
+    if facts.frames:
+        top, frame = facts.frames[-1], facts.frame
+        return str(top) if frame is top else f"{top}, called at {frame}"
+    lines = [line for line in facts.stderr.splitlines() if line.strip()]
+    return one_line(lines[-1]) if lines else "it wrote nothing to its standard error"
+
+
+def _signature(failure: Failure, facts: Facts, rule: Rule) -> str:
+    if facts.kind is FailureKind.EXCEPTION:
+        frame = facts.frame
+        if frame is None:
+            return f"exception:{facts.error}{_same_words(facts.message)}"
+        return f"exception:{facts.error}:{frame.name}:{frame.function}:{frame.line}"
+    known = f":{rule.cause}{_same_words(_subject(rule, facts))}" if rule.text else ""
+    if failure.kind is FailureKind.SIGNAL:
+        return f"signal:{signal_name(facts.code)}{':oom' if rule.oom_killed else ''}{known}"
+    if failure.kind is FailureKind.EXIT:
+        return f"exit:{failure.exit_code}{known}"
+    return str(failure.kind.value)
+
+
+def _same_words(text: str) -> str:
+    """Return the part that messages of the same failure share, after a colon; empty for an empty text."""
+    words = " ".join(_VARIES.sub("#", text.lower()).split())[:_SIGNATURE_LIMIT]
+    return f":{words}" if words else ""
+
+
+def _when(failure: Failure) -> tuple[float, int, str]:
+    return failure.time, failure.rank, failure.id

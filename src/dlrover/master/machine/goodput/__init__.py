@@ -1,0 +1,1 @@
+"""The ledger: the cause of every microsecond of a job. Pure."""

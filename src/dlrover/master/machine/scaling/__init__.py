@@ -1,0 +1,1 @@
+"""The size of a job: wanted numbers, trials and their outcomes. Pure."""

@@ -1,0 +1,1 @@
+"""Watches over a round: hangs, slow ranks, speed, memory and servers. Pure."""

@@ -1,0 +1,1 @@
+"""The auto-scaler's shell, its planners, and the master's side of the Brain."""

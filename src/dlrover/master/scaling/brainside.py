@@ -1,0 +1,293 @@
+"""The master's side of the Brain: reports measurements, asks for a size. Training never waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import getpass
+import hashlib
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dlrover.errors import ConfigurationError, ExitCode
+from dlrover.master.machine.scaling.changes import decided, direction, groups_of
+from dlrover.rpc import wire
+from dlrover.rpc.brain import BrainClient, BrainLink, request_id
+from dlrover.spec import brain, events
+from dlrover.spec.events import Event
+from dlrover.spec.job import JobSpec
+from dlrover.spec.jobdir import BrainSide
+from dlrover.spec.plan import Group, Plan
+from dlrover.spec.roles import SERVER, Size
+from dlrover.spec.speed import ModelProfile, ScaleDecision, ScaleKind, SpeedSample
+from dlrover.spec.usage import NodeUsage
+
+if TYPE_CHECKING:
+    from dlrover.master.machine.scaling.changes import Question
+
+logger = logging.getLogger(__name__)
+
+TOKEN = "DLROVER_BRAIN_TOKEN"  # noqa: S105 - the variable's name
+FIRST_TIME = 15.0
+"""Seconds that the Brain gets to say how many nodes a job starts with."""
+LAST_TIME = 5.0
+"""Seconds that the Brain gets at the job's end to accept the last reports."""
+KIND = "worker"
+NAME_LENGTH = 60
+
+
+class JobBrain:
+    """One job's connection to the Brain. Call all methods on the master's event loop.
+
+    Args:
+        side: the Brain's address, and the job's settings for it.
+        job: the job.
+        secret: a text that no other job has; the job's id at the Brain is derived from it.
+        token: the Brain's.
+        tls: for the connection.
+    """
+
+    def __init__(
+        self, side: BrainSide, job: JobSpec, secret: str, token: str, tls: wire.Tls
+    ) -> None:
+        name = re.sub(r"[^!-~]", "_", job.name)[:NAME_LENGTH]
+        self.id = f"{name}-{hashlib.sha256(secret.encode()).hexdigest()[:12]}"
+        self.cluster = side.cluster
+        self._side = side
+        self._job = job
+        self._profile = ModelProfile()
+        self._similar: brain.Similar | None = None
+        self._first = ""  # id of the first plan until its effect is measured
+        self._client = BrainClient(side.address, token, wire.Tls(ca=tls.ca))
+        self._link = BrainLink(self._client, self.id, self._description())
+        self._task = asyncio.create_task(self._link.run())
+
+    def _description(self) -> brain.Description:
+        job, features = self._job, dict[str, str | float](name=self._job.name, user=_user())
+        if self._side.program:
+            features["program"] = self._side.program
+        if self._profile.parameters:
+            features["parameters"] = float(self._profile.parameters)
+        return brain.Description(
+            name=job.name,
+            mode="cluster" if self.cluster else "single-job",
+            features=features,
+            strategy="ps" if job.servers else "all-reduce",
+            space=brain.Space(
+                workers=brain.Range(job.min_nodes, job.max_nodes, job.node_unit),
+                servers=brain.Range(max(1, job.min_servers), max(1, job.max_servers)),
+            ),
+        )
+
+    # ---- reports
+
+    def measured(
+        self, sample: SpeedSample, profile: ModelProfile, usage: Mapping[int, NodeUsage]
+    ) -> None:
+        """Report a measured window of the running world; ``usage`` is what its nodes use, by id."""
+        if profile.parameters != self._profile.parameters:
+            self._profile = profile
+            self._report(
+                brain.RegisterJob(
+                    request=request_id(), job=self.id, description=self._description()
+                )
+            )
+        found = brain.Sample(
+            shape=shape_of(sample, self._side.node),
+            throughput=sample.throughput,
+            compute_seconds=_of_a_pass(sample),
+            batches=sample.batches,
+        )
+        self._report(brain.ReportSamples(request=request_id(), job=self.id, samples=(found,)))
+        used = tuple(
+            brain.Usage(node=f"{KIND}-{node}", kind=KIND, cpu=one.cpu, memory=float(one.memory))
+            for node, one in usage.items()
+        )
+        if used:
+            self._report(brain.ReportUsage(request=request_id(), job=self.id, nodes=used))
+        if self._first:
+            self._outcome(self._first, "applied", sample.throughput)
+            self._first = ""
+
+    def happened(self, event: Event) -> None:
+        """Report an event of the job if it concerns the Brain."""
+        body = event.body
+        if isinstance(body, events.PlanMade) and not body.plan_id:
+            plan = Plan(
+                groups=groups_of(Size(body.nodes, body.servers)),
+                reason=body.reason,
+                effect=body.effect,
+            )
+            self._report(
+                brain.ReportPlan(
+                    request=request_id(), job=self.id, plan_id=self._name(body), plan=plan
+                )
+            )
+        elif isinstance(body, events.PlanMeasured):
+            state: brain.PlanState = "rolled-back" if body.short else "applied"
+            self._outcome(self._name(body), state, body.throughput)
+        elif isinstance(body, events.PlanDropped):
+            self._outcome(self._name(body), "refused", 0.0, body.reason)
+        elif isinstance(body, events.JobEnded):
+            self._report(
+                brain.EndJob(
+                    request=request_id(),
+                    job=self.id,
+                    state=_state(body.exit_code),
+                    reason=body.reason[:2000],
+                )
+            )
+
+    def _outcome(
+        self, plan_id: str, state: brain.PlanState, throughput: float, reason: str = ""
+    ) -> None:
+        self._report(
+            brain.ReportOutcome(
+                request=request_id(),
+                job=self.id,
+                plan_id=plan_id,
+                state=state,
+                throughput=throughput,
+                reason=reason,
+            )
+        )
+
+    def _name(self, body: events.PlanMade | events.PlanMeasured | events.PlanDropped) -> str:
+        return body.plan_id or f"{self.id}-{body.number}"
+
+    def _report(self, report: brain.Report) -> None:
+        self._link.report(report)
+
+    # ---- questions
+
+    async def first(self, job: JobSpec) -> JobSpec:
+        """Return the job with the number of nodes to start with, as similar past jobs had."""
+        advice = None
+        with contextlib.suppress(asyncio.TimeoutError):
+            advice = await asyncio.wait_for(self._link.plan(None), FIRST_TIME)
+        if advice is None or advice.plan is None or KIND not in advice.plan.groups:
+            return job
+        size = size_of(advice.plan, Size(0, job.servers))
+        fits = job.min_nodes <= size.workers <= job.max_nodes and not size.workers % job.node_unit
+        if not fits or not job.min_servers <= size.servers <= job.max_servers:
+            return job
+        self._first = advice.plan_id
+        return msgspec.structs.replace(
+            job, managed_nodes=size.workers, servers=size.servers, first_size=advice.reason
+        )
+
+    async def size(self, asked: Question) -> tuple[bool, ScaleDecision | None]:
+        """Return whether the Brain has answered, and the size that it wants; None: the present one."""
+        advice = await self._link.plan(shape_of(asked.current, self._side.node))
+        if advice is None:
+            return False, None
+        plan, current = advice.plan, asked.current.size
+        size = current if plan is None else size_of(plan, current)
+        allowed = size.workers in asked.sizes and size.servers in asked.servers
+        if plan is None or not allowed:
+            return True, None
+        batch = _batch_of(plan, asked.current)
+        if size == current and not batch:
+            return True, None
+        kind = ScaleKind.BATCH if size == current else direction(current, size)
+        return True, decided(kind, size, plan.reason, plan.effect, advice.plan_id, batch)
+
+    async def similar(self) -> brain.Similar | None:
+        """Return what the most similar past job has measured; None until the Brain has answered."""
+        if self._similar is None:
+            self._similar = await self._link.similar()
+        return self._similar
+
+    async def close(self) -> None:
+        """Send the last reports, unless the Brain is unreachable, and disconnect."""
+        await self._link.flush(LAST_TIME)
+        self._task.cancel()
+        await self._client.close()
+
+
+def connect(
+    side: BrainSide, job: JobSpec, secret: str, tls: wire.Tls, env: Mapping[str, str]
+) -> JobBrain | None:
+    """Return the job's connection to the Brain; None if none is configured or the job does not auto-scale.
+
+    Raises:
+        ConfigurationError: its token is missing or cannot be read.
+    """
+    if not side.address or not job.auto_scale:
+        return None
+    token = env.get(TOKEN, "")
+    if side.token_file:
+        try:
+            token = Path(side.token_file).read_text().strip().partition("\n")[0].strip()
+        except OSError as error:
+            raise ConfigurationError(
+                f"brain_token_file {side.token_file} cannot be read: {error.strerror}."
+            ) from error
+    if not token:
+        raise ConfigurationError(
+            f"The token of the Brain at {side.address} is missing: set brain_token_file or {TOKEN}."
+        )
+    return JobBrain(side, job, secret, token, tls)
+
+
+def shape_of(sample: SpeedSample, node: Group) -> brain.Shape:
+    """Return a measured size in the Brain's terms; ``node`` holds the resources of each node."""
+    passes = _passes(sample)
+    batch = max(1, round(sample.total_batch / (sample.replicas * passes)))
+    groups = {KIND: msgspec.structs.replace(node, count=sample.nodes)}
+    if sample.servers:
+        groups[SERVER] = Group(count=sample.servers, cpu=sample.server_cpu)
+    return brain.Shape(
+        groups=groups,
+        batch=batch,
+        passes=passes,
+        per_node=sample.replicas // sample.nodes,
+    )
+
+
+def _passes(sample: SpeedSample) -> int:
+    """Return the number of passes that a worker makes in a step."""
+    share = -(-sample.total_batch // sample.replicas)
+    return max(1, -(-share // sample.batches.pass_most)) if sample.batches is not None else 1
+
+
+def _of_a_pass(sample: SpeedSample) -> float | None:
+    seconds = sample.compute_seconds
+    return None if seconds is None else seconds / _passes(sample)
+
+
+def _batch_of(plan: Plan, current: SpeedSample) -> int:
+    """Return a plan's new global batch, limited to what the program allows; 0 if the batch stays."""
+    batches = current.batches
+    if plan.batch is None or batches is None or batches.least == batches.most:
+        return 0
+    batch = min(max(plan.batch, batches.least), batches.most)
+    return 0 if batch == current.total_batch else batch
+
+
+def size_of(plan: Plan, current: Size) -> Size:
+    """Return the node counts of a plan; a role that the plan does not name keeps its count."""
+    groups = plan.groups
+    workers = groups[KIND].count if KIND in groups else current.workers
+    if not current.servers:
+        return Size(workers)
+    return Size(workers, groups[SERVER].count if SERVER in groups else current.servers)
+
+
+def _state(exit_code: int) -> brain.JobState:
+    if exit_code == ExitCode.SUCCESS:
+        return "succeeded"
+    stopped = exit_code == ExitCode.STOPPED or exit_code > ExitCode.SIGNAL_BASE
+    return "stopped" if stopped else "failed"
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # a container's user without a name
+        return ""

@@ -1,0 +1,99 @@
+"""The status of a job, as clients see it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dlrover.master.machine.job import JobMachine
+from dlrover.master.machine.scaling.size import size_of
+from dlrover.master.machine.state import Node
+from dlrover.master.machine.waiting import waiting_for
+from dlrover.rpc import messages
+from dlrover.spec.node import NodeStatus
+from dlrover.spec.usage import NodeUsage
+
+_UNKNOWN = NodeUsage(0.0, 0, 0)
+
+
+def status_of(
+    machine: JobMachine,
+    now: float,
+    steps: dict[int, int],
+    doing: Mapping[int, str] | None = None,
+    usage: Mapping[int, NodeUsage] | None = None,
+) -> messages.Status:
+    """Return the status of a job at time ``now``.
+
+    By node: ``steps`` is its latest step count, ``doing`` its activity, ``usage`` its resource usage.
+    """
+    doing, usage = doing or {}, usage or {}
+    ranks = {node_id: rank for rank, node_id in enumerate(machine.rendezvous.members)}
+    current = max([machine.steps, *(steps.get(i, 0) for i in ranks if not machine.is_server(i))])
+    outcome = machine.outcome
+    return messages.Status(
+        name=machine.job.name,
+        phase=machine.phase.value,
+        round=machine.rendezvous.round,
+        world_size=machine.world_size,
+        servers=machine.world_size - machine.workers,
+        restarts=machine.restarts.count,
+        steps=current,
+        total_steps=machine.earlier_steps + current,
+        step=_number(machine, current),
+        waiting_for=waiting_for(machine, now),
+        nodes=tuple(
+            _state_of(
+                node,
+                machine.told_role(node.id),
+                _word(node, machine) if node.id in ranks else node.status.value,
+                ranks.get(node.id, -1),
+                steps.get(node.id, machine.steps if _steps(node, machine, ranks) else 0),
+                doing.get(node.id, ""),
+                usage.get(node.id, _UNKNOWN),
+            )
+            for node in machine.nodes.values()
+        ),
+        outcome=outcome,
+        seconds=outcome.seconds if outcome else now - machine.submitted_at,
+        size=size_of(machine),
+    )
+
+
+def _number(machine: JobMachine, steps: int) -> int:
+    """Return the last step's number; after a restart, that of the step before it until the next is known."""
+    if machine.first_step >= 0:
+        return machine.first_step + steps
+    return -1 if steps else machine.reached
+
+
+def _word(node: Node, machine: JobMachine) -> str:
+    """Return the status of a node of the last world; the job's phase if it was released after the end."""
+    over = machine.outcome is not None and node.status is NodeStatus.RELEASED
+    return machine.phase.value if over else node.status.value
+
+
+def _steps(node: Node, machine: JobMachine, ranks: Mapping[int, int]) -> bool:
+    """Return whether a node has made the steps of the last world."""
+    return node.id in ranks and not machine.is_server(node.id)
+
+
+def _state_of(
+    node: Node, role: str, status: str, rank: int, steps: int, doing: str, usage: NodeUsage
+) -> messages.NodeState:
+    runs = node.status is NodeStatus.RUNNING
+    usage = usage if runs else _UNKNOWN
+    return messages.NodeState(
+        id=node.id,
+        node_rank=rank if runs or node.status is NodeStatus.RELEASED else -1,
+        status=status,
+        hostname=node.hostname,
+        connected=node.connected,
+        steps=steps,
+        doing=doing if runs else "",
+        role=role,
+        memory=usage.memory,
+        memory_limit=usage.limit,
+        cpu=usage.cpu,
+        cores=usage.cores,
+        busy=usage.busy,
+    )

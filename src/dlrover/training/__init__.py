@@ -1,0 +1,30 @@
+"""Training on any number of workers: the same global batch, the same order of samples, and a report of progress."""
+
+from typing import TYPE_CHECKING
+
+from dlrover._util.doors import lazy
+
+if TYPE_CHECKING:
+    from dlrover.training.batch import accumulation_steps
+    from dlrover.training.sampler import ElasticDistributedSampler
+    from dlrover.training.trainer import ElasticTrainer
+    from dlrover.training.worker.tracker import activity, steps_left
+
+__all__ = [
+    "ElasticDistributedSampler",
+    "ElasticTrainer",
+    "accumulation_steps",
+    "activity",
+    "steps_left",
+]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "ElasticDistributedSampler": "dlrover.training.sampler",
+        "ElasticTrainer": "dlrover.training.trainer",
+        "accumulation_steps": "dlrover.training.batch",
+        "activity": "dlrover.training.worker.tracker",
+        "steps_left": "dlrover.training.worker.tracker",
+    },
+)

@@ -1,0 +1,54 @@
+"""Run a check process: it probes a node's devices, memory, disk and network, and ends with its parent."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+
+from dlrover import config
+from dlrover._util import accelerators
+from dlrover.training.probes.runner import Runner
+from dlrover.training.probes.wire import Problem, Reply, Request, Share
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Carry out requests until standard input ends."""
+    parser = argparse.ArgumentParser(prog="python -m dlrover.training.probes", description=__doc__)
+    parser.add_argument("--directory", type=Path, required=True, help="Where to check the disk.")
+    parser.add_argument("--accelerator", default="", help="As of dlrover-run.")
+    parser.add_argument("--device", type=int, default=-1, help="The one device to check.")
+    parser.add_argument("--meet", action="store_true", help="Use the store of a launcher's job.")
+    args = parser.parse_args()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # Libraries may print to standard output; only replies may reach the pipe.
+    replies = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+
+    def say(reply: Reply) -> None:
+        replies.write(msgspec.json.encode(reply) + b"\n")
+
+    vendor = accelerators.present(args.accelerator)
+    environ = config.environ()
+    runner = Runner(vendor, args.directory, environ, say, index=args.device, meet=args.meet)
+    decoder: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
+    for line in sys.stdin.buffer:
+        request = decoder.decode(line)
+        if not isinstance(request, Share):
+            runner.probe(request)
+            continue
+        try:
+            runner.share(request)
+        except (ImportError, RuntimeError, OSError, ValueError) as error:
+            say(Problem(str(error).partition("\n")[0]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+"""The runner of a user's Python program in a worker process: behaves like ``python -u`` and watches it.
+
+It adds three things, none visible to the program. `faulthandler` writes the stacks of a crash to
+standard error. An exception that reaches the top is recorded in the worker's error file, in torchrun's
+format, without a decorator in user code. When the program imports PyTorch, hooks record the training's
+activity on the node's progress board.
+
+Apart from this package, the module imports only the standard library: the program decides what else its
+process loads.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.machinery
+import io
+import json
+import os
+import pkgutil
+import runpy
+import sys
+import traceback
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dlrover import launched
+from dlrover.training.worker import (
+    hooks,
+    ownends,
+    received,
+    stacks,
+    tracker,
+)
+from dlrover.training.worker.progress import Board
+
+STEPS_TAIL = 1 << 16
+"""Bytes at the end of a step file that are searched for its last line."""
+OWN_DIRECTORIES = (
+    os.path.dirname(__file__),
+    os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "agent", "workers"),
+)
+"""Directories of the runner's own code, hidden from tracebacks: this package and the zygote's."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """The program of a worker, with its settings and output files."""
+
+    entry: str
+    """``script``, ``module`` or ``run_path``: see ``dlrover.spec.launch.Entry``."""
+    target: str
+    args: Sequence[str]
+    error_file: str
+    """File that records an exception; empty: none."""
+    slot: int
+    """The worker's slot on the progress board."""
+    modules_file: str = ""
+    """File that lists the imported modules after the first step; empty: none."""
+    save_at_breakpoint: bool = False
+    """True if checkpoints are persisted when a worker dies, unless the program says otherwise."""
+    node: str = ""
+    """Name of the node; unique on this machine."""
+    relay: str = ""
+    """Address for requests for data; empty: none."""
+    round: int = 0
+    auto_tuning: bool = False
+    """True if loaders and trainers tune themselves, unless the program says otherwise."""
+    global_batch: int = 0
+    """Global batch chosen for the job, in samples; 0: none chosen."""
+
+
+def run(program: Program, board: Board | None) -> None:
+    """Run the program to its end; record any exception and re-raise it for the interpreter.
+
+    Call it last in a process that runs nothing else. The interpreter then prints the error, chooses the
+    exit code and waits for threads, as for any program.
+    """
+    faulthandler.enable(sys.__stderr__ or 2)
+    launched.save_at_breakpoint, launched.node = program.save_at_breakpoint, program.node
+    launched.relay, launched.round = program.relay, program.round
+    launched.auto_tuning = program.auto_tuning
+    launched.global_batch = program.global_batch
+    if board is not None:
+        stacks.prepare()
+        watched = tracker.watch(board, program.slot)
+        launched.reading = watched.reads
+        hooks.install(watched, _first_step(watched, board, program))
+    signals = received.Received(os.getpid())
+    if program.error_file:
+        received.watch(signals)
+        ownends.watch(lambda end: _record(program, end), signals)
+    try:
+        _execute(program)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            end.__traceback__ = _without_ours(end.__traceback__)
+            _record(program, describe(end, "SystemExit", signals.lately()))
+        raise
+    except BaseException as error:
+        asked_by = signals.behind(error.__traceback__)
+        _hide_own_frames(error)
+        _record(program, describe(error, asked_by=asked_by))
+        raise
+
+
+def _record(program: Program, error: dict[str, Any]) -> None:
+    """Write the program's end to its error file, unless the file exists."""
+    if program.error_file and not Path(program.error_file).exists():
+        _write_atomically(program.error_file, json.dumps(error))
+
+
+def _first_step(watched: tracker.Tracker, board: Board, program: Program) -> Callable[[], None]:
+    """Return the callback for the end of the first step, when all needed modules are imported."""
+
+    def first_step() -> None:
+        if program.modules_file:
+            _write_atomically(program.modules_file, json.dumps(loaded_modules()))
+            board.mark_modules_listed(program.slot)
+        from dlrover import config  # noqa: PLC0415 - not needed at start
+
+        path = config.steps_file(config.environ())
+        if path:
+            watched.recorded(recorded_step(Path(path)))
+
+    return first_step
+
+
+def recorded_step(path: Path) -> int:
+    """Return the last ``step`` in a file of JSON lines, 0 without any; ignore an unfinished last line."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - STEPS_TAIL))
+            data = file.read()
+    except FileNotFoundError:
+        return 0
+    lines = data[: data.rfind(b"\n") + 1].splitlines()
+    return int(json.loads(lines[-1])["step"]) if lines else 0
+
+
+def _execute(program: Program) -> None:
+    sys.argv = [program.target, *program.args]
+    if program.entry == "run_path":
+        _add_to_path(os.getcwd())
+        runpy.run_path(program.target, run_name="__main__")
+    elif program.entry == "module":
+        _clear_main()
+        _add_to_path(os.getcwd())
+        _run_module(program.target, alter_argv=True)
+    elif pkgutil.get_importer(program.target) is not None:  # a directory or a zip file
+        _clear_main()
+        sys.path.insert(0, _absolute(program.target))
+        _run_module("__main__", alter_argv=False)
+    else:
+        _run_script(program.target)
+
+
+def _run_module(name: str, *, alter_argv: bool) -> None:
+    # The function that the interpreter itself calls. runpy's public functions replace __main__, and remove
+    # the replacement before threads and exit handlers have finished with it.
+    runpy._run_module_as_main(name, alter_argv)  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def _run_script(target: str) -> None:
+    _add_to_path(str(Path(target).resolve().parent))
+    path = _absolute(target)
+    namespace = _clear_main()
+    namespace["__file__"] = path
+    namespace["__cached__"] = None
+    with io.open_code(path) as file:
+        code = pkgutil.read_code(file)  # if already compiled
+        namespace["__loader__"] = (
+            importlib.machinery.SourceFileLoader("__main__", path)
+            if code is None
+            else importlib.machinery.SourcelessFileLoader("__main__", path)
+        )
+        if code is None:
+            file.seek(0)
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, namespace)  # noqa: S102 - running the user's program is the purpose
+
+
+def _absolute(path: str) -> str:
+    """Make a path absolute as the interpreter does: without resolving ``.``, ``..`` or symbolic links."""
+    return os.path.join(os.getcwd(), path)
+
+
+def _add_to_path(directory: str) -> None:
+    """Let the program import from its own directory, unless the interpreter runs in safe-path mode."""
+    if not getattr(sys.flags, "safe_path", False):  # new in Python 3.11
+        sys.path.insert(0, directory)
+
+
+def _clear_main() -> dict[str, Any]:
+    """Clear and return the namespace of ``__main__``, as in a new process."""
+    namespace = vars(sys.modules["__main__"])
+    for name in [name for name in namespace if not name.startswith("__")]:
+        del namespace[name]
+    return namespace
+
+
+def _hide_own_frames(error: BaseException) -> None:
+    """Remove this package's frames from the error's traceback, also where the interpreter prints it."""
+    frames = _without_ours(error.__traceback__)
+    error.__traceback__ = frames
+    show = getattr(sys, "excepthook", sys.__excepthook__)  # a program may have deleted it
+
+    def excepthook(
+        kind: type[BaseException], error: BaseException, _: types.TracebackType | None
+    ) -> None:
+        sys.excepthook = show
+        show(kind, error.with_traceback(frames), frames)
+
+    sys.excepthook = excepthook
+
+
+def _without_ours(frames: types.TracebackType | None) -> types.TracebackType | None:
+    first = last = None
+    while frames is not None:
+        if os.path.dirname(frames.tb_frame.f_code.co_filename) not in OWN_DIRECTORIES:
+            if last is None:
+                first = frames
+            else:
+                last.tb_next = frames
+            last = frames
+        frames = frames.tb_next
+    if last is not None:
+        last.tb_next = None
+    return first
+
+
+def describe(error: BaseException, name: str = "", asked_by: int = 0) -> dict[str, Any]:
+    """Describe an exception in torch's error-file format, with its type (or ``name``) and exact time."""
+    message = f"{type(error).__name__}: {error}"
+    return ownends.record(
+        name or type(error).__qualname__,
+        message,
+        "".join(traceback.format_exception(error)),
+        asked_by,
+    )
+
+
+def _write_atomically(path: str, text: str) -> None:
+    temporary = f"{path}.{os.getpid()}"
+    try:
+        Path(temporary).write_text(text)
+        Path(temporary).replace(path)
+    except OSError as error:  # a full disk must not hide the program's own error
+        print(f"dlrover: {path} could not be written: {error}", file=sys.stderr)  # noqa: T201
+
+
+# ---- loaded modules
+
+
+def loaded_modules() -> dict[str, Any]:
+    """List the loaded modules: ``names`` from installed packages, in import order, and ``own``.
+
+    ``own`` maps the program's other modules to their files. Do not preload them: they may change between
+    two runs, and importing them may have any effect.
+    """
+    roots = tuple({str(Path(os.__file__).parent), *(p for p in sys.path if "-packages" in p)})
+    names: list[str] = []
+    own: dict[str, str] = {}
+    for name, module in list(sys.modules.items()):
+        spec = getattr(module, "__spec__", None)
+        file = getattr(spec, "origin", None) if getattr(spec, "has_location", False) else None
+        if file is None or name.partition(".")[0] in ("__main__", "dlrover"):
+            continue
+        if file.startswith(roots):
+            names.append(name)
+        else:
+            own[name] = file
+    return {"names": names, "own": own}

@@ -1,0 +1,206 @@
+"""The PyTorch hooks that report the activity of a training, without a change to the program.
+
+========================== ==========================================================================
+optimizer step             PyTorch's hook for all optimizers
+parameters and state       read from the optimizer after its first step
+waiting for the next batch wrapper of the data loader iterators' ``__next__``
+compiling                  callbacks of PyTorch's compiler
+evaluating                 wrappers of ``Module.eval`` and ``Module.train``
+steps left                 wrapper of Transformers' Trainer's event at the start of a training
+checkpoints                wrappers of ``torch.save`` and ``torch.distributed.checkpoint``'s ``save`` and
+                           ``load``; DLRover's `Checkpointer` reports its own
+========================== ==========================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from dlrover import launched
+from dlrover.spec.activities import Activity
+from dlrover.training.worker import profile
+from dlrover.training.worker.compute import ComputeTime
+from dlrover.training.worker.imports import after_import
+from dlrover.training.worker.tracker import Tracker, guarded
+
+OPTIMIZERS = "torch.optim.optimizer"
+DATA_LOADERS = "torch.utils.data.dataloader"
+MODULES = "torch.nn.modules.module"
+TRAINER = "transformers.trainer_callback"
+COMPILER = "torch._dynamo.callback"
+SAVING = "torch.serialization"
+CHECKPOINTS = (
+    "torch.distributed.checkpoint.state_dict_saver",
+    "torch.distributed.checkpoint.state_dict_loader",
+)
+
+
+def install(tracker: Tracker, on_first_step: Callable[[], None]) -> None:
+    """Place each hook when its module is imported; call ``on_first_step`` after the first step."""
+    hooks = Hooks(tracker, on_first_step)
+    places = {
+        OPTIMIZERS: hooks.watch_steps,
+        DATA_LOADERS: hooks.watch_data,
+        MODULES: hooks.watch_evaluation,
+        COMPILER: hooks.watch_compiler,
+        TRAINER: hooks.watch_trainer,
+        SAVING: hooks.watch_saving,
+        **dict.fromkeys(CHECKPOINTS, hooks.watch_checkpoints),
+    }
+    for name, place in places.items():
+        after_import(name, guarded(place))
+    launched.blocked = hooks.checkpoint
+    launched.loaded = guarded(tracker.began_with)
+    launched.saving = guarded(tracker.saves)
+
+
+class Hooks:
+    """The hooks of one worker."""
+
+    def __init__(self, tracker: Tracker, on_first_step: Callable[[], None]) -> None:
+        self._tracker = tracker
+        self._on_first_step = guarded(on_first_step)
+        self._compute = ComputeTime(tracker)
+        self._time_step = guarded(self._compute.step, self._compute.stop)
+        self._read_profile = guarded(self._profile)
+        self._begin = guarded(tracker.begin)
+        self._end = guarded(tracker.end)
+        self._optimizer: Any = None
+        self._compiling: int | None = None
+        self._owned: set[int] = set()
+
+    # ---- steps
+
+    def watch_steps(self, module: types.ModuleType) -> None:
+        """Count the steps of the first optimizer that steps; ignore others, such as a GAN's second one."""
+        module.register_optimizer_step_post_hook(guarded(self._after_step, self._tracker.lose))
+
+    def _after_step(self, optimizer: Any, _args: object, _kwargs: object) -> None:
+        if self._optimizer is None:
+            self._optimizer = optimizer
+        if optimizer is not self._optimizer:
+            return
+        now = time.monotonic_ns()
+        if self._tracker.step(now):
+            self._time_step(optimizer, now)
+            if self._tracker.steps == 1:
+                self._read_profile(optimizer)
+                self._on_first_step()
+
+    def _profile(self, optimizer: Any) -> None:
+        self._tracker.trains(*profile.read(optimizer))
+
+    # ---- data
+
+    def watch_data(self, module: types.ModuleType) -> None:
+        """Time the wait of data loader iterators for the next batch."""
+        iterator = module._BaseDataLoaderIter  # noqa: SLF001
+        iterator.__next__ = self._timed(iterator.__next__, Activity.DATA)
+
+    # ---- evaluation
+
+    def watch_evaluation(self, module: types.ModuleType) -> None:
+        """Detect when the trained model enters and leaves evaluation mode."""
+        cls = module.Module
+        to_eval, to_train, tracker = cls.eval, cls.train, self._tracker
+        evaluate, train = guarded(self._evaluate), guarded(tracker.train)
+
+        @functools.wraps(to_eval)
+        def eval(self: Any) -> Any:  # noqa: A001 - the wrapped method's name
+            evaluate(self)
+            return to_eval(self)
+
+        @functools.wraps(to_train)
+        def wrapped_train(self: Any, mode: bool = True) -> Any:
+            if mode and tracker.evaluating:
+                train()
+            return to_train(self, mode)
+
+        cls.eval, cls.train = eval, wrapped_train
+
+    def _evaluate(self, module: Any) -> None:
+        if self._optimizer is None:
+            return
+        if not self._owned:
+            groups = self._optimizer.param_groups
+            self._owned = {id(parameter) for group in groups for parameter in group["params"]}
+        if any(id(parameter) in self._owned for parameter in module.parameters()):
+            self._tracker.evaluate()
+
+    # ---- length of the training
+
+    def watch_trainer(self, module: types.ModuleType) -> None:
+        """Read the number of steps left from Transformers' Trainer."""
+        cls = module.CallbackHandler
+        begin, tell = cls.on_train_begin, guarded(self._tracker.ends_in)
+
+        @functools.wraps(begin)
+        def on_train_begin(self: Any, args: Any, state: Any, control: Any) -> Any:
+            tell(state.max_steps - state.global_step)
+            return begin(self, args, state, control)
+
+        cls.on_train_begin = on_train_begin
+
+    # ---- compiling
+
+    def watch_compiler(self, module: types.ModuleType) -> None:
+        """Time compilation with the compiler's callbacks."""
+        handler = module.callback_handler
+        handler.register_start_callback(guarded(self._compile))
+        handler.register_end_callback(guarded(self._compiled))
+
+    def _compile(self, *_: object) -> None:
+        self._compiling = self._tracker.begin(Activity.COMPILE)
+
+    def _compiled(self, *_: object) -> None:
+        self._tracker.end(self._compiling)
+        self._compiling = None
+
+    # ---- checkpoints
+
+    def watch_saving(self, module: types.ModuleType) -> None:
+        """Time ``torch.save``."""
+        self._time_function(module, "save", "torch")
+
+    def watch_checkpoints(self, module: types.ModuleType) -> None:
+        """Time ``torch.distributed.checkpoint.save`` and ``load``."""
+        for name in ("save", "load"):
+            if hasattr(module, name):
+                self._time_function(module, name, "torch.distributed.checkpoint")
+
+    def _time_function(self, module: types.ModuleType, name: str, package: str) -> None:
+        """Time a function, also where ``package`` has already imported it from ``module``."""
+        function = getattr(module, name)
+        timed = self._timed(function, Activity.CHECKPOINT)
+        for place in (module, sys.modules.get(package)):
+            if getattr(place, name, None) is function:
+                setattr(place, name, timed)
+
+    @contextlib.contextmanager
+    def checkpoint(self) -> Iterator[None]:
+        """Time a block in which the training waits for a checkpoint."""
+        before = self._begin(Activity.CHECKPOINT)
+        try:
+            yield
+        finally:
+            self._end(before)
+
+    def _timed(self, function: Callable[..., Any], activity: Activity) -> Callable[..., Any]:
+        begin, end, kind = self._begin, self._end, int(activity)
+
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            before = begin(kind)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                if before is not None:
+                    end(before)
+
+        return timed

@@ -1,0 +1,257 @@
+"""A program that runs alone: reading, restoring, and what cannot be read."""
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from dlrover.data import client, dealers, records
+from dlrover.data.dealers import LocalDealer
+from dlrover.data.records import Records
+from dlrover.errors import ConfigurationError, InfrastructureError, UserCodeError
+from dlrover.spec.shards import ShardReply
+
+
+class Rotten(list):
+    """Records of which some cannot be read."""
+
+    bad = frozenset({5, 77})
+
+    def __getitem__(self, index: int) -> int:
+        if index in self.bad:
+            raise ValueError("rotten")
+        return super().__getitem__(index)
+
+
+@pytest.fixture(autouse=True)
+def _no_threads_stay() -> Iterator[None]:
+    yield
+    for thread in threading.enumerate():
+        assert thread.name != "dlrover-shards" or not thread.is_alive()
+
+
+@pytest.fixture
+def read() -> Iterator:
+    """Makes data sets and closes them."""
+    made = []
+
+    def make(source=range(100), **options) -> Records:
+        made.append(Records(source, **options))
+        return made[-1]
+
+    yield make
+    for data in made:
+        data.close()
+
+
+def everything(data: Records) -> list:
+    return [sample for _ in data.until_end() for sample in data]
+
+
+def test_all_samples_of_all_epochs(read) -> None:
+    data = read(epochs=2, shard=7)
+    assert everything(data) == [*range(100), *range(100)]
+    assert data.epoch == 2
+    assert everything(data) == []
+
+
+def test_each_epoch_is_shuffled_anew_and_every_time_in_the_same_way(read) -> None:
+    first = everything(read(epochs=2, shuffle=True, seed=1))
+    assert first == everything(read(epochs=2, shuffle=True, seed=1))
+    assert first[:100] != first[100:]
+    assert sorted(first[:100]) == sorted(first[100:]) == list(range(100))
+    assert first != everything(read(epochs=2, shuffle=True, seed=2))
+
+
+def test_the_incomplete_last_shard_can_be_left_out(read) -> None:
+    assert everything(read(shard=30, drop_last=True)) == list(range(90))
+
+
+def test_reading_goes_on_where_it_was_left(read) -> None:
+    data = read(shard=10)
+    for sample in data:
+        if sample == 33:
+            break
+    assert list(data) == list(range(34, 100))
+
+
+def test_a_restore_goes_on_behind_the_last_sample_that_was_handed_out(read) -> None:
+    data = read(epochs=2, shuffle=True, shard=10)
+    samples = iter(data)
+    seen = Counter(next(samples) for _ in range(33))
+    state = data.state_dict()
+    for _ in range(20):
+        next(samples)
+    again = read(epochs=2, shuffle=True, shard=7)
+    again.load_state_dict(state)
+    seen.update(everything(again))
+    assert seen == dict.fromkeys(range(100), 2)
+
+
+def test_one_object_can_be_rolled_back(read) -> None:
+    data = read(shard=10)
+    samples = iter(data)
+    head = [next(samples) for _ in range(12)]
+    state = data.state_dict()
+    next(samples)
+    data.load_state_dict(state)
+    assert [*head, *data] == list(range(100))
+
+
+def test_the_state_at_the_end_of_an_epoch_begins_the_next(read) -> None:
+    data = read(epochs=2)
+    list(data)
+    again = read(epochs=2)
+    again.load_state_dict(data.state_dict())
+    assert [epoch for epoch in again.until_end() if list(again)] == [1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "other"}, "name 'other'; in the checkpoint it has 'data'"),
+        ({"source": range(99)}, "size 99; in the checkpoint it has 100"),
+        ({"shuffle": True}, "order 'shuffled with seed 0'; in the checkpoint"),
+    ],
+)
+def test_the_state_of_another_data_set_is_refused(read, change, message) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        read(**change).load_state_dict(read().state_dict())
+
+
+def test_one_state_of_several_is_refused(read) -> None:
+    state = {**read().state_dict(), "world_size": 4}
+    with pytest.raises(ConfigurationError, match="saved by 4 ranks, and the state of 1"):
+        read().load_state_dict(state)
+    with pytest.raises(ConfigurationError, match="no state of a data set"):
+        read().load_state_dict({"epoch": 3})
+
+
+def test_states_that_overlap_are_refused(read) -> None:
+    data = read()
+    next(iter(data))
+    states = [{**data.state_dict(), "world_size": 2, "rank": rank} for rank in range(2)]
+    with pytest.raises(InfrastructureError, match="Two ranks of this checkpoint have learned"):
+        read().load_rank_states(states)
+    assert records.learned([data.state_dict()]).count == 1
+
+
+def test_what_cannot_be_read_is_set_aside_and_told(read, caplog) -> None:
+    caplog.set_level(logging.WARNING)
+    data = read(Rotten(range(100)), epochs=2, shuffle=True)
+    assert Counter(everything(data)) == {n: 2 for n in range(100) if n not in Rotten.bad}
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 4
+    assert (
+        sum("after 3 attempts" in line and "record 5: ValueError: rotten" in line for line in told)
+        == 2
+    )
+
+
+def test_too_many_that_cannot_be_read_are_an_error(read) -> None:
+    with pytest.raises(
+        UserCodeError, match=r"2 samples .* more than max_set_aside \(1\).*ValueError: rotten"
+    ):
+        list(read(Rotten(range(100)), max_set_aside=1))
+
+
+def test_wrong_arguments_are_told(read) -> None:
+    with pytest.raises(ConfigurationError, match=r"`int` >= 1 - at `\$.shard`"):
+        read(shard=0)
+    data = read()
+    data.close()
+    with pytest.raises(ConfigurationError, match="was closed"):
+        next(iter(data))
+
+
+def test_several_processes_without_a_master_are_refused(read, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigurationError, match="WORLD_SIZE is 2, and no master"):
+        next(iter(read()))
+
+
+def test_parameter_servers_are_no_readers(read, monkeypatch) -> None:
+    """Else the states of the workers alone would be an incomplete checkpoint."""
+    place = {"RANK": "1", "ROLE_RANK": "1", "ROLE_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    state = read().state_dict()
+    assert (state["rank"], state["world_size"]) == (1, 2)
+
+
+class Flaky(LocalDealer):
+    """A master that is away for a while, and whose answers get lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    def ask(self, request) -> ShardReply:
+        self.asked += 1
+        if self.asked % 3 == 0:
+            super().ask(request)
+            return ShardReply(away="the answer was lost")
+        return ShardReply(away="away") if self.asked % 3 == 1 else super().ask(request)
+
+
+def test_a_master_that_is_away_now_and_then_changes_nothing(read, monkeypatch) -> None:
+    monkeypatch.setattr(records.dealers, "connect", Flaky)
+    monkeypatch.setattr(client, "RETRY_DELAYS", (0.0,))
+    assert everything(read(epochs=2, shard=20)) == [*range(100), *range(100)]
+
+
+class Refusing(LocalDealer):
+    def ask(self, request) -> ShardReply:
+        return (
+            ShardReply(refused="no")
+            if type(request).__name__ == "TakeShards"
+            else super().ask(request)
+        )
+
+
+def test_a_refusal_reaches_the_training(read, monkeypatch) -> None:
+    monkeypatch.setattr(dealers, "connect", Refusing)
+    data = read()
+    with pytest.raises(InfrastructureError, match=r"^no$"):
+        list(data)
+    with pytest.raises(InfrastructureError, match=r"^no$"):
+        data.state_dict()
+
+
+def test_a_worker_that_was_cut_off_for_too_long_does_not_save(read, monkeypatch) -> None:
+    monkeypatch.setattr(client, "RENEWAL_WAIT", 0.1)
+    data = read(timeout=0.05)
+    samples = iter(data)
+    next(samples)
+    gone = threading.Event()
+    monkeypatch.setattr(LocalDealer, "ask", lambda *_: (gone.set(), ShardReply(away="away"))[1])
+    assert gone.wait(5)
+    until = threading.Event()
+    until.wait(0.1)
+    with pytest.raises(InfrastructureError, match="may belong to others by now"):
+        data.state_dict()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("patient", [True, False])
+def test_an_epoch_may_wait_for_what_others_have_taken(read, monkeypatch, patient: bool) -> None:
+    """One worker dies with samples that it has not read; another gets them if it waits for that."""
+    shared = LocalDealer()
+    monkeypatch.setattr(dealers, "connect", lambda: shared)
+    monkeypatch.setattr(client, "REPORT_INTERVAL", 0.02)
+    dying = read(shard=10)
+    first = next(iter(dying))
+    got: list[int] = []
+    other = read(shard=10, wait_for_others=patient)
+    reader = threading.Thread(target=lambda: got.extend(other))
+    reader.start()
+    reader.join(0.5)
+    assert reader.is_alive() == patient
+    dying.close()
+    reader.join(10)
+    assert not reader.is_alive()
+    assert first not in got
+    assert len(got) == len(set(got))
+    assert (len(got) == 99) == patient

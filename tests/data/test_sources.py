@@ -1,0 +1,111 @@
+"""Records of text files by number are those that the standard library reads in order."""
+
+import csv
+import io
+import pickle
+import struct
+
+import pytest
+from hypothesis import given, strategies as st
+
+from dlrover.data import Csv, JsonLines, Lines, TfRecords
+from dlrover.data.sources import text
+from dlrover.errors import ConfigurationError, InfrastructureError
+
+texts = st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), max_size=8)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch) -> None:
+    monkeypatch.setattr(text, "CHUNK", 5)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_lines(tmp_path, end: str) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    first.write_bytes(f"one\n\nthree is längér{end}".encode())
+    second.write_bytes(b"four\n")
+    lines = Lines([first, second])
+    assert list(lines) == ["one", "", "three is längér", "four"]
+    with pytest.raises(IndexError):
+        lines[4]
+
+
+def test_an_empty_file_has_no_lines(tmp_path) -> None:
+    (tmp_path / "a").touch()
+    assert len(Lines(tmp_path / "a")) == 0
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_json(tmp_path) -> None:
+    (tmp_path / "a").write_text('{"x": 1}\n[2]\n"three"\n')
+    assert list(JsonLines(tmp_path / "a")) == [{"x": 1}, [2], "three"]
+
+
+@pytest.mark.slow
+@given(st.lists(st.tuples(texts, st.text("ab\"\n',", max_size=6)), max_size=8))
+def test_csv_is_what_the_standard_library_reads(tmp_path_factory, rows) -> None:
+    path = tmp_path_factory.mktemp("csv") / "a.csv"
+    buffer = io.StringIO(newline="")
+    writer = csv.writer(buffer, lineterminator="\n", quoting=csv.QUOTE_ALL)
+    writer.writerows([("key", "va\nlue"), *rows])
+    path.write_bytes(buffer.getvalue().encode())
+    assert list(Csv(path)) == [{"key": key, "va\nlue": value} for key, value in rows]
+
+
+def test_rows_of_several_files_with_other_columns(tmp_path) -> None:
+    (tmp_path / "a").write_text("x;y\n1;2\n3;4\n")
+    (tmp_path / "b").write_text("\ufeffy;x\n6;5")
+    rows = Csv([tmp_path / "a", tmp_path / "b"], delimiter=";")
+    assert [row["x"] for row in rows] == ["1", "3", "5"]
+    assert rows[2]["y"] == "6"
+
+
+def test_a_row_with_too_few_values_is_an_error_of_that_row(tmp_path) -> None:
+    (tmp_path / "a").write_text("x,y\n1,2\n3\n5,6\n")
+    rows = Csv(tmp_path / "a")
+    assert (rows[0], rows[2]) == ({"x": "1", "y": "2"}, {"x": "5", "y": "6"})
+    with pytest.raises(ValueError, match="1 values for 2 columns"):
+        rows[1]
+
+
+def test_what_cannot_be_read_is_told(tmp_path) -> None:
+    with pytest.raises(ConfigurationError, match="nowhere cannot be read: No such file"):
+        Lines(tmp_path / "nowhere")
+    (tmp_path / "empty").touch()
+    with pytest.raises(ConfigurationError, match="no row with column names"):
+        Csv(tmp_path / "empty")
+
+
+def test_a_file_that_has_become_shorter_is_told(tmp_path) -> None:
+    (tmp_path / "a").write_text("one\ntwo\n")
+    lines = Lines(tmp_path / "a")
+    (tmp_path / "a").write_text("one\n")
+    assert lines[0] == "one"
+    with pytest.raises(InfrastructureError, match="become shorter"):
+        lines[1]
+
+
+def test_a_source_goes_to_another_process(tmp_path) -> None:
+    (tmp_path / "a").write_text("one\ntwo\n")
+    lines = Lines(tmp_path / "a")
+    assert lines[1] == "two"
+    assert pickle.loads(pickle.dumps(lines))[1] == "two"
+
+
+def tf_record(data: bytes) -> bytes:
+    return struct.pack("<QI", len(data), 0) + data + bytes(4)
+
+
+def test_tf_records(tmp_path) -> None:
+    (tmp_path / "a").write_bytes(tf_record(b"one") + tf_record(b"") + tf_record(b"three"))
+    (tmp_path / "b").write_bytes(tf_record(b"four"))
+    assert list(TfRecords([tmp_path / "a", tmp_path / "b"])) == [b"one", b"", b"three", b"four"]
+
+
+@pytest.mark.parametrize("length", [1, 11, 17])
+def test_what_is_no_tf_record_file_is_refused(tmp_path, length: int) -> None:
+    (tmp_path / "a").write_bytes(tf_record(b"one")[:length])
+    with pytest.raises(ConfigurationError, match="ends within a record"):
+        TfRecords(tmp_path / "a")

@@ -1,0 +1,84 @@
+"""Programs import from doors only: the packages whose names are public."""
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+DOORS = {
+    "dlrover.brain": {
+        "BrainClient", "Description", "Group", "Optimizer", "Range", "RegisterJob", "ReportOutcome",
+        "ReportSamples", "Sample", "Shape", "Space", "request_id",
+    },
+    "dlrover.checkpoint": {"Checkpointer", "KeepBest", "KeepEvery", "KeepLast", "LoadRecord", "Shard"},
+    "dlrover.data": {
+        "Csv", "ElasticDataLoader", "ElasticDataset", "JsonLines", "Lines", "Message", "Parquet", "Records",
+        "Stream", "Table", "TfRecords",
+    },
+    "dlrover.planning": {
+        "Demand", "GIB", "MemorySample", "ServerSample", "ServerShape", "ServerSpace", "Size", "allocate",
+        "fit_servers", "plan_servers", "prevent_oom", "sample_servers",
+    },
+    "dlrover.tensorflow": {"dataset"},
+    "dlrover.training": {
+        "ElasticDistributedSampler", "ElasticTrainer", "accumulation_steps", "activity", "steps_left",
+    },
+}  # fmt: skip
+NEEDS = {
+    "ElasticDataset": "torch", "ElasticDataLoader": "torch", "ElasticTrainer": "torch",
+    "ElasticDistributedSampler": "torch", "Checkpointer": "torch", "LoadRecord": "torch", "Shard": "torch",
+    "dataset": "tensorflow", "Optimizer": "sqlalchemy",
+}  # fmt: skip
+MODULES = {
+    f"dlrover.integrations.{name}"
+    for name in ("accelerate", "dcp", "deepspeed", "lightning", "megatron", "transformers")
+}
+"""Doors of their own, because each needs its library."""
+
+
+def snippets() -> list[tuple[str, str]]:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    found = [
+        (str(page.relative_to(ROOT)), block.replace(">>> ", ""))
+        for page in pages
+        for block in re.findall(r"```python[^\n]*\n(.*?)```", page.read_text(), re.DOTALL)
+    ]
+    programs = (ROOT / "examples").rglob("*.py")
+    return found + [(str(path.relative_to(ROOT)), path.read_text()) for path in programs]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_door_has_these_names(door: str) -> None:
+    package = importlib.import_module(door)
+    assert set(package.__all__) == DOORS[door]
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        package.nothing  # noqa: B018
+    for name in DOORS[door]:
+        if name in NEEDS:
+            pytest.importorskip(NEEDS[name])
+        assert getattr(package, name) is not None
+
+
+def test_docs_and_examples_import_from_doors_only() -> None:
+    seen = 0
+    for where, text in snippets():
+        for line in re.findall(r"^\s*(?:from dlrover.*|import dlrover.*)$", text, re.MULTILINE):
+            (node,) = ast.parse(line.strip()).body
+            if isinstance(node, ast.ImportFrom):
+                assert node.module is not None
+                doors = (
+                    {f"dlrover.{name.name}" for name in node.names}
+                    if node.module == "dlrover"
+                    else {node.module}
+                )
+                if node.module in DOORS:
+                    assert {name.name for name in node.names} <= DOORS[node.module], (where, line)
+            else:
+                assert isinstance(node, ast.Import)
+                doors = {name.name for name in node.names}
+            assert doors <= {*DOORS, *MODULES}, (where, line)
+            seen += 1
+    assert seen > 20

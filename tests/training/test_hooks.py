@@ -1,0 +1,431 @@
+"""What a training does gets on the board with nothing in the program, and the program sees nothing of it."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from dlrover.agent.workers.zygotes import make_board
+from dlrover.spec.activities import Activity
+from dlrover.spec.activity import WorkerActivity
+from dlrover.training.worker.progress import Board
+
+pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(60)]
+
+START = """
+import json, os, sys
+{before}
+from dlrover.training import bootstrap
+from dlrover.training.worker.progress import Board
+program = bootstrap.Program("script", "program.py", [], "", 3)
+bootstrap.run(program, Board({fd}))
+"""
+
+TRAINING = """
+    import time, torch
+    from torch.utils.data import DataLoader
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch=torch.ones(4)):
+        optimizer.zero_grad()
+        model(batch).sum().backward()
+        optimizer.step()
+    """
+
+
+class Worked:
+    """A worker that has ended: its output, and what the board says of it."""
+
+    def __init__(self, directory: Path, *sources: str, before: str = "") -> None:
+        text = "\n".join(map(textwrap.dedent, sources))
+        (directory / "program.py").write_text(text)
+        fd = make_board()
+        try:
+            ended = subprocess.run(
+                [sys.executable, "-c", START.format(fd=fd, before=before)],
+                cwd=directory,
+                pass_fds=[fd],
+                capture_output=True,
+                text=True,
+                timeout=50,
+                check=False,
+            )
+            self.activity = Board(fd).activity(3, time.monotonic_ns())
+        finally:
+            os.close(fd)
+        self.stdout, self.stderr, self.code = ended.stdout, ended.stderr, ended.returncode
+
+    @property
+    def did(self) -> WorkerActivity:
+        assert self.code == 0, self.stderr
+        assert self.activity is not None
+        return self.activity
+
+    def seconds(self, activity: Activity) -> float:
+        return self.did.seconds[activity]
+
+
+def test_start_ends_with_the_first_step(tmp_path: Path) -> None:
+    worked = Worked(tmp_path, TRAINING, "time.sleep(0.3)", "step(); step(); time.sleep(0.2)")
+    assert worked.seconds(Activity.START) > 0.3
+    assert worked.did.steps == 2
+    assert worked.did.doing == Activity.STEP
+    assert 0.2 < worked.seconds(Activity.STEP) == pytest.approx(sum(worked.did.seconds[1:]))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_waiting_for_data(tmp_path: Path, workers: int) -> None:
+    worked = Worked(
+        tmp_path,
+        TRAINING,
+        f"""
+        class Slow(torch.utils.data.Dataset):
+            def __len__(self):
+                return 4
+
+            def __getitem__(self, index):
+                time.sleep(0.2)
+                return torch.ones(4)
+
+        for batch in DataLoader(Slow(), num_workers={workers}):
+            step(batch)
+        """,
+    )
+    assert worked.did.steps == 4
+    assert 0.35 < worked.seconds(Activity.DATA) < 3  # three of four, the first is part of the start
+
+
+def test_evaluation_lasts_until_the_next_step_or_train(tmp_path: Path) -> None:
+    worked = Worked(
+        tmp_path,
+        TRAINING,
+        """
+        teacher = torch.nn.Linear(4, 1)
+        teacher.eval()
+        model.eval()
+        step()
+        teacher.eval(); time.sleep(0.1); step()
+        model.eval()
+        for _ in DataLoader([1, 2]):
+            time.sleep(0.1)
+        model.train(); time.sleep(0.1)
+        model.eval(); time.sleep(0.1); step()
+        time.sleep(0.1)
+        """,
+    )
+    assert worked.seconds(Activity.EVAL) == pytest.approx(0.3, abs=0.08)
+    assert worked.seconds(Activity.DATA) == 0
+    assert worked.did.doing == Activity.STEP
+
+
+def test_compiling(tmp_path: Path) -> None:
+    worked = Worked(
+        tmp_path,
+        TRAINING,
+        """
+        compiled = torch.compile(lambda x: x * 2, backend="eager")
+        compiled(torch.ones(2))
+        step()
+        """,
+    )
+    assert worked.seconds(Activity.COMPILE) > 0
+    assert worked.did.doing == Activity.STEP
+
+
+SLOW_SAVE = """
+    class Slow:
+        def __reduce__(self):
+            time.sleep(0.2)
+            return Slow, ()
+    """
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        "torch.save(Slow(), 'file.pt')",
+        "from torch.serialization import save; save(Slow(), 'file.pt')",
+        "import torch.distributed.checkpoint as dcp; dcp.save({'a': Slow()}, checkpoint_id='dcp')",
+        "with dlrover.training.activity('checkpoint'): time.sleep(0.2)",
+    ],
+    ids=["torch.save", "from torch", "distributed", "told"],
+)
+def test_checkpoints(tmp_path: Path, save: str) -> None:
+    worked = Worked(tmp_path, "import dlrover.training", TRAINING, SLOW_SAVE, "step()", save)
+    assert 0.2 < worked.seconds(Activity.CHECKPOINT) < 5
+    assert worked.did.doing == Activity.STEP
+
+
+def test_what_a_warm_zygote_has_imported_is_watched_too(tmp_path: Path) -> None:
+    worked = Worked(
+        tmp_path,
+        TRAINING,
+        SLOW_SAVE,
+        "step(); torch.save(Slow(), 'file.pt')",
+        before="import torch",
+    )
+    assert worked.seconds(Activity.CHECKPOINT) > 0.2
+
+
+def test_our_own_checkpointer_tells_the_first_step(tmp_path: Path) -> None:
+    pytest.importorskip("xxhash")
+    load = """
+        from dlrover.checkpoint import Checkpointer
+        checkpointer = Checkpointer("ckpt", linger=0)
+        state = {"model": model, "step": 0}
+        checkpointer.load(state)
+        step()
+        """
+    save = "checkpointer.save(7, state, to='storage'); checkpointer.wait()"
+    first = Worked(tmp_path, TRAINING, load, save, "checkpointer.close()")
+    assert first.did.first_step == 0
+    assert first.seconds(Activity.CHECKPOINT) > 0
+    again = Worked(tmp_path, TRAINING, load, "checkpointer.close()")
+    assert again.did.first_step == 7
+
+
+def test_a_file_of_steps_tells_the_first_step_of_a_training_that_saves_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "losses.jsonl"
+    path.write_text('{"step": 40}\n')
+    monkeypatch.setenv("DLROVER_STEPS_FILE", str(path))
+    record = """
+    step()
+    open("losses.jsonl", "a").write('{"step": 41}\\n')
+    step()
+    """
+    assert Worked(tmp_path, TRAINING, record).did.first_step == 40
+    monkeypatch.setenv("RANK", "1")
+    assert Worked(tmp_path, TRAINING, record).did.first_step == -1
+
+
+def test_a_save_tells_the_first_step_of_a_training_that_loads_by_itself(tmp_path: Path) -> None:
+    pytest.importorskip("xxhash")
+    source = """
+        from dlrover.checkpoint import Checkpointer
+        checkpointer = Checkpointer("ckpt", linger=0)
+        step(); step()
+        checkpointer.save(102, {"model": model})
+        checkpointer.close()
+        """
+    assert Worked(tmp_path, TRAINING, source).did.first_step == 100
+
+
+def test_a_program_tells_how_many_steps_are_left(tmp_path: Path) -> None:
+    assert Worked(tmp_path, TRAINING, "step()").did.left == -1
+    source = "step(); import dlrover.training; dlrover.training.steps_left(10); step(); step()"
+    assert Worked(tmp_path, TRAINING, source).did.left == 8
+    beyond = "import dlrover.training; dlrover.training.steps_left(1); step(); step()"
+    assert Worked(tmp_path, TRAINING, beyond).did.left == 0
+
+
+def test_transformers_tells_how_many_steps_are_left(tmp_path: Path) -> None:
+    """Its Trainer's event at the begin of a training, with a module of the library's name and classes."""
+    package = tmp_path / "transformers"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "trainer_callback.py").write_text(
+        "class CallbackHandler:\n"
+        "    def on_train_begin(self, args, state, control):\n"
+        "        return control\n"
+    )
+    source = """
+        import types
+        from transformers.trainer_callback import CallbackHandler
+        state = types.SimpleNamespace(max_steps=500, global_step=200)
+        assert CallbackHandler().on_train_begin(None, state, "control") == "control"
+        step(); step()
+        """
+    assert Worked(tmp_path, TRAINING, source).did.left == 298
+
+
+def test_what_other_processes_and_threads_do_does_not_count(tmp_path: Path) -> None:
+    worked = Worked(
+        tmp_path,
+        TRAINING,
+        SLOW_SAVE,
+        """
+        import os, threading
+        step()
+        thread = threading.Thread(target=torch.save, args=(Slow(), "file.pt"))
+        thread.start(); thread.join()
+        pid = os.fork()
+        if pid == 0:
+            step(); torch.save(Slow(), "other.pt"); model.eval()
+            os._exit(0)
+        os.waitpid(pid, 0)
+        """,
+    )
+    assert worked.did.steps == 1
+    assert worked.seconds(Activity.CHECKPOINT) == worked.seconds(Activity.EVAL) == 0
+
+
+def test_a_training_in_another_thread_counts(tmp_path: Path) -> None:
+    source = """
+        import threading
+        thread = threading.Thread(target=lambda: [step(), model.eval(), time.sleep(0.1)])
+        thread.start(); thread.join()
+        """
+    worked = Worked(tmp_path, TRAINING, source)
+    assert worked.did.steps == 1
+    assert worked.seconds(Activity.EVAL) > 0.1
+
+
+# ---- compute time
+
+
+def test_waiting_for_others_is_not_compute_time(tmp_path: Path) -> None:
+    """After the last gradient a rank waits for the others: here the optimizer does the waiting."""
+    worked = Worked(
+        tmp_path,
+        TRAINING,
+        """
+        for _ in range(13):
+            optimizer.zero_grad()
+            time.sleep(0.02)
+            model(torch.ones(4)).sum().backward()
+            time.sleep(0.03)
+            optimizer.step()
+        """,
+    )
+    # The first two steps look for the last gradient: they count in full, or not at all.
+    assert worked.did.compute == pytest.approx(12 * 0.02 + 0.03, abs=0.09)
+
+
+def test_an_evaluation_is_not_compute_time(tmp_path: Path) -> None:
+    source = """
+        for _ in range(11):
+            model.eval(); time.sleep(0.04); model.train()
+            time.sleep(0.03)
+            step()
+        """
+    assert 0.3 < Worked(tmp_path, TRAINING, source).did.compute < 0.45
+
+
+def test_the_hooks_follow_other_parameters_and_are_few(tmp_path: Path) -> None:
+    worked = Worked(
+        tmp_path,
+        """
+        import torch
+        layers = [torch.nn.Linear(4, 4) for _ in range(5)]
+        hooks = lambda: [len(p._post_accumulate_grad_hooks or ()) for l in layers for p in l.parameters()]
+        optimizer = torch.optim.SGD(layers[0].parameters(), lr=0.1)
+        def step(used):
+            x = torch.ones(4)
+            for layer in used:
+                x = layer(x)
+            x.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return sum(hooks())
+        print([step(layers[:1]) for _ in range(4)])
+        optimizer.add_param_group({"params": layers[1].parameters()})
+        print([step(layers[:2]) for _ in range(4)])
+        print([step(layers[1:2]) for _ in range(8)])
+        """,
+    )
+    assert worked.did.steps == 16
+    lines = worked.stdout.splitlines()
+    assert lines[0] == "[2, 1, 1, 1]"
+    assert lines[1] == "[4, 1, 1, 1]"
+    assert json.loads(lines[2])[-1] == 1
+
+
+# ---- the program sees nothing
+
+
+def test_the_program_sees_what_it_would_without(tmp_path: Path) -> None:
+    source = """
+        import inspect, pickle, torch
+        from torch.utils.data import DataLoader
+        import torch.distributed.checkpoint as dcp
+        iterator = torch.utils.data.dataloader._BaseDataLoaderIter
+        for function in (torch.save, dcp.save, dcp.load, torch.nn.Module.eval, torch.nn.Module.train,
+                         iterator.__next__):
+            print(function.__module__, function.__qualname__, inspect.signature(function))
+            print(inspect.getsource(function)[:40])
+        print(pickle.loads(pickle.dumps(torch.save)) is torch.save)
+        print(torch.save is torch.serialization.save, dcp.save is dcp.state_dict_saver.save)
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        print(model.eval() is model, model[0].training, model.train() is model, model[0].training)
+        print(list(DataLoader([1, 2])))
+        try:
+            model.train("yes")
+        except ValueError as error:
+            print(error)
+        """
+    seen = Worked(tmp_path, source)
+    plain = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert seen.stdout == plain.stdout
+    assert seen.stderr == ""
+
+
+def test_no_frame_of_ours_is_in_a_traceback(tmp_path: Path) -> None:
+    source = """
+        from torch.utils.data import DataLoader
+        class Broken:
+            def __len__(self):
+                return 1
+            def __getitem__(self, index):
+                raise KeyError(index)
+        for _ in DataLoader(Broken()):
+            pass
+        """
+    worked = Worked(tmp_path, source)
+    plain = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert worked.stderr == plain.stderr.replace("program.py", "program.py")
+    assert "KeyError: 0" in worked.stderr
+
+
+@pytest.mark.parametrize(
+    "hook", ["tracker.begin", "tracker.evaluate", "compute.step", "compute._on_gradient"]
+)
+def test_a_failing_hook_is_turned_off_with_one_line(tmp_path: Path, hook: str) -> None:
+    names = {
+        "tracker.begin": "Tracker.begin",
+        "tracker.evaluate": "Tracker.evaluate",
+        "compute.step": "ComputeTime.step",
+        "compute._on_gradient": "ComputeTime._on_gradient",
+    }
+    module, owner = hook.partition(".")[0], names[hook]
+    before = (
+        f"from dlrover.training.worker import {module}\n"
+        "def broken(*_):\n    raise RuntimeError('broken')\n"
+        f"{module}.{owner} = broken\n"
+    )
+    source = """
+        for batch in DataLoader(torch.ones(5, 4)):
+            step(batch)
+            model.eval()
+        print("trained")
+        """
+    worked = Worked(tmp_path, TRAINING, source, before=before)
+    assert worked.stdout == "trained\n"
+    lines = worked.stderr.splitlines()
+    assert lines
+    assert all(line.endswith(" is turned off: RuntimeError: broken") for line in lines), lines
+    assert len(set(lines)) == len(lines) <= 2  # one for each hook
+    assert worked.did.steps == 5
+
+
+def test_a_worker_whose_steps_cannot_be_counted_is_not_watched(tmp_path: Path) -> None:
+    before = (
+        "from dlrover.training.worker import tracker\n"
+        "def broken(*_):\n    raise RuntimeError('broken')\n"
+        "tracker.Tracker.step = broken\n"
+    )
+    worked = Worked(tmp_path, TRAINING, "step(); step(); print('trained')", before=before)
+    assert (worked.code, worked.stdout) == (0, "trained\n")
+    assert worked.activity is None
