@@ -27,7 +27,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(90)]
 MIB = 1 << 20
 SAVER = """
 import errno, os, sys
-from dlrover.checkpoint import faults, saver
+from dlrover.checkpoint.saver import saver
+from dlrover.checkpoint.storage import faults
 flag, label = sys.argv[1:3]
 def fail(passed):
     if passed == label and os.path.exists(flag):

@@ -25,7 +25,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(90)]
 SAVES = """
 import os, signal, sys
 import torch
-from dlrover.checkpoint import Checkpointer, faults
+from dlrover.checkpoint import Checkpointer
+from dlrover.checkpoint.storage import faults
 from pathlib import Path
 directory, label = Path(sys.argv[1]), sys.argv[2]
 checkpointer = Checkpointer(directory, linger=5.0)
@@ -43,7 +44,8 @@ checkpointer.save(3, state)
 """
 FAULTY_SAVER = """
 import os, signal, sys
-from dlrover.checkpoint import faults, saver
+from dlrover.checkpoint.saver import saver
+from dlrover.checkpoint.storage import faults
 label, budget = sys.argv[1], [int(sys.argv[2])]
 def die(passed):
     if passed == label:
@@ -57,7 +59,7 @@ saver.main(sys.argv[3:])
 
 LITTLE_MEMORY = """
 import contextlib, os, sys
-from dlrover.checkpoint import ranks, saver
+from dlrover.checkpoint.saver import ranks, saver
 limit = int(sys.argv[1])
 def available():
     held = 0

@@ -35,7 +35,8 @@ BUCKET = f"bucket-{os.getpid()}"
 """Processes that run these tests at a time must not end one another's savers."""
 DYING_SAVER = """
 import os, signal, sys
-from dlrover.checkpoint import faults, saver
+from dlrover.checkpoint.saver import saver
+from dlrover.checkpoint.storage import faults
 label, budget = sys.argv[1], [int(sys.argv[2])]
 def die(passed):
     if passed == label:

@@ -145,7 +145,7 @@ LISTS = """
     import json, sys
     sys.path.append("..")
     import helper, installed, shared
-    from dlrover.training import bootstrap
+    from dlrover.training.worker import bootstrap
     with open("loaded.json", "w") as file:
         json.dump(bootstrap.loaded_modules(), file)
     print(shared.__file__)
