@@ -38,15 +38,15 @@ def driver() -> JobDriver:
 def test_a_round_is_adopted_when_all_its_nodes_have_told_of_it(driver: JobDriver) -> None:
     for node in (2, 0):
         tell(driver, node, holding(node))
-        assert driver.machine.phase is Phase.WAITING
+        assert driver.machine.state.phase is Phase.WAITING
     driver.now = 4.0
     said = waiting_for(driver.machine, driver.now)
     assert said.endswith("4 s of 15 s; 2 of 3 nodes of round 5 told of it")
     assert tell(driver, 1, holding(1)) == [inputs.Welcome("agent 1", 1, 1)]
     machine = driver.machine
-    assert machine.phase is Phase.RUNNING
+    assert machine.state.phase is Phase.RUNNING
     assert (machine.rendezvous.round, machine.rendezvous.members) == (5, (0, 1, 2))
-    assert (machine.steps, machine.restarts.count, machine.next_id) == (7, 2, 3)
+    assert (machine.progress.steps, machine.restarts.count, machine.fleet.next_id) == (7, 2, 3)
     assert driver.emitted(events.MasterAdopted) == [events.MasterAdopted(5, 3)]
 
 

@@ -44,7 +44,7 @@ def test_managed_nodes_are_launched_and_awaited():
     assert job.events[0] == events.JobSubmitted("job", 2, 2)
     assert job.events[-1] == events.RoundOpened(1, "the job starts", 2)
     assert job.connect(7, claims=1) == [Welcome("agent 7", 1, 1)]
-    assert job.machine.phase is Phase.WAITING
+    assert job.machine.state.phase is Phase.WAITING
     assert waiting_for(job.machine, 5.0) == (
         "waiting for node 0 (is being started), node 1 (is joining): 5 s of 600 s; 0 joined"
     )
@@ -85,7 +85,7 @@ def test_a_world_is_formed_and_each_node_is_told_its_place():
         (1, 2, 4),
     ]
     assert job.events[-1] == events.RoundCompleted(1, 2, 4, 4.0)
-    assert (job.machine.phase, job.machine.world_size) == (Phase.RUNNING, 4)
+    assert (job.machine.state.phase, job.machine.rounds.world_size) == (Phase.RUNNING, 4)
 
 
 def test_a_round_that_lacks_nodes_expires_and_says_so():
@@ -185,7 +185,7 @@ def test_a_failure_calls_every_node_to_a_new_round():
         events.RoundOpened,
     ]
     assert job.events[-1] == events.RoundOpened(2, reason, 3)
-    assert job.machine.phase is Phase.RESTARTING
+    assert job.machine.state.phase is Phase.RESTARTING
     assert waiting_for(job.machine, 12.0).startswith(
         "waiting for node 0 (is stopping its workers), node 1 (is stopping its workers)"
     )
@@ -204,7 +204,7 @@ def test_a_hopeless_failure_ends_the_job_at_once():
     assert end.outcome.exit_code == ExitCode.USER_CODE
     assert end.outcome.reason.endswith("; a restart would fail in the same way.")
     assert end.outcome.failure.exception == "SyntaxError"
-    assert job.machine.phase is Phase.FAILED
+    assert job.machine.state.phase is Phase.FAILED
 
 
 def test_failures_of_the_program_and_of_the_infrastructure_have_budgets_of_their_own():
@@ -303,7 +303,7 @@ def test_a_late_failure_of_an_earlier_round_costs_nothing():
     job.join(0, 1, 2)
     assert job.fail(1, ERROR, round=1, steps=70) == []
     assert job.machine.outcome is None
-    assert (job.machine.restarts.count, job.machine.steps) == (1, 0)
+    assert (job.machine.restarts.count, job.machine.progress.steps) == (1, 0)
 
 
 def test_a_failure_of_a_round_before_the_incident_is_no_part_of_it():
@@ -320,7 +320,7 @@ def test_a_failure_of_a_round_before_the_incident_is_no_part_of_it():
 def test_a_failure_of_a_round_that_never_was_changes_nothing(round_):
     job = JobDriver.running()
     assert job.fail(1, TYPO, round=round_) == []
-    assert job.machine.phase is Phase.RUNNING
+    assert job.machine.state.phase is Phase.RUNNING
 
 
 def test_a_failure_of_a_round_that_has_yet_to_begin_changes_nothing():
@@ -384,7 +384,7 @@ def test_steps_are_summed_over_the_rounds():
     job.give(Progressed(1, 40))
     job.fail(0, KILLED, steps=43)
     job.give(Progressed(2, 99))
-    assert job.machine.total_steps == 43
+    assert job.machine.progress.total_steps == 43
     job.join(0, 1, 2)
     job.give(Progressed(2, 5), Progressed(2, 4))
-    assert (job.machine.steps, job.machine.total_steps) == (5, 48)
+    assert (job.machine.progress.steps, job.machine.progress.total_steps) == (5, 48)

@@ -51,7 +51,7 @@ def actions(job):
 def rejoin(job, *nodes, at=None):
     """The nodes stop their workers and join again; the next round trains."""
     commands = job.join(*nodes, at=at)
-    assert job.machine.phase is Phase.RUNNING
+    assert job.machine.state.phase is Phase.RUNNING
     job.give(Progressed(job.machine.rendezvous.round, 5))
     return commands
 
@@ -160,7 +160,7 @@ def test_a_decision_that_comes_late_waits_for_the_node_that_takes_the_place():
     assert actions(job) == []
     commands = job.join(0, 1, 2)
     assert kinds(commands) == [KillNode, LaunchNode]
-    assert job.machine.phase is Phase.RESTARTING
+    assert job.machine.state.phase is Phase.RESTARTING
     job.connect(3, claims=3)
     assert {c.node_id for c in job.join(3)} == {0, 2, 3}
 
@@ -170,7 +170,7 @@ def test_a_decision_that_comes_late_waits_for_the_node_that_takes_the_place():
 
 def fail_and_recover(job, details, *, node=0, at, nodes=(0, 1, 2)):
     commands = job.fail(node, details, at=at, id=f"{at}", steps=int(at))
-    if job.machine.phase is Phase.RESTARTING and job.status(node) is not NodeStatus.LOST:
+    if job.machine.state.phase is Phase.RESTARTING and job.status(node) is not NodeStatus.LOST:
         rejoin(job, *nodes, at=at + 1)
     return commands
 
@@ -250,7 +250,7 @@ def test_a_cause_may_have_a_budget_of_its_own():
     fail_and_recover(job, OUT_OF_MEMORY, at=100.0)
     fail_and_recover(job, KILLED, at=200.0)
     fail_and_recover(job, OUT_OF_MEMORY, at=1150.0)
-    assert job.machine.phase is Phase.RUNNING
+    assert job.machine.state.phase is Phase.RUNNING
     job.fail(0, OUT_OF_MEMORY, at=1200.0)
     assert job.machine.outcome.exit_code == ExitCode.INFRASTRUCTURE
     assert job.machine.outcome.reason.endswith(
@@ -325,5 +325,5 @@ def test_the_table_is_the_one_that_the_job_began_with():
         id="1", kind=FailureKind.EXCEPTION, node_id=0, rank=0, local_rank=0, round=1,
         exception="RuntimeError", message="CUDA error: uncorrectable ECC error encountered",
     )  # fmt: skip
-    assert machine.table.diagnose(failure).cause == "old_row"
-    assert JobMachine().table.diagnose(failure).cause == "unknown"
+    assert machine.state.table.diagnose(failure).cause == "old_row"
+    assert JobMachine().state.table.diagnose(failure).cause == "unknown"

@@ -253,7 +253,7 @@ def test_losing_a_node_that_was_left_behind_is_no_fault():
     job.join(0, 1, at=101.0)
     job.give(DeadlinePassed(), at=161.0)
     assert job.give(NodeSilent(2, 60.0)) == []
-    assert job.machine.phase is Phase.RUNNING
+    assert job.machine.state.phase is Phase.RUNNING
 
 
 def test_losing_a_node_while_the_world_grows_is_a_fault_of_the_last_world():
@@ -277,7 +277,7 @@ def test_the_job_succeeds_when_all_nodes_have():
     assert dismissals == [Dismiss(node, end.outcome) for node in range(3)]
     assert (end.outcome.exit_code, end.outcome.steps, end.outcome.seconds) == (0, 7, 25.0)
     assert end.outcome.job_dir == "/jobs/1"
-    assert job.machine.phase is Phase.SUCCEEDED
+    assert job.machine.state.phase is Phase.SUCCEEDED
 
 
 def test_a_node_that_goes_after_it_succeeded_is_not_missed():
@@ -358,7 +358,7 @@ def test_a_call_that_was_missed_is_made_again():
 
 def test_a_world_that_was_missed_is_assigned_again():
     job = JobDriver.running()
-    world = job.machine.worlds[1]
+    world = job.machine.rounds.worlds[1]
     assert job.connect(1) == [Welcome("agent 1", 1, 2), AssignWorld(1, world)]
     assert job.join(1) == []
 
@@ -387,7 +387,7 @@ def test_a_new_master_gives_the_nodes_time_to_come_back():
     for node in range(3):
         assert len(job.connect(node, runs=1)) == 1
     assert job.machine.deadline() is None
-    assert job.machine.phase is Phase.RUNNING
+    assert job.machine.state.phase is Phase.RUNNING
 
 
 def test_the_first_master_recovers_nothing():
@@ -408,7 +408,7 @@ def test_a_new_master_waits_for_no_node_that_is_lost_or_went_after_it_succeeded(
     job.give(NodeSilent(0, 60.0))
     job.join(1, 2)
     job.give(NodeSucceeded(1, 2), NodeExited(1, "its agent ended"), MasterStarted(9))
-    assert list(job.machine.lost_at) == [2]
+    assert list(job.machine.state.lost_at) == [2]
 
 
 def test_the_time_without_a_master_does_not_count_against_a_round():
@@ -451,7 +451,7 @@ def test_a_stopped_job_dismisses_its_nodes(exit_code, phase):
     *dismissals, end = job.give(StopRequested("enough", exit_code))
     assert dismissals == [Dismiss(node, end.outcome) for node in range(2)]
     assert (end.outcome.exit_code, end.outcome.reason) == (exit_code, "enough")
-    assert job.machine.phase is phase
+    assert job.machine.state.phase is phase
     assert job.give(StopRequested("again", 1)) == []
     assert job.machine.deadline() is None
 

@@ -31,7 +31,7 @@ def ranks(commands: list[inputs.Command]) -> list[int]:
 def test_a_user_may_have_more_nodes_than_the_job_was_submitted_with() -> None:
     driver = JobDriver.launched(2, 2)
     assert ranks(driver.give(asked(4))) == [2, 3]
-    assert driver.machine.phase is Phase.RUNNING
+    assert driver.machine.state.phase is Phase.RUNNING
     (scaled,) = driver.emitted(events.JobScaled)
     assert scaled.sentence() == "The job is to have 4 nodes instead of 2: it was asked for."
     for node in (2, 3):
@@ -39,7 +39,7 @@ def test_a_user_may_have_more_nodes_than_the_job_was_submitted_with() -> None:
     driver.join(2, 3, at=20.0)
     driver.give(inputs.DeadlinePassed(), at=driver.machine.deadline())
     driver.join(0, 1, at=22.0)
-    assert driver.machine.world_size == 8
+    assert driver.machine.rounds.world_size == 8
     assert driver.machine.restarts.count == 0
 
 
@@ -50,8 +50,8 @@ def test_a_job_that_was_scaled_up_trains_on_while_the_nodes_are_missing() -> Non
     driver.join(0)
     driver.connect(4, claims=4)  # in place of node 1
     driver.join(4)
-    assert driver.machine.phase is Phase.RUNNING
-    assert driver.machine.world_size == 4
+    assert driver.machine.state.phase is Phase.RUNNING
+    assert driver.machine.rounds.world_size == 4
 
 
 def test_nodes_that_a_plan_adds_have_its_size() -> None:
@@ -89,14 +89,14 @@ def test_the_nodes_of_the_highest_ranks_leave_and_the_others_go_on() -> None:
     assert all(c.outcome.released and c.outcome.exit_code == 0 for c in dismissed)
     assert [command.node_id for command in of(commands, inputs.CallToRound)] == [0]
     driver.join(0, at=21.0)
-    assert driver.machine.phase is Phase.RESTARTING  # the others may be storing their part
+    assert driver.machine.state.phase is Phase.RESTARTING  # the others may be storing their part
     for node in (1, 2):
         driver.give(inputs.NodeDisconnected(node), at=22.0)
         commands = driver.give(inputs.NodeExited(node, "its agent ended"), at=22.5)
         assert of(commands, inputs.KillNode) == [inputs.KillNode(node)]
         assert of(commands, LaunchNode) == []
         assert driver.status(node) is NodeStatus.RELEASED
-    assert driver.machine.world_size == 2
+    assert driver.machine.rounds.world_size == 2
     assert driver.machine.incident is None
     assert driver.emitted(events.NodeLost) == []
     assert driver.emitted(events.RestartDecided) == []

@@ -45,7 +45,7 @@ def running(workers: int = 2, servers: int = 2, **spec: object) -> JobDriver:
     for node in nodes:
         come(driver, node)
     driver.join(*nodes, at=10.0)
-    assert driver.machine.phase is Phase.RUNNING
+    assert driver.machine.state.phase is Phase.RUNNING
     return driver
 
 
@@ -103,12 +103,12 @@ def test_a_round_waits_for_servers_and_says_so() -> None:
     driver = submitted(2, 2)
     come(driver, 0, 1, 2)
     driver.join(0, 1, 2, at=10.0)
-    assert driver.machine.phase is Phase.WAITING
+    assert driver.machine.state.phase is Phase.WAITING
     assert "node 3 (is being started)" in waiting_for(driver.machine, 12.0)
     come(driver, 3)
     driver.join(3)
-    assert driver.machine.phase is Phase.RUNNING
-    assert (driver.machine.world_size, driver.machine.workers) == (8, 4)
+    assert driver.machine.state.phase is Phase.RUNNING
+    assert (driver.machine.rounds.world_size, driver.machine.rounds.workers) == (8, 4)
     (formed,) = driver.emitted(events.RoundCompleted)
     assert formed.sentence().endswith("4 nodes, 4 workers, 4 servers.")
 
@@ -137,10 +137,10 @@ def test_servers_that_are_missing_do_not_make_up_for_workers() -> None:
     driver = running(2, 2, min_nodes=1, min_servers=1)
     driver.give(inputs.NodeExited(2, "it was killed"), inputs.NodeExited(3, "it was killed"))
     driver.join(0, 1)
-    assert driver.machine.phase is Phase.RESTARTING
+    assert driver.machine.state.phase is Phase.RESTARTING
     come(driver, 4)
     driver.join(4)
-    assert driver.machine.phase is Phase.RUNNING
+    assert driver.machine.state.phase is Phase.RUNNING
     assert driver.machine.rendezvous.size == Size(2, 1)
 
 
@@ -157,7 +157,7 @@ def test_a_lost_server_is_replaced_and_costs_one_round() -> None:
     assert driver.emitted(events.NodeLost)[-1].sentence() == "Node 2 (ps) is lost: it was killed."
     come(driver, 4)
     driver.join(0, 1, 3, 4, at=21.0)
-    assert driver.machine.phase is Phase.RUNNING
+    assert driver.machine.state.phase is Phase.RUNNING
     assert driver.machine.rendezvous.members == (0, 1, 4, 3)
     assert driver.machine.restarts.count == 1
 
@@ -200,7 +200,7 @@ def test_a_server_that_ends_by_itself_ends_nothing() -> None:
     driver = running(1, 2)
     driver.give(inputs.NodeSucceeded(1, 1), inputs.NodeSucceeded(2, 1))
     assert driver.status(1) is NodeStatus.SUCCEEDED
-    assert driver.machine.phase is Phase.RUNNING
+    assert driver.machine.state.phase is Phase.RUNNING
     told = driver.emitted(events.NodeSucceeded)[0]
     assert told.sentence() == "The server of node 1 ended by itself, with exit code 0."
     assert scale.size(driver.machine, 11.0).complete
@@ -223,7 +223,7 @@ def test_servers_grow_beside_the_running_training() -> None:
     assert scaled.sentence() == "The job is to have 3 ps nodes instead of 1: it was asked for."
     come(driver, 2, 3)
     driver.join(2, 3, at=20.0)
-    assert driver.machine.phase is Phase.RUNNING
+    assert driver.machine.state.phase is Phase.RUNNING
     driver.give(inputs.DeadlinePassed(), at=driver.machine.deadline())
     driver.join(0, 1, at=22.0)
     assert driver.machine.rendezvous.size == Size(1, 3)

@@ -15,7 +15,7 @@ _NOBODY = -1
 
 def placed(machine: JobMachine) -> dict[str, PlacedNode]:
     """Return the nodes of a job that have a handle, by handle."""
-    leaving = {migration.node for migration in machine.migrations.values()}
+    leaving = {migration.node for migration in machine.fleet.migrations.values()}
     leaving |= machine.scaling.leaving.keys()
     return {
         node.handle: PlacedNode(

@@ -289,7 +289,7 @@ class Master:
         journal does not know has its epoch from another master, even if both epochs are the same.
         """
         epoch = hello.epoch
-        if epoch < self._journal.epoch + (hello.uid in self.machine.by_uid) or not epoch:
+        if epoch < self._journal.epoch + (hello.uid in self.machine.fleet.by_uid) or not epoch:
             return
         with self._leave_if_fenced():
             if self.clock() - self._started > self.machine.job.limits.recovery_grace:
@@ -399,7 +399,7 @@ class Master:
                 hello.uid, hello.node_id, hello.node_rank, hello.hostname, hello.round, hello.held
             )
         )
-        node_id = self.machine.by_uid[hello.uid]
+        node_id = self.machine.fleet.by_uid[hello.uid]
         self._queues[node_id] = queue
         self._heard[node_id] = self.clock()
         if hello.held is not None:
@@ -429,10 +429,10 @@ class Master:
         elif isinstance(message, CheckReport):
             self.submit(inputs.NodeChecked(node_id, message.bounded()))
         elif isinstance(message, messages.Failed):
-            failure = self.machine.admitted(message.failure)
-            if failure is not None:
+            failed = self.machine.recovery.admitted(message.failure)
+            if failed is not None:
                 self._flush_progress()
-                self.submit(inputs.WorkerFailed(failure))
+                self.submit(failed)
         elif isinstance(message, messages.Succeeded):
             self._flush_progress()
             self.submit(inputs.NodeSucceeded(node_id, message.round))
@@ -446,11 +446,11 @@ class Master:
         self._steps[node_id] = message.steps
         self.hangs.heard(node_id, message, self.clock())
         self.scaler.heard(node_id, message, self.clock())
-        if self.machine.is_server(node_id):
+        if node_id in self.machine.rendezvous.servers:
             return  # its optimizer's steps are not training steps
         self._activities.note(node_id, message.round, message.steps, message.workers)
-        new = message.steps > self.machine.steps
-        first = new and (self.machine.incident is not None or self.machine.steps == 0)
+        new = message.steps > self.machine.progress.steps
+        first = new and (self.machine.incident is not None or self.machine.progress.steps == 0)
         if first or self._tells_first_step():
             self._journal_progress()
         elif (new or message.workers) and self._progress_timer is None:
@@ -462,7 +462,7 @@ class Master:
         """Return whether a worker has reported the running world's first step and the journal lacks it."""
         machine = self.machine
         runs = machine.outcome is None and not machine.rendezvous.collecting
-        return runs and self._activities.first_step >= 0 > machine.first_step
+        return runs and self._activities.first_step >= 0 > machine.progress.first_step
 
     def _on_progress_timer(self) -> None:
         self._progress_timer = None
@@ -477,12 +477,12 @@ class Master:
         if latest.round != machine.rendezvous.round or machine.outcome is not None:
             return
         waited = self.clock() - self._progress_journalled
-        if latest.steps > machine.steps or (latest.known and waited >= FLUSH_INTERVAL):
+        if latest.steps > machine.progress.steps or (latest.known and waited >= FLUSH_INTERVAL):
             self._journal_progress()
 
     def _journal_progress(self) -> None:
         self._progress_journalled = self.clock()
-        self.submit(self._activities.progress(self.machine.training()))
+        self.submit(self._activities.progress(self.machine.rounds.training()))
 
     def _hang_up(
         self, uid: str, node_id: int, queue: asyncio.Queue[messages.MasterMessage | None]
@@ -574,7 +574,7 @@ class Master:
         """Replace a node that trains; return why that is not possible now, else an empty text."""
         factors = (cpu_factor, memory_factor)
         asked = migrate.asked(self.machine, handle, factors, reason[:REASON_LIMIT])
-        refused = self.machine.migration_refusal(asked)
+        refused = self.machine.resizer.migration_refusal(asked)
         if not refused:
             self._flush_progress()
             self.submit(asked)

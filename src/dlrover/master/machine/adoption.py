@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from dlrover.master.machine import inputs, reports
+from dlrover.master.machine import inputs
+from dlrover.master.machine.diagnosis.diagnosis import Table
+from dlrover.master.machine.incident import FIRST_TEXTS, LATER_TEXT
+from dlrover.spec.events import WorkerFailed
 from dlrover.spec.failure import Failure
 from dlrover.spec.world import Holding, World
 
-Report = inputs.WorkerFailed | inputs.NodeSucceeded
+Report = WorkerFailed | inputs.NodeSucceeded
 
 
 @dataclass
@@ -83,16 +86,14 @@ class Adoption:
         if isinstance(report, inputs.NodeSucceeded):
             self.reports[f"succeeded {report.node_id}"] = report
             return
-        failure = self.admitted(report.failure)
-        if failure is not None:
-            self.reports[f"failed {failure.id}"] = inputs.WorkerFailed(failure)
+        self.reports.setdefault(f"failed {report.failure.id}", report)
 
-    def admitted(self, failure: Failure) -> Failure | None:
-        """Return a failure with as much of its texts as there is room for; None if it is known."""
+    def admit(self, failure: Failure, table: Table) -> WorkerFailed | None:
+        """Return a failure with its verdict and as much of its texts as the limits allow; None if known."""
         if f"failed {failure.id}" in self.reports:
             return None
-        whole = len(self.reports) < reports.FIRST_TEXTS
-        return failure.bounded() if whole else failure.bounded(reports.LATER_TEXT)
+        whole = len(self.reports) < FIRST_TEXTS
+        return table.failed(failure.bounded() if whole else failure.bounded(LATER_TEXT))
 
     def due(self, now: float, largest: int) -> bool:
         """Return whether the fate of the round can be decided, since no other round can be running.

@@ -7,8 +7,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from dlrover.spec.check import CheckOrder, CheckReport
-from dlrover.spec.events import EventBody, HangFound, SlowRank, SlowRankRecovered
-from dlrover.spec.failure import Failure
+from dlrover.spec.events import EventBody, HangFound, SlowRank, SlowRankRecovered, WorkerFailed
 from dlrover.spec.job import JobSpec
 from dlrover.spec.node import FoundNode, LaunchNode
 from dlrover.spec.outcome import Outcome
@@ -110,12 +109,6 @@ class NodeChecked(msgspec.Struct, frozen=True, tag="node_checked"):
     report: CheckReport
 
 
-class WorkerFailed(msgspec.Struct, frozen=True, tag="worker_failed"):
-    """A worker of the round ``failure.round`` failed."""
-
-    failure: Failure
-
-
 class NodeSucceeded(msgspec.Struct, frozen=True, tag="node_succeeded"):
     """All workers of a node ended with exit code 0."""
 
@@ -197,7 +190,7 @@ class ScalePlanned(msgspec.Struct, frozen=True, tag="scale_planned"):
 class MigrateAsked(msgspec.Struct, frozen=True, tag="migrate_asked"):
     """Replace a training node by a new one; the old node trains until the new one has joined.
 
-    A request that `JobMachine.migration_refusal` refuses changes nothing.
+    A request that `Resizer.migration_refusal` refuses changes nothing.
     """
 
     node_id: int
