@@ -8,7 +8,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -328,13 +328,29 @@ class Master:
     # ---- commands
 
     def _carry_out(self, command: inputs.Command, now: float) -> None:
-        _CARRY_OUT[type(command)](self, command, now)
+        match command:
+            case inputs.Emit(body):
+                logger.info("%s", self._history.add(body, now).sentence())
+            case LaunchNode():
+                self._launch(command)
+            case inputs.KillNode(node_id):
+                self._kill([self.machine.nodes[node_id]])
+            case inputs.Welcome():
+                self._welcome(command)
+            case inputs.CallToRound(node_id, round_, reason):
+                self._say(node_id, messages.CallToRound(round_, reason))
+            case inputs.OrderCheck(node_id, order):
+                self._say(node_id, order)
+            case inputs.AssignWorld(node_id, world, fresh):
+                self._steps[node_id] = 0
+                self._say(node_id, messages.AssignWorld(world, fresh))
+            case inputs.Dismiss(node_id, outcome):
+                self._dismissed.add(node_id)
+                self._say(node_id, messages.Dismiss(outcome))
+            case inputs.EndJob():
+                self.ended.set()
 
-    def _emit(self, command: inputs.Emit, now: float) -> None:
-        event = self._history.add(command.body, now)
-        logger.info("%s", event.sentence())
-
-    def _launch_node(self, command: LaunchNode, _now: float) -> None:
+    def _launch(self, command: LaunchNode) -> None:
         loop = asyncio.get_running_loop()
         if self._platform is None:
             return
@@ -345,11 +361,7 @@ class Master:
         else:
             loop.call_soon(self._insist, inputs.NodePlaced(command.node_id, handle))
 
-    def _kill_node(self, command: inputs.KillNode, _now: float) -> None:
-        if self._platform is not None:
-            self._platform.kill(self.machine.nodes[command.node_id].handle)
-
-    def _welcome(self, command: inputs.Welcome, _now: float) -> None:
+    def _welcome(self, command: inputs.Welcome) -> None:
         queue = self._greeted[command.uid]
         older = self._queues.get(command.node_id)
         if older is not None and older is not queue:
@@ -358,23 +370,6 @@ class Master:
         interval = self.machine.job.limits.heartbeat_interval
         epoch = self._journal.epoch
         queue.put_nowait(messages.Welcome(command.node_id, command.round, interval, epoch))
-
-    def _call_to_round(self, command: inputs.CallToRound, _now: float) -> None:
-        self._say(command.node_id, messages.CallToRound(command.round, command.reason))
-
-    def _assign_world(self, command: inputs.AssignWorld, _now: float) -> None:
-        self._steps[command.node_id] = 0
-        self._say(command.node_id, messages.AssignWorld(command.world, command.fresh))
-
-    def _order_check(self, command: inputs.OrderCheck, _now: float) -> None:
-        self._say(command.node_id, command.order)
-
-    def _dismiss(self, command: inputs.Dismiss, _now: float) -> None:
-        self._dismissed.add(command.node_id)
-        self._say(command.node_id, messages.Dismiss(command.outcome))
-
-    def _end_job(self, _command: inputs.EndJob, _now: float) -> None:
-        self.ended.set()
 
     def _say(self, node_id: int, message: messages.MasterMessage) -> None:
         queue = self._queues.get(node_id)
@@ -422,22 +417,23 @@ class Master:
             self._take(node_id, message)
 
     def _take(self, node_id: int, message: messages.AgentMessage) -> None:
-        if isinstance(message, messages.Heartbeat):
-            self._take_heartbeat(node_id, message)
-        elif isinstance(message, messages.Join):
-            self.submit(inputs.NodeJoined(node_id, message.round, message.offer))
-        elif isinstance(message, CheckReport):
-            self.submit(inputs.NodeChecked(node_id, message.bounded()))
-        elif isinstance(message, messages.Failed):
-            failed = self.machine.recovery.admitted(message.failure)
-            if failed is not None:
+        match message:
+            case messages.Heartbeat():
+                self._take_heartbeat(node_id, message)
+            case messages.Join(round=round_, offer=offer):
+                self.submit(inputs.NodeJoined(node_id, round_, offer))
+            case CheckReport():
+                self.submit(inputs.NodeChecked(node_id, message.bounded()))
+            case messages.Failed(failure):
+                failed = self.machine.recovery.admitted(failure)
+                if failed is not None:
+                    self._flush_progress()
+                    self.submit(failed)
+            case messages.Succeeded(round_):
                 self._flush_progress()
-                self.submit(failed)
-        elif isinstance(message, messages.Succeeded):
-            self._flush_progress()
-            self.submit(inputs.NodeSucceeded(node_id, message.round))
-        elif isinstance(message, messages.Evidence):
-            self.hangs.answered(node_id, message)
+                self.submit(inputs.NodeSucceeded(node_id, round_))
+            case messages.Evidence():
+                self.hangs.answered(node_id, message)
 
     def _take_heartbeat(self, node_id: int, message: messages.Heartbeat) -> None:
         """Record a node's steps; journal the first ones of a round at once, the others now and then."""
@@ -591,16 +587,3 @@ class Master:
     async def use_store(self, request: messages.StoreRequest) -> messages.StoreReply:
         """Apply a request to the key-value store, waiting no longer than it asks for."""
         return await self.store.answer(request, self._commits, self.clock)
-
-
-_CARRY_OUT: dict[type, Callable[[Master, Any, float], None]] = {
-    inputs.Emit: Master._emit,  # noqa: SLF001
-    LaunchNode: Master._launch_node,  # noqa: SLF001
-    inputs.KillNode: Master._kill_node,  # noqa: SLF001
-    inputs.Welcome: Master._welcome,  # noqa: SLF001
-    inputs.CallToRound: Master._call_to_round,  # noqa: SLF001
-    inputs.OrderCheck: Master._order_check,  # noqa: SLF001
-    inputs.AssignWorld: Master._assign_world,  # noqa: SLF001
-    inputs.Dismiss: Master._dismiss,  # noqa: SLF001
-    inputs.EndJob: Master._end_job,  # noqa: SLF001
-}
