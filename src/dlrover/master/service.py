@@ -25,9 +25,8 @@ from dlrover.master.machine.state import Node
 from dlrover.master.machine.watches.activities import Activities
 from dlrover.master.scaling.autoscale import AutoScaler
 from dlrover.master.shards import ShardsService
-from dlrover.master.storeside import StoreService
+from dlrover.master.storeside import StoreService, waited
 from dlrover.master.views.status import status_of
-from dlrover.master.waits import renewed, waited
 from dlrover.platform.base import JobSize, PlacedNode, Platform, Progress, scaled_by
 from dlrover.rpc import messages
 from dlrover.rpc.server import Server
@@ -159,7 +158,7 @@ class Master:
             for node_id, heard in list(self._heard.items()):
                 if now - heard > timeout:
                     del self._heard[node_id]
-                    self._insist(inputs.NodeSilent(node_id, now - heard))
+                    self._submit_with_retry(inputs.NodeSilent(node_id, now - heard))
                     # If the node wakes up, it learns from the end of its stream that it was given up.
                     self._queues[node_id].put_nowait(None)
 
@@ -206,19 +205,19 @@ class Master:
             self._progress_timer.cancel()
         for queue in self._queues.values():
             queue.put_nowait(None)
-        self._changed = renewed(self._changed)
+        self._wake_watchers()
 
     def on_node_exit(
         self, node_id: int, reason: str, /, *, exit_code: int = 0, refused: bool = False
     ) -> None:
         """Process the platform's report of a node's end."""
-        self._insist(inputs.NodeExited(node_id, reason, exit_code, refused))
+        self._submit_with_retry(inputs.NodeExited(node_id, reason, exit_code, refused))
 
     def on_node_wait(self, node_id: int, reason: str) -> None:
         """Process the platform's report of what keeps a node from starting; empty: nothing any more."""
-        self._insist(inputs.NodeWaits(node_id, reason))
+        self._submit_with_retry(inputs.NodeWaits(node_id, reason))
 
-    def _insist(self, event: inputs.Input) -> None:
+    def _submit_with_retry(self, event: inputs.Input) -> None:
         """Submit an input that no peer will resend; retry while the journal is unwritable."""
         if isinstance(event, inputs.NodeDisconnected) and event.node_id in self._heard:
             return  # the node has come back meanwhile
@@ -229,7 +228,7 @@ class Master:
             return
         except InfrastructureError as error:
             logger.error("%s Trying again in %g s.", error, JOURNAL_RETRY)  # noqa: TRY400
-            asyncio.get_running_loop().call_later(JOURNAL_RETRY, self._insist, event)
+            asyncio.get_running_loop().call_later(JOURNAL_RETRY, self._submit_with_retry, event)
 
     def submit(self, event: inputs.Input) -> None:
         """Journal an input, handle it, and carry out the machine's commands."""
@@ -243,12 +242,17 @@ class Master:
         for command in commands:
             self._carry_out(command, now)
         self._set_timer()
-        self._changed = renewed(self._changed)
+        self._wake_watchers()
+
+    def _wake_watchers(self) -> None:
+        """Wake all tasks that wait for a change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _submit_finding(self, event: inputs.Input) -> None:
         """Submit a finding of the hang watch or the auto-scaler."""
         self._flush_progress()
-        self._insist(event)
+        self._submit_with_retry(event)
 
     # ---- journal and fencing
 
@@ -321,7 +325,7 @@ class Master:
     def _on_timer(self) -> None:
         deadline = self.machine.deadline()
         if deadline is not None and deadline <= self.clock():
-            self._insist(inputs.DeadlinePassed())
+            self._submit_with_retry(inputs.DeadlinePassed())
         else:
             self._set_timer()  # the loop's clock may be a little early
 
@@ -359,7 +363,7 @@ class Master:
         except InfrastructureError as error:
             loop.call_soon(self.on_node_exit, command.node_id, str(error))
         else:
-            loop.call_soon(self._insist, inputs.NodePlaced(command.node_id, handle))
+            loop.call_soon(self._submit_with_retry, inputs.NodePlaced(command.node_id, handle))
 
     def _welcome(self, command: inputs.Welcome) -> None:
         queue = self._greeted[command.uid]
@@ -488,7 +492,7 @@ class Master:
         if self._queues.get(node_id) is queue:
             del self._queues[node_id]
             self._heard.pop(node_id, None)
-            self._insist(inputs.NodeDisconnected(node_id))
+            self._submit_with_retry(inputs.NodeDisconnected(node_id))
 
     async def status(self, _request: messages.StatusRequest) -> messages.Status:
         """Return the status of the job."""
