@@ -75,8 +75,8 @@ def test_nodes_that_are_missing_are_waited_for_and_the_others_called(driver: Job
     tell(driver, 0, holding(0))
     assert driver.machine.deadline() == GRACE
     commands = driver.give(inputs.DeadlinePassed(), at=GRACE)
-    (call,) = [c for c in commands if isinstance(c, inputs.CallToRound)]
-    assert (call.node_id, call.round) == (0, 6)
+    (call,) = [c for c in commands if isinstance(c, inputs.Say)]
+    assert (call.node_id, call.message.round) == (0, 6)
 
 
 def test_a_smaller_world_is_adopted_when_nobody_else_has_spoken(driver: JobDriver) -> None:
@@ -105,8 +105,8 @@ def test_nodes_outside_of_the_adopted_world_are_called(driver: JobDriver) -> Non
     tell(driver, 7, holding(0, 1, round_=3))
     assert driver.machine.adoption.pending  # an old world of one node
     commands = [c for node in range(3) for c in tell(driver, node, holding(node))]
-    calls = [c for c in commands if isinstance(c, inputs.CallToRound)]
-    assert [(c.node_id, c.round) for c in calls] == [(7, 6)]
+    calls = [c for c in commands if isinstance(c, inputs.Say)]
+    assert [(c.node_id, c.message.round) for c in calls] == [(7, 6)]
     assert driver.status(7) is NodeStatus.READY
 
 

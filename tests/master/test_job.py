@@ -4,21 +4,21 @@ import pytest
 
 from dlrover.errors import ExitCode
 from dlrover.master.machine.inputs import (
-    CallToRound,
     Command,
     DeadlinePassed,
-    Dismiss,
     EndJob,
     NodeConnected,
     NodeDisconnected,
     NodeSilent,
     NodeSucceeded,
     Progressed,
+    Say,
     Welcome,
 )
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.state import Phase
 from dlrover.master.machine.waiting import waiting_for
+from dlrover.rpc.messages import CallToRound, Dismiss
 from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import Limits
@@ -32,7 +32,11 @@ ECHO = {"kind": FailureKind.EXCEPTION, "exception": "DistNetworkError", "message
 
 
 def calls(*nodes: int, round_: int = 2, reason: str) -> list[Command]:
-    return [CallToRound(node, round_, reason) for node in nodes]
+    return [Say(node, CallToRound(round_, reason)) for node in nodes]
+
+
+def kinds(commands: list[Command]) -> list[type]:
+    return [type(c.message if isinstance(c, Say) else c) for c in commands]
 
 
 # ---- nodes come
@@ -80,7 +84,9 @@ def test_a_world_is_formed_and_each_node_is_told_its_place():
     job.connect(0), job.connect(1)
     job.join(0)
     commands = job.join(1, at=4.0)
-    assert [(c.node_id, c.world.first_rank, c.world.world_size) for c in commands] == [
+    assert [
+        (c.node_id, c.message.world.first_rank, c.message.world.world_size) for c in commands
+    ] == [
         (0, 0, 4),
         (1, 2, 4),
     ]
@@ -95,7 +101,7 @@ def test_a_round_that_lacks_nodes_expires_and_says_so():
     assert waiting_for(job.machine, 30.0) == "waiting for 2 nodes, 1 joined: 30 s of 600 s"
     assert job.machine.deadline() == 600.0
     *_, dismissal, end = job.give(DeadlinePassed(), at=600.0)
-    assert end == EndJob(dismissal.outcome)
+    assert end == EndJob(dismissal.message.outcome)
     assert (end.outcome.exit_code, end.outcome.reason) == (
         ExitCode.INFRASTRUCTURE,
         "only 1 of at least 2 nodes joined round 1 within 600 s (join_timeout).",
@@ -190,7 +196,7 @@ def test_a_failure_calls_every_node_to_a_new_round():
         "waiting for node 0 (is stopping its workers), node 1 (is stopping its workers)"
     )
     worlds = job.join(0, 2, 1)
-    assert [(c.node_id, c.world.round, c.world.restart_count) for c in worlds] == [
+    assert [(c.node_id, c.message.world.round, c.message.world.restart_count) for c in worlds] == [
         (0, 2, 1),
         (1, 2, 1),
         (2, 2, 1),
@@ -200,7 +206,7 @@ def test_a_failure_calls_every_node_to_a_new_round():
 def test_a_hopeless_failure_ends_the_job_at_once():
     job = JobDriver.running(max_restarts=9)
     *dismissals, end = job.fail(1, TYPO)
-    assert dismissals == [Dismiss(node, end.outcome) for node in range(3)]
+    assert dismissals == [Say(node, Dismiss(end.outcome)) for node in range(3)]
     assert end.outcome.exit_code == ExitCode.USER_CODE
     assert end.outcome.reason.endswith("; a restart would fail in the same way.")
     assert end.outcome.failure.exception == "SyntaxError"
@@ -259,14 +265,14 @@ def test_echoes_without_a_cause_may_end_the_job():
     job = JobDriver.running(limits=Limits(max_infrastructure_restarts=0))
     job.fail(0, ECHO)
     commands = job.join(0, 1, 2)
-    assert [type(c) for c in commands] == [Dismiss] * 3 + [EndJob]
+    assert kinds(commands) == [Dismiss] * 3 + [EndJob]
     assert commands[-1].outcome.failure.exception == "DistNetworkError"
 
 
 def test_a_lost_node_may_end_the_job():
     job = JobDriver.running(limits=Limits(max_infrastructure_restarts=0))
     commands = job.give(NodeSilent(1, 60.0))
-    assert [type(c) for c in commands] == [Dismiss] * 2 + [EndJob]
+    assert kinds(commands) == [Dismiss] * 2 + [EndJob]
     assert commands[-1].outcome.reason.startswith("node 1 was lost: it sent no heartbeat")
 
 

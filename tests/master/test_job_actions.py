@@ -4,19 +4,18 @@ import pytest
 
 from dlrover.errors import ExitCode
 from dlrover.master.machine.inputs import (
-    AssignWorld,
-    CallToRound,
-    Dismiss,
     KillNode,
     MasterStarted,
     NodeConnected,
     NodeExited,
     Progressed,
+    Say,
     Submitted,
     Welcome,
 )
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.state import Phase
+from dlrover.rpc.messages import CallToRound, Dismiss
 from dlrover.spec import events
 from dlrover.spec.failure import Action, Failure, FailureKind, Origin
 from dlrover.spec.job import JobSpec, Limits
@@ -41,7 +40,7 @@ ECHO = {
 
 
 def kinds(commands):
-    return [type(command) for command in commands]
+    return [type(c.message if isinstance(c, Say) else c) for c in commands]
 
 
 def actions(job):
@@ -65,7 +64,7 @@ def test_a_broken_device_has_its_node_launched_elsewhere():
     assert commands == [
         KillNode(1),
         LaunchNode(3, 1, ("host1",)),
-        *(CallToRound(node, 2, commands[-1].reason) for node in (0, 2)),
+        *(Say(node, CallToRound(2, commands[-1].message.reason)) for node in (0, 2)),
     ]
     assert job.status(1) is NodeStatus.LOST
     assert job.machine.nodes[1].reason.startswith("rank 2 lost its device to a hardware error")
@@ -106,7 +105,7 @@ def test_a_node_that_came_by_itself_is_dismissed_and_its_host_kept_out():
     commands = job.fail(1, BROKEN, at=100.0)
     assert kinds(commands) == [Dismiss, CallToRound, CallToRound]
     assert commands[0].node_id == 1
-    assert "was given up (rank 2 lost its device" in commands[0].outcome.reason
+    assert "was given up (rank 2 lost its device" in commands[0].message.outcome.reason
     rejoin(job, 0, 2)
 
     back = NodeConnected("another process", -1, -1, "host1", 0)
@@ -114,7 +113,7 @@ def test_a_node_that_came_by_itself_is_dismissed_and_its_host_kept_out():
     assert kinds(commands) == [Welcome, Dismiss]
     assert (
         "host host1 is kept out of the job for 2600 s more (exclusion_cooldown): rank 2 lost its device"
-        in commands[1].outcome.reason
+        in commands[1].message.outcome.reason
     )
     assert job.status(3) is NodeStatus.LOST
 
@@ -215,17 +214,17 @@ def test_after_a_crash_the_nodes_workers_start_afresh_and_only_these():
     job = JobDriver.launched()
     job.fail(1, CRASHED, at=100.0)
     worlds = rejoin(job, 0, 1, 2)
-    assert {c.node_id: c.fresh for c in worlds} == {0: False, 1: True, 2: False}
+    assert {c.node_id: c.message.fresh for c in worlds} == {0: False, 1: True, 2: False}
     job.give(NodeExited(0, "it ended"), at=200.0)
     job.connect(3, claims=3)
-    assert not any(c.fresh for c in rejoin(job, 1, 2, 3) if isinstance(c, AssignWorld))
+    assert not any(c.message.fresh for c in rejoin(job, 1, 2, 3))
 
 
 def test_a_node_that_comes_back_hears_again_that_it_starts_afresh():
     job = JobDriver.launched()
     job.fail(1, CRASHED, at=100.0)
     rejoin(job, 0, 1, 2)
-    assert job.connect(1)[-1].fresh
+    assert job.connect(1)[-1].message.fresh
 
 
 def test_more_memory_is_asked_for_where_the_platform_can_give_it():

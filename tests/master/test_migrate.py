@@ -4,6 +4,7 @@ import pytest
 
 from dlrover.master.machine import inputs
 from dlrover.master.machine.state import Phase
+from dlrover.rpc.messages import Dismiss
 from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import Limits
@@ -47,10 +48,10 @@ def test_the_world_trains_until_the_other_node_has_joined():
     )
     commands = come(driver, 3, at=30.0)
     assert driver.machine.state.phase is Phase.RESTARTING
-    (dismissed,) = [c for c in commands if isinstance(c, inputs.Dismiss)]
+    (dismissed,) = [c for c in commands if isinstance(getattr(c, "message", c), Dismiss)]
     assert dismissed.node_id == 1
-    assert dismissed.outcome.released
-    assert "another node takes its place" in dismissed.outcome.reason
+    assert dismissed.message.outcome.released
+    assert "another node takes its place" in dismissed.message.outcome.reason
     driver.join(0, 2, at=31.0)
     assert driver.machine.state.phase is Phase.RESTARTING, "node 1 may be storing its part"
     leave(driver, 1, at=32.0)

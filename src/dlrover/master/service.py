@@ -341,16 +341,8 @@ class Master:
                 self._kill([self.machine.nodes[node_id]])
             case inputs.Welcome():
                 self._welcome(command)
-            case inputs.CallToRound(node_id, round_, reason):
-                self._say(node_id, messages.CallToRound(round_, reason))
-            case inputs.OrderCheck(node_id, order):
-                self._say(node_id, order)
-            case inputs.AssignWorld(node_id, world, fresh):
-                self._steps[node_id] = 0
-                self._say(node_id, messages.AssignWorld(world, fresh))
-            case inputs.Dismiss(node_id, outcome):
-                self._dismissed.add(node_id)
-                self._say(node_id, messages.Dismiss(outcome))
+            case inputs.Say(node_id, message):
+                self._say(node_id, message)
             case inputs.EndJob():
                 self.ended.set()
 
@@ -376,6 +368,10 @@ class Master:
         queue.put_nowait(messages.Welcome(command.node_id, command.round, interval, epoch))
 
     def _say(self, node_id: int, message: messages.MasterMessage) -> None:
+        if isinstance(message, messages.AssignWorld):
+            self._steps[node_id] = 0
+        elif isinstance(message, messages.Dismiss):
+            self._dismissed.add(node_id)
         queue = self._queues.get(node_id)
         if queue is not None:
             queue.put_nowait(message)

@@ -366,8 +366,8 @@ class Cluster:
             link = self._greeted[command.uid]
             self._register(link, command.node_id)
             link.down(messages.Welcome(command.node_id, command.round, 15.0, self.epoch))
-        elif not isinstance(command, inputs.EndJob) and command.node_id in self._links:
-            self._links[command.node_id].down(_message(command))
+        elif isinstance(command, inputs.Say) and command.node_id in self._links:
+            self._links[command.node_id].down(command.message)
 
     # ---- the platform
 
@@ -504,15 +504,3 @@ class Cluster:
         link = self._links.get(node_id)
         if link is not None:
             link.cut()
-
-
-def _message(
-    command: inputs.CallToRound | inputs.OrderCheck | inputs.AssignWorld | inputs.Dismiss,
-) -> messages.MasterMessage:
-    if isinstance(command, inputs.CallToRound):
-        return messages.CallToRound(command.round, command.reason)
-    if isinstance(command, inputs.OrderCheck):
-        return command.order
-    if isinstance(command, inputs.AssignWorld):
-        return messages.AssignWorld(command.world, command.fresh)
-    return messages.Dismiss(command.outcome)

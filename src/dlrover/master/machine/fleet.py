@@ -13,6 +13,7 @@ from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
 from dlrover.master.machine.rendezvous import UNRANKED
 from dlrover.master.machine.state import JobState, Migration, Node, given_up, released
+from dlrover.rpc.messages import Dismiss
 from dlrover.spec import events
 from dlrover.spec.node import FoundNode, LaunchNode, NodeStatus
 from dlrover.spec.outcome import Outcome
@@ -167,7 +168,7 @@ class Fleet:
             return False
         node.reason = refusal.rstrip(".")
         self.bury(node)
-        state.send(inputs.Dismiss(node.id, given_up(node)))
+        state.send(inputs.Say(node.id, Dismiss(given_up(node))))
         return True
 
     # ---- losses
@@ -213,7 +214,7 @@ class Fleet:
         state.lost_at.pop(node.id, None)
         state.rendezvous.drop(node.id)
         if node.connected and not node.launched:
-            state.send(inputs.Dismiss(node.id, given_up(node)))
+            state.send(inputs.Say(node.id, Dismiss(given_up(node))))
         node.connected = False
         self.bury(node)
         self.replace(node, now)
@@ -238,7 +239,7 @@ class Fleet:
         state.scaling.leaving[node.id] = until
         state.rendezvous.let_go(node.id)
         if node.connected:
-            state.send(inputs.Dismiss(node.id, self.farewell(node)))
+            state.send(inputs.Say(node.id, Dismiss(self.farewell(node))))
         else:
             state.lost_at[node.id] = until
         state.send(*state.checks.lose(node.id, now))

@@ -6,6 +6,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from dlrover.rpc.messages import AssignWorld, CallToRound, Dismiss
 from dlrover.spec.check import CheckOrder, CheckReport
 from dlrover.spec.events import EventBody, HangFound, SlowRank, SlowRankRecovered, WorkerFailed
 from dlrover.spec.job import JobSpec
@@ -14,7 +15,7 @@ from dlrover.spec.outcome import Outcome
 from dlrover.spec.roles import WORKER
 from dlrover.spec.rules import Rule
 from dlrover.spec.speed import ModelProfile, ScaleDecision, SpeedSample
-from dlrover.spec.world import Holding, Offer, World
+from dlrover.spec.world import Holding, Offer
 
 # ---- inputs
 
@@ -275,35 +276,11 @@ class Welcome(msgspec.Struct, frozen=True):
     round: int
 
 
-class CallToRound(msgspec.Struct, frozen=True):
-    """Order a node to stop its workers and join ``round``."""
+class Say(msgspec.Struct, frozen=True):
+    """Send a node an order."""
 
     node_id: int
-    round: int
-    reason: str
-
-
-class OrderCheck(msgspec.Struct, frozen=True):
-    """Order a node to check itself."""
-
-    node_id: int
-    order: CheckOrder
-
-
-class AssignWorld(msgspec.Struct, frozen=True):
-    """Send a node its place in a completed round."""
-
-    node_id: int
-    world: World
-    fresh: bool = False
-    """True if its workers start from processes that have loaded nothing yet."""
-
-
-class Dismiss(msgspec.Struct, frozen=True):
-    """Inform a node that the job is over, or that the node no longer belongs to it."""
-
-    node_id: int
-    outcome: Outcome
+    message: CallToRound | AssignWorld | Dismiss | CheckOrder
 
 
 class Emit(msgspec.Struct, frozen=True):
@@ -318,14 +295,4 @@ class EndJob(msgspec.Struct, frozen=True):
     outcome: Outcome
 
 
-Command: TypeAlias = (
-    LaunchNode
-    | KillNode
-    | Welcome
-    | CallToRound
-    | OrderCheck
-    | AssignWorld
-    | Dismiss
-    | Emit
-    | EndJob
-)
+Command: TypeAlias = LaunchNode | KillNode | Welcome | Say | Emit | EndJob

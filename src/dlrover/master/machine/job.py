@@ -20,6 +20,7 @@ from dlrover.master.machine.rounds import Rounds
 from dlrover.master.machine.scaling.resizer import ResizeInput, Resizer
 from dlrover.master.machine.state import JobState, Node, excluded, given_up, released
 from dlrover.master.machine.waiting import too_few
+from dlrover.rpc.messages import Dismiss
 from dlrover.spec import events
 from dlrover.spec.job import JobSpec
 from dlrover.spec.node import NodeStatus
@@ -203,7 +204,7 @@ class JobMachine:
         state.send(inputs.Welcome(event.uid, node.id, self.rendezvous.next_round))
         if node.status.final:
             left = released if node.status is NodeStatus.RELEASED else given_up
-            state.send(inputs.Dismiss(node.id, state.outcome or left(node)))
+            state.send(inputs.Say(node.id, Dismiss(state.outcome or left(node))))
             return
         node.hostname = event.hostname
         if self.fleet.refuse(node, now):
@@ -215,10 +216,10 @@ class JobMachine:
         if arrived:
             state.move(node, NodeStatus.READY)
         if state.outcome is not None:
-            state.send(inputs.Dismiss(node.id, state.outcome))
+            state.send(inputs.Say(node.id, Dismiss(state.outcome)))
             return
         if node.id in self.scaling.leaving:
-            state.send(inputs.Dismiss(node.id, self.fleet.farewell(node)))
+            state.send(inputs.Say(node.id, Dismiss(self.fleet.farewell(node))))
             return
         if arrived:
             state.emit(events.NodeConnected(node.id, event.hostname))
@@ -397,7 +398,7 @@ class JobMachine:
         node.excluded = True
         fleet.exclude(node, reason, now)
         if node.connected:
-            state.send(inputs.Dismiss(node.id, excluded(node, reason)))
+            state.send(inputs.Say(node.id, Dismiss(excluded(node, reason))))
         self.recovery.lose(node.id, reason, now)
         if not (state.has_ended() or node.launched or fleet.is_enough()):
             living = sum(not n.status.final for n in self.nodes.values())

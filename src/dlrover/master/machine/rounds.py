@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from dlrover.master.machine import inputs
 from dlrover.master.machine.fleet import Fleet
 from dlrover.master.machine.state import JobState, Node
+from dlrover.rpc.messages import AssignWorld, CallToRound
 from dlrover.spec import events
 from dlrover.spec.node import NodeStatus
 from dlrover.spec.roles import Size
@@ -113,7 +114,9 @@ class Rounds:
     def call(self, node: Node, reason: str) -> None:
         """Call a connected node to the next round."""
         if node.connected:
-            self.state.send(inputs.CallToRound(node.id, self.state.rendezvous.next_round, reason))
+            self.state.send(
+                inputs.Say(node.id, CallToRound(self.state.rendezvous.next_round, reason))
+            )
 
     def call_others(self, reason: str) -> None:
         """Call the nodes whose workers belong to no round of this master."""
@@ -176,7 +179,7 @@ class Rounds:
         """Send a member its world."""
         world = self.worlds[node_id]
         fresh = self.fresh == (node_id, world.round)
-        self.state.send(inputs.AssignWorld(node_id, world, fresh))
+        self.state.send(inputs.Say(node_id, AssignWorld(world, fresh)))
 
     def validate(self) -> None:
         """Check the invariants; raise AssertionError on the first broken one."""

@@ -16,6 +16,7 @@ from dlrover.master.machine.rendezvous import Rendezvous
 from dlrover.master.machine.restarts import RestartPolicy
 from dlrover.master.machine.scaling.autoscale import AutoScaling
 from dlrover.master.machine.scaling.scaling import Scaling
+from dlrover.rpc.messages import Dismiss
 from dlrover.spec import events
 from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.job import JobSpec
@@ -199,7 +200,7 @@ class JobState:
             if node.status.final:
                 continue
             if node.connected:
-                self.send(inputs.Dismiss(node.id, self.outcome))
+                self.send(inputs.Say(node.id, Dismiss(self.outcome)))
             elif node.handle and node.id not in self.lost_at:
                 self.send(inputs.KillNode(node.id))
         self.send(inputs.EndJob(self.outcome))

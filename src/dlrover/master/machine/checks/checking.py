@@ -97,7 +97,7 @@ class Checks:
         """Return the order for a node that has come back while its answer is awaited."""
         if self.run is None or node not in self.run.missing:
             return []
-        return [inputs.OrderCheck(node, self.run.orders[node])]
+        return [inputs.Say(node, self.run.orders[node])]
 
     def take(self, node: int, report: CheckReport, now: float) -> list[inputs.Command]:
         """Record a report; it may open the next round."""
@@ -167,7 +167,7 @@ class Checks:
         run.orders = {
             node: self._order(group, node in local, now) for group in run.groups for node in group
         }
-        return [inputs.OrderCheck(node, order) for node, order in run.orders.items()]
+        return [inputs.Say(node, order) for node, order in run.orders.items()]
 
     def _order(self, group: tuple[int, ...], local: bool, now: float) -> CheckOrder:
         run = self.run
