@@ -41,7 +41,7 @@ def test_a_round_is_adopted_when_all_its_nodes_have_told_of_it(driver: JobDriver
         assert driver.machine.state.phase is Phase.WAITING
     driver.now = 4.0
     said = waiting_for(driver.machine, driver.now)
-    assert said.endswith("4 s of 15 s; 2 of 3 nodes of round 5 told of it")
+    assert said.endswith("4 s of 15 s; 2 of 3 nodes of round 5 reported it")
     assert tell(driver, 1, holding(1)) == [inputs.Welcome("agent 1", 1, 1)]
     machine = driver.machine
     assert machine.state.phase is Phase.RUNNING

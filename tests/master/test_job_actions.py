@@ -1,8 +1,10 @@
 """The job machine: the cheapest sufficient action, hosts that are kept out, and nodes that fail again and again."""
 
+import msgspec
 import pytest
 
 from dlrover.errors import ExitCode
+from dlrover.master.machine.diagnosis.diagnosis import Table
 from dlrover.master.machine.inputs import (
     KillNode,
     MasterStarted,
@@ -326,3 +328,23 @@ def test_the_table_is_the_one_that_the_job_began_with():
     )  # fmt: skip
     assert machine.state.table.diagnose(failure).cause == "old_row"
     assert JobMachine().state.table.diagnose(failure).cause == "unknown"
+
+
+def test_a_failure_is_diagnosed_once_and_replayed_with_its_verdict(monkeypatch):
+    diagnosed = []
+    diagnose = Table.diagnose
+
+    def counted(table, failure):
+        diagnosed.append(failure.id)
+        return diagnose(table, failure)
+
+    monkeypatch.setattr(Table, "diagnose", counted)
+    job = JobDriver.launched()
+    job.fail(1, BROKEN, at=100.0, id="broken")
+    assert job.machine.incident.decided
+    assert diagnosed.count("broken") == 1
+    (report,) = job.emitted(events.WorkerFailed)
+    job = JobDriver.launched()
+    other = msgspec.structs.replace(report.verdict, title="as an older release saw it")
+    job.give(events.WorkerFailed(report.failure, other), at=100.0)
+    assert job.emitted(events.RestartDecided)[0].reason == "as an older release saw it"

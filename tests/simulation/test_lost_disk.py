@@ -102,7 +102,7 @@ def test_a_node_that_died_meanwhile_costs_one_round_above_the_last(seed, managed
     cluster.run_until(lambda: cluster.training and current(cluster) > 2, 40.0)
     assert not told(cluster, events.MasterAdopted)
     (opened,) = [e for e in told(cluster, events.RoundOpened) if e.round == 3]
-    assert "2 of 3 nodes of round 2 told of it" in opened.reason
+    assert "2 of 3 nodes of round 2 reported it" in opened.reason
     assert cluster.finish().exit_code == ExitCode.SUCCESS
 
 

@@ -560,7 +560,7 @@ class Master:
         if scale.changes(self.machine, asked):
             self._flush_progress()
             self.submit(asked)
-        return scale.told(before, wanted.nodes, self.machine.scaling.told_role(role))
+        return scale.reply(before, wanted.nodes, self.machine.scaling.told_role(role))
 
     def placed(self) -> dict[str, PlacedNode]:
         """Return the nodes that the platform was asked for, by handle."""

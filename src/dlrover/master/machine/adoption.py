@@ -116,13 +116,13 @@ class Adoption:
         ordered = dict(sorted(group.items(), key=lambda item: _place(item[1])))
         return ordered if _is_whole(latest, list(ordered.values())) else {}
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """Return how many nodes have reported the latest round, in words."""
         latest = self._latest()
         if latest is None:
-            return f"{len(self.held)} nodes tell of no running round"
+            return f"{len(self.held)} nodes report no running round"
         count = len(self.groups[latest])
-        return f"{count} of {latest.node_count} nodes of round {latest.round} told of it"
+        return f"{count} of {latest.node_count} nodes of round {latest.round} reported it"
 
     def _latest(self) -> World | None:
         return max(self.groups, key=lambda w: (w.round, len(self.groups[w])), default=None)
@@ -131,7 +131,7 @@ class Adoption:
         """Check the invariants; raise AssertionError on the first broken one."""
         grouped = [i for group in self.groups.values() for i in group]
         assert sorted(grouped) == sorted(i for i, h in self.held.items() if h.world is not None)
-        assert all(self.groups.values()), "a world that nobody tells of"
+        assert all(self.groups.values()), "a world without a node"
         assert not (self.awaited & self.held.keys()), "a node that has spoken is awaited"
         assert self.pending or not self.reports, "a report is held back for nothing"
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
-from dlrover.master.machine.checks.checking import told
+from dlrover.master.machine.checks.checking import findings_of
 from dlrover.master.machine.checks.evidence import Finding
 from dlrover.master.machine.diagnosis.diagnosis import Table
 from dlrover.master.machine.fleet import Fleet
@@ -345,7 +345,7 @@ class JobMachine:
             rdzv.round = adoption.highest
             self.restarts.count = adoption.restart_count
             self.state.incident = Incident(adoption.began_at, rdzv.round, decided=True)
-            rounds.open(f"the master has lost its journal, and {adoption.told()}", now)
+            rounds.open(f"the master has lost its journal, and {adoption.summary()}", now)
             rounds.call_others("a new round is open")
         else:
             rounds.open_first(now)
@@ -364,7 +364,7 @@ class JobMachine:
         if conclusion is None:
             return True
         found, out = conclusion
-        state.emit(*told(found, out))
+        state.emit(*findings_of(found, out))
         count = len(run.evidence.nodes)
         state.emit(events.NodeCheckFinished(count, len(out), run.round, now - run.began))
         rdzv.settle(now)

@@ -212,15 +212,15 @@ class Checks:
         run = self.run
         if run is None:
             return
-        assert self.job.node_check, "a check that nobody asked for"
+        assert self.job.node_check, "a check of a job without checks"
         members = [node for group in run.groups for node in group]
         assert len(members) == len(set(members)), "a node is in two groups"
-        assert run.reports.keys() <= set(members), "a report that nobody asked for"
+        assert run.reports.keys() <= set(members), "a report of a node without a group"
         assert 1 <= run.round <= max(1, self.job.limits.check_rounds)
         assert not run.orders or run.missing, "a round without an end"
 
 
-def told(found: Sequence[Finding], out: Mapping[int, Finding]) -> list[NodeCheckFinding]:
+def findings_of(found: Sequence[Finding], out: Mapping[int, Finding]) -> list[NodeCheckFinding]:
     """Return the events of a completed check: each finding and the nodes excluded for it."""
     return [
         NodeCheckFinding(
