@@ -70,7 +70,7 @@ class Told:
 
     def ask(self, pod: str, cpu: float, memory: float, why: str) -> str:
         asked = migrate.asked(self.driver.machine, pod, (cpu, memory), why)
-        refused = self.driver.machine.migration_refusal(asked)
+        refused = self.driver.machine.resizer.migration_refusal(asked)
         self.driver.give(asked)
         return refused
 
@@ -298,7 +298,7 @@ def test_a_pod_waits_until_its_job_trains() -> None:
     told.driver.give(inputs.Progressed(2, 1), at=21.0)
     moved.advance()
     assert (moved.refused, moved.failed, moved.missing) == ("", "", ["w1"])
-    assert 2 in told.driver.machine.migrations
+    assert 2 in told.driver.machine.fleet.migrations
 
 
 def test_a_pod_that_is_lost_before_its_place_was_asked_for() -> None:
@@ -327,7 +327,7 @@ def test_another_master_goes_on_where_the_last_one_was() -> None:
         "ScalePlan larger",
     )
     moved.advance()
-    assert sorted(told.driver.machine.migrations) == [3, 4]
+    assert sorted(told.driver.machine.fleet.migrations) == [3, 4]
     assert moved.missing == ["w1", "w2"]
     told.driver.give(inputs.NodeExited(1, "its pod was deleted"), at=20.0)
     told.come(3)

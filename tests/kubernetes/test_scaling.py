@@ -189,7 +189,7 @@ def test_a_plan_of_the_masters_own_is_recorded_with_its_reason(
     ) -> ScaleReply:
         before = driver.machine.scaling.workers
         driver.give(inputs.ScaleAsked(number, reason, source, role, factors))
-        return scale.told(before, driver.machine.scaling.workers)
+        return scale.reply(before, driver.machine.scaling.workers)
 
     def resize(role: str, replicas: int) -> None:
         sizes.append((role, replicas))

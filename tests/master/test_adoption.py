@@ -38,15 +38,15 @@ def driver() -> JobDriver:
 def test_a_round_is_adopted_when_all_its_nodes_have_told_of_it(driver: JobDriver) -> None:
     for node in (2, 0):
         tell(driver, node, holding(node))
-        assert driver.machine.phase is Phase.WAITING
+        assert driver.machine.state.phase is Phase.WAITING
     driver.now = 4.0
     said = waiting_for(driver.machine, driver.now)
-    assert said.endswith("4 s of 15 s; 2 of 3 nodes of round 5 told of it")
+    assert said.endswith("4 s of 15 s; 2 of 3 nodes of round 5 reported it")
     assert tell(driver, 1, holding(1)) == [inputs.Welcome("agent 1", 1, 1)]
     machine = driver.machine
-    assert machine.phase is Phase.RUNNING
+    assert machine.state.phase is Phase.RUNNING
     assert (machine.rendezvous.round, machine.rendezvous.members) == (5, (0, 1, 2))
-    assert (machine.steps, machine.restarts.count, machine.next_id) == (7, 2, 3)
+    assert (machine.progress.steps, machine.restarts.count, machine.fleet.next_id) == (7, 2, 3)
     assert driver.emitted(events.MasterAdopted) == [events.MasterAdopted(5, 3)]
 
 
@@ -75,8 +75,8 @@ def test_nodes_that_are_missing_are_waited_for_and_the_others_called(driver: Job
     tell(driver, 0, holding(0))
     assert driver.machine.deadline() == GRACE
     commands = driver.give(inputs.DeadlinePassed(), at=GRACE)
-    (call,) = [c for c in commands if isinstance(c, inputs.CallToRound)]
-    assert (call.node_id, call.round) == (0, 6)
+    (call,) = [c for c in commands if isinstance(c, inputs.Say)]
+    assert (call.node_id, call.message.round) == (0, 6)
 
 
 def test_a_smaller_world_is_adopted_when_nobody_else_has_spoken(driver: JobDriver) -> None:
@@ -105,8 +105,8 @@ def test_nodes_outside_of_the_adopted_world_are_called(driver: JobDriver) -> Non
     tell(driver, 7, holding(0, 1, round_=3))
     assert driver.machine.adoption.pending  # an old world of one node
     commands = [c for node in range(3) for c in tell(driver, node, holding(node))]
-    calls = [c for c in commands if isinstance(c, inputs.CallToRound)]
-    assert [(c.node_id, c.round) for c in calls] == [(7, 6)]
+    calls = [c for c in commands if isinstance(c, inputs.Say)]
+    assert [(c.node_id, c.message.round) for c in calls] == [(7, 6)]
     assert driver.status(7) is NodeStatus.READY
 
 

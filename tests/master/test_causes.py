@@ -6,6 +6,7 @@ import pytest
 
 from dlrover.errors import ConfigurationError
 from dlrover.master.diagnosis_rules import built_in, load, load_own, table
+from dlrover.master.machine.diagnosis.diagnosis import root_cause
 from dlrover.spec.failure import FACT_LIMIT, FACTS_LIMIT, Action, Failure, FailureKind, Origin
 from dlrover.spec.rules import Rule
 
@@ -96,9 +97,10 @@ def test_the_users_rows_decide_about_echoes_too(tmp_path):
     own = load(written(tmp_path / "rules.toml", ROW | {"echo": True}))
     first = failed(exception="LicenseError", message="no license left", time=1.0)
     second = failed(id="2", exception="ValueError", time=2.0)
-    assert (table(own).is_echo(first), table().is_echo(first)) == (True, False)
-    assert table(own).root_cause([first, second]) is second
-    assert table().root_cause([first, second]) is first
+    reports = [table(own).failed(first), table(own).failed(second)]
+    assert (reports[0].verdict.echo, table().diagnose(first).echo) == (True, False)
+    assert root_cause(reports).failure is second
+    assert root_cause([table().failed(first), table().failed(second)]).failure is first
 
 
 def test_without_a_file_there_are_no_rows_of_the_user():
@@ -218,7 +220,7 @@ def test_an_xid_decides_by_its_number(number, cause, action):
 def test_a_fact_explains_only_what_it_can_have_caused():
     lost = (xid(79),)
     peer = failed(exception="RuntimeError", message="Connection closed by peer", node_facts=lost)
-    assert (diagnose(peer).cause, table().is_echo(peer)) == ("device_lost", False)
+    assert (diagnose(peer).cause, diagnose(peer).echo) == ("device_lost", False)
     assert (
         diagnose(failed(exception="KeyError", message="'x'", node_facts=lost)).cause == "exception"
     )

@@ -24,7 +24,7 @@ def begin(machine: Checks, *nodes: int, now: float = 0.0) -> dict[int, CheckOrde
 
 
 def orders(commands: list[inputs.Command]) -> dict[int, CheckOrder]:
-    return {command.node_id: command.order for command in commands}
+    return {command.node_id: command.message for command in commands}
 
 
 def answer(order: CheckOrder, *results: ProbeResult, **times: float) -> CheckReport:
@@ -54,7 +54,7 @@ def test_a_report_counts_once_and_only_for_its_round():
     given = begin(machine, 0, 1)
     stale = CheckReport(check=7, round=1, results=())
     assert machine.take(0, stale, 1.0) == []
-    assert machine.again(0) == [inputs.OrderCheck(0, given[0])]
+    assert machine.again(0) == [inputs.Say(0, given[0])]
     machine.take(0, answer(given[0], SPEED, TIME), 1.0)
     machine.take(0, answer(given[0]), 1.0)
     assert machine.again(0) == []

@@ -11,8 +11,21 @@ from dlrover.spec.failure import Failure, FailureKind, Origin
 from dlrover.spec.rules import Rule
 
 TABLE = table()
-diagnose, is_echo = TABLE.diagnose, TABLE.is_echo
-root_cause, other_failures = TABLE.root_cause, TABLE.other_failures
+diagnose = TABLE.diagnose
+
+
+def is_echo(failure: Failure) -> bool:
+    return diagnose(failure).echo
+
+
+def root_cause(failures: list[Failure]) -> Failure:
+    return diagnosis.root_cause([TABLE.failed(failure) for failure in failures]).failure
+
+
+def other_failures(failures: list[Failure], root: Failure | None) -> tuple[str, ...]:
+    reports = [TABLE.failed(failure) for failure in failures]
+    return diagnosis.other_failures(reports, TABLE.failed(root) if root else None)
+
 
 TRAIN = "/home/ann/project/train.py"
 USER, INFRASTRUCTURE, UNKNOWN = Origin.USER, Origin.INFRASTRUCTURE, Origin.UNKNOWN

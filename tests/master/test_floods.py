@@ -16,8 +16,7 @@ from dlrover.master.diagnosis_rules import table
 from dlrover.master.journal import history
 from dlrover.master.journal.file import FileJournal
 from dlrover.master.journal.history import OLD_TEXT, RECENT_TEXT, History
-from dlrover.master.machine import inputs, reports
-from dlrover.master.machine.reports import CAUSE_TEXTS, FIRST_TEXTS, LATER_TEXT
+from dlrover.master.machine.incident import CAUSE_TEXTS, FIRST_TEXTS, LATER_TEXT, Incident
 from dlrover.spec import events
 from dlrover.spec.failure import NAME_LIMIT, TEXT_LIMIT, Failure, FailureKind
 from dlrover.testing.drivers import JobDriver
@@ -57,19 +56,18 @@ def size(record: Failure) -> int:
     return len(record.message) + len(record.traceback) + len(record.stderr_tail)
 
 
-def reported(driver: JobDriver, failures: Iterable[Failure]) -> Iterator[inputs.WorkerFailed]:
+def reported(driver: JobDriver, failures: Iterable[Failure]) -> Iterator[events.WorkerFailed]:
     """What the master's shell makes of reports."""
     for report in failures:
-        admitted = driver.machine.admitted(report)
+        admitted = driver.machine.recovery.admitted(report)
         if admitted is not None:
-            event = inputs.WorkerFailed(admitted)
-            driver.give(event)
-            yield event
+            driver.give(admitted)
+            yield admitted
 
 
 def failures_of(driver: JobDriver) -> list[Failure]:
     assert driver.machine.incident is not None
-    return driver.machine.incident.failures
+    return [report.failure for report in driver.machine.incident.reports]
 
 
 @pytest.fixture
@@ -128,11 +126,11 @@ def test_the_first_failures_and_those_that_may_be_the_cause_keep_their_texts(
 
 
 def test_reports_that_come_backwards_in_time_are_bounded_too() -> None:
-    incident = reports.Incident(since=0.0, round=1)
+    incident = Incident(since=0.0, round=1)
     for n in range(500):
-        admitted = reports.admitted(incident, failure(n, 1000.0 - n), table())
-        reports.add(incident, admitted, echo=False)
-    whole = sum(size(f) > 3 * LATER_TEXT for f in incident.failures)
+        incident.add(incident.admit(failure(n, 1000.0 - n), table()))
+    failures = [report.failure for report in incident.reports]
+    whole = sum(size(f) > 3 * LATER_TEXT for f in failures)
     assert whole == WHOLE
 
 
@@ -173,10 +171,10 @@ def test_reports_that_wait_for_an_adoption_are_bounded() -> None:
     adoption.begin([0], 0.0, 15.0)
     for _ in range(2):
         for n in range(FIRST_TEXTS + 10):
-            admitted = driver.machine.admitted(failure(n, float(n)))
+            admitted = driver.machine.recovery.admitted(failure(n, float(n)))
             if admitted is not None:
-                adoption.report(inputs.WorkerFailed(admitted))
-    kept = [r.failure for r in adoption.reports.values() if isinstance(r, inputs.WorkerFailed)]
+                adoption.report(admitted)
+    kept = [r.failure for r in adoption.reports.values() if isinstance(r, events.WorkerFailed)]
     assert len(kept) == FIRST_TEXTS + 10
     assert sum(size(f) > 3 * LATER_TEXT for f in kept) == FIRST_TEXTS
 

@@ -68,8 +68,8 @@ def test_a_job_that_hangs_at_the_same_place_before_any_step_ends():
         if cluster.machine.outcome is not None:
             break
         cluster.run_until(lambda: not cluster.machine.rendezvous.collecting)
-        cluster.machine.steps = 0
-        cluster.machine.world_since -= 10_000
+        cluster.machine.progress.steps = 0
+        cluster.machine.rounds.since -= 10_000
         found = events.HangFound(
             cluster.machine.rendezvous.round, (), "init (train.py:9)", "x", 1900
         )

@@ -4,21 +4,21 @@ import pytest
 
 from dlrover.errors import ExitCode
 from dlrover.master.machine.inputs import (
-    CallToRound,
     Command,
     DeadlinePassed,
-    Dismiss,
     EndJob,
     NodeConnected,
     NodeDisconnected,
     NodeSilent,
     NodeSucceeded,
     Progressed,
+    Say,
     Welcome,
 )
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.state import Phase
 from dlrover.master.machine.waiting import waiting_for
+from dlrover.rpc.messages import CallToRound, Dismiss
 from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import Limits
@@ -32,7 +32,11 @@ ECHO = {"kind": FailureKind.EXCEPTION, "exception": "DistNetworkError", "message
 
 
 def calls(*nodes: int, round_: int = 2, reason: str) -> list[Command]:
-    return [CallToRound(node, round_, reason) for node in nodes]
+    return [Say(node, CallToRound(round_, reason)) for node in nodes]
+
+
+def kinds(commands: list[Command]) -> list[type]:
+    return [type(c.message if isinstance(c, Say) else c) for c in commands]
 
 
 # ---- nodes come
@@ -44,7 +48,7 @@ def test_managed_nodes_are_launched_and_awaited():
     assert job.events[0] == events.JobSubmitted("job", 2, 2)
     assert job.events[-1] == events.RoundOpened(1, "the job starts", 2)
     assert job.connect(7, claims=1) == [Welcome("agent 7", 1, 1)]
-    assert job.machine.phase is Phase.WAITING
+    assert job.machine.state.phase is Phase.WAITING
     assert waiting_for(job.machine, 5.0) == (
         "waiting for node 0 (is being started), node 1 (is joining): 5 s of 600 s; 0 joined"
     )
@@ -80,12 +84,14 @@ def test_a_world_is_formed_and_each_node_is_told_its_place():
     job.connect(0), job.connect(1)
     job.join(0)
     commands = job.join(1, at=4.0)
-    assert [(c.node_id, c.world.first_rank, c.world.world_size) for c in commands] == [
+    assert [
+        (c.node_id, c.message.world.first_rank, c.message.world.world_size) for c in commands
+    ] == [
         (0, 0, 4),
         (1, 2, 4),
     ]
     assert job.events[-1] == events.RoundCompleted(1, 2, 4, 4.0)
-    assert (job.machine.phase, job.machine.world_size) == (Phase.RUNNING, 4)
+    assert (job.machine.state.phase, job.machine.rounds.world_size) == (Phase.RUNNING, 4)
 
 
 def test_a_round_that_lacks_nodes_expires_and_says_so():
@@ -95,7 +101,7 @@ def test_a_round_that_lacks_nodes_expires_and_says_so():
     assert waiting_for(job.machine, 30.0) == "waiting for 2 nodes, 1 joined: 30 s of 600 s"
     assert job.machine.deadline() == 600.0
     *_, dismissal, end = job.give(DeadlinePassed(), at=600.0)
-    assert end == EndJob(dismissal.outcome)
+    assert end == EndJob(dismissal.message.outcome)
     assert (end.outcome.exit_code, end.outcome.reason) == (
         ExitCode.INFRASTRUCTURE,
         "only 1 of at least 2 nodes joined round 1 within 600 s (join_timeout).",
@@ -185,12 +191,12 @@ def test_a_failure_calls_every_node_to_a_new_round():
         events.RoundOpened,
     ]
     assert job.events[-1] == events.RoundOpened(2, reason, 3)
-    assert job.machine.phase is Phase.RESTARTING
+    assert job.machine.state.phase is Phase.RESTARTING
     assert waiting_for(job.machine, 12.0).startswith(
         "waiting for node 0 (is stopping its workers), node 1 (is stopping its workers)"
     )
     worlds = job.join(0, 2, 1)
-    assert [(c.node_id, c.world.round, c.world.restart_count) for c in worlds] == [
+    assert [(c.node_id, c.message.world.round, c.message.world.restart_count) for c in worlds] == [
         (0, 2, 1),
         (1, 2, 1),
         (2, 2, 1),
@@ -200,11 +206,11 @@ def test_a_failure_calls_every_node_to_a_new_round():
 def test_a_hopeless_failure_ends_the_job_at_once():
     job = JobDriver.running(max_restarts=9)
     *dismissals, end = job.fail(1, TYPO)
-    assert dismissals == [Dismiss(node, end.outcome) for node in range(3)]
+    assert dismissals == [Say(node, Dismiss(end.outcome)) for node in range(3)]
     assert end.outcome.exit_code == ExitCode.USER_CODE
     assert end.outcome.reason.endswith("; a restart would fail in the same way.")
     assert end.outcome.failure.exception == "SyntaxError"
-    assert job.machine.phase is Phase.FAILED
+    assert job.machine.state.phase is Phase.FAILED
 
 
 def test_failures_of_the_program_and_of_the_infrastructure_have_budgets_of_their_own():
@@ -259,14 +265,14 @@ def test_echoes_without_a_cause_may_end_the_job():
     job = JobDriver.running(limits=Limits(max_infrastructure_restarts=0))
     job.fail(0, ECHO)
     commands = job.join(0, 1, 2)
-    assert [type(c) for c in commands] == [Dismiss] * 3 + [EndJob]
+    assert kinds(commands) == [Dismiss] * 3 + [EndJob]
     assert commands[-1].outcome.failure.exception == "DistNetworkError"
 
 
 def test_a_lost_node_may_end_the_job():
     job = JobDriver.running(limits=Limits(max_infrastructure_restarts=0))
     commands = job.give(NodeSilent(1, 60.0))
-    assert [type(c) for c in commands] == [Dismiss] * 2 + [EndJob]
+    assert kinds(commands) == [Dismiss] * 2 + [EndJob]
     assert commands[-1].outcome.reason.startswith("node 1 was lost: it sent no heartbeat")
 
 
@@ -303,7 +309,7 @@ def test_a_late_failure_of_an_earlier_round_costs_nothing():
     job.join(0, 1, 2)
     assert job.fail(1, ERROR, round=1, steps=70) == []
     assert job.machine.outcome is None
-    assert (job.machine.restarts.count, job.machine.steps) == (1, 0)
+    assert (job.machine.restarts.count, job.machine.progress.steps) == (1, 0)
 
 
 def test_a_failure_of_a_round_before_the_incident_is_no_part_of_it():
@@ -320,7 +326,7 @@ def test_a_failure_of_a_round_before_the_incident_is_no_part_of_it():
 def test_a_failure_of_a_round_that_never_was_changes_nothing(round_):
     job = JobDriver.running()
     assert job.fail(1, TYPO, round=round_) == []
-    assert job.machine.phase is Phase.RUNNING
+    assert job.machine.state.phase is Phase.RUNNING
 
 
 def test_a_failure_of_a_round_that_has_yet_to_begin_changes_nothing():
@@ -384,7 +390,7 @@ def test_steps_are_summed_over_the_rounds():
     job.give(Progressed(1, 40))
     job.fail(0, KILLED, steps=43)
     job.give(Progressed(2, 99))
-    assert job.machine.total_steps == 43
+    assert job.machine.progress.total_steps == 43
     job.join(0, 1, 2)
     job.give(Progressed(2, 5), Progressed(2, 4))
-    assert (job.machine.steps, job.machine.total_steps) == (5, 48)
+    assert (job.machine.progress.steps, job.machine.progress.total_steps) == (5, 48)

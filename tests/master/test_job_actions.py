@@ -1,22 +1,23 @@
 """The job machine: the cheapest sufficient action, hosts that are kept out, and nodes that fail again and again."""
 
+import msgspec
 import pytest
 
 from dlrover.errors import ExitCode
+from dlrover.master.machine.diagnosis.diagnosis import Table
 from dlrover.master.machine.inputs import (
-    AssignWorld,
-    CallToRound,
-    Dismiss,
     KillNode,
     MasterStarted,
     NodeConnected,
     NodeExited,
     Progressed,
+    Say,
     Submitted,
     Welcome,
 )
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.state import Phase
+from dlrover.rpc.messages import CallToRound, Dismiss
 from dlrover.spec import events
 from dlrover.spec.failure import Action, Failure, FailureKind, Origin
 from dlrover.spec.job import JobSpec, Limits
@@ -41,7 +42,7 @@ ECHO = {
 
 
 def kinds(commands):
-    return [type(command) for command in commands]
+    return [type(c.message if isinstance(c, Say) else c) for c in commands]
 
 
 def actions(job):
@@ -51,7 +52,7 @@ def actions(job):
 def rejoin(job, *nodes, at=None):
     """The nodes stop their workers and join again; the next round trains."""
     commands = job.join(*nodes, at=at)
-    assert job.machine.phase is Phase.RUNNING
+    assert job.machine.state.phase is Phase.RUNNING
     job.give(Progressed(job.machine.rendezvous.round, 5))
     return commands
 
@@ -65,7 +66,7 @@ def test_a_broken_device_has_its_node_launched_elsewhere():
     assert commands == [
         KillNode(1),
         LaunchNode(3, 1, ("host1",)),
-        *(CallToRound(node, 2, commands[-1].reason) for node in (0, 2)),
+        *(Say(node, CallToRound(2, commands[-1].message.reason)) for node in (0, 2)),
     ]
     assert job.status(1) is NodeStatus.LOST
     assert job.machine.nodes[1].reason.startswith("rank 2 lost its device to a hardware error")
@@ -106,7 +107,7 @@ def test_a_node_that_came_by_itself_is_dismissed_and_its_host_kept_out():
     commands = job.fail(1, BROKEN, at=100.0)
     assert kinds(commands) == [Dismiss, CallToRound, CallToRound]
     assert commands[0].node_id == 1
-    assert "was given up (rank 2 lost its device" in commands[0].outcome.reason
+    assert "was given up (rank 2 lost its device" in commands[0].message.outcome.reason
     rejoin(job, 0, 2)
 
     back = NodeConnected("another process", -1, -1, "host1", 0)
@@ -114,7 +115,7 @@ def test_a_node_that_came_by_itself_is_dismissed_and_its_host_kept_out():
     assert kinds(commands) == [Welcome, Dismiss]
     assert (
         "host host1 is kept out of the job for 2600 s more (exclusion_cooldown): rank 2 lost its device"
-        in commands[1].outcome.reason
+        in commands[1].message.outcome.reason
     )
     assert job.status(3) is NodeStatus.LOST
 
@@ -160,7 +161,7 @@ def test_a_decision_that_comes_late_waits_for_the_node_that_takes_the_place():
     assert actions(job) == []
     commands = job.join(0, 1, 2)
     assert kinds(commands) == [KillNode, LaunchNode]
-    assert job.machine.phase is Phase.RESTARTING
+    assert job.machine.state.phase is Phase.RESTARTING
     job.connect(3, claims=3)
     assert {c.node_id for c in job.join(3)} == {0, 2, 3}
 
@@ -170,7 +171,7 @@ def test_a_decision_that_comes_late_waits_for_the_node_that_takes_the_place():
 
 def fail_and_recover(job, details, *, node=0, at, nodes=(0, 1, 2)):
     commands = job.fail(node, details, at=at, id=f"{at}", steps=int(at))
-    if job.machine.phase is Phase.RESTARTING and job.status(node) is not NodeStatus.LOST:
+    if job.machine.state.phase is Phase.RESTARTING and job.status(node) is not NodeStatus.LOST:
         rejoin(job, *nodes, at=at + 1)
     return commands
 
@@ -215,17 +216,17 @@ def test_after_a_crash_the_nodes_workers_start_afresh_and_only_these():
     job = JobDriver.launched()
     job.fail(1, CRASHED, at=100.0)
     worlds = rejoin(job, 0, 1, 2)
-    assert {c.node_id: c.fresh for c in worlds} == {0: False, 1: True, 2: False}
+    assert {c.node_id: c.message.fresh for c in worlds} == {0: False, 1: True, 2: False}
     job.give(NodeExited(0, "it ended"), at=200.0)
     job.connect(3, claims=3)
-    assert not any(c.fresh for c in rejoin(job, 1, 2, 3) if isinstance(c, AssignWorld))
+    assert not any(c.message.fresh for c in rejoin(job, 1, 2, 3))
 
 
 def test_a_node_that_comes_back_hears_again_that_it_starts_afresh():
     job = JobDriver.launched()
     job.fail(1, CRASHED, at=100.0)
     rejoin(job, 0, 1, 2)
-    assert job.connect(1)[-1].fresh
+    assert job.connect(1)[-1].message.fresh
 
 
 def test_more_memory_is_asked_for_where_the_platform_can_give_it():
@@ -250,7 +251,7 @@ def test_a_cause_may_have_a_budget_of_its_own():
     fail_and_recover(job, OUT_OF_MEMORY, at=100.0)
     fail_and_recover(job, KILLED, at=200.0)
     fail_and_recover(job, OUT_OF_MEMORY, at=1150.0)
-    assert job.machine.phase is Phase.RUNNING
+    assert job.machine.state.phase is Phase.RUNNING
     job.fail(0, OUT_OF_MEMORY, at=1200.0)
     assert job.machine.outcome.exit_code == ExitCode.INFRASTRUCTURE
     assert job.machine.outcome.reason.endswith(
@@ -325,5 +326,25 @@ def test_the_table_is_the_one_that_the_job_began_with():
         id="1", kind=FailureKind.EXCEPTION, node_id=0, rank=0, local_rank=0, round=1,
         exception="RuntimeError", message="CUDA error: uncorrectable ECC error encountered",
     )  # fmt: skip
-    assert machine.table.diagnose(failure).cause == "old_row"
-    assert JobMachine().table.diagnose(failure).cause == "unknown"
+    assert machine.state.table.diagnose(failure).cause == "old_row"
+    assert JobMachine().state.table.diagnose(failure).cause == "unknown"
+
+
+def test_a_failure_is_diagnosed_once_and_replayed_with_its_verdict(monkeypatch):
+    diagnosed = []
+    diagnose = Table.diagnose
+
+    def counted(table, failure):
+        diagnosed.append(failure.id)
+        return diagnose(table, failure)
+
+    monkeypatch.setattr(Table, "diagnose", counted)
+    job = JobDriver.launched()
+    job.fail(1, BROKEN, at=100.0, id="broken")
+    assert job.machine.incident.decided
+    assert diagnosed.count("broken") == 1
+    (report,) = job.emitted(events.WorkerFailed)
+    job = JobDriver.launched()
+    other = msgspec.structs.replace(report.verdict, title="as an older release saw it")
+    job.give(events.WorkerFailed(report.failure, other), at=100.0)
+    assert job.emitted(events.RestartDecided)[0].reason == "as an older release saw it"

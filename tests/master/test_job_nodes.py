@@ -4,11 +4,8 @@ import pytest
 
 from dlrover.errors import ExitCode
 from dlrover.master.machine.inputs import (
-    AssignWorld,
-    CallToRound,
     Command,
     DeadlinePassed,
-    Dismiss,
     EndJob,
     KillNode,
     MasterStarted,
@@ -20,6 +17,7 @@ from dlrover.master.machine.inputs import (
     NodeSucceeded,
     NodeWaits,
     Progressed,
+    Say,
     StopRequested,
     Submitted,
     Welcome,
@@ -27,6 +25,7 @@ from dlrover.master.machine.inputs import (
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.state import Phase
 from dlrover.master.machine.waiting import waiting_for
+from dlrover.rpc.messages import AssignWorld, CallToRound, Dismiss
 from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec
@@ -38,7 +37,7 @@ TYPO = {"kind": FailureKind.EXCEPTION, "exception": "SyntaxError", "message": "i
 
 
 def calls(*nodes: int, round_: int = 2, reason: str) -> list[Command]:
-    return [CallToRound(node, round_, reason) for node in nodes]
+    return [Say(node, CallToRound(round_, reason)) for node in nodes]
 
 
 # ---- nodes that do not start
@@ -79,7 +78,7 @@ def test_a_lost_node_that_the_platform_launched_is_killed_and_replaced_in_one_ro
     job.join(0, 2)
     job.connect(3, claims=3)
     worlds = job.join(3)
-    assert [(c.node_id, c.world.node_rank, c.world.round) for c in worlds] == [
+    assert [(c.node_id, c.message.world.node_rank, c.message.world.round) for c in worlds] == [
         (0, 0, 2),
         (3, 1, 2),
         (2, 2, 2),
@@ -90,7 +89,7 @@ def test_an_elastic_job_goes_on_with_the_survivors_at_once():
     job = JobDriver.launched(2, 3)
     job.give(NodeExited(1, "its agent ended"))
     job.join(0)
-    assert [c.world.world_size for c in job.join(2)] == [4, 4]
+    assert [c.message.world.world_size for c in job.join(2)] == [4, 4]
 
 
 def test_a_node_may_be_without_a_connection_for_a_while():
@@ -126,7 +125,7 @@ def test_what_returns_after_it_was_lost_is_a_new_node():
     job.give(NodeSilent(1, 60.0))
     assert job.connect(1, claims=1, runs=1) == [
         Welcome("agent 1", 3, 2),
-        CallToRound(3, 2, "a new round is open"),
+        Say(3, CallToRound(2, "a new round is open")),
     ]
     assert job.connect(1, claims=1)[0] == Welcome("agent 1", 3, 2)
 
@@ -137,8 +136,8 @@ def test_what_returns_after_it_was_replaced_is_dismissed():
     job.give(DeadlinePassed(), at=99.0)
     welcome, dismissal = job.connect(1, claims=1, runs=1)
     assert welcome == Welcome("agent 1", 1, 2)
-    assert dismissal.outcome.exit_code == ExitCode.INFRASTRUCTURE
-    assert dismissal.outcome.reason == (
+    assert dismissal.message.outcome.exit_code == ExitCode.INFRASTRUCTURE
+    assert dismissal.message.outcome.reason == (
         "node 1 was given up (its connection did not come back) and replaced."
     )
     assert job.join(1) == []
@@ -253,7 +252,7 @@ def test_losing_a_node_that_was_left_behind_is_no_fault():
     job.join(0, 1, at=101.0)
     job.give(DeadlinePassed(), at=161.0)
     assert job.give(NodeSilent(2, 60.0)) == []
-    assert job.machine.phase is Phase.RUNNING
+    assert job.machine.state.phase is Phase.RUNNING
 
 
 def test_losing_a_node_while_the_world_grows_is_a_fault_of_the_last_world():
@@ -274,10 +273,10 @@ def test_the_job_succeeds_when_all_nodes_have():
     job.give(Progressed(1, 7))
     assert job.give(NodeSucceeded(0, 1), NodeSucceeded(2, 1)) == []
     *dismissals, end = job.give(NodeSucceeded(1, 1), at=25.0)
-    assert dismissals == [Dismiss(node, end.outcome) for node in range(3)]
+    assert dismissals == [Say(node, Dismiss(end.outcome)) for node in range(3)]
     assert (end.outcome.exit_code, end.outcome.steps, end.outcome.seconds) == (0, 7, 25.0)
     assert end.outcome.job_dir == "/jobs/1"
-    assert job.machine.phase is Phase.SUCCEEDED
+    assert job.machine.state.phase is Phase.SUCCEEDED
 
 
 def test_a_node_that_goes_after_it_succeeded_is_not_missed():
@@ -352,27 +351,29 @@ def test_a_call_that_was_missed_is_made_again():
     assert [c.node_id for c in job.fail(0, KILLED)] == [0, 2]
     assert job.connect(1, runs=1) == [
         Welcome("agent 1", 1, 2),
-        CallToRound(1, 2, "a new round is open"),
+        Say(1, CallToRound(2, "a new round is open")),
     ]
 
 
 def test_a_world_that_was_missed_is_assigned_again():
     job = JobDriver.running()
-    world = job.machine.worlds[1]
-    assert job.connect(1) == [Welcome("agent 1", 1, 2), AssignWorld(1, world)]
+    world = job.machine.rounds.worlds[1]
+    assert job.connect(1) == [Welcome("agent 1", 1, 2), Say(1, AssignWorld(world))]
     assert job.join(1) == []
 
 
 def test_a_node_whose_world_is_over_is_called():
     job = JobDriver.running(2)
-    assert job.connect(5, runs=4)[-1] == CallToRound(2, 2, "the world went on without this node")
+    assert job.connect(5, runs=4)[-1] == Say(
+        2, CallToRound(2, "the world went on without this node")
+    )
 
 
 def test_a_node_that_runs_a_round_beyond_the_journal_makes_everybody_start_anew():
     """A crash of the master's machine may take the end of its journal."""
     job = JobDriver.running(2)
     assert job.connect(0, runs=2)[1:] == calls(0, 1, reason="the master has lost a round")
-    assert [c.world.round for c in job.join(0, 1)] == [2, 2]
+    assert [c.message.world.round for c in job.join(0, 1)] == [2, 2]
     assert job.machine.restarts.count == 0
 
 
@@ -387,7 +388,7 @@ def test_a_new_master_gives_the_nodes_time_to_come_back():
     for node in range(3):
         assert len(job.connect(node, runs=1)) == 1
     assert job.machine.deadline() is None
-    assert job.machine.phase is Phase.RUNNING
+    assert job.machine.state.phase is Phase.RUNNING
 
 
 def test_the_first_master_recovers_nothing():
@@ -408,7 +409,7 @@ def test_a_new_master_waits_for_no_node_that_is_lost_or_went_after_it_succeeded(
     job.give(NodeSilent(0, 60.0))
     job.join(1, 2)
     job.give(NodeSucceeded(1, 2), NodeExited(1, "its agent ended"), MasterStarted(9))
-    assert list(job.machine.lost_at) == [2]
+    assert list(job.machine.state.lost_at) == [2]
 
 
 def test_the_time_without_a_master_does_not_count_against_a_round():
@@ -430,7 +431,7 @@ def test_a_new_master_of_an_ended_job_launches_nothing_and_dismisses_who_comes_b
     assert job.give(MasterStarted(5)) == []
     assert job.connect(0, claims=0) == [
         Welcome("agent 0", 0, 1),
-        Dismiss(0, job.machine.outcome),
+        Say(0, Dismiss(job.machine.outcome)),
     ]
 
 
@@ -449,9 +450,9 @@ def test_a_new_master_of_an_ended_job_launches_nothing_and_dismisses_who_comes_b
 def test_a_stopped_job_dismisses_its_nodes(exit_code, phase):
     job = JobDriver.running(2)
     *dismissals, end = job.give(StopRequested("enough", exit_code))
-    assert dismissals == [Dismiss(node, end.outcome) for node in range(2)]
+    assert dismissals == [Say(node, Dismiss(end.outcome)) for node in range(2)]
     assert (end.outcome.exit_code, end.outcome.reason) == (exit_code, "enough")
-    assert job.machine.phase is phase
+    assert job.machine.state.phase is phase
     assert job.give(StopRequested("again", 1)) == []
     assert job.machine.deadline() is None
 
@@ -468,7 +469,7 @@ def test_a_node_whose_connection_broke_may_come_back_after_the_end_and_is_dismis
     job.give(NodeDisconnected(1))
     *commands, end = job.give(StopRequested("enough", ExitCode.STOPPED))
     assert KillNode(1) not in commands
-    assert job.connect(1)[-1] == Dismiss(1, end.outcome)
+    assert job.connect(1)[-1] == Say(1, Dismiss(end.outcome))
     assert job.give(NodeExited(1, "its agent left")) == []
     assert job.status(1) is NodeStatus.RELEASED
 
@@ -490,7 +491,7 @@ def test_what_returns_after_the_end_though_it_was_replaced_gets_the_jobs_outcome
     job = JobDriver.launched()
     job.give(NodeSilent(1, 60.0))
     *_, end = job.give(StopRequested("enough", ExitCode.STOPPED))
-    assert job.connect(1)[-1] == Dismiss(1, end.outcome)
+    assert job.connect(1)[-1] == Say(1, Dismiss(end.outcome))
 
 
 def test_a_node_that_is_lost_is_not_killed_again_at_the_end():
@@ -521,7 +522,7 @@ def test_who_connects_after_the_end_is_welcomed_only_to_be_dismissed(node):
     job = JobDriver.running(2)
     job.give(NodeDisconnected(1), StopRequested("enough", ExitCode.STOPPED))
     welcome, dismissal = job.connect(node, runs=1)
-    assert dismissal == Dismiss(welcome.node_id, job.machine.outcome)
+    assert dismissal == Say(welcome.node_id, Dismiss(job.machine.outcome))
     assert job.events[-1] == events.JobEnded(ExitCode.STOPPED, "enough")
 
 

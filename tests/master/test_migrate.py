@@ -4,6 +4,7 @@ import pytest
 
 from dlrover.master.machine import inputs
 from dlrover.master.machine.state import Phase
+from dlrover.rpc.messages import Dismiss
 from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import Limits
@@ -38,7 +39,7 @@ def leave(driver: JobDriver, node: int, at: float) -> list[inputs.Command]:
 def test_the_world_trains_until_the_other_node_has_joined():
     driver = JobDriver.launched(3, 3)
     assert driver.give(asked(cpu=1.5), at=20.0) == [LaunchNode(3, 1, (), 2.0, 1.5)]
-    assert driver.machine.phase is Phase.RUNNING
+    assert driver.machine.state.phase is Phase.RUNNING
     (told,) = driver.emitted(events.NodeMigrates)
     assert told.sentence() == ("Node 1 trains on until node 3 takes its place: its queue is long.")
     assert driver.emitted(events.NodeLaunched)[-1].sentence() == (
@@ -46,25 +47,25 @@ def test_the_world_trains_until_the_other_node_has_joined():
         "that the job asked for."
     )
     commands = come(driver, 3, at=30.0)
-    assert driver.machine.phase is Phase.RESTARTING
-    (dismissed,) = [c for c in commands if isinstance(c, inputs.Dismiss)]
+    assert driver.machine.state.phase is Phase.RESTARTING
+    (dismissed,) = [c for c in commands if isinstance(getattr(c, "message", c), Dismiss)]
     assert dismissed.node_id == 1
-    assert dismissed.outcome.released
-    assert "another node takes its place" in dismissed.outcome.reason
+    assert dismissed.message.outcome.released
+    assert "another node takes its place" in dismissed.message.outcome.reason
     driver.join(0, 2, at=31.0)
-    assert driver.machine.phase is Phase.RESTARTING, "node 1 may be storing its part"
+    assert driver.machine.state.phase is Phase.RESTARTING, "node 1 may be storing its part"
     leave(driver, 1, at=32.0)
     assert driver.machine.rendezvous.members == (0, 3, 2)
     assert driver.status(1) is NodeStatus.RELEASED
     assert driver.machine.restarts.count == 0
-    assert not driver.machine.migrations
+    assert not driver.machine.fleet.migrations
 
 
 def test_nodes_that_come_together_cost_one_round():
     driver = migrating()
     driver.give(asked(2))
     come(driver, 3, at=30.0)
-    assert driver.machine.phase is Phase.RUNNING
+    assert driver.machine.state.phase is Phase.RUNNING
     assert driver.machine.deadline() == 30.0 + driver.machine.job.limits.scale_up_delay
     come(driver, 4, at=30.5)
     driver.join(0)
@@ -90,7 +91,7 @@ def test_a_world_that_is_about_to_end_is_left_alone_without_haste():
     come(driver, 3, at=30.0)
     driver.give(inputs.NodeSucceeded(0, 1), at=30.5)
     driver.give(inputs.DeadlinePassed(), at=driver.machine.deadline())
-    assert driver.machine.phase is Phase.RUNNING
+    assert driver.machine.state.phase is Phase.RUNNING
     assert driver.machine.deadline() == 20.0 + driver.machine.job.limits.join_timeout
 
 
@@ -99,9 +100,9 @@ def test_the_number_of_nodes_is_not_changed_meanwhile():
     driver.give(
         inputs.SpeedMeasured(1, SpeedSample(nodes=3, replicas=6, step_seconds=0.2, steps=9))
     )
-    assert driver.machine.may_scale(20.0)
+    assert driver.machine.resizer.may_scale(20.0)
     driver.give(asked(1), at=20.0)
-    assert not driver.machine.may_scale(20.0)
+    assert not driver.machine.resizer.may_scale(20.0)
 
 
 def test_a_slow_node_that_is_being_replaced_is_not_replaced_twice():
@@ -129,10 +130,10 @@ def test_a_node_that_never_starts_changes_nothing():
     driver = migrating()
     commands = driver.give(inputs.NodeExited(3, "no room"), at=25.0)
     assert not [c for c in commands if isinstance(c, LaunchNode)]
-    assert driver.machine.phase is Phase.RUNNING
+    assert driver.machine.state.phase is Phase.RUNNING
     (told,) = driver.emitted(events.MigrationEnded)
     assert told.sentence() == "Node 1 stays: node 3 does not take its place: no room."
-    assert not driver.machine.migration_refusal(asked())
+    assert not driver.machine.resizer.migration_refusal(asked())
 
 
 def test_a_node_that_does_not_come_in_time_is_called_off():
@@ -143,7 +144,7 @@ def test_a_node_that_does_not_come_in_time_is_called_off():
     assert driver.give(inputs.DeadlinePassed(), at=deadline) == [inputs.KillNode(3)]
     (told,) = driver.emitted(events.MigrationEnded)
     assert told.reason == "it did not come within 600 s (join_timeout): no node has 2 cores"
-    assert driver.machine.phase is Phase.RUNNING
+    assert driver.machine.state.phase is Phase.RUNNING
     assert driver.machine.deadline() is None
 
 
@@ -174,7 +175,7 @@ def test_a_node_that_joins_a_round_that_collects_takes_over_in_it():
     driver.join(0, 1, at=26.0)
     come(driver, 3, at=27.0)
     driver.join(2, at=28.0)
-    assert driver.machine.phase is Phase.RESTARTING
+    assert driver.machine.state.phase is Phase.RESTARTING
     leave(driver, 1, at=29.0)
     assert driver.machine.rendezvous.members == (0, 3, 2)
 
@@ -219,13 +220,13 @@ def test_a_job_that_is_to_have_fewer_nodes_calls_both_off():
 )
 def test_what_cannot_be_done_changes_nothing(given, sentence):
     driver = migrating()
-    assert driver.machine.migration_refusal(given) == sentence
+    assert driver.machine.resizer.migration_refusal(given) == sentence
     assert driver.give(given) == []
 
 
 def test_nodes_that_came_by_themselves_stay():
     driver = JobDriver.running()
-    assert "none that DLRover has started" in driver.machine.migration_refusal(asked())
+    assert "none that DLRover has started" in driver.machine.resizer.migration_refusal(asked())
 
 
 def test_no_node_gets_more_memory_than_the_platform_has():
@@ -251,7 +252,7 @@ def test_a_forecast_is_followed_where_that_is_wanted_and_possible(action, most, 
     )
     commands = driver.give(inputs.MemoryForecast(1, 0, 24 << 30, 16 << 30, 1800.0), at=20.0)
     assert commands == ([LaunchNode(1, 0, (), 1.5)] if ordered else [])
-    assert driver.machine.phase is Phase.RUNNING
+    assert driver.machine.state.phase is Phase.RUNNING
     (told,) = driver.emitted(events.MemoryGrows)
     assert told.ordered == ordered
     assert bool(driver.emitted(events.MemoryBound)) == (most == 1.0)
@@ -260,4 +261,6 @@ def test_a_forecast_is_followed_where_that_is_wanted_and_possible(action, most, 
 def test_a_master_that_takes_over_gives_the_new_node_its_time_again():
     driver = migrating()
     driver.give(inputs.MasterStarted(9), at=500.0)
-    assert driver.machine.migrations[3].until == 500.0 + driver.machine.job.limits.join_timeout
+    assert (
+        driver.machine.fleet.migrations[3].until == 500.0 + driver.machine.job.limits.join_timeout
+    )

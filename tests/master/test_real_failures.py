@@ -8,10 +8,20 @@ import msgspec
 import pytest
 
 from dlrover.master.diagnosis_rules import table
+from dlrover.master.machine.diagnosis import diagnosis
 from dlrover.spec.failure import Failure, FailureKind, Origin
 
 TABLE = table()
-diagnose, is_echo, root_cause = TABLE.diagnose, TABLE.is_echo, TABLE.root_cause
+diagnose = TABLE.diagnose
+
+
+def is_echo(failure: Failure) -> bool:
+    return diagnose(failure).echo
+
+
+def root_cause(failures: list[Failure]) -> Failure:
+    return diagnosis.root_cause([TABLE.failed(failure) for failure in failures]).failure
+
 
 FIXTURES = Path(__file__).parent / "fixtures"
 _spec = importlib.util.spec_from_file_location("gather", FIXTURES / "gather.py")

@@ -6,6 +6,7 @@ from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
 from dlrover.master.machine.scaling.scaling import Scaling
 from dlrover.master.machine.state import Phase
+from dlrover.rpc import messages
 from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec
@@ -17,8 +18,9 @@ def asked(nodes: int, source: str = "user", role: str = "worker") -> inputs.Scal
     return inputs.ScaleAsked(nodes, "it was asked for", source, role)
 
 
-def of(commands: list[inputs.Command], kind: type[inputs.Command]) -> list[inputs.Command]:
-    return [command for command in commands if isinstance(command, kind)]
+def of(commands: list[inputs.Command], kind: type) -> list[inputs.Command]:
+    """Return the commands, or the orders to nodes, of one kind."""
+    return [c for c in commands if isinstance(getattr(c, "message", c), kind)]
 
 
 def ranks(commands: list[inputs.Command]) -> list[int]:
@@ -31,7 +33,7 @@ def ranks(commands: list[inputs.Command]) -> list[int]:
 def test_a_user_may_have_more_nodes_than_the_job_was_submitted_with() -> None:
     driver = JobDriver.launched(2, 2)
     assert ranks(driver.give(asked(4))) == [2, 3]
-    assert driver.machine.phase is Phase.RUNNING
+    assert driver.machine.state.phase is Phase.RUNNING
     (scaled,) = driver.emitted(events.JobScaled)
     assert scaled.sentence() == "The job is to have 4 nodes instead of 2: it was asked for."
     for node in (2, 3):
@@ -39,7 +41,7 @@ def test_a_user_may_have_more_nodes_than_the_job_was_submitted_with() -> None:
     driver.join(2, 3, at=20.0)
     driver.give(inputs.DeadlinePassed(), at=driver.machine.deadline())
     driver.join(0, 1, at=22.0)
-    assert driver.machine.world_size == 8
+    assert driver.machine.rounds.world_size == 8
     assert driver.machine.restarts.count == 0
 
 
@@ -50,8 +52,8 @@ def test_a_job_that_was_scaled_up_trains_on_while_the_nodes_are_missing() -> Non
     driver.join(0)
     driver.connect(4, claims=4)  # in place of node 1
     driver.join(4)
-    assert driver.machine.phase is Phase.RUNNING
-    assert driver.machine.world_size == 4
+    assert driver.machine.state.phase is Phase.RUNNING
+    assert driver.machine.rounds.world_size == 4
 
 
 def test_nodes_that_a_plan_adds_have_its_size() -> None:
@@ -84,19 +86,19 @@ def test_what_a_user_has_asked_for_is_not_changed_by_a_plan() -> None:
 def test_the_nodes_of_the_highest_ranks_leave_and_the_others_go_on() -> None:
     driver = JobDriver.launched(3, 3)
     commands = driver.give(asked(1), at=20.0)
-    dismissed = of(commands, inputs.Dismiss)
+    dismissed = of(commands, messages.Dismiss)
     assert [command.node_id for command in dismissed] == [1, 2]
-    assert all(c.outcome.released and c.outcome.exit_code == 0 for c in dismissed)
-    assert [command.node_id for command in of(commands, inputs.CallToRound)] == [0]
+    assert all(c.message.outcome.released and c.message.outcome.exit_code == 0 for c in dismissed)
+    assert [command.node_id for command in of(commands, messages.CallToRound)] == [0]
     driver.join(0, at=21.0)
-    assert driver.machine.phase is Phase.RESTARTING  # the others may be storing their part
+    assert driver.machine.state.phase is Phase.RESTARTING  # the others may be storing their part
     for node in (1, 2):
         driver.give(inputs.NodeDisconnected(node), at=22.0)
         commands = driver.give(inputs.NodeExited(node, "its agent ended"), at=22.5)
         assert of(commands, inputs.KillNode) == [inputs.KillNode(node)]
         assert of(commands, LaunchNode) == []
         assert driver.status(node) is NodeStatus.RELEASED
-    assert driver.machine.world_size == 2
+    assert driver.machine.rounds.world_size == 2
     assert driver.machine.incident is None
     assert driver.emitted(events.NodeLost) == []
     assert driver.emitted(events.RestartDecided) == []
@@ -122,16 +124,16 @@ def test_a_node_that_was_not_placed_yet_is_killed_when_it_is() -> None:
     driver.give(asked(1))
     assert driver.status(1) is NodeStatus.RELEASED
     assert driver.give(inputs.NodePlaced(1, "process 1")) == [inputs.KillNode(1)]
-    (dismissed,) = of(driver.connect(1, claims=1), inputs.Dismiss)
-    assert dismissed.outcome.released
+    (dismissed,) = of(driver.connect(1, claims=1), messages.Dismiss)
+    assert dismissed.message.outcome.released
 
 
 def test_a_node_whose_agent_comes_back_is_told_again_to_leave() -> None:
     driver = JobDriver.launched(1, 2)
     driver.give(inputs.NodeDisconnected(1), at=20.0)
     driver.give(asked(1), at=20.0)
-    (dismissed,) = of(driver.connect(1, claims=1, runs=1), inputs.Dismiss)
-    assert dismissed.outcome.released
+    (dismissed,) = of(driver.connect(1, claims=1, runs=1), messages.Dismiss)
+    assert dismissed.message.outcome.released
 
 
 def test_a_job_that_is_about_to_end_is_not_interrupted() -> None:

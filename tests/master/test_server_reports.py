@@ -26,7 +26,7 @@ def driver(**limits: object) -> JobDriver:
         made.give(inputs.NodePlaced(node, f"process {node}"))
         made.connect(node, claims=node)
     made.join(0, 1, at=10.0)
-    assert made.machine.workers == 2
+    assert made.machine.rounds.workers == 2
     return made
 
 
@@ -78,7 +78,7 @@ def test_the_steps_of_a_servers_optimizer_are_not_the_trainings() -> None:
     job.give(inputs.Progressed(1, 5), at=20.0)
     assert status_of(job.machine, 21.0, {0: 6, 1: 900}).steps == 6
     job.fail(1, {"kind": FailureKind.EXIT, "exit_code": 3, "steps": 900}, at=22.0)
-    assert job.machine.total_steps == 5
+    assert job.machine.progress.total_steps == 5
 
 
 def test_the_status_tells_roles_apart() -> None:

@@ -9,6 +9,7 @@ from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.rendezvous import Rendezvous
 from dlrover.master.machine.state import Phase
 from dlrover.master.machine.waiting import waiting_for
+from dlrover.rpc import messages
 from dlrover.spec import events, roles
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec
@@ -22,8 +23,9 @@ def asked(nodes: int, source: str = "user", role: str = "ps") -> inputs.ScaleAsk
     return inputs.ScaleAsked(nodes, "it was asked for", source, role)
 
 
-def of(commands: list[inputs.Command], kind: type[inputs.Command]) -> list[inputs.Command]:
-    return [command for command in commands if isinstance(command, kind)]
+def of(commands: list[inputs.Command], kind: type) -> list[inputs.Command]:
+    """Return the commands, or the orders to nodes, of one kind."""
+    return [c for c in commands if isinstance(getattr(c, "message", c), kind)]
 
 
 def ranks(commands: list[inputs.Command]) -> list[int]:
@@ -45,7 +47,7 @@ def running(workers: int = 2, servers: int = 2, **spec: object) -> JobDriver:
     for node in nodes:
         come(driver, node)
     driver.join(*nodes, at=10.0)
-    assert driver.machine.phase is Phase.RUNNING
+    assert driver.machine.state.phase is Phase.RUNNING
     return driver
 
 
@@ -103,12 +105,12 @@ def test_a_round_waits_for_servers_and_says_so() -> None:
     driver = submitted(2, 2)
     come(driver, 0, 1, 2)
     driver.join(0, 1, 2, at=10.0)
-    assert driver.machine.phase is Phase.WAITING
+    assert driver.machine.state.phase is Phase.WAITING
     assert "node 3 (is being started)" in waiting_for(driver.machine, 12.0)
     come(driver, 3)
     driver.join(3)
-    assert driver.machine.phase is Phase.RUNNING
-    assert (driver.machine.world_size, driver.machine.workers) == (8, 4)
+    assert driver.machine.state.phase is Phase.RUNNING
+    assert (driver.machine.rounds.world_size, driver.machine.rounds.workers) == (8, 4)
     (formed,) = driver.emitted(events.RoundCompleted)
     assert formed.sentence().endswith("4 nodes, 4 workers, 4 servers.")
 
@@ -137,10 +139,10 @@ def test_servers_that_are_missing_do_not_make_up_for_workers() -> None:
     driver = running(2, 2, min_nodes=1, min_servers=1)
     driver.give(inputs.NodeExited(2, "it was killed"), inputs.NodeExited(3, "it was killed"))
     driver.join(0, 1)
-    assert driver.machine.phase is Phase.RESTARTING
+    assert driver.machine.state.phase is Phase.RESTARTING
     come(driver, 4)
     driver.join(4)
-    assert driver.machine.phase is Phase.RUNNING
+    assert driver.machine.state.phase is Phase.RUNNING
     assert driver.machine.rendezvous.size == Size(2, 1)
 
 
@@ -151,13 +153,13 @@ def test_a_lost_server_is_replaced_and_costs_one_round() -> None:
     driver = running(2, 2)
     commands = driver.give(inputs.NodeExited(2, "it was killed"), at=20.0)
     assert ranks(commands) == [FIRST_SERVER]
-    assert {c.node_id for c in of(commands, inputs.CallToRound)} == {0, 1, 3}
+    assert {c.node_id for c in of(commands, messages.CallToRound)} == {0, 1, 3}
     launched = driver.emitted(events.NodeLaunched)[-1]
     assert launched.sentence() == "Node 4 (ps) is being started in place of node 2."
     assert driver.emitted(events.NodeLost)[-1].sentence() == "Node 2 (ps) is lost: it was killed."
     come(driver, 4)
     driver.join(0, 1, 3, 4, at=21.0)
-    assert driver.machine.phase is Phase.RUNNING
+    assert driver.machine.state.phase is Phase.RUNNING
     assert driver.machine.rendezvous.members == (0, 1, 4, 3)
     assert driver.machine.restarts.count == 1
 
@@ -169,7 +171,7 @@ def test_the_job_succeeds_with_its_workers_and_the_servers_are_dismissed() -> No
     commands = driver.give(inputs.NodeSucceeded(1, 1))
     assert driver.machine.outcome is not None
     assert driver.machine.outcome.exit_code == ExitCode.SUCCESS
-    assert {c.node_id for c in of(commands, inputs.Dismiss)} == {0, 1, 2, 3}
+    assert {c.node_id for c in of(commands, messages.Dismiss)} == {0, 1, 2, 3}
 
 
 def test_a_server_that_fails_while_workers_finish_is_no_fault() -> None:
@@ -192,7 +194,7 @@ def test_a_server_that_fails_before_that_is_one() -> None:
     driver = running(2, 1, max_restarts=1)
     wrong = {"kind": FailureKind.EXCEPTION, "exception": "KeyError", "message": "KeyError: 'w'"}
     commands = driver.fail(2, wrong)
-    assert {c.node_id for c in of(commands, inputs.CallToRound)} == {0, 1, 2}
+    assert {c.node_id for c in of(commands, messages.CallToRound)} == {0, 1, 2}
     assert driver.machine.restarts.user_restarts == 1
 
 
@@ -200,7 +202,7 @@ def test_a_server_that_ends_by_itself_ends_nothing() -> None:
     driver = running(1, 2)
     driver.give(inputs.NodeSucceeded(1, 1), inputs.NodeSucceeded(2, 1))
     assert driver.status(1) is NodeStatus.SUCCEEDED
-    assert driver.machine.phase is Phase.RUNNING
+    assert driver.machine.state.phase is Phase.RUNNING
     told = driver.emitted(events.NodeSucceeded)[0]
     assert told.sentence() == "The server of node 1 ended by itself, with exit code 0."
     assert scale.size(driver.machine, 11.0).complete
@@ -218,12 +220,12 @@ def test_servers_grow_beside_the_running_training() -> None:
     driver = running(1, 1)
     commands = driver.give(asked(3))
     assert ranks(commands) == [FIRST_SERVER + 1, FIRST_SERVER + 2]
-    assert of(commands, inputs.CallToRound) == []
+    assert of(commands, messages.CallToRound) == []
     (scaled,) = driver.emitted(events.JobScaled)
     assert scaled.sentence() == "The job is to have 3 ps nodes instead of 1: it was asked for."
     come(driver, 2, 3)
     driver.join(2, 3, at=20.0)
-    assert driver.machine.phase is Phase.RUNNING
+    assert driver.machine.state.phase is Phase.RUNNING
     driver.give(inputs.DeadlinePassed(), at=driver.machine.deadline())
     driver.join(0, 1, at=22.0)
     assert driver.machine.rendezvous.size == Size(1, 3)
@@ -234,7 +236,7 @@ def test_only_servers_leave_where_fewer_of_them_are_wanted() -> None:
     driver = running(2, 3, min_servers=1)
     commands = driver.give(asked(1), at=20.0)
     assert driver.machine.scaling.leaving.keys() == {3, 4}
-    assert {c.node_id for c in of(commands, inputs.CallToRound)} == {0, 1, 2}
+    assert {c.node_id for c in of(commands, messages.CallToRound)} == {0, 1, 2}
     opened = driver.emitted(events.RoundOpened)[-1]
     assert opened.reason == "the job is to have 2 workers and 1 server"
     for node in (3, 4):

@@ -304,7 +304,7 @@ def test_old_news_of_steps_is_left_out(tmp_path: Path) -> None:
         for agent in agents:
             await agent.running()
         agents[0].report(5)
-        await eventually(lambda: job.master.machine.steps == 5)
+        await eventually(lambda: job.master.machine.progress.steps == 5)
         agents[0].report(9)  # too soon after the last one to be journalled by itself
         await eventually(lambda: job.master._steps[agents[0].node_id] == 9)
         agents[1].report(3)
@@ -462,7 +462,7 @@ def test_the_journal_replays_to_the_same_machines(tmp_path: Path) -> None:
         history = History(tmp_path / "events.jsonl")
         with contextlib.closing(journal), contextlib.closing(history):
             again = Master(journal, history)
-            again.machine._out = job.master.machine._out
+            again.machine.state.commands = job.master.machine.state.commands
             assert again.machine == job.master.machine
             assert again.store.contents == job.master.store.contents
             assert history.events == job.history.events

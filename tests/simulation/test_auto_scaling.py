@@ -3,9 +3,9 @@
 import pytest
 
 from dlrover.master.machine import inputs
-from dlrover.master.machine.scaling.size import size_of
 from dlrover.master.scaling.autoscale import AutoScaler
 from dlrover.master.scaling.brainside import shape_of
+from dlrover.master.views.status import size_of
 from dlrover.spec import brain, events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec, Limits

@@ -186,7 +186,9 @@ def test_a_hot_server_that_cannot_be_relieved_moves_to_more_cores_beside_the_tra
     cluster.run_until(lambda: len(told(cluster, events.RoundOpened)) > rounds, 120)
     hot.relieved = True
     cluster.run(120)
-    servers = [n for n in cluster.machine.rendezvous.members if cluster.machine.is_server(n)]
+    servers = [
+        n for n in cluster.machine.rendezvous.members if n in cluster.machine.rendezvous.servers
+    ]
     assert sorted(cluster.machine.nodes[n].cpu_factor for n in servers) == [1.0, 1.5]
     (plan,) = hot.made(ScaleKind.MIGRATE)
     assert plan.reason.startswith("hot: ")
@@ -211,7 +213,9 @@ def test_a_slow_worker_of_servers_is_replaced_if_its_own_share_is_worth_it():
     cluster = cluster_of(LAWS["workers pay"], seed=6, workers=3, max_nodes=3, max_servers=1)
     cluster.run_until(lambda: settled(cluster), 3600)
     machine = cluster.machine
-    node = next(n for n in reversed(machine.rendezvous.members) if not machine.is_server(n))
+    node = next(
+        n for n in reversed(machine.rendezvous.members) if n not in machine.rendezvous.servers
+    )
     slow = events.SlowRank(1, node, 3.0, "compute")
     cluster._submit(inputs.RankSpeed(machine.rendezvous.round, slow))
     cluster.run(120)

@@ -12,6 +12,7 @@ from dlrover.master.machine.goodput.ledger import Ledger
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.state import Phase
 from dlrover.master.machine.waiting import waiting_for
+from dlrover.rpc.messages import AssignWorld, CallToRound
 from dlrover.spec.events import RoundOpened
 from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.job import JobSpec, Limits
@@ -77,7 +78,7 @@ def test_a_killed_agent_of_a_managed_job_of_fixed_size_costs_one_round(seed):
     cluster.kill_agent(cluster.nodes[seed % 3])
     settle(cluster)
     assert (rounds(cluster), cluster.machine.restarts.count) == (2, 1)
-    assert cluster.machine.world_size == 6
+    assert cluster.machine.rounds.world_size == 6
     assert cluster.finish().exit_code == ExitCode.SUCCESS
 
 
@@ -88,10 +89,10 @@ def test_a_killed_agent_of_an_elastic_job_costs_a_round_to_shrink_and_one_to_gro
     cluster = started(job(2, 3, managed=managed), seed=seed, delays=delays)
     cluster.kill_agent(cluster.nodes[seed % 3])
     cluster.run_until(lambda: cluster.training and cluster.machine.rendezvous.round == 2, 8.0)
-    assert cluster.machine.world_size == 4
+    assert cluster.machine.rounds.world_size == 4
     settle(cluster)
     assert (rounds(cluster), cluster.machine.restarts.count) == (3, 1)
-    assert cluster.machine.world_size == 6
+    assert cluster.machine.rounds.world_size == 6
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -112,7 +113,7 @@ def test_a_node_with_a_broken_device_that_came_by_itself_leaves(seed):
     broken = cluster.nodes[seed % 3]
     cluster.break_device(broken)
     settle(cluster)
-    assert (rounds(cluster), cluster.machine.world_size) == (2, 4)
+    assert (rounds(cluster), cluster.machine.rounds.world_size) == (2, 4)
     assert not broken.alive
     assert cluster.finish().exit_code == ExitCode.SUCCESS
 
@@ -124,7 +125,7 @@ def test_nodes_that_come_together_cost_one_round(seed):
         cluster.add_node()
     settle(cluster)
     assert (rounds(cluster), cluster.machine.restarts.count) == (2, 0)
-    assert cluster.machine.world_size == 10
+    assert cluster.machine.rounds.world_size == 10
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -165,7 +166,7 @@ def test_a_node_that_stays_silent_costs_its_place_and_comes_back_as_a_new_one(se
     cluster.silence(cluster.nodes[1], 90.0)
     cluster.run(120.0)
     assert (rounds(cluster), cluster.machine.restarts.count) == (3, 1)
-    assert cluster.machine.world_size == 6
+    assert cluster.machine.rounds.world_size == 6
     assert len(cluster.alive) == 3
     lost = cluster.machine.nodes[cluster.nodes[1].launched_as] if managed else None
     assert lost is None or lost.status is NodeStatus.LOST
@@ -217,7 +218,7 @@ def test_a_job_whose_faults_end_succeeds_and_its_nodes_leave(block):
         outcome = cluster.finish(limit=3600.0)
         assert outcome.exit_code == ExitCode.SUCCESS, f"seed {seed}: {outcome.reason}"
         assert cluster.program.steps_done >= cluster.program.steps
-        assert cluster.machine.phase is Phase.SUCCEEDED
+        assert cluster.machine.state.phase is Phase.SUCCEEDED
         cluster.run(
             35.0
         )  # a master that was killed is back, and notices the end of the last streams
@@ -253,7 +254,7 @@ def test_ten_thousand_nodes_form_a_world_and_recover():
     spec = job(count, count, managed=True)
     cluster = Cluster(spec, nproc=1, steps=30, seed=1, validate_every=5_000)
     cluster.run_until(lambda: cluster.training)
-    assert cluster.machine.world_size == count
+    assert cluster.machine.rounds.world_size == count
     cluster.kill_worker(cluster.nodes[4321], echoes=100)
     cluster.kill_agent(cluster.nodes[1234])
     cluster.run_until(lambda: cluster.training and cluster.machine.rendezvous.round == 2)
@@ -285,7 +286,7 @@ quick = settings(
 )
 
 
-CHANGES = LaunchNode | inputs.CallToRound | inputs.AssignWorld | inputs.Emit
+CHANGES = LaunchNode | CallToRound | AssignWorld | inputs.Emit
 """What no command of an ended job is."""
 
 
@@ -321,10 +322,10 @@ class HostilePeers:
         self.ledger.handle(event, self.now, self.machine)
         self.ledger.validate()
         for command in commands:
-            assert not (over and isinstance(command, CHANGES))
+            assert not (over and isinstance(getattr(command, "message", command), CHANGES))
             self.ended += isinstance(command, inputs.EndJob)
         assert self.ended == (self.machine.outcome is not None)
-        assert self.machine.phase
+        assert self.machine.state.phase
         assert waiting_for(self.machine, self.now) or not self.waits()
         return commands
 
@@ -344,7 +345,9 @@ class HostilePeers:
             uids = [f"agent {i}" for i in range(1, 4 + b % 2)]
             return [inputs.NodeConnected(uid, -1, -1, "host", 0) for uid in uids]
         if kind == 18:
-            joining = set(machine.by_uid.values()) - set(machine.worlds if b == 7 else ())
+            joining = set(machine.fleet.by_uid.values()) - set(
+                machine.rounds.worlds if b == 7 else ()
+            )
             return [inputs.NodeJoined(i, rdzv.next_round, offer(a)) for i in sorted(joining)]
         if kind == 19:
             return [inputs.NodeSucceeded(i, rdzv.round) for i in rdzv.members[0 if b == 7 else 1 :]]
@@ -355,7 +358,7 @@ class HostilePeers:
         machine, rdzv = self.machine, self.machine.rendezvous
         current = rdzv.next_round if kind % 2 else rdzv.round
         round_ = [current, current, current, rdzv.last_round, 0, -1, 10**9, 2**63][b]
-        attended = list(machine.by_uid.values())
+        attended = list(machine.fleet.by_uid.values())
         launched = [n.id for n in machine.nodes.values() if n.launched]
         common = self.anybody(kind, a, b, round_)
         if kind in (10, 11) and launched:
@@ -382,17 +385,17 @@ class HostilePeers:
         if kind <= 5:
             uid = f"agent {a}" if a else ""
             running = round_ if kind == 5 else rdzv.last_round * (b % 2)
-            claimed = machine.by_uid.get(uid, [-1, 0, 1, 2, 99, -7, 3, 2**40][b])
+            claimed = machine.fleet.by_uid.get(uid, [-1, 0, 1, 2, 99, -7, 3, 2**40][b])
             host = f"host{b % 3}"
             return inputs.NodeConnected(uid, claimed, b - 1, host, running, held(kind, a, b))
         if kind == 8:
-            return inputs.WorkerFailed(self.failure(a, b, round_))
+            return machine.state.table.failed(self.failure(a, b, round_))
         rare = {
-            6: inputs.StopRequested("stopped", [5, 143, 0, 77][self.machine.steps % 4])
+            6: inputs.StopRequested("stopped", [5, 143, 0, 77][self.machine.progress.steps % 4])
             if a == b == 7
             else inputs.ScaleAsked(a, "a test", "plan" if b % 2 else "user"),
             7: inputs.MasterStarted(7) if a >= 6 else None,
-            9: inputs.Progressed(rdzv.round, machine.steps + 1 + a, SECONDS[b], a - 1),
+            9: inputs.Progressed(rdzv.round, machine.progress.steps + 1 + a, SECONDS[b], a - 1),
         }
         return rare.get(kind)
 
@@ -462,8 +465,8 @@ def test_an_input_that_is_repeated_changes_nothing(spec, noise):
         return
     before = copy.deepcopy(peers.machine)
     commands = peers.give(peers.last)
-    assert all(isinstance(command, inputs.CallToRound) for command in commands)
-    before._out = peers.machine._out
+    assert all(isinstance(getattr(c, "message", c), CallToRound) for c in commands)
+    before.state.commands = peers.machine.state.commands
     assert peers.machine == before
 
 
@@ -475,7 +478,7 @@ def test_after_any_noise_nodes_that_behave_form_a_world(spec, noise):
     peers = HostilePeers(spec)
     peers.play(noise)
     machine = peers.machine
-    for node_id in list(machine.by_uid.values()):
+    for node_id in list(machine.fleet.by_uid.values()):
         peers.give(inputs.NodeDisconnected(node_id))
     honest = [f"honest {i}" for i in range(spec.max_nodes)]
     inbox = [
@@ -484,13 +487,14 @@ def test_after_any_noise_nodes_that_behave_form_a_world(spec, noise):
         for command in peers.give(inputs.NodeConnected(uid, -1, -1, "host", 0))
     ]
     for _ in range(100):
-        members = {machine.by_uid[uid] for uid in honest} & set(machine.worlds)
+        members = {machine.fleet.by_uid[uid] for uid in honest} & set(machine.rounds.worlds)
         if machine.outcome is not None or (members and not machine.rendezvous.collecting):
             break
         while inbox:
             command = inbox.pop(0)
-            if isinstance(command, inputs.Welcome | inputs.CallToRound):
-                joined = inputs.NodeJoined(command.node_id, command.round, offer(1))
+            said = getattr(command, "message", command)
+            if isinstance(said, inputs.Welcome | CallToRound):
+                joined = inputs.NodeJoined(command.node_id, said.round, offer(1))
                 inbox += peers.give(joined)
         peers.now = max(peers.now, machine.deadline() or peers.now)
         inbox += peers.give(inputs.DeadlinePassed())

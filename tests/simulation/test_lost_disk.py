@@ -67,9 +67,9 @@ def test_a_lost_disk_stops_no_worker(seed, managed):
     assert told(cluster, events.MasterAdopted) == [events.MasterAdopted(3, 3)]
     assert len(told(cluster, events.RoundOpened)) == opened
     assert len(told(cluster, events.JobSubmitted)) == 1
-    assert {i: machine.worlds[i].first_rank for i in machine.rendezvous.members} == ranks
+    assert {i: machine.rounds.worlds[i].first_rank for i in machine.rendezvous.members} == ranks
     assert machine.restarts.count == 2
-    assert machine.steps > 0
+    assert machine.progress.steps > 0
     assert cluster.epoch > epoch
     cluster.kill_worker(cluster.nodes[1])
     cluster.run(SOME_TIME)
@@ -88,7 +88,7 @@ def test_a_managed_node_keeps_its_platform_handle(seed):
     cluster.run(SOME_TIME)
     cluster.kill_agent(cluster.nodes[1])  # found by the platform: replaced at once
     cluster.run(SOME_TIME)
-    assert cluster.machine.world_size == 6
+    assert cluster.machine.rounds.world_size == 6
     assert len(cluster.nodes) == 4
     assert cluster.finish().exit_code == ExitCode.SUCCESS
 
@@ -102,7 +102,7 @@ def test_a_node_that_died_meanwhile_costs_one_round_above_the_last(seed, managed
     cluster.run_until(lambda: cluster.training and current(cluster) > 2, 40.0)
     assert not told(cluster, events.MasterAdopted)
     (opened,) = [e for e in told(cluster, events.RoundOpened) if e.round == 3]
-    assert "2 of 3 nodes of round 2 told of it" in opened.reason
+    assert "2 of 3 nodes of round 2 reported it" in opened.reason
     assert cluster.finish().exit_code == ExitCode.SUCCESS
 
 
@@ -140,7 +140,7 @@ def test_nodes_that_wait_for_a_round_form_one_and_spares_are_taken_in(seed):
     cluster.kill_agent(cluster.nodes[0])
     cluster.run(SOME_TIME)
     assert spare.training
-    assert cluster.machine.world_size == 8
+    assert cluster.machine.rounds.world_size == 8
 
 
 @pytest.mark.slow

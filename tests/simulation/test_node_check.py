@@ -128,7 +128,7 @@ def test_replacements_that_are_faulty_too_are_given_up_if_the_others_are_enough(
     job.run(30.0)
     assert len(job.nodes) == 6
     assert job.training
-    assert job.machine.world_size == 3 * 2
+    assert job.machine.rounds.world_size == 3 * 2
 
 
 @pytest.mark.parametrize("ailment", [Ailment.SLOW_DEVICE, Ailment.SLOW_NETWORK])
@@ -231,4 +231,4 @@ def test_two_thousand_nodes():
         node.ailment = Ailment.NETWORK
     job.run_until(lambda: job.training)
     assert {t[1][0] for t in told(job) if t[0] == "fault"} == {n.machine.node_id for n in bad}
-    assert job.machine.world_size == 2 * 2045
+    assert job.machine.rounds.world_size == 2 * 2045

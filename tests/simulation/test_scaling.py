@@ -39,10 +39,10 @@ def test_a_job_grows_and_shrinks_as_its_user_asks_and_nothing_counts_as_a_fault(
     cluster = started(2, 2, seed=seed)
     cluster.scale(4)
     settle(cluster)
-    assert cluster.machine.world_size == 8
+    assert cluster.machine.rounds.world_size == 8
     cluster.scale(1)
     settle(cluster)
-    assert cluster.machine.world_size == 2
+    assert cluster.machine.rounds.world_size == 2
     machine = cluster.machine
     assert [n.status for n in machine.nodes.values()] == [
         NodeStatus.RUNNING,
@@ -62,7 +62,7 @@ def test_a_round_waits_until_the_nodes_that_leave_are_gone(seed, submitted):
     cluster = started(1, submitted, seed=seed, delays=Delays(stop=(5.0, 6.0)))
     if submitted < 3:
         cluster.scale(3)
-        cluster.run_until(lambda: cluster.training and cluster.machine.world_size == 6)
+        cluster.run_until(lambda: cluster.training and cluster.machine.rounds.world_size == 6)
     last = cluster.machine.rendezvous.round
     cluster.scale(1)
     cluster.run_until(lambda: cluster.training and cluster.machine.rendezvous.round > last)
@@ -80,7 +80,7 @@ def test_a_node_that_leaves_while_its_master_is_away_is_no_loss(seed):
     cluster.scale(2)
     cluster.kill_master(10.0)
     settle(cluster)
-    assert cluster.machine.world_size == 4
+    assert cluster.machine.rounds.world_size == 4
     assert cluster.machine.nodes[2].status is NodeStatus.RELEASED
     assert cluster.machine.restarts.count == 0
 
@@ -106,7 +106,7 @@ def test_who_is_asked_for_again_comes_as_a_new_node(seed):
     cluster.scale(1)
     cluster.scale(3)
     settle(cluster)
-    assert cluster.machine.world_size == 6
+    assert cluster.machine.rounds.world_size == 6
     assert [n.node_rank for n in cluster.machine.nodes.values()] == [0, 1, 2, 1, 2]
     assert cluster.finish().restarts == 0
 
@@ -118,7 +118,7 @@ def test_a_job_that_has_lost_its_journal_keeps_the_nodes_that_it_was_scaled_to(s
     settle(cluster)
     cluster.lose_disk()
     settle(cluster)
-    assert cluster.machine.world_size == 8
+    assert cluster.machine.rounds.world_size == 8
     assert cluster.machine.scaling.wanted == 4
 
 
@@ -126,12 +126,12 @@ def test_a_job_that_has_lost_its_journal_keeps_the_nodes_that_it_was_scaled_to(s
 def test_a_master_without_its_journal_that_is_to_have_fewer_nodes_adopts_the_round_first(seed):
     cluster = started(1, 1, seed=seed)
     cluster.scale(3)
-    cluster.run_until(lambda: cluster.training and cluster.machine.world_size == 6)
+    cluster.run_until(lambda: cluster.training and cluster.machine.rounds.world_size == 6)
     cluster.lose_disk()
     cluster.run_until(lambda: not cluster.master_away and cluster.machine.adoption.pending)
     cluster.scale(1)
     settle(cluster)
-    assert cluster.machine.world_size == 2
+    assert cluster.machine.rounds.world_size == 2
     assert [event for event in cluster.events if isinstance(event.body, events.MasterAdopted)]
     assert cluster.machine.incident is None
     assert cluster.finish().restarts == 0

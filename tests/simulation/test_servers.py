@@ -41,7 +41,11 @@ def size(cluster: Cluster) -> Size:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_job_ends_with_its_workers_and_the_servers_leave(seed: int) -> None:
     cluster = started(2, 2, seed)
-    assert (size(cluster), cluster.machine.world_size, cluster.machine.workers) == ((2, 2), 6, 4)
+    assert (size(cluster), cluster.machine.rounds.world_size, cluster.machine.rounds.workers) == (
+        (2, 2),
+        6,
+        4,
+    )
     outcome = cluster.finish()
     assert (outcome.exit_code, outcome.restarts) == (ExitCode.SUCCESS, 0)
     succeeded = [e.body.node for e in cluster.events if isinstance(e.body, events.NodeSucceeded)]

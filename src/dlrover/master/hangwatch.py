@@ -86,13 +86,13 @@ class HangWatch:
     def heard(self, node_id: int, message: messages.Heartbeat, now: float) -> None:
         """Process a node's report of what its workers do."""
         self._follow_round()
-        world = self._machine.worlds.get(node_id)
+        world = self._machine.rounds.worlds.get(node_id)
         if world is None or message.round != self._detector.round or not message.workers:
             return
         self._told[node_id] = message.workers
         workers = {world.first_rank + i: worker for i, worker in enumerate(message.workers)}
         self._nodes.update(dict.fromkeys(workers, node_id))
-        if self._machine.is_server(node_id):
+        if node_id in self._machine.rendezvous.servers:
             return  # servers make no steps
         self._handle(hangs.Report(message.round, workers), now)
 
@@ -112,7 +112,9 @@ class HangWatch:
         self._nodes.clear()
         self._told.clear()
         self._speed.begin()
-        formed = hangs.WorldFormed(rdzv.round, machine.workers, machine.total_steps > 0)
+        formed = hangs.WorldFormed(
+            rdzv.round, machine.rounds.workers, machine.progress.total_steps > 0
+        )
         self._detector.handle(formed, 0.0)
 
     # ---- time
@@ -146,7 +148,7 @@ class HangWatch:
         loop = asyncio.get_running_loop()
         began = loop.time()
         seen, _ = await self._ask()
-        workers = [worker for worker in seen if worker.rank < self._machine.workers]
+        workers = [worker for worker in seen if worker.rank < self._machine.rounds.workers]
         now = asked_at + loop.time() - began
         self._handle(hangs.Looked(round_, tuple(workers)), now)
 
@@ -162,9 +164,9 @@ class HangWatch:
 
     def _keep(self, found: hangs.Found) -> str:
         """Write the evidence; return its name within the job directory."""
-        if not self._machine.job_dir:
+        if not self._machine.state.job_dir:
             return ""
-        directory = JobDir(Path(self._machine.job_dir)).evidence
+        directory = JobDir(Path(self._machine.state.job_dir)).evidence
         directory.mkdir(exist_ok=True)
         number = len(list(directory.glob("*.txt"))) + 1
         text = f"{found.hang.sentence()}\n\n{stacks.report(found.evidence, found.missing)}"
@@ -183,7 +185,7 @@ class HangWatch:
 
     async def _ask(self) -> tuple[list[WorkerEvidence], tuple[int, ...]]:
         """Ask all nodes of the world for evidence; return it, with the ranks that are missing from it."""
-        worlds = self._machine.worlds
+        worlds = self._machine.rounds.worlds
         self._asked += 1
         question = self._questions[self._asked] = _Question(set(worlds))
         try:
@@ -210,7 +212,7 @@ class HangWatch:
             living = [worker for worker in workers if not worker.ended]
             if living:
                 longest = max(living, key=lambda worker: worker.since)
-                serves = self._machine.is_server(node_id)
+                serves = node_id in self._machine.rendezvous.servers
                 doing = "serve" if serves else Activity(longest.doing).name.lower()
                 found[node_id] = f"{doing} {longest.since:.0f} s"
         return found

@@ -10,12 +10,12 @@ from dlrover.master.machine.state import Node
 from dlrover.platform.base import PlacedNode
 from dlrover.spec.node import NodeStatus
 
-_NOBODY = -1
+_UNKNOWN = -1
 
 
 def placed(machine: JobMachine) -> dict[str, PlacedNode]:
     """Return the nodes of a job that have a handle, by handle."""
-    leaving = {migration.node for migration in machine.migrations.values()}
+    leaving = {migration.node for migration in machine.fleet.migrations.values()}
     leaving |= machine.scaling.leaving.keys()
     return {
         node.handle: PlacedNode(
@@ -51,4 +51,4 @@ def asked(
     ``factors`` are the CPU and memory multipliers of the replacement, relative to the job's request.
     """
     ids = (node.id for node in machine.nodes.values() if node.handle == handle)
-    return inputs.MigrateAsked(next(ids, _NOBODY), *factors, reason)
+    return inputs.MigrateAsked(next(ids, _UNKNOWN), *factors, reason)

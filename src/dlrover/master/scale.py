@@ -36,7 +36,7 @@ def size(machine: JobMachine, now: float, role: str = WORKER) -> JobSize:
     running = {
         i
         for i in rdzv.members
-        if machine.nodes[i].status is NodeStatus.RUNNING or machine.is_server(i)
+        if machine.nodes[i].status is NodeStatus.RUNNING or i in machine.rendezvous.servers
     }
     at_work = rdzv.count(running)
     whole = at_work == rdzv.usable(scaling.size) and not (rdzv.collecting or scaling.leaving)
@@ -54,7 +54,7 @@ def size(machine: JobMachine, now: float, role: str = WORKER) -> JobSize:
     )
 
 
-def told(before: int, after: int, role: str = "") -> messages.ScaleReply:
+def reply(before: int, after: int, role: str = "") -> messages.ScaleReply:
     """Return the answer to a change of the number of nodes."""
     kind = f"{role} nodes" if role else "nodes"
     count = f"{after} {kind}" if after != 1 else f"1 {kind[:-1]}"

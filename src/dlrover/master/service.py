@@ -8,7 +8,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -25,9 +25,8 @@ from dlrover.master.machine.state import Node
 from dlrover.master.machine.watches.activities import Activities
 from dlrover.master.scaling.autoscale import AutoScaler
 from dlrover.master.shards import ShardsService
-from dlrover.master.storeside import StoreService
+from dlrover.master.storeside import StoreService, waited
 from dlrover.master.views.status import status_of
-from dlrover.master.waits import renewed, waited
 from dlrover.platform.base import JobSize, PlacedNode, Platform, Progress, scaled_by
 from dlrover.rpc import messages
 from dlrover.rpc.server import Server
@@ -159,7 +158,7 @@ class Master:
             for node_id, heard in list(self._heard.items()):
                 if now - heard > timeout:
                     del self._heard[node_id]
-                    self._insist(inputs.NodeSilent(node_id, now - heard))
+                    self._submit_with_retry(inputs.NodeSilent(node_id, now - heard))
                     # If the node wakes up, it learns from the end of its stream that it was given up.
                     self._queues[node_id].put_nowait(None)
 
@@ -206,19 +205,19 @@ class Master:
             self._progress_timer.cancel()
         for queue in self._queues.values():
             queue.put_nowait(None)
-        self._changed = renewed(self._changed)
+        self._wake_watchers()
 
     def on_node_exit(
         self, node_id: int, reason: str, /, *, exit_code: int = 0, refused: bool = False
     ) -> None:
         """Process the platform's report of a node's end."""
-        self._insist(inputs.NodeExited(node_id, reason, exit_code, refused))
+        self._submit_with_retry(inputs.NodeExited(node_id, reason, exit_code, refused))
 
     def on_node_wait(self, node_id: int, reason: str) -> None:
         """Process the platform's report of what keeps a node from starting; empty: nothing any more."""
-        self._insist(inputs.NodeWaits(node_id, reason))
+        self._submit_with_retry(inputs.NodeWaits(node_id, reason))
 
-    def _insist(self, event: inputs.Input) -> None:
+    def _submit_with_retry(self, event: inputs.Input) -> None:
         """Submit an input that no peer will resend; retry while the journal is unwritable."""
         if isinstance(event, inputs.NodeDisconnected) and event.node_id in self._heard:
             return  # the node has come back meanwhile
@@ -229,7 +228,7 @@ class Master:
             return
         except InfrastructureError as error:
             logger.error("%s Trying again in %g s.", error, JOURNAL_RETRY)  # noqa: TRY400
-            asyncio.get_running_loop().call_later(JOURNAL_RETRY, self._insist, event)
+            asyncio.get_running_loop().call_later(JOURNAL_RETRY, self._submit_with_retry, event)
 
     def submit(self, event: inputs.Input) -> None:
         """Journal an input, handle it, and carry out the machine's commands."""
@@ -243,12 +242,17 @@ class Master:
         for command in commands:
             self._carry_out(command, now)
         self._set_timer()
-        self._changed = renewed(self._changed)
+        self._wake_watchers()
+
+    def _wake_watchers(self) -> None:
+        """Wake all tasks that wait for a change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _submit_finding(self, event: inputs.Input) -> None:
         """Submit a finding of the hang watch or the auto-scaler."""
         self._flush_progress()
-        self._insist(event)
+        self._submit_with_retry(event)
 
     # ---- journal and fencing
 
@@ -289,7 +293,7 @@ class Master:
         journal does not know has its epoch from another master, even if both epochs are the same.
         """
         epoch = hello.epoch
-        if epoch < self._journal.epoch + (hello.uid in self.machine.by_uid) or not epoch:
+        if epoch < self._journal.epoch + (hello.uid in self.machine.fleet.by_uid) or not epoch:
             return
         with self._leave_if_fenced():
             if self.clock() - self._started > self.machine.job.limits.recovery_grace:
@@ -321,20 +325,28 @@ class Master:
     def _on_timer(self) -> None:
         deadline = self.machine.deadline()
         if deadline is not None and deadline <= self.clock():
-            self._insist(inputs.DeadlinePassed())
+            self._submit_with_retry(inputs.DeadlinePassed())
         else:
             self._set_timer()  # the loop's clock may be a little early
 
     # ---- commands
 
     def _carry_out(self, command: inputs.Command, now: float) -> None:
-        _CARRY_OUT[type(command)](self, command, now)
+        match command:
+            case inputs.Emit(body):
+                logger.info("%s", self._history.add(body, now).sentence())
+            case LaunchNode():
+                self._launch(command)
+            case inputs.KillNode(node_id):
+                self._kill([self.machine.nodes[node_id]])
+            case inputs.Welcome():
+                self._welcome(command)
+            case inputs.Say(node_id, message):
+                self._say(node_id, message)
+            case inputs.EndJob():
+                self.ended.set()
 
-    def _emit(self, command: inputs.Emit, now: float) -> None:
-        event = self._history.add(command.body, now)
-        logger.info("%s", event.sentence())
-
-    def _launch_node(self, command: LaunchNode, _now: float) -> None:
+    def _launch(self, command: LaunchNode) -> None:
         loop = asyncio.get_running_loop()
         if self._platform is None:
             return
@@ -343,13 +355,9 @@ class Master:
         except InfrastructureError as error:
             loop.call_soon(self.on_node_exit, command.node_id, str(error))
         else:
-            loop.call_soon(self._insist, inputs.NodePlaced(command.node_id, handle))
+            loop.call_soon(self._submit_with_retry, inputs.NodePlaced(command.node_id, handle))
 
-    def _kill_node(self, command: inputs.KillNode, _now: float) -> None:
-        if self._platform is not None:
-            self._platform.kill(self.machine.nodes[command.node_id].handle)
-
-    def _welcome(self, command: inputs.Welcome, _now: float) -> None:
+    def _welcome(self, command: inputs.Welcome) -> None:
         queue = self._greeted[command.uid]
         older = self._queues.get(command.node_id)
         if older is not None and older is not queue:
@@ -359,24 +367,11 @@ class Master:
         epoch = self._journal.epoch
         queue.put_nowait(messages.Welcome(command.node_id, command.round, interval, epoch))
 
-    def _call_to_round(self, command: inputs.CallToRound, _now: float) -> None:
-        self._say(command.node_id, messages.CallToRound(command.round, command.reason))
-
-    def _assign_world(self, command: inputs.AssignWorld, _now: float) -> None:
-        self._steps[command.node_id] = 0
-        self._say(command.node_id, messages.AssignWorld(command.world, command.fresh))
-
-    def _order_check(self, command: inputs.OrderCheck, _now: float) -> None:
-        self._say(command.node_id, command.order)
-
-    def _dismiss(self, command: inputs.Dismiss, _now: float) -> None:
-        self._dismissed.add(command.node_id)
-        self._say(command.node_id, messages.Dismiss(command.outcome))
-
-    def _end_job(self, _command: inputs.EndJob, _now: float) -> None:
-        self.ended.set()
-
     def _say(self, node_id: int, message: messages.MasterMessage) -> None:
+        if isinstance(message, messages.AssignWorld):
+            self._steps[node_id] = 0
+        elif isinstance(message, messages.Dismiss):
+            self._dismissed.add(node_id)
         queue = self._queues.get(node_id)
         if queue is not None:
             queue.put_nowait(message)
@@ -399,7 +394,7 @@ class Master:
                 hello.uid, hello.node_id, hello.node_rank, hello.hostname, hello.round, hello.held
             )
         )
-        node_id = self.machine.by_uid[hello.uid]
+        node_id = self.machine.fleet.by_uid[hello.uid]
         self._queues[node_id] = queue
         self._heard[node_id] = self.clock()
         if hello.held is not None:
@@ -422,22 +417,23 @@ class Master:
             self._take(node_id, message)
 
     def _take(self, node_id: int, message: messages.AgentMessage) -> None:
-        if isinstance(message, messages.Heartbeat):
-            self._take_heartbeat(node_id, message)
-        elif isinstance(message, messages.Join):
-            self.submit(inputs.NodeJoined(node_id, message.round, message.offer))
-        elif isinstance(message, CheckReport):
-            self.submit(inputs.NodeChecked(node_id, message.bounded()))
-        elif isinstance(message, messages.Failed):
-            failure = self.machine.admitted(message.failure)
-            if failure is not None:
+        match message:
+            case messages.Heartbeat():
+                self._take_heartbeat(node_id, message)
+            case messages.Join(round=round_, offer=offer):
+                self.submit(inputs.NodeJoined(node_id, round_, offer))
+            case CheckReport():
+                self.submit(inputs.NodeChecked(node_id, message.bounded()))
+            case messages.Failed(failure):
+                failed = self.machine.recovery.admitted(failure)
+                if failed is not None:
+                    self._flush_progress()
+                    self.submit(failed)
+            case messages.Succeeded(round_):
                 self._flush_progress()
-                self.submit(inputs.WorkerFailed(failure))
-        elif isinstance(message, messages.Succeeded):
-            self._flush_progress()
-            self.submit(inputs.NodeSucceeded(node_id, message.round))
-        elif isinstance(message, messages.Evidence):
-            self.hangs.answered(node_id, message)
+                self.submit(inputs.NodeSucceeded(node_id, round_))
+            case messages.Evidence():
+                self.hangs.answered(node_id, message)
 
     def _take_heartbeat(self, node_id: int, message: messages.Heartbeat) -> None:
         """Record a node's steps; journal the first ones of a round at once, the others now and then."""
@@ -446,11 +442,11 @@ class Master:
         self._steps[node_id] = message.steps
         self.hangs.heard(node_id, message, self.clock())
         self.scaler.heard(node_id, message, self.clock())
-        if self.machine.is_server(node_id):
+        if node_id in self.machine.rendezvous.servers:
             return  # its optimizer's steps are not training steps
         self._activities.note(node_id, message.round, message.steps, message.workers)
-        new = message.steps > self.machine.steps
-        first = new and (self.machine.incident is not None or self.machine.steps == 0)
+        new = message.steps > self.machine.progress.steps
+        first = new and (self.machine.incident is not None or self.machine.progress.steps == 0)
         if first or self._tells_first_step():
             self._journal_progress()
         elif (new or message.workers) and self._progress_timer is None:
@@ -462,7 +458,7 @@ class Master:
         """Return whether a worker has reported the running world's first step and the journal lacks it."""
         machine = self.machine
         runs = machine.outcome is None and not machine.rendezvous.collecting
-        return runs and self._activities.first_step >= 0 > machine.first_step
+        return runs and self._activities.first_step >= 0 > machine.progress.first_step
 
     def _on_progress_timer(self) -> None:
         self._progress_timer = None
@@ -477,12 +473,12 @@ class Master:
         if latest.round != machine.rendezvous.round or machine.outcome is not None:
             return
         waited = self.clock() - self._progress_journalled
-        if latest.steps > machine.steps or (latest.known and waited >= FLUSH_INTERVAL):
+        if latest.steps > machine.progress.steps or (latest.known and waited >= FLUSH_INTERVAL):
             self._journal_progress()
 
     def _journal_progress(self) -> None:
         self._progress_journalled = self.clock()
-        self.submit(self._activities.progress(self.machine.training()))
+        self.submit(self._activities.progress(self.machine.rounds.training()))
 
     def _hang_up(
         self, uid: str, node_id: int, queue: asyncio.Queue[messages.MasterMessage | None]
@@ -492,7 +488,7 @@ class Master:
         if self._queues.get(node_id) is queue:
             del self._queues[node_id]
             self._heard.pop(node_id, None)
-            self._insist(inputs.NodeDisconnected(node_id))
+            self._submit_with_retry(inputs.NodeDisconnected(node_id))
 
     async def status(self, _request: messages.StatusRequest) -> messages.Status:
         """Return the status of the job."""
@@ -564,7 +560,7 @@ class Master:
         if scale.changes(self.machine, asked):
             self._flush_progress()
             self.submit(asked)
-        return scale.told(before, wanted.nodes, self.machine.scaling.told_role(role))
+        return scale.reply(before, wanted.nodes, self.machine.scaling.told_role(role))
 
     def placed(self) -> dict[str, PlacedNode]:
         """Return the nodes that the platform was asked for, by handle."""
@@ -574,7 +570,7 @@ class Master:
         """Replace a node that trains; return why that is not possible now, else an empty text."""
         factors = (cpu_factor, memory_factor)
         asked = migrate.asked(self.machine, handle, factors, reason[:REASON_LIMIT])
-        refused = self.machine.migration_refusal(asked)
+        refused = self.machine.resizer.migration_refusal(asked)
         if not refused:
             self._flush_progress()
             self.submit(asked)
@@ -591,16 +587,3 @@ class Master:
     async def use_store(self, request: messages.StoreRequest) -> messages.StoreReply:
         """Apply a request to the key-value store, waiting no longer than it asks for."""
         return await self.store.answer(request, self._commits, self.clock)
-
-
-_CARRY_OUT: dict[type, Callable[[Master, Any, float], None]] = {
-    inputs.Emit: Master._emit,  # noqa: SLF001
-    LaunchNode: Master._launch_node,  # noqa: SLF001
-    inputs.KillNode: Master._kill_node,  # noqa: SLF001
-    inputs.Welcome: Master._welcome,  # noqa: SLF001
-    inputs.CallToRound: Master._call_to_round,  # noqa: SLF001
-    inputs.OrderCheck: Master._order_check,  # noqa: SLF001
-    inputs.AssignWorld: Master._assign_world,  # noqa: SLF001
-    inputs.Dismiss: Master._dismiss,  # noqa: SLF001
-    inputs.EndJob: Master._end_job,  # noqa: SLF001
-}

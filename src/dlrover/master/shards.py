@@ -10,7 +10,7 @@ from dlrover.data.machine.datasets import Shards
 from dlrover.data.machine.queue import Answer, Command, Report
 from dlrover.errors import ProtocolError
 from dlrover.master.machine import inputs
-from dlrover.spec.events import Event, EventBody, SamplesSetAside
+from dlrover.spec.events import Event, EventBody, SamplesSetAside, WorkerFailed
 from dlrover.spec.failure import Failure
 from dlrover.spec.shards import ShardReply, ShardRequest
 
@@ -42,7 +42,7 @@ class ShardsService:
         """
         if isinstance(event, inputs.MasterStarted):
             self.shards.forgive(now)
-        elif isinstance(event, inputs.WorkerFailed) and _own_death(event.failure):
+        elif isinstance(event, WorkerFailed) and _own_death(event.failure):
             self._report(self.shards.crashed(event.failure, _words(event.failure)), now)
 
     def summary(self) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ from weakref import WeakValueDictionary
 
 from dlrover.master.journal.commits import Commits
 from dlrover.master.machine.store import KeyValueStore
-from dlrover.master.waits import waited
 from dlrover.rpc import messages
 
 
@@ -59,3 +58,11 @@ def _topic(request: messages.StoreRequest) -> tuple[str, int]:
     if isinstance(request, messages.EnterBarrier):
         return request.name, request.size
     return ("", 0) if isinstance(request, messages.DeleteKeys) else (request.key, 0)
+
+
+async def waited(event: asyncio.Event, seconds: float) -> None:
+    """Wait for ``event``, at most ``seconds``."""
+    try:
+        await asyncio.wait_for(event.wait(), seconds)
+    except asyncio.TimeoutError:
+        return

@@ -162,7 +162,7 @@ class Cluster:
             f"{n.machine.node_id}:{n.machine.stage.value}" for n in list(self.alive.values())[:20]
         ]
         waiting = waiting_for(self.machine, self.time.now)
-        phase = self.machine.phase.value
+        phase = self.machine.state.phase.value
         return f"t={self.time.now:.2f}: {phase} {waiting}; agents {' '.join(agents)}"
 
     # ---- faults
@@ -366,8 +366,8 @@ class Cluster:
             link = self._greeted[command.uid]
             self._register(link, command.node_id)
             link.down(messages.Welcome(command.node_id, command.round, 15.0, self.epoch))
-        elif not isinstance(command, inputs.EndJob) and command.node_id in self._links:
-            self._links[command.node_id].down(_message(command))
+        elif isinstance(command, inputs.Say) and command.node_id in self._links:
+            self._links[command.node_id].down(command.message)
 
     # ---- the platform
 
@@ -439,12 +439,12 @@ class Cluster:
             self._greet(link, message)
         elif isinstance(message, messages.Heartbeat):
             if message.round == self.machine.rendezvous.round:
-                if not self.machine.is_server(link.node_id):
+                if link.node_id not in self.machine.rendezvous.servers:
                     self._activities.note(
                         link.node_id, message.round, message.steps, message.workers
                     )
-                if self._activities.steps > self.machine.steps:
-                    self._submit(self._activities.progress(self.machine.training()))
+                if self._activities.steps > self.machine.progress.steps:
+                    self._submit(self._activities.progress(self.machine.rounds.training()))
                 self._scaler.heard(link.node_id, message, self.time.now)
                 self._auto_scale()
         elif isinstance(message, messages.Join):
@@ -452,7 +452,9 @@ class Cluster:
         elif isinstance(message, CheckReport):
             self._submit(inputs.NodeChecked(link.node_id, message))
         elif isinstance(message, messages.Failed):
-            self._submit(inputs.WorkerFailed(message.failure))
+            failed = self.machine.recovery.admitted(message.failure)
+            if failed is not None:
+                self._submit(failed)
         else:
             self._submit(inputs.NodeSucceeded(link.node_id, message.round))
 
@@ -471,7 +473,7 @@ class Cluster:
 
     def _greet(self, link: Link, hello: messages.Hello) -> None:
         self._greeted[hello.uid] = link
-        if hello.epoch >= self.epoch + (hello.uid in self.machine.by_uid):
+        if hello.epoch >= self.epoch + (hello.uid in self.machine.fleet.by_uid):
             self.epoch = hello.epoch + 1
         self._submit(
             inputs.NodeConnected(
@@ -479,7 +481,7 @@ class Cluster:
             )
         )
         if not self.master_away:
-            self._register(link, self.machine.by_uid[hello.uid])
+            self._register(link, self.machine.fleet.by_uid[hello.uid])
 
     def _register(self, link: Link, node_id: int) -> None:
         link.node_id = node_id
@@ -502,15 +504,3 @@ class Cluster:
         link = self._links.get(node_id)
         if link is not None:
             link.cut()
-
-
-def _message(
-    command: inputs.CallToRound | inputs.OrderCheck | inputs.AssignWorld | inputs.Dismiss,
-) -> messages.MasterMessage:
-    if isinstance(command, inputs.CallToRound):
-        return messages.CallToRound(command.round, command.reason)
-    if isinstance(command, inputs.OrderCheck):
-        return command.order
-    if isinstance(command, inputs.AssignWorld):
-        return messages.AssignWorld(command.world, command.fresh)
-    return messages.Dismiss(command.outcome)

@@ -44,7 +44,7 @@ class JobDriver:
         driver.join(*range(count), at=10.0)
         if count < max_nodes:
             driver.give(inputs.DeadlinePassed(), at=driver.machine.deadline())
-        assert driver.machine.phase is Phase.RUNNING
+        assert driver.machine.state.phase is Phase.RUNNING
         return driver
 
     @classmethod
@@ -55,7 +55,7 @@ class JobDriver:
             driver.give(inputs.NodePlaced(node, f"process {node}"))
             driver.connect(node, claims=node)
         driver.join(*range(max_nodes), at=10.0)
-        assert driver.machine.phase is Phase.RUNNING
+        assert driver.machine.state.phase is Phase.RUNNING
         return driver
 
     def give(self, *events: inputs.Input, at: float | None = None) -> list[inputs.Command]:
@@ -96,7 +96,8 @@ class JobDriver:
             "round": self.machine.rendezvous.last_round,
             "time": self.now,
         }
-        return self.give(inputs.WorkerFailed(Failure(**(record | details | facts))))
+        failure = Failure(**(record | details | facts))
+        return self.give(self.machine.state.table.failed(failure))
 
     def spent(self) -> dict[str, float]:
         """Return all nodes' time until now in seconds, by cause, without zeros."""

@@ -10,8 +10,9 @@ import msgspec
 from dlrover.errors import ConfigurationError
 from dlrover.master import diagnosis_rules
 from dlrover.master.journal import history
+from dlrover.master.machine.diagnosis.diagnosis import root_cause
 from dlrover.spec.events import WorkerFailed
-from dlrover.spec.failure import Failure, Verdict
+from dlrover.spec.failure import Verdict
 from dlrover.spec.jobdir import JobDir, MasterConfig, decode
 from dlrover.spec.rules import Rule
 
@@ -59,13 +60,13 @@ def of_job(job_dir: JobDir, own: tuple[Rule, ...]) -> tuple[Finding, ...]:
             f"--job-dir {job_dir.path} does not tell what failed: {error}."
         ) from error
     table = diagnosis_rules.table(own or config.job.diagnosis_rules)
-    rounds: dict[int, list[Failure]] = {}
+    rounds: dict[int, list[WorkerFailed]] = {}
     for body in bodies:
         if isinstance(body, WorkerFailed):
-            rounds.setdefault(body.failure.round, []).append(body.failure)
-    roots = {number: table.root_cause(failed) for number, failed in rounds.items()}
+            rounds.setdefault(body.failure.round, []).append(table.failed(body.failure))
+    roots = {number: root_cause(failed) for number, failed in rounds.items()}
     return tuple(
-        Finding(f"round {number}, {root.log_path}", table.diagnose(root))
+        Finding(f"round {number}, {root.failure.log_path}", root.verdict)
         for number, root in roots.items()
     )
 

@@ -81,8 +81,8 @@ def report(job_dir: JobDir) -> Report:
     return Report(
         job=machine.job.name,
         job_dir=str(job_dir.path),
-        phase=machine.phase.value,
-        submitted_at=machine.submitted_at,
+        phase=machine.state.phase.value,
+        submitted_at=machine.state.submitted_at,
         goodput=goodput,
         timeline=timeline,
         hostnames={node.id: node.hostname for node in machine.nodes.values()},
@@ -96,7 +96,7 @@ def _now(job_dir: JobDir, machine: JobMachine) -> float:
 
     async def ask() -> float:
         async with connect(job_dir) as client:
-            return machine.submitted_at + (await client.status()).seconds
+            return machine.state.submitted_at + (await client.status()).seconds
 
     try:
         return asyncio.run(ask())

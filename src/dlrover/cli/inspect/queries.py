@@ -65,7 +65,7 @@ def _from_journal(job_dir: JobDir) -> messages.Status:
         if isinstance(entry, inputs.Input):
             machine.handle(entry, last)
     # The journal's end may be missing if the disk was full.
-    machine.outcome = machine.outcome or read_outcome(job_dir.outcome)
+    machine.state.outcome = machine.outcome or read_outcome(job_dir.outcome)
     return status_of(machine, last, {})
 
 

@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from dlrover.master.machine import inputs, reports
+from dlrover.master.machine import inputs
+from dlrover.master.machine.diagnosis.diagnosis import Table
+from dlrover.master.machine.incident import FIRST_TEXTS, LATER_TEXT
+from dlrover.spec.events import WorkerFailed
 from dlrover.spec.failure import Failure
 from dlrover.spec.world import Holding, World
 
-Report = inputs.WorkerFailed | inputs.NodeSucceeded
+Report = WorkerFailed | inputs.NodeSucceeded
 
 
 @dataclass
@@ -83,16 +86,14 @@ class Adoption:
         if isinstance(report, inputs.NodeSucceeded):
             self.reports[f"succeeded {report.node_id}"] = report
             return
-        failure = self.admitted(report.failure)
-        if failure is not None:
-            self.reports[f"failed {failure.id}"] = inputs.WorkerFailed(failure)
+        self.reports.setdefault(f"failed {report.failure.id}", report)
 
-    def admitted(self, failure: Failure) -> Failure | None:
-        """Return a failure with as much of its texts as there is room for; None if it is known."""
+    def admit(self, failure: Failure, table: Table) -> WorkerFailed | None:
+        """Return a failure with its verdict and as much of its texts as the limits allow; None if known."""
         if f"failed {failure.id}" in self.reports:
             return None
-        whole = len(self.reports) < reports.FIRST_TEXTS
-        return failure.bounded() if whole else failure.bounded(reports.LATER_TEXT)
+        whole = len(self.reports) < FIRST_TEXTS
+        return table.failed(failure.bounded() if whole else failure.bounded(LATER_TEXT))
 
     def due(self, now: float, largest: int) -> bool:
         """Return whether the fate of the round can be decided, since no other round can be running.
@@ -115,13 +116,13 @@ class Adoption:
         ordered = dict(sorted(group.items(), key=lambda item: _place(item[1])))
         return ordered if _is_whole(latest, list(ordered.values())) else {}
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """Return how many nodes have reported the latest round, in words."""
         latest = self._latest()
         if latest is None:
-            return f"{len(self.held)} nodes tell of no running round"
+            return f"{len(self.held)} nodes report no running round"
         count = len(self.groups[latest])
-        return f"{count} of {latest.node_count} nodes of round {latest.round} told of it"
+        return f"{count} of {latest.node_count} nodes of round {latest.round} reported it"
 
     def _latest(self) -> World | None:
         return max(self.groups, key=lambda w: (w.round, len(self.groups[w])), default=None)
@@ -130,7 +131,7 @@ class Adoption:
         """Check the invariants; raise AssertionError on the first broken one."""
         grouped = [i for group in self.groups.values() for i in group]
         assert sorted(grouped) == sorted(i for i, h in self.held.items() if h.world is not None)
-        assert all(self.groups.values()), "a world that nobody tells of"
+        assert all(self.groups.values()), "a world without a node"
         assert not (self.awaited & self.held.keys()), "a node that has spoken is awaited"
         assert self.pending or not self.reports, "a report is held back for nothing"
 

@@ -6,16 +6,16 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from dlrover.rpc.messages import AssignWorld, CallToRound, Dismiss
 from dlrover.spec.check import CheckOrder, CheckReport
-from dlrover.spec.events import EventBody, HangFound, SlowRank, SlowRankRecovered
-from dlrover.spec.failure import Failure
+from dlrover.spec.events import EventBody, HangFound, SlowRank, SlowRankRecovered, WorkerFailed
 from dlrover.spec.job import JobSpec
 from dlrover.spec.node import FoundNode, LaunchNode
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.roles import WORKER
 from dlrover.spec.rules import Rule
 from dlrover.spec.speed import ModelProfile, ScaleDecision, SpeedSample
-from dlrover.spec.world import Holding, Offer, World
+from dlrover.spec.world import Holding, Offer
 
 # ---- inputs
 
@@ -110,12 +110,6 @@ class NodeChecked(msgspec.Struct, frozen=True, tag="node_checked"):
     report: CheckReport
 
 
-class WorkerFailed(msgspec.Struct, frozen=True, tag="worker_failed"):
-    """A worker of the round ``failure.round`` failed."""
-
-    failure: Failure
-
-
 class NodeSucceeded(msgspec.Struct, frozen=True, tag="node_succeeded"):
     """All workers of a node ended with exit code 0."""
 
@@ -197,7 +191,7 @@ class ScalePlanned(msgspec.Struct, frozen=True, tag="scale_planned"):
 class MigrateAsked(msgspec.Struct, frozen=True, tag="migrate_asked"):
     """Replace a training node by a new one; the old node trains until the new one has joined.
 
-    A request that `JobMachine.migration_refusal` refuses changes nothing.
+    A request that `Resizer.migration_refusal` refuses changes nothing.
     """
 
     node_id: int
@@ -282,35 +276,11 @@ class Welcome(msgspec.Struct, frozen=True):
     round: int
 
 
-class CallToRound(msgspec.Struct, frozen=True):
-    """Order a node to stop its workers and join ``round``."""
+class Say(msgspec.Struct, frozen=True):
+    """Send a node an order."""
 
     node_id: int
-    round: int
-    reason: str
-
-
-class OrderCheck(msgspec.Struct, frozen=True):
-    """Order a node to check itself."""
-
-    node_id: int
-    order: CheckOrder
-
-
-class AssignWorld(msgspec.Struct, frozen=True):
-    """Send a node its place in a completed round."""
-
-    node_id: int
-    world: World
-    fresh: bool = False
-    """True if its workers start from processes that have loaded nothing yet."""
-
-
-class Dismiss(msgspec.Struct, frozen=True):
-    """Inform a node that the job is over, or that the node no longer belongs to it."""
-
-    node_id: int
-    outcome: Outcome
+    message: CallToRound | AssignWorld | Dismiss | CheckOrder
 
 
 class Emit(msgspec.Struct, frozen=True):
@@ -325,14 +295,4 @@ class EndJob(msgspec.Struct, frozen=True):
     outcome: Outcome
 
 
-Command: TypeAlias = (
-    LaunchNode
-    | KillNode
-    | Welcome
-    | CallToRound
-    | OrderCheck
-    | AssignWorld
-    | Dismiss
-    | Emit
-    | EndJob
-)
+Command: TypeAlias = LaunchNode | KillNode | Welcome | Say | Emit | EndJob

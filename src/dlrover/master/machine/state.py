@@ -1,4 +1,4 @@
-"""Parts of a job's state: its nodes, its open incident and its phase."""
+"""State of a job: its nodes, its phase, its steps, and the machines that its parts share."""
 
 from __future__ import annotations
 
@@ -6,8 +6,21 @@ import enum
 from dataclasses import dataclass, field
 
 from dlrover.errors import ExitCode
+from dlrover.master.machine import inputs
+from dlrover.master.machine.adoption import Adoption
+from dlrover.master.machine.checks.checking import Checks
+from dlrover.master.machine.diagnosis.diagnosis import Table, other_failures
+from dlrover.master.machine.faults import Faults
+from dlrover.master.machine.incident import Incident
+from dlrover.master.machine.rendezvous import Rendezvous
+from dlrover.master.machine.restarts import RestartPolicy
+from dlrover.master.machine.scaling.autoscale import AutoScaling
+from dlrover.master.machine.scaling.scaling import Scaling
+from dlrover.rpc.messages import Dismiss
+from dlrover.spec import events
 from dlrover.spec.failure import Failure, FailureKind
-from dlrover.spec.node import NodeStatus
+from dlrover.spec.job import JobSpec
+from dlrover.spec.node import TRANSITIONS, NodeStatus
 from dlrover.spec.outcome import Outcome
 
 
@@ -26,7 +39,7 @@ class Phase(str, enum.Enum):
 
 @dataclass
 class Node:
-    """One node of the job. Change ``status`` only through `JobMachine`."""
+    """One node of the job. Change ``status`` only through `JobState.move`."""
 
     id: int
     node_rank: int
@@ -62,7 +75,7 @@ class Node:
 
 @dataclass
 class Migration:
-    """Replacement of a node by another one, which is its key in ``JobState.migrations``."""
+    """Replacement of a node by another one, which is its key in ``Fleet.migrations``."""
 
     #: the node that is replaced; it trains until the new one takes over
     node: int
@@ -71,24 +84,154 @@ class Migration:
 
 
 @dataclass
-class Incident:
-    """An interruption from a fault's first sign to the first new step."""
+class StepProgress:
+    """The job's optimizer steps."""
 
-    since: float
-    round: int
-    failures: list[Failure] = field(default_factory=list)
-    #: ids of the failures
-    seen: set[str] = field(default_factory=set)
-    #: time of the earliest failure that echoes no other
-    earliest: float = float("inf")
-    #: later failures that kept their full texts because each was earlier than ``earliest``
-    later_causes: int = 0
-    #: failures of the kind `FailureKind.NODE`, one for each lost node of the world
-    lost_nodes: list[Failure] = field(default_factory=list)
-    #: where the training hung, if a hang began the incident; otherwise empty
-    hang: str = ""
-    #: True once the restart policy has decided
-    decided: bool = False
+    #: steps of the last completed round
+    steps: int = 0
+    #: steps of all rounds before it
+    earlier_steps: int = 0
+    #: number of the step that the last completed round began with; -1 while unknown
+    first_step: int = -1
+    #: number of the step that the round before had come to, its first if it completed none; -1 if unknown
+    reached: int = -1
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps since the job began, repeated ones included."""
+        return self.earlier_steps + self.steps
+
+    def next_round(self) -> None:
+        """Begin to count the steps of another round."""
+        if self.steps or self.first_step >= 0:
+            self.reached = self.first_step + self.steps if self.first_step >= 0 else -1
+        self.earlier_steps += self.steps
+        self.steps, self.first_step = 0, -1
+
+
+@dataclass
+class JobState:
+    """What the parts of the job machine share: the smaller machines, the nodes, and the job's end."""
+
+    job: JobSpec
+    job_dir: str = ""
+    submitted_at: float = 0.0
+    #: patterns of failures, and their meaning
+    table: Table = field(default_factory=Table)
+    nodes: dict[int, Node] = field(default_factory=dict)
+    #: when a disconnected node counts as lost; only for nodes that are neither connected nor final
+    lost_at: dict[int, float] = field(default_factory=dict)
+    progress: StepProgress = field(default_factory=StepProgress)
+    incident: Incident | None = None
+    #: set once, when the job ends
+    outcome: Outcome | None = None
+    #: commands of the input that is being handled
+    commands: list[inputs.Command] = field(default_factory=list)
+    rendezvous: Rendezvous = field(init=False)
+    restarts: RestartPolicy = field(init=False)
+    adoption: Adoption = field(init=False)
+    faults: Faults = field(init=False)
+    checks: Checks = field(init=False)
+    autoscaling: AutoScaling = field(init=False)
+    scaling: Scaling = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rendezvous = Rendezvous(self.job)
+        self.restarts = RestartPolicy(self.job)
+        self.adoption = Adoption()
+        self.faults = Faults(self.job)
+        self.checks = Checks(self.job)
+        self.autoscaling = AutoScaling(self.job)
+        self.scaling = Scaling(self.job)
+
+    def has_ended(self) -> bool:
+        """Return whether the job has ended; a method, since most calls may end it."""
+        return self.outcome is not None
+
+    @property
+    def quiet(self) -> bool:
+        """True while a world trains and no incident is open."""
+        rdzv = self.rendezvous
+        away = rdzv.collecting or self.adoption.pending or not rdzv.members
+        return self.incident is None and self.outcome is None and not away
+
+    @property
+    def phase(self) -> Phase:
+        """Current phase of the job."""
+        if self.outcome is not None:
+            return phase_after(self.outcome.exit_code)
+        if self.adoption.pending:
+            return Phase.WAITING
+        if not self.rendezvous.collecting:
+            return Phase.RUNNING
+        return Phase.RESTARTING if self.rendezvous.members else Phase.WAITING
+
+    def send(self, *commands: inputs.Command) -> None:
+        """Add commands to those of the input."""
+        self.commands += commands
+
+    def emit(self, *bodies: events.EventBody) -> None:
+        """Record events."""
+        self.commands += map(inputs.Emit, bodies)
+
+    def move(self, node: Node, status: NodeStatus) -> None:
+        """Change a node's status."""
+        assert status in TRANSITIONS[node.status], f"{node.id}: {node.status} -> {status}"
+        node.status = status
+
+    def end(
+        self, exit_code: int, reason: str, now: float, root: events.WorkerFailed | None = None
+    ) -> None:
+        """End the job and dismiss every node; a node that comes back later is dismissed then."""
+        reports = self.incident.reports if self.incident is not None else []
+        self.outcome = Outcome(
+            exit_code=int(exit_code),
+            reason=reason,
+            failure=root.failure if root is not None else None,
+            verdict=root.verdict if root is not None else None,
+            others=other_failures(reports, root),
+            restarts=self.restarts.count,
+            steps=self.progress.total_steps,
+            seconds=now - self.submitted_at,
+            job_dir=self.job_dir,
+        )
+        self.emit(events.JobEnded(int(exit_code), reason))
+        for node in self.nodes.values():
+            if node.status.final:
+                continue
+            if node.connected:
+                self.send(inputs.Say(node.id, Dismiss(self.outcome)))
+            elif node.handle and node.id not in self.lost_at:
+                self.send(inputs.KillNode(node.id))
+        self.send(inputs.EndJob(self.outcome))
+
+    def validate(self) -> None:
+        """Check the invariants; raise AssertionError on the first broken one."""
+        rdzv, adopting = self.rendezvous, self.adoption.pending
+        for part in (rdzv, self.restarts, self.adoption, self.faults, self.checks):
+            part.validate()
+        self.autoscaling.validate()
+        self.scaling.validate()
+        assert self.checks.run is None or rdzv.collecting, "a check beside a world"
+        assert not (adopting and (rdzv.collecting or rdzv.members)), "two rounds at once"
+        assert (rdzv.least, rdzv.most) == (self.scaling.least, self.scaling.most), (
+            "a world of another size"
+        )
+        assert rdzv.leaving == self.scaling.leaving.keys(), "a node leaves unknown to the rounds"
+        for node in self.nodes.values():
+            assert not (node.status.final and node.connected), "lost but connected"
+            assert node.status is not NodeStatus.PENDING or not node.connected, "pending, connected"
+            away = not (node.connected or node.gone or node.status is NodeStatus.PENDING)
+            if self.outcome is None and away and not node.status.final:
+                assert node.id in self.lost_at, "a disconnected node has no deadline"
+        for node_id in self.lost_at:
+            assert not self.nodes[node_id].connected, "a connected node is being given up"
+            assert not self.nodes[node_id].status.final, "a lost node is being given up"
+        assert self.progress.steps >= 0
+        assert self.progress.earlier_steps >= 0
+        if self.incident is not None:
+            self.incident.validate()
+            assert self.incident.decided or rdzv.collecting or self.outcome is not None
 
 
 def phase_after(exit_code: int) -> Phase:

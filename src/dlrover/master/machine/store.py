@@ -29,22 +29,24 @@ class KeyValueStore:
         Raises:
             ProtocolError: The store is full, or a counter's key holds something else.
         """
-        if isinstance(request, messages.SetKey):
-            self._set(request.key, request.value)
-        elif isinstance(request, messages.AddToKey):
-            self._add(request)
-        elif isinstance(request, messages.DeleteKeys):
-            self._delete(request.prefix)
-        elif isinstance(request, messages.EnterBarrier):
-            self._enter(request.name, request.member)
+        match request:
+            case messages.SetKey(key, value):
+                self._set(key, value)
+            case messages.AddToKey():
+                self._add(request)
+            case messages.DeleteKeys(prefix):
+                self._delete(prefix)
+            case messages.EnterBarrier(name=name, member=member):
+                self._enter(name, member)
 
     def reply(self, request: messages.StoreRequest) -> bytes | None:
         """Return the answer to an applied request; None while it must wait."""
-        if isinstance(request, (messages.GetKey, messages.AddToKey, messages.SetKey)):
-            return self.values.get(request.key)
-        if isinstance(request, messages.EnterBarrier):
-            entered = len(self.barriers.get(request.name, ()))
-            return b"%d" % entered if entered >= request.size else None
+        match request:
+            case messages.GetKey(key=key) | messages.AddToKey(key=key) | messages.SetKey(key=key):
+                return self.values.get(key)
+            case messages.EnterBarrier(name=name, size=size):
+                entered = len(self.barriers.get(name, ()))
+                return b"%d" % entered if entered >= size else None
         return b""
 
     def _set(self, key: str, value: bytes, request_id: str = "") -> None:

@@ -22,9 +22,7 @@ def waiting_for(machine: JobMachine, now: float) -> str:
     if machine.outcome is None and adoption.pending:
         limit = (adoption.deadline or now) - adoption.began_at
         waited = f"{now - adoption.began_at:.0f} s of {limit:.0f} s"
-        return (
-            f"the master has no journal and asks its nodes what runs: {waited}; {adoption.told()}"
-        )
+        return f"the master has no journal and asks its nodes what runs: {waited}; {adoption.summary()}"
     if machine.outcome is not None or not rdzv.collecting:
         return ""
     if machine.checks.run is not None:

@@ -54,13 +54,13 @@ class AutoScaler:
         """Process a node's report of what its workers do and, now and then, what it uses."""
         machine = self._machine
         self._follow_round()
-        world = machine.worlds.get(node_id)
+        world = machine.rounds.worlds.get(node_id)
         if world is None or message.round != self._round:
             return
-        server = machine.is_server(node_id)
+        server = node_id in machine.rendezvous.servers
         if message.usage is not None:
             self.usage[node_id] = message.usage
-            if (machine.steps if server else message.steps) >= WARM_UP_STEPS:
+            if (machine.progress.steps if server else message.steps) >= WARM_UP_STEPS:
                 self._watch_memory(node_id, message.usage, now)
                 if server:
                     self._servers.note(node_id, message.usage.cpu, message.usage.cores)
@@ -83,7 +83,7 @@ class AutoScaler:
     def _watch_memory(self, node_id: int, usage: NodeUsage, now: float) -> None:
         limits = self._machine.job.limits
         self._memory.note(node_id, usage, now)
-        if not self._machine.is_quiet():
+        if not self._machine.state.quiet:
             return  # nothing can be done about it now
         advice = self._memory.advice(node_id, usage.limit, limits.memory_horizon, now)
         if advice is not None:
@@ -125,7 +125,7 @@ class AutoScaler:
             return
         size = rdzv.size
         servers = self._cores(size.servers) if size.servers else None
-        sample = self._meter.take(size.workers, machine.workers, now, servers)
+        sample = self._meter.take(size.workers, machine.rounds.workers, now, servers)
         if sample is not None:
             self._steady_since = self._steady_since or now
             held_up = self._suspects()
@@ -148,7 +148,7 @@ class AutoScaler:
             nodes = [
                 n
                 for n in self._machine.rendezvous.members
-                if self._machine.is_server(n) is of_servers
+                if (n in self._machine.rendezvous.servers) is of_servers
             ]
             known = [self.usage[n].cores for n in nodes if n in self.usage]
             return sum(known) / len(known) if known and len(known) == len(nodes) else 0.0
@@ -183,7 +183,7 @@ class AutoScaler:
     def question(self, now: float) -> Question | None:
         """Return the question for the planner; None while the job may not be changed."""
         machine = self._machine
-        if self._suspects() or self._awaits_looks(now) or not machine.may_scale(now):
+        if self._suspects() or self._awaits_looks(now) or not machine.resizer.may_scale(now):
             return None
         return machine.autoscaling.question()
 

@@ -60,7 +60,9 @@ def metrics(master: Master) -> Iterator[Metric]:
         math.nan if ratio is None else ratio,
     )
     yield CounterMetricFamily(
-        "dlrover_job_steps", "Optimizer steps, repeated ones included.", machine.total_steps
+        "dlrover_job_steps",
+        "Optimizer steps, repeated ones included.",
+        machine.progress.total_steps,
     )
     restarts = CounterMetricFamily(
         "dlrover_job_restarts", "Rounds started after a failure, by its origin.", labels=["origin"]
@@ -75,7 +77,7 @@ def metrics(master: Master) -> Iterator[Metric]:
         nodes.add_metric([status.value], count[status])
     yield nodes
     yield GaugeMetricFamily(
-        "dlrover_job_world_size", "Workers of the last completed round.", machine.workers
+        "dlrover_job_world_size", "Workers of the last completed round.", machine.rounds.workers
     )
     yield CounterMetricFamily(
         "dlrover_job_rounds",

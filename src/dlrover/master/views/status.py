@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dlrover.master.machine.job import JobMachine
-from dlrover.master.machine.scaling.size import size_of
+from dlrover.master.machine.scaling.changes import told_change
 from dlrover.master.machine.state import Node
 from dlrover.master.machine.waiting import waiting_for
 from dlrover.rpc import messages
@@ -28,53 +28,58 @@ def status_of(
     """
     doing, usage = doing or {}, usage or {}
     ranks = {node_id: rank for rank, node_id in enumerate(machine.rendezvous.members)}
-    current = max([machine.steps, *(steps.get(i, 0) for i in ranks if not machine.is_server(i))])
+    current = max(
+        [
+            machine.progress.steps,
+            *(steps.get(i, 0) for i in ranks if i not in machine.rendezvous.servers),
+        ]
+    )
     outcome = machine.outcome
     return messages.Status(
         name=machine.job.name,
-        phase=machine.phase.value,
+        phase=machine.state.phase.value,
         round=machine.rendezvous.round,
-        world_size=machine.world_size,
-        servers=machine.world_size - machine.workers,
+        world_size=machine.rounds.world_size,
+        servers=machine.rounds.world_size - machine.rounds.workers,
         restarts=machine.restarts.count,
         steps=current,
-        total_steps=machine.earlier_steps + current,
+        total_steps=machine.progress.earlier_steps + current,
         step=_number(machine, current),
         waiting_for=waiting_for(machine, now),
         nodes=tuple(
             _state_of(
                 node,
-                machine.told_role(node.id),
+                machine.fleet.role(node.id),
                 _word(node, machine) if node.id in ranks else node.status.value,
                 ranks.get(node.id, -1),
-                steps.get(node.id, machine.steps if _steps(node, machine, ranks) else 0),
+                steps.get(node.id, machine.progress.steps if _steps(node, machine, ranks) else 0),
                 doing.get(node.id, ""),
                 usage.get(node.id, _UNKNOWN),
             )
             for node in machine.nodes.values()
         ),
         outcome=outcome,
-        seconds=outcome.seconds if outcome else now - machine.submitted_at,
+        seconds=outcome.seconds if outcome else now - machine.state.submitted_at,
         size=size_of(machine),
     )
 
 
 def _number(machine: JobMachine, steps: int) -> int:
     """Return the last step's number; after a restart, that of the step before it until the next is known."""
-    if machine.first_step >= 0:
-        return machine.first_step + steps
-    return -1 if steps else machine.reached
+    if machine.progress.first_step >= 0:
+        return machine.progress.first_step + steps
+    return -1 if steps else machine.progress.reached
 
 
 def _word(node: Node, machine: JobMachine) -> str:
     """Return the status of a node of the last world; the job's phase if it was released after the end."""
     over = machine.outcome is not None and node.status is NodeStatus.RELEASED
-    return machine.phase.value if over else node.status.value
+    return machine.state.phase.value if over else node.status.value
 
 
 def _steps(node: Node, machine: JobMachine, ranks: Mapping[int, int]) -> bool:
     """Return whether a node has made the steps of the last world."""
-    return node.id in ranks and not machine.is_server(node.id)
+    return node.id in ranks and node.id not in machine.rendezvous.servers
 
 
 def _state_of(
@@ -97,3 +102,22 @@ def _state_of(
         cores=usage.cores,
         busy=usage.busy,
     )
+
+
+def size_of(machine: JobMachine) -> str:
+    """Return ``2 of 1:4 nodes`` and the auto-scaler's stage or plan; empty if the node counts are fixed."""
+    job, scaling, size = machine.job, machine.autoscaling, machine.rendezvous.size
+    parts = []
+    if job.min_nodes < job.max_nodes:
+        kind = "workers" if job.max_servers else "nodes"
+        parts.append(f"{size.workers} of {job.min_nodes}:{job.max_nodes} {kind}")
+    if job.min_servers < job.max_servers:
+        parts.append(f"{size.servers} of {job.min_servers}:{job.max_servers} servers")
+    told = " and ".join(parts)
+    if not told or not scaling.active or machine.outcome is not None:
+        return told
+    change = scaling.change
+    if change is None:
+        return f"{told}, auto-scaling: {scaling.stage.value}"
+    what = told_change(change.origin, change.size) or "the same size"
+    return f"{told}, auto-scaling: plan {change.number} ({change.kind.value}), {what}"

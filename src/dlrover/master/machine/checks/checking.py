@@ -97,7 +97,7 @@ class Checks:
         """Return the order for a node that has come back while its answer is awaited."""
         if self.run is None or node not in self.run.missing:
             return []
-        return [inputs.OrderCheck(node, self.run.orders[node])]
+        return [inputs.Say(node, self.run.orders[node])]
 
     def take(self, node: int, report: CheckReport, now: float) -> list[inputs.Command]:
         """Record a report; it may open the next round."""
@@ -167,7 +167,7 @@ class Checks:
         run.orders = {
             node: self._order(group, node in local, now) for group in run.groups for node in group
         }
-        return [inputs.OrderCheck(node, order) for node, order in run.orders.items()]
+        return [inputs.Say(node, order) for node, order in run.orders.items()]
 
     def _order(self, group: tuple[int, ...], local: bool, now: float) -> CheckOrder:
         run = self.run
@@ -212,15 +212,15 @@ class Checks:
         run = self.run
         if run is None:
             return
-        assert self.job.node_check, "a check that nobody asked for"
+        assert self.job.node_check, "a check of a job without checks"
         members = [node for group in run.groups for node in group]
         assert len(members) == len(set(members)), "a node is in two groups"
-        assert run.reports.keys() <= set(members), "a report that nobody asked for"
+        assert run.reports.keys() <= set(members), "a report of a node without a group"
         assert 1 <= run.round <= max(1, self.job.limits.check_rounds)
         assert not run.orders or run.missing, "a round without an end"
 
 
-def told(found: Sequence[Finding], out: Mapping[int, Finding]) -> list[NodeCheckFinding]:
+def findings_of(found: Sequence[Finding], out: Mapping[int, Finding]) -> list[NodeCheckFinding]:
     """Return the events of a completed check: each finding and the nodes excluded for it."""
     return [
         NodeCheckFinding(

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from dlrover.master.machine.diagnosis.facts import UNKNOWN_CODE, Facts, read, read_log, signal_name
 from dlrover.master.machine.diagnosis.match import last_match, occurs, search
 from dlrover.master.machine.diagnosis.traceback import one_line
+from dlrover.spec.events import WorkerFailed
 from dlrover.spec.failure import Action, Failure, FailureKind, Origin, Verdict
 from dlrover.spec.rules import OwnCode, Rule
 
@@ -26,9 +27,6 @@ ECHO_WINDOW = 10.0
 A dying process closes its connections first, so its peers fail within milliseconds. Its own end is noticed
 only after its exit handlers, its core dump and the release of its device.
 """
-
-VERDICTS_KEPT = 4096
-"""Maximum number of cached verdicts: each record of an incident is looked up several times."""
 
 OTHERS_SHOWN = 8
 """Maximum number of failed ranks named beside the root cause; the rest is only counted."""
@@ -97,8 +95,6 @@ class Table:
             kind: tuple(rule for rule in self.rules if rule.is_for(kind)) for kind in FailureKind
         }
         self._own = self.rules[:own]
-        #: cache of recent verdicts
-        self._known: dict[Failure, Verdict] = {}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Table) and self.rules == other.rules
@@ -107,13 +103,11 @@ class Table:
 
     def diagnose(self, failure: Failure) -> Verdict:
         """Return the verdict on one failure."""
-        known = self._known.get(failure)
-        if known is None:
-            known = _verdict(failure, self._best(read(failure)))
-            if len(self._known) >= VERDICTS_KEPT:
-                self._known.clear()
-            self._known[failure] = known
-        return known
+        return _verdict(failure, self._best(read(failure)))
+
+    def failed(self, failure: Failure) -> WorkerFailed:
+        """Return a failure with the verdict on it."""
+        return WorkerFailed(failure, self.diagnose(failure))
 
     def diagnose_log(self, text: str) -> Verdict:
         """Return the verdict on the output of a program and its launcher."""
@@ -128,34 +122,6 @@ class Table:
             stderr_tail=text,
         )
         return _verdict(failure, self._best(read_log(read(failure)[-1])))
-
-    def is_echo(self, failure: Failure) -> bool:
-        """Return whether ``failure`` may merely follow from the end of a peer or from a request to stop."""
-        return self.diagnose(failure).echo
-
-    def root_cause(self, failures: Sequence[Failure]) -> Failure:
-        """Return the failure that caused the others.
-
-        Reports arrive in any order, and echoes are often seen before their cause. So the earliest failure
-        of the round that is no echo wins if it ended within `ECHO_WINDOW` of the first; else the first one.
-
-        Raises:
-            ValueError: ``failures`` is empty.
-        """
-        if not failures:
-            raise ValueError("root_cause needs at least one failure, got none.")
-        ordered = sorted(failures, key=_when)
-        first = ordered[0]
-        near = (f for f in ordered if f.round == first.round and f.time <= first.time + ECHO_WINDOW)
-        return next((f for f in near if not self.is_echo(f)), first)
-
-    def other_failures(self, failures: Sequence[Failure], root: Failure | None) -> tuple[str, ...]:
-        """Return a line per failed rank but ``root``, earliest first: at most `OTHERS_SHOWN` and a count."""
-        others = [f for f in sorted(failures, key=_when) if root is None or f.id != root.id]
-        lines = [self.diagnose(f).title for f in others[:OTHERS_SHOWN]]
-        if len(others) > OTHERS_SHOWN:
-            lines.append(f"and {len(others) - OTHERS_SHOWN} more")
-        return tuple(lines)
 
     def _best(self, ways: Iterable[Facts]) -> Reading:
         """Return the reading that says the most, the first one among equals."""
@@ -175,6 +141,34 @@ class Table:
         """Return the text for ``rule`` to search: the program's own messages may say anything."""
         about_own = rule.own_code is not OwnCode.ABSENT or rule in self._own
         return facts.folded if about_own else facts.folded_given
+
+
+def root_cause(reports: Sequence[WorkerFailed]) -> WorkerFailed:
+    """Return the failure that caused the others.
+
+    Reports arrive in any order, and echoes are often seen before their cause. So the earliest failure of the
+    round that is no echo wins if it ended within `ECHO_WINDOW` of the first; else the first one.
+
+    Raises:
+        ValueError: ``reports`` is empty.
+    """
+    if not reports:
+        raise ValueError("root_cause needs at least one failure, got none.")
+    ordered = sorted(reports, key=_when)
+    first = ordered[0]
+    round_, until = first.failure.round, first.failure.time + ECHO_WINDOW
+    near = (r for r in ordered if r.failure.round == round_ and r.failure.time <= until)
+    return next((r for r in near if not r.verdict.echo), first)
+
+
+def other_failures(reports: Sequence[WorkerFailed], root: WorkerFailed | None) -> tuple[str, ...]:
+    """Return a line per failed rank but ``root``, earliest first: at most `OTHERS_SHOWN` and a count."""
+    ordered = sorted(reports, key=_when)
+    others = [r for r in ordered if root is None or r.failure.id != root.failure.id]
+    lines = [report.verdict.title for report in others[:OTHERS_SHOWN]]
+    if len(others) > OTHERS_SHOWN:
+        lines.append(f"and {len(others) - OTHERS_SHOWN} more")
+    return tuple(lines)
 
 
 # ---- rules
@@ -314,5 +308,6 @@ def _same_words(text: str) -> str:
     return f":{words}" if words else ""
 
 
-def _when(failure: Failure) -> tuple[float, int, str]:
+def _when(report: WorkerFailed) -> tuple[float, int, str]:
+    failure = report.failure
     return failure.time, failure.rank, failure.id

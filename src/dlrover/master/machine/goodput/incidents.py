@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dlrover.master.machine.diagnosis.diagnosis import Table
+from dlrover.master.machine.diagnosis.diagnosis import root_cause
 from dlrover.master.machine.goodput.roundtime import (
     DETECTION,
     INDEX,
@@ -14,7 +14,7 @@ from dlrover.master.machine.goodput.roundtime import (
     RECOMPUTED,
     nothing,
 )
-from dlrover.master.machine.state import Incident
+from dlrover.master.machine.incident import Incident
 from dlrover.spec.goodput import CAUSES, Cause, IncidentCost, IncidentKind
 
 KEPT = 200
@@ -122,20 +122,20 @@ class IncidentBook:
             self.earlier_count += 1
             self.earlier += sum(self.entries.pop(0).spent)
 
-    def describe(self, incident: Incident, table: Table) -> None:
+    def describe(self, incident: Incident) -> None:
         """Describe the open incident as far as it is known."""
         entry = self.open
         if entry is None or entry.title:
             return
-        if incident.lost_nodes:
-            entry.title = table.diagnose(incident.lost_nodes[0]).title
+        if incident.lost_node is not None:
+            entry.title = incident.lost_node.verdict.title
         elif incident.hang:
             entry.title = f"the training hung in {incident.hang}"
-        elif not incident.failures:
+        elif not incident.reports:
             entry.title = "the master lost its journal"
         else:
-            root = table.root_cause(incident.failures)
-            entry.node, entry.title = root.node_id, table.diagnose(root).title
+            root = root_cause(incident.reports)
+            entry.node, entry.title = root.failure.node_id, root.verdict.title
 
     def end(self, now: int, sums: Sequence[int]) -> None:
         """Close the open incident: the first new step was made, or the job ended."""

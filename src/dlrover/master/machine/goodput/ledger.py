@@ -28,6 +28,7 @@ from dlrover.master.machine.goodput.roundtime import (
 )
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.state import Node
+from dlrover.spec import events
 from dlrover.spec.goodput import CAUSES, Cause, Goodput
 from dlrover.spec.node import NodeStatus
 from dlrover.spec.roles import Size
@@ -175,8 +176,8 @@ class Ledger:
             return
         if isinstance(event, inputs.Progressed) and event.round == round_.number:
             report = (event.seconds, event.steps, event.first_step)
-        elif isinstance(event, inputs.WorkerFailed) and event.failure.round == round_.number:
-            serves = machine.is_server(event.failure.node_id)
+        elif isinstance(event, events.WorkerFailed) and event.failure.round == round_.number:
+            serves = event.failure.node_id in machine.rendezvous.servers
             report = ((), 0 if serves else event.failure.steps, -1)
         else:
             return
@@ -187,13 +188,13 @@ class Ledger:
             self._listener.round_spent(round_.number, since, round_.proved, parts)
         if round_.first_step >= 0 and self._undone_by is not None:
             self._undone_by.redo(parts[RECOMPUTED] * self._in_world)
-            if began < 0 <= machine.reached:
-                self._undone_by.undo(max(0, machine.reached - round_.first_step))
+            if began < 0 <= machine.progress.reached:
+                self._undone_by.undo(max(0, machine.progress.reached - round_.first_step))
 
     def _note_absence(self, event: inputs.Input, now: int, machine: JobMachine) -> None:
         """Record since when nodes have been disconnected."""
         if isinstance(event, inputs.NodeConnected):
-            self._away.pop(machine.by_uid[event.uid], None)
+            self._away.pop(machine.fleet.by_uid[event.uid], None)
         elif isinstance(event, inputs.NodeDisconnected) and event.node_id in self.accounts:
             self._away.setdefault(event.node_id, now)
         elif isinstance(event, inputs.MasterStarted):
@@ -209,7 +210,7 @@ class Ledger:
         if isinstance(event, inputs.DeadlinePassed):
             return [*touched, *self._away]
         if isinstance(event, inputs.NodeConnected):
-            return [*touched, machine.by_uid[event.uid]]
+            return [*touched, machine.fleet.by_uid[event.uid]]
         if isinstance(event, inputs.MigrateAsked):
             return touched  # it may name any node and changes no present one
         return [*touched, event.node_id] if hasattr(event, "node_id") else touched
@@ -240,7 +241,7 @@ class Ledger:
         fault = machine.incident is not None
         # The fault did not hold up a step that was completed after its first sign.
         sign = max(round_.proved, self._first_sign(event, now, machine)) if fault else now
-        failed_start = isinstance(event, inputs.WorkerFailed) and not round_.steps
+        failed_start = isinstance(event, events.WorkerFailed) and not round_.steps
         if succeeded:
             last = round_.done(now)
         elif machine.outcome is not None and not fault:
@@ -275,7 +276,7 @@ class Ledger:
             return now - max(0, microseconds(event.seconds))
         if isinstance(event, inputs.Hung):
             return now - max(0, microseconds(event.found.seconds))
-        if isinstance(event, inputs.WorkerFailed):
+        if isinstance(event, events.WorkerFailed):
             ended = microseconds(event.failure.time)
             return ended if 0 < ended < now else now
         lost = [i for i in self._away if machine.nodes[i].status.final]
@@ -390,7 +391,7 @@ class Ledger:
         if book.open is None:
             return
         if incident is not None and (incident.decided or over):
-            book.describe(incident, machine.table)
+            book.describe(incident)
         if incident is None or over:
             book.end(now, self.sums(now))
 

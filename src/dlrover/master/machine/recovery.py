@@ -1,0 +1,257 @@
+"""The response to faults: incidents, the decision on a restart, and the actions beyond it.
+
+A *fault* (a worker fails, a node of the world is lost) opens an *incident*. The first response is the same
+for all faults and is ordered at once: the remaining workers stop and their nodes join a new round. The
+restart policy decides whether the job continues once a conclusive failure is known. A failure that merely
+echoes a peer's death (a reset connection) is not conclusive: the decision then waits for the reports of the
+other nodes, which precede their joining.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from dlrover.master.machine import inputs
+from dlrover.master.machine.diagnosis.diagnosis import root_cause
+from dlrover.master.machine.fleet import Fleet
+from dlrover.master.machine.incident import Incident
+from dlrover.master.machine.restarts import Cause, Restart, Stop, cause_of, hang_cause
+from dlrover.master.machine.rounds import Rounds
+from dlrover.master.machine.scaling.resizer import Resizer
+from dlrover.master.machine.state import JobState, Node, loss_of
+from dlrover.spec import events
+from dlrover.spec.failure import Action, Failure, Origin, Verdict
+from dlrover.spec.node import NodeStatus
+
+MEMORY_GROWTH = 2.0
+"""Memory multiplier for the successor of a node killed for lack of memory, if the platform supports it."""
+
+
+@dataclass
+class Recovery:
+    """Responds to the faults of a job; its state is the open incident of the `JobState`."""
+
+    state: JobState = field(compare=False, repr=False)
+    fleet: Fleet = field(compare=False, repr=False)
+    rounds: Rounds = field(compare=False, repr=False)
+    resizer: Resizer = field(compare=False, repr=False)
+
+    def admitted(self, failure: Failure) -> events.WorkerFailed | None:
+        """Return a reported failure as it should be journalled; None if the report changes nothing."""
+        state, rdzv, incident = self.state, self.state.rendezvous, self.state.incident
+        if state.has_ended():
+            return None
+        if state.adoption.pending:
+            return state.adoption.admit(failure, state.table)
+        current = failure.round == rdzv.round and not rdzv.collecting
+        if current:
+            return state.table.failed(failure.bounded())  # it opens an incident
+        if incident is None or incident.round != failure.round or failure.id in incident.seen:
+            return None
+        return incident.admit(failure, state.table)
+
+    # ---- faults
+
+    def worker_failed(self, report: events.WorkerFailed, now: float) -> None:
+        """Respond to an admitted failure of a worker."""
+        state, rdzv = self.state, self.state.rendezvous
+        if state.adoption.pending:
+            state.adoption.report(report)
+            return
+        failure, verdict = report.failure, report.verdict
+        current = failure.round == rdzv.round and not rdzv.collecting
+        serves = failure.node_id in rdzv.servers
+        if current and serves and self.rounds.is_about_to_end:
+            # A worker that finished and left may be the reason; one that needs the server will fail, too.
+            state.emit(report)
+            return
+        incident = self._begin(now) if current else state.incident
+        if incident is None or incident.round != failure.round or failure.id in incident.seen:
+            return
+        incident.add(report)
+        state.emit(report)
+        if failure.round == rdzv.last_round and not serves:
+            state.progress.steps = max(state.progress.steps, failure.steps)
+        goes_on = incident.decided or verdict.echo or self.decide(incident, now)
+        if goes_on and current:
+            self.rounds.open(verdict.title, now)
+
+    def hung(self, event: inputs.Hung, now: float) -> None:
+        """Respond to a hang of the training."""
+        rdzv, found = self.state.rendezvous, event.found
+        if found.round != rdzv.round or rdzv.collecting:
+            return
+        self.state.emit(found)
+        if event.restart:
+            incident = self._begin(now)
+            incident.hang = found.place or found.groups
+            if incident.decided or self.decide(incident, now):
+                self.rounds.open("the training hung", now)
+
+    def progressed(self, event: inputs.Progressed, now: float) -> None:
+        """Count steps; the first new one closes the incident."""
+        state, rdzv, progress = self.state, self.state.rendezvous, self.state.progress
+        if event.round != rdzv.round or rdzv.collecting:
+            return
+        progress.steps = max(progress.steps, event.steps)
+        if state.incident is not None and event.steps > 0:
+            state.emit(events.Recovered(event.round, now - state.incident.since))
+            state.incident = None
+        if event.first_step >= 0 > progress.first_step:
+            progress.first_step = event.first_step
+            if progress.reached > progress.first_step:
+                state.emit(events.StepsUndone(event.round, progress.reached, progress.first_step))
+
+    def lose(self, node_id: int, reason: str, now: float) -> None:
+        """Respond to the loss of a node, whatever it was doing."""
+        state, node = self.state, self.state.nodes[node_id]
+        if node.status.final:
+            return
+        before = node.status
+        state.lost_at.pop(node_id, None)
+        state.rendezvous.drop(node_id)
+        state.adoption.forget(node_id)
+        state.send(*state.checks.lose(node_id, now))
+        node.connected = False
+        node.reason = reason
+        if state.has_ended():
+            state.scaling.leaving.pop(node_id, None)
+            state.move(node, NodeStatus.RELEASED)
+            return
+        if node_id in state.scaling.leaving:
+            self.fleet.release(node, reason)
+            return
+        if before is NodeStatus.SUCCEEDED and not state.rendezvous.collecting:
+            node.gone = True
+            return
+        self.fleet.bury(node)
+        if before is NodeStatus.RUNNING:
+            self._node_lost(node, now)
+        if not state.has_ended():
+            self.fleet.replace(node, now)
+
+    def _node_lost(self, node: Node, now: float) -> None:
+        """Respond to the loss of a node of the world."""
+        incident = self._begin(now)
+        if incident.lost_node is None:
+            incident.lost_node = self.state.table.failed(loss_of(node, incident.round, now))
+        goes_on = incident.decided or self.decide(incident, now)
+        if goes_on and not self.state.rendezvous.collecting:
+            self.rounds.open(f"node {node.id} was lost", now)
+
+    def _begin(self, now: float) -> Incident:
+        old, round_ = self.state.incident, self.state.rendezvous.last_round
+        if old is not None and old.round == round_:
+            return old
+        # A fault before the first step after another fault prolongs the interruption.
+        self.state.incident = Incident(since=now if old is None else old.since, round=round_)
+        return self.state.incident
+
+    # ---- the decision
+
+    def decide(self, incident: Incident, now: float) -> bool:
+        """Ask the restart policy about an incident, once; return whether the job continues."""
+        incident.decided = True
+        # A report before the loss of a node can only echo the loss; otherwise it would be decided by now.
+        if incident.lost_node is not None:
+            return self._decide_failure(incident, incident.lost_node, None, now)
+        if incident.hang:
+            cause = hang_cause(incident.hang, self.state.progress.steps)
+            decision = self._ask(cause, None, now)
+            if decision is None:
+                return False
+            self._emit_restart(decision.reason, "hang")
+            return True
+        root = root_cause(incident.reports)
+        return self._goes_back(incident, root, now) or self._decide_failure(
+            incident, root, root, now
+        )
+
+    def _decide_failure(
+        self,
+        incident: Incident,
+        report: events.WorkerFailed,
+        root: events.WorkerFailed | None,
+        now: float,
+    ) -> bool:
+        """Decide on a failed worker, the ``root``, or on a lost node."""
+        state, failure, verdict = self.state, report.failure, report.verdict
+        node = state.nodes.get(failure.node_id)
+        decision = self._ask(self._cause_of(incident, report, node, now), root, now)
+        if decision is None:
+            return False
+        if node is not None and decision.suspect == node.id:
+            verdict = msgspec.structs.replace(verdict, action=Action.RELAUNCH)
+        action = Action.RESTART if node is None else self._action(node, verdict, now)
+        self._emit_restart(decision.reason, verdict.cause, action, failure.node_id)
+        if node is not None:
+            self._act(node, action, verdict, now)
+        if verdict.origin is Origin.INFRASTRUCTURE:
+            state.checks.doubt({other.failure.node_id for other in incident.reports})
+        return True
+
+    def _cause_of(
+        self, incident: Incident, report: events.WorkerFailed, node: Node | None, now: float
+    ) -> Cause:
+        progress, failure = self.state.progress, report.failure
+        first = max(progress.first_step, *(r.failure.first_step for r in incident.reports), -1)
+        reached = first + progress.steps if first >= 0 else -1
+        seconds = now - self.rounds.since
+        cause = cause_of(failure, report.verdict, progress.steps, seconds, reached)
+        if node is not None and node.hostname:
+            cause = msgspec.structs.replace(cause, host=node.hostname)
+        return cause
+
+    def _ask(self, cause: Cause, root: events.WorkerFailed | None, now: float) -> Restart | None:
+        """Return the restart that the policy grants; end the job if it grants none."""
+        decision = self.state.restarts.decide(cause, now)
+        if isinstance(decision, Stop):
+            self.state.end(decision.exit_code, decision.reason, now, root)
+            return None
+        return decision
+
+    def _goes_back(self, incident: Incident, root: events.WorkerFailed, now: float) -> bool:
+        """Return whether a trial of the auto-scaler failed, which costs no restart."""
+        verdict, scaling = root.verdict, self.state.autoscaling
+        if verdict.origin is not Origin.USER:
+            return False
+        size = self.state.rendezvous.size
+        back = scaling.failed(size, incident.round, verdict.title, now)
+        self.resizer.apply(*back)
+        if not (back[0] or scaling.returning(size)):
+            return False
+        reason = self.state.restarts.after_trial(verdict.title).reason
+        self._emit_restart(reason, verdict.cause, Action.RESTART, root.failure.node_id)
+        return True
+
+    def _emit_restart(
+        self, reason: str, cause: str, action: Action = Action.RESTART, node: int = -1
+    ) -> None:
+        count = self.state.restarts.count
+        self.state.emit(events.RestartDecided(count, reason, cause, action, node))
+
+    def _action(self, node: Node, verdict: Verdict, now: float) -> Action:
+        """Return the action for a failure: what its verdict or its repetition asks for, if possible."""
+        if node.status.final:
+            return verdict.action
+        action = self.state.faults.action(node.id, verdict, now)
+        stays = not node.launched and not self.fleet.is_enough(without=node)
+        return Action.RESTART if action is Action.RELAUNCH and stays else action
+
+    def _act(self, node: Node, action: Action, verdict: Verdict, now: float) -> None:
+        """Do what goes beyond a restart of all workers."""
+        fleet = self.fleet
+        match action:
+            case Action.RESTART_FRESH:
+                self.rounds.fresh = (node.id, self.state.rendezvous.last_round + 1)
+            case Action.RELAUNCH:
+                fleet.exclude(node, verdict.title, now)
+                fleet.give_up(node, verdict.title, now)
+            case Action.MORE_MEMORY if node.launched and self.state.job.grows_memory:
+                if not self.resizer.may_grow(node):
+                    self.state.emit(events.MemoryBound(node.id, node.memory_factor))
+                    return
+                node.memory_factor = self.resizer.bounded(MEMORY_GROWTH * node.memory_factor)
+                fleet.give_up(node, verdict.title, now)

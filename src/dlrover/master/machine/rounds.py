@@ -1,0 +1,197 @@
+"""The rounds of a job: how one opens, completes or is adopted, and the world that it forms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from dlrover.master.machine import inputs
+from dlrover.master.machine.fleet import Fleet
+from dlrover.master.machine.state import JobState, Node
+from dlrover.rpc.messages import AssignWorld, CallToRound
+from dlrover.spec import events
+from dlrover.spec.node import NodeStatus
+from dlrover.spec.roles import Size
+from dlrover.spec.world import Holding, World
+
+_BUSY = (NodeStatus.RUNNING, NodeStatus.SUCCEEDED)
+
+
+@dataclass
+class Rounds:
+    """The last completed round and what follows it. Change it only through its methods."""
+
+    state: JobState = field(compare=False, repr=False)
+    fleet: Fleet = field(compare=False, repr=False)
+    #: world sent to each member of the last completed round
+    worlds: dict[int, World] = field(default_factory=dict)
+    #: when that world was formed
+    since: float = 0.0
+    #: a node, and the round in which its workers start from processes that have loaded nothing
+    fresh: tuple[int, int] | None = None
+    #: when the running world is interrupted to include newcomers
+    grow_at: float | None = None
+
+    # ---- queries
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes of the last completed round, servers included; 0 before the first."""
+        return next(iter(self.worlds.values())).world_size if self.worlds else 0
+
+    @property
+    def workers(self) -> int:
+        """Number of processes of the last completed round without servers; 0 before the first."""
+        return next(iter(self.worlds.values())).workers if self.worlds else 0
+
+    def training(self) -> list[int]:
+        """Return the nodes of the running world whose workers train."""
+        rdzv, running = self.state.rendezvous, NodeStatus.RUNNING
+        return [
+            i
+            for i in rdzv.members
+            if i not in rdzv.servers and self.state.nodes[i].status is running
+        ]
+
+    @property
+    def can_grow(self) -> bool:
+        """True if a new round would form a larger world than the running one."""
+        rdzv = self.state.rendezvous
+        if self.state.adoption.pending or self.is_about_to_end:
+            return False
+        running, joined = rdzv.size, rdzv.joined
+        larger = Size(running.workers + joined.workers, running.servers + joined.servers)
+        return rdzv.usable(larger).nodes > running.nodes
+
+    @property
+    def is_about_to_end(self) -> bool:
+        """True if some workers of the running world have finished."""
+        return not self.state.rendezvous.collecting and any(self._finished())
+
+    @property
+    def has_succeeded(self) -> bool:
+        """True if all workers of the running world have finished."""
+        rdzv = self.state.rendezvous
+        return not rdzv.collecting and bool(rdzv.members) and all(self._finished())
+
+    def _finished(self) -> Iterator[bool]:
+        """Yield for each worker node of the world whether it has finished; servers never end alone."""
+        rdzv = self.state.rendezvous
+        for node_id in rdzv.members:
+            if node_id not in rdzv.servers:
+                yield self.state.nodes[node_id].status is NodeStatus.SUCCEEDED
+
+    # ---- changes
+
+    def open_first(self, now: float) -> None:
+        """Collect the nodes that come by themselves, or those that the platform starts."""
+        nodes = self.state.nodes.values()
+        launched = [n.id for n in nodes if n.launched and not n.status.final]
+        self._collect(launched, "the job starts", fixed=bool(launched), now=now)
+
+    def open(self, reason: str, now: float) -> None:
+        """Call every living node to a new round."""
+        self.grow_at = None
+        state, fleet = self.state, self.fleet
+        for node in fleet.surplus():
+            fleet.drain(node, now)
+        for node in [n for n in state.nodes.values() if n.gone and not n.status.final]:
+            fleet.bury(node)
+            fleet.replace(node, now)
+        living = [n for n in state.nodes.values() if not n.status.final]
+        awaited = [n.id for n in living if n.status is not NodeStatus.PENDING]
+        self._collect(awaited, reason, fixed=True, now=now)
+        for node in living:
+            if node.status in _BUSY and node.id not in state.scaling.leaving:
+                self.call(node, reason)
+
+    def _collect(self, awaited: list[int], reason: str, *, fixed: bool, now: float) -> None:
+        rdzv = self.state.rendezvous
+        rdzv.open(awaited, fixed=fixed, now=now)
+        count = len(rdzv.missing) + len(rdzv.offers)
+        self.state.emit(events.RoundOpened(rdzv.round, reason, count))
+
+    def call(self, node: Node, reason: str) -> None:
+        """Call a connected node to the next round."""
+        if node.connected:
+            self.state.send(
+                inputs.Say(node.id, CallToRound(self.state.rendezvous.next_round, reason))
+            )
+
+    def call_others(self, reason: str) -> None:
+        """Call the nodes whose workers belong to no round of this master."""
+        for node_id, held in self.state.adoption.held.items():
+            if held.world is not None and node_id not in self.worlds:
+                self.call(self.state.nodes[node_id], reason)
+
+    def adopt(self, members: dict[int, Holding], now: float) -> None:
+        """Continue a running round."""
+        state = self.state
+        self.worlds = {i: held.world for i, held in members.items() if held.world is not None}
+        some_world = next(iter(self.worlds.values()))
+        state.rendezvous.adopt(some_world.round, tuple(self.worlds))
+        state.restarts.count = some_world.restart_count
+        state.autoscaling.batch = some_world.global_batch
+        self.since = now
+        servers = state.rendezvous.servers
+        state.progress.steps = max(h.steps for i, h in members.items() if i not in servers)
+        for node_id, held in members.items():
+            node = state.nodes[node_id]
+            node.has_run = True
+            state.move(node, NodeStatus.RUNNING)
+            if held.succeeded:
+                state.move(node, NodeStatus.SUCCEEDED)
+        state.emit(events.MasterAdopted(some_world.round, len(members)))
+        self.call_others("the world went on without this node")
+        if self.can_grow:
+            self.grow_at = now + state.job.limits.scale_up_delay
+
+    def complete(self, now: float) -> None:
+        """Form the world of the round that has enough nodes."""
+        state, rdzv = self.state, self.state.rendezvous
+        for node_id in rdzv.missing:  # late; they are called to the next round when they join
+            if state.nodes[node_id].status in _BUSY:
+                state.move(state.nodes[node_id], NodeStatus.READY)
+        ranks = {i: state.nodes[i].node_rank for i in rdzv.offers}
+        self.worlds = rdzv.complete(ranks, state.restarts.count, state.autoscaling.batch)
+        state.autoscaling.world_formed()
+        state.adoption.over = True
+        state.progress.next_round()
+        self.since = now
+        for node_id in self.worlds:
+            node = state.nodes[node_id]
+            state.move(node, NodeStatus.RUNNING)
+            node.has_run = True
+            self.fleet.failed_starts.pop(node.node_rank, None)
+            self.assign(node_id)
+        some_world = next(iter(self.worlds.values()))
+        state.emit(
+            events.RoundCompleted(
+                rdzv.round,
+                some_world.node_count,
+                some_world.world_size,
+                now - rdzv.opened_at,
+                some_world.servers,
+            )
+        )
+
+    def assign(self, node_id: int) -> None:
+        """Send a member its world."""
+        world = self.worlds[node_id]
+        fresh = self.fresh == (node_id, world.round)
+        self.state.send(inputs.Say(node_id, AssignWorld(world, fresh)))
+
+    def validate(self) -> None:
+        """Check the invariants; raise AssertionError on the first broken one."""
+        state, nodes, rdzv = self.state, self.state.nodes, self.state.rendezvous
+        assert tuple(self.worlds) == rdzv.members, "the members have another world"
+        for node in nodes.values():
+            assert node.status not in _BUSY or node.id in self.worlds, "workers outside the world"
+        for node_id in rdzv.offers:
+            assert nodes[node_id].status is NodeStatus.READY, "an offer from a busy or lost node"
+            assert state.has_ended() or nodes[node_id].connected, (
+                "an offer from a disconnected node"
+            )
+        assert not any(nodes[i].status.final for i in rdzv.missing), "a lost node is awaited"
+        if not (state.has_ended() or rdzv.collecting):
+            assert all(nodes[i].status in _BUSY for i in rdzv.members), "a hole in the world"
