@@ -22,18 +22,18 @@ def options(*argv: str, **environ: str):
 
 
 def test_a_range_of_nodes_that_are_started_here():
-    assert options("--nnodes=1:4", "--local-nodes=1", "--auto-scale").auto_scale
-    assert not options("--nnodes=1:4", "--local-nodes=1").auto_scale
+    assert options("--nnodes=1:4", "--local-nodes=1", "--auto-scale").job.auto_scale
+    assert not options("--nnodes=1:4", "--local-nodes=1").job.auto_scale
 
 
 def test_servers_alone_may_be_chosen():
     fixed = ("--nnodes=2", "--local-nodes=2")
-    assert options(*fixed, "--servers=1:2", "--auto-scale").auto_scale
+    assert options(*fixed, "--servers=1:2", "--auto-scale").job.auto_scale
 
 
 def test_a_node_of_a_job_elsewhere_may_have_the_flag():
     there = {"DLROVER_MASTER_ADDR": "master:1"}
-    assert options("--nnodes=1:4", "--auto-scale", **there).auto_scale
+    assert options("--nnodes=1:4", "--auto-scale", **there).job.auto_scale
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,13 @@ from dlrover._util import procs
 from dlrover.cli import chaos, ckpt, jobs
 from dlrover.cli.cluster import brain, operator, submit
 from dlrover.cli.output import Form, Output, print_json
-from dlrover.cli.run.launchspec import parse_nnodes, parse_rdzv_conf
+from dlrover.cli.run.launchspec import parse_rdzv_conf
+from dlrover.cli.run.nodes import parse_nnodes
 from dlrover.errors import ConfigurationError, DLRoverError, ExitCode
+from dlrover.master.compose import Request, master_config
 from dlrover.master.diagnosis_rules import load_own
 from dlrover.spec.events import Event
 from dlrover.spec.job import JobSpec
-from dlrover.spec.jobdir import BrainSide, MasterConfig, MetricsAddress, TlsFiles
 from dlrover.spec.roles import WORKER
 
 app = typer.Typer(
@@ -298,45 +299,28 @@ def master(  # noqa: PLR0913 - each is an option of the command
     min_nodes, max_nodes = parse_nnodes(nnodes)
     if platform not in ("", "kubernetes"):
         raise ConfigurationError(f"--platform {platform}: must be kubernetes, or left out.")
-    rules = load_own(settings.diagnosis_rules, settings.limits.cause_budgets)
-    job = JobSpec(
-        name=name,
-        min_nodes=min_nodes,
-        max_nodes=max_nodes,
-        node_unit=node_unit,
-        max_restarts=max_restarts,
-        node_check=network_check or exclude_straggler,
-        exclude_stragglers=exclude_straggler,
-        limits=settings.limits,
-        diagnosis_rules=rules,
-    )
-    brain_side = BrainSide(
-        address=settings.brain,
-        token_file=settings.brain_token_file,
-        cluster=settings.optimize_mode == "cluster",
-    )
+    if metrics_port is not None:
+        settings = msgspec.structs.replace(settings, metrics_port=metrics_port)
     if platform:
         from dlrover.kubernetes.platform import job as elastic_job  # noqa: PLC0415 - an extra
 
-        found = asyncio.run(elastic_job.fetch(env))
-        job = elastic_job.job_spec(found, settings.limits, rules)
-        brain_side = elastic_job.brain_side(found, brain_side)
-        name, host = job.name, env.get("POD_IP") or host
-    tls = TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_ca, settings.tls_server_name)
-    directory = jobs.create(env, name, job_dir or env.get("DLROVER_JOB_DIR", ""))
-    with jobs.locked(directory, resume=True):
-        shown = settings.metrics_port if metrics_port is None else metrics_port
-        metrics = MetricsAddress(settings.metrics_host, shown)
-        content = MasterConfig(
-            job=job,
-            host=host,
-            port=port,
-            platform=platform,
-            tls=tls,
-            metrics=metrics,
-            journal=settings.journal,
-            brain=brain_side,
+        request = elastic_job.request(asyncio.run(elastic_job.fetch(env)))
+        host = env.get("POD_IP") or host
+    else:
+        request = Request(
+            job=JobSpec(
+                name=name,
+                min_nodes=min_nodes,
+                max_nodes=max_nodes,
+                node_unit=node_unit,
+                max_restarts=max_restarts,
+                node_check=network_check,
+                exclude_stragglers=exclude_straggler,
+            )
         )
+    content = master_config(request, settings, host, port)
+    directory = jobs.create(env, request.job.name, job_dir or env.get("DLROVER_JOB_DIR", ""))
+    with jobs.locked(directory, resume=True):
         jobs.write(directory, directory.job, msgspec.json.encode(content))
         token = jobs.given_token(env) or jobs.kept_token(directory) or secrets.token_hex(16)
         jobs.write_token(directory, token)
