@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(60)]
 START = """
 import json, os, sys
 {before}
-from dlrover.training import bootstrap
+from dlrover.training.worker import bootstrap
 from dlrover.training.worker.progress import Board
 program = bootstrap.Program("script", "program.py", [], "", 3)
 bootstrap.run(program, Board({fd}))
