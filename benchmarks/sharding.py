@@ -127,8 +127,8 @@ async def relayed() -> Any:
     async with a_master() as master:
         agent = spawn.Process(target=relay, args=(master.address, master.token, other), daemon=True)
         agent.start()
-        relay = await asyncio.to_thread(mine.recv)
-        launched.given = launched.Given(relay=relay, round=1)
+        address = await asyncio.to_thread(mine.recv)
+        launched.given = launched.Given(relay=address, round=1)
         try:
             yield
         finally:
