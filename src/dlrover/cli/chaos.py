@@ -19,7 +19,7 @@ from dlrover.errors import ConfigurationError, ExitCode
 if TYPE_CHECKING:
     from dlrover.testing.chaos.report import FaultRow, Report
     from dlrover.testing.chaos.run import Run
-    from dlrover.testing.chaos.schedule import Planned
+    from dlrover.testing.chaos.verbs import Planned
 
 
 def chaos(  # noqa: PLR0913 - each is an option of the command
@@ -121,7 +121,7 @@ def chaos(  # noqa: PLR0913 - each is an option of the command
 
 
 def _plan(faults: str, every: float, duration: float, seed: int) -> list[Planned]:
-    from dlrover.testing.chaos import schedule, verbs  # noqa: PLC0415
+    from dlrover.testing.chaos import verbs  # noqa: PLC0415
 
     names = [name.strip() for name in faults.split(",")] if faults else list(verbs.DEFAULT)
     for name in names:
@@ -132,8 +132,8 @@ def _plan(faults: str, every: float, duration: float, seed: int) -> list[Planned
     if bool(every) != bool(duration):
         raise ConfigurationError("--every and --for belong together: give both, or none.")
     if every:
-        return schedule.at_random(names, every, duration, seed)
-    return schedule.in_order(names, seed)
+        return verbs.at_random(names, every, duration, seed)
+    return verbs.in_order(names, seed)
 
 
 def _enter_network(wanted: bool | None, plan: list[Planned]) -> bool:

@@ -20,14 +20,10 @@ from dlrover import config
 from dlrover._util import files
 from dlrover.errors import ConfigurationError
 from dlrover.rpc import wire
-from dlrover.rpc.client import MasterClient
 from dlrover.spec.jobdir import (
     Header,
     JobDir,
-    MasterAddress,
-    MasterConfig,
     check_format,
-    decode,
 )
 
 logger = logging.getLogger(__name__)
@@ -281,23 +277,6 @@ def find(env: Mapping[str, str], job: str, path: str) -> JobDir:
         raise ConfigurationError(f"--job-dir {chosen}: there is no job in this directory.")
     _check_format(found)
     return found
-
-
-def connect(job_dir: JobDir) -> MasterClient:
-    """Return a client of the job's master.
-
-    Raises:
-        ConfigurationError: the directory does not contain the master's address.
-    """
-    try:
-        address = msgspec.json.decode(job_dir.master.read_bytes(), type=MasterAddress).address
-        token = job_dir.token.read_text().strip()
-        tls = decode(job_dir.job, job_dir.job.read_bytes(), MasterConfig).tls
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigurationError(
-            f"{job_dir.path} does not say where its job's master is: {error}."
-        ) from error
-    return MasterClient(address, token, wire.Tls(tls.cert, tls.key, tls.ca, tls.server_name))
 
 
 def _used(state: Path) -> float:

@@ -15,13 +15,13 @@ from rich.table import Table
 
 from dlrover.cli.inspect.plans import PlanRecord, records
 from dlrover.cli.inspect.timeline import Timeline
-from dlrover.cli.jobs import connect
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.master.app import load_config
 from dlrover.master.journal.journal import open_journal
 from dlrover.master.machine import inputs
 from dlrover.master.machine.goodput.ledger import Ledger
 from dlrover.master.machine.job import JobMachine
+from dlrover.rpc.client import connect
 from dlrover.spec import events
 from dlrover.spec.goodput import CAUSES, Cause, Goodput, IncidentCost
 from dlrover.spec.jobdir import JobDir

@@ -11,7 +11,6 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from dlrover.cli.jobs import connect
 from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
 from dlrover.master.app import load_config, read_outcome
 from dlrover.master.journal import history
@@ -20,6 +19,7 @@ from dlrover.master.machine import inputs
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.views.status import status_of
 from dlrover.rpc import messages
+from dlrover.rpc.client import connect
 from dlrover.spec.events import Event
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.roles import WORKER
