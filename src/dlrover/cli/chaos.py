@@ -13,7 +13,7 @@ import typer
 
 from dlrover import config
 from dlrover.cli import jobs
-from dlrover.cli.output import Form, Output, print_json
+from dlrover.cli.output import Form, Output, print_table, show
 from dlrover.errors import ConfigurationError, ExitCode
 
 if TYPE_CHECKING:
@@ -113,10 +113,7 @@ def chaos(  # noqa: PLR0913 - each is an option of the command
     report = msgspec.structs.replace(
         report, unmet=reports.unmet(report, assert_recovery, assert_goodput)
     )
-    if output is Form.JSON:
-        print_json(report)
-    else:
-        render(report)
+    show(report, output, lambda found, _: render(found))
     raise typer.Exit(exit_code(report, stopped=stop))
 
 
@@ -196,7 +193,7 @@ def render(report: Report) -> None:
     """Print the report of a run as text."""
     from dlrover.testing.chaos.report import goodput_in_words  # noqa: PLC0415 - loads grpc
 
-    _print_table([_HEADER, *map(_row, report.faults)])
+    print_table([_HEADER, *map(_row, report.faults)])
     for fault in report.not_injected:
         print(f"{fault} was not injected: the job had ended.")
     print(f"The job left with exit code {report.exit_code}: {report.reason}")
@@ -215,14 +212,6 @@ def _row(row: FaultRow) -> tuple[str, ...]:
     lost = "-" if row.steps_lost is None else str(row.steps_lost)
     detected = "-" if row.detected is None else f"{row.detected:.2f} s"
     return row.fault, row.target, detected, _again(row), lost, row.verdict
-
-
-def _print_table(rows: list[tuple[str, ...]]) -> None:
-    """Print columns as wide as they need; the terminal wraps what does not fit."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print("  ".join(cells).rstrip())
 
 
 def _again(row: FaultRow) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Sequence
 from enum import Enum
 from typing import Annotated, Any
 
 import typer
 
-from dlrover.cli.output import Form, Output, print_json
+from dlrover.cli.output import Form, Output, print_json, print_table
 from dlrover.errors import ConfigurationError, ExitCode
 
 SHOWN = 20
@@ -46,7 +45,7 @@ def list_(path: Directory, output: Output = Form.TEXT) -> None:
     if output is Form.JSON:
         print_json(found)
         return
-    _print_table([("step", "stored", "ranks", "files", "size", "state"), *map(_row, found)])
+    print_table([("step", "stored", "ranks", "files", "size", "state"), *map(_row, found)])
 
 
 def _row(item: Any) -> tuple[str, ...]:
@@ -74,7 +73,7 @@ def show(
         shape = str(list(tensor.shape))
         size = _size(tensor.nbytes)
         rows.append((tensor.name, tensor.dtype, shape, str(tensor.parts), size, note))
-    _print_table(rows)
+    print_table(rows)
     print(f"Plain values: {', '.join(found.values) or 'none'}")
     print(
         f"Step {found.step}, ranks: {found.ranks}, tensors: {len(found.tensors)} with {found.elements}"
@@ -189,15 +188,6 @@ def _load(module: str) -> Any:
         raise ConfigurationError(
             f"dlrover ckpt needs the package {error.name}; install dlrover[torch]."
         ) from error
-
-
-def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Print columns for people and for ``grep``; lines never break, whatever the terminal's width."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        )
 
 
 def _size(nbytes: float) -> str:

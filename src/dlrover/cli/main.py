@@ -16,7 +16,7 @@ from dlrover import __version__, config
 from dlrover._util import procs
 from dlrover.cli import chaos, ckpt, jobs
 from dlrover.cli.cluster import brain, operator, submit
-from dlrover.cli.output import Form, Output, print_json
+from dlrover.cli.output import Form, Output, print_json, show
 from dlrover.cli.run.launchspec import parse_rdzv_conf
 from dlrover.cli.run.nodes import parse_nnodes
 from dlrover.errors import ConfigurationError, DLRoverError, ExitCode
@@ -52,22 +52,16 @@ def status(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None
     from dlrover.cli.inspect import queries  # noqa: PLC0415 - loads grpc
 
     report = queries.status(jobs.find(config.environ(), job, job_dir))
-    if output is Form.JSON:
-        print_json(report)
-    else:
-        queries.render_status(report, Console())
+    show(report, output, queries.render_status)
 
 
 @app.command()
 def nodes(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
     """Show the memory, cores and accelerators that each node of a job uses and has."""
-    from dlrover.cli.inspect import nodes as views, queries  # noqa: PLC0415 - loads grpc
+    from dlrover.cli.inspect import queries  # noqa: PLC0415 - loads grpc
 
     report = queries.status(jobs.find(config.environ(), job, job_dir))
-    if output is Form.JSON:
-        print_json(report.status.nodes)
-    else:
-        views.render(report.status.nodes, Console())
+    show(report.status.nodes, output, queries.render_nodes)
 
 
 @app.command()
@@ -108,17 +102,14 @@ def goodput(
     output: Output = Form.TEXT,
 ) -> None:
     """Show where the time of a job's nodes went, and what each incident cost."""
-    from dlrover.cli.inspect import chrometrace, goodput as ledger, page  # noqa: PLC0415
+    from dlrover.cli.inspect import goodput as ledger, page  # noqa: PLC0415
 
     found = ledger.report(jobs.find(config.environ(), job, job_dir))
     if html:
         ledger.write("--html", html, page.render(found))
     if trace:
-        ledger.write("--trace", trace, chrometrace.render(found))
-    if output is Form.JSON:
-        print_json(found.content())
-    else:
-        ledger.render(found, Console())
+        ledger.write("--trace", trace, page.trace(found))
+    show(found.content(), output, lambda _, console: ledger.render(found, console))
 
 
 @app.command()
@@ -127,10 +118,7 @@ def plan(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
     from dlrover.cli.inspect import plans  # noqa: PLC0415
 
     found = plans.plans(jobs.find(config.environ(), job, job_dir))
-    if output is Form.JSON:
-        print_json(found)
-    else:
-        print(plans.render(found))
+    show(found, output, lambda plans_, _: print(plans.render(plans_)))
 
 
 @app.command()
@@ -139,10 +127,7 @@ def stacks(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None
     from dlrover.cli.inspect import queries  # noqa: PLC0415
 
     found = queries.stacks(jobs.find(config.environ(), job, job_dir))
-    if output is Form.JSON:
-        print_json(found)
-    else:
-        print(found.report or "No workers run.")
+    show(found, output, lambda stacks, _: print(stacks.report or "No workers run."))
 
 
 @app.command()
@@ -225,10 +210,7 @@ def diagnose(
         found = diagnosing.of_job(jobs.find(env, "", job_dir), own)
     else:
         found = (diagnosing.of_log(file, own),)
-    if output is Form.JSON:
-        print_json(found)
-    else:
-        print("\n\n".join(map(diagnosing.render, found)))
+    show(found, output, lambda all_, _: print("\n\n".join(map(diagnosing.render, all_))))
 
 
 @app.command()

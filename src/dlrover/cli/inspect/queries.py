@@ -1,10 +1,10 @@
-"""``dlrover status``, ``stacks``, ``events``, ``scale`` and ``stop``: ask the master, or read its files."""
+"""``dlrover status``, ``nodes``, ``stacks``, ``events``, ``scale`` and ``stop``: ask the master, or read its files."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,7 +20,7 @@ from dlrover.master.machine.job import JobMachine
 from dlrover.master.views.status import status_of
 from dlrover.rpc import messages
 from dlrover.rpc.client import connect
-from dlrover.spec.events import Event
+from dlrover.spec.events import Event, size
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.roles import WORKER
 
@@ -108,6 +108,26 @@ def render_status(report: Report, console: Console) -> None:
         )
     console.print(table)
     console.print(f"Job directory: {report.job_dir}", highlight=False, soft_wrap=True)
+
+
+def render_nodes(nodes: Sequence[messages.NodeState], console: Console) -> None:
+    """Print a job's nodes as a table."""
+    table = Table("node", "rank", "status", "host", "memory", "cores", "accelerators", box=None)
+    for node in nodes:
+        table.add_row(
+            str(node.id),
+            str(node.node_rank) if node.node_rank >= 0 else "-",
+            node.status,
+            node.hostname or "-",
+            _of(size(node.memory), size(node.memory_limit)) if node.memory_limit else "-",
+            _of(f"{node.cpu:.2f}", f"{node.cores:g}") if node.cores else "-",
+            f"{node.busy:.0%} busy" if node.busy >= 0 else "-",
+        )
+    console.print(table)
+
+
+def _of(used: str, limit: str) -> str:
+    return f"{used} of {limit}"
 
 
 def stacks(job_dir: JobDir) -> messages.Stacks:
