@@ -189,9 +189,9 @@ RANGES = {
 """Minimum and maximum of single limits."""
 RELATIONS = (
     ("heartbeat_timeout", 2.0, "heartbeat_interval", "one late heartbeat must not lose a node"),
-    ("slow_rank_window", 1.0, "heartbeat_interval", "heartbeats tell how long steps take"),
-    ("memory_horizon", 1.0, "usage_interval", "a node's memory is looked at that often"),
-    ("autoscale_patience", 1.0, "autoscale_window", "a change is measured for so long"),
+    ("slow_rank_window", 1.0, "heartbeat_interval", "heartbeats report how long steps take"),
+    ("memory_horizon", 1.0, "usage_interval", "a node's memory is measured that often"),
+    ("autoscale_patience", 1.0, "autoscale_window", "a change is measured for that time"),
 )
 """Limits that must be at least a multiple of another limit: name, factor, other name, reason."""
 

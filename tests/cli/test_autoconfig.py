@@ -59,7 +59,7 @@ def test_what_is_given_wins() -> None:
 
 
 def test_what_is_no_number_of_nodes_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="NODE_NUM=many is no number of nodes"):
+    with pytest.raises(ConfigurationError, match="NODE_NUM=many is not a number of nodes"):
         options(NODE_NUM="many")
 
 

@@ -137,7 +137,7 @@ def test_nothing_is_amiss_on_a_healthy_machine():
         ("core dumps", "warning", {"core_limit": None}, ["all of", "'core'", "ulimit -c 0"]),
         ("core dumps", "warning", {"core_limit": 2 * GIB}, ["2.0 GiB"]),
         ("core dumps", "ok", {"core_limit": None, "core_pattern": "|/bin/apport"}, ["apport"]),
-        ("ports", "ok", {"ports": None}, ["does not tell"]),
+        ("ports", "ok", {"ports": None}, ["does not report"]),
         ("ports", "ok", {"ports": Ports(32768, 60999, 1024)}, ["1024", "32768 to 60999"]),
         ("ports", "warning", {"ports": Ports(32768, 60999, 1023)}, ["ip_local_port_range"]),
         ("ports", "problem", {"ports": Ports(60000, 60063, 63)}, ["63"]),

@@ -29,16 +29,15 @@ def chaos(  # noqa: PLR0913 - each is an option of the command
     nodes: Annotated[int, typer.Option(min=1, help="Nodes to run on this machine.")] = 4,
     nproc_per_node: Annotated[int, typer.Option(min=1, help="Workers on each node.")] = 1,
     faults: Annotated[
-        str, typer.Option(help="Which faults, in this order: NAME,NAME,... (see the page).")
+        str, typer.Option(help="Faults to inject, in this order: NAME,NAME,...")
     ] = "",
     every: Annotated[
-        float, typer.Option(min=0.0, help="Inject one of them at random each so many seconds.")
+        float,
+        typer.Option(min=0.0, help="Seconds between faults, each drawn at random from --faults."),
     ] = 0.0,
     duration: Annotated[
         float,
-        typer.Option(
-            "--for", min=0.0, help="For so many seconds, or longer where faults do; with --every."
-        ),
+        typer.Option("--for", min=0.0, help="Seconds for which --every injects faults."),
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Chooses targets, and the faults of --every.")] = 0,
     checkpoint_dir: Annotated[
@@ -88,7 +87,7 @@ def chaos(  # noqa: PLR0913 - each is an option of the command
     plan = _plan(faults, every, duration, seed)
     directory = jobs.create(env, "chaos", job_dir)
     with jobs.locked(directory):
-        pass  # puts the files of an earlier job aside before anything reads them
+        pass  # moves the files of an earlier job before anything reads them
     options = Options(
         program=tuple(program),
         job_dir=directory.path,

@@ -58,7 +58,7 @@ def _row(item: Any) -> tuple[str, ...]:
 @app.command()
 def show(
     path: Directory,
-    step: Annotated[int | None, typer.Option(help="Which step; else the newest.")] = None,
+    step: Annotated[int | None, typer.Option(help="Step; by default the newest.")] = None,
     output: Output = Form.TEXT,
 ) -> None:
     """Show a step's tensors and the names of its plain values."""
@@ -84,7 +84,7 @@ def show(
 @app.command()
 def verify(
     path: Directory,
-    step: Annotated[str, typer.Option(help="Which step, or all; else the newest.")] = "",
+    step: Annotated[str, typer.Option(help="Step, or all; by default the newest.")] = "",
     output: Output = Form.TEXT,
 ) -> None:
     """Read all of a step and compare it with its checksums. Exit code 3 if it is damaged."""
@@ -129,11 +129,13 @@ def convert(
             help="Checkpoint directory, DCP directory, .safetensors or torch.save file."
         ),
     ],
-    destination: Annotated[str, typer.Argument(help="What is made; it must not exist.")],
+    destination: Annotated[
+        str, typer.Argument(help="File or directory to create; it must not exist.")
+    ],
     to: Annotated[Format, typer.Option(help="Format of the destination.")],
     step: Annotated[
         int | None,
-        typer.Option(help="Which step of the source; else the newest. Or the number of a new one."),
+        typer.Option(help="Step of the source, by default the newest; or the number of a new one."),
     ] = None,
     trusted: Annotated[
         bool,
@@ -155,7 +157,7 @@ def convert(
 @app.command()
 def prune(
     path: Directory,
-    keep: Annotated[int, typer.Option(help="How many steps to keep, the newest ones.")],
+    keep: Annotated[int, typer.Option(help="Number of newest steps to keep.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing.")] = False,
     output: Output = Form.TEXT,
 ) -> None:

@@ -28,7 +28,7 @@ from dlrover.spec.roles import WORKER
 
 app = typer.Typer(
     name="dlrover",
-    help="Look at a DLRover job, end it, check this machine, or run a job's master.",
+    help="Inspect, scale and stop DLRover jobs, check this machine, or run a job's master.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -41,9 +41,9 @@ app.command()(submit.submit)
 
 
 Job = Annotated[
-    str, typer.Argument(metavar="[JOB]", help="Name of a job; the last one if it is left out.")
+    str, typer.Argument(metavar="[JOB]", help="Name of the job; by default the last one.")
 ]
-Dir = Annotated[str, typer.Option("--job-dir", help="Directory of the job, instead of its name.")]
+Dir = Annotated[str, typer.Option("--job-dir", help="Job directory, instead of the name.")]
 
 
 @app.command()
@@ -69,7 +69,7 @@ def events(
     job: Job = "",
     job_dir: Dir = "",
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")
+        bool, typer.Option("--follow", "-f", help="Follow the job until it ends.")
     ] = False,
     output: Output = Form.TEXT,
 ) -> None:
@@ -94,7 +94,7 @@ def goodput(
     job: Job = "",
     job_dir: Dir = "",
     html: Annotated[
-        str, typer.Option(metavar="FILE", help="Write a page with a timeline of each node.")
+        str, typer.Option(metavar="FILE", help="Write an HTML page with a timeline of each node.")
     ] = "",
     trace: Annotated[
         str, typer.Option(metavar="FILE", help="Write a trace for chrome://tracing or Perfetto.")
@@ -132,14 +132,14 @@ def stacks(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None
 
 @app.command()
 def scale(
-    nodes: Annotated[int, typer.Option(help="Nodes of the role that the job is to have.")],
+    nodes: Annotated[int, typer.Option(help="Wanted number of nodes of the role.")],
     role: Annotated[
         str, typer.Option(help="worker, or ps for the servers of a job with --servers.")
     ] = WORKER,
     job: Job = "",
     job_dir: Dir = "",
     reason: Annotated[
-        str, typer.Option(help="Why; it is kept with the job's events.")
+        str, typer.Option(help="Reason, recorded in the job's events.")
     ] = "dlrover scale",
     output: Output = Form.TEXT,
 ) -> None:
@@ -153,8 +153,8 @@ def scale(
         raise ConfigurationError(f"The job in {found.path} has ended: {outcome.reason}")
     sentence = queries.scale(found, nodes, reason, role)
     if output is Form.JSON:
-        told = {"job_dir": str(found.path), "role": role, "nodes": nodes, "message": sentence}
-        print(msgspec.json.encode(told).decode())
+        reply = {"job_dir": str(found.path), "role": role, "nodes": nodes, "message": sentence}
+        print(msgspec.json.encode(reply).decode())
     else:
         print(sentence)
 
@@ -164,11 +164,11 @@ def stop(
     job: Job = "",
     job_dir: Dir = "",
     reason: Annotated[
-        str, typer.Option(help="Why; it is kept with the job's events.")
+        str, typer.Option(help="Reason, recorded in the job's events.")
     ] = "The job was stopped by dlrover stop.",
     output: Output = Form.TEXT,
 ) -> None:
-    """End a job: its workers get SIGTERM and time to leave."""
+    """Stop a job: its workers get SIGTERM and time to exit."""
     from dlrover.cli.inspect import queries  # noqa: PLC0415
     from dlrover.master.app import read_outcome  # noqa: PLC0415
 
@@ -195,13 +195,13 @@ def doctor(output: Output = Form.TEXT) -> None:
 @app.command()
 def diagnose(
     file: Annotated[
-        str, typer.Argument(metavar="[FILE]", help="A log; - or nothing for standard input.")
+        str, typer.Argument(metavar="[FILE]", help="Log file; - or nothing for standard input.")
     ] = "",
     job_dir: Dir = "",
-    rules: Annotated[str, typer.Option(help="Rows for the table of causes (TOML).")] = "",
+    rules: Annotated[str, typer.Option(help="TOML file with rows for the table of causes.")] = "",
     output: Output = Form.TEXT,
 ) -> None:
-    """Explain from its log what ended a program, or what ended a job's workers, and what to do."""
+    """Explain from a log why a program failed, or why a job's workers did, and what to do."""
     from dlrover.cli.inspect import diagnose as diagnosing  # noqa: PLC0415
 
     env = config.environ()
@@ -218,16 +218,18 @@ def check(
     directory: Annotated[
         str,
         typer.Option(
-            help="Where the disk is checked; the directory for temporary files if left out."
+            help="Directory on the disk to check; by default the one for temporary files."
         ),
     ] = "",
-    accelerator: Annotated[str, typer.Option(help="As of dlrover-run; found if left out.")] = "",
+    accelerator: Annotated[
+        str, typer.Option(help="Kind of accelerator, as for dlrover-run; detected by default.")
+    ] = "",
     config_file: Annotated[str, typer.Option("--config", help="Settings file (TOML).")] = "",
     output: Output = Form.TEXT,
 ) -> None:
     """Measure this machine's device, memory, disk and network; in a launcher's job, all its machines.
 
-    Exit code 3 if something is at fault.
+    Exits with 3 if a part is at fault.
     """
     from dlrover.cli.host import check as checking  # noqa: PLC0415
 
@@ -250,19 +252,22 @@ def master(  # noqa: PLR0913 - each is an option of the command
     port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.")] = 29400,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",  # noqa: S104
     name: Annotated[str, typer.Option(help="Name of the job.")] = "job",
-    node_unit: Annotated[int, typer.Option(help="A world has a multiple of it.")] = 1,
-    max_restarts: Annotated[int, typer.Option(help="As of dlrover-run.")] = 0,
+    node_unit: Annotated[int, typer.Option(help="Train with a multiple of N nodes only.")] = 1,
+    max_restarts: Annotated[int, typer.Option(help="As for dlrover-run.")] = 0,
     metrics_port: Annotated[
         int | None, typer.Option(min=0, max=65_535, help="Port for Prometheus metrics; 0 for none.")
     ] = None,
     network_check: Annotated[
-        bool, typer.Option("--network-check", help="As of dlrover-run.")
+        bool, typer.Option("--network-check", help="As for dlrover-run.")
     ] = False,
     exclude_straggler: Annotated[
-        bool, typer.Option("--exclude-straggler", help="As of dlrover-run.")
+        bool, typer.Option("--exclude-straggler", help="As for dlrover-run.")
     ] = False,
     platform: Annotated[
-        str, typer.Option(help="What launches the nodes: kubernetes; nothing if left out.")
+        str,
+        typer.Option(
+            help="Platform that launches the nodes: kubernetes; by default nodes come by themselves."
+        ),
     ] = "",
     rdzv_conf: Annotated[str, typer.Option(help="Settings: key=value,key=value.")] = "",
     config_file: Annotated[str, typer.Option("--config", help="Settings file (TOML).")] = "",
@@ -271,7 +276,7 @@ def master(  # noqa: PLR0913 - each is an option of the command
 ) -> None:
     """Run one job's master here, for nodes that are started with DLROVER_MASTER_ADDR.
 
-    Its token is DLROVER_TOKEN, else the one in the job directory, else a new one. With --platform kubernetes,
+    The token is DLROVER_TOKEN, else the one in the job directory, else a new one. With --platform kubernetes,
     the job is the ElasticJob that DLROVER_KUBERNETES_JOB names, and the master makes its pods.
     """
     from dlrover.master.app import main as run_master, read_outcome  # noqa: PLC0415 - loads grpc
@@ -280,7 +285,7 @@ def master(  # noqa: PLR0913 - each is an option of the command
     settings = config.settings(env, config_file, parse_rdzv_conf(rdzv_conf))
     min_nodes, max_nodes = parse_nnodes(nnodes)
     if platform not in ("", "kubernetes"):
-        raise ConfigurationError(f"--platform {platform}: must be kubernetes, or left out.")
+        raise ConfigurationError(f"--platform {platform}: must be kubernetes or empty.")
     if metrics_port is not None:
         settings = msgspec.structs.replace(settings, metrics_port=metrics_port)
     if platform:

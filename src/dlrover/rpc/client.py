@@ -116,7 +116,7 @@ def connect(job_dir: JobDir, timeout: float = REQUEST_TIMEOUT) -> MasterClient:
         tls = decode(job_dir.job, job_dir.job.read_bytes(), MasterConfig).tls
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigurationError(
-            f"{job_dir.path} does not say where its job's master is: {error}."
+            f"{job_dir.path} holds no address of its job's master: {error}."
         ) from error
     return MasterClient(
         address, token, wire.Tls(tls.cert, tls.key, tls.ca, tls.server_name), timeout

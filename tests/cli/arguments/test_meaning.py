@@ -90,8 +90,8 @@ def test_local_nodes_yield_to_a_number_of_nodes_from_the_environment():
         ("--nnodes two", "--nnodes two: must be a whole number N, or two as MIN:MAX."),
         ("--nnodes 1:2:3", "--nnodes 1:2:3: must be a whole number N, or two as MIN:MAX."),
         ("--local-nodes -1", "--local-nodes -1: must be a whole number, 1 or more."),
-        ("--local-nodes 5 --nnodes 2:4", "--local-nodes 5: --nnodes 2:4 asks for 2 to 4 nodes."),
-        ("--local-nodes 1 --nnodes 2:4", "--local-nodes 1: --nnodes 2:4 asks for 2 to 4 nodes."),
+        ("--local-nodes 5 --nnodes 2:4", "--local-nodes 5: --nnodes 2:4 requests 2 to 4 nodes."),
+        ("--local-nodes 1 --nnodes 2:4", "--local-nodes 1: --nnodes 2:4 requests 2 to 4 nodes."),
         ("--node-unit 0", "--node-unit 0: must be a whole number, 1 or more."),
         (
             "--nnodes 3 --node-unit 2",

@@ -30,16 +30,16 @@ PORT = 29500
 
 app = typer.Typer(
     name="brain",
-    help="Run the Brain, which plans the resources of jobs, or look at what it knows.",
+    help="Run the Brain, which plans the resources of jobs, or query it.",
     no_args_is_help=True,
 )
 
 Address = Annotated[
     str,
-    typer.Option("--brain", help="Where the Brain is, HOST:PORT; the setting brain if left out."),
+    typer.Option("--brain", help="Address of the Brain, HOST:PORT; by default the setting brain."),
 ]
 TokenFile = Annotated[
-    str, typer.Option(help="File with the Brain's token; DLROVER_BRAIN_TOKEN if left out.")
+    str, typer.Option(help="File with the Brain's token; by default DLROVER_BRAIN_TOKEN.")
 ]
 Config = Annotated[str, typer.Option("--config", help="Settings file (TOML).")]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="Id of a job.")]
@@ -50,7 +50,7 @@ T = TypeVar("T")
 @app.command()
 def serve(  # noqa: PLR0913 - each is an option of the command
     database: Annotated[
-        str, typer.Option(help="URL; SQLite in the user's state directory if left out.")
+        str, typer.Option(help="Database URL; by default SQLite in the user's state directory.")
     ] = "",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.")] = PORT,
@@ -59,12 +59,12 @@ def serve(  # noqa: PLR0913 - each is an option of the command
         str, typer.Option(help="Directory with a token for each tenant, in a file of its name.")
     ] = "",
     retention_days: Annotated[
-        float, typer.Option(min=0.01, help="Ended jobs and old samples are kept so many days.")
+        float, typer.Option(min=0.01, help="Days for which ended jobs and old samples are kept.")
     ] = 90.0,
     monitor: Annotated[
-        str, typer.Option(help="Look at this cluster: kubernetes; none if left out.")
+        str, typer.Option(help="Cluster to monitor: kubernetes; by default none.")
     ] = "",
-    kubeconfig: Annotated[str, typer.Option(help="Of that cluster.")] = "",
+    kubeconfig: Annotated[str, typer.Option(help="Kubeconfig file of that cluster.")] = "",
     config_file: Config = "",
     output: Output = Form.TEXT,
 ) -> None:
@@ -106,7 +106,9 @@ def serve(  # noqa: PLR0913 - each is an option of the command
 @app.command()
 def jobs(
     running: Annotated[bool, typer.Option("--running", help="Only those that run.")] = False,
-    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Show so many.")] = 50,
+    limit: Annotated[
+        int, typer.Option(min=1, max=10_000, help="Largest number of jobs to show.")
+    ] = 50,
     brain: Address = "",
     token_file: TokenFile = "",
     config_file: Config = "",
@@ -137,7 +139,7 @@ def what_if(
     job: JobId,
     workers: Annotated[int, typer.Option(min=1, help="Worker nodes.")],
     servers: Annotated[
-        int | None, typer.Option(min=1, help="Parameter servers; as many as it has if left out.")
+        int | None, typer.Option(min=1, help="Parameter servers; by default the present number.")
     ] = None,
     brain: Address = "",
     token_file: TokenFile = "",
@@ -335,7 +337,7 @@ def _print_expected(job: str, found: records.Expected, console: Console) -> None
 def _print_cluster(found: records.Cluster, console: Console) -> None:
     """Print the cluster's machines, free resources and quotas."""
     if not found.nodes:
-        console.print("Nobody has told the Brain what the cluster has.")
+        console.print("No monitor has reported the cluster to the Brain.")
     else:
         seen = max(0.0, time.time() - found.seen)
         ready = sum(1 for node in found.nodes if node.ready)

@@ -157,7 +157,7 @@ def _state_dir(machine: Machine) -> Finding:
     level = _low(machine.state.free, problem=128 * MIB, warning=2 * GIB)
     free, total = _size(machine.state.free), _size(machine.state.total)
     fact = f"{machine.state_dir} has {free} free of {total}"
-    advice = f"journals, events and logs of jobs grow there; make room, or {fix}"
+    advice = f"journals, events and logs of jobs grow there; free space, or {fix}"
     if level is Level.OK and NETWORK_FILE_SYSTEMS.fullmatch(machine.state_type):
         level, fact = Level.WARNING, f"{machine.state_dir} is on a network ({machine.state_type})"
         advice = f"the journal's database has no safe locks there; {fix}"
@@ -207,7 +207,7 @@ def _core_dumps(machine: Machine) -> Finding:
 def _ports(machine: Machine) -> Finding:
     topic = "ports"
     if machine.ports is None:
-        return Finding(Level.OK, topic, "The kernel does not tell its range of ephemeral ports.")
+        return Finding(Level.OK, topic, "The kernel does not report its range of ephemeral ports.")
     low, high = machine.ports.low, machine.ports.high
     fact = f"{machine.ports.free} of the ephemeral ports {low} to {high} are free"
     advice = (
@@ -274,7 +274,7 @@ def _reverse(machine: Machine) -> Finding:
     if slowest.error:
         fact += f" ({slowest.error})"
     advice = (
-        "PyTorch's store makes one for each connection and serves nobody meanwhile (up to 5 s a "
+        "PyTorch's store makes one for each connection and serves no other meanwhile (up to 5 s a "
         "worker); put the address into /etc/hosts or repair the name server"
     )
     return _finding(level, "reverse lookup", fact, advice)

@@ -194,7 +194,7 @@ def _timeline(found: Report) -> str:
     note = f"<p class=soft>{left_out} more nodes are not drawn.</p>" if left_out else ""
     return (
         f'<div class=scroll><svg viewBox="0 0 {_LEFT + _WIDTH + 30} {height}" role=img '
-        f'aria-label="What each node did when">{ticks}{rows}{marks}</svg></div>{note}'
+        f'aria-label="Time of each node by cause">{ticks}{rows}{marks}</svg></div>{note}'
     )
 
 
@@ -227,7 +227,7 @@ def _drawing(found: Report) -> str:
     marks = "".join(_plan_mark(plan, place(plan.time), bottom) for plan in found.plans)
     return (
         f'<div class=scroll><svg viewBox="0 0 {right + 30} {bottom + 10}" role=img '
-        f'aria-label="How many nodes the job had when"><line class=axis x1="{left}" x2="{right}" '
+        f'aria-label="Number of nodes over time"><line class=axis x1="{left}" x2="{right}" '
         f'y1="{bottom}" y2="{bottom}"/>{labels}<path class=size d="{path}H{right}"/>{marks}</svg></div>'
     )
 

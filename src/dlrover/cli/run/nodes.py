@@ -63,7 +63,7 @@ def bounds(args: argparse.Namespace) -> tuple[int, int]:
         bounds = f"--nnodes {args.nnodes}"
     if local and not least <= local <= most:
         raise ConfigurationError(
-            f"--local-nodes {local}: {bounds} asks for {_range(least, most)} nodes."
+            f"--local-nodes {local}: {bounds} requests {_range(least, most)} nodes."
         )
     available = local or most
     if available < most:
@@ -83,7 +83,7 @@ def check_auto_scale(
     if not has_choice:
         servers = f" and {args.servers} servers" if args.servers else ""
         raise ConfigurationError(
-            f"--auto-scale: {max_nodes} nodes{servers} are asked for, which leaves no choice; give a range, as "
+            f"--auto-scale: {max_nodes} nodes{servers} leave no choice; give a range, as "
             f"--nnodes 1:{max(max_nodes, 2)}."
         )
     if not args.local_nodes and "DLROVER_MASTER_ADDR" not in environ:
@@ -248,7 +248,7 @@ def _cluster_nodes(environ: Mapping[str, str]) -> tuple[str, str]:
         if text:
             if not text.isdecimal() or int(text) < 1:
                 raise ConfigurationError(
-                    f"{name}={text} is no number of nodes for --auto-config; give --nnodes."
+                    f"{name}={text} is not a number of nodes for --auto-config; give --nnodes."
                 )
             return str(int(text)), name
     return "1", "no cluster says otherwise"

@@ -87,7 +87,7 @@ def run(options: RunOptions, env: Mapping[str, str]) -> Outcome:
             plan.run_here()
         elif options.rdzv_endpoint is None:
             raise ConfigurationError(
-                f"--nnodes {options.job.max_nodes} needs a place to meet: give --rdzv-endpoint HOST:PORT, "
+                f"--nnodes {options.job.max_nodes} needs a rendezvous: give --rdzv-endpoint HOST:PORT, "
                 "the same on every node, or --local-nodes to run all nodes on this machine."
             )
         else:

@@ -155,8 +155,8 @@ class Strike:
 
     def _silence(self) -> str:
         if self._watcher.over and not self._went_on and not self._again_at:
-            return "The job ended before it told of it."
-        trained = "went on" if self._went_on else "stood still until the fault was taken back"
+            return "The job ended before it reported the fault."
+        trained = "went on" if self._went_on else "stopped until the fault was healed"
         return f"Not detected within {self._limit:g} s; training {trained}."
 
     def _sight(self) -> Sighting:
