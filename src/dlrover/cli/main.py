@@ -189,7 +189,7 @@ def doctor(output: Output = Form.TEXT) -> None:
     """Check this machine for what training needs; print a sentence for each finding."""
     from dlrover.cli.host.doctor import doctor as examine  # noqa: PLC0415
 
-    raise typer.Exit(examine(output.value, config.environ(), Console()))
+    raise typer.Exit(examine(output, config.environ(), Console()))
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""The configurations of a job's processes, composed from the job as requested and the settings.
+"""A job's configuration, composed from the job as requested and the settings.
 
 `dlrover-run`, `dlrover master` and an ElasticJob each say what is requested; everything else is added here.
 """
@@ -10,8 +10,7 @@ import msgspec
 from dlrover.config import Settings
 from dlrover.master.diagnosis_rules import load_own
 from dlrover.spec.job import JobSpec
-from dlrover.spec.jobdir import AgentConfig, BrainSide, MasterConfig
-from dlrover.spec.launch import LaunchSpec
+from dlrover.spec.jobdir import BrainSide, MasterConfig
 from dlrover.spec.node import NodeSize
 
 
@@ -62,25 +61,4 @@ def master_config(request: Request, settings: Settings, host: str, port: int) ->
             token_file=settings.brain_token_file,
             cluster=brain.cluster or settings.optimize_mode == "cluster",
         ),
-    )
-
-
-def agent_config(
-    launch: LaunchSpec,
-    settings: Settings,
-    *,
-    master: str = "",
-    address: str = "",
-    store_port: int = 0,
-    accelerator: str = "",
-) -> AgentConfig:
-    """Return the configuration of a node's agent; see `AgentConfig` for the arguments."""
-    return AgentConfig(
-        launch=launch,
-        limits=settings.limits,
-        master_address=master,
-        address=address,
-        store_port=store_port,
-        accelerator=accelerator,
-        tls=settings.tls,
     )

@@ -17,8 +17,9 @@ import msgspec
 from rich.text import Text
 
 from dlrover.cli.host.probe import Machine, collect
+from dlrover.cli.output import Form
 from dlrover.config import state_dirs
-from dlrover.errors import ConfigurationError, ExitCode
+from dlrover.errors import ExitCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -391,17 +392,11 @@ def render_json(machine: Machine, findings: Iterable[Finding]) -> str:
     return msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
 
 
-def doctor(output: str, environ: Mapping[str, str], console: Console) -> int:
-    """Examine this machine, print the findings as ``text`` or ``json``, and return the exit code.
-
-    Raises:
-        ConfigurationError: ``output`` is another word.
-    """
-    if output not in ("text", "json"):
-        raise ConfigurationError(f"--output is {output!r}; it must be text or json.")
+def doctor(output: Form, environ: Mapping[str, str], console: Console) -> int:
+    """Examine this machine, print the findings, and return the exit code."""
     machine = collect(environ, state_dirs(environ)[0])
     findings = examine(machine)
-    if output == "json":
+    if output is Form.JSON:
         console.out(render_json(machine, findings), highlight=False)
     else:
         console.print(render_text(findings), soft_wrap=True)

@@ -184,8 +184,3 @@ class HostLock:
         except OSError:
             self._socket.close()
             self.held = False
-
-    def release(self) -> None:
-        """Let another launcher start a master."""
-        self._socket.close()
-        self.held = False

@@ -21,9 +21,9 @@ from dlrover.cli import jobs
 from dlrover.cli.run import arguments, nodes, report
 from dlrover.cli.run.launchspec import Endpoint, RunOptions, parse_endpoint
 from dlrover.errors import ConfigurationError, DLRoverError
-from dlrover.master.compose import Request, agent_config, master_config
+from dlrover.master.compose import Request, master_config
 from dlrover.planning import extra
-from dlrover.spec.jobdir import BrainSide, JobDir
+from dlrover.spec.jobdir import AgentConfig, BrainSide, JobDir
 from dlrover.spec.launch import LaunchSpec
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.plan import Group
@@ -237,13 +237,14 @@ class _Plan:
         self._has_master = True
 
     def _write_agent(self, master: str, address: str, store_port: int) -> None:
-        content = agent_config(
-            self._options.launch,
-            self._settings,
-            master=master,
+        content = AgentConfig(
+            launch=self._options.launch,
+            limits=self._settings.limits,
+            master_address=master,
             address=address,
             store_port=store_port,
             accelerator=self._options.accelerator,
+            tls=self._settings.tls,
         )
         self._write(self._job_dir.agent, content)
 
