@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dlrover.cli.inspect.plans import PlanRecord, records
+from dlrover.cli.inspect.queries import ask
 from dlrover.cli.inspect.timeline import Timeline
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.master.app import load_config
@@ -21,7 +22,6 @@ from dlrover.master.journal.journal import open_journal
 from dlrover.master.machine import inputs
 from dlrover.master.machine.goodput.ledger import Ledger
 from dlrover.master.machine.job import JobMachine
-from dlrover.rpc.client import connect
 from dlrover.spec import events
 from dlrover.spec.goodput import CAUSES, Cause, Goodput, IncidentCost
 from dlrover.spec.jobdir import JobDir
@@ -93,15 +93,11 @@ def report(job_dir: JobDir) -> Report:
 
 def _now(job_dir: JobDir, machine: JobMachine) -> float:
     """Return the time on the clock of the job's master; 0.0 if no master answers."""
-
-    async def ask() -> float:
-        async with connect(job_dir) as client:
-            return machine.submitted_at + (await client.status()).seconds
-
     try:
-        return asyncio.run(ask())
+        status = asyncio.run(ask(job_dir, lambda master: master.status()))
     except (InfrastructureError, ConfigurationError):
         return 0.0
+    return machine.submitted_at + status.seconds
 
 
 # ---- text
