@@ -127,11 +127,12 @@ async def relayed() -> Any:
     async with a_master() as master:
         agent = spawn.Process(target=relay, args=(master.address, master.token, other), daemon=True)
         agent.start()
-        launched.relay, launched.round = await asyncio.to_thread(mine.recv), 1
+        address = await asyncio.to_thread(mine.recv)
+        launched.given = launched.Given(relay=address, round=1)
         try:
             yield
         finally:
-            launched.relay, launched.round = "", 0
+            launched.given = launched.Given()
             agent.kill()
             agent.join()
 

@@ -22,6 +22,7 @@ import msgspec
 
 from dlrover.errors import ConfigurationError
 from dlrover.spec.job import Limits
+from dlrover.spec.jobdir import MetricsAddress, TlsFiles
 
 ENV_PREFIX = "DLROVER_"
 TORCH_RDZV_KEYS = frozenset(
@@ -73,6 +74,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Authority over the size of a job with ``--auto-scale``: the job itself, or the Brain for all jobs."""
     brain_token_file: str = ""
     """File with the Brain's token, used if ``DLROVER_BRAIN_TOKEN`` is not set."""
+
+    @property
+    def tls(self) -> TlsFiles:
+        """The ``tls_`` settings."""
+        return TlsFiles(self.tls_cert, self.tls_key, self.tls_ca, self.tls_server_name)
+
+    @property
+    def metrics(self) -> MetricsAddress:
+        """The ``metrics_`` settings."""
+        return MetricsAddress(self.metrics_host, self.metrics_port)
 
 
 _GRPC = "GRPC_"
@@ -178,9 +189,9 @@ RANGES = {
 """Minimum and maximum of single limits."""
 RELATIONS = (
     ("heartbeat_timeout", 2.0, "heartbeat_interval", "one late heartbeat must not lose a node"),
-    ("slow_rank_window", 1.0, "heartbeat_interval", "heartbeats tell how long steps take"),
-    ("memory_horizon", 1.0, "usage_interval", "a node's memory is looked at that often"),
-    ("autoscale_patience", 1.0, "autoscale_window", "a change is measured for so long"),
+    ("slow_rank_window", 1.0, "heartbeat_interval", "heartbeats report how long steps take"),
+    ("memory_horizon", 1.0, "usage_interval", "a node's memory is measured that often"),
+    ("autoscale_patience", 1.0, "autoscale_window", "a change is measured for that time"),
 )
 """Limits that must be at least a multiple of another limit: name, factor, other name, reason."""
 

@@ -7,25 +7,31 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 
 
 def _ignore(_step: int) -> None:
     pass
 
 
-node = ""
-"""The process's node, if a machine hosts several, each with a saver; empty: the machine is one node."""
-round = 0  # noqa: A001 - its name everywhere
-"""Round of this worker process."""
-relay = ""
-"""Abstract Unix socket, without the NUL, on which the node's agent takes requests for the master."""
-save_at_breakpoint = False
-"""True to store the newest step in memory when a worker dies (``dlrover-run --save-at-breakpoint``)."""
-auto_tuning = False
-"""True if loaders and trainers tune themselves by default: ``--auto-tunning``."""
-global_batch = 0
-"""Global batch chosen for the job, in samples; 0: the program's own."""
+@dataclass(frozen=True)
+class Given:
+    """Settings and addresses that the launcher gives this worker process."""
 
+    node: str = ""
+    """The process's node, if a machine hosts several, each with a saver; empty: the machine is one node."""
+    round: int = 0
+    relay: str = ""
+    """Abstract Unix socket, without the NUL, on which the node's agent takes requests for the master."""
+    save_at_breakpoint: bool = False
+    """True to store the newest step in memory when a worker dies, unless the program says otherwise."""
+    auto_tuning: bool = False
+    """True if loaders and trainers tune themselves, unless the program says otherwise."""
+    global_batch: int = 0
+    """Global batch chosen for the job, in samples; 0: the program's own."""
+
+
+given = Given()
 reading: Callable[[int, int, int], None] | None = None
 """Called with the dataset's key, the lane and the first position of each shard whose reading begins."""
 blocked: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext

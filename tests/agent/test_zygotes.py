@@ -10,12 +10,13 @@ import pytest
 from dlrover.agent.workers import zygotes
 from dlrover.agent.workers.zygote import Order
 from dlrover.agent.workers.zygotes import ZygoteProcess
+from dlrover.training.worker.bootstrap import Program
 
 WAIT = 0.05
 
 
 def order(spawn: int) -> Order:
-    return Order(spawn, "script", "x.py", [], {}, "", "", "", 0)
+    return Order(spawn, Program("script", "x.py", [], "", 0), {}, "", "")
 
 
 class Waiting:

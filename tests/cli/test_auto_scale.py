@@ -22,18 +22,18 @@ def options(*argv: str, **environ: str):
 
 
 def test_a_range_of_nodes_that_are_started_here():
-    assert options("--nnodes=1:4", "--local-nodes=1", "--auto-scale").auto_scale
-    assert not options("--nnodes=1:4", "--local-nodes=1").auto_scale
+    assert options("--nnodes=1:4", "--local-nodes=1", "--auto-scale").job.auto_scale
+    assert not options("--nnodes=1:4", "--local-nodes=1").job.auto_scale
 
 
 def test_servers_alone_may_be_chosen():
     fixed = ("--nnodes=2", "--local-nodes=2")
-    assert options(*fixed, "--servers=1:2", "--auto-scale").auto_scale
+    assert options(*fixed, "--servers=1:2", "--auto-scale").job.auto_scale
 
 
 def test_a_node_of_a_job_elsewhere_may_have_the_flag():
     there = {"DLROVER_MASTER_ADDR": "master:1"}
-    assert options("--nnodes=1:4", "--auto-scale", **there).auto_scale
+    assert options("--nnodes=1:4", "--auto-scale", **there).job.auto_scale
 
 
 @pytest.mark.parametrize(
@@ -41,12 +41,11 @@ def test_a_node_of_a_job_elsewhere_may_have_the_flag():
     [
         (
             ["--nnodes=4", "--local-nodes=4"],
-            "--auto-scale: 4 nodes are asked for, which leaves no choice; give a range, as --nnodes 1:4.",
+            "--auto-scale: 4 nodes leave no choice; give a range, as --nnodes 1:4.",
         ),
         (
             ["--nnodes=2", "--local-nodes=2", "--servers=3"],
-            "--auto-scale: 2 nodes and 3 servers are asked for, which leaves no choice; give a range, as "
-            "--nnodes 1:2.",
+            "--auto-scale: 2 nodes and 3 servers leave no choice; give a range, as --nnodes 1:2.",
         ),
         (
             ["--nnodes=1:4", "--rdzv-backend=c10d", "--rdzv-endpoint=host:1"],
@@ -128,7 +127,7 @@ def test_plans_that_are_under_way_short_or_given_up(tmp_path):
         "under way",
     ]
     assert found.settled is None
-    assert "the best size is being looked for" in plans.render(found)
+    assert "the search for the best size goes on" in plans.render(found)
 
 
 def test_a_later_plan_says_that_the_search_goes_on(tmp_path):
@@ -143,5 +142,5 @@ def test_a_job_that_was_not_to_be_scaled_says_so(tmp_path):
 
 
 def test_a_directory_without_a_job_is_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="does not tell of plans"):
+    with pytest.raises(ConfigurationError, match="has no readable record of plans"):
         plans.plans(JobDir(tmp_path))

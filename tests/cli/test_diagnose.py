@@ -156,7 +156,7 @@ def test_other_rows_than_those_that_a_job_began_with_may_be_tried(job_dir):
 
 def test_a_directory_without_events_is_said_in_a_sentence(job_dir):
     job_dir.events.unlink()
-    with pytest.raises(ConfigurationError, match="does not tell what failed"):
+    with pytest.raises(ConfigurationError, match="has no readable record of failures"):
         diagnose.of_job(job_dir, ())
 
 

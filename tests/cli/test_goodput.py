@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from dlrover.cli.inspect import chrometrace, goodput, page, timeline
+from dlrover.cli.inspect import goodput, page, timeline
 from dlrover.cli.inspect.goodput import Report
 from dlrover.cli.inspect.plans import interval
 from dlrover.cli.inspect.timeline import Timeline
@@ -133,7 +133,7 @@ def test_a_job_without_any_time_can_be_shown(tmp_path: Path) -> None:
     drawn = page.render(report)
     assert "<svg" in drawn
     assert "Goodput is not measured" in drawn
-    json.loads(chrometrace.render(report))
+    json.loads(page.trace(report))
 
 
 def test_a_job_whose_master_is_gone_is_told_to_the_end_of_its_journal(tmp_path: Path) -> None:
@@ -354,7 +354,7 @@ def test_the_axis_has_a_few_ticks(seconds: float) -> None:
 
 
 def test_the_trace_follows_the_format_of_trace_events(found: Report) -> None:
-    trace = json.loads(chrometrace.render(found))
+    trace = json.loads(page.trace(found))
     assert trace["displayTimeUnit"] in ("ms", "ns")
     for event in trace["traceEvents"]:
         assert event["ph"] in ("M", "X", "i", "C")
@@ -379,7 +379,7 @@ def test_the_trace_follows_the_format_of_trace_events(found: Report) -> None:
 
 
 def test_the_trace_has_a_track_for_each_node_and_each_incident(found: Report) -> None:
-    events = json.loads(chrometrace.render(found))["traceEvents"]
+    events = json.loads(page.trace(found))["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert names == {n: f"node {n} (machine of agent {n})" for n in range(4)}
     for node in range(4):
@@ -393,7 +393,7 @@ def test_the_trace_has_a_track_for_each_node_and_each_incident(found: Report) ->
 
 
 def test_the_trace_has_each_plan_and_the_number_of_nodes(scaled: Report) -> None:
-    events = json.loads(chrometrace.render(scaled))["traceEvents"]
+    events = json.loads(page.trace(scaled))["traceEvents"]
     plans = [e for e in events if e.get("cat") == "plan"]
     assert [e["name"] for e in plans] == [
         f"plan {plan.number}: {plan.before} -> {plan.nodes} nodes" for plan in scaled.plans

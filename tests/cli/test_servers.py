@@ -15,7 +15,7 @@ def options(*argv: str):
 )
 def test_numbers_of_servers(text: str, bounds: tuple[int, int]) -> None:
     made = options("--local-nodes=2", *([f"--servers={text}"] if text else []))
-    assert (made.min_servers, made.max_servers) == bounds
+    assert (made.job.min_servers, made.job.max_servers) == bounds
 
 
 def test_the_roles_of_a_job_with_servers_are_worker_and_ps() -> None:

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from dlrover._util import cgroup
-from dlrover.cli.run import sizes
+from dlrover.cli.run import nodes
 from dlrover.cli.run.arguments import parse
 from dlrover.errors import ConfigurationError
 from dlrover.platform import groups
@@ -19,7 +19,7 @@ def _here(tmp_path, monkeypatch) -> None:
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cgroup, "cores", lambda: 4.0)
-    monkeypatch.setattr(sizes, "machine_memory", lambda: 8 * GIB)
+    monkeypatch.setattr(nodes, "machine_memory", lambda: 8 * GIB)
     monkeypatch.setattr(groups, "check", lambda: None)
 
 
@@ -78,17 +78,17 @@ def test_only_nodes_that_are_started_here_have_a_size(environ):
 
 
 def test_nodes_can_grow_until_they_have_all_of_the_machine_together():
-    assert sizes.most_memory_factor(NodeSize(memory=GIB), 2) == 4.0
-    assert sizes.most_memory_factor(NodeSize(memory=4 * GIB, cpu=4.0), 2) == 1.0
-    assert sizes.most_memory_factor(NodeSize(cpu=1.0), 2) == 0.0
-    assert sizes.most_memory_factor(NodeSize(), 0) == 0.0
+    assert nodes.most_memory_factor(NodeSize(memory=GIB), 2) == 4.0
+    assert nodes.most_memory_factor(NodeSize(memory=4 * GIB, cpu=4.0), 2) == 1.0
+    assert nodes.most_memory_factor(NodeSize(cpu=1.0), 2) == 0.0
+    assert nodes.most_memory_factor(NodeSize(), 0) == 0.0
 
 
 def test_what_the_machine_does_not_have():
     with pytest.raises(ConfigurationError, match=r"3 nodes need 9Gi, and this machine has 8Gi\.$"):
-        sizes.most_memory_factor(NodeSize(memory=3 * GIB), 3)
+        nodes.most_memory_factor(NodeSize(memory=3 * GIB), 3)
     with pytest.raises(ConfigurationError, match=r"--node-cpu 4.5: this machine has 4 cores\.$"):
-        sizes.most_memory_factor(NodeSize(cpu=4.5), 1)
+        nodes.most_memory_factor(NodeSize(cpu=4.5), 1)
 
 
 def test_what_the_machine_does_not_allow(monkeypatch):
@@ -97,5 +97,5 @@ def test_what_the_machine_does_not_allow(monkeypatch):
 
     monkeypatch.setattr(groups, "check", refuse)
     with pytest.raises(ConfigurationError) as error:
-        sizes.most_memory_factor(NodeSize(memory=GIB), 1)
+        nodes.most_memory_factor(NodeSize(memory=GIB), 1)
     assert str(error.value) == "--node-memory cannot be used here. This machine has none."

@@ -301,7 +301,7 @@ def test_a_job_that_begins_again_without_a_checkpoint_does_not_skip(read, monkey
     shelf.send(20)
     assert list(read(shelf, start="latest", idle=0.05)) == []
     shelf.send(20)
-    monkeypatch.setattr(launched, "round", 2)
+    monkeypatch.setattr(launched, "given", launched.Given(round=2))
     assert list(read(shelf, start="latest", idle=0.05)) == shelf.sent[20:]
 
 
@@ -400,7 +400,7 @@ class Job:
             if worker._client is not None:
                 worker._client._dealer = LocalDealer()  # its last words are not heard
             worker.close()
-        self.patch.setattr(launched, "round", launched.round + 1)
+        self.patch.setattr(launched, "given", launched.Given(round=launched.given.round + 1))
         model, states = self.checkpoint or (Counter(), None)
         self.model = Counter(model)
         self.workers = [Records(MemoryStream(self.shelf, idle=0.08), shard=4) for _ in range(count)]
@@ -448,7 +448,7 @@ steps = st.tuples(
 def test_every_message_counts_once(partitions: int, gap: int, program) -> None:
     shelf = Shelf(partitions, gap)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launched, "round", 0)
+        patch.setattr(launched, "given", launched.Given(round=0))
         job = Job(shelf, patch)
         try:
             for kind, a, b in program:

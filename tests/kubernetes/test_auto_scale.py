@@ -3,9 +3,8 @@
 import pytest
 import yaml
 
-from dlrover.kubernetes.platform.job import job_spec
+from dlrover.kubernetes.platform.job import request
 from dlrover.kubernetes.resources import compatibility, validation
-from dlrover.spec.job import Limits
 
 JOB = """
 apiVersion: elastic.iml.github.io/v1alpha1
@@ -28,7 +27,7 @@ def manifest(*, mode: str = "single-job", auto: str = "true", flag: str = "--nno
 
 
 def scales(made: dict) -> bool:
-    return job_spec(validation.parse(made), Limits()).auto_scale
+    return request(validation.parse(made)).job.auto_scale
 
 
 @pytest.mark.parametrize("mode", ["single-job", "cluster"])

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from dlrover.config import Settings
 from dlrover.errors import ConfigurationError
 from dlrover.kubernetes.machine import nodes, objects
 from dlrover.kubernetes.platform import job as jobs
 from dlrover.kubernetes.resources import names, quantities as resources, validation
 from dlrover.kubernetes.resources.types import ElasticJob
-from dlrover.spec.job import Limits
+from dlrover.master.compose import master_config
+from dlrover.spec.job import JobSpec
 from dlrover.spec.node import LaunchNode
 
 COMMAND = ["dlrover-run", "train.py"]
@@ -243,11 +245,15 @@ def test_how_a_pod_ended_is_told(pod: dict[str, Any], said: str) -> None:
 # ---- the job's master
 
 
+def composed(job: ElasticJob) -> JobSpec:
+    return master_config(jobs.request(job), Settings(), "", 0).job
+
+
 def test_the_job_is_as_large_as_its_replicas() -> None:
-    spec = jobs.job_spec(elastic_job({"restartCount": 7}), Limits())
+    spec = composed(elastic_job({"restartCount": 7}))
     assert (spec.name, spec.min_nodes, spec.max_nodes, spec.managed_nodes) == ("train", 4, 4, 4)
     assert (spec.max_restarts, spec.grows_memory, spec.node_check) == (7, True, False)
-    assert jobs.job_spec(elastic_job({"minReplicas": 2}), Limits()).min_nodes == 2
+    assert jobs.request(elastic_job({"minReplicas": 2})).job.min_nodes == 2
 
 
 @pytest.mark.parametrize(
@@ -267,7 +273,7 @@ def test_numbers_in_the_command_count(
 ) -> None:
     command = ["bash", "-c", f"dlrover-run {options} train.py"]
     main = {"name": "main", "image": "i", "command": command}
-    spec = jobs.job_spec(elastic_job(templated([main]) | worker), Limits())
+    spec = jobs.request(elastic_job(templated([main]) | worker)).job
     assert (spec.min_nodes, spec.max_nodes, spec.max_restarts) == (fewest, 4, restarts)
 
 
@@ -285,7 +291,7 @@ def test_flags_that_are_the_masters_are_found_in_the_command(
     command: list[str], check: bool, stragglers: bool, unit: int
 ) -> None:
     main = {"name": "main", "image": "i", "command": command}
-    spec = jobs.job_spec(elastic_job(templated([main])), Limits())
+    spec = composed(elastic_job(templated([main])))
     assert (spec.node_check, spec.exclude_stragglers, spec.node_unit) == (check, stragglers, unit)
 
 

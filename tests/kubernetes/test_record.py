@@ -13,10 +13,9 @@ from dlrover.errors import ConfigurationError
 from dlrover.kubernetes.machine import nodes, record
 from dlrover.kubernetes.machine.decisions import Decision, status_of
 from dlrover.kubernetes.operator import apply
-from dlrover.kubernetes.platform.job import ELASTIC_JOBS, VARIABLE, job_spec, read
+from dlrover.kubernetes.platform.job import ELASTIC_JOBS, VARIABLE, read, request
 from dlrover.kubernetes.resources import names
 from dlrover.kubernetes.resources.types import ElasticJobStatus
-from dlrover.spec.job import Limits
 from dlrover.spec.node import LaunchNode
 from tests.kubernetes.manifests import CONTAINER, job
 from tests.kubernetes.world import World, running
@@ -83,10 +82,10 @@ def test_no_replicas_leave_a_running_job_and_its_next_master_as_they_are() -> No
     world.settle()
     assert world.status["master"]["starts"] == 2, "a wrong manifest does not keep the master away"
     assert world.job is not None
-    assert job_spec(record.resolve(world.job).job, Limits()).managed_nodes == 2
+    assert request(record.resolve(world.job).job).job.managed_nodes == 2
     change(world, replicas=3)
     assert world.condition("Accepted") == "True"
-    assert job_spec(record.resolve(world.job).job, Limits()).managed_nodes == 3
+    assert request(record.resolve(world.job).job).job.managed_nodes == 3
 
 
 def test_a_job_that_is_made_without_a_pod_is_rejected() -> None:
@@ -237,7 +236,7 @@ def test_a_next_master_counts_the_restarts_on() -> None:
 
     client: Any = Server()
     found = asyncio.run(read(client, {VARIABLE: "default/digits"}))
-    assert job_spec(found, Limits()).earlier_restarts == 4
+    assert request(found).job.earlier_restarts == 4
 
 
 def test_a_job_that_is_resumed_while_its_pods_end_starts_anew_when_they_have_gone() -> None:

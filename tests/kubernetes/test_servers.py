@@ -14,7 +14,6 @@ from dlrover.kubernetes.machine import nodes
 from dlrover.kubernetes.platform import job as jobs
 from dlrover.kubernetes.resources import commands, names, validation
 from dlrover.kubernetes.resources.types import ElasticJob
-from dlrover.spec.job import Limits
 from dlrover.spec.node import LaunchNode
 from dlrover.spec.roles import FIRST_SERVER
 from tests.kubernetes.installed import Cluster
@@ -58,7 +57,7 @@ def test_servers_are_counted_beside_the_other_nodes(
     roles: dict[str, dict[str, Any]], numbers: tuple[int, ...]
 ) -> None:
     job = parsed(**roles)
-    spec = jobs.job_spec(job, Limits())
+    spec = jobs.request(job).job
     assert (
         spec.min_nodes,
         spec.max_nodes,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.cli.run.sizes import machine_memory
+from dlrover.cli.run.nodes import machine_memory
 from dlrover.errors import ConfigurationError
 from dlrover.platform import groups
 from dlrover.spec import events

@@ -65,7 +65,7 @@ def test_dlrover_run_takes_the_command_and_the_variables(
         options = arguments.parse(in_shell(pod), pod.env)
         assert options.rdzv_endpoint == Endpoint(host, port)
         assert options.rdzv_backend == backend
-        assert (options.min_nodes, options.max_nodes) == (least, 2)
+        assert (options.job.min_nodes, options.job.max_nodes) == (least, 2)
         assert options.launch.max_restarts == 3
         assert options.launch.run_id == "digits"
         assert options.launch.args == ("--out=/mnt/digits",)

@@ -9,9 +9,9 @@ from dlrover.spec import events
 from dlrover.spec.events import Event
 from dlrover.spec.failure import Failure, FailureKind, Origin, Verdict
 from dlrover.spec.goodput import Goodput, IncidentCost
-from dlrover.testing.chaos.observe import Sighting, sight, steps_lost
 from dlrover.testing.chaos.report import FaultRow, Report, unmet
-from dlrover.testing.chaos.sources import EventLog
+from dlrover.testing.chaos.strike import Sighting, sight, steps_lost
+from dlrover.testing.chaos.watcher import EventLog
 
 FAILED = events.WorkerFailed(
     Failure(id="1", kind=FailureKind.SIGNAL, node_id=1, rank=2, local_rank=0, round=1, signal=9),

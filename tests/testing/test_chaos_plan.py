@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.testing.chaos import disk
-from dlrover.testing.chaos.schedule import at_random, in_order
+from dlrover.testing.chaos import verbs
 from dlrover.testing.chaos.targets import choose
-from dlrover.testing.chaos.verbs import DEFAULT, VERBS, Settings, newest_step
+from dlrover.testing.chaos.verbs import DEFAULT, VERBS, Settings, at_random, in_order, newest_step
 
 KINDS = ["kill-rank", "kill-node", "kill-master"]
 
@@ -53,16 +52,16 @@ def test_faults_of_checkpoints_need_a_directory(name: str) -> None:
 
 
 def test_a_large_file_system_is_not_filled(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(disk, "LARGEST", 1)
+    monkeypatch.setattr(verbs, "LARGEST", 1)
     with pytest.raises(ConfigurationError, match="at most"):
         VERBS["fill-disk"](Settings(checkpoint_dir=tmp_path)).check()
-    monkeypatch.setattr(disk, "LARGEST", 1 << 60)
+    monkeypatch.setattr(verbs, "LARGEST", 1 << 60)
     VERBS["fill-disk"](Settings(checkpoint_dir=tmp_path)).check()
 
 
 def test_a_directory_that_is_not_there_is_not_filled(tmp_path) -> None:
     with pytest.raises(ConfigurationError, match="No such file"):
-        disk.check_small(tmp_path / "none")
+        verbs.check_small(tmp_path / "none")
 
 
 def test_the_newest_step_is_the_one_with_the_largest_number(tmp_path) -> None:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from dlrover.agent.workers.zygote import Order
 from dlrover.agent.workers.zygotes import ZygoteProcess, make_board
+from dlrover.training.worker.bootstrap import Program
 from dlrover.training.worker.progress import Board, Slot
 
 
@@ -135,24 +136,26 @@ class Zygote:
             Path(name).write_text("")
         return Order(
             spawn=number,
-            entry="module" if module else "script",
-            target=program[1] if module else program[0],
-            args=list(program[2 if module else 1 :]),
+            program=Program(
+                entry="module" if module else "script",
+                target=program[1] if module else program[0],
+                args=list(program[2 if module else 1 :]),
+                error_file=f"{base}.error.json",
+                slot=number,
+                modules_file=f"{base}.modules.json",
+            ),
             env=self._env,
             stdout=f"{base}.out",
             stderr=f"{base}.err",
-            error_file=f"{base}.error.json",
-            slot=number,
-            modules_file=f"{base}.modules.json",
         )
 
     def _worker(self, order: Order, status: int) -> Worker:
         stdout, stderr = (Path(path).read_text() for path in (order.stdout, order.stderr))
         return Worker(
             Ended(os.waitstatus_to_exitcode(status), stdout, stderr).without_addresses(),
-            read_json(order.error_file),
-            Board(self._board_fd).read(order.slot),
-            read_json(order.modules_file),
+            read_json(order.program.error_file),
+            Board(self._board_fd).read(order.program.slot),
+            read_json(order.program.modules_file),
         )
 
 

@@ -74,7 +74,7 @@ def test_the_noise_of_a_quadratic_is_what_it_is(told, spread, scaled):
 
 
 def test_a_job_that_did_not_ask_is_not_measured_and_keeps_its_batch(told, monkeypatch):
-    monkeypatch.setattr(launched, "global_batch", 64)
+    monkeypatch.setattr(launched, "given", launched.Given(global_batch=64))
     model, _, trainer, loader = trained()
     for (samples,) in loader:
         trainer.backward(model(samples))
@@ -85,7 +85,7 @@ def test_a_job_that_did_not_ask_is_not_measured_and_keeps_its_batch(told, monkey
 
 @pytest.mark.parametrize(("chosen", "taken"), [(0, 16), (48, 48), (1000, 64), (3, 16)])
 def test_a_chosen_batch_holds_within_the_limits(monkeypatch, chosen, taken):
-    monkeypatch.setattr(launched, "global_batch", chosen)
+    monkeypatch.setattr(launched, "given", launched.Given(global_batch=chosen))
     _, _, trainer, _ = trained(max_global_batch_size=64)
     assert trainer.global_batch_size == taken
 
@@ -94,7 +94,7 @@ def test_a_chosen_batch_holds_within_the_limits(monkeypatch, chosen, taken):
 def test_the_learning_rate_of_a_step_follows_and_that_of_checkpoints_does_not(
     monkeypatch, rule, factor
 ):
-    monkeypatch.setattr(launched, "global_batch", 48)
+    monkeypatch.setattr(launched, "given", launched.Given(global_batch=48))
     options = {"max_global_batch_size": 64, "learning_rate_rule": rule, "rate": 0.1}
     model, optimizer, trainer, loader = trained(**options)
     before = model.place.detach().clone()
@@ -124,7 +124,7 @@ def test_after_a_change_of_the_batch_each_sample_is_taken_once(monkeypatch):
         return taken, sampler.state_dict()
 
     first, state = some(2)
-    monkeypatch.setattr(launched, "global_batch", 40)
+    monkeypatch.setattr(launched, "given", launched.Given(global_batch=40))
     rest, _ = some(2, state)
     assert (len(first), len(rest)) == (32, 68)
     assert len(set(first + rest)) == 100

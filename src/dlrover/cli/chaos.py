@@ -13,13 +13,13 @@ import typer
 
 from dlrover import config
 from dlrover.cli import jobs
-from dlrover.cli.output import Form, Output, print_json
+from dlrover.cli.output import Form, Output, print_table, show
 from dlrover.errors import ConfigurationError, ExitCode
 
 if TYPE_CHECKING:
     from dlrover.testing.chaos.report import FaultRow, Report
     from dlrover.testing.chaos.run import Run
-    from dlrover.testing.chaos.schedule import Planned
+    from dlrover.testing.chaos.verbs import Planned
 
 
 def chaos(  # noqa: PLR0913 - each is an option of the command
@@ -29,16 +29,15 @@ def chaos(  # noqa: PLR0913 - each is an option of the command
     nodes: Annotated[int, typer.Option(min=1, help="Nodes to run on this machine.")] = 4,
     nproc_per_node: Annotated[int, typer.Option(min=1, help="Workers on each node.")] = 1,
     faults: Annotated[
-        str, typer.Option(help="Which faults, in this order: NAME,NAME,... (see the page).")
+        str, typer.Option(help="Faults to inject, in this order: NAME,NAME,...")
     ] = "",
     every: Annotated[
-        float, typer.Option(min=0.0, help="Inject one of them at random each so many seconds.")
+        float,
+        typer.Option(min=0.0, help="Seconds between faults, each drawn at random from --faults."),
     ] = 0.0,
     duration: Annotated[
         float,
-        typer.Option(
-            "--for", min=0.0, help="For so many seconds, or longer where faults do; with --every."
-        ),
+        typer.Option("--for", min=0.0, help="Seconds for which --every injects faults."),
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Chooses targets, and the faults of --every.")] = 0,
     checkpoint_dir: Annotated[
@@ -88,7 +87,7 @@ def chaos(  # noqa: PLR0913 - each is an option of the command
     plan = _plan(faults, every, duration, seed)
     directory = jobs.create(env, "chaos", job_dir)
     with jobs.locked(directory):
-        pass  # puts the files of an earlier job aside before anything reads them
+        pass  # moves the files of an earlier job before anything reads them
     options = Options(
         program=tuple(program),
         job_dir=directory.path,
@@ -113,15 +112,12 @@ def chaos(  # noqa: PLR0913 - each is an option of the command
     report = msgspec.structs.replace(
         report, unmet=reports.unmet(report, assert_recovery, assert_goodput)
     )
-    if output is Form.JSON:
-        print_json(report)
-    else:
-        render(report)
+    show(report, output, lambda found, _: render(found))
     raise typer.Exit(exit_code(report, stopped=stop))
 
 
 def _plan(faults: str, every: float, duration: float, seed: int) -> list[Planned]:
-    from dlrover.testing.chaos import schedule, verbs  # noqa: PLC0415
+    from dlrover.testing.chaos import verbs  # noqa: PLC0415
 
     names = [name.strip() for name in faults.split(",")] if faults else list(verbs.DEFAULT)
     for name in names:
@@ -132,8 +128,8 @@ def _plan(faults: str, every: float, duration: float, seed: int) -> list[Planned
     if bool(every) != bool(duration):
         raise ConfigurationError("--every and --for belong together: give both, or none.")
     if every:
-        return schedule.at_random(names, every, duration, seed)
-    return schedule.in_order(names, seed)
+        return verbs.at_random(names, every, duration, seed)
+    return verbs.in_order(names, seed)
 
 
 def _enter_network(wanted: bool | None, plan: list[Planned]) -> bool:
@@ -196,7 +192,7 @@ def render(report: Report) -> None:
     """Print the report of a run as text."""
     from dlrover.testing.chaos.report import goodput_in_words  # noqa: PLC0415 - loads grpc
 
-    _print_table([_HEADER, *map(_row, report.faults)])
+    print_table([_HEADER, *map(_row, report.faults)])
     for fault in report.not_injected:
         print(f"{fault} was not injected: the job had ended.")
     print(f"The job left with exit code {report.exit_code}: {report.reason}")
@@ -215,14 +211,6 @@ def _row(row: FaultRow) -> tuple[str, ...]:
     lost = "-" if row.steps_lost is None else str(row.steps_lost)
     detected = "-" if row.detected is None else f"{row.detected:.2f} s"
     return row.fault, row.target, detected, _again(row), lost, row.verdict
-
-
-def _print_table(rows: list[tuple[str, ...]]) -> None:
-    """Print columns as wide as they need; the terminal wraps what does not fit."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print("  ".join(cells).rstrip())
 
 
 def _again(row: FaultRow) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Sequence
 from enum import Enum
 from typing import Annotated, Any
 
 import typer
 
-from dlrover.cli.output import Form, Output, print_json
+from dlrover.cli.output import Form, Output, print_json, print_table
 from dlrover.errors import ConfigurationError, ExitCode
 
 SHOWN = 20
@@ -46,7 +45,7 @@ def list_(path: Directory, output: Output = Form.TEXT) -> None:
     if output is Form.JSON:
         print_json(found)
         return
-    _print_table([("step", "stored", "ranks", "files", "size", "state"), *map(_row, found)])
+    print_table([("step", "stored", "ranks", "files", "size", "state"), *map(_row, found)])
 
 
 def _row(item: Any) -> tuple[str, ...]:
@@ -59,7 +58,7 @@ def _row(item: Any) -> tuple[str, ...]:
 @app.command()
 def show(
     path: Directory,
-    step: Annotated[int | None, typer.Option(help="Which step; else the newest.")] = None,
+    step: Annotated[int | None, typer.Option(help="Step; by default the newest.")] = None,
     output: Output = Form.TEXT,
 ) -> None:
     """Show a step's tensors and the names of its plain values."""
@@ -74,7 +73,7 @@ def show(
         shape = str(list(tensor.shape))
         size = _size(tensor.nbytes)
         rows.append((tensor.name, tensor.dtype, shape, str(tensor.parts), size, note))
-    _print_table(rows)
+    print_table(rows)
     print(f"Plain values: {', '.join(found.values) or 'none'}")
     print(
         f"Step {found.step}, ranks: {found.ranks}, tensors: {len(found.tensors)} with {found.elements}"
@@ -85,7 +84,7 @@ def show(
 @app.command()
 def verify(
     path: Directory,
-    step: Annotated[str, typer.Option(help="Which step, or all; else the newest.")] = "",
+    step: Annotated[str, typer.Option(help="Step, or all; by default the newest.")] = "",
     output: Output = Form.TEXT,
 ) -> None:
     """Read all of a step and compare it with its checksums. Exit code 3 if it is damaged."""
@@ -130,11 +129,13 @@ def convert(
             help="Checkpoint directory, DCP directory, .safetensors or torch.save file."
         ),
     ],
-    destination: Annotated[str, typer.Argument(help="What is made; it must not exist.")],
+    destination: Annotated[
+        str, typer.Argument(help="File or directory to create; it must not exist.")
+    ],
     to: Annotated[Format, typer.Option(help="Format of the destination.")],
     step: Annotated[
         int | None,
-        typer.Option(help="Which step of the source; else the newest. Or the number of a new one."),
+        typer.Option(help="Step of the source, by default the newest; or the number of a new one."),
     ] = None,
     trusted: Annotated[
         bool,
@@ -156,7 +157,7 @@ def convert(
 @app.command()
 def prune(
     path: Directory,
-    keep: Annotated[int, typer.Option(help="How many steps to keep, the newest ones.")],
+    keep: Annotated[int, typer.Option(help="Number of newest steps to keep.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing.")] = False,
     output: Output = Form.TEXT,
 ) -> None:
@@ -189,15 +190,6 @@ def _load(module: str) -> Any:
         raise ConfigurationError(
             f"dlrover ckpt needs the package {error.name}; install dlrover[torch]."
         ) from error
-
-
-def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Print columns for people and for ``grep``; lines never break, whatever the terminal's width."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        )
 
 
 def _size(nbytes: float) -> str:

@@ -20,14 +20,10 @@ from dlrover import config
 from dlrover._util import files
 from dlrover.errors import ConfigurationError
 from dlrover.rpc import wire
-from dlrover.rpc.client import MasterClient
 from dlrover.spec.jobdir import (
     Header,
     JobDir,
-    MasterAddress,
-    MasterConfig,
     check_format,
-    decode,
 )
 
 logger = logging.getLogger(__name__)
@@ -50,7 +46,7 @@ def job_name(run_id: str, target: str) -> str:
 def create(env: Mapping[str, str], name: str, path: str) -> JobDir:
     """Make the directory for a new run: ``path``, or a new one in the user's state directory.
 
-    `locked` puts aside what an earlier run left in it.
+    `locked` moves the files of an earlier run into ``run-<n>``.
 
     Raises:
         ConfigurationError: the directory cannot be made or written to.
@@ -112,7 +108,7 @@ def _make(job_dir: JobDir) -> Path:
 def locked(job_dir: JobDir, *, resume: bool = False) -> Iterator[None]:
     """Hold a job directory for one launcher.
 
-    The state of an earlier run is put aside unless ``resume`` is set. Space for the outcome is reserved now,
+    The files of an earlier run move into ``run-<n>`` unless ``resume`` is set. Space for the outcome is reserved now,
     because the disk may be full at the end.
 
     Raises:
@@ -131,7 +127,7 @@ def locked(job_dir: JobDir, *, resume: bool = False) -> Iterator[None]:
             if resume:
                 _check_format(job_dir)
             else:
-                _put_aside(job_dir)
+                _archive(job_dir)
             for path in outcomes:
                 files.reserve(path, OUTCOME_ROOM)
             file.truncate(0)
@@ -163,9 +159,9 @@ def _check_format(job_dir: JobDir) -> None:
             check_format(path, msgspec.json.decode(path.read_bytes(), type=Header).format)
 
 
-def _put_aside(job_dir: JobDir) -> None:
+def _archive(job_dir: JobDir) -> None:
     """Move the last run's journal, events, outcome and top-level logs into ``run-<n>``."""
-    # The job's file last: if not all can be moved, it tells the next attempt where the journal is.
+    # The job's file last: if a move fails, the next attempt finds the journal by it.
     state = [
         *_journal_files(job_dir), job_dir.agent, job_dir.token, job_dir.master, job_dir.events,
         job_dir.outcome, job_dir.left, *job_dir.path.glob("*.log"), job_dir.job,
@@ -281,23 +277,6 @@ def find(env: Mapping[str, str], job: str, path: str) -> JobDir:
         raise ConfigurationError(f"--job-dir {chosen}: there is no job in this directory.")
     _check_format(found)
     return found
-
-
-def connect(job_dir: JobDir) -> MasterClient:
-    """Return a client of the job's master.
-
-    Raises:
-        ConfigurationError: the directory does not contain the master's address.
-    """
-    try:
-        address = msgspec.json.decode(job_dir.master.read_bytes(), type=MasterAddress).address
-        token = job_dir.token.read_text().strip()
-        tls = decode(job_dir.job, job_dir.job.read_bytes(), MasterConfig).tls
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigurationError(
-            f"{job_dir.path} does not say where its job's master is: {error}."
-        ) from error
-    return MasterClient(address, token, wire.Tls(tls.cert, tls.key, tls.ca, tls.server_name))
 
 
 def _used(state: Path) -> float:

@@ -16,18 +16,19 @@ from dlrover import __version__, config
 from dlrover._util import procs
 from dlrover.cli import chaos, ckpt, jobs
 from dlrover.cli.cluster import brain, operator, submit
-from dlrover.cli.output import Form, Output, print_json
-from dlrover.cli.run.launchspec import parse_nnodes, parse_rdzv_conf
+from dlrover.cli.output import Form, Output, print_json, show
+from dlrover.cli.run.launchspec import parse_rdzv_conf
+from dlrover.cli.run.nodes import parse_nnodes
 from dlrover.errors import ConfigurationError, DLRoverError, ExitCode
+from dlrover.master.compose import Request, master_config
 from dlrover.master.diagnosis_rules import load_own
 from dlrover.spec.events import Event
 from dlrover.spec.job import JobSpec
-from dlrover.spec.jobdir import BrainSide, MasterConfig, MetricsAddress, TlsFiles
 from dlrover.spec.roles import WORKER
 
 app = typer.Typer(
     name="dlrover",
-    help="Look at a DLRover job, end it, check this machine, or run a job's master.",
+    help="Inspect, scale and stop DLRover jobs, check this machine, or run a job's master.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -40,9 +41,9 @@ app.command()(submit.submit)
 
 
 Job = Annotated[
-    str, typer.Argument(metavar="[JOB]", help="Name of a job; the last one if it is left out.")
+    str, typer.Argument(metavar="[JOB]", help="Name of the job; by default the last one.")
 ]
-Dir = Annotated[str, typer.Option("--job-dir", help="Directory of the job, instead of its name.")]
+Dir = Annotated[str, typer.Option("--job-dir", help="Job directory, instead of the name.")]
 
 
 @app.command()
@@ -51,22 +52,16 @@ def status(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None
     from dlrover.cli.inspect import queries  # noqa: PLC0415 - loads grpc
 
     report = queries.status(jobs.find(config.environ(), job, job_dir))
-    if output is Form.JSON:
-        print_json(report)
-    else:
-        queries.render_status(report, Console())
+    show(report, output, queries.render_status)
 
 
 @app.command()
 def nodes(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
     """Show the memory, cores and accelerators that each node of a job uses and has."""
-    from dlrover.cli.inspect import nodes as views, queries  # noqa: PLC0415 - loads grpc
+    from dlrover.cli.inspect import queries  # noqa: PLC0415 - loads grpc
 
     report = queries.status(jobs.find(config.environ(), job, job_dir))
-    if output is Form.JSON:
-        print_json(report.status.nodes)
-    else:
-        views.render(report.status.nodes, Console())
+    show(report.status.nodes, output, queries.render_nodes)
 
 
 @app.command()
@@ -74,7 +69,7 @@ def events(
     job: Job = "",
     job_dir: Dir = "",
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")
+        bool, typer.Option("--follow", "-f", help="Follow the job until it ends.")
     ] = False,
     output: Output = Form.TEXT,
 ) -> None:
@@ -99,7 +94,7 @@ def goodput(
     job: Job = "",
     job_dir: Dir = "",
     html: Annotated[
-        str, typer.Option(metavar="FILE", help="Write a page with a timeline of each node.")
+        str, typer.Option(metavar="FILE", help="Write an HTML page with a timeline of each node.")
     ] = "",
     trace: Annotated[
         str, typer.Option(metavar="FILE", help="Write a trace for chrome://tracing or Perfetto.")
@@ -107,17 +102,14 @@ def goodput(
     output: Output = Form.TEXT,
 ) -> None:
     """Show where the time of a job's nodes went, and what each incident cost."""
-    from dlrover.cli.inspect import chrometrace, goodput as ledger, page  # noqa: PLC0415
+    from dlrover.cli.inspect import goodput as ledger, page  # noqa: PLC0415
 
     found = ledger.report(jobs.find(config.environ(), job, job_dir))
     if html:
         ledger.write("--html", html, page.render(found))
     if trace:
-        ledger.write("--trace", trace, chrometrace.render(found))
-    if output is Form.JSON:
-        print_json(found.content())
-    else:
-        ledger.render(found, Console())
+        ledger.write("--trace", trace, page.trace(found))
+    show(found.content(), output, lambda _, console: ledger.render(found, console))
 
 
 @app.command()
@@ -126,10 +118,7 @@ def plan(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None:
     from dlrover.cli.inspect import plans  # noqa: PLC0415
 
     found = plans.plans(jobs.find(config.environ(), job, job_dir))
-    if output is Form.JSON:
-        print_json(found)
-    else:
-        print(plans.render(found))
+    show(found, output, lambda plans_, _: print(plans.render(plans_)))
 
 
 @app.command()
@@ -138,22 +127,19 @@ def stacks(job: Job = "", job_dir: Dir = "", output: Output = Form.TEXT) -> None
     from dlrover.cli.inspect import queries  # noqa: PLC0415
 
     found = queries.stacks(jobs.find(config.environ(), job, job_dir))
-    if output is Form.JSON:
-        print_json(found)
-    else:
-        print(found.report or "No workers run.")
+    show(found, output, lambda stacks, _: print(stacks.report or "No workers run."))
 
 
 @app.command()
 def scale(
-    nodes: Annotated[int, typer.Option(help="Nodes of the role that the job is to have.")],
+    nodes: Annotated[int, typer.Option(help="Wanted number of nodes of the role.")],
     role: Annotated[
         str, typer.Option(help="worker, or ps for the servers of a job with --servers.")
     ] = WORKER,
     job: Job = "",
     job_dir: Dir = "",
     reason: Annotated[
-        str, typer.Option(help="Why; it is kept with the job's events.")
+        str, typer.Option(help="Reason, recorded in the job's events.")
     ] = "dlrover scale",
     output: Output = Form.TEXT,
 ) -> None:
@@ -167,8 +153,8 @@ def scale(
         raise ConfigurationError(f"The job in {found.path} has ended: {outcome.reason}")
     sentence = queries.scale(found, nodes, reason, role)
     if output is Form.JSON:
-        told = {"job_dir": str(found.path), "role": role, "nodes": nodes, "message": sentence}
-        print(msgspec.json.encode(told).decode())
+        reply = {"job_dir": str(found.path), "role": role, "nodes": nodes, "message": sentence}
+        print(msgspec.json.encode(reply).decode())
     else:
         print(sentence)
 
@@ -178,11 +164,11 @@ def stop(
     job: Job = "",
     job_dir: Dir = "",
     reason: Annotated[
-        str, typer.Option(help="Why; it is kept with the job's events.")
+        str, typer.Option(help="Reason, recorded in the job's events.")
     ] = "The job was stopped by dlrover stop.",
     output: Output = Form.TEXT,
 ) -> None:
-    """End a job: its workers get SIGTERM and time to leave."""
+    """Stop a job: its workers get SIGTERM and time to exit."""
     from dlrover.cli.inspect import queries  # noqa: PLC0415
     from dlrover.master.app import read_outcome  # noqa: PLC0415
 
@@ -203,19 +189,19 @@ def doctor(output: Output = Form.TEXT) -> None:
     """Check this machine for what training needs; print a sentence for each finding."""
     from dlrover.cli.host.doctor import doctor as examine  # noqa: PLC0415
 
-    raise typer.Exit(examine(output.value, config.environ(), Console()))
+    raise typer.Exit(examine(output, config.environ(), Console()))
 
 
 @app.command()
 def diagnose(
     file: Annotated[
-        str, typer.Argument(metavar="[FILE]", help="A log; - or nothing for standard input.")
+        str, typer.Argument(metavar="[FILE]", help="Log file; - or nothing for standard input.")
     ] = "",
     job_dir: Dir = "",
-    rules: Annotated[str, typer.Option(help="Rows for the table of causes (TOML).")] = "",
+    rules: Annotated[str, typer.Option(help="TOML file with rows for the table of causes.")] = "",
     output: Output = Form.TEXT,
 ) -> None:
-    """Explain from its log what ended a program, or what ended a job's workers, and what to do."""
+    """Explain from a log why a program failed, or why a job's workers did, and what to do."""
     from dlrover.cli.inspect import diagnose as diagnosing  # noqa: PLC0415
 
     env = config.environ()
@@ -224,10 +210,7 @@ def diagnose(
         found = diagnosing.of_job(jobs.find(env, "", job_dir), own)
     else:
         found = (diagnosing.of_log(file, own),)
-    if output is Form.JSON:
-        print_json(found)
-    else:
-        print("\n\n".join(map(diagnosing.render, found)))
+    show(found, output, lambda all_, _: print("\n\n".join(map(diagnosing.render, all_))))
 
 
 @app.command()
@@ -235,16 +218,18 @@ def check(
     directory: Annotated[
         str,
         typer.Option(
-            help="Where the disk is checked; the directory for temporary files if left out."
+            help="Directory on the disk to check; by default the one for temporary files."
         ),
     ] = "",
-    accelerator: Annotated[str, typer.Option(help="As of dlrover-run; found if left out.")] = "",
+    accelerator: Annotated[
+        str, typer.Option(help="Kind of accelerator, as for dlrover-run; detected by default.")
+    ] = "",
     config_file: Annotated[str, typer.Option("--config", help="Settings file (TOML).")] = "",
     output: Output = Form.TEXT,
 ) -> None:
     """Measure this machine's device, memory, disk and network; in a launcher's job, all its machines.
 
-    Exit code 3 if something is at fault.
+    Exits with 3 if a part is at fault.
     """
     from dlrover.cli.host import check as checking  # noqa: PLC0415
 
@@ -267,19 +252,22 @@ def master(  # noqa: PLR0913 - each is an option of the command
     port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.")] = 29400,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",  # noqa: S104
     name: Annotated[str, typer.Option(help="Name of the job.")] = "job",
-    node_unit: Annotated[int, typer.Option(help="A world has a multiple of it.")] = 1,
-    max_restarts: Annotated[int, typer.Option(help="As of dlrover-run.")] = 0,
+    node_unit: Annotated[int, typer.Option(help="Train with a multiple of N nodes only.")] = 1,
+    max_restarts: Annotated[int, typer.Option(help="As for dlrover-run.")] = 0,
     metrics_port: Annotated[
         int | None, typer.Option(min=0, max=65_535, help="Port for Prometheus metrics; 0 for none.")
     ] = None,
     network_check: Annotated[
-        bool, typer.Option("--network-check", help="As of dlrover-run.")
+        bool, typer.Option("--network-check", help="As for dlrover-run.")
     ] = False,
     exclude_straggler: Annotated[
-        bool, typer.Option("--exclude-straggler", help="As of dlrover-run.")
+        bool, typer.Option("--exclude-straggler", help="As for dlrover-run.")
     ] = False,
     platform: Annotated[
-        str, typer.Option(help="What launches the nodes: kubernetes; nothing if left out.")
+        str,
+        typer.Option(
+            help="Platform that launches the nodes: kubernetes; by default nodes come by themselves."
+        ),
     ] = "",
     rdzv_conf: Annotated[str, typer.Option(help="Settings: key=value,key=value.")] = "",
     config_file: Annotated[str, typer.Option("--config", help="Settings file (TOML).")] = "",
@@ -288,7 +276,7 @@ def master(  # noqa: PLR0913 - each is an option of the command
 ) -> None:
     """Run one job's master here, for nodes that are started with DLROVER_MASTER_ADDR.
 
-    Its token is DLROVER_TOKEN, else the one in the job directory, else a new one. With --platform kubernetes,
+    The token is DLROVER_TOKEN, else the one in the job directory, else a new one. With --platform kubernetes,
     the job is the ElasticJob that DLROVER_KUBERNETES_JOB names, and the master makes its pods.
     """
     from dlrover.master.app import main as run_master, read_outcome  # noqa: PLC0415 - loads grpc
@@ -297,46 +285,29 @@ def master(  # noqa: PLR0913 - each is an option of the command
     settings = config.settings(env, config_file, parse_rdzv_conf(rdzv_conf))
     min_nodes, max_nodes = parse_nnodes(nnodes)
     if platform not in ("", "kubernetes"):
-        raise ConfigurationError(f"--platform {platform}: must be kubernetes, or left out.")
-    rules = load_own(settings.diagnosis_rules, settings.limits.cause_budgets)
-    job = JobSpec(
-        name=name,
-        min_nodes=min_nodes,
-        max_nodes=max_nodes,
-        node_unit=node_unit,
-        max_restarts=max_restarts,
-        node_check=network_check or exclude_straggler,
-        exclude_stragglers=exclude_straggler,
-        limits=settings.limits,
-        diagnosis_rules=rules,
-    )
-    brain_side = BrainSide(
-        address=settings.brain,
-        token_file=settings.brain_token_file,
-        cluster=settings.optimize_mode == "cluster",
-    )
+        raise ConfigurationError(f"--platform {platform}: must be kubernetes or empty.")
+    if metrics_port is not None:
+        settings = msgspec.structs.replace(settings, metrics_port=metrics_port)
     if platform:
         from dlrover.kubernetes.platform import job as elastic_job  # noqa: PLC0415 - an extra
 
-        found = asyncio.run(elastic_job.fetch(env))
-        job = elastic_job.job_spec(found, settings.limits, rules)
-        brain_side = elastic_job.brain_side(found, brain_side)
-        name, host = job.name, env.get("POD_IP") or host
-    tls = TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_ca, settings.tls_server_name)
-    directory = jobs.create(env, name, job_dir or env.get("DLROVER_JOB_DIR", ""))
-    with jobs.locked(directory, resume=True):
-        shown = settings.metrics_port if metrics_port is None else metrics_port
-        metrics = MetricsAddress(settings.metrics_host, shown)
-        content = MasterConfig(
-            job=job,
-            host=host,
-            port=port,
-            platform=platform,
-            tls=tls,
-            metrics=metrics,
-            journal=settings.journal,
-            brain=brain_side,
+        request = elastic_job.request(asyncio.run(elastic_job.fetch(env)))
+        host = env.get("POD_IP") or host
+    else:
+        request = Request(
+            job=JobSpec(
+                name=name,
+                min_nodes=min_nodes,
+                max_nodes=max_nodes,
+                node_unit=node_unit,
+                max_restarts=max_restarts,
+                node_check=network_check,
+                exclude_stragglers=exclude_straggler,
+            )
         )
+    content = master_config(request, settings, host, port)
+    directory = jobs.create(env, request.job.name, job_dir or env.get("DLROVER_JOB_DIR", ""))
+    with jobs.locked(directory, resume=True):
         jobs.write(directory, directory.job, msgspec.json.encode(content))
         token = jobs.given_token(env) or jobs.kept_token(directory) or secrets.token_hex(16)
         jobs.write_token(directory, token)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import typer
+from rich.console import Console
+
+T = TypeVar("T")
 
 
 class Form(str, Enum):
@@ -22,3 +26,19 @@ Output = Annotated[Form, typer.Option("--output", "-o", help="Form of the output
 def print_json(value: Any) -> None:
     """Print ``value`` as indented JSON."""
     print(msgspec.json.format(msgspec.json.encode(value)).decode())
+
+
+def show(value: T, output: Form, render: Callable[[T, Console], object]) -> None:
+    """Print ``value`` as JSON, or as text by ``render``."""
+    if output is Form.JSON:
+        print_json(value)
+    else:
+        render(value, Console())
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Print columns for people and for ``grep``; lines never break, whatever the terminal's width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())

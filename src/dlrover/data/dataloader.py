@@ -62,7 +62,7 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]  # torch is not typed
             raise ConfigurationError(
                 f"max_workers is {max_workers}; it must be at least num_workers, {self.num_workers}."
             )
-        wanted = launched.auto_tuning if auto_tuning is None else auto_tuning
+        wanted = launched.given.auto_tuning if auto_tuning is None else auto_tuning
         self._readers: Readers | None = None
         if wanted and not isinstance(dataset, IterableDataset):
             self._segments = _Segments(super()._index_sampler)

@@ -116,8 +116,8 @@ def connect() -> Dealer:
     Raises:
         ConfigurationError: this is one of several processes, and no master leases samples to them.
     """
-    if launched.relay:
-        return RelayDealer(launched.relay)
+    if launched.given.relay:
+        return RelayDealer(launched.given.relay)
     count = world()[1]
     if count > 1:
         raise ConfigurationError(

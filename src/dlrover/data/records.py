@@ -292,7 +292,7 @@ class Records(Generic[Sample_co]):
 
     @property
     def _incarnation(self) -> Incarnation:
-        return Incarnation(launched.round, self._loads)
+        return Incarnation(launched.given.round, self._loads)
 
     def _open(self) -> ShardClient:
         if self._stream is None:

@@ -101,20 +101,7 @@ async def _serve(
     port = await _listen(server, settings, job_dir)
     _publish(job_dir, settings.host, port)
     nodes_env = {name: value for name, value in env.items() if name != brainside.TOKEN}
-    setup = Setup(
-        job_dir.path,
-        port,
-        nodes_env,
-        lifeline_fd,
-        master.on_node_exit,
-        master.on_node_wait,
-        master.progress,
-        master.size,
-        master.ask_scale,
-        master.placed,
-        master.ask_migrate,
-        settings.node_size,
-    )
+    setup = Setup(job_dir.path, port, nodes_env, lifeline_fd, master, settings.node_size)
     platform = await _platform(settings, setup)
     job = settings.job
     brain = _brain(master, settings, job_dir, tls, env)

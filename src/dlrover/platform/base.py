@@ -86,6 +86,35 @@ memory multipliers relative to the job's request, and the reason. Returns why th
 if accepted."""
 
 
+class Job(Protocol):
+    """A master's job, as its platform sees it."""
+
+    @property
+    def on_node_exit(self) -> OnExit:
+        """Reports a node's end."""
+
+    @property
+    def on_node_wait(self) -> OnWait:
+        """Reports what keeps a node from starting."""
+
+    @property
+    def ask_scale(self) -> AskScale:
+        """Requests a number of nodes."""
+
+    @property
+    def ask_migrate(self) -> AskMigrate:
+        """Requests a replacement for a node."""
+
+    def progress(self) -> Progress:
+        """Return the progress of the training."""
+
+    def size(self, role: str) -> JobSize:
+        """Return the size of a role."""
+
+    def placed(self) -> Mapping[str, PlacedNode]:
+        """Return every node requested so far, by handle."""
+
+
 class Setup(NamedTuple):
     """What a master passes to its platform: the argument of each platform class's async ``create``."""
 
@@ -95,15 +124,7 @@ class Setup(NamedTuple):
     env: Mapping[str, str]
     lifeline_fd: int
     """File descriptor that closes when the process that owns the master dies; -1 for none."""
-    on_exit: OnExit
-    on_wait: OnWait
-    progress: Callable[[], Progress]
-    size: Callable[[str], JobSize]
-    """Returns the size of a role."""
-    scale: AskScale
-    placed: Callable[[], Mapping[str, PlacedNode]]
-    """Returns every node requested so far, by handle."""
-    migrate: AskMigrate
+    job: Job
     node_size: NodeSize = NodeSize()
     """The size of each node, on a platform whose nodes share one machine."""
 

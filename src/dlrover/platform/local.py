@@ -59,7 +59,7 @@ class LocalPlatform:
         if setup.lifeline_fd >= 0:
             command += ["--lifeline-fd", str(setup.lifeline_fd)]
             pass_fds.append(setup.lifeline_fd)
-        platform = cls(command, setup.env, pass_fds, setup.on_exit, setup.node_size)
+        platform = cls(command, setup.env, pass_fds, setup.job.on_node_exit, setup.node_size)
         if platform._groups is not None:
             platform._groups.sweep()
         return platform

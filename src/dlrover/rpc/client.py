@@ -8,9 +8,12 @@ from collections.abc import AsyncGenerator, AsyncIterator
 
 import grpc
 import grpc.aio
+import msgspec
 
+from dlrover.errors import ConfigurationError
 from dlrover.rpc import messages, wire
-from dlrover.rpc.connection import Connection
+from dlrover.rpc.connection import REQUEST_TIMEOUT, Connection
+from dlrover.spec.jobdir import JobDir, MasterAddress, MasterConfig, decode
 from dlrover.spec.roles import WORKER
 from dlrover.spec.shards import ShardReply, ShardRequest
 
@@ -99,3 +102,22 @@ async def _send(
         async for message in outgoing:
             await call.write(wire.encode(message))
         await call.done_writing()
+
+
+def connect(job_dir: JobDir, timeout: float = REQUEST_TIMEOUT) -> MasterClient:
+    """Return a client of the master of the job in a directory; ``timeout`` limits each call, in seconds.
+
+    Raises:
+        ConfigurationError: the directory does not contain the master's address.
+    """
+    try:
+        address = msgspec.json.decode(job_dir.master.read_bytes(), type=MasterAddress).address
+        token = job_dir.token.read_text().strip()
+        tls = decode(job_dir.job, job_dir.job.read_bytes(), MasterConfig).tls
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigurationError(
+            f"{job_dir.path} holds no address of its job's master: {error}."
+        ) from error
+    return MasterClient(
+        address, token, wire.Tls(tls.cert, tls.key, tls.ca, tls.server_name), timeout
+    )

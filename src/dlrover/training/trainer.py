@@ -109,7 +109,7 @@ class ElasticTrainer:
         self._loss: torch.Tensor | None = None
         """Weighted loss of this rank's part of the last complete global batch."""
         self._tuner: MicroBatchTuner | None = None
-        if launched.auto_tuning if auto_tuning is None else auto_tuning:
+        if launched.given.auto_tuning if auto_tuning is None else auto_tuning:
             largest = -(-self._sizes[0] // max(self._replicas, 2 if max_global_batch_size else 1))
             self._tuner = MicroBatchTuner(self._sizes[1] or largest, largest, self._group)
         self._shares: tuple[int, ...] | None = None
@@ -328,7 +328,7 @@ class ElasticTrainer:
     def _take_chosen_batch(self, rule: str) -> None:
         """Use the global batch chosen for this round, and measure the noise for the next choice."""
         (least, most), (_, micro_batch_size) = self._limits, self._sizes
-        chosen = min(max(launched.global_batch, least), most)
+        chosen = min(max(launched.given.global_batch, least), most)
         self._factor = batch.learning_rate_factor(rule, chosen, least)
         self._noise = NoiseMeter(self._model, self._group, self._replicas, self._scaler)
         assert micro_batch_size is not None

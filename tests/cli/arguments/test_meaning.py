@@ -15,11 +15,11 @@ from dlrover.cli.run.launchspec import (
     Endpoint,
     parse_endpoint,
     parse_local_ranks,
-    parse_nnodes,
     parse_rdzv_conf,
     parse_signals,
     parse_std,
 )
+from dlrover.cli.run.nodes import parse_nnodes
 from dlrover.spec.launch import Entry, Std, StdMap
 from tests.cli.arguments.lines import COMMAND_LINES, no_probe, options, outcome, refusal
 
@@ -29,7 +29,12 @@ from tests.cli.arguments.lines import COMMAND_LINES, no_probe, options, outcome,
 def test_the_plain_command_line():
     made = options()
 
-    assert (made.min_nodes, made.max_nodes, made.node_unit, made.local_nodes) == (1, 1, 1, 0)
+    assert (made.job.min_nodes, made.job.max_nodes, made.job.node_unit, made.local_nodes) == (
+        1,
+        1,
+        1,
+        0,
+    )
     assert (made.launch.entry, made.launch.target) == (Entry.SCRIPT, "train.py")
     assert made.standalone
     assert (made.node_rank, made.node_rank_given) == (0, False)
@@ -67,13 +72,13 @@ def test_nnodes_that_is_taken_is_a_range(text):
 def test_numbers_of_nodes(argv, bounds):
     made = options(*argv.split())
 
-    assert (made.min_nodes, made.max_nodes, made.local_nodes) == bounds
+    assert (made.job.min_nodes, made.job.max_nodes, made.local_nodes) == bounds
 
 
 def test_local_nodes_yield_to_a_number_of_nodes_from_the_environment():
     made = options("--local-nodes", "2", PET_NNODES="1:4")
 
-    assert (made.min_nodes, made.max_nodes) == (1, 4)
+    assert (made.job.min_nodes, made.job.max_nodes) == (1, 4)
 
 
 @pytest.mark.parametrize(
@@ -85,8 +90,8 @@ def test_local_nodes_yield_to_a_number_of_nodes_from_the_environment():
         ("--nnodes two", "--nnodes two: must be a whole number N, or two as MIN:MAX."),
         ("--nnodes 1:2:3", "--nnodes 1:2:3: must be a whole number N, or two as MIN:MAX."),
         ("--local-nodes -1", "--local-nodes -1: must be a whole number, 1 or more."),
-        ("--local-nodes 5 --nnodes 2:4", "--local-nodes 5: --nnodes 2:4 asks for 2 to 4 nodes."),
-        ("--local-nodes 1 --nnodes 2:4", "--local-nodes 1: --nnodes 2:4 asks for 2 to 4 nodes."),
+        ("--local-nodes 5 --nnodes 2:4", "--local-nodes 5: --nnodes 2:4 requests 2 to 4 nodes."),
+        ("--local-nodes 1 --nnodes 2:4", "--local-nodes 1: --nnodes 2:4 requests 2 to 4 nodes."),
         ("--node-unit 0", "--node-unit 0: must be a whole number, 1 or more."),
         (
             "--nnodes 3 --node-unit 2",
@@ -367,7 +372,7 @@ def test_launch_is_what_torchrun_would_launch(torchrun, monkeypatch, tmp_path, l
         "log_line_prefix_template",
     ):
         assert getattr(launch, name) == getattr(config, name), name
-    assert (ours.min_nodes, ours.max_nodes) == (config.min_nodes, config.max_nodes)
+    assert (ours.job.min_nodes, ours.job.max_nodes) == (config.min_nodes, config.max_nodes)
     assert (ours.local_addr or None) == config.local_addr
     assert list(launch.duplicate_stdout_filters) == config.duplicate_stdout_filters
     assert list(launch.duplicate_stderr_filters) == config.duplicate_stderr_filters

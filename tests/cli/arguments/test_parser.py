@@ -271,7 +271,7 @@ def test_command_line_wins_over_a_bad_variable():
 
     made = options("--max-restarts=3", "--standalone", "--nnodes=1", **environ)
 
-    assert (made.launch.max_restarts, made.standalone, made.max_nodes) == (3, True, 1)
+    assert (made.launch.max_restarts, made.standalone, made.job.max_nodes) == (3, True, 1)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,9 @@ import pytest
 
 from dlrover.cli.run.arguments import build_parser, parse
 from dlrover.cli.run.nproc import probe_devices, resolve_nproc
+from dlrover.config import Settings
 from dlrover.errors import ConfigurationError
+from dlrover.master.compose import Request, master_config
 from dlrover.spec.launch import Entry
 from tests.cli.arguments.lines import PATH_ONLY, no_probe, options, refusal
 
@@ -80,8 +82,9 @@ def test_interpreter_and_prefix_come_from_torchruns_variables():
     ],
 )
 def test_node_check(argv, checked, excluded):
-    parsed = options(*argv.split())
-    assert (parsed.node_check, parsed.exclude_stragglers) == (checked, excluded)
+    request = Request(job=options(*argv.split()).job)
+    job = master_config(request, Settings(), "", 0).job
+    assert (job.node_check, job.exclude_stragglers) == (checked, excluded)
 
 
 # Notices

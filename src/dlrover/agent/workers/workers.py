@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from dlrover import launched
 from dlrover._util import accelerators, cgroup, procs
 from dlrover.agent.devices import Devices
 from dlrover.agent.workers import environment, evidence, numa, zygotes
@@ -28,6 +29,7 @@ from dlrover.spec.failure import OWN_ENDS, Failure, FailureKind
 from dlrover.spec.launch import Entry, LaunchSpec, Std
 from dlrover.spec.stacks import WorkerEvidence
 from dlrover.spec.world import World
+from dlrover.training.worker.bootstrap import Program
 from dlrover.training.worker.progress import MAX_SLOTS, Board
 
 logger = logging.getLogger(__name__)
@@ -144,25 +146,29 @@ class WorkerGroup:
         launch = self._launch
         return Order(
             spawn=id_,
-            entry=launch.entry.value,
-            target=launch.target,
-            args=environment.worker_arguments(launch, local_rank),
+            program=Program(
+                entry=launch.entry.value,
+                target=launch.target,
+                args=environment.worker_arguments(launch, local_rank),
+                error_file=error_file,
+                slot=local_rank,
+                modules_file=str(logs.directory / "modules.json") if local_rank == 0 else "",
+                given=launched.Given(
+                    node=self.place,
+                    round=world.round,
+                    relay=self.relay,
+                    save_at_breakpoint=launch.save_at_breakpoint,
+                    auto_tuning=launch.auto_tuning,
+                    global_batch=world.global_batch,
+                ),
+            ),
             env=environment.worker_environment(
                 launch, world, local_rank, self._base_env, error_file
             )
             | environment.secrets(world, self.token),
             stdout=str(logs.stdout(local_rank)),
             stderr=str(logs.stderr(local_rank)),
-            error_file=error_file,
-            slot=local_rank,
-            modules_file=str(logs.directory / "modules.json") if local_rank == 0 else "",
             cpus=self._cpus(local_rank),
-            save_at_breakpoint=launch.save_at_breakpoint,
-            node=self.place,
-            relay=self.relay,
-            round=world.round,
-            auto_tuning=launch.auto_tuning,
-            global_batch=world.global_batch,
             stdout_overflow=logs.overflow(local_rank, Std.OUT),
             stderr_overflow=logs.overflow(local_rank, Std.ERR),
         )

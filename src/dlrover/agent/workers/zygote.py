@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from dlrover import launched
 from dlrover.agent.workers import output
 from dlrover.agent.workers.preload import Preloaded, preload
 from dlrover.training.worker import bootstrap
@@ -51,28 +52,22 @@ class Order:
 
     spawn: int
     """The agent's id for the worker."""
-    entry: str
-    target: str
-    args: list[str]
+    program: bootstrap.Program
     env: dict[str, str]
     stdout: str
     stderr: str
-    error_file: str
-    slot: int
-    modules_file: str = ""
     cpus: list[int] = field(default_factory=list)
     """CPUs to run on; if empty, the inherited affinity remains."""
-    save_at_breakpoint: bool = False
-    node: str = ""
-    """Name of the worker's node among those on this machine."""
-    relay: str = ""
-    """Address of the relay for the worker's shard requests."""
-    round: int = 0
-    auto_tuning: bool = False
-    global_batch: int = 0
     stdout_overflow: str = ""
     """Path to which standard output goes while the disk of ``stdout`` is full."""
     stderr_overflow: str = ""
+
+    @classmethod
+    def unpack(cls, message: dict[str, Any]) -> Order:
+        """Return the order that `dataclasses.asdict` made ``message`` of."""
+        program = message["program"]
+        program["given"] = launched.Given(**program["given"])
+        return cls(**{**message, "program": bootstrap.Program(**program)})
 
 
 def pack(message: dict[str, Any]) -> bytes:
@@ -123,7 +118,7 @@ class Zygote:
                 else:
                     os.read(wake_read, 1 << 10)
             for message in frames(buffer):
-                order = Order(**message)
+                order = Order.unpack(message)
                 if self._fork(order):
                     selector.close()
                     signal.set_wakeup_fd(-1)
@@ -172,26 +167,13 @@ def become_worker(order: Order, board: Board, variables: Mapping[str, str | None
 
     ``variables`` are the zygote's environment variables that its imports changed.
     """
+    program = order.program
     _set_environment(order.env, variables)
-    if order.entry == "command":
+    if program.entry == "command":
         _replace_by_command(order)
-    module = ["-m"] if order.entry == "module" else []
+    module = ["-m"] if program.entry == "module" else []
     output.use_overflows(order.stdout_overflow, order.stderr_overflow)
-    show_command_line([sys.executable, "-u", *module, order.target, *order.args])
-    program = bootstrap.Program(
-        entry=order.entry,
-        target=order.target,
-        args=order.args,
-        error_file=order.error_file,
-        slot=order.slot,
-        modules_file=order.modules_file,
-        save_at_breakpoint=order.save_at_breakpoint,
-        node=order.node,
-        relay=order.relay,
-        round=order.round,
-        auto_tuning=order.auto_tuning,
-        global_batch=order.global_batch,
-    )
+    show_command_line([sys.executable, "-u", *module, program.target, *program.args])
     bootstrap.run(program, board)
 
 
@@ -212,10 +194,11 @@ def _replace_by_command(order: Order) -> NoReturn:
     """Replace the process with another program; if that fails, exit with a shell's exit code."""
     for ignored_by_python in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(ignored_by_python, signal.SIG_DFL)
+    program = order.program
     try:
-        os.execvpe(order.target, [order.target, *order.args], order.env)  # noqa: S606
+        os.execvpe(program.target, [program.target, *program.args], order.env)  # noqa: S606
     except OSError as error:
-        print(f"{order.target} cannot be started: {error.strerror}", file=sys.stderr)  # noqa: T201
+        print(f"{program.target} cannot be started: {error.strerror}", file=sys.stderr)  # noqa: T201
         sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 

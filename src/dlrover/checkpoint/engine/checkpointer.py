@@ -116,7 +116,7 @@ class Checkpointer:
             raise ConfigurationError(f"linger is {linger}; it must be 0 seconds or more.")
         pace.check(interval, hours_between_failures)
         if save_at_breakpoint is None:
-            save_at_breakpoint = launched.save_at_breakpoint
+            save_at_breakpoint = launched.given.save_at_breakpoint
         wishes = Wishes(save_at_breakpoint, replicas, replica_bandwidth)
         self._world = World()
         self._leave_world = weakref.finalize(self, self._world.close)
@@ -127,7 +127,7 @@ class Checkpointer:
         self._identity = shared.identity(self._world, self._store, create=not read_only)
         shared.check(self._world, self._store, self._identity, read_only=read_only)
         self._client = SaverClient(
-            self._store, self._identity, node=launched.node, keep=policy, linger=linger,
+            self._store, self._identity, node=launched.given.node, keep=policy, linger=linger,
             env=config.environ(),
         )  # fmt: skip
         self._pace = pace.Pace(interval, hours_between_failures, self._world)

@@ -17,8 +17,9 @@ import msgspec
 from rich.text import Text
 
 from dlrover.cli.host.probe import Machine, collect
+from dlrover.cli.output import Form
 from dlrover.config import state_dirs
-from dlrover.errors import ConfigurationError, ExitCode
+from dlrover.errors import ExitCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -157,7 +158,7 @@ def _state_dir(machine: Machine) -> Finding:
     level = _low(machine.state.free, problem=128 * MIB, warning=2 * GIB)
     free, total = _size(machine.state.free), _size(machine.state.total)
     fact = f"{machine.state_dir} has {free} free of {total}"
-    advice = f"journals, events and logs of jobs grow there; make room, or {fix}"
+    advice = f"journals, events and logs of jobs grow there; free space, or {fix}"
     if level is Level.OK and NETWORK_FILE_SYSTEMS.fullmatch(machine.state_type):
         level, fact = Level.WARNING, f"{machine.state_dir} is on a network ({machine.state_type})"
         advice = f"the journal's database has no safe locks there; {fix}"
@@ -207,7 +208,7 @@ def _core_dumps(machine: Machine) -> Finding:
 def _ports(machine: Machine) -> Finding:
     topic = "ports"
     if machine.ports is None:
-        return Finding(Level.OK, topic, "The kernel does not tell its range of ephemeral ports.")
+        return Finding(Level.OK, topic, "The kernel does not report its range of ephemeral ports.")
     low, high = machine.ports.low, machine.ports.high
     fact = f"{machine.ports.free} of the ephemeral ports {low} to {high} are free"
     advice = (
@@ -274,7 +275,7 @@ def _reverse(machine: Machine) -> Finding:
     if slowest.error:
         fact += f" ({slowest.error})"
     advice = (
-        "PyTorch's store makes one for each connection and serves nobody meanwhile (up to 5 s a "
+        "PyTorch's store makes one for each connection and serves no other meanwhile (up to 5 s a "
         "worker); put the address into /etc/hosts or repair the name server"
     )
     return _finding(level, "reverse lookup", fact, advice)
@@ -391,17 +392,11 @@ def render_json(machine: Machine, findings: Iterable[Finding]) -> str:
     return msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
 
 
-def doctor(output: str, environ: Mapping[str, str], console: Console) -> int:
-    """Examine this machine, print the findings as ``text`` or ``json``, and return the exit code.
-
-    Raises:
-        ConfigurationError: ``output`` is another word.
-    """
-    if output not in ("text", "json"):
-        raise ConfigurationError(f"--output is {output!r}; it must be text or json.")
+def doctor(output: Form, environ: Mapping[str, str], console: Console) -> int:
+    """Examine this machine, print the findings, and return the exit code."""
     machine = collect(environ, state_dirs(environ)[0])
     findings = examine(machine)
-    if output == "json":
+    if output is Form.JSON:
         console.out(render_json(machine, findings), highlight=False)
     else:
         console.print(render_text(findings), soft_wrap=True)

@@ -30,7 +30,7 @@ def wait_for_name(host: str, limit: float) -> None:
         InfrastructureError: the name is still unknown after ``limit`` seconds.
     """
     began = time.monotonic()
-    told = False
+    noticed = False
     while fault := _why_unknown(host):
         waited = time.monotonic() - began
         if waited + NAME_RETRY > limit:
@@ -38,8 +38,8 @@ def wait_for_name(host: str, limit: float) -> None:
                 f"The master's host {host} cannot be resolved: {fault}, for {limit:g} s "
                 "(connect_timeout)."
             )
-        if not told and waited > NAME_NOTICE:
-            told = True
+        if not noticed and waited > NAME_NOTICE:
+            noticed = True
             print(
                 f"dlrover-run: waiting up to {limit:g} s (connect_timeout) for the master's host: "
                 f"the name {host} is not known yet.",
@@ -184,8 +184,3 @@ class HostLock:
         except OSError:
             self._socket.close()
             self.held = False
-
-    def release(self) -> None:
-        """Let another launcher start a master."""
-        self._socket.close()
-        self.held = False

@@ -57,7 +57,7 @@ def of_job(job_dir: JobDir, own: tuple[Rule, ...]) -> tuple[Finding, ...]:
         config = decode(job_dir.job, job_dir.job.read_bytes(), MasterConfig)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigurationError(
-            f"--job-dir {job_dir.path} does not tell what failed: {error}."
+            f"--job-dir {job_dir.path} has no readable record of failures: {error}."
         ) from error
     table = diagnosis_rules.table(own or config.job.diagnosis_rules)
     rounds: dict[int, list[WorkerFailed]] = {}

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from dlrover.cli.inspect.plans import PlanRecord, records
+from dlrover.cli.inspect.queries import ask
 from dlrover.cli.inspect.timeline import Timeline
-from dlrover.cli.jobs import connect
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.master.app import load_config
 from dlrover.master.journal.journal import open_journal
@@ -67,13 +67,13 @@ def report(job_dir: JobDir) -> Report:
     machine, timeline = JobMachine(), Timeline()
     ledger = Ledger(timeline)
     last = 0.0
-    told: list[tuple[float, events.EventBody]] = []
+    happened: list[tuple[float, events.EventBody]] = []
     url = load_config(job_dir).journal if job_dir.job.exists() else "file:"
     with contextlib.closing(open_journal(url, job_dir.journal, read_only=True)) as journal:
         for last, entry in journal.entries():
             if isinstance(entry, inputs.Input):
                 commands = machine.handle(entry, last)
-                told += [(last, c.body) for c in commands if isinstance(c, inputs.Emit)]
+                happened += [(last, c.body) for c in commands if isinstance(c, inputs.Emit)]
                 ledger.handle(entry, last, machine)
     until = last if machine.outcome is not None else max(last, _now(job_dir, machine))
     goodput = ledger.goodput(until)
@@ -86,22 +86,18 @@ def report(job_dir: JobDir) -> Report:
         goodput=goodput,
         timeline=timeline,
         hostnames={node.id: node.hostname for node in machine.nodes.values()},
-        plans=records(told),
-        sizes=tuple((at, b.nodes) for at, b in told if isinstance(b, events.RoundCompleted)),
+        plans=records(happened),
+        sizes=tuple((at, b.nodes) for at, b in happened if isinstance(b, events.RoundCompleted)),
     )
 
 
 def _now(job_dir: JobDir, machine: JobMachine) -> float:
     """Return the time on the clock of the job's master; 0.0 if no master answers."""
-
-    async def ask() -> float:
-        async with connect(job_dir) as client:
-            return machine.state.submitted_at + (await client.status()).seconds
-
     try:
-        return asyncio.run(ask())
+        status = asyncio.run(ask(job_dir, lambda master: master.status()))
     except (InfrastructureError, ConfigurationError):
         return 0.0
+    return machine.state.submitted_at + status.seconds
 
 
 # ---- text

@@ -1,14 +1,17 @@
-"""A job's goodput as one self-contained HTML page: figures, a timeline, the incidents."""
+"""A job's goodput as files: one self-contained HTML page, or a trace for chrome://tracing and Perfetto."""
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from html import escape
+from typing import Any
 
-from dlrover.cli.inspect import pagesize
 from dlrover.cli.inspect.goodput import Amounts, Report, notes, percent, spent, steps_lost, summary
+from dlrover.cli.inspect.plans import PlanRecord, interval
 from dlrover.cli.run.report import duration
 from dlrover.master.machine.goodput.roundtime import MICRO
 from dlrover.spec.goodput import Cause, IncidentCost, IncidentKind
@@ -22,6 +25,8 @@ _LEFT = 110
 _ROW = 16
 _GAP = 6
 _TOP = 40
+_SIZE_TOP = 26
+_SIZE_HEIGHT = 70
 _PARTS = 800
 """Parts of the time axis; the order of causes within a part is not drawn."""
 _TICKS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10_800, 21_600, 43_200)
@@ -189,7 +194,7 @@ def _timeline(found: Report) -> str:
     note = f"<p class=soft>{left_out} more nodes are not drawn.</p>" if left_out else ""
     return (
         f'<div class=scroll><svg viewBox="0 0 {_LEFT + _WIDTH + 30} {height}" role=img '
-        f'aria-label="What each node did when">{ticks}{rows}{marks}</svg></div>{note}'
+        f'aria-label="Time of each node by cause">{ticks}{rows}{marks}</svg></div>{note}'
     )
 
 
@@ -197,8 +202,67 @@ def _size(found: Report) -> list[str]:
     """Return the chart of nodes over time; empty if their number never changed and no plan exists."""
     if not found.plans and len({nodes for _, nodes in found.sizes}) < 2:
         return []
-    drawn = pagesize.drawing(found.sizes, found.plans, _axis(found), (_LEFT, _LEFT + _WIDTH))
-    return ["<h2>Nodes</h2>", drawn, *([pagesize.table(found.plans)] if found.plans else [])]
+    return ["<h2>Nodes</h2>", _drawing(found), *([_plans(found.plans)] if found.plans else [])]
+
+
+def _drawing(found: Report) -> str:
+    """Return a line of the number of nodes, with a mark for each plan."""
+    sizes, place = found.sizes, _axis(found)
+    if not sizes:
+        return "<p>None yet.</p>"
+    left, right = _LEFT, _LEFT + _WIDTH
+    most = max(nodes for _, nodes in sizes)
+    bottom = _SIZE_TOP + _SIZE_HEIGHT
+
+    def height(nodes: int) -> float:
+        return bottom - _SIZE_HEIGHT * nodes / most
+
+    path = f"M{place(sizes[0][0]):.1f} {height(sizes[0][1]):.1f}"
+    for at, nodes in sizes[1:]:
+        path += f"H{place(at):.1f}V{height(nodes):.1f}"
+    labels = "".join(
+        f'<text x="{left - 10}" y="{height(nodes) + 4:.1f}" text-anchor="end">{nodes}</text>'
+        for nodes in sorted({0, sizes[-1][1], most})
+    )
+    marks = "".join(_plan_mark(plan, place(plan.time), bottom) for plan in found.plans)
+    return (
+        f'<div class=scroll><svg viewBox="0 0 {right + 30} {bottom + 10}" role=img '
+        f'aria-label="Number of nodes over time"><line class=axis x1="{left}" x2="{right}" '
+        f'y1="{bottom}" y2="{bottom}"/>{labels}<path class=size d="{path}H{right}"/>{marks}</svg></div>'
+    )
+
+
+def _plan_mark(plan: PlanRecord, x: float, bottom: int) -> str:
+    words = f"plan {plan.number}, {plan.kind.value}: {plan.reason}; {plan.outcome}"
+    return (
+        f"<g class=plan><title>{escape(words)}</title>"
+        f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_SIZE_TOP - 8}" y2="{bottom}"/>'
+        f'<path d="M{x - 6:.1f} {_SIZE_TOP - 20}h12l-6 11z"/></g>'
+    )
+
+
+def _plans(plans: Sequence[PlanRecord]) -> str:
+    """Return the plans as a table: reason, prediction, measurement and outcome."""
+    rows = "".join(
+        f"<tr><td class=number>{plan.number}<td>{_clock(plan.time)}"
+        f"<td class=number>{plan.before} &rarr; {plan.nodes}<td>{escape(plan.kind.value)}: "
+        f"{escape(plan.reason)}<td>{_predicted(plan)}<td>{_measured(plan)}<td>{escape(plan.outcome)}"
+        for plan in plans
+    )
+    return (
+        "<table><tr><th class=number>plan<th>made<th class=number>nodes<th>why<th>predicted<th>measured"
+        f"<th>outcome{rows}</table>"
+    )
+
+
+def _predicted(plan: PlanRecord) -> str:
+    return "-" if plan.predicted is None else f"{interval(plan.predicted)} {escape(plan.unit)}"
+
+
+def _measured(plan: PlanRecord) -> str:
+    if plan.measured is None or plan.error is None:
+        return "-"
+    return f"{plan.measured:.3g} ({plan.error:+.0%})"
 
 
 def _axis(found: Report) -> _Axis:
@@ -248,3 +312,67 @@ def _mark(axis: _Axis, number: int, incident: IncidentCost, height: int) -> str:
         f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 6}" y2="{height}"/>'
         f'<path d="M{x - 6:.1f} {_TOP - 18}h12l-6 11z"/></g>'
     )
+
+
+# ---- the trace
+
+
+def trace(found: Report) -> str:
+    """Return a trace as JSON: a track for each node, with incidents and plans as instant events."""
+
+    def event(kind: str, at: int, name: str, thread: int = 0, **fields: Any) -> dict[str, Any]:
+        since = at - round(found.submitted_at * MICRO)
+        return {"ph": kind, "pid": 0, "tid": thread, "ts": since, "name": name, **fields}
+
+    def instant(at: float, name: str, category: str, thread: int, **args: Any) -> dict[str, Any]:
+        return event("i", round(at * MICRO), name, thread, s="g", cat=category, args=args)
+
+    def label(kind: str, name: str, thread: int = 0) -> dict[str, Any]:
+        return {"ph": "M", "pid": 0, "tid": thread, "name": kind, "args": {"name": name}}
+
+    events = [label("process_name", found.job)]
+    for node in found.timeline.nodes:
+        host = found.hostnames.get(node, "")
+        events.append(label("thread_name", f"node {node}{f' ({host})' if host else ''}", node))
+        events += [
+            event(
+                "X",
+                span.since,
+                span.cause.label,
+                node,
+                cat=span.cause.value,
+                dur=span.until - span.since,
+            )
+            for span in found.timeline.spans(node)
+        ]
+    events += [
+        instant(
+            incident.since,
+            incident.title or "incident",
+            "incident",
+            max(0, incident.node),
+            lasted_seconds=incident.until - incident.since,
+            seconds_of_all_nodes=incident.seconds,
+            steps_lost=incident.steps_lost,
+        )
+        for incident in found.goodput.incidents
+    ]
+    events += [
+        event("C", round(at * MICRO), "nodes", args={"nodes": nodes}) for at, nodes in found.sizes
+    ]
+    events += [
+        instant(
+            plan.time,
+            f"plan {plan.number}: {plan.before} -> {plan.nodes} nodes",
+            "plan",
+            0,
+            why=f"{plan.kind.value}: {plan.reason}",
+            predicted=plan.predicted.throughput if plan.predicted else None,
+            measured=plan.measured,
+            unit=plan.unit,
+            outcome=plan.outcome,
+        )
+        for plan in found.plans
+    ]
+    other = {"job": found.job, "submitted_at": found.submitted_at}
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other})

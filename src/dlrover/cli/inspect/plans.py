@@ -82,14 +82,14 @@ def plans(job_dir: JobDir) -> Plans:
         ConfigurationError: the job's files cannot be read.
     """
     try:
-        told = history.read(job_dir.events)
+        happened = history.read(job_dir.events)
         job = decode(job_dir.job, job_dir.job.read_bytes(), MasterConfig).job
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigurationError(
-            f"--job-dir {job_dir.path} does not tell of plans: {error}."
+            f"--job-dir {job_dir.path} has no readable record of plans: {error}."
         ) from error
     settled, ended = None, ""
-    for event in told:
+    for event in happened:
         body = event.body
         if isinstance(body, events.SizeSettled):
             settled = body
@@ -106,15 +106,15 @@ def plans(job_dir: JobDir) -> Plans:
         max_servers=job.max_servers,
         settled=settled,
         ended=ended,
-        plans=records((event.time, event.body) for event in told),
-        nodes=_node_changes(told),
+        plans=records((event.time, event.body) for event in happened),
+        nodes=_node_changes(happened),
     )
 
 
-def records(told: Iterable[tuple[float, events.EventBody]]) -> tuple[PlanRecord, ...]:
+def records(happened: Iterable[tuple[float, events.EventBody]]) -> tuple[PlanRecord, ...]:
     """Return the plans among a job's events, which come with their times."""
     found: dict[int, PlanRecord] = {}
-    for at, body in told:
+    for at, body in happened:
         if isinstance(body, events.PlanMade):
             found[body.number] = _made(body, at)
         elif isinstance(body, events.PlanMeasured | events.PlanDropped) and body.number in found:
@@ -122,10 +122,10 @@ def records(told: Iterable[tuple[float, events.EventBody]]) -> tuple[PlanRecord,
     return tuple(found.values())
 
 
-def _node_changes(told: Sequence[events.Event]) -> tuple[NodeChange, ...]:
+def _node_changes(happened: Sequence[events.Event]) -> tuple[NodeChange, ...]:
     found: dict[int, NodeChange] = {}  # the latest change of each node
     done = []
-    for event in told:
+    for event in happened:
         body = event.body
         if isinstance(body, events.NodeMigrates):
             found[body.node] = NodeChange(
@@ -173,7 +173,7 @@ def _headline(report: Plans) -> str:
     if report.ended:
         return f"Auto-scaling {span} has ended: {report.ended}."
     if report.settled is None:
-        return f"Auto-scaling {span}: the best size is being looked for."
+        return f"Auto-scaling {span}: the search for the best size goes on."
     settled = report.settled
     return (
         f"Auto-scaling {span}: the best size is {events.told_size(settled.nodes, settled.servers)}, with "

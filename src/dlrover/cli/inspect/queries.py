@@ -1,17 +1,16 @@
-"""``dlrover status``, ``stacks``, ``events``, ``scale`` and ``stop``: ask the master, or read its files."""
+"""``dlrover status``, ``nodes``, ``stacks``, ``events``, ``scale`` and ``stop``: ask the master, or read its files."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from dlrover.cli.jobs import connect
 from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
 from dlrover.master.app import load_config, read_outcome
 from dlrover.master.journal import history
@@ -20,7 +19,8 @@ from dlrover.master.machine import inputs
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.views.status import status_of
 from dlrover.rpc import messages
-from dlrover.spec.events import Event
+from dlrover.rpc.client import MasterClient, connect
+from dlrover.spec.events import Event, size
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.roles import WORKER
 
@@ -44,7 +44,9 @@ def status(job_dir: JobDir) -> Report:
         InfrastructureError: the master does not answer, and its journal cannot be read.
     """
     try:
-        return Report(str(job_dir.path), True, asyncio.run(_ask(job_dir)))
+        return Report(
+            str(job_dir.path), True, asyncio.run(ask(job_dir, lambda master: master.status()))
+        )
     except (InfrastructureError, ConfigurationError) as silent:
         try:
             return Report(str(job_dir.path), False, _from_journal(job_dir))
@@ -52,9 +54,10 @@ def status(job_dir: JobDir) -> Report:
             raise silent from error
 
 
-async def _ask(job_dir: JobDir) -> messages.Status:
-    async with connect(job_dir) as client:
-        return await client.status()
+async def ask(job_dir: JobDir, question: Callable[[MasterClient], Awaitable[Reply]]) -> Reply:
+    """Return the answer of a job's master."""
+    async with connect(job_dir) as master:
+        return await question(master)
 
 
 def _from_journal(job_dir: JobDir) -> messages.Status:
@@ -110,6 +113,26 @@ def render_status(report: Report, console: Console) -> None:
     console.print(f"Job directory: {report.job_dir}", highlight=False, soft_wrap=True)
 
 
+def render_nodes(nodes: Sequence[messages.NodeState], console: Console) -> None:
+    """Print a job's nodes as a table."""
+    table = Table("node", "rank", "status", "host", "memory", "cores", "accelerators", box=None)
+    for node in nodes:
+        table.add_row(
+            str(node.id),
+            str(node.node_rank) if node.node_rank >= 0 else "-",
+            node.status,
+            node.hostname or "-",
+            _of(size(node.memory), size(node.memory_limit)) if node.memory_limit else "-",
+            _of(f"{node.cpu:.2f}", f"{node.cores:g}") if node.cores else "-",
+            f"{node.busy:.0%} busy" if node.busy >= 0 else "-",
+        )
+    console.print(table)
+
+
+def _of(used: str, limit: str) -> str:
+    return f"{used} of {limit}"
+
+
 def stacks(job_dir: JobDir) -> messages.Stacks:
     """Return where every rank of a job is now.
 
@@ -117,12 +140,7 @@ def stacks(job_dir: JobDir) -> messages.Stacks:
         ConfigurationError: the job has ended.
         InfrastructureError: the master cannot be reached.
     """
-
-    async def ask() -> messages.Stacks:
-        async with connect(job_dir) as client:
-            return await client.stacks()
-
-    return _answer(job_dir, ask())
+    return _answer(job_dir, lambda master: master.stacks())
 
 
 def events(job_dir: JobDir) -> list[Event]:
@@ -170,12 +188,7 @@ def scale(job_dir: JobDir, nodes: int, reason: str, role: str = WORKER) -> str:
         ConfigurationError: the job cannot have that many, or has ended.
         InfrastructureError: the master cannot be reached.
     """
-
-    async def ask() -> messages.ScaleReply:
-        async with connect(job_dir) as client:
-            return await client.scale(nodes, reason, role)
-
-    reply = _answer(job_dir, ask())
+    reply = _answer(job_dir, lambda master: master.scale(nodes, reason, role))
     if reply.refused:
         raise ConfigurationError(reply.sentence)
     return reply.sentence
@@ -188,15 +201,10 @@ def stop(job_dir: JobDir, reason: str) -> None:
         ConfigurationError: the job has ended.
         InfrastructureError: the master cannot be reached.
     """
-
-    async def ask() -> None:
-        async with connect(job_dir) as client:
-            await client.stop(reason, ExitCode.STOPPED)
-
-    _answer(job_dir, ask())
+    _answer(job_dir, lambda master: master.stop(reason, ExitCode.STOPPED))
 
 
-def _answer(job_dir: JobDir, question: Coroutine[Any, Any, Reply]) -> Reply:
+def _answer(job_dir: JobDir, question: Callable[[MasterClient], Awaitable[Reply]]) -> Reply:
     """Return the answer of a running job's master.
 
     Raises:
@@ -204,7 +212,7 @@ def _answer(job_dir: JobDir, question: Coroutine[Any, Any, Reply]) -> Reply:
         InfrastructureError: its master does not answer.
     """
     try:
-        return asyncio.run(question)
+        return asyncio.run(ask(job_dir, question))
     except InfrastructureError as error:
         outcome = read_outcome(job_dir.outcome)
         if outcome is None:

@@ -105,7 +105,7 @@ def _add_program(group: OptionGroup) -> None:
     group.add_switch(
         "--run-path",
         help="Run the script (an absolute path) by runpy.run_path in the launcher's own "
-        "interpreter. Goes before --no-python and --module.",
+        "interpreter. Overrides --no-python and --module.",
     )
     group.add("--role", default="default", help="Role of the workers (default: %(default)s).")
     group.add(
@@ -131,14 +131,14 @@ def _add_nodes(group: OptionGroup) -> None:
         "--nnodes",
         default="1:1",
         metavar="MIN:MAX",
-        help="Nodes of the job: a number, or the least and the most (default: %(default)s).",
+        help="Nodes of the job: a number, or minimum and maximum (default: %(default)s).",
     )
     group.add(
         "--nproc-per-node",
         default="1",
         metavar="N",
-        help="Workers on each node: a number; gpu, cpu or xpu for as many as there are of these; or "
-        "auto for as many as there are accelerators, else processors (default: %(default)s).",
+        help="Workers on each node: a number; gpu, cpu or xpu for the number of these devices; or "
+        "auto for the number of accelerators, else of processors (default: %(default)s).",
     )
     group.add_switch(
         "--standalone",
@@ -194,7 +194,7 @@ def _add_rendezvous(group: OptionGroup) -> None:
     group.add(
         "--local-addr",
         metavar="HOST",
-        help="Address of this node that the others use (default: found by itself).",
+        help="Address of this node for the others (default: detected).",
     )
 
 
@@ -204,14 +204,14 @@ def _add_restarts(group: OptionGroup) -> None:
         kind=int,
         default=0,
         metavar="N",
-        help="How often the workers are restarted after the program failed (default: %(default)s).",
+        help="Restarts of the workers after failures of the program (default: %(default)s).",
     )
     group.add(
         "--monitor-interval",
         kind=float,
         default=0.1,
         metavar="SECONDS",
-        help="How often to look at the workers' state (default: %(default)s).",
+        help="Time between checks of the workers (default: %(default)s).",
     )
     group.add(
         "--signals-to-handle",
@@ -223,7 +223,7 @@ def _add_restarts(group: OptionGroup) -> None:
         "--shutdown-timeout",
         kind=int,
         metavar="SECONDS",
-        help="Time that workers get to leave before SIGKILL "
+        help="Time for workers to exit before SIGKILL "
         "(default: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else 30).",
     )
     group.add(
@@ -305,12 +305,12 @@ def _add_job(group: OptionGroup) -> None:
         "--servers",
         default="",
         metavar="[MIN:]MAX",
-        help="Run so many parameter servers beside the --local-nodes, each a node of role ps with one "
+        help="Parameter servers to run beside the --local-nodes, each a node of role ps with one "
         "process: all of them, or with --auto-scale MIN to start with.",
     )
     group.add_switch(
         "--auto-scale",
-        help="Find the best number of nodes between the two of --nnodes while training; starts with "
+        help="Find the best number of nodes within --nnodes while training; starts with "
         "--local-nodes.",
     )
     group.add(
@@ -338,12 +338,12 @@ def _add_job(group: OptionGroup) -> None:
 def _add_checks(group: OptionGroup) -> None:
     group.add_switch(
         "--network-check",
-        help="Check each node, and the network between them, before it trains; leave out what is at "
-        "fault.",
+        help="Check each node, and the network between nodes, before it trains; exclude faulty "
+        "nodes.",
     )
     group.add_switch(
         "--exclude-straggler",
-        help="The same, and leave out a node that the check finds slow.",
+        help="Like --network-check; also exclude nodes that the check finds slow.",
     )
     group.add(
         "--precheck",
@@ -353,20 +353,20 @@ def _add_checks(group: OptionGroup) -> None:
         help="0 checks nothing; 1 and 2 are the same as --network-check (default: %(default)s).",
     )
     group.add_switch(
-        "--save-at-breakpoint", help="Store the newest memory checkpoint when a worker fails."
+        "--save-at-breakpoint", help="Persist the newest memory checkpoint when a worker fails."
     )
 
 
 def _add_tuning(group: OptionGroup) -> None:
     group.add_switch(
         "--auto-config",
-        help="Choose --nnodes and --nproc-per-node from the machine and its cluster, and say so; what "
-        "is given stays.",
+        help="Choose --nnodes and --nproc-per-node from the machine and its cluster and print the choice; "
+        "options on the command line stay.",
     )
     group.add_switch(
         "--auto-tunning",
         "--auto-tuning",
-        help="Let loaders and micro-batches that DLRover's classes make follow what is measured.",
+        help="Tune the loaders and micro-batches of DLRover's classes from measurements.",
     )
 
 

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from dlrover.cli.run import autoconfig, servers, sizes
+from dlrover.cli.run import nodes
 from dlrover.cli.run.nproc import resolve_nproc
 from dlrover.errors import ConfigurationError
+from dlrover.spec.job import JobSpec
 from dlrover.spec.launch import Entry, LaunchSpec, StdMap
 from dlrover.spec.node import NodeSize
 from dlrover.spec.roles import SERVER, WORKER
@@ -45,19 +46,12 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Meaning of one command line of ``dlrover-run``."""
 
     launch: LaunchSpec
-    min_nodes: int
-    max_nodes: int
-    node_unit: int
-    """A world has a multiple of this many nodes."""
+    job: JobSpec
+    """The job as requested, without a name, managed nodes and settings."""
     local_nodes: int
     """Nodes to run on this machine as child processes; 0: not given, this process is one node."""
     node_size: NodeSize
     """Memory and CPU of each local node."""
-    min_servers: int
-    """Parameter servers that a world needs; 0: the job has none."""
-    max_servers: int
-    auto_scale: bool
-    """Find the best number of nodes while training."""
     job_dir: str
     """Empty: not given."""
     standalone: bool
@@ -80,9 +74,6 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     output: str
     """``text`` or ``json``."""
     accelerator: str
-    node_check: bool
-    """Check nodes before they train."""
-    exclude_stragglers: bool
     notices: tuple[str, ...]
     """A line for each given option without effect, and for each automatic choice."""
 
@@ -97,14 +88,14 @@ def run_options(
     Raises:
         ConfigurationError: the first mistake found.
     """
-    chosen = [autoconfig.apply(args, environ, probe)] if args.auto_config else []
-    min_nodes, max_nodes = _node_bounds(args)
+    chosen = [nodes.auto_config(args, environ, probe)] if args.auto_config else []
+    min_nodes, max_nodes = nodes.bounds(args)
     standalone = _is_standalone(args, min_nodes, max_nodes)
     _check_node_rank(args, standalone, max_nodes)
-    min_servers, max_servers = servers.bounds(args.servers, args.local_nodes)
+    min_servers, max_servers = nodes.server_bounds(args.servers, args.local_nodes)
     if args.auto_scale:
         has_choice = min_nodes < max_nodes or min_servers < max_servers
-        _check_auto_scale(args, environ, max_nodes, has_choice)
+        nodes.check_auto_scale(args, environ, max_nodes, has_choice)
     _check_master_port(args.master_port)
     endpoint = None if standalone else _endpoint(args)
     rdzv_conf = parse_rdzv_conf(args.rdzv_conf)
@@ -112,14 +103,22 @@ def run_options(
     oversubscribed = launch.nproc_per_node > 1 and "OMP_NUM_THREADS" not in environ
     return RunOptions(
         launch=launch,
-        min_nodes=min_nodes,
-        max_nodes=max_nodes,
-        node_unit=args.node_unit,
+        job=JobSpec(
+            name="",
+            min_nodes=min_nodes,
+            max_nodes=max_nodes,
+            node_unit=args.node_unit,
+            servers=min_servers if args.auto_scale else max_servers,
+            min_servers=min_servers,
+            max_servers=max_servers,
+            auto_scale=args.auto_scale,
+            max_restarts=launch.max_restarts,
+            shutdown_timeout=launch.shutdown_timeout,
+            node_check=args.network_check or args.precheck > 0,
+            exclude_stragglers=args.exclude_straggler,
+        ),
         local_nodes=args.local_nodes,
-        node_size=sizes.node_size(args, environ, standalone),
-        min_servers=min_servers,
-        max_servers=max_servers,
-        auto_scale=args.auto_scale,
+        node_size=nodes.node_size(args, environ, standalone),
         job_dir=args.job_dir,
         standalone=standalone,
         rdzv_backend="c10d" if standalone else args.rdzv_backend,
@@ -133,8 +132,6 @@ def run_options(
         config_file=args.config,
         output=args.output,
         accelerator=args.accelerator,
-        node_check=args.network_check or args.precheck > 0 or args.exclude_straggler,
-        exclude_stragglers=args.exclude_straggler,
         notices=(*chosen, *_notices(args)),
     )
 
@@ -178,73 +175,6 @@ def _launch_spec(
 
 
 # Nodes
-
-
-def parse_nnodes(text: str) -> tuple[int, int]:
-    """Parse ``N`` or ``MIN:MAX`` into the least and the most number of nodes."""
-    try:
-        numbers = [int(part) for part in text.split(":")]
-    except ValueError:
-        numbers = []
-    if len(numbers) not in (1, 2):
-        raise ConfigurationError(f"--nnodes {text}: must be a whole number N, or two as MIN:MAX.")
-    least, most = numbers[0], numbers[-1]
-    if least < 1:
-        raise ConfigurationError(f"--nnodes {text}: a job needs at least 1 node.")
-    if least > most:
-        raise ConfigurationError(
-            f"--nnodes {text}: the minimum, {least}, is greater than the maximum, {most}."
-        )
-    return least, most
-
-
-def _node_bounds(args: argparse.Namespace) -> tuple[int, int]:
-    """Return the least and the most number of nodes after checking them against the other options."""
-    local, unit = args.local_nodes, args.node_unit
-    if local < 0:
-        raise ConfigurationError(f"--local-nodes {local}: must be a whole number, 1 or more.")
-    if unit < 1:
-        raise ConfigurationError(f"--node-unit {unit}: must be a whole number, 1 or more.")
-    if local and "nnodes" not in args.given:
-        least = most = local
-        bounds = f"--local-nodes {local}"
-    else:
-        least, most = parse_nnodes(args.nnodes)
-        bounds = f"--nnodes {args.nnodes}"
-    if local and not least <= local <= most:
-        raise ConfigurationError(
-            f"--local-nodes {local}: {bounds} asks for {_range(least, most)} nodes."
-        )
-    available = local or most
-    if available < most:
-        bounds += f" with --local-nodes {local}"
-    if available - available % unit < least:
-        raise ConfigurationError(
-            f"--node-unit {unit}: {_range(least, available)} nodes ({bounds}) include no multiple "
-            f"of {unit}."
-        )
-    return least, most
-
-
-def _check_auto_scale(
-    args: argparse.Namespace, environ: Mapping[str, str], max_nodes: int, has_choice: bool
-) -> None:
-    """Refuse ``--auto-scale`` without a range of sizes, or where DLRover cannot start nodes."""
-    if not has_choice:
-        servers = f" and {args.servers} servers" if args.servers else ""
-        raise ConfigurationError(
-            f"--auto-scale: {max_nodes} nodes{servers} are asked for, which leaves no choice; give a range, as "
-            f"--nnodes 1:{max(max_nodes, 2)}."
-        )
-    if not args.local_nodes and "DLROVER_MASTER_ADDR" not in environ:
-        raise ConfigurationError(
-            "--auto-scale: DLRover must be able to start nodes; give --local-nodes N, the number to start "
-            "with on this machine, or run the job on Kubernetes."
-        )
-
-
-def _range(least: int, most: int) -> str:
-    return str(least) if least == most else f"{least} to {most}"
 
 
 def _is_standalone(args: argparse.Namespace, min_nodes: int, max_nodes: int) -> bool:

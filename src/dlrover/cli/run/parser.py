@@ -65,13 +65,12 @@ class OptionGroup:
         parser: LaunchParser,
         environ: Mapping[str, str],
         title: str,
-        description: str | None = None,
         *,
         own: bool = False,
     ) -> None:
         self.environ = environ
         self._parser = parser
-        self._group = parser.add_argument_group(title, description)
+        self._group = parser.add_argument_group(title)
         self._own = own
 
     def add_positional(self, name: str, **settings: Any) -> None:

@@ -12,9 +12,9 @@ from typing import BinaryIO
 from rich.console import Console
 from rich.text import Text
 
-from dlrover.cli.jobs import connect
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.rpc import messages
+from dlrover.rpc.client import connect
 from dlrover.spec import events
 from dlrover.spec.jobdir import JobDir
 

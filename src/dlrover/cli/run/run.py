@@ -18,20 +18,12 @@ from dlrover import config
 from dlrover._util import procs
 from dlrover.agent.ports import PortReservation
 from dlrover.cli import jobs
-from dlrover.cli.run import arguments, report, sizes
+from dlrover.cli.run import arguments, nodes, report
 from dlrover.cli.run.launchspec import Endpoint, RunOptions, parse_endpoint
 from dlrover.errors import ConfigurationError, DLRoverError
-from dlrover.master.diagnosis_rules import load_own
+from dlrover.master.compose import Request, master_config
 from dlrover.planning import extra
-from dlrover.spec.job import JobSpec
-from dlrover.spec.jobdir import (
-    AgentConfig,
-    BrainSide,
-    JobDir,
-    MasterConfig,
-    MetricsAddress,
-    TlsFiles,
-)
+from dlrover.spec.jobdir import AgentConfig, BrainSide, JobDir
 from dlrover.spec.launch import LaunchSpec
 from dlrover.spec.outcome import Outcome
 from dlrover.spec.plan import Group
@@ -77,7 +69,7 @@ def run(options: RunOptions, env: Mapping[str, str]) -> Outcome:
     """
     settings = config.settings(env, options.config_file, options.rdzv_conf)
     _check_machine(options.launch)
-    if options.auto_scale:
+    if options.job.auto_scale:
         extra.require("--auto-scale")
     for notice in options.notices:
         print(f"dlrover-run: {notice}", file=sys.stderr)
@@ -91,11 +83,11 @@ def run(options: RunOptions, env: Mapping[str, str]) -> Outcome:
             plan.join(
                 parse_endpoint("DLROVER_MASTER_ADDR", env["DLROVER_MASTER_ADDR"], DEFAULT_PORT)
             )
-        elif options.standalone or options.local_nodes or options.max_nodes == 1:
+        elif options.standalone or options.local_nodes or options.job.max_nodes == 1:
             plan.run_here()
         elif options.rdzv_endpoint is None:
             raise ConfigurationError(
-                f"--nnodes {options.max_nodes} needs a place to meet: give --rdzv-endpoint HOST:PORT, "
+                f"--nnodes {options.job.max_nodes} needs a rendezvous: give --rdzv-endpoint HOST:PORT, "
                 "the same on every node, or --local-nodes to run all nodes on this machine."
             )
         else:
@@ -136,21 +128,17 @@ class _Plan:
         self._env = env
         self._job_dir = job_dir
         self._name = name
-        self._tls = TlsFiles(
-            settings.tls_cert, settings.tls_key, settings.tls_ca, settings.tls_server_name
-        )
-        self._rules = load_own(settings.diagnosis_rules, settings.limits.cause_budgets)
         self._has_master = False
         self._has_agent = False
 
     def run_here(self) -> None:
         """Plan a job of this machine alone: a master that launches one or more local nodes."""
-        nodes = self._options.local_nodes or 1
+        count = self._options.local_nodes or 1
         address = self._options.local_addr or "127.0.0.1"
         apart = bool(config.node_command(self._env))  # each node has its own address
         if not apart:
             _check_store_port(self._options.master_port)
-        self._write_master(address if apart else "127.0.0.1", 0, managed_nodes=nodes)
+        self._write_master(address if apart else "127.0.0.1", 0, managed_nodes=count)
         self._write_agent("", "" if apart else address, self._options.master_port)
         jobs.write_token(self._job_dir, secrets.token_hex(16))
 
@@ -230,46 +218,22 @@ class _Plan:
     def _write_master(self, host: str, port: int, managed_nodes: int) -> None:
         options = self._options
         size = options.node_size
-        most_memory = sizes.most_memory_factor(size, managed_nodes)
-        job = JobSpec(
-            name=self._name,
-            min_nodes=options.min_nodes,
-            max_nodes=options.max_nodes,
-            node_unit=options.node_unit,
-            managed_nodes=managed_nodes,
-            servers=options.min_servers if options.auto_scale else options.max_servers,
-            min_servers=options.min_servers,
-            max_servers=options.max_servers,
-            auto_scale=options.auto_scale and managed_nodes > 0,
-            max_restarts=options.launch.max_restarts,
-            shutdown_timeout=options.launch.shutdown_timeout,
-            node_check=options.node_check,
-            exclude_stragglers=options.exclude_stragglers,
-            limits=self._settings.limits,
-            diagnosis_rules=self._rules,
-            one_host=managed_nodes > 0,
-            grows_memory=size.memory > 0,
-            most_memory_factor=most_memory,
-            grows_cpu=size.cpu > 0,
-        )
-        content = MasterConfig(
-            job=job,
-            host=host,
-            port=port,
+        request = Request(
+            job=msgspec.structs.replace(
+                options.job,
+                name=self._name,
+                managed_nodes=managed_nodes,
+                auto_scale=options.job.auto_scale and managed_nodes > 0,
+            ),
             platform="local" if managed_nodes else "",
-            node_size=size,
-            tls=self._tls,
-            journal=self._settings.journal,
-            metrics=MetricsAddress(self._settings.metrics_host, self._settings.metrics_port),
             brain=BrainSide(
-                address=self._settings.brain,
-                token_file=self._settings.brain_token_file,
-                cluster=self._settings.optimize_mode == "cluster",
                 program=Path(options.launch.target).name,
                 node=Group(count=1, cpu=size.cpu, memory=size.memory),
             ),
+            node_size=size,
+            most_memory_factor=nodes.most_memory_factor(size, managed_nodes),
         )
-        self._write(self._job_dir.job, content)
+        self._write(self._job_dir.job, master_config(request, self._settings, host, port))
         self._has_master = True
 
     def _write_agent(self, master: str, address: str, store_port: int) -> None:
@@ -280,7 +244,7 @@ class _Plan:
             address=address,
             store_port=store_port,
             accelerator=self._options.accelerator,
-            tls=self._tls,
+            tls=self._settings.tls,
         )
         self._write(self._job_dir.agent, content)
 

@@ -21,10 +21,10 @@ from pathlib import Path
 
 from dlrover._util import procs
 from dlrover.agent.workers.workers import SAVER, SAVER_WAIT
-from dlrover.cli.jobs import connect
 from dlrover.cli.run import progress
 from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
 from dlrover.master.app import read_outcome
+from dlrover.rpc.client import connect
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.outcome import Outcome
 

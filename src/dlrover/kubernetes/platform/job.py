@@ -13,11 +13,11 @@ from dlrover.kubernetes.machine.decisions import status_of
 from dlrover.kubernetes.platform.inventory import requests_of
 from dlrover.kubernetes.resources import commands, names
 from dlrover.kubernetes.resources.types import ElasticJob
-from dlrover.spec.job import JobSpec, Limits
+from dlrover.master.compose import Request
+from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import BrainSide
 from dlrover.spec.plan import Group
 from dlrover.spec.roles import SERVER
-from dlrover.spec.rules import Rule
 
 VARIABLE, UID_VARIABLE = "DLROVER_KUBERNETES_JOB", "DLROVER_KUBERNETES_JOB_UID"
 ELASTIC_JOBS = Resource(names.GROUP, names.VERSION, "elasticjobs", "ElasticJob")
@@ -60,8 +60,13 @@ async def fetch(env: Mapping[str, str]) -> ElasticJob:
         await client.close()
 
 
-def job_spec(job: ElasticJob, limits: Limits, rules: tuple[Rule, ...] = ()) -> JobSpec:
-    """Return the specification that the master runs the job by.
+def request(job: ElasticJob) -> Request:
+    """Return the job as its ElasticJob requests it."""
+    return Request(job=_job_spec(job), platform="kubernetes", brain=_brain_side(job))
+
+
+def _job_spec(job: ElasticJob) -> JobSpec:
+    """Return the job's numbers.
 
     The master takes these ``dlrover-run`` options from the workers' command: ``--nnodes`` (its minimum, if
     no role has ``minReplicas``; it excludes servers), ``--max-restarts`` (overrides ``restartCount``),
@@ -77,7 +82,6 @@ def job_spec(job: ElasticJob, limits: Limits, rules: tuple[Rule, ...] = ()) -> J
     total = len(nodes.slots(job)) - servers
     worker = specs.get("worker", specs[roles[0]])
     flags = commands.options(worker.template)
-    stragglers = "exclude-straggler" in flags
     return JobSpec(
         name=job.name,
         min_nodes=commands.fewest_nodes(job) - commands.fewest_servers(job),
@@ -91,29 +95,24 @@ def job_spec(job: ElasticJob, limits: Limits, rules: tuple[Rule, ...] = ()) -> J
         earlier_restarts=job.status.training.restarts,
         node_unit=commands.number(flags.get("node-unit", ""), 1),
         max_restarts=commands.number(flags.get("max-restarts", ""), worker.restart_count),
-        node_check=stragglers or "network-check" in flags,
-        exclude_stragglers=stragglers,
-        limits=limits,
-        diagnosis_rules=rules,
-        grows_memory=True,
-        grows_cpu=True,
+        node_check="network-check" in flags,
+        exclude_stragglers="exclude-straggler" in flags,
     )
 
 
-def brain_side(job: ElasticJob, given: BrainSide) -> BrainSide:
-    """Return the Brain settings: ``brainService`` sets the address; ``optimizeMode`` may set ``cluster``."""
+def _brain_side(job: ElasticJob) -> BrainSide:
+    """Return what the ElasticJob says: ``brainService`` is the address, ``optimizeMode`` sets ``cluster``."""
     worker = job.spec.replica_specs.get("worker")
     asked = requests_of(worker.template) if worker is not None else {}
-    return msgspec.structs.replace(
-        given,
+    return BrainSide(
         node=Group(
             count=1,
             cpu=asked.get("cpu", 0.0),
             memory=int(asked.get("memory", 0)),
             accelerators=int(asked.get("accelerator", 0)),
         ),
-        address=job.spec.brain_service or given.address,
-        cluster=given.cluster or job.spec.optimize_mode == "cluster",
+        address=job.spec.brain_service,
+        cluster=job.spec.optimize_mode == "cluster",
     )
 
 

@@ -108,14 +108,14 @@ class KubernetesPlatform:
             await client.close()
             raise
         service = f"{names.master_name(job.name)}.{job.namespace}.svc:{setup.port}"
-        platform = cls(client, job, service, setup.on_exit, setup.on_wait)
+        platform = cls(client, job, service, setup.job.on_node_exit, setup.job.on_node_wait)
         try:
             await platform.start()
         except BaseException:
             await platform.close()
             raise
-        platform.report(Reporter(client, job, setup.progress))
-        asks = Asks(setup.size, setup.scale, setup.placed, setup.migrate)
+        platform.report(Reporter(client, job, setup.job.progress))
+        asks = Asks(setup.job.size, setup.job.ask_scale, setup.job.placed, setup.job.ask_migrate)
         platform.follow(Scaler(client, job, asks, platform.resize))
         return platform
 

@@ -1,4 +1,4 @@
-"""Guard that ends the processes of a chaos run when the run itself has ended in any way.
+"""A job under ``dlrover-run`` and its guard, which ends its processes however the chaos run itself ends.
 
 ``python -m dlrover.testing.chaos.guard --fd N --mark TEXT`` waits until the pipe ``N`` closes. Then it kills
 every process whose environment holds the mark, stopped ones too, and prints a line for each.
@@ -7,13 +7,16 @@ every process whose environment holds the mark, stopped ones too, and prints a l
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import psutil
 
@@ -25,6 +28,8 @@ POLL = 0.05
 """Seconds between two checks."""
 PATIENCE = 30.0
 """Seconds that killed processes have to vanish."""
+END_WAIT = 90.0
+"""Seconds that a job has to end before it is killed."""
 
 
 class Guard:
@@ -48,6 +53,60 @@ class Guard:
         os.close(self._held)
         said, _ = self._process.communicate(timeout=2 * PATIENCE)
         return said.splitlines()
+
+
+class Launch:
+    """One ``dlrover-run``, with a guard that kills its leftovers."""
+
+    def __init__(
+        self, arguments: Sequence[str], job_dir: Path, env: Mapping[str, str], output: Path
+    ) -> None:
+        mark = uuid.uuid4().hex
+        self.environ = {**env, MARK: mark}
+        """Environment of the job, and of everything else that the guard must end."""
+        self._guard = Guard(mark, env)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        command = [
+            sys.executable,
+            "-m",
+            "dlrover.cli.run.run",
+            "--job-dir",
+            str(job_dir),
+            *arguments,
+        ]
+        with output.open("wb") as file:
+            self._process = subprocess.Popen(
+                command,
+                env=self.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+
+    def exit_code(self) -> int | None:
+        """Return the launcher's exit code; None while it runs."""
+        return self._process.poll()
+
+    def interrupt(self) -> None:
+        """Ask the launcher to end its job in an orderly way."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+
+    async def end(self) -> int:
+        """Wait up to `END_WAIT` for the job's end, then kill it; return the exit code."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._process.wait, END_WAIT)
+        return self.kill()
+
+    def kill(self) -> int:
+        """Kill the launcher if it still runs; return its exit code."""
+        self._process.kill()
+        return self._process.wait()
+
+    def clean_up(self) -> list[str]:
+        """Kill everything that the job left behind; return a line for each such process."""
+        return self._guard.dismiss()
 
 
 def marked(mark: str) -> list[psutil.Process]:

@@ -19,15 +19,18 @@ from dlrover.spec.jobdir import JobDir
 from dlrover.spec.node import NodeStatus
 from dlrover.spec.outcome import Outcome
 from dlrover.testing.chaos import network
-from dlrover.testing.chaos.launch import Launch
-from dlrover.testing.chaos.observe import steps_lost
+from dlrover.testing.chaos.guard import Launch
 from dlrover.testing.chaos.report import FaultRow, Report
-from dlrover.testing.chaos.schedule import Planned
-from dlrover.testing.chaos.sources import ask_status, ask_to_stop
-from dlrover.testing.chaos.strike import Strike
+from dlrover.testing.chaos.strike import Strike, steps_lost
 from dlrover.testing.chaos.targets import Targets
-from dlrover.testing.chaos.verbs import VERBS, Settings, Verb
-from dlrover.testing.chaos.watcher import STATUS_POLL, JobOverError, Watcher
+from dlrover.testing.chaos.verbs import VERBS, Planned, Settings, Verb
+from dlrover.testing.chaos.watcher import (
+    STATUS_POLL,
+    JobOverError,
+    Watcher,
+    ask_status,
+    ask_to_stop,
+)
 
 HEARTBEATS = {"DLROVER_HEARTBEAT_INTERVAL": "2", "DLROVER_HEARTBEAT_TIMEOUT": "10"}
 """Settings of a job with a partition, unless the environment sets them: shorter than the defaults."""

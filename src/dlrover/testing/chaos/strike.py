@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 
 import msgspec
 
 from dlrover._util import procs
 from dlrover.errors import InfrastructureError
-from dlrover.testing.chaos.observe import Sighting, sight
+from dlrover.spec import events
+from dlrover.spec.events import Event
+from dlrover.spec.goodput import IncidentCost
 from dlrover.testing.chaos.report import FaultRow
-from dlrover.testing.chaos.schedule import Planned
 from dlrover.testing.chaos.targets import Targets
-from dlrover.testing.chaos.verbs import Injected, Verb
+from dlrover.testing.chaos.verbs import Injected, Planned, Verb
 from dlrover.testing.chaos.watcher import Watcher
 
 AT_LAST = 4.0
@@ -22,6 +24,27 @@ DECISION_WAIT = 2.0
 """Most seconds between the first sign of a fault and the decision to restart."""
 RETRY = 0.5
 """Seconds until a fault that found no target is tried again."""
+SIGNS = (
+    events.WorkerFailed,
+    events.NodeLost,
+    events.HangFound,
+    events.SlowRank,
+    events.RestartDecided,
+    events.MasterRecovered,
+)
+"""Events that show that the job has noticed a fault."""
+
+
+class Sighting(msgspec.Struct, frozen=True):
+    """What the events say about a fault so far. Times are seconds since it was injected."""
+
+    detected: float | None = None
+    restarted: bool = False
+    """True if the job decided to restart its workers."""
+    recovered: float | None = None
+    """Time of the first step after the restart."""
+    verdict: str = ""
+    """The job's sentence about the fault; empty until there is one."""
 
 
 class Strike:
@@ -132,8 +155,8 @@ class Strike:
 
     def _silence(self) -> str:
         if self._watcher.over and not self._went_on and not self._again_at:
-            return "The job ended before it told of it."
-        trained = "went on" if self._went_on else "stood still until the fault was taken back"
+            return "The job ended before it reported the fault."
+        trained = "went on" if self._went_on else "stopped until the fault was healed"
         return f"Not detected within {self._limit:g} s; training {trained}."
 
     def _sight(self) -> Sighting:
@@ -155,3 +178,33 @@ def _started_at(pid: int) -> float:
     ticks = procs.start_time(pid)
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - age
+
+
+# ---- what the events say
+
+
+def sight(happened: Sequence[Event], injected_at: float) -> Sighting:
+    """Return what ``happened``, the events since a fault was injected, says about the fault.
+
+    ``injected_at`` is in seconds since the epoch, as the events' times are.
+    """
+    signs = [event for event in happened if isinstance(event.body, SIGNS)]
+    if not signs:
+        return Sighting()
+    restarts = [event for event in signs if isinstance(event.body, events.RestartDecided)]
+    ends = [event for event in happened if isinstance(event.body, events.Recovered)]
+    return Sighting(
+        detected=max(0.0, signs[0].time - injected_at),
+        restarted=bool(restarts),
+        recovered=ends[-1].time - injected_at if ends else None,
+        verdict=(restarts or signs)[0].sentence(),
+    )
+
+
+def steps_lost(incidents: Sequence[IncidentCost], since: float, until: float) -> int | None:
+    """Return the steps that a fault undid, from the job's ledger; None if it does not know.
+
+    ``since`` and ``until`` are when this fault and the next one were injected, in seconds since the epoch.
+    """
+    lost = [incident.steps_lost for incident in incidents if since <= incident.until < until]
+    return None if min(lost, default=0) < 0 else sum(lost)

@@ -1,29 +1,45 @@
-"""Faults, one class for each: inject it, and heal it where that is possible."""
+"""Faults, one class for each: inject it, and heal it where that is possible; and their schedule."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
+import random
 import re
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import msgspec
 import psutil
 
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.testing.chaos import network
-from dlrover.testing.chaos.disk import Filling, check_small
 from dlrover.testing.chaos.targets import Targets, Worker, choose, savers_of
 
 MIB = 1 << 20
+GIB = 1 << 30
+LARGEST = 4 * GIB
+"""Most bytes of a file system that may be filled: it must be made for this purpose."""
 SLOW_PERIOD = 0.2
 """Seconds of one period of a slowed worker, which runs for a part of it."""
 STEP = re.compile(r"step-(\d+)")
 """Pattern of a stored step in a checkpoint directory."""
+
+
+class Planned(NamedTuple):
+    """A scheduled fault."""
+
+    at: float
+    """Least seconds since the first step; the fault also waits until the job trains again."""
+    verb: str
+    draw: float
+    """Number between 0 and 1 that selects the target among the possible ones."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -326,3 +342,75 @@ def _each(
 def _struck(worker: Worker) -> Injected:
     pid = worker.process.pid
     return Injected(f"rank {worker.rank}, pid {pid}", worker.node, worker.rank, pid)
+
+
+# ---- the schedule: decided before the job starts, and equal for equal seeds
+
+
+def in_order(verbs: Sequence[str], seed: int) -> list[Planned]:
+    """Schedule each verb once, one after the other."""
+    chance = random.Random(seed)  # noqa: S311 - a plan, not a secret
+    return [Planned(0.0, verb, chance.random()) for verb in verbs]
+
+
+def at_random(verbs: Sequence[str], every: float, duration: float, seed: int) -> list[Planned]:
+    """Schedule a random verb every ``every`` seconds, for ``duration`` seconds."""
+    chance = random.Random(seed)  # noqa: S311
+    return [
+        Planned(count * every, chance.choice(verbs), chance.random())
+        for count in range(1, int(duration / every) + 1)
+    ]
+
+
+# ---- a full disk: a nameless file takes the space and vanishes with its process
+
+
+def check_small(directory: Path) -> None:
+    """Refuse a file system that may serve another purpose.
+
+    Raises:
+        ConfigurationError: it is too large, or the directory does not exist.
+    """
+    try:
+        facts = os.statvfs(directory)
+    except OSError as error:
+        raise ConfigurationError(
+            f"--checkpoint-dir {directory}: {error.strerror}; fill-disk takes an existing directory."
+        ) from error
+    size = facts.f_blocks * facts.f_frsize
+    if size > LARGEST:
+        raise ConfigurationError(
+            f"--checkpoint-dir {directory} lies on a file system of {size / GIB:.1f} GiB; fill-disk "
+            f"takes one of at most {LARGEST // GIB} GiB, such as a tmpfs mounted for it."
+        )
+
+
+class Filling:
+    """File that takes all free space on a directory's file system until it is closed."""
+
+    def __init__(self, directory: Path) -> None:
+        self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - kept open
+        self.nbytes = 0
+        self._fill(os.statvfs(directory))
+
+    def _fill(self, facts: os.statvfs_result) -> None:
+        """Allocate pieces, halving their size when they no longer fit."""
+        piece = facts.f_bavail * facts.f_frsize
+        while piece >= facts.f_frsize:
+            if self._take(piece):
+                self.nbytes += piece
+            else:
+                piece //= 2
+
+    def _take(self, piece: int) -> bool:
+        try:
+            os.posix_fallocate(self._file.fileno(), self.nbytes, piece)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            return False
+        return True
+
+    def close(self) -> None:
+        """Free the space."""
+        self._file.close()

@@ -6,25 +6,53 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
+from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.rpc.client import connect
 from dlrover.rpc.messages import Status
 from dlrover.spec import events
 from dlrover.spec.events import Event
 from dlrover.spec.jobdir import JobDir
-from dlrover.testing.chaos.launch import Launch
-from dlrover.testing.chaos.sources import EventLog, ask_status
+from dlrover.testing.chaos.guard import Launch
 
 POLL = 0.05
 """Seconds between two reads of a job's files."""
 STATUS_POLL = 0.25
 """Seconds between two status requests to the master."""
+STATUS_TIMEOUT = 2.0
+"""Seconds that the master has to answer."""
 
 Found = TypeVar("Found")
 
 
 class JobOverError(Exception):
     """The job has ended during a wait for something else."""
+
+
+class EventLog:
+    """Events of a job, read from its file as they are written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self.events: list[Event] = []
+
+    def refresh(self) -> list[Event]:
+        """Return all events so far; leave a half-written line for the next call."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return self.events
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        self.events += [msgspec.json.decode(line, type=Event) for line in whole.splitlines()]
+        return self.events
 
 
 class Watcher:
@@ -92,3 +120,25 @@ class Watcher:
         with contextlib.suppress(JobOverError):
             while True:
                 await self.until(lambda: False, 60.0)
+
+
+async def ask_status(job_dir: JobDir) -> Status | None:
+    """Return the job's status; None if its master does not answer."""
+    try:
+        async with connect(job_dir, STATUS_TIMEOUT) as client:
+            return await client.status()
+    except _NO_ANSWER:
+        return None
+
+
+async def ask_to_stop(job_dir: JobDir, reason: str, exit_code: int) -> bool:
+    """Ask the master to end the job; return True if it got the request."""
+    try:
+        async with connect(job_dir, STATUS_TIMEOUT) as client:
+            await client.stop(reason, exit_code)
+    except _NO_ANSWER:
+        return False
+    return True
+
+
+_NO_ANSWER = (InfrastructureError, ConfigurationError)

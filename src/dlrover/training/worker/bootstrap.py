@@ -22,7 +22,7 @@ import sys
 import traceback
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,17 +59,7 @@ class Program:
     """The worker's slot on the progress board."""
     modules_file: str = ""
     """File that lists the imported modules after the first step; empty: none."""
-    save_at_breakpoint: bool = False
-    """True if checkpoints are persisted when a worker dies, unless the program says otherwise."""
-    node: str = ""
-    """Name of the node; unique on this machine."""
-    relay: str = ""
-    """Address for requests for data; empty: none."""
-    round: int = 0
-    auto_tuning: bool = False
-    """True if loaders and trainers tune themselves, unless the program says otherwise."""
-    global_batch: int = 0
-    """Global batch chosen for the job, in samples; 0: none chosen."""
+    given: launched.Given = field(default_factory=launched.Given)
 
 
 def run(program: Program, board: Board | None) -> None:
@@ -79,10 +69,7 @@ def run(program: Program, board: Board | None) -> None:
     exit code and waits for threads, as for any program.
     """
     faulthandler.enable(sys.__stderr__ or 2)
-    launched.save_at_breakpoint, launched.node = program.save_at_breakpoint, program.node
-    launched.relay, launched.round = program.relay, program.round
-    launched.auto_tuning = program.auto_tuning
-    launched.global_batch = program.global_batch
+    launched.given = program.given
     if board is not None:
         stacks.prepare()
         watched = tracker.watch(board, program.slot)
