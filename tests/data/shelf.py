@@ -126,7 +126,7 @@ def quick() -> Iterator[pytest.MonkeyPatch]:
     before = set(threading.enumerate())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(heads, "INTERVAL", 0.01)
-        patch.setattr(feed, "PAUSE", 0.01)
+        patch.setattr(feed, "RETRY", (0.01, 0.01))
         patch.setattr(client, "POLL", 0.01)
         patch.setattr(client, "REPORT_INTERVAL", 0.02)
         patch.setattr(feed, "CHUNK", 7)

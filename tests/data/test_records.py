@@ -198,7 +198,7 @@ class Flaky(LocalDealer):
 
 def test_a_master_that_is_away_now_and_then_changes_nothing(read, monkeypatch) -> None:
     monkeypatch.setattr(records.dealers, "connect", Flaky)
-    monkeypatch.setattr(client, "RETRY_DELAYS", (0.0,))
+    monkeypatch.setattr(client, "RETRY", (0.0, 0.0))
     assert everything(read(epochs=2, shard=20)) == [*range(100), *range(100)]
 
 

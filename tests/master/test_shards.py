@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 import socket
 
+from dlrover._util import framing
 from dlrover.agent.relay import Relay
-from dlrover.data import dealers
 from dlrover.data.dealers import RelayDealer
 from dlrover.master.journal import takeover
 from dlrover.master.journal.history import History
@@ -118,7 +118,7 @@ def test_what_is_too_large_is_refused(tmp_path) -> None:
         with master_at(tmp_path) as master:
             async with relayed(master) as (address, _):
                 with contextlib.closing(RelayDealer(address)) as dealer:
-                    sizes = (MAX_DONE + 1, dealers.MAX_FRAME)
+                    sizes = (MAX_DONE + 1, framing.MAX_FRAME)
                     large = [OpenShards(SPEC, "a", ROUND, bytes(size)) for size in sizes]
                     return [await asyncio.to_thread(dealer.ask, request) for request in large]
 

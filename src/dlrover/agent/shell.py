@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from dlrover._util import backoff
 from dlrover.agent.checking import Checker
 from dlrover.agent.machine import node as agent_machine
 from dlrover.agent.machine.waits import Waits
@@ -35,8 +36,8 @@ PROGRESS_POLL = 0.05
 """Seconds between two reads of the progress board."""
 PROGRESS_REPORT = 1.0
 """Seconds between two progress reports of the node with node rank 0; other nodes report with heartbeats."""
-RECONNECT_DELAYS = (0.05, 0.1, 0.2, 0.5, 1.0)
-"""Delays in seconds between attempts to reach the master; the last one is repeated."""
+RECONNECT = 0.05, 1.0
+"""Seconds until the first retry after the master could not be reached, and between later ones."""
 NOTICE_POLL = 0.5
 """Seconds between two checks for a due notice about a wait."""
 REAP_INTERVAL = 5.0
@@ -136,18 +137,17 @@ class Agent:
     # ---- the stream
 
     async def _stay_connected(self) -> None:
-        attempt = 0
+        delays = backoff.delays(*RECONNECT)
         while not self._left.done():
             try:
                 await self._attend()
             except InfrastructureError as error:
                 logger.debug("%s", error)
             if self._outgoing is not None:
-                attempt = 0
+                delays = backoff.delays(*RECONNECT)
             self._outgoing = None
             self._check_master_absence()
-            await asyncio.sleep(RECONNECT_DELAYS[min(attempt, len(RECONNECT_DELAYS) - 1)])
-            attempt += 1
+            await asyncio.sleep(next(delays))
 
     async def _attend(self) -> None:
         outgoing: asyncio.Queue[messages.AgentMessage] = asyncio.Queue()

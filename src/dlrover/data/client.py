@@ -10,6 +10,7 @@ import uuid
 from collections import deque
 from collections.abc import Iterable
 
+from dlrover._util import backoff
 from dlrover.data.dealers import Dealer
 from dlrover.data.machine.spans import Spans
 from dlrover.errors import InfrastructureError, UserCodeError
@@ -47,8 +48,8 @@ RENEWALS = 4
 """Minimum number of reports that a worker sends within the timeout of its shards."""
 RENEWAL_WAIT = 30.0
 """Seconds that a checkpoint waits for a report if the last one is older than the timeout."""
-RETRY_DELAYS = (0.05, 0.1, 0.2, 0.5, 1.0)
-"""Seconds between attempts to reach the master; the last one is repeated."""
+RETRY = 0.05, 1.0
+"""Seconds until the first retry after the master could not be reached, and between later ones."""
 TELL_AFTER = 10.0
 """Seconds of waiting for shards before a warning is logged."""
 CLOSE_WAIT = 2.0
@@ -461,19 +462,14 @@ class ShardClient:
 
     def _insist(self, request: ShardRequest) -> ShardReply:
         """Ask until there is an answer, or this client is closed."""
-        attempt = 0
-        while True:
-            reply = self._dealer.ask(request)
-            if not reply.away:
-                break
+        delays = backoff.delays(*RETRY)
+        while (reply := self._dealer.ask(request)).away:
             with self._changed:
                 if self._away_since is None:
                     self._away_since = time.monotonic()
                 if self._closing:
                     return reply
-                delay = RETRY_DELAYS[min(attempt, len(RETRY_DELAYS) - 1)]
-                self._changed.wait_for(lambda: self._closing, delay)
-            attempt += 1
+                self._changed.wait_for(lambda: self._closing, next(delays))
         with self._changed:
             self._away_since = None
             if reply.refused:

@@ -2,7 +2,7 @@
 
 A worker has no connection to the master. Its agent takes its requests on a Unix socket in the abstract
 namespace and forwards them. A training process, which forks data loaders and must leave nothing behind,
-therefore holds no token, no address and no gRPC. A frame is 4 bytes of length (big-endian) and a message.
+therefore holds no token, no address and no gRPC.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
 import threading
 import time
 from typing import Protocol
@@ -18,6 +17,7 @@ from typing import Protocol
 import msgspec
 
 from dlrover import config, launched
+from dlrover._util import framing
 from dlrover._util.sockets import peer
 from dlrover.data.machine.datasets import Shards
 from dlrover.data.machine.queue import Answer
@@ -25,9 +25,6 @@ from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolErro
 from dlrover.spec.roles import SERVER
 from dlrover.spec.shards import ShardReply, ShardRequest
 
-LENGTH = struct.Struct(">I")
-MAX_FRAME = 4 * 1024 * 1024
-"""Maximum bytes of a message between worker and agent."""
 CALL_TIMEOUT = 30.0
 """Seconds that the agent may take to answer; it reports by itself that the master is away."""
 _reply = msgspec.msgpack.Decoder(ShardReply)
@@ -80,11 +77,13 @@ class RelayDealer:
     def ask(self, request: ShardRequest) -> ShardReply:
         """Return the answer."""
         data = msgspec.msgpack.encode(request)
-        if len(data) > MAX_FRAME:
-            return ShardReply(refused=f"A request has {len(data)} bytes; {MAX_FRAME} are accepted.")
+        if len(data) > framing.MAX_FRAME:
+            return ShardReply(
+                refused=f"A request has {len(data)} bytes; {framing.MAX_FRAME} are accepted."
+            )
         try:
             return self._asked(data)
-        except (OSError, InfrastructureError) as error:
+        except (OSError, InfrastructureError, framing.FrameTooLongError) as error:
             self.close()
             return ShardReply(away=f"The agent of this node does not answer: {error}.")
         except msgspec.DecodeError as error:
@@ -94,9 +93,8 @@ class RelayDealer:
     def _asked(self, data: bytes) -> ShardReply:
         if self._sock is None:
             self._sock = _connected(self._address)
-        self._sock.sendall(LENGTH.pack(len(data)) + data)
-        (length,) = LENGTH.unpack(_received(self._sock, LENGTH.size))
-        return _reply.decode(_received(self._sock, length))
+        self._sock.sendall(framing.pack(data))
+        return _reply.decode(framing.receive(self._sock.recv_into))
 
     def another(self) -> RelayDealer:
         """Return a dealer with a connection of its own."""
@@ -153,15 +151,3 @@ def _connected(address: str) -> socket.socket:
         sock.close()
         raise InfrastructureError("another user has the socket of the agent")
     return sock
-
-
-def _received(sock: socket.socket, count: int) -> bytes:
-    if count > MAX_FRAME:
-        raise InfrastructureError(f"a message of {count} bytes came")
-    data = bytearray()
-    while len(data) < count:
-        more = sock.recv(count - len(data))
-        if not more:
-            raise InfrastructureError("it closed the connection")
-        data += more
-    return bytes(data)

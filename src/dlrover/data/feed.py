@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from dlrover._util import backoff
 from dlrover.data.machine.spans import Spans
 from dlrover.data.sources.stream import Bounds, Broker, Fetched, Message, Stream
 from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
@@ -20,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 PATIENCE = 60.0
 """Seconds that a broker may be away."""
-PAUSE = 0.5
-"""Seconds between two attempts to reach the broker."""
+RETRY = 0.1, 1.0
+"""Seconds until the first retry after the broker did not answer, and between later ones."""
 CHUNK = 500
 """Maximum number of messages to request at a time."""
 FIRST_CHUNK = 50
@@ -195,7 +196,7 @@ class Feed:
     def _insist(self, call: Callable[[], Result]) -> Result:
         """Ask the broker until it answers, up to `PATIENCE` seconds."""
         broker = self._broker
-        until = time.monotonic() + PATIENCE
+        until, delays = time.monotonic() + PATIENCE, backoff.delays(*RETRY)
         told = False
         while True:
             try:
@@ -216,7 +217,7 @@ class Feed:
                     )
                 told = True
             broker.close()
-            if self._pause(PAUSE):
+            if self._pause(next(delays)):
                 raise InfrastructureError(f"{broker.address} is not read any more.")
 
 
