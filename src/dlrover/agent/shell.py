@@ -266,21 +266,22 @@ class Agent:
             self._carry_out(command)
 
     def _carry_out(self, command: agent_machine.Command) -> None:
-        if isinstance(command, agent_machine.JoinRound):
-            self._join(command.round)
-        elif isinstance(command, agent_machine.Say):
-            self._say_progress()
-            self._say(command.message)
-        elif isinstance(command, agent_machine.RunCheck):
-            self._checker.start(command.order, self._machine.node_id, self._checked)
-        elif isinstance(command, agent_machine.StartWorkers):
-            self._checker.stop()
-            self._waits.started()
-            self._start(command.world, command.fresh)
-        elif isinstance(command, agent_machine.StopWorkers):
-            self._stopping = asyncio.create_task(self._stop_workers())
-        elif not self._left.done():
-            self._left.set_result(command.outcome)
+        match command:
+            case agent_machine.JoinRound():
+                self._join(command.round)
+            case agent_machine.Say():
+                self._say_progress()
+                self._say(command.message)
+            case agent_machine.RunCheck():
+                self._checker.start(command.order, self._machine.node_id, self._checked)
+            case agent_machine.StartWorkers():
+                self._checker.stop()
+                self._waits.started()
+                self._start(command.world, command.fresh)
+            case agent_machine.StopWorkers():
+                self._stopping = asyncio.create_task(self._stop_workers())
+            case agent_machine.Leave() if not self._left.done():
+                self._left.set_result(command.outcome)
 
     def _checked(self, report: CheckReport) -> None:
         self._handle(agent_machine.Checked(report))
