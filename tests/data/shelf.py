@@ -114,10 +114,10 @@ class MemoryStream(Stream):
 
 def without(state: dict, *spans: Span) -> dict:
     """A worker's state, as if it had not come to these samples."""
-    mine = Spans.unpacked(state["mine"])
+    mine = Spans.unpacked(state["acknowledged"])
     for span in spans:
         mine.remove(span)
-    return {**state, "mine": mine.packed()}
+    return {**state, "acknowledged": mine.packed()}
 
 
 @contextmanager

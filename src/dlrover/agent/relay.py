@@ -1,6 +1,6 @@
 """The relay: forwards the workers' shard requests to the master, to which workers have no connection.
 
-Its Unix socket in the abstract namespace is open to its own user only; see `dlrover.data.dealers`.
+Its Unix socket in the abstract namespace is open to its own user only; see `dlrover.data.services`.
 """
 
 from __future__ import annotations

@@ -59,13 +59,15 @@ class Feed:
         """Close the connection."""
         self._broker.close()
 
-    def found(self, spec: DataSpec, shard: int | None, done: Spans) -> tuple[DataSpec, list[int]]:
+    def found(
+        self, spec: DataSpec, shard: int | None, acknowledged: Spans
+    ) -> tuple[DataSpec, list[int]]:
         """Return the completed description of the dataset, and the current ends of the partitions.
 
         Args:
             spec: the dataset, with the begins and limits of the partitions if a checkpoint has them.
             shard: offsets in a shard, if the user set it.
-            done: samples in that checkpoint.
+            acknowledged: samples in that checkpoint.
 
         Raises:
             InfrastructureError: the broker cannot be reached, or now keeps another stream.
@@ -76,7 +78,7 @@ class Feed:
                 f"{self._broker.address} has {len(bounds)} partitions; in the checkpoint it has"
                 f" {len(spec.begins)}."
             )
-        for number, ranges in done.lanes.items():
+        for number, ranges in acknowledged.partitions.items():
             last = max((stop for _, stop in ranges), default=0)
             if number < len(bounds) and last > bounds[number].end:
                 raise InfrastructureError(
@@ -160,20 +162,20 @@ class Feed:
             fetched = self._insist(self._fetch(span, at))
             self._adapt(fetched.messages)
             if fetched.first > start:
-                self._lose(span.lane, start, min(fetched.first, span.stop))
+                self._lose(span.partition, start, min(fetched.first, span.stop))
             for message in fetched.messages:
-                yield Span(span.lane, at, message.offset + 1), message
+                yield Span(span.partition, at, message.offset + 1), message
                 at = message.offset + 1
             if fetched.stop > span.stop:
-                leave_empty(Span(span.lane, span.stop, fetched.stop))
+                leave_empty(Span(span.partition, span.stop, fetched.stop))
             stop = min(fetched.stop, span.stop)
             if stop > at:
-                yield Span(span.lane, at, stop), None
+                yield Span(span.partition, at, stop), None
                 at = stop
 
     def _fetch(self, span: Span, start: int) -> Callable[[], Fetched]:
         most = min(self._chunk, CHUNK)
-        return lambda: self._broker.fetch(span.lane, start, span.stop, most)
+        return lambda: self._broker.fetch(span.partition, start, span.stop, most)
 
     def _adapt(self, messages: list[Message]) -> None:
         """Adapt the number of messages per request to their size."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 
 from dlrover.data.client import ShardClient
-from dlrover.data.dealers import Dealer
 from dlrover.data.machine.spans import Spans
+from dlrover.data.services import ShardService
 from dlrover.spec.shards import DataSpec, Incarnation, Span
 
 SHARD = 100
@@ -20,7 +20,7 @@ class Quota:
         data: the stream's dataset.
         most: samples that all workers together get, including those before the start.
         used: the part of them that the checkpoint contains.
-        dealer: the dealer of the tickets.
+        service: the service of the tickets.
         rank: this worker's rank.
         incarnation: the dataset's incarnation.
     """
@@ -30,7 +30,7 @@ class Quota:
         data: DataSpec,
         most: int,
         used: int,
-        dealer: Dealer,
+        service: ShardService,
         rank: int,
         incarnation: Incarnation,
     ) -> None:
@@ -41,7 +41,7 @@ class Quota:
             timeout=data.timeout,
         )
         before = Spans([Span(0, 0, min(used, most))])
-        self._client = ShardClient(spec, dealer, rank, incarnation, before.packed())
+        self._client = ShardClient(spec, service, rank, incarnation, before.packed())
         self._ready: deque[int] = deque()
         """Tickets for the next samples."""
         self._drawn: deque[int] = deque()
@@ -62,9 +62,9 @@ class Quota:
         """Use a ready ticket for a sample that has been read."""
         self._drawn.append(self._ready.popleft())
 
-    def spend(self, count: int) -> None:
+    def acknowledge(self, count: int) -> None:
         """Mark ``count`` samples as handed to the training."""
-        self._client.consumed([self._used() for _ in range(count)])
+        self._client.acknowledge([self._used() for _ in range(count)])
 
     def put_back(self, count: int) -> None:
         """Return the tickets of ``count`` samples that did not reach the training."""

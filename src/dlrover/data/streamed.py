@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dlrover.data import dealers
+from dlrover.data import services
 from dlrover.data.client import ShardClient
-from dlrover.data.dealers import Dealer
 from dlrover.data.feed import Feed
 from dlrover.data.group import Group
 from dlrover.data.heads import Heads
 from dlrover.data.machine.spans import Spans
 from dlrover.data.quota import Quota
+from dlrover.data.services import ShardService
 from dlrover.data.sources.stream import Message, Stream
 from dlrover.spec.shards import DataSpec, Incarnation, Span
 
@@ -24,7 +24,7 @@ class Streamed:
         self.stream = stream
         self._shard = shard
         self._feed, self._group = Feed(stream), Group(stream)
-        self._dealer: Dealer | None = None
+        self._service: ShardService | None = None
         self._client: ShardClient | None = None
         self._heads: Heads | None = None
         self._quota: Quota | None = None
@@ -40,10 +40,10 @@ class Streamed:
 
     def open(self, spec: DataSpec, base: bytes, incarnation: Incarnation) -> ShardClient:
         """Find the current ends of the stream, and return a client."""
-        self._dealer = dealer = dealers.connect()
+        self._service = service = services.connect()
         found, ends = self._feed.found(spec, self._shard, Spans.unpacked(base))
         client = ShardClient(
-            found, dealer, dealers.world()[0], incarnation, base, self.stream.ahead
+            found, service, services.world()[0], incarnation, base, self.stream.ahead
         )
         there = tuple(ends[: len(client.spec.begins)])
         client.extend(there)
@@ -63,11 +63,11 @@ class Streamed:
     def goes_on(self, spec: DataSpec, incarnation: Incarnation, *, patient: bool) -> bool:
         """Return whether ``max_samples`` leaves a sample for this worker; call this before waiting for it."""
         most = self.stream.max_samples
-        if most is None or self._dealer is None:  # asked again when the stream is open
+        if most is None or self._service is None:  # asked again when the stream is open
             return True
         if self._quota is None:
-            dealer, rank = self._dealer.another(), dealers.world()[0]
-            self._quota = Quota(spec, most, self.samples_before, dealer, rank, incarnation)
+            service, rank = self._service.another(), services.world()[0]
+            self._quota = Quota(spec, most, self.samples_before, service, rank, incarnation)
         return self._quota.ready(patient=patient)
 
     def draw(self) -> None:
@@ -75,11 +75,11 @@ class Streamed:
         if self._quota is not None:
             self._quota.draw()
 
-    def spend(self, count: int) -> None:
+    def acknowledge(self, count: int) -> None:
         """Mark ``count`` samples as handed to the training."""
         self.samples += count
         if self._quota is not None:
-            self._quota.spend(count)
+            self._quota.acknowledge(count)
 
     def put_back(self, count: int) -> None:
         """Note that ``count`` samples were read and did not reach the training."""
@@ -90,7 +90,7 @@ class Streamed:
 
     def restart(self, samples: int) -> None:
         """Restart from a checkpoint that contains ``samples`` samples."""
-        self._dealer = None
+        self._service = None
         self.samples_before, self.samples = samples, 0
 
     @property
@@ -100,7 +100,7 @@ class Streamed:
 
     def commit(self, states: Sequence[Mapping[str, Any]], spec: DataSpec) -> None:
         """Commit the content of a stored checkpoint to the group; errors are logged."""
-        self._group.commit(states, spec, self._dealer)
+        self._group.commit(states, spec, self._service)
 
     # ---- the end
 

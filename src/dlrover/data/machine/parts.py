@@ -18,17 +18,17 @@ class Part(NamedTuple):
 
     def places(self) -> Iterator[tuple[Span, Any]]:
         """Yield each sample's own place and its input."""
-        lane, start, stop = self.span.lane, self.span.start, self.span.stop
+        partition, start, stop = self.span.partition, self.span.start, self.span.stop
         if len(self.items) == 1:
             yield self.span, self.items[0]
             return
         for at, item in zip(range(start, stop), self.items, strict=True):
-            yield Span(lane, at, at + 1), item
+            yield Span(partition, at, at + 1), item
 
     def cut(self, count: int) -> tuple[Part, Part | None]:
         """Split into the first ``count`` samples and the rest, which is None if empty."""
         if count >= len(self.items):
             return self, None
-        lane, middle = self.span.lane, self.span.start + count
-        first = Part(Span(lane, self.span.start, middle), self.items[:count])
-        return first, Part(Span(lane, middle, self.span.stop), self.items[count:])
+        partition, middle = self.span.partition, self.span.start + count
+        first = Part(Span(partition, self.span.start, middle), self.items[:count])
+        return first, Part(Span(partition, middle, self.span.stop), self.items[count:])

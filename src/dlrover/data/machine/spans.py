@@ -91,15 +91,15 @@ class Ranges:
 
 
 class Spans:
-    """A set of samples: positions in lanes."""
+    """A set of samples: positions in partitions."""
 
     def __init__(self, spans: Iterable[Span] = ()) -> None:
-        self.lanes: dict[int, Ranges] = {}
+        self.partitions: dict[int, Ranges] = {}
         for span in spans:
             self.add(span)
 
     def __bool__(self) -> bool:
-        return any(self.lanes.values())
+        return any(self.partitions.values())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Spans) and list(self) == list(other)
@@ -107,49 +107,49 @@ class Spans:
     __hash__ = None  # type: ignore[assignment]  # it changes
 
     def __iter__(self) -> Iterator[Span]:
-        for lane in sorted(self.lanes):
-            for start, stop in self.lanes[lane]:
-                yield Span(lane, start, stop)
+        for partition in sorted(self.partitions):
+            for start, stop in self.partitions[partition]:
+                yield Span(partition, start, stop)
 
     @property
     def count(self) -> int:
         """Number of samples."""
-        return sum(ranges.count for ranges in self.lanes.values())
+        return sum(ranges.count for ranges in self.partitions.values())
 
-    def of(self, lane: int) -> Ranges:
-        """Return the positions in one lane."""
-        found = self.lanes.get(lane)
+    def of(self, partition: int) -> Ranges:
+        """Return the positions in one partition."""
+        found = self.partitions.get(partition)
         if found is None:
-            found = self.lanes[lane] = Ranges()
+            found = self.partitions[partition] = Ranges()
         return found
 
     def add(self, span: Span) -> None:
         """Add samples."""
-        self.of(span.lane).add(span.start, span.stop)
+        self.of(span.partition).add(span.start, span.stop)
 
     def remove(self, span: Span) -> None:
         """Remove samples."""
-        self.of(span.lane).remove(span.start, span.stop)
+        self.of(span.partition).remove(span.start, span.stop)
 
     def covers(self, span: Span) -> bool:
         """Return whether all of the samples are in the set."""
-        return self.of(span.lane).covers(span.start, span.stop)
+        return self.of(span.partition).covers(span.start, span.stop)
 
     def meets(self, span: Span) -> bool:
         """Return whether any of the samples is in the set."""
-        return self.of(span.lane).meets(span.start, span.stop)
+        return self.of(span.partition).meets(span.start, span.stop)
 
     def packed(self) -> bytes:
-        """Return the set as bytes: by lane, alternating lengths of gaps and ranges. A shard takes 2 to 6."""
-        lanes: dict[int, list[int]] = {}
-        for lane in sorted(self.lanes):
+        """Return the set as bytes: by partition, alternating lengths of gaps and ranges. A shard takes 2 to 6."""
+        partitions: dict[int, list[int]] = {}
+        for partition in sorted(self.partitions):
             numbers, last = [], 0
-            for start, stop in self.lanes[lane]:
+            for start, stop in self.partitions[partition]:
                 numbers += [start - last, stop - start]
                 last = stop
             if numbers:
-                lanes[lane] = numbers
-        return msgspec.msgpack.encode(lanes)
+                partitions[partition] = numbers
+        return msgspec.msgpack.encode(partitions)
 
     @classmethod
     def unpacked(cls, data: bytes) -> Spans:
@@ -162,13 +162,15 @@ class Spans:
         if not data:
             return found
         try:
-            lanes = msgspec.msgpack.decode(data, type=dict[int, list[int]])
+            partitions = msgspec.msgpack.decode(data, type=dict[int, list[int]])
         except msgspec.DecodeError as error:
             raise ProtocolError(f"A set of samples cannot be read: {error}.") from error
-        for lane, numbers in lanes.items():
-            if lane < 0 or len(numbers) % 2 or min(numbers, default=0) < 0:
-                raise ProtocolError(f"A set of samples has impossible spans in lane {lane}.")
-            position, ranges = 0, found.of(lane)
+        for partition, numbers in partitions.items():
+            if partition < 0 or len(numbers) % 2 or min(numbers, default=0) < 0:
+                raise ProtocolError(
+                    f"A set of samples has impossible spans in partition {partition}."
+                )
+            position, ranges = 0, found.of(partition)
             for gap, length in zip(numbers[::2], numbers[1::2], strict=True):
                 ranges.add(position + gap, position + gap + length)
                 position += gap + length

@@ -1,4 +1,4 @@
-"""Dealers, which lease shards to a training process: the job's master via the agent, or the process itself.
+"""Services that lease shards to a training process: the job's master via the agent, or the process itself.
 
 A worker has no connection to the master. Its agent takes its requests on a Unix socket in the abstract
 namespace and forwards them. A training process, which forks data loaders and must leave nothing behind,
@@ -30,21 +30,21 @@ CALL_TIMEOUT = 30.0
 _reply = msgspec.msgpack.Decoder(ShardReply)
 
 
-class Dealer(Protocol):
+class ShardService(Protocol):
     """Service that answers shard requests. Calls come from one thread at a time."""
 
     def ask(self, request: ShardRequest) -> ShardReply:
         """Return the answer; ``away`` or ``refused`` is set if there is none."""
 
-    def another(self) -> Dealer:
-        """Return a dealer for another thread."""
+    def another(self) -> ShardService:
+        """Return a service for another thread."""
 
     def close(self) -> None:
         """Release its resources."""
 
 
-class LocalDealer:
-    """Dealer within this process, for a program that runs alone."""
+class LocalService:
+    """ShardService within this process, for a program that runs alone."""
 
     def __init__(self) -> None:
         self._shards = Shards()
@@ -59,16 +59,16 @@ class LocalDealer:
                 return ShardReply(refused=str(error))
         return next(command.reply for command in commands if isinstance(command, Answer))
 
-    def another(self) -> LocalDealer:
-        """Return this dealer, which admits one thread at a time."""
+    def another(self) -> LocalService:
+        """Return this service, which admits one thread at a time."""
         return self
 
     def close(self) -> None:
         """Do nothing; nothing is open."""
 
 
-class RelayDealer:
-    """Dealer that forwards requests to the job's master through the agent."""
+class RelayService:
+    """ShardService that forwards requests to the job's master through the agent."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -96,9 +96,9 @@ class RelayDealer:
         self._sock.sendall(framing.pack(data))
         return _reply.decode(framing.receive(self._sock.recv_into))
 
-    def another(self) -> RelayDealer:
-        """Return a dealer with a connection of its own."""
-        return RelayDealer(self._address)
+    def another(self) -> RelayService:
+        """Return a service with a connection of its own."""
+        return RelayService(self._address)
 
     def close(self) -> None:
         """Close the connection; the next request opens another."""
@@ -108,21 +108,21 @@ class RelayDealer:
             self._sock = None
 
 
-def connect() -> Dealer:
-    """Return the dealer for this process.
+def connect() -> ShardService:
+    """Return the service of this process.
 
     Raises:
         ConfigurationError: this is one of several processes, and no master leases samples to them.
     """
     if launched.relay:
-        return RelayDealer(launched.relay)
+        return RelayService(launched.relay)
     count = world()[1]
     if count > 1:
         raise ConfigurationError(
-            f"WORLD_SIZE is {count}, and no master of DLRover deals the data to these processes; start them with"
+            f"WORLD_SIZE is {count}, and no DLRover master leases data to these processes; start them with"
             " dlrover-run."
         )
-    return LocalDealer()
+    return LocalService()
 
 
 def world() -> tuple[int, int]:
