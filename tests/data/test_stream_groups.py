@@ -95,7 +95,7 @@ def test_a_refusal_is_told_once(read, caplog) -> None:
     shelf.refuses = "not for secret you"
     for _ in range(3):
         data.commit_rank_states([state])
-    assert caplog.text.count("The group g of memory://host/topic is not told") == 1
+    assert caplog.text.count("could not be committed to the group g of memory://host/topic") == 1
     assert "not for *** you" in caplog.text
     shelf.refuses = ""
     data.commit_rank_states([state])

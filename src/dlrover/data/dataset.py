@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch.utils.data import IterableDataset, Sampler, default_collate
 
 from dlrover.data.dataloader import ElasticDataLoader
-from dlrover.data.machine.parts import Part
+from dlrover.data.machine.spans import Part
 from dlrover.data.records import Records, Source
 from dlrover.data.sources.stream import Stream
 from dlrover.errors import ConfigurationError

@@ -13,12 +13,11 @@ from dlrover import launched
 from dlrover.data import services
 from dlrover.data.client import ShardClient
 from dlrover.data.machine import order
-from dlrover.data.machine.parts import Part
-from dlrover.data.machine.spans import Spans
+from dlrover.data.machine.spans import Part, Spans
 from dlrover.data.machine.state import NO_READER, RankData, began, count, merged
 from dlrover.data.sources.blocks import InBlocks, shard_of
 from dlrover.data.sources.stream import Stream
-from dlrover.data.streamed import Streamed
+from dlrover.data.streamed import StreamReader
 from dlrover.errors import ConfigurationError
 from dlrover.spec.shards import DataSpec, Incarnation, Span, data_key
 
@@ -85,12 +84,12 @@ class Records(Generic[Sample_co]):
         wait_for_others: bool = False,
         timeout: float = 1800.0,
     ) -> None:
-        self._stream: Streamed | None = None
+        self._stream: StreamReader | None = None
         self._blocks: Sequence[Any] | None = None
         self.source: Any = source
         if isinstance(source, str | Stream):
             self.source = source if isinstance(source, Stream) else Stream(source)
-            self._stream = Streamed(self.source, shard)
+            self._stream = StreamReader(self.source, shard)
             size, how = -1, self._stream.identity
         else:
             self._blocks = source.blocks if isinstance(source, InBlocks) else None

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dlrover.data import services
-from dlrover.data.client import ShardClient
+from dlrover.data.client import CLOSE_WAIT, ShardClient
 from dlrover.data.feed import Feed
 from dlrover.data.group import Group
-from dlrover.data.heads import Heads
 from dlrover.data.machine.spans import Spans
-from dlrover.data.quota import Quota
 from dlrover.data.services import ShardService
 from dlrover.data.sources.stream import Message, Stream
+from dlrover.errors import DLRoverError
 from dlrover.spec.shards import DataSpec, Incarnation, Span
 
 
-class Streamed:
+class StreamReader:
     """Stream of one dataset; used by the dataset's thread."""
 
     def __init__(self, stream: Stream[Any], shard: int | None) -> None:
@@ -26,7 +27,7 @@ class Streamed:
         self._feed, self._group = Feed(stream), Group(stream)
         self._service: ShardService | None = None
         self._client: ShardClient | None = None
-        self._heads: Heads | None = None
+        self._ends: EndOffsetPoller | None = None
         self._quota: Quota | None = None
         self.samples_before = 0
         """Samples in the checkpoint."""
@@ -47,7 +48,7 @@ class Streamed:
         )
         there = tuple(ends[: len(client.spec.begins)])
         client.extend(there)
-        self._client, self._heads = client, Heads(self.stream, client, there)
+        self._client, self._ends = client, EndOffsetPoller(self.stream, client, there)
         return client
 
     def read(self, span: Span) -> Iterator[tuple[Span, Message | None]]:
@@ -111,7 +112,106 @@ class Streamed:
             self._quota = None
         if self._client is not None:
             self._client.close()
-        if self._heads is not None:
-            self._heads.join()
-        self._client = self._heads = None
+        if self._ends is not None:
+            self._ends.join()
+        self._client = self._ends = None
         self._feed.close()
+
+
+ENDS_INTERVAL = 0.3
+"""Seconds between two questions."""
+
+
+class EndOffsetPoller:
+    """Reporter of the partitions' ends to a client until that closes; ``ends``: the ends at its opening."""
+
+    def __init__(self, stream: Stream[object], client: ShardClient, ends: tuple[int, ...]) -> None:
+        self._client = client
+        self._feed = Feed(stream, client.wait_for_close, ends)
+        self._begins = client.spec.begins
+        self._thread = threading.Thread(target=self._run, name="dlrover-ends", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._client.wait_for_close(ENDS_INTERVAL):
+                if self._client.wait_for_need(ENDS_INTERVAL):
+                    self._client.extend(self._feed.ends(self._begins))
+        except DLRoverError as error:
+            self._client.break_off(error)
+        finally:
+            self._feed.close()
+
+    def join(self) -> None:
+        """Wait for the end of a closed client's thread."""
+        self._thread.join(CLOSE_WAIT)
+
+
+TICKETS = 100
+"""Maximum number of tickets per lease; tickets that a worker cannot use are missing elsewhere."""
+
+
+class Quota:
+    """This worker's tickets: one for each sample that the training gets. Tickets are interchangeable.
+
+    Args:
+        data: the stream's dataset.
+        most: samples that all workers together get, including those before the start.
+        used: the part of them that the checkpoint contains.
+        service: the service of the tickets.
+        rank: this worker's rank.
+        incarnation: the dataset's incarnation.
+    """
+
+    def __init__(
+        self,
+        data: DataSpec,
+        most: int,
+        used: int,
+        service: ShardService,
+        rank: int,
+        incarnation: Incarnation,
+    ) -> None:
+        spec = DataSpec(
+            name=f"{data.name} (max_samples)",
+            size=most,
+            shard=max(1, min(TICKETS, most // 1000)),
+            timeout=data.timeout,
+        )
+        before = Spans([Span(0, 0, min(used, most))])
+        self._client = ShardClient(spec, service, rank, incarnation, before.packed())
+        self._ready: deque[int] = deque()
+        """Tickets for the next samples."""
+        self._drawn: deque[int] = deque()
+        """Tickets for samples that are read but not yet handed to the training."""
+
+    def ready(self, *, patient: bool) -> bool:
+        """Return whether there is a ticket for another sample; if not, the stream has ended for this worker.
+
+        Call this before waiting for the sample, which may never come.
+        """
+        if not self._ready:
+            for span in self._client.take(patient=patient):
+                self._client.claim(span)
+                self._ready.extend(range(span.start, span.stop))
+        return bool(self._ready)
+
+    def draw(self) -> None:
+        """Use a ready ticket for a sample that has been read."""
+        self._drawn.append(self._ready.popleft())
+
+    def acknowledge(self, count: int) -> None:
+        """Mark ``count`` samples as handed to the training."""
+        self._client.acknowledge([self._used() for _ in range(count)])
+
+    def put_back(self, count: int) -> None:
+        """Return the tickets of ``count`` samples that did not reach the training."""
+        self._client.put_back([self._used() for _ in range(count)])
+
+    def _used(self) -> Span:
+        at = self._drawn.popleft()
+        return Span(0, at, at + 1)
+
+    def close(self) -> None:
+        """Return the unused tickets."""
+        self._client.close()
