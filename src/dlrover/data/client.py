@@ -50,7 +50,7 @@ RENEWAL_WAIT = 30.0
 """Seconds that a checkpoint waits for a report if the last one is older than the timeout."""
 RETRY = 0.05, 1.0
 """Seconds until the first retry after the master could not be reached, and between later ones."""
-TELL_AFTER = 10.0
+WARN_AFTER = 10.0
 """Seconds of waiting for shards before a warning is logged."""
 CLOSE_WAIT = 2.0
 """Maximum seconds for the last report."""
@@ -136,7 +136,7 @@ class ShardClient:
             UserCodeError: too many samples cannot be read.
         """
         began = time.monotonic()
-        told = began + TELL_AFTER
+        warn_at = began + WARN_AFTER
         with self._changed:
             self._patient, self._resting, self._between = patient, False, False
             while True:
@@ -153,8 +153,8 @@ class ShardClient:
                 self._changed.notify_all()
                 self._changed.wait(POLL)
                 self._starving = False
-                if time.monotonic() > told:
-                    told = float("inf")
+                if time.monotonic() > warn_at:
+                    warn_at = float("inf")
                     logger.warning("Waiting for samples of %s%s", self._spec.name, self._why())
 
     def _taken(self) -> list[Span]:
@@ -205,7 +205,7 @@ class ShardClient:
     def _why(self) -> str:
         if self._away_since is not None:
             return ": the master cannot be reached"
-        return " from others" if self._spec.size >= 0 else " that nobody has sent yet"
+        return " from others" if self._spec.size >= 0 else " that have not been sent yet"
 
     def wait_for_need(self, timeout: float) -> bool:
         """Wait up to ``timeout`` seconds until nothing of a stream is left to take; return False if over."""

@@ -48,7 +48,7 @@ class Feed:
         self._broker: Broker = stream.broker()
         self._chunk = FIRST_CHUNK
         self._ends = ends
-        self._told_of = 0
+        self._known_partitions = 0
 
     @property
     def identity(self) -> str:
@@ -83,7 +83,7 @@ class Feed:
             if number < len(bounds) and last > bounds[number].end:
                 raise InfrastructureError(
                     f"Partition {number} of {self._broker.address} ends at offset {bounds[number].end}, and the"
-                    f" checkpoint has read it up to {last}: it was made anew, or has lost messages."
+                    f" checkpoint has read it up to {last}: it was recreated or has lost messages."
                 )
         known = len(spec.begins)
         made = msgspec.structs.replace(
@@ -126,11 +126,11 @@ class Feed:
         address = self._broker.address
         if len(bounds) < count:
             raise InfrastructureError(f"{address} has lost a partition.")
-        if len(bounds) > max(count, self._told_of):
-            self._told_of = len(bounds)
+        if len(bounds) > max(count, self._known_partitions):
+            self._known_partitions = len(bounds)
             logger.warning(
                 "%s has %d partitions by now, and the job reads %d: it reads the others, from their first"
-                " message, when it is started again from a checkpoint",
+                " message, after a restart from a checkpoint",
                 address, len(bounds), count,
             )  # fmt: skip
         ends = tuple(b.end for b in bounds[:count])
@@ -139,7 +139,7 @@ class Feed:
             if end < before or 1 < end < begin:
                 raise InfrastructureError(
                     f"Partition {number} of {address} ends at offset {end}, and the job has seen {max(before, begin)}:"
-                    " it was made anew, or has lost messages."
+                    " it was recreated or has lost messages."
                 )
         self._ends = ends
         return ends
@@ -199,7 +199,7 @@ class Feed:
         """Ask the broker until it answers, up to `PATIENCE` seconds."""
         broker = self._broker
         until, delays = time.monotonic() + PATIENCE, backoff.delays(*RETRY)
-        told = False
+        warned = False
         while True:
             try:
                 return call()
@@ -213,11 +213,9 @@ class Feed:
                     raise InfrastructureError(
                         f"{broker.address} did not answer for {PATIENCE:.0f} s: {why}"
                     ) from None
-                if not told:
-                    logger.warning(
-                        "%s does not answer, and is asked again: %s", broker.address, why
-                    )
-                told = True
+                if not warned:
+                    logger.warning("%s does not answer; retrying: %s", broker.address, why)
+                warned = True
             broker.close()
             if self._pause(next(delays)):
                 raise InfrastructureError(f"{broker.address} is not read any more.")

@@ -17,6 +17,11 @@ from dlrover.data.sources.stream import Message, Stream
 from dlrover.errors import DLRoverError
 from dlrover.spec.shards import DataSpec, Incarnation, Span
 
+ENDS_INTERVAL = 0.3
+"""Seconds between two questions."""
+TICKETS = 100
+"""Maximum number of tickets per lease; tickets that a worker cannot use are missing elsewhere."""
+
 
 class StreamReader:
     """Stream of one dataset; used by the dataset's thread."""
@@ -118,10 +123,6 @@ class StreamReader:
         self._feed.close()
 
 
-ENDS_INTERVAL = 0.3
-"""Seconds between two questions."""
-
-
 class EndOffsetPoller:
     """Reporter of the partitions' ends to a client until that closes; ``ends``: the ends at its opening."""
 
@@ -145,10 +146,6 @@ class EndOffsetPoller:
     def join(self) -> None:
         """Wait for the end of a closed client's thread."""
         self._thread.join(CLOSE_WAIT)
-
-
-TICKETS = 100
-"""Maximum number of tickets per lease; tickets that a worker cannot use are missing elsewhere."""
 
 
 class Quota:

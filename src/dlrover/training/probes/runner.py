@@ -29,6 +29,10 @@ NETWORK_SLACK = 10.0
 """Extra seconds for loading libraries: the network's own time limit, with its clearer error, comes first."""
 SETTLE_SECONDS = 10.0
 """Time limit of a rank's wait for rank 0's combined values, and of rank 0's wait for their readers."""
+FAULTS_VARIABLE = "DLROVER_PROBE_FAULTS"
+"""Injected faults, for tests: ``NODE:COMPONENT:HOW,...`` with ``fail``, ``slow``, ``hang`` or ``die`` as ``HOW``."""
+SLOWER = 5.0
+"""Slow-down factor of a slow component."""
 
 
 class Runner:
@@ -190,11 +194,6 @@ def _failed(component: Component, error: Exception) -> ProbeResult:
     lines = (error.strerror if isinstance(error, OSError) else None) or str(error)
     message = lines.strip().partition("\n")[0] or type(error).__name__
     return ProbeResult(component=component, state=ProbeState.FAILED, message=message)
-
-
-FAULTS_VARIABLE = "DLROVER_PROBE_FAULTS"
-SLOWER = 5.0
-"""Slow-down factor of a slow component."""
 
 
 class Faults:
