@@ -1,4 +1,4 @@
-"""Samples that cannot be read, and one that kills its reader: set skipped, and told."""
+"""Samples that cannot be read, and one that kills its reader: skipped and reported."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def test_what_cannot_be_read_is_told_in_the_events_and_at_the_end(run, tmp_path)
     assert got == [n for n in range(100) if n != 33 and not 50 <= n < 60]
     last = launch.stderr[launch.stderr.rindex("The job succeeded") :]
     assert (
-        last.count("A sample of the data set data is set skipped: record 33: ValueError: rotten.")
+        last.count("A sample of the data set data is skipped: record 33: ValueError: rotten.")
         == 1
     )
     assert (
-        last.count("10 samples of the data set data are set skipped: the worker was killed by") == 1
+        last.count("10 samples of the data set data are skipped: the worker was killed by") == 1
     )
