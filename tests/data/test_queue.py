@@ -296,7 +296,7 @@ def test_every_sample_counts_once(spec, program, bad) -> None:
     assert job.model == job.expected()
     gone = {place for place in bad if place in all_samples(job)}
     assert job.skipped == dict.fromkeys(gone, 1), (
-        "what nobody can read is set skipped, and told once"
+        "a sample that no worker can read is skipped and reported once"
     )
 
 

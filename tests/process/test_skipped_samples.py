@@ -24,9 +24,6 @@ def test_what_cannot_be_read_is_told_in_the_events_and_at_the_end(run, tmp_path)
     assert got == [n for n in range(100) if n != 33 and not 50 <= n < 60]
     last = launch.stderr[launch.stderr.rindex("The job succeeded") :]
     assert (
-        last.count("A sample of the data set data is skipped: record 33: ValueError: rotten.")
-        == 1
+        last.count("A sample of the data set data is skipped: record 33: ValueError: rotten.") == 1
     )
-    assert (
-        last.count("10 samples of the data set data are skipped: the worker was killed by") == 1
-    )
+    assert last.count("10 samples of the data set data are skipped: the worker was killed by") == 1
