@@ -80,7 +80,7 @@ SAMPLES: tuple[events.EventBody, ...] = (
     ),
     events.SlowRank(17, 2, 1.42, "data"),
     events.SlowRankRecovered(17, 2),
-    events.SamplesSetAside(
+    events.SamplesSkipped(
         "clicks", 0, 4711, 4712, "offset 4711 of partition 0: ValueError: not JSON"
     ),
     events.Recovered(2, 5.31),

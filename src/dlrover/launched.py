@@ -33,7 +33,7 @@ class Given:
 
 given = Given()
 reading: Callable[[int, int, int], None] | None = None
-"""Called with the dataset's key, the lane and the first position of each shard whose reading begins."""
+"""Called with the dataset's key, the partition and the first position of each shard whose reading begins."""
 blocked: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 """Returns a context that is entered while the training waits for a checkpoint."""
 loaded: Callable[[int], None] = _ignore

@@ -121,7 +121,7 @@ def test_a_database_of_a_newer_version_is_refused(database: str) -> None:
 async def test_a_job_goes_on_without_the_brain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rpc, "RETRY", 0.05)
+    monkeypatch.setattr(rpc, "RETRY", (0.05, 0.05))
     url = f"sqlite:///{tmp_path}/brain.db"
     port = free_port()
     async with BrainClient(f"127.0.0.1:{port}", TOKEN, timeout=2.0) as client:

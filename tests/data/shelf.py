@@ -10,7 +10,7 @@ from datetime import datetime
 
 import pytest
 
-from dlrover.data import client, feed, heads
+from dlrover.data import client, feed, streamed
 from dlrover.data.machine.spans import Spans
 from dlrover.data.records import Records
 from dlrover.data.sources.stream import Address, Bounds, Broker, Fetched, Message, Stream
@@ -114,10 +114,10 @@ class MemoryStream(Stream):
 
 def without(state: dict, *spans: Span) -> dict:
     """A worker's state, as if it had not come to these samples."""
-    mine = Spans.unpacked(state["mine"])
+    mine = Spans.unpacked(state["acknowledged"])
     for span in spans:
         mine.remove(span)
-    return {**state, "mine": mine.packed()}
+    return {**state, "acknowledged": mine.packed()}
 
 
 @contextmanager
@@ -125,8 +125,8 @@ def quick() -> Iterator[pytest.MonkeyPatch]:
     """Short pauses; no thread stays."""
     before = set(threading.enumerate())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heads, "INTERVAL", 0.01)
-        patch.setattr(feed, "PAUSE", 0.01)
+        patch.setattr(streamed, "ENDS_INTERVAL", 0.01)
+        patch.setattr(feed, "RETRY", (0.01, 0.01))
         patch.setattr(client, "POLL", 0.01)
         patch.setattr(client, "REPORT_INTERVAL", 0.02)
         patch.setattr(feed, "CHUNK", 7)

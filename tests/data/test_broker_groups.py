@@ -99,7 +99,7 @@ def test_a_group_of_redis_that_somebody_reads_with_is_left_alone(redis_port: int
     with reading(topic) as data:
         commit_after(data, 20)
     assert "The group job of redis://127.0.0.1" in caplog.text
-    assert "has consumers; name one that nobody reads with" in caplog.text
+    assert "has consumers; name a group without consumers" in caplog.text
     assert topic.lag("job") == 47
 
 

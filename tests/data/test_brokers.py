@@ -303,7 +303,7 @@ def test_a_stream_that_is_deleted_meanwhile_is_told(trimmed: Topic, read) -> Non
     data = iter(read(trimmed.url))
     assert [next(data) for _ in range(20)] == list(range(20))
     trimmed.delete()
-    with pytest.raises(InfrastructureError, match=r"was made anew, or has lost messages|NotFound"):
+    with pytest.raises(InfrastructureError, match=r"was recreated or has lost messages|NotFound"):
         next(data)
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from dlrover.data import dealers
-from dlrover.data.dealers import LocalDealer
+from dlrover.data import services
 from dlrover.data.records import Records
+from dlrover.data.services import LocalService
 from dlrover.errors import InfrastructureError
 from tests.data.shelf import MemoryStream, Shelf, quick
 
@@ -33,7 +33,7 @@ def batches(data: Records, size: int, ahead: int) -> Iterator[list]:
             data.end_epoch()
             return
         batch = drawn.popleft()
-        data.handed_out([place for place, _ in batch])
+        data.acknowledge([place for place, _ in batch])
         yield [sample for _, sample in batch]
 
 
@@ -61,9 +61,9 @@ def test_all_workers_see_the_end(count, most, excess, size, ahead, shard, gap, l
     shelf.send((most + excess) * 2 // 3, 0)
     late = min(late, most + excess - len(shelf.sent))
     shelf.send(most + excess - late - len(shelf.sent), 1)
-    shared = LocalDealer()
+    shared = LocalService()
     with quick() as patch:
-        patch.setattr(dealers, "connect", lambda: shared)
+        patch.setattr(services, "connect", lambda: shared)
         workers = [
             Records(MemoryStream(shelf, max_samples=most), shard=shard) for _ in range(count)
         ]

@@ -328,7 +328,7 @@ def test_a_subscription_that_somebody_reads_with_is_left_alone(
         next(samples)
     data.commit_rank_states([data.state_dict()])
     assert "The subscription job of pulsar://127.0.0.1" in caplog.text
-    assert "has consumers; name one that nobody reads with" in caplog.text
+    assert "has consumers; name a subscription without consumers" in caplog.text
     consumer.close()
     caplog.clear()
     data.commit_rank_states([data.state_dict()])
@@ -393,7 +393,7 @@ def test_who_has_seen_the_end_knows_it_though_all_is_removed(pulsar_port: int, r
         assert broker.bounds() == [Bounds(0, 0)], "nobody can tell"
     again = read(topic.url)
     again.load_state_dict(data.state_dict())
-    with pytest.raises(InfrastructureError, match="was made anew, or has lost messages"):
+    with pytest.raises(InfrastructureError, match="was recreated or has lost messages"):
         next(iter(again))
 
 

@@ -40,7 +40,7 @@ class Rank:
     name: str
     heard: float
     seq: int = 0
-    lane: int = 0
+    epoch: int = 0
     held: list[Span] = field(default_factory=list)
     mine: Spans = field(default_factory=Spans)
     done: Spans = field(default_factory=Spans)
@@ -50,7 +50,7 @@ class Rank:
 
 
 class Job:
-    """Workers, their dealer with its journal, the model, and its checkpoints."""
+    """Workers, their service with its journal, the model, and its checkpoints."""
 
     def __init__(self, spec: DataSpec, bad: frozenset[tuple[int, int]] = frozenset()) -> None:
         self.spec, self.bad = spec, bad
@@ -58,7 +58,7 @@ class Job:
         self.shards = Shards()
         self.journal: list[tuple[ShardRequest, float]] = []
         self.model: Counter[tuple[int, int]] = Counter()
-        self.aside: Counter[tuple[int, int]] = Counter()
+        self.skipped: Counter[tuple[int, int]] = Counter()
         self.checkpoints: list[tuple[Counter[tuple[int, int]], list[dict]]] = []
         self.ends = list(spec.begins)
         self.round = 0
@@ -77,7 +77,7 @@ class Job:
         for command in commands:
             if isinstance(command, Report):
                 span = command.what.span
-                self.aside.update((span.lane, n) for n in range(span.start, span.stop))
+                self.skipped.update((span.partition, n) for n in range(span.start, span.stop))
         return next(c.reply for c in commands if isinstance(c, Answer))
 
     # ---- what may happen
@@ -88,13 +88,13 @@ class Job:
         if checkpoint is not None:
             model, states = self.checkpoints[checkpoint]
             base, self.model = merged(states, self.spec)[0].packed(), Counter(model)
-        self.aside.clear()
+        self.skipped.clear()
         self.base, self.torn, self.round = base, False, self.round + 1
         old, self.ranks = self.ranks, []
         for number in range(count):
             rank = Rank(f"{self.round}.{number}", self.now)
             reply = self.ask(OpenShards(self.spec, rank.name, Incarnation(self.round), self.base))
-            rank.lane = reply.lane
+            rank.epoch = reply.epoch
             self.ranks.append(rank)
         if self.stream:
             self.extend(0, 0)
@@ -109,7 +109,7 @@ class Job:
             rank.name,
             incarnation or Incarnation(self.round),
             rank.seq,
-            rank.lane,
+            rank.epoch,
             want,
             tuple(rank.done),
             tuple(rank.failed),
@@ -121,8 +121,10 @@ class Job:
         assert self.ask(request) == reply, "a repeated request changes nothing"
         rank.done, rank.failed, rank.returned, rank.heard = Spans(), [], [], self.now
         for span in reply.spans:
-            reads = [other.lane <= span.lane for other in self.ranks if other is not rank]
-            assert self.stream or span.lane == rank.lane or not any(reads), "it is another loop's"
+            reads = [other.epoch <= span.partition for other in self.ranks if other is not rank]
+            assert self.stream or span.partition == rank.epoch or not any(reads), (
+                "it is another loop's"
+            )
         rank.held += reply.spans
         rank.exhausted = reply.exhausted
 
@@ -135,8 +137,8 @@ class Job:
         """Hand samples to the model."""
         while count and rank.held:
             span = rank.held.pop(0)
-            here = (span.lane, span.start)
-            one = Span(span.lane, span.start, span.start + 1)
+            here = (span.partition, span.start)
+            one = Span(span.partition, span.start, span.start + 1)
             if here in self.bad:
                 rank.failed.append(Failed(one, "rotten"))
             else:
@@ -144,7 +146,7 @@ class Job:
                 rank.mine.add(one)
                 rank.done.add(one)
             if span.start + 1 < span.stop:
-                rank.held.insert(0, Span(span.lane, span.start + 1, span.stop))
+                rank.held.insert(0, Span(span.partition, span.start + 1, span.stop))
             count -= 1
 
     def give_back(self, rank: Rank, keep: int) -> None:
@@ -152,8 +154,8 @@ class Job:
         if rank.held:
             last = rank.held.pop()
             middle = min(last.stop, last.start + keep)
-            rank.returned += [Span(last.lane, middle, last.stop)] * (middle < last.stop)
-            rank.held += [Span(last.lane, last.start, middle)] * (last.start < middle)
+            rank.returned += [Span(last.partition, middle, last.stop)] * (middle < last.stop)
+            rank.held += [Span(last.partition, last.start, middle)] * (last.start < middle)
 
     def save(self) -> None:
         late = any(self.now - rank.heard > TIMEOUT for rank in self.ranks)
@@ -196,9 +198,9 @@ class Job:
         assert again == self.shards
         self.shards = again
 
-    def extend(self, lane: int, by: int) -> None:
+    def extend(self, partition: int, by: int) -> None:
         if self.stream:
-            self.ends[lane % len(self.ends)] += by
+            self.ends[partition % len(self.ends)] += by
             self.ask(ExtendShards(self.spec.name, Incarnation(self.round), tuple(self.ends)))
 
     def do(self, kind: int, a: int, b: int) -> None:
@@ -222,18 +224,18 @@ class Job:
         elif kind == RETURN:
             self.give_back(rank, b - 1)
         elif kind == NEXT and not self.stream and rank.exhausted and not rank.held:
-            rank.lane = min(rank.lane + 1, max(0, self.spec.epochs - 1))
+            rank.epoch = min(rank.epoch + 1, max(0, self.spec.epochs - 1))
 
     # ---- the end
 
-    def finish(self) -> None:
+    def acknowledge(self) -> None:
         if self.torn:
             self.begin(2, len(self.checkpoints) - 1 if self.checkpoints else None)
         last = max(0, self.spec.epochs - 1)
         for _ in range(100_000):
             for rank in self.ranks:
                 self.learn(rank, 1 << 30)
-                rank.lane = last
+                rank.epoch = last
                 self.take(rank, 4)
             complete = self.ask(LookShards(self.spec.name)).complete
             if complete and all(r.exhausted and not r.held and not r.done for r in self.ranks):
@@ -242,15 +244,15 @@ class Job:
 
     def expected(self) -> dict[tuple[int, int], int]:
         if self.stream:
-            lanes = dict(enumerate(zip(self.spec.begins, self.ends, strict=True)))
+            partitions = dict(enumerate(zip(self.spec.begins, self.ends, strict=True)))
         else:
             size = self.spec.size - self.spec.size % self.spec.shard * self.spec.drop_last
-            lanes = dict.fromkeys(range(self.spec.epochs), (0, size))
+            partitions = dict.fromkeys(range(self.spec.epochs), (0, size))
         return {
-            (lane, n): 1
-            for lane, (begin, end) in lanes.items()
+            (partition, n): 1
+            for partition, (begin, end) in partitions.items()
             for n in range(begin, end)
-            if (lane, n) not in self.bad
+            if (partition, n) not in self.bad
         }
 
 
@@ -290,10 +292,12 @@ def test_every_sample_counts_once(spec, program, bad) -> None:
     job = Job(spec, bad)
     for kind, a, b in program:
         job.do(kind, a, b)
-    job.finish()
+    job.acknowledge()
     assert job.model == job.expected()
     gone = {place for place in bad if place in all_samples(job)}
-    assert job.aside == dict.fromkeys(gone, 1), "what nobody can read is set aside, and told once"
+    assert job.skipped == dict.fromkeys(gone, 1), (
+        "a sample that no worker can read is skipped and reported once"
+    )
 
 
 def all_samples(job: Job) -> set[tuple[int, int]]:
@@ -333,7 +337,7 @@ def test_the_last_shards_are_dealt_one_by_one() -> None:
     assert take(shards, "a", 1, want=10).spans == (Span(0, 0, 30),)
     assert take(shards, "b", 1, want=10).spans == (Span(0, 30, 50),)
     assert take(shards, "a", 2, want=10).spans == ()
-    assert take(shards, "a", 3, want=10, done=(Span(0, 0, 20),)).spans == (Span(0, 50, 60),)
+    assert take(shards, "a", 3, want=10, acknowledged=(Span(0, 0, 20),)).spans == (Span(0, 50, 60),)
     assert take(shards, "b", 2, want=10, starving=True).spans == (Span(0, 60, 70),)
 
 
@@ -341,15 +345,15 @@ def test_what_is_tried_again_stays_in_its_epoch() -> None:
     """It goes to a worker that reads this epoch; only what nobody reads any more goes to a later loop."""
     shards = opened(DataSpec(name="data", size=20, shard=10, epochs=2, timeout=100.0), "a", "b")
     _, (of_b,) = (take(shards, worker, 1).spans for worker in "ab")
-    assert take(shards, "b", 2, done=(of_b,)).exhausted
+    assert take(shards, "b", 2, acknowledged=(of_b,)).exhausted
     first = take(shards, "a", 2, 0, failed=(Failed(Span(0, 0, 1), "x"),))
     assert not first.exhausted
-    later = take(shards, "b", 3, lane=1)
+    later = take(shards, "b", 3, epoch=1)
     assert later.spans == (Span(1, 0, 10),)
     assert take(shards, "a", 3, starving=True).spans == (Span(0, 0, 1),)
     for seq, now in enumerate((40.0, 80.0, 110.0), 4):
-        take(shards, "b", seq, 0, now=now, lane=1)
-    lost = take(shards, "b", 7, now=115.0, lane=1, starving=True).spans
+        take(shards, "b", seq, 0, now=now, epoch=1)
+    lost = take(shards, "b", 7, now=115.0, epoch=1, starving=True).spans
     assert lost == (Span(0, 0, 10),), "nobody reads this epoch any more"
 
 
@@ -377,7 +381,7 @@ def test_who_has_unread_messages_learns_that_others_have_none() -> None:
     take(shards, "a", 4, 0, returned=(Span(0, 6, 10),))
     assert take(shards, "b", 2, starving=True).spans == (Span(0, 6, 10),)
     assert not take(shards, "a", 5, 0).others_starve
-    with pytest.raises(ProtocolError, match="which it has not taken"):
+    with pytest.raises(ProtocolError, match="which it does not hold"):
         take(shards, "a", 6, 0, returned=(Span(0, 5, 7),))
 
 
@@ -387,15 +391,15 @@ def test_a_gap_that_a_worker_has_found_is_one_shard() -> None:
     assert take(shards, "a", 1, want=2).spans == (Span(0, 0, 20),)
     assert take(shards, "b", 1, want=1).spans == (Span(0, 20, 30),)
     done = (Span(0, 0, 20),)
-    spans = take(shards, "a", 2, want=3, done=done, gap=Span(0, 20, 9_000)).spans
+    spans = take(shards, "a", 2, want=3, acknowledged=done, gap=Span(0, 20, 9_000)).spans
     assert spans == (Span(0, 30, 9_000), Span(0, 9_000, 9_020))
     spans = take(shards, "b", 2, want=1, gap=Span(0, 30, 8_000), starving=True).spans
     assert spans == (Span(0, 9_020, 9_030),), "what is dealt is dealt"
     shards.handle(ForgetWorker("a"), 0.0)
     gap = Span(0, 40, 9_000)
-    spans = take(shards, "b", 3, want=2, gap=gap, done=(Span(0, 20, 30),)).spans
+    spans = take(shards, "b", 3, want=2, gap=gap, acknowledged=(Span(0, 20, 30),)).spans
     assert spans == (Span(0, 30, 40), gap), "so it is when it was given back"
-    with pytest.raises(ProtocolError, match="has no lane 2"):
+    with pytest.raises(ProtocolError, match="has no partition 2"):
         take(shards, "b", 4, gap=Span(2, 0, 10))
 
 
@@ -410,25 +414,25 @@ def test_a_worker_that_is_alone_gets_all_that_it_wants_of_the_last_shards() -> N
 def test_a_dead_workers_shards_go_to_others_at_once() -> None:
     shards = opened(DataSpec(name="data", size=30, shard=10), "a", "b")
     take(shards, "a", 1)
-    take(shards, "a", 2, done=(Span(0, 0, 4),))
+    take(shards, "a", 2, acknowledged=(Span(0, 0, 4),))
     shards.handle(ForgetWorker("a"), 0.0)
     assert take(shards, "b", 1, want=2).spans == (Span(0, 4, 10), Span(0, 10, 20))
-    with pytest.raises(ProtocolError, match="were dealt to others"):
+    with pytest.raises(ProtocolError, match="were leased to others"):
         take(shards, "a", 3)
-    with pytest.raises(ProtocolError, match="were dealt to others"):
+    with pytest.raises(ProtocolError, match="were leased to others"):
         shards.handle(OpenShards(shards.queues["data"].spec, "a", Incarnation(1)), 0.0)
 
 
 def test_silence_is_not_counted_while_nobody_was_heard_of() -> None:
-    """The dealer was stopped and continued, or the whole machine was; workers report four times in a timeout."""
+    """The service was stopped and continued, or the whole machine was; workers report four times in a timeout."""
     shards = opened(DataSpec(name="data", size=100, shard=10, timeout=100.0), "a", "b")
     first = take(shards, "a", 1, now=1.0).spans
     take(shards, "b", 1, now=2.0)
     take(shards, "b", 2, now=1000.0)
-    assert take(shards, "a", 2, now=1001.0, done=first).done == 10
+    assert take(shards, "a", 2, now=1001.0, acknowledged=first).acknowledged == 10
     for seq, now in enumerate((1030.0, 1060.0, 1090.0, 1102.0), 3):
         take(shards, "b", seq, now=now)
-    with pytest.raises(ProtocolError, match="were dealt to others"):
+    with pytest.raises(ProtocolError, match="were leased to others"):
         take(shards, "a", 3, now=1103.0)
 
 
@@ -439,10 +443,10 @@ def test_a_request_that_is_repeated_is_heard() -> None:
         take(shards, "b", seq, now=now)
     assert take(shards, "a", 1, now=95.0).spans == first
     take(shards, "b", 4, now=120.0)
-    assert take(shards, "a", 2, now=121.0, done=first).done == 10
+    assert take(shards, "a", 2, now=121.0, acknowledged=first).acknowledged == 10
 
 
-def test_silence_is_not_counted_while_the_dealer_is_away() -> None:
+def test_silence_is_not_counted_while_the_master_is_away() -> None:
     shards = opened(DataSpec(name="data", size=30, shard=10, timeout=5.0), "a", "b")
     take(shards, "a", 1)
     shards.forgive(100.0)
@@ -455,20 +459,20 @@ def test_silence_is_not_counted_while_the_dealer_is_away() -> None:
 
 @pytest.mark.parametrize(
     "reported",
-    [{"done": (Span(0, 10, 11),)}, {"done": (Span(0, 0, 5), Span(0, 4, 6))}, {"done": (Span(9, 0, 1),)},
+    [{"acknowledged": (Span(0, 10, 11),)}, {"acknowledged": (Span(0, 0, 5), Span(0, 4, 6))}, {"acknowledged": (Span(9, 0, 1),)},
      {"failed": (Failed(Span(0, 50, 51), "x"),)}],
 )  # fmt: skip
 def test_what_was_not_taken_cannot_be_reported(reported) -> None:
     shards = opened(DataSpec(name="data", size=100, shard=10), "a", "b")
     take(shards, "a", 1)
     take(shards, "b", 1)
-    with pytest.raises(ProtocolError, match="it has not taken"):
+    with pytest.raises(ProtocolError, match="it does not hold"):
         take(shards, "a", 2, **reported)
     shards.validate()
-    assert take(shards, "a", 2, done=(Span(0, 0, 10),)).done == 10
+    assert take(shards, "a", 2, acknowledged=(Span(0, 0, 10),)).acknowledged == 10
 
 
-def death(rank: int, round_: int, data: str, lane: int, position: int) -> Failure:
+def death(rank: int, round_: int, data: str, partition: int, position: int) -> Failure:
     return Failure(
         id="1",
         kind=FailureKind.SIGNAL,
@@ -476,7 +480,7 @@ def death(rank: int, round_: int, data: str, lane: int, position: int) -> Failur
         rank=rank,
         local_rank=0,
         round=round_,
-        reading=(data_key(data), lane, position),
+        reading=(data_key(data), partition, position),
     )
 
 
@@ -496,16 +500,16 @@ def test_a_shard_that_workers_die_of_is_left_out(size, begins) -> None:
                 TakeShards("data", worker, Incarnation(round_), seq, want=1) for seq in (1, 2)
             )
         )
-        done = (first, Span(last.lane, last.start, last.start + 3))
-        request = TakeShards("data", worker, Incarnation(round_), 3, want=0, done=done)
+        done = (first, Span(last.partition, last.start, last.start + 3))
+        request = TakeShards("data", worker, Incarnation(round_), 3, want=0, acknowledged=done)
         shards.handle(request, 0.0)
-        here = "data", last.lane, last.start + 3
+        here = "data", last.partition, last.start + 3
         for rank, round_of, place in (
             (0, round_ - 1, here),
             (1, round_, here),
             (0, round_, ("other", *here[1:])),
             (0, round_, ("data", 7, 0)),
-            (0, round_, ("data", first.lane, first.start)),
+            (0, round_, ("data", first.partition, first.start)),
         ):
             assert shards.crashed(death(rank, round_of, *place), "it died") == []
         reports = shards.crashed(death(0, round_, *here), "it died")

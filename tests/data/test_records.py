@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from dlrover.data import client, dealers, records
-from dlrover.data.dealers import LocalDealer
+from dlrover.data import client, records, services
 from dlrover.data.records import Records
+from dlrover.data.services import LocalService
 from dlrover.errors import ConfigurationError, InfrastructureError, UserCodeError
 from dlrover.spec.shards import ShardReply
 
@@ -135,10 +135,10 @@ def test_states_that_overlap_are_refused(read) -> None:
     states = [{**data.state_dict(), "world_size": 2, "rank": rank} for rank in range(2)]
     with pytest.raises(InfrastructureError, match="Two ranks of this checkpoint have learned"):
         read().load_rank_states(states)
-    assert records.learned([data.state_dict()]).count == 1
+    assert records.acknowledged([data.state_dict()]).count == 1
 
 
-def test_what_cannot_be_read_is_set_aside_and_told(read, caplog) -> None:
+def test_what_cannot_be_read_is_skipped_and_told(read, caplog) -> None:
     caplog.set_level(logging.WARNING)
     data = read(Rotten(range(100)), epochs=2, shuffle=True)
     assert Counter(everything(data)) == {n: 2 for n in range(100) if n not in Rotten.bad}
@@ -152,9 +152,9 @@ def test_what_cannot_be_read_is_set_aside_and_told(read, caplog) -> None:
 
 def test_too_many_that_cannot_be_read_are_an_error(read) -> None:
     with pytest.raises(
-        UserCodeError, match=r"2 samples .* more than max_set_aside \(1\).*ValueError: rotten"
+        UserCodeError, match=r"2 samples .* more than max_skipped \(1\).*ValueError: rotten"
     ):
-        list(read(Rotten(range(100)), max_set_aside=1))
+        list(read(Rotten(range(100)), max_skipped=1))
 
 
 def test_wrong_arguments_are_told(read) -> None:
@@ -168,7 +168,7 @@ def test_wrong_arguments_are_told(read) -> None:
 
 def test_several_processes_without_a_master_are_refused(read, monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigurationError, match="WORLD_SIZE is 2, and no master"):
+    with pytest.raises(ConfigurationError, match="WORLD_SIZE is 2, and no DLRover master"):
         next(iter(read()))
 
 
@@ -181,7 +181,7 @@ def test_parameter_servers_are_no_readers(read, monkeypatch) -> None:
     assert (state["rank"], state["world_size"]) == (1, 2)
 
 
-class Flaky(LocalDealer):
+class Flaky(LocalService):
     """A master that is away for a while, and whose answers get lost."""
 
     def __init__(self) -> None:
@@ -197,12 +197,12 @@ class Flaky(LocalDealer):
 
 
 def test_a_master_that_is_away_now_and_then_changes_nothing(read, monkeypatch) -> None:
-    monkeypatch.setattr(records.dealers, "connect", Flaky)
-    monkeypatch.setattr(client, "RETRY_DELAYS", (0.0,))
+    monkeypatch.setattr(records.services, "connect", Flaky)
+    monkeypatch.setattr(client, "RETRY", (0.0, 0.0))
     assert everything(read(epochs=2, shard=20)) == [*range(100), *range(100)]
 
 
-class Refusing(LocalDealer):
+class Refusing(LocalService):
     def ask(self, request) -> ShardReply:
         return (
             ShardReply(refused="no")
@@ -212,7 +212,7 @@ class Refusing(LocalDealer):
 
 
 def test_a_refusal_reaches_the_training(read, monkeypatch) -> None:
-    monkeypatch.setattr(dealers, "connect", Refusing)
+    monkeypatch.setattr(services, "connect", Refusing)
     data = read()
     with pytest.raises(InfrastructureError, match=r"^no$"):
         list(data)
@@ -226,7 +226,7 @@ def test_a_worker_that_was_cut_off_for_too_long_does_not_save(read, monkeypatch)
     samples = iter(data)
     next(samples)
     gone = threading.Event()
-    monkeypatch.setattr(LocalDealer, "ask", lambda *_: (gone.set(), ShardReply(away="away"))[1])
+    monkeypatch.setattr(LocalService, "ask", lambda *_: (gone.set(), ShardReply(away="away"))[1])
     assert gone.wait(5)
     until = threading.Event()
     until.wait(0.1)
@@ -238,8 +238,8 @@ def test_a_worker_that_was_cut_off_for_too_long_does_not_save(read, monkeypatch)
 @pytest.mark.parametrize("patient", [True, False])
 def test_an_epoch_may_wait_for_what_others_have_taken(read, monkeypatch, patient: bool) -> None:
     """One worker dies with samples that it has not read; another gets them if it waits for that."""
-    shared = LocalDealer()
-    monkeypatch.setattr(dealers, "connect", lambda: shared)
+    shared = LocalService()
+    monkeypatch.setattr(services, "connect", lambda: shared)
     monkeypatch.setattr(client, "REPORT_INTERVAL", 0.02)
     dying = read(shard=10)
     first = next(iter(dying))

@@ -11,9 +11,9 @@ from datetime import datetime, timezone
 
 import pytest
 
-from dlrover.data import Stream, dealers
-from dlrover.data.dealers import LocalDealer
-from dlrover.data.records import Records, learned
+from dlrover.data import Stream, services
+from dlrover.data.records import Records, acknowledged
+from dlrover.data.services import LocalService
 from dlrover.errors import ConfigurationError
 from dlrover.spec.shards import Span
 from tests.data.shelf import MemoryStream, Shelf, fast_and_clean, read
@@ -138,8 +138,8 @@ def test_messages_that_cannot_be_decoded_do_not_count(read) -> None:
 
 
 def test_all_workers_together_get_so_many(read, monkeypatch) -> None:
-    shared = LocalDealer()
-    monkeypatch.setattr(dealers, "connect", lambda: shared)
+    shared = LocalService()
+    monkeypatch.setattr(services, "connect", lambda: shared)
     shelf = Shelf(2)
     shelf.send(500, 0)
     shelf.send(500, 1)
@@ -158,8 +158,8 @@ def test_the_last_message_that_counts_is_not_followed_by_a_wait(read) -> None:
 @pytest.fixture
 def pair(read, monkeypatch) -> tuple[Shelf, list[Records]]:
     """Two workers of a job, and a stream of 120 messages, of which all count."""
-    shared = LocalDealer()
-    monkeypatch.setattr(dealers, "connect", lambda: shared)
+    shared = LocalService()
+    monkeypatch.setattr(services, "connect", lambda: shared)
     shelf = Shelf(2, gap=2)
     shelf.send(110, 0)
     shelf.send(10, 1)
@@ -176,8 +176,10 @@ def check_states(shelf: Shelf, workers: list[Records]) -> None:
     for number, state in enumerate(states):
         state |= {"rank": number, "world_size": 2}
     assert sum(state["samples"] for state in states) == 120
-    known = learned(states)
-    assert all(known.covers(Span(lane, offset, offset + 1)) for lane, offset in shelf.sent)
+    known = acknowledged(states)
+    assert all(
+        known.covers(Span(partition, offset, offset + 1)) for partition, offset in shelf.sent
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -282,4 +284,4 @@ def test_where_the_model_is_after_the_end(read) -> None:
     shelf.send(50)
     data = read(shelf, shard=8, max_samples=33)
     got = list(data)
-    assert learned([data.state_dict()]).count == got[-1][1] + 1
+    assert acknowledged([data.state_dict()]).count == got[-1][1] + 1

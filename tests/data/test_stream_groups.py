@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
-from dlrover.data import dealers
-from dlrover.data.dealers import LocalDealer
+from dlrover.data import services
 from dlrover.data.records import Records
+from dlrover.data.services import LocalService
 from dlrover.spec.shards import Span
 from tests.data.shelf import Shelf, fast_and_clean, read, without
 
@@ -48,8 +48,8 @@ def test_what_a_checkpoint_contains_from_the_beginning_on_is_committed(read) -> 
 
 
 def test_the_first_gap_counts_whoever_has_read_behind_it(read, monkeypatch) -> None:
-    shared = LocalDealer()
-    monkeypatch.setattr(dealers, "connect", lambda: shared)
+    shared = LocalService()
+    monkeypatch.setattr(services, "connect", lambda: shared)
     shelf = Shelf()
     shelf.send(60)
     first, second = (read(shelf, "?group=g", shard=20) for _ in range(2))
@@ -72,7 +72,7 @@ def test_a_gap_without_a_message_does_not_hold_the_group_up(read) -> None:
     assert shelf.committed == [[offsets[-1] + 1], [offsets[10]]]
 
 
-def test_what_is_set_aside_does_not_hold_the_group_up(read) -> None:
+def test_what_is_skipped_does_not_hold_the_group_up(read) -> None:
     def decode(message) -> int:
         if message.offset == 4:
             raise ValueError("rotten")
@@ -95,7 +95,7 @@ def test_a_refusal_is_told_once(read, caplog) -> None:
     shelf.refuses = "not for secret you"
     for _ in range(3):
         data.commit_rank_states([state])
-    assert caplog.text.count("The group g of memory://host/topic is not told") == 1
+    assert caplog.text.count("could not be committed to the group g of memory://host/topic") == 1
     assert "not for *** you" in caplog.text
     shelf.refuses = ""
     data.commit_rank_states([state])

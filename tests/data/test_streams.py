@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from dlrover import launched
-from dlrover.data import dealers, feed
-from dlrover.data.dealers import LocalDealer
-from dlrover.data.records import Records, learned
+from dlrover.data import feed, services
+from dlrover.data.records import Records, acknowledged
+from dlrover.data.services import LocalService
 from dlrover.data.sources.stream import Message, Stream
 from dlrover.errors import ConfigurationError, InfrastructureError, UserCodeError
 from dlrover.spec.shards import Span
@@ -32,7 +32,7 @@ def test_everything_is_read_once(read, gap: int) -> None:
     data = read(shelf, until="now", shard=8)
     got = list(data)
     assert Counter(got) == Counter(shelf.sent)
-    assert [*learned([data.state_dict()])] == [
+    assert [*acknowledged([data.state_dict()])] == [
         Span(number, 0, offsets[-1] + 1) for number, offsets in enumerate(shelf.offsets)
     ], "what is empty between messages counts as read"
     for partition in range(3):
@@ -51,7 +51,7 @@ def test_a_gap_that_a_broker_knows_takes_no_time(read) -> None:
     data = read(shelf, until="now", shard=8)
     assert list(data) == shelf.sent
     assert len(shelf.asked) < 400
-    assert [*learned([data.state_dict()])] == [Span(0, 0, shelf.offsets[0][-1] + 1)]
+    assert [*acknowledged([data.state_dict()])] == [Span(0, 0, shelf.offsets[0][-1] + 1)]
     assert data._client._rate < 10**9, "who has passed a gap does not take more for that"
 
 
@@ -214,7 +214,7 @@ def test_a_stream_that_was_made_anew_is_refused(read) -> None:
         next(iter(again))
 
 
-def test_a_message_that_cannot_be_decoded_is_set_aside(read, caplog) -> None:
+def test_a_message_that_cannot_be_decoded_is_skipped(read, caplog) -> None:
     def decode(message: Message) -> int:
         if message.offset % 40 == 12:
             raise ValueError("rotten")
@@ -226,7 +226,7 @@ def test_a_message_that_cannot_be_decoded_is_set_aside(read, caplog) -> None:
     data = read(shelf, until="now", decode=decode, attempts=2)
     got = list(data)
     assert bad
-    assert learned([data.state_dict()]).count == shelf.sent[-1][1] + 1 - len(bad)
+    assert acknowledged([data.state_dict()]).count == shelf.sent[-1][1] + 1 - len(bad)
     assert Counter(got) == Counter(offset for _, offset in shelf.sent if offset not in bad)
     for offset in bad:
         assert f"offset {offset} of partition 0: ValueError: rotten" in caplog.text
@@ -235,7 +235,7 @@ def test_a_message_that_cannot_be_decoded_is_set_aside(read, caplog) -> None:
 def test_too_many_that_cannot_be_decoded_are_an_error(read) -> None:
     shelf = Shelf()
     shelf.send(50)
-    with pytest.raises(UserCodeError, match="could not be read, more than max_set_aside"):
+    with pytest.raises(UserCodeError, match="could not be read, more than max_skipped"):
         list(read(shelf, until="now", decode=lambda message: message.absent))
 
 
@@ -268,8 +268,8 @@ def test_a_broker_that_stays_away_is_told(read, monkeypatch) -> None:
 
 
 def test_what_the_first_worker_finds_stands_for_all(read, monkeypatch) -> None:
-    shared = LocalDealer()
-    monkeypatch.setattr(dealers, "connect", lambda: shared)
+    shared = LocalService()
+    monkeypatch.setattr(services, "connect", lambda: shared)
     shelf = Shelf()
     shelf.send(20)
     first, second = (read(shelf, start="latest", until="now") for _ in range(2))
@@ -280,8 +280,8 @@ def test_what_the_first_worker_finds_stands_for_all(read, monkeypatch) -> None:
 
 
 def test_what_another_worker_gives_back_is_read(read, monkeypatch) -> None:
-    shared = LocalDealer()
-    monkeypatch.setattr(dealers, "connect", lambda: shared)
+    shared = LocalService()
+    monkeypatch.setattr(services, "connect", lambda: shared)
     shelf = Shelf()
     shelf.send(30)
     first, second = read(shelf, shard=30), read(shelf, shard=30, idle=3.0)
@@ -295,8 +295,8 @@ def test_what_another_worker_gives_back_is_read(read, monkeypatch) -> None:
 
 
 def test_a_job_that_begins_again_without_a_checkpoint_does_not_skip(read, monkeypatch) -> None:
-    shared = LocalDealer()
-    monkeypatch.setattr(dealers, "connect", lambda: shared)
+    shared = LocalService()
+    monkeypatch.setattr(services, "connect", lambda: shared)
     shelf = Shelf()
     shelf.send(20)
     assert list(read(shelf, start="latest", idle=0.05)) == []
@@ -382,23 +382,23 @@ def test_wrong_options_are_told() -> None:
 
 
 class Job:
-    """Workers of a job that share a dealer, a model that counts, and its last checkpoint."""
+    """Workers of a job that share a service, a model that counts, and its last checkpoint."""
 
     def __init__(self, shelf: Shelf, monkeypatch) -> None:
         self.shelf, self.patch = shelf, monkeypatch
-        self.dealer = LocalDealer()
+        self.service = LocalService()
         self.workers: list[Records] = []
         self.readers: list[Iterator] = []
         self.model: Counter = Counter()
         self.checkpoint: tuple[Counter, list[dict]] | None = None
-        monkeypatch.setattr(dealers, "connect", lambda: self.dealer)
+        monkeypatch.setattr(services, "connect", lambda: self.service)
         self.begin(2)
 
     def begin(self, count: int) -> None:
         """All workers die without a word, others go on from the checkpoint."""
         for worker in self.workers:
             if worker._client is not None:
-                worker._client._dealer = LocalDealer()  # its last words are not heard
+                worker._client._service = LocalService()  # its last words are not heard
             worker.close()
         self.patch.setattr(launched, "given", launched.Given(round=launched.given.round + 1))
         model, states = self.checkpoint or (Counter(), None)
@@ -412,7 +412,7 @@ class Job:
         self.readers = [iter(worker) for worker in self.workers]
 
     def be(self, number: int) -> None:
-        self.patch.setattr(dealers, "world", lambda: (number, len(self.workers)))
+        self.patch.setattr(services, "world", lambda: (number, len(self.workers)))
 
     def learn(self, number: int, count: int) -> bool:
         number %= len(self.workers)

@@ -98,9 +98,9 @@ from dlrover.rpc.messages import SetKey
 async def main():
     journal = FileJournal(Path(sys.argv[1]))
     commits = Commits(journal.append_all, lambda: 0.0)
-    async def ask(lane):
+    async def ask(partition):
         for number in range(10**9):
-            key = f"{lane}-{number}"
+            key = f"{partition}-{number}"
             await commits.commit(SetKey(key, b""), lambda now: None)
             print(key, flush=True)
     await asyncio.gather(*map(ask, range(5)))

@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 import socket
 
+from dlrover._util import framing
 from dlrover.agent.relay import Relay
-from dlrover.data import dealers
-from dlrover.data.dealers import RelayDealer
+from dlrover.data.services import RelayService
 from dlrover.master.journal import takeover
 from dlrover.master.journal.history import History
 from dlrover.master.journal.journal import open_journal
@@ -15,7 +15,7 @@ from dlrover.rpc.client import MasterClient
 from dlrover.rpc.server import Server
 from dlrover.spec.job import JobSpec
 from dlrover.spec.shards import (
-    MAX_DONE,
+    MAX_ACKNOWLEDGED,
     DataSpec,
     Failed,
     Incarnation,
@@ -55,7 +55,7 @@ async def relayed(master: Master):
 
 
 def take(seq: int, *done: Span, failed: tuple[Failed, ...] = ()) -> TakeShards:
-    return TakeShards("data", "a", ROUND, seq, want=2, done=done, failed=failed)
+    return TakeShards("data", "a", ROUND, seq, want=2, acknowledged=done, failed=failed)
 
 
 def test_the_next_master_deals_on(tmp_path) -> None:
@@ -65,7 +65,7 @@ def test_the_next_master_deals_on(tmp_path) -> None:
             await master.use_shards(OpenShards(SPEC, "b", ROUND))
             await master.use_shards(take(1))
             refused = await master.use_shards(take(9, Span(0, 50, 60)))
-            assert "has not taken" in refused.refused
+            assert "does not hold" in refused.refused
             return await master.use_shards(take(2, Span(0, 0, 15)))
 
     async def second() -> tuple[ShardReply, ShardReply, ShardReply]:
@@ -79,36 +79,36 @@ def test_the_next_master_deals_on(tmp_path) -> None:
     assert before.spans == (Span(0, 20, 30),)
     assert repeated == before
     assert more.spans == (Span(0, 30, 50),)
-    assert (look.done, look.taken) == (30, 20)
+    assert (look.acknowledged, look.leased) == (30, 20)
 
 
 def test_a_worker_asks_by_way_of_its_agent(tmp_path) -> None:
     async def ask() -> list[ShardReply]:
         with master_at(tmp_path) as master:
             async with relayed(master) as (address, server):
-                dealer = RelayDealer(address)
+                service = RelayService(address)
                 try:
-                    opened = await asyncio.to_thread(dealer.ask, OpenShards(SPEC, "a", ROUND))
-                    taken = await asyncio.to_thread(dealer.ask, take(1))
+                    opened = await asyncio.to_thread(service.ask, OpenShards(SPEC, "a", ROUND))
+                    taken = await asyncio.to_thread(service.ask, take(1))
                     bad = take(2, failed=(Failed(Span(0, 3, 4), "rotten"),))
-                    aside = await asyncio.to_thread(dealer.ask, bad)
-                    unknown = await asyncio.to_thread(dealer.ask, LookShards("other"))
+                    skipped = await asyncio.to_thread(service.ask, bad)
+                    unknown = await asyncio.to_thread(service.ask, LookShards("other"))
                     await server.stop(0.0)
-                    away = await asyncio.to_thread(dealer.ask, take(3))
+                    away = await asyncio.to_thread(service.ask, take(3))
                 finally:
-                    dealer.close()
-        return [opened, taken, aside, unknown, away]
+                    service.close()
+        return [opened, taken, skipped, unknown, away]
 
-    opened, taken, aside, unknown, away = asyncio.run(ask())
+    opened, taken, skipped, unknown, away = asyncio.run(ask())
     assert opened == ShardReply()
     assert taken.spans == (Span(0, 0, 20),)
-    assert [(one.span, one.error) for one in aside.aside] == [(Span(0, 3, 4), "rotten")]
+    assert [(one.span, one.error) for one in skipped.skipped] == [(Span(0, 3, 4), "rotten")]
     assert "knows no data set other" in unknown.refused
     assert "cannot be reached" in away.away
 
 
 def test_an_agent_that_is_gone_is_told() -> None:
-    assert "does not answer" in RelayDealer("dlrover-nobody").ask(LookShards("data")).away
+    assert "does not answer" in RelayService("dlrover-nobody").ask(LookShards("data")).away
 
 
 def test_what_is_too_large_is_refused(tmp_path) -> None:
@@ -117,10 +117,10 @@ def test_what_is_too_large_is_refused(tmp_path) -> None:
     async def ask() -> list[ShardReply]:
         with master_at(tmp_path) as master:
             async with relayed(master) as (address, _):
-                with contextlib.closing(RelayDealer(address)) as dealer:
-                    sizes = (MAX_DONE + 1, dealers.MAX_FRAME)
+                with contextlib.closing(RelayService(address)) as service:
+                    sizes = (MAX_ACKNOWLEDGED + 1, framing.MAX_FRAME)
                     large = [OpenShards(SPEC, "a", ROUND, bytes(size)) for size in sizes]
-                    return [await asyncio.to_thread(dealer.ask, request) for request in large]
+                    return [await asyncio.to_thread(service.ask, request) for request in large]
 
     beyond_the_field, beyond_the_frame = asyncio.run(ask())
     assert "A message could not be read" in beyond_the_field.refused

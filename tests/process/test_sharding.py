@@ -1,4 +1,4 @@
-"""A data set that is dealt: whoever dies, the model learns from every sample exactly once an epoch."""
+"""A dataset leased in shards: whoever dies, the model learns from every sample exactly once an epoch."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""A tf.data pipeline over data that are dealt: what it has only read ahead does not count."""
+"""A tf.data pipeline over data leased in shards: what it has only read ahead does not count."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 tf = pytest.importorskip("tensorflow")
 
-from dlrover.data.records import Records, learned  # noqa: E402
+from dlrover.data.records import Records, acknowledged  # noqa: E402
 from dlrover.errors import ConfigurationError  # noqa: E402
 from dlrover.tensorflow.data import dataset  # noqa: E402
 
@@ -63,7 +63,7 @@ def test_what_was_only_read_ahead_is_read_again(read, prefetch: int) -> None:
     data, seen = read(epochs=2), []
     for count, batch in enumerate(dataset(data, NUMBER, batch_size=8, prefetch=prefetch), 1):
         seen += batch.numpy().tolist()
-        assert learned([data.state_dict()]).count == 8 * count
+        assert acknowledged([data.state_dict()]).count == 8 * count
         if count == 5:
             state = data.state_dict()
             break
@@ -94,7 +94,7 @@ def test_keras_learns_from_each_sample_once(read) -> None:
     )
     for epoch in data.until_end():
         model.fit(found, shuffle=False, verbose=0)
-        assert learned([data.state_dict()]).count == 64 * (epoch + 1)
+        assert acknowledged([data.state_dict()]).count == 64 * (epoch + 1)
 
 
 def test_wrong_numbers_are_told(read) -> None:

@@ -1,4 +1,4 @@
-"""Data loaders over a data set that is dealt: which batches the training has got, and which it has not."""
+"""Data loaders over a dataset leased in shards: which batches the training has got, and which it has not."""
 
 from collections import Counter
 from collections.abc import Iterator

@@ -10,9 +10,8 @@ import pytest
 from dlrover._util import accelerators
 from dlrover.spec.check import CheckOrder, Component, ProbeResult, ProbeState
 from dlrover.training.probes import host
-from dlrover.training.probes.faults import Faults
 from dlrover.training.probes.process import CheckProcess
-from dlrover.training.probes.runner import NO_TORCH, Runner
+from dlrover.training.probes.runner import NO_TORCH, Faults, Runner
 from dlrover.training.probes.wire import Began, Finished, Found, Probe
 
 

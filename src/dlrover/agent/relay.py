@@ -1,6 +1,6 @@
 """The relay: forwards the workers' shard requests to the master, to which workers have no connection.
 
-Its Unix socket in the abstract namespace is open to its own user only; see `dlrover.data.dealers`.
+Its Unix socket in the abstract namespace is open to its own user only; see `dlrover.data.services`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ import socket
 import uuid
 from typing import TYPE_CHECKING
 
-import msgspec
-
+from dlrover._util import framing
 from dlrover._util.sockets import peer
-from dlrover.data.dealers import LENGTH, MAX_FRAME
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
 from dlrover.rpc import wire
 from dlrover.rpc.client import MasterClient
-from dlrover.spec.shards import ShardReply, ShardRequest
+from dlrover.spec.shards import ShardReply
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -53,30 +51,24 @@ class Relay:
         try:
             sock: socket.socket = writer.get_extra_info("socket")
             if peer(sock).uid != os.getuid():
-                logger.warning("A process of another user was turned away from the workers' socket")
+                logger.warning("Refused a process of another user on the workers' socket")
                 return
-            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            with contextlib.suppress(ConnectionError):
                 while True:
                     await self._answer(reader, writer)
-        except ProtocolError as error:
-            logger.warning("A worker is cut off: %s", error)
+        except framing.FrameTooLongError as error:
+            logger.warning("Closed a worker's connection: %s", error)
         finally:
             self._open.discard(writer)
             writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-        if length > MAX_FRAME:
-            raise ProtocolError(f"A message has {length} bytes; {MAX_FRAME} are accepted.")
-        data = msgspec.msgpack.encode(await self._asked(await reader.readexactly(length)))
-        writer.write(LENGTH.pack(len(data)) + data)
-        await writer.drain()
-
-    async def _asked(self, data: bytes) -> ShardReply:
+        request = await framing.read(reader)
         try:
-            request: ShardRequest = wire.decode(data, ShardRequest)
-            return await self._client.shards(request)
+            reply = await self._client.shards(request)
         except InfrastructureError as error:
-            return ShardReply(away=str(error))
+            reply = wire.encode(ShardReply(away=str(error)))
         except (ProtocolError, ConfigurationError) as error:
-            return ShardReply(refused=str(error))
+            reply = wire.encode(ShardReply(refused=str(error)))
+        writer.write(framing.pack(reply))
+        await writer.drain()

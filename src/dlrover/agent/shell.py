@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from dlrover._util import backoff
 from dlrover.agent.checking import Checker
 from dlrover.agent.machine import node as agent_machine
 from dlrover.agent.machine.waits import Waits
@@ -35,8 +36,8 @@ PROGRESS_POLL = 0.05
 """Seconds between two reads of the progress board."""
 PROGRESS_REPORT = 1.0
 """Seconds between two progress reports of the node with node rank 0; other nodes report with heartbeats."""
-RECONNECT_DELAYS = (0.05, 0.1, 0.2, 0.5, 1.0)
-"""Delays in seconds between attempts to reach the master; the last one is repeated."""
+RECONNECT = 0.05, 1.0
+"""Seconds until the first retry after the master could not be reached, and between later ones."""
 NOTICE_POLL = 0.5
 """Seconds between two checks for a due notice about a wait."""
 REAP_INTERVAL = 5.0
@@ -136,18 +137,17 @@ class Agent:
     # ---- the stream
 
     async def _stay_connected(self) -> None:
-        attempt = 0
+        delays = backoff.delays(*RECONNECT)
         while not self._left.done():
             try:
                 await self._attend()
             except InfrastructureError as error:
                 logger.debug("%s", error)
             if self._outgoing is not None:
-                attempt = 0
+                delays = backoff.delays(*RECONNECT)
             self._outgoing = None
             self._check_master_absence()
-            await asyncio.sleep(RECONNECT_DELAYS[min(attempt, len(RECONNECT_DELAYS) - 1)])
-            attempt += 1
+            await asyncio.sleep(next(delays))
 
     async def _attend(self) -> None:
         outgoing: asyncio.Queue[messages.AgentMessage] = asyncio.Queue()
@@ -266,21 +266,22 @@ class Agent:
             self._carry_out(command)
 
     def _carry_out(self, command: agent_machine.Command) -> None:
-        if isinstance(command, agent_machine.JoinRound):
-            self._join(command.round)
-        elif isinstance(command, agent_machine.Say):
-            self._say_progress()
-            self._say(command.message)
-        elif isinstance(command, agent_machine.RunCheck):
-            self._checker.start(command.order, self._machine.node_id, self._checked)
-        elif isinstance(command, agent_machine.StartWorkers):
-            self._checker.stop()
-            self._waits.started()
-            self._start(command.world, command.fresh)
-        elif isinstance(command, agent_machine.StopWorkers):
-            self._stopping = asyncio.create_task(self._stop_workers())
-        elif not self._left.done():
-            self._left.set_result(command.outcome)
+        match command:
+            case agent_machine.JoinRound():
+                self._join(command.round)
+            case agent_machine.Say():
+                self._say_progress()
+                self._say(command.message)
+            case agent_machine.RunCheck():
+                self._checker.start(command.order, self._machine.node_id, self._checked)
+            case agent_machine.StartWorkers():
+                self._checker.stop()
+                self._waits.started()
+                self._start(command.world, command.fresh)
+            case agent_machine.StopWorkers():
+                self._stopping = asyncio.create_task(self._stop_workers())
+            case agent_machine.Leave() if not self._left.done():
+                self._left.set_result(command.outcome)
 
     def _checked(self, report: CheckReport) -> None:
         self._handle(agent_machine.Checked(report))

@@ -1,4 +1,4 @@
-"""Dealt data: datasets leased in shards to whichever worker is free, from files, tables and streams."""
+"""Sharded data: datasets leased in shards to whichever worker is free, from files, tables and streams."""
 
 from typing import TYPE_CHECKING
 

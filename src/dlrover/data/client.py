@@ -10,8 +10,9 @@ import uuid
 from collections import deque
 from collections.abc import Iterable
 
-from dlrover.data.dealers import Dealer
+from dlrover._util import backoff
 from dlrover.data.machine.spans import Spans
+from dlrover.data.services import ShardService
 from dlrover.errors import InfrastructureError, UserCodeError
 from dlrover.spec.shards import (
     MAX_ERROR,
@@ -38,7 +39,7 @@ FEWEST = 2
 AT_ONCE = 4096
 """Maximum number of samples that the training takes at a time."""
 REPORT_INTERVAL = 1.0
-"""Seconds between two reports of done samples while nothing needs to be fetched."""
+"""Seconds between two reports of acknowledged samples while nothing needs to be fetched."""
 POLL = 0.2
 """Seconds between two checks whether other workers have finished."""
 FIRST_LOOK = 0.02
@@ -47,9 +48,9 @@ RENEWALS = 4
 """Minimum number of reports that a worker sends within the timeout of its shards."""
 RENEWAL_WAIT = 30.0
 """Seconds that a checkpoint waits for a report if the last one is older than the timeout."""
-RETRY_DELAYS = (0.05, 0.1, 0.2, 0.5, 1.0)
-"""Seconds between attempts to reach the master; the last one is repeated."""
-TELL_AFTER = 10.0
+RETRY = 0.05, 1.0
+"""Seconds until the first retry after the master could not be reached, and between later ones."""
+WARN_AFTER = 10.0
 """Seconds of waiting for shards before a warning is logged."""
 CLOSE_WAIT = 2.0
 """Maximum seconds for the last report."""
@@ -62,7 +63,7 @@ class ShardClient:
     def __init__(
         self,
         spec: DataSpec,
-        dealer: Dealer,
+        service: ShardService,
         rank: int,
         incarnation: Incarnation,
         base: bytes = b"",
@@ -70,17 +71,17 @@ class ShardClient:
     ) -> None:
         self._spec = spec
         self._seconds_ahead = ahead
-        self._dealer = dealer
+        self._service = service
         self._name = f"{rank}-{uuid.uuid4().hex[:12]}"
         self._incarnation = incarnation
         self._changed = threading.Condition()
         # ---- _changed guards all of the following
-        self._mine = Spans()
+        self._acknowledged = Spans()
         self._ready, self._lent = deque[Span](), deque[Span]()
         """Leased samples that are not taken yet, and taken samples that are not claimed yet."""
         self._ahead = 0
         self._fewest = FEWEST
-        self._done = Spans()
+        self._unreported = Spans()
         self._failed: list[Failed] = []
         self._between = False  # between two loops: no more reading of its epoch
         self._exhausted = self._complete = self._closing = self._patient = False
@@ -89,7 +90,7 @@ class ShardClient:
         self._away_since: float | None = None
         self._count = 0
         self._rate = self._moved_at = 0.0
-        self.set_aside = 0
+        self.skipped = 0
         """Samples skipped after this worker's attempt."""
         self._unread = 0  # leased, and not yet handed to the training
         self._enough = math.inf  # no fetching while more than this is unread
@@ -105,7 +106,7 @@ class ShardClient:
         opened = self._insist(OpenShards(spec, self._name, incarnation, base))
         if self._error is not None:
             raise self._error
-        self.first_lane = self._lane = opened.lane
+        self.first_epoch = self._epoch = opened.epoch
         self.spec = self._spec = opened.spec or spec
         """The dataset; for a stream, as the first worker found it."""
         self._thread = threading.Thread(target=self._run, name="dlrover-shards", daemon=True)
@@ -113,11 +114,11 @@ class ShardClient:
 
     # ---- the training
 
-    def enter(self, lane: int) -> None:
+    def enter(self, epoch: int) -> None:
         """Read this epoch from now on."""
         with self._changed:
-            if lane != self._lane:
-                self._lane = lane
+            if epoch != self._epoch:
+                self._epoch = epoch
                 self._exhausted = self._complete = False
             self._changed.notify_all()
 
@@ -127,7 +128,7 @@ class ShardClient:
         Claim them in their order; return unclaimed ones with `leave_unclaimed`.
 
         Args:
-            patient: wait until others have done their leased samples, since these may come back.
+            patient: wait until others have acknowledged their leased samples, since these may come back.
             idle: seconds without samples after which a stream has ended for this worker.
 
         Raises:
@@ -135,7 +136,7 @@ class ShardClient:
             UserCodeError: too many samples cannot be read.
         """
         began = time.monotonic()
-        told = began + TELL_AFTER
+        warn_at = began + WARN_AFTER
         with self._changed:
             self._patient, self._resting, self._between = patient, False, False
             while True:
@@ -152,8 +153,8 @@ class ShardClient:
                 self._changed.notify_all()
                 self._changed.wait(POLL)
                 self._starving = False
-                if time.monotonic() > told:
-                    told = float("inf")
+                if time.monotonic() > warn_at:
+                    warn_at = float("inf")
                     logger.warning("Waiting for samples of %s%s", self._spec.name, self._why())
 
     def _taken(self) -> list[Span]:
@@ -163,8 +164,8 @@ class ShardClient:
             span = self._ready.popleft()
             if self._spec.size >= 0 and span.stop - span.start > room:
                 middle = span.start + room
-                self._ready.appendleft(Span(span.lane, middle, span.stop))
-                span = Span(span.lane, span.start, middle)
+                self._ready.appendleft(Span(span.partition, middle, span.stop))
+                span = Span(span.partition, span.start, middle)
             spans.append(span)
             room -= span.stop - span.start
         self._ahead -= _size(spans)
@@ -178,13 +179,13 @@ class ShardClient:
         """Claim the next taken samples; return False if they now belong to a worker that lacked samples."""
         with self._changed:
             first = self._lent[0] if self._lent else None
-            if first is None or (first.lane, first.start) != (span.lane, span.start):
+            if first is None or (first.partition, first.start) != (span.partition, span.start):
                 return False
             if first.stop < span.stop:
                 return False
             self._lent.popleft()
             if span.stop < first.stop:
-                self._lent.appendleft(Span(span.lane, span.stop, first.stop))
+                self._lent.appendleft(Span(span.partition, span.stop, first.stop))
             self._moved_at = time.monotonic()
             return True
 
@@ -204,7 +205,7 @@ class ShardClient:
     def _why(self) -> str:
         if self._away_since is not None:
             return ": the master cannot be reached"
-        return " from others" if self._spec.size >= 0 else " that nobody has sent yet"
+        return " from others" if self._spec.size >= 0 else " that have not been sent yet"
 
     def wait_for_need(self, timeout: float) -> bool:
         """Wait up to ``timeout`` seconds until nothing of a stream is left to take; return False if over."""
@@ -222,7 +223,7 @@ class ShardClient:
         return self._closing or self._error is not None
 
     def extend(self, ends: tuple[int, ...]) -> None:
-        """Note the new ends of the stream's partitions, to be sent to the dealer."""
+        """Note the new ends of the stream's partitions, to be sent to the service."""
         with self._changed:
             if ends != self._known:
                 self._grown = ends
@@ -242,12 +243,12 @@ class ShardClient:
                     self._ready.appendleft(span)
                     self._ahead += span.stop - span.start
 
-    def consumed(self, spans: Iterable[Span]) -> None:
+    def acknowledge(self, spans: Iterable[Span]) -> None:
         """Mark samples as handed to the training."""
         with self._changed:
             for span in spans:
-                self._mine.add(span)
-                self._done.add(span)
+                self._acknowledged.add(span)
+                self._unreported.add(span)
                 self._count += self._weight(span)
                 self._unread -= span.stop - span.start
             if self._short():
@@ -259,20 +260,20 @@ class ShardClient:
         return min(size, self._spec.shard) if self._spec.size < 0 else size
 
     def leave_empty(self, gap: Span) -> None:
-        """Note a gap in the stream; the dealer leases it as one shard."""
+        """Note a gap in the stream; the service leases it as one shard."""
         with self._changed:
             self._gap = gap
 
-    def fail(self, lane: int, position: int, error: str) -> None:
+    def fail(self, partition: int, position: int, error: str) -> None:
         """Note that a sample cannot be read."""
-        failed = Failed(Span(lane, position, position + 1), error[:MAX_ERROR])
+        failed = Failed(Span(partition, position, position + 1), error[:MAX_ERROR])
         with self._changed:
             self._failed.append(failed)
             self._unread -= 1
             self._exhausted = self._complete = self._between = False
             self._changed.notify_all()
 
-    def mine(self) -> bytes:
+    def acknowledged(self) -> bytes:
         """Return what this worker has handed to the training, packed.
 
         Raises:
@@ -288,19 +289,19 @@ class ShardClient:
                     f"The master was not reached for {_now() - self._renewed:.0f} s; the shards of"
                     f" {self._spec.name} that this worker has may belong to others by now."
                 )
-            return self._mine.packed()
+            return self._acknowledged.packed()
 
     def _silent(self) -> float:
         """Return the time since the last answered report was first sent, as a fraction of the timeout."""
         return (_now() - self._renewed) / self._spec.timeout
 
     def close(self) -> None:
-        """Report what is done, return the rest, and end."""
+        """Report what is acknowledged, return the rest, and end."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(CLOSE_WAIT)
-        self._dealer.close()
+        self._service.close()
 
     # ---- the thread
 
@@ -319,7 +320,7 @@ class ShardClient:
                 sent = _now()
                 self._take_in(request, self._insist(request), sent)
             if closing:
-                self._dealer.ask(ForgetWorker(self._name))
+                self._service.ask(ForgetWorker(self._name))
                 return
             if self._error is not None:
                 return
@@ -344,7 +345,7 @@ class ShardClient:
         # Samples leased to others may come back; in a stream, others may wait for samples of this worker.
         waiting = (self._patient and self._exhausted) or self._spec.size < 0
         waiting = waiting and not self._complete
-        return self._due() or waiting or bool(self._done) or self._silent() * RENEWALS > 1
+        return self._due() or waiting or bool(self._unreported) or self._silent() * RENEWALS > 1
 
     def _extension(self) -> ExtendShards | None:
         """Return the report of the stream's growth, if it has grown."""
@@ -383,8 +384,8 @@ class ShardClient:
         ends = self._exhausted and not self._patient and self._spec.size >= 0
         if self._closing or self._resting or stuck or ends:
             want = 0  # a loop that ends must not fetch returned samples for the next loop
-        done = list(self._done)
-        self._done = Spans(done[MAX_SPANS:])
+        acknowledged = list(self._unreported)
+        self._unreported = Spans(acknowledged[MAX_SPANS:])
         failed, self._failed = self._failed[:MAX_WANT], self._failed[MAX_WANT:]
         gap, self._gap = self._gap, None
         self._seq += 1
@@ -393,9 +394,9 @@ class ShardClient:
             self._name,
             self._incarnation,
             self._seq,
-            self._lane + self._between,
+            self._epoch + self._between,
             min(want, MAX_WANT),
-            tuple(done[:MAX_SPANS]),
+            tuple(acknowledged[:MAX_SPANS]),
             tuple(failed),
             self._starving,
             gap,
@@ -416,12 +417,12 @@ class ShardClient:
             last = unclaimed.pop()
             middle = max(last.start, last.stop - left)
             if last.start < middle:
-                unclaimed.append(Span(last.lane, last.start, middle))
+                unclaimed.append(Span(last.partition, last.start, middle))
             size = last.stop - middle
             left -= size
             self._unread -= size
             self._ahead -= size if unclaimed is self._ready else 0
-            surplus.append(Span(last.lane, middle, last.stop))
+            surplus.append(Span(last.partition, middle, last.stop))
         return tuple(surplus)
 
     def _take_in(self, request: TakeShards, reply: ShardReply, sent: float) -> None:
@@ -440,40 +441,35 @@ class ShardClient:
             if request.want:
                 # Fewer samples than requested are its share of the rest; ask again when almost used up.
                 self._enough = math.inf if as_wanted else self._unread / 4
-            if request.lane == self._lane and not self._failed and not reply.refused:
+            if request.epoch == self._epoch and not self._failed and not reply.refused:
                 self._exhausted, self._complete = reply.exhausted, reply.complete
             self._others_starve = reply.others_starve
-            for aside in reply.aside:
-                self._note_aside(aside.span, aside.error)
+            for skipped in reply.skipped:
+                self._note_skipped(skipped.span, skipped.error)
             self._changed.notify_all()
 
-    def _note_aside(self, span: Span, error: str) -> None:
-        self.set_aside += span.stop - span.start
+    def _note_skipped(self, span: Span, error: str) -> None:
+        self.skipped += span.stop - span.start
         logger.warning(
-            "A sample of the data set %s is set aside after %d attempts (lane %d, position %d): %s",
-            self._spec.name, self._spec.attempts, span.lane, span.start, error,
+            "A sample of the data set %s is skipped after %d attempts (partition %d, position %d): %s",
+            self._spec.name, self._spec.attempts, span.partition, span.start, error,
         )  # fmt: skip
-        if self.set_aside > self._spec.max_aside:
+        if self.skipped > self._spec.max_skipped:
             self._error = UserCodeError(
-                f"{self.set_aside} samples of the data set {self._spec.name} could not be read, more than"
-                f" max_set_aside ({self._spec.max_aside}); the last one: {error}"
+                f"{self.skipped} samples of the data set {self._spec.name} could not be read, more than"
+                f" max_skipped ({self._spec.max_skipped}); the last one: {error}"
             )
 
     def _insist(self, request: ShardRequest) -> ShardReply:
         """Ask until there is an answer, or this client is closed."""
-        attempt = 0
-        while True:
-            reply = self._dealer.ask(request)
-            if not reply.away:
-                break
+        delays = backoff.delays(*RETRY)
+        while (reply := self._service.ask(request)).away:
             with self._changed:
                 if self._away_since is None:
                     self._away_since = time.monotonic()
                 if self._closing:
                     return reply
-                delay = RETRY_DELAYS[min(attempt, len(RETRY_DELAYS) - 1)]
-                self._changed.wait_for(lambda: self._closing, delay)
-            attempt += 1
+                self._changed.wait_for(lambda: self._closing, next(delays))
         with self._changed:
             self._away_since = None
             if reply.refused:

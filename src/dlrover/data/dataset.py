@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch.utils.data import IterableDataset, Sampler, default_collate
 
 from dlrover.data.dataloader import ElasticDataLoader
-from dlrover.data.machine.parts import Part
+from dlrover.data.machine.spans import Part
 from dlrover.data.records import Records, Source
 from dlrover.data.sources.stream import Stream
 from dlrover.errors import ConfigurationError
@@ -50,7 +50,7 @@ class ElasticDataset(Records[Sample], IterableDataset[Sample]):  # type: ignore[
         if wrong or batch_size < 1:
             what = ", ".join(sorted(wrong)) or f"batch_size {batch_size}"
             raise ConfigurationError(
-                f"The loader of a data set that is dealt does not take {what}; say shuffle= and drop_last= to "
+                f"The loader of a dataset leased in shards does not take {what}; say shuffle= and drop_last= to "
                 "the data set, and a batch_size of 1 or more."
             )
         return Loader(self, batch_size, num_workers, collate_fn or default_collate, options)
@@ -103,7 +103,7 @@ class Loader:
                     some_failed = True
                     self._count(parts, dict(read.failed))
                 else:
-                    self._data.handed_out([part.span for part in parts])
+                    self._data.acknowledge([part.span for part in parts])
                 if read.batch is not None:
                     yield read.batch
         finally:
@@ -117,9 +117,9 @@ class Loader:
         places = [place for part in parts for place, _ in part.places()]
         for at, place in enumerate(places):
             if at in failed:
-                self._data._failed(place, failed[at])  # noqa: SLF001 - one unit with the dataset
+                self._data.fail(place, failed[at])
             else:
-                self._data.handed_out([place])
+                self._data.acknowledge([place])
 
 
 class _Batches(Sampler[Sequence[Any]]):  # type: ignore[misc]  # torch is not typed here
@@ -146,7 +146,7 @@ class _Batches(Sampler[Sequence[Any]]):  # type: ignore[misc]  # torch is not ty
         batch: list[Part] = []
         count = 0
         rest: Part | None = None
-        parts = self._data._parts()  # noqa: SLF001 - one unit with the dataset
+        parts = self._data.parts()
         try:
             for part in parts:
                 rest = part
@@ -169,7 +169,7 @@ class _Batches(Sampler[Sequence[Any]]):  # type: ignore[misc]  # torch is not ty
 
     def _drawn(self, batch: list[Part]) -> Sequence[Any]:
         self.drawn.append(batch)
-        self._data._reads(batch[0].span)  # noqa: SLF001 - one unit with the dataset
+        self._data.note_reading(batch[0].span)
         if len(batch) == 1:
             return batch[0].items
         return [item for part in batch for item in part.items]

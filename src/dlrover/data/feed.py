@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from dlrover._util import backoff
 from dlrover.data.machine.spans import Spans
 from dlrover.data.sources.stream import Bounds, Broker, Fetched, Message, Stream
 from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
@@ -20,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 PATIENCE = 60.0
 """Seconds that a broker may be away."""
-PAUSE = 0.5
-"""Seconds between two attempts to reach the broker."""
+RETRY = 0.1, 1.0
+"""Seconds until the first retry after the broker did not answer, and between later ones."""
 CHUNK = 500
 """Maximum number of messages to request at a time."""
 FIRST_CHUNK = 50
@@ -47,7 +48,7 @@ class Feed:
         self._broker: Broker = stream.broker()
         self._chunk = FIRST_CHUNK
         self._ends = ends
-        self._told_of = 0
+        self._known_partitions = 0
 
     @property
     def identity(self) -> str:
@@ -58,13 +59,15 @@ class Feed:
         """Close the connection."""
         self._broker.close()
 
-    def found(self, spec: DataSpec, shard: int | None, done: Spans) -> tuple[DataSpec, list[int]]:
+    def found(
+        self, spec: DataSpec, shard: int | None, acknowledged: Spans
+    ) -> tuple[DataSpec, list[int]]:
         """Return the completed description of the dataset, and the current ends of the partitions.
 
         Args:
             spec: the dataset, with the begins and limits of the partitions if a checkpoint has them.
             shard: offsets in a shard, if the user set it.
-            done: samples in that checkpoint.
+            acknowledged: samples in that checkpoint.
 
         Raises:
             InfrastructureError: the broker cannot be reached, or now keeps another stream.
@@ -75,12 +78,12 @@ class Feed:
                 f"{self._broker.address} has {len(bounds)} partitions; in the checkpoint it has"
                 f" {len(spec.begins)}."
             )
-        for number, ranges in done.lanes.items():
+        for number, ranges in acknowledged.partitions.items():
             last = max((stop for _, stop in ranges), default=0)
             if number < len(bounds) and last > bounds[number].end:
                 raise InfrastructureError(
                     f"Partition {number} of {self._broker.address} ends at offset {bounds[number].end}, and the"
-                    f" checkpoint has read it up to {last}: it was made anew, or has lost messages."
+                    f" checkpoint has read it up to {last}: it was recreated or has lost messages."
                 )
         known = len(spec.begins)
         made = msgspec.structs.replace(
@@ -123,11 +126,11 @@ class Feed:
         address = self._broker.address
         if len(bounds) < count:
             raise InfrastructureError(f"{address} has lost a partition.")
-        if len(bounds) > max(count, self._told_of):
-            self._told_of = len(bounds)
+        if len(bounds) > max(count, self._known_partitions):
+            self._known_partitions = len(bounds)
             logger.warning(
                 "%s has %d partitions by now, and the job reads %d: it reads the others, from their first"
-                " message, when it is started again from a checkpoint",
+                " message, after a restart from a checkpoint",
                 address, len(bounds), count,
             )  # fmt: skip
         ends = tuple(b.end for b in bounds[:count])
@@ -136,7 +139,7 @@ class Feed:
             if end < before or 1 < end < begin:
                 raise InfrastructureError(
                     f"Partition {number} of {address} ends at offset {end}, and the job has seen {max(before, begin)}:"
-                    " it was made anew, or has lost messages."
+                    " it was recreated or has lost messages."
                 )
         self._ends = ends
         return ends
@@ -159,20 +162,20 @@ class Feed:
             fetched = self._insist(self._fetch(span, at))
             self._adapt(fetched.messages)
             if fetched.first > start:
-                self._lose(span.lane, start, min(fetched.first, span.stop))
+                self._lose(span.partition, start, min(fetched.first, span.stop))
             for message in fetched.messages:
-                yield Span(span.lane, at, message.offset + 1), message
+                yield Span(span.partition, at, message.offset + 1), message
                 at = message.offset + 1
             if fetched.stop > span.stop:
-                leave_empty(Span(span.lane, span.stop, fetched.stop))
+                leave_empty(Span(span.partition, span.stop, fetched.stop))
             stop = min(fetched.stop, span.stop)
             if stop > at:
-                yield Span(span.lane, at, stop), None
+                yield Span(span.partition, at, stop), None
                 at = stop
 
     def _fetch(self, span: Span, start: int) -> Callable[[], Fetched]:
         most = min(self._chunk, CHUNK)
-        return lambda: self._broker.fetch(span.lane, start, span.stop, most)
+        return lambda: self._broker.fetch(span.partition, start, span.stop, most)
 
     def _adapt(self, messages: list[Message]) -> None:
         """Adapt the number of messages per request to their size."""
@@ -195,8 +198,8 @@ class Feed:
     def _insist(self, call: Callable[[], Result]) -> Result:
         """Ask the broker until it answers, up to `PATIENCE` seconds."""
         broker = self._broker
-        until = time.monotonic() + PATIENCE
-        told = False
+        until, delays = time.monotonic() + PATIENCE, backoff.delays(*RETRY)
+        warned = False
         while True:
             try:
                 return call()
@@ -210,13 +213,11 @@ class Feed:
                     raise InfrastructureError(
                         f"{broker.address} did not answer for {PATIENCE:.0f} s: {why}"
                     ) from None
-                if not told:
-                    logger.warning(
-                        "%s does not answer, and is asked again: %s", broker.address, why
-                    )
-                told = True
+                if not warned:
+                    logger.warning("%s does not answer; retrying: %s", broker.address, why)
+                warned = True
             broker.close()
-            if self._pause(PAUSE):
+            if self._pause(next(delays)):
                 raise InfrastructureError(f"{broker.address} is not read any more.")
 
 

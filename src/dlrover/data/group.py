@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from dlrover.data.dealers import Dealer
 from dlrover.data.machine.state import began, merged
+from dlrover.data.services import ShardService
 from dlrover.data.sources.stream import Stream
 from dlrover.spec.shards import DataSpec, LookShards, Span
 
@@ -26,26 +26,26 @@ class Group:
         return bool(self._name)
 
     def commit(
-        self, states: Sequence[Mapping[str, Any]], spec: DataSpec, dealer: Dealer | None
+        self, states: Sequence[Mapping[str, Any]], spec: DataSpec, service: ShardService | None
     ) -> None:
         """Commit the offsets of a checkpoint; log errors, once until a commit succeeds again.
 
         Args:
             states: states of all ranks, as in the checkpoint.
             spec: the dataset.
-            dealer: source of the skipped samples, which appear in no checkpoint; None if nothing was read.
+            service: source of the skipped samples, which appear in no checkpoint; None if nothing was read.
         """
         broker = self._stream.broker()
         try:
-            aside = _aside(spec.name, dealer) if dealer else []
-            offsets = offsets_of(states, spec, aside, broker.is_empty)
+            skipped = _skipped(spec.name, service) if service else []
+            offsets = offsets_of(states, spec, skipped, broker.is_empty)
             if not offsets:
                 return  # no worker had begun to read
             broker.commit(offsets)
         except Exception as error:  # noqa: BLE001 - whatever a client raises: training goes on
             if not self._failing:
                 logger.warning(
-                    "The group %s of %s is not told how far the checkpoint is; training goes on: %s",
+                    "The checkpoint's offsets could not be committed to the group %s of %s; training goes on: %s",
                     self._name, broker.address, broker.address.scrubbed(error),
                 )  # fmt: skip
             self._failing = True
@@ -59,29 +59,29 @@ class Group:
 def offsets_of(
     states: Sequence[Mapping[str, Any]],
     spec: DataSpec,
-    aside: Iterable[Span],
+    skipped: Iterable[Span],
     is_empty: Callable[[Span], bool],
 ) -> list[int]:
     """Return, by partition, the first offset that is neither in a checkpoint nor skipped.
 
     Gaps without a message count as read: the worker that has leased one may not come to it any more.
     """
-    done, _ = merged(states, spec)
-    for span in aside:
-        done.add(span)
+    acknowledged, _ = merged(states, spec)
+    for span in skipped:
+        acknowledged.add(span)
     begins, _ = began(states)
     offsets = []
     for number, begin in enumerate(begins):
-        start, stop = done.of(number).gap(begin)
+        start, stop = acknowledged.of(number).gap(begin)
         while stop is not None and is_empty(Span(number, start, stop)):
-            start, stop = done.of(number).gap(stop)
+            start, stop = acknowledged.of(number).gap(stop)
         offsets.append(start)
     return offsets
 
 
-def _aside(name: str, dealer: Dealer) -> list[Span]:
-    asking = dealer.another()
+def _skipped(name: str, service: ShardService) -> list[Span]:
+    asking = service.another()
     try:
-        return [what.span for what in asking.ask(LookShards(name)).aside]
+        return [what.span for what in asking.ask(LookShards(name)).skipped]
     finally:
         asking.close()

@@ -10,15 +10,14 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 
 from dlrover import launched
-from dlrover.data import dealers
+from dlrover.data import services
 from dlrover.data.client import ShardClient
 from dlrover.data.machine import order
-from dlrover.data.machine.parts import Part
-from dlrover.data.machine.spans import Spans
+from dlrover.data.machine.spans import Part, Spans
 from dlrover.data.machine.state import NO_READER, RankData, began, count, merged
 from dlrover.data.sources.blocks import InBlocks, shard_of
 from dlrover.data.sources.stream import Stream
-from dlrover.data.streamed import Streamed
+from dlrover.data.streamed import StreamReader
 from dlrover.errors import ConfigurationError
 from dlrover.spec.shards import DataSpec, Incarnation, Span, data_key
 
@@ -45,7 +44,7 @@ class Records(Generic[Sample_co]):
 
     Iterating yields the rest of the epoch; the next iteration is the next epoch. Save ``state_dict`` in a
     checkpoint together with the model: a restore puts both at the same sample, on any number of workers.
-    A sample counts as learned from once it is handed out. Without a master (a program that runs alone)
+    A sample is acknowledged once it is handed to the training. Without a master (a program that runs alone)
     the process leases to itself in the same way.
 
     A stream has one epoch, which ends when the stream does: mostly never.
@@ -61,7 +60,7 @@ class Records(Generic[Sample_co]):
             block or an equal part of one, if that is at most a hundredth of all. For a stream: offsets.
         drop_last: leave out the incomplete last shard of each epoch.
         attempts: attempts to read a sample before it is skipped and reported.
-        max_set_aside: samples that a worker may skip; one more raises the error of the last.
+        max_skipped: samples that a worker may skip; one more raises the error of the last.
         wait_for_others: end an epoch only when others have read their leased samples. Use this in a program
             whose workers do not wait for each other: they then read what a dead worker leaves behind.
         timeout: seconds of silence after which a worker's samples are leased to others.
@@ -81,16 +80,16 @@ class Records(Generic[Sample_co]):
         shard: int | None = None,
         drop_last: bool = False,
         attempts: int = 3,
-        max_set_aside: int = 10,
+        max_skipped: int = 10,
         wait_for_others: bool = False,
         timeout: float = 1800.0,
     ) -> None:
-        self._stream: Streamed | None = None
+        self._stream: StreamReader | None = None
         self._blocks: Sequence[Any] | None = None
         self.source: Any = source
         if isinstance(source, str | Stream):
             self.source = source if isinstance(source, Stream) else Stream(source)
-            self._stream = Streamed(self.source, shard)
+            self._stream = StreamReader(self.source, shard)
             size, how = -1, self._stream.identity
         else:
             self._blocks = source.blocks if isinstance(source, InBlocks) else None
@@ -109,7 +108,7 @@ class Records(Generic[Sample_co]):
                 "drop_last": drop_last,
                 "order": how,
                 "attempts": attempts,
-                "max_aside": max_set_aside,
+                "max_skipped": max_skipped,
                 "timeout": timeout,
             }
         )
@@ -128,41 +127,41 @@ class Records(Generic[Sample_co]):
 
     def __iter__(self) -> Iterator[Sample_co]:
         for place, sample in self.read_ahead():
-            self.handed_out([place])
+            self.acknowledge([place])
             yield sample
         self.end_epoch()
 
     def read_ahead(self) -> Iterator[tuple[Span, Sample_co]]:
-        """Yield the rest of the epoch as places and samples; a sample counts only after `handed_out`.
+        """Yield the rest of the epoch as places and samples; a sample counts only after `acknowledge`.
 
         For readers that read ahead of the training. They `put_back` samples that did not reach the training,
         and call `end_epoch` after the last one that did.
         """
-        parts, left = self._parts(), Span(0, 0, 0)
+        parts, left = self.parts(), Span(0, 0, 0)
         try:
             for part in parts:
                 shard = -1
                 for place, item in part.places():
-                    left = Span(place.lane, place.stop, part.span.stop)
+                    left = Span(place.partition, place.stop, part.span.stop)
                     if place.start // self._spec.shard != shard:
                         shard = place.start // self._spec.shard
-                        self._reads(place)
+                        self.note_reading(place)
                     try:
                         sample = self.source[item]
                     except Exception as error:  # noqa: BLE001 - whatever the source raises
-                        self._failed(place, f"{type(error).__name__}: {error}")
+                        self.fail(place, f"{type(error).__name__}: {error}")
                         continue
                     yield place, sample
         finally:
             parts.close()
             self.put_back([left])
 
-    def handed_out(self, places: Iterable[Span]) -> None:
-        """Mark samples as handed to the training."""
+    def acknowledge(self, places: Iterable[Span]) -> None:
+        """Acknowledge samples: they have been handed to the training."""
         known = list(places)
-        self._opened().consumed(known)
+        self._opened().acknowledge(known)
         if self._stream is not None:
-            self._stream.spend(len(known))
+            self._stream.acknowledge(len(known))
 
     def put_back(self, places: Iterable[Span]) -> None:
         """Put samples back; they are read again next."""
@@ -186,22 +185,22 @@ class Records(Generic[Sample_co]):
             if self.epoch == epoch:
                 return  # the epoch was not read to its end
 
-    def record(self, lane: int, position: int) -> int:
+    def record(self, epoch: int, position: int) -> int:
         """Return the number, in the source, of the record at a position of an epoch."""
-        return self._order(lane).record(position) if self._shuffle else position
+        return self._order(epoch).record(position) if self._shuffle else position
 
-    def _order(self, lane: int) -> order.Order:
-        found = self._orders.get(lane)
+    def _order(self, epoch: int) -> order.Order:
+        found = self._orders.get(epoch)
         if found is None:
             if len(self._orders) > 2:
                 self._orders.clear()
-            found = self._orders[lane] = self._shuffled(lane)
+            found = self._orders[epoch] = self._shuffled(epoch)
         return found
 
-    def _shuffled(self, lane: int) -> order.Order:
+    def _shuffled(self, epoch: int) -> order.Order:
         if self._blocks is not None:
-            return order.ShuffledInBlocks(self._blocks, self._seed, lane)
-        return order.Shuffled(self._spec.size, self._seed, lane)
+            return order.ShuffledInBlocks(self._blocks, self._seed, epoch)
+        return order.Shuffled(self._spec.size, self._seed, epoch)
 
     def _order_name(self, seed: int) -> str:
         blocks = f" in {len(self._blocks)} blocks" if self._blocks is not None else ""
@@ -211,7 +210,7 @@ class Records(Generic[Sample_co]):
         fitting = shard_of(self._blocks) if self._blocks is not None else None
         return fitting or max(1, min(LARGEST, size // SHARDS))
 
-    def _parts(self) -> Generator[Part, None, None]:
+    def parts(self) -> Generator[Part, None, None]:
         """Yield the samples of this epoch that this worker gets."""
         if not self._goes_on():
             return
@@ -230,7 +229,7 @@ class Records(Generic[Sample_co]):
                             self._stream.draw()
                         yield part
                     else:
-                        client.consumed([part.span])
+                        client.acknowledge([part.span])
             finally:
                 client.leave_unclaimed()
         if self._stream is not None:
@@ -251,31 +250,32 @@ class Records(Generic[Sample_co]):
                 yield Part(place, () if message is None else (message,))
 
     def _items(self, spans: Sequence[Span]) -> Iterator[Sequence[int]]:
-        """Yield the records of each span; consecutive spans of a lane are looked up together."""
+        """Yield the records of each span; consecutive spans of an epoch are looked up together."""
         if not self._shuffle:
             yield from (range(span.start, span.stop) for span in spans)
             return
-        for lane, of_lane in groupby(spans, key=lambda span: span.lane):
-            several = list(of_lane)
+        for epoch, of_epoch in groupby(spans, key=lambda span: span.partition):
+            several = list(of_epoch)
             ranges = [range(span.start, span.stop) for span in several]
             positions = ranges[0] if len(ranges) == 1 else list(chain.from_iterable(ranges))
-            records = iter(self._order(lane).records(positions))
+            records = iter(self._order(epoch).records(positions))
             yield from (list(islice(records, len(each))) for each in ranges)
 
-    def _reads(self, place: Span) -> None:
+    def note_reading(self, place: Span) -> None:
         """Note the shard whose samples are read next, in case the process crashes on them."""
         if launched.reading is not None:
-            launched.reading(data_key(self._spec.name), place.lane, place.start)
+            launched.reading(data_key(self._spec.name), place.partition, place.start)
 
-    def _failed(self, place: Span, error: str) -> None:
-        client, lane, position = self._opened(), place.lane, place.stop - 1
-        client.consumed([Span(lane, place.start, position)])
+    def fail(self, place: Span, error: str) -> None:
+        """Report that a sample cannot be read; the empty positions before it are acknowledged."""
+        client, partition, position = self._opened(), place.partition, place.stop - 1
+        client.acknowledge([Span(partition, place.start, position)])
         if self._stream is not None:
             self._stream.put_back(1)
-        what = f"offset {position} of partition {lane}"
+        what = f"offset {position} of partition {partition}"
         if self._stream is None:
-            what = f"record {self.record(lane, position)}"
-        client.fail(lane, position, f"{what}: {error}")
+            what = f"record {self.record(partition, position)}"
+        client.fail(partition, position, f"{what}: {error}")
 
     def _opened(self) -> ShardClient:
         if os.getpid() != self._pid:
@@ -287,7 +287,7 @@ class Records(Generic[Sample_co]):
             raise ConfigurationError(f"The data set {self._spec.name} was closed; make another.")
         if self._client is None:
             self._client = self._open()
-            self.epoch = max(self.epoch, self._client.first_lane)
+            self.epoch = max(self.epoch, self._client.first_epoch)
         return self._client
 
     @property
@@ -296,8 +296,8 @@ class Records(Generic[Sample_co]):
 
     def _open(self) -> ShardClient:
         if self._stream is None:
-            rank, _ = dealers.world()
-            return ShardClient(self._spec, dealers.connect(), rank, self._incarnation, self._base)
+            rank, _ = services.world()
+            return ShardClient(self._spec, services.connect(), rank, self._incarnation, self._base)
         client = self._stream.open(self._spec, self._base, self._incarnation)
         self._spec = client.spec
         return client
@@ -313,15 +313,15 @@ class Records(Generic[Sample_co]):
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this worker's model has learned from, as plain values of a few bytes per shard.
+        """Return the samples acknowledged by this worker, as plain values of a few bytes per shard.
 
         Raises:
             InfrastructureError: the worker was cut off from the master for longer than ``timeout``.
         """
-        rank, world_size = dealers.world()
-        if dealers.serves():
+        rank, world_size = services.world()
+        if services.serves():
             rank = NO_READER
-        mine = self._client.mine() if self._client is not None else b""
+        acknowledged = self._client.acknowledged() if self._client is not None else b""
         stream = self._stream
         return RankData(
             name=self._spec.name,
@@ -331,7 +331,7 @@ class Records(Generic[Sample_co]):
             world_size=world_size,
             epoch=self.epoch,
             base=self._base,
-            mine=mine,
+            acknowledged=acknowledged,
             begins=self._spec.begins,
             limits=self._spec.limits,
             samples_before=0 if stream is None else stream.samples_before,
@@ -353,10 +353,10 @@ class Records(Generic[Sample_co]):
             ConfigurationError: states are missing, or belong to another dataset.
             InfrastructureError: the states contradict each other.
         """
-        done, epoch = merged(states, self._spec)
+        known, epoch = merged(states, self._spec)
         self.close()
         self._client, self._closed = None, False
-        self._base, self.epoch = done.packed(), epoch
+        self._base, self.epoch = known.packed(), epoch
         if self._stream is not None:
             begins, limits = began(states)
             self._spec = msgspec.structs.replace(self._spec, begins=begins, limits=limits)
@@ -377,8 +377,8 @@ class Records(Generic[Sample_co]):
             self._stream.commit(states, self._spec)
 
 
-def learned(states: Sequence[Mapping[str, Any]]) -> Spans:
-    """Return the samples in the states of all workers of one checkpoint, for inspection."""
+def acknowledged(states: Sequence[Mapping[str, Any]]) -> Spans:
+    """Return the acknowledged samples in the states of all workers of one checkpoint, for inspection."""
     first = msgspec.convert(dict(states[0]), RankData)
     spec = DataSpec(name=first.name, size=first.size, order=first.order)
     return merged(states, spec)[0]
@@ -388,4 +388,4 @@ def _checked(fields: dict[str, Any]) -> DataSpec:
     try:
         return msgspec.convert(fields, DataSpec)
     except msgspec.ValidationError as error:
-        raise ConfigurationError(f"The data set cannot be read so: {error}.") from error
+        raise ConfigurationError(f"Invalid options for a data set: {error}.") from error

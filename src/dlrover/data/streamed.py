@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dlrover.data import dealers
-from dlrover.data.client import ShardClient
-from dlrover.data.dealers import Dealer
+from dlrover.data import services
+from dlrover.data.client import CLOSE_WAIT, ShardClient
 from dlrover.data.feed import Feed
 from dlrover.data.group import Group
-from dlrover.data.heads import Heads
 from dlrover.data.machine.spans import Spans
-from dlrover.data.quota import Quota
+from dlrover.data.services import ShardService
 from dlrover.data.sources.stream import Message, Stream
+from dlrover.errors import DLRoverError
 from dlrover.spec.shards import DataSpec, Incarnation, Span
 
+ENDS_INTERVAL = 0.3
+"""Seconds between two questions."""
+TICKETS = 100
+"""Maximum number of tickets per lease; tickets that a worker cannot use are missing elsewhere."""
 
-class Streamed:
+
+class StreamReader:
     """Stream of one dataset; used by the dataset's thread."""
 
     def __init__(self, stream: Stream[Any], shard: int | None) -> None:
         self.stream = stream
         self._shard = shard
         self._feed, self._group = Feed(stream), Group(stream)
-        self._dealer: Dealer | None = None
+        self._service: ShardService | None = None
         self._client: ShardClient | None = None
-        self._heads: Heads | None = None
+        self._ends: EndOffsetPoller | None = None
         self._quota: Quota | None = None
         self.samples_before = 0
         """Samples in the checkpoint."""
@@ -40,14 +46,14 @@ class Streamed:
 
     def open(self, spec: DataSpec, base: bytes, incarnation: Incarnation) -> ShardClient:
         """Find the current ends of the stream, and return a client."""
-        self._dealer = dealer = dealers.connect()
+        self._service = service = services.connect()
         found, ends = self._feed.found(spec, self._shard, Spans.unpacked(base))
         client = ShardClient(
-            found, dealer, dealers.world()[0], incarnation, base, self.stream.ahead
+            found, service, services.world()[0], incarnation, base, self.stream.ahead
         )
         there = tuple(ends[: len(client.spec.begins)])
         client.extend(there)
-        self._client, self._heads = client, Heads(self.stream, client, there)
+        self._client, self._ends = client, EndOffsetPoller(self.stream, client, there)
         return client
 
     def read(self, span: Span) -> Iterator[tuple[Span, Message | None]]:
@@ -63,11 +69,11 @@ class Streamed:
     def goes_on(self, spec: DataSpec, incarnation: Incarnation, *, patient: bool) -> bool:
         """Return whether ``max_samples`` leaves a sample for this worker; call this before waiting for it."""
         most = self.stream.max_samples
-        if most is None or self._dealer is None:  # asked again when the stream is open
+        if most is None or self._service is None:  # asked again when the stream is open
             return True
         if self._quota is None:
-            dealer, rank = self._dealer.another(), dealers.world()[0]
-            self._quota = Quota(spec, most, self.samples_before, dealer, rank, incarnation)
+            service, rank = self._service.another(), services.world()[0]
+            self._quota = Quota(spec, most, self.samples_before, service, rank, incarnation)
         return self._quota.ready(patient=patient)
 
     def draw(self) -> None:
@@ -75,11 +81,11 @@ class Streamed:
         if self._quota is not None:
             self._quota.draw()
 
-    def spend(self, count: int) -> None:
+    def acknowledge(self, count: int) -> None:
         """Mark ``count`` samples as handed to the training."""
         self.samples += count
         if self._quota is not None:
-            self._quota.spend(count)
+            self._quota.acknowledge(count)
 
     def put_back(self, count: int) -> None:
         """Note that ``count`` samples were read and did not reach the training."""
@@ -90,7 +96,7 @@ class Streamed:
 
     def restart(self, samples: int) -> None:
         """Restart from a checkpoint that contains ``samples`` samples."""
-        self._dealer = None
+        self._service = None
         self.samples_before, self.samples = samples, 0
 
     @property
@@ -100,7 +106,7 @@ class Streamed:
 
     def commit(self, states: Sequence[Mapping[str, Any]], spec: DataSpec) -> None:
         """Commit the content of a stored checkpoint to the group; errors are logged."""
-        self._group.commit(states, spec, self._dealer)
+        self._group.commit(states, spec, self._service)
 
     # ---- the end
 
@@ -111,7 +117,98 @@ class Streamed:
             self._quota = None
         if self._client is not None:
             self._client.close()
-        if self._heads is not None:
-            self._heads.join()
-        self._client = self._heads = None
+        if self._ends is not None:
+            self._ends.join()
+        self._client = self._ends = None
         self._feed.close()
+
+
+class EndOffsetPoller:
+    """Reporter of the partitions' ends to a client until that closes; ``ends``: the ends at its opening."""
+
+    def __init__(self, stream: Stream[object], client: ShardClient, ends: tuple[int, ...]) -> None:
+        self._client = client
+        self._feed = Feed(stream, client.wait_for_close, ends)
+        self._begins = client.spec.begins
+        self._thread = threading.Thread(target=self._run, name="dlrover-ends", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._client.wait_for_close(ENDS_INTERVAL):
+                if self._client.wait_for_need(ENDS_INTERVAL):
+                    self._client.extend(self._feed.ends(self._begins))
+        except DLRoverError as error:
+            self._client.break_off(error)
+        finally:
+            self._feed.close()
+
+    def join(self) -> None:
+        """Wait for the end of a closed client's thread."""
+        self._thread.join(CLOSE_WAIT)
+
+
+class Quota:
+    """This worker's tickets: one for each sample that the training gets. Tickets are interchangeable.
+
+    Args:
+        data: the stream's dataset.
+        most: samples that all workers together get, including those before the start.
+        used: the part of them that the checkpoint contains.
+        service: the service of the tickets.
+        rank: this worker's rank.
+        incarnation: the dataset's incarnation.
+    """
+
+    def __init__(
+        self,
+        data: DataSpec,
+        most: int,
+        used: int,
+        service: ShardService,
+        rank: int,
+        incarnation: Incarnation,
+    ) -> None:
+        spec = DataSpec(
+            name=f"{data.name} (max_samples)",
+            size=most,
+            shard=max(1, min(TICKETS, most // 1000)),
+            timeout=data.timeout,
+        )
+        before = Spans([Span(0, 0, min(used, most))])
+        self._client = ShardClient(spec, service, rank, incarnation, before.packed())
+        self._ready: deque[int] = deque()
+        """Tickets for the next samples."""
+        self._drawn: deque[int] = deque()
+        """Tickets for samples that are read but not yet handed to the training."""
+
+    def ready(self, *, patient: bool) -> bool:
+        """Return whether there is a ticket for another sample; if not, the stream has ended for this worker.
+
+        Call this before waiting for the sample, which may never come.
+        """
+        if not self._ready:
+            for span in self._client.take(patient=patient):
+                self._client.claim(span)
+                self._ready.extend(range(span.start, span.stop))
+        return bool(self._ready)
+
+    def draw(self) -> None:
+        """Use a ready ticket for a sample that has been read."""
+        self._drawn.append(self._ready.popleft())
+
+    def acknowledge(self, count: int) -> None:
+        """Mark ``count`` samples as handed to the training."""
+        self._client.acknowledge([self._used() for _ in range(count)])
+
+    def put_back(self, count: int) -> None:
+        """Return the tickets of ``count`` samples that did not reach the training."""
+        self._client.put_back([self._used() for _ in range(count)])
+
+    def _used(self) -> Span:
+        at = self._drawn.popleft()
+        return Span(0, at, at + 1)
+
+    def close(self) -> None:
+        """Return the unused tickets."""
+        self._client.close()

@@ -222,7 +222,7 @@ async def _until_ended(master: Master, job_dir: JobDir, orphaned: asyncio.Event)
         return ExitCode.INFRASTRUCTURE
     fenced.cancel()
     goodput = master.ledger.goodput(master.clock())
-    outcome = msgspec.structs.replace(outcome, goodput=goodput, set_aside=master.shards.summary())
+    outcome = msgspec.structs.replace(outcome, goodput=goodput, skipped=master.shards.summary())
     files.write_atomically(job_dir.outcome, msgspec.json.encode(outcome))
     return outcome.exit_code
 

@@ -10,7 +10,7 @@ from dlrover.data.machine.datasets import Shards
 from dlrover.data.machine.queue import Answer, Command, Report
 from dlrover.errors import ProtocolError
 from dlrover.master.machine import inputs
-from dlrover.spec.events import Event, EventBody, SamplesSetAside, WorkerFailed
+from dlrover.spec.events import Event, EventBody, SamplesSkipped, WorkerFailed
 from dlrover.spec.failure import Failure
 from dlrover.spec.shards import ShardReply, ShardRequest
 
@@ -32,7 +32,7 @@ class ShardsService:
     def __init__(self, tell: Callable[[EventBody, float], Event]) -> None:
         self.shards = Shards()
         self._tell = tell
-        self._aside: dict[str, None] = {}
+        self._skipped: dict[str, None] = {}
 
     def note(self, event: inputs.Input, now: float) -> None:
         """Process an input of the job's machine.
@@ -47,8 +47,8 @@ class ShardsService:
 
     def summary(self) -> tuple[str, ...]:
         """Return sentences about skipped samples, for the end of the job."""
-        named = tuple(self._aside)[:NAMED]
-        more = len(self._aside) - len(named)
+        named = tuple(self._skipped)[:NAMED]
+        more = len(self._skipped) - len(named)
         return (*named, f"And {more} more: dlrover events.") if more else named
 
     def handle(self, request: ShardRequest, now: float) -> ShardReply:
@@ -64,11 +64,11 @@ class ShardsService:
         for command in commands:
             if isinstance(command, Report):
                 span, why = command.what.span, command.what.error
-                body = SamplesSetAside(command.data, span.lane, span.start, span.stop, why)
+                body = SamplesSkipped(command.data, span.partition, span.start, span.stop, why)
                 event = self._tell(body, now)
                 logger.warning("%s", event.sentence())
-                if len(self._aside) < MAX_KEPT:
-                    self._aside[event.sentence()] = None  # a replay reports it again
+                if len(self._skipped) < MAX_KEPT:
+                    self._skipped[event.sentence()] = None  # a replay reports it again
 
 
 def _own_death(failure: Failure) -> bool:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import ClassVar, TypeVar
 
+from dlrover._util import backoff
 from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError
 from dlrover.rpc import wire
 from dlrover.rpc.connection import REQUEST_TIMEOUT, Connection
@@ -21,8 +22,8 @@ PLAN_TIMEOUT = 60.0
 """Additional seconds that a plan may take, beyond the limit of other requests."""
 KEPT_REPORTS = 1000
 """Maximum reports kept while the Brain is away; beyond it, the oldest are dropped."""
-RETRY = 5.0
-"""Seconds between two attempts to reach an absent Brain."""
+RETRY = 1.0, 5.0
+"""Seconds until the first retry after the Brain could not be reached, and between later ones."""
 
 
 Answer = TypeVar("Answer")
@@ -152,10 +153,13 @@ class BrainLink:
 
     async def run(self) -> None:
         """Send the queued reports until cancelled."""
+        delays = backoff.delays(*RETRY)
         while True:
             await self._filled.wait()
-            if not await self._send_first():
-                await asyncio.sleep(RETRY)
+            if await self._send_first():
+                delays = backoff.delays(*RETRY)
+            else:
+                await asyncio.sleep(next(delays))
             if not self._reports:
                 self._filled.clear()
             self._settle()

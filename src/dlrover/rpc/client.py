@@ -15,7 +15,6 @@ from dlrover.rpc import messages, wire
 from dlrover.rpc.connection import REQUEST_TIMEOUT, Connection
 from dlrover.spec.jobdir import JobDir, MasterAddress, MasterConfig, decode
 from dlrover.spec.roles import WORKER
-from dlrover.spec.shards import ShardReply, ShardRequest
 
 STACKS_WAIT = 30.0
 """Additional seconds for the nodes to collect their workers' stacks."""
@@ -55,10 +54,9 @@ class MasterClient(Connection):
         reply = await self._call("Store", request, messages.StoreReply, wait)
         return reply.value
 
-    async def shards(self, request: ShardRequest) -> ShardReply:
-        """Send a request about a dataset's shards and return the reply."""
-        reply: ShardReply = await self._call("Shards", request, ShardReply)
-        return reply
+    async def shards(self, request: bytes) -> bytes:
+        """Forward an encoded `ShardRequest` and return the encoded `ShardReply`."""
+        return await self._forward("Shards", request)
 
     async def watch(
         self, since: int = 0, *, follow: bool = False

@@ -69,14 +69,16 @@ class Connection:
     async def _call(
         self, method: str, request: msgspec.Struct, reply: Any, wait: float = 0.0
     ) -> Any:
+        return wire.decode(await self._forward(method, wire.encode(request), wait), reply)
+
+    async def _forward(self, method: str, request: bytes, wait: float = 0.0) -> bytes:
+        """Call a method with an encoded request and return the encoded reply."""
         call = self._channel.unary_unary(f"/{self.service}/{method}")
         try:
-            data = await call(
-                wire.encode(request), metadata=self._metadata, timeout=self._timeout + wait
-            )
+            data: bytes = await call(request, metadata=self._metadata, timeout=self._timeout + wait)
         except grpc.aio.AioRpcError as error:
             self._fail(error)
-        return wire.decode(data, reply)
+        return data
 
     def _fail(self, error: grpc.aio.AioRpcError) -> NoReturn:
         """Raise the DLRover error for a failed call."""

@@ -337,11 +337,11 @@ class SlowRankRecovered(msgspec.Struct, frozen=True, tag="slow_rank_recovered"):
         return f"Rank {self.rank} on node {self.node} is no longer slow."
 
 
-class SamplesSetAside(msgspec.Struct, frozen=True, tag="samples_set_aside"):
+class SamplesSkipped(msgspec.Struct, frozen=True, tag="samples_skipped"):
     """Samples of a dataset are skipped: they could not be read, or workers died of them."""
 
     data: str
-    lane: int
+    partition: int
     """The epoch, or the partition of a stream."""
     start: int
     """The first position or offset."""
@@ -354,7 +354,7 @@ class SamplesSetAside(msgspec.Struct, frozen=True, tag="samples_set_aside"):
         count = self.stop - self.start
         what = "A sample" if count == 1 else f"{count} samples"
         is_or_are = "is" if count == 1 else "are"
-        return f"{what} of the data set {self.data} {is_or_are} set aside: {self.error}."
+        return f"{what} of the data set {self.data} {is_or_are} skipped: {self.error}."
 
 
 class Recovered(msgspec.Struct, frozen=True, tag="recovered"):
@@ -631,7 +631,7 @@ EventBody: TypeAlias = (
     | HangFound
     | SlowRank
     | SlowRankRecovered
-    | SamplesSetAside
+    | SamplesSkipped
     | Recovered
     | StepsUndone
     | NodeSucceeded

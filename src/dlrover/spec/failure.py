@@ -85,7 +85,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     oom_killed: bool = False
     """True if the kernel's out-of-memory killer meanwhile ended a process in this node's memory cgroup."""
     reading: tuple[int, int, int] | None = None
-    """Shard that the worker read last: `data_key` of the dataset, lane and position."""
+    """Shard that the worker read last: `data_key` of the dataset, partition and position."""
     node_facts: tuple[str, ...] = ()
     """Lines about the node since the worker started: from the kernel's log, and about full disks.
 

@@ -29,7 +29,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Use of the job's time; None if the master runs elsewhere."""
     released: bool = False
     """True if only this node left; the job goes on with fewer nodes."""
-    set_aside: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
     """One sentence for each skipped sample: at most 3, then ``And N more``."""
     job_dir: str = ""
     """Directory of the job's journal, logs and memory checkpoints."""

@@ -1,7 +1,8 @@
-"""Messages about a sharded dataset, between a training process and its dealer, which leases shards.
+"""Messages about a sharded dataset, between a training process and its service, which leases shards.
 
-The samples of a dataset are *positions* in *lanes*. An epoch is a lane, and so is a partition of a stream.
-Only the reader knows which record stands at a position; the dealer knows numbers only.
+The samples of a dataset are *positions* in *partitions*. Each epoch of a dataset is one, and so
+is each partition of a stream.
+Only the reader knows which record stands at a position; the service knows numbers only.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ MAX_SPANS = 10_000
 MAX_NAME = 200
 MAX_ERROR = 2000
 """Characters of an error that are kept."""
-MAX_DONE = 2 * 1024 * 1024
+MAX_ACKNOWLEDGED = 2 * 1024 * 1024
 """Maximum bytes of the packed spans in a checkpoint."""
-MAX_LANES = 10_000
+MAX_PARTITIONS = 10_000
 """Maximum number of partitions in a stream."""
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
@@ -35,7 +36,7 @@ def data_key(name: str) -> int:
 class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The positions from ``start`` up to, and without, ``stop``."""
 
-    lane: _Number
+    partition: _Number
     start: _Number
     stop: _Number
 
@@ -45,12 +46,12 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     name: _Name
     size: Annotated[int, msgspec.Meta(ge=-1)] = -1
-    """Samples in an epoch; -1: a stream, whose lanes grow."""
+    """Samples in an epoch; -1: a stream, whose partitions grow."""
     epochs: _Number = 1
     """Number of times that each sample is leased; 0: endlessly. A stream has no epochs."""
-    begins: Annotated[tuple[_Number, ...], msgspec.Meta(max_length=MAX_LANES)] = ()
+    begins: Annotated[tuple[_Number, ...], msgspec.Meta(max_length=MAX_PARTITIONS)] = ()
     """First offset of each partition of a stream. The first worker's finding holds for all."""
-    limits: Annotated[tuple[_Number, ...], msgspec.Meta(max_length=MAX_LANES)] = ()
+    limits: Annotated[tuple[_Number, ...], msgspec.Meta(max_length=MAX_PARTITIONS)] = ()
     """End of each partition of a stream for this job, as the first worker found; empty: no end."""
     shard: Annotated[int, msgspec.Meta(ge=1)] = 1000
     """Samples in a shard."""
@@ -60,7 +61,7 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Mapping of positions to records: a text that is equal for all readers with the same mapping."""
     attempts: Annotated[int, msgspec.Meta(ge=1)] = 3
     """Failed attempts to read a sample after which it is skipped."""
-    max_aside: _Number = 10
+    max_skipped: _Number = 10
     """Maximum number of samples that a worker may skip before it gives up."""
     timeout: Annotated[float, msgspec.Meta(gt=0)] = 1800.0
     """Seconds of silence after which a worker's shards are leased to others."""
@@ -91,22 +92,22 @@ class OpenShards(msgspec.Struct, frozen=True, array_like=True, tag="open"):
     spec: DataSpec
     worker: _Name
     incarnation: Incarnation
-    done: Annotated[bytes, msgspec.Meta(max_length=MAX_DONE)] = b""
+    acknowledged: Annotated[bytes, msgspec.Meta(max_length=MAX_ACKNOWLEDGED)] = b""
     """Samples that the model has already learned from: `dlrover.data.machine.spans.Spans`, packed."""
 
 
 class TakeShards(msgspec.Struct, frozen=True, array_like=True, tag="take"):
-    """Report of what a worker has done, and request for more. A repeated ``seq`` marks a repetition."""
+    """Report of what a worker acknowledges, and request for more. A repeated ``seq`` marks a repetition."""
 
     data: _Name
     worker: _Name
     incarnation: Incarnation
     seq: _Number
-    lane: _Number = 0
+    epoch: _Number = 0
     """The epoch that it reads, or will read next. Shards of earlier epochs without readers come first."""
     want: Annotated[int, msgspec.Meta(ge=0, le=MAX_WANT)] = 0
     """Maximum number of shards; the worker gets fewer when few are left."""
-    done: _Spans = ()
+    acknowledged: _Spans = ()
     failed: _Failures = ()
     starving: bool = False
     """True if it waits and needs one more shard whatever it has, perhaps to fill a batch."""
@@ -121,11 +122,11 @@ class ExtendShards(msgspec.Struct, frozen=True, array_like=True, tag="extend"):
 
     data: _Name
     incarnation: Incarnation
-    ends: Annotated[tuple[_Number, ...], msgspec.Meta(max_length=MAX_LANES)]
+    ends: Annotated[tuple[_Number, ...], msgspec.Meta(max_length=MAX_PARTITIONS)]
 
 
 class ForgetWorker(msgspec.Struct, frozen=True, array_like=True, tag="forget"):
-    """Death of a worker. Its unfinished samples go to others; what it has done stays done."""
+    """Death of a worker. Its unfinished samples go to others; what it acknowledged stays so."""
 
     worker: _Name
 
@@ -139,7 +140,7 @@ class LookShards(msgspec.Struct, frozen=True, array_like=True, tag="look"):
 ShardRequest: TypeAlias = OpenShards | TakeShards | ExtendShards | ForgetWorker | LookShards
 
 
-class SetAside(msgspec.Struct, frozen=True, array_like=True):
+class Skipped(msgspec.Struct, frozen=True, array_like=True):
     """Samples that no worker could read."""
 
     span: Span
@@ -151,22 +152,22 @@ class ShardReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     spans: tuple[Span, ...] = ()
     """Samples that the worker may read now, in order; each span is one or several consecutive shards."""
-    lane: int = 0
+    epoch: int = 0
     """After opening: the first epoch with samples left."""
     exhausted: bool = False
     """True if nothing of this epoch is left to lease; others may still read their shards."""
     complete: bool = False
-    """True if everything of this epoch is done or skipped."""
-    done: int = 0
-    """Samples done of this epoch, or of all partitions."""
-    taken: int = 0
+    """True if everything of this epoch is acknowledged or skipped."""
+    acknowledged: int = 0
+    """Samples acknowledged of this epoch, or of all partitions."""
+    leased: int = 0
     """Samples leased of this epoch, or of all partitions."""
-    aside: tuple[SetAside, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
     """Samples that this request caused to be skipped; for `LookShards`, all skipped samples."""
     refused: str = ""
     """Why the request was refused; asking again would not help."""
     away: str = ""
-    """Why no dealer could be reached; ask again."""
+    """Why no service could be reached; ask again."""
     others_starve: bool = False
     """True if nothing of the stream is left to lease and another worker waits for it."""
     spec: DataSpec | None = None

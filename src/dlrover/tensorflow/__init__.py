@@ -1,4 +1,4 @@
-"""Dealt data for TensorFlow."""
+"""Sharded data for TensorFlow."""
 
 from typing import TYPE_CHECKING
 

@@ -80,7 +80,7 @@ class _Reading:
             for place, sample in self._records.read_ahead():
                 with self._lock:
                     self._ahead.append(place)
-                yield (place.lane, place.start, place.stop), sample
+                yield (place.partition, place.start, place.stop), sample
             with self._lock:
                 self._over = True
                 self._end_epoch()
@@ -99,7 +99,7 @@ class _Reading:
     def _note(self, places: tf.Tensor) -> None:
         spans = [Span(*place) for place in places.numpy().reshape(-1, 3).tolist()]
         with self._lock:
-            self._records.handed_out(spans)
+            self._records.acknowledge(spans)
             for _ in spans:
                 self._ahead.popleft()
             self._end_epoch()

@@ -74,11 +74,11 @@ class Balancer:
         self._own.begin()
         if not all(nanoseconds for nanoseconds, _, _ in rows):
             return None
-        told = self._shares.decide([nanoseconds / 1e9 for nanoseconds, _, _ in rows])
-        if not told:
+        change = self._shares.decide([nanoseconds / 1e9 for nanoseconds, _, _ in rows])
+        if not change:
             return None
         if self._rank == 0:
-            logger.warning("The shares of the batch change: %s.", told)
+            logger.warning("The shares of the batch change: %s.", change)
         self._since = max((epoch, at) for _, epoch, at in rows)
         return self._shares.now, self._since
 

@@ -1,4 +1,4 @@
-"""Reads numbers that are dealt; one has no sample, one kills who reads it: ``poison.py OUT``."""
+"""Reads numbers leased in shards; one has no sample, one kills who reads it: ``poison.py OUT``."""
 
 import ctypes
 import os

@@ -7,9 +7,8 @@ broken connection loses none. While workers run, it never waits for the master.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
@@ -69,7 +68,7 @@ Input: TypeAlias = messages.MasterMessage | Checked | WorkerEnded | WorkersStopp
 
 
 class JoinRound(msgspec.Struct, frozen=True):
-    """Command: tell the master that this node is ready for ``round``."""
+    """Command: report to the master that this node is ready for ``round``."""
 
     round: int
 
@@ -154,11 +153,29 @@ class AgentMachine:
         """Return whether ``event`` comes from a replaced master, whose connection the caller must close."""
         return isinstance(event, messages.Welcome) and event.epoch < self.epoch
 
-    def handle(self, event: Input) -> list[Command]:
+    def handle(self, event: Input) -> list[Command]:  # noqa: C901, PLR0911 - one case per input
         """Process one input and return the resulting commands."""
         if self.stage is Stage.LEFT:
             return []
-        return _HANDLERS[type(event)](self, event)
+        match event:
+            case messages.Welcome():
+                return self._welcome(event)
+            case messages.CallToRound():
+                return self._join_later(event.round)
+            case messages.AssignWorld():
+                return self._assign(event)
+            case CheckOrder():
+                return self._order_check(event)
+            case Checked():
+                return self._note_check(event.report)
+            case WorkerEnded():
+                return self._worker_ended(event)
+            case WorkersStopped():
+                return self._workers_stopped()
+            case messages.Dismiss() | Abandoned():
+                return self._leave(event.outcome)
+            case messages.CollectEvidence():
+                return []
 
     def _welcome(self, event: messages.Welcome) -> list[Command]:
         self.node_id = event.node_id
@@ -166,18 +183,18 @@ class AgentMachine:
         said: list[Command] = [Say(messages.Failed(failure)) for failure in self.failures]
         if self.stage in (Stage.CONNECTING, Stage.JOINED):
             self.stage = Stage.JOINED
-            self._told(event.round)
+            self._note_round(event.round)
             said.append(JoinRound(self.round))
         elif self.stage is Stage.SUCCEEDED:
             said.append(Say(messages.Succeeded(self.running_round)))
         return said
 
-    def _told(self, round_: int) -> None:
+    def _note_round(self, round_: int) -> None:
         self.round = round_
         self.last_round = max(self.last_round, round_)
 
-    def _called(self, event: messages.CallToRound) -> list[Command]:
-        self._told(event.round)
+    def _join_later(self, round_: int) -> list[Command]:
+        self._note_round(round_)
         if self.stage is Stage.JOINED:
             return [JoinRound(self.round)]
         if self.stage in (Stage.RUNNING, Stage.FAILED, Stage.SUCCEEDED):
@@ -185,7 +202,7 @@ class AgentMachine:
             return [StopWorkers()]
         return []
 
-    def _check_ordered(self, order: CheckOrder) -> list[Command]:
+    def _order_check(self, order: CheckOrder) -> list[Command]:
         if self.stage is not Stage.JOINED:
             return []
         if self.order is not None and _same(self.order, order):
@@ -193,18 +210,18 @@ class AgentMachine:
         self.order, self.report = order, None
         return [RunCheck(order)]
 
-    def _checked(self, event: Checked) -> list[Command]:
-        if self.order is None or not _same(self.order, event.report):
+    def _note_check(self, report: CheckReport) -> list[Command]:
+        if self.order is None or not _same(self.order, report):
             return []
-        self.report = event.report
-        return [Say(self.report)]
+        self.report = report
+        return [Say(report)]
 
-    def _assigned(self, event: messages.AssignWorld) -> list[Command]:
+    def _assign(self, event: messages.AssignWorld) -> list[Command]:
         world = event.world
         if self.stage is not Stage.JOINED:
             return []  # a repetition: these workers already run, or are being stopped
         self.stage = Stage.RUNNING
-        self._told(world.round)
+        self._note_round(world.round)
         self.world = world
         self.order = self.report = None
         self.failures = []
@@ -225,7 +242,7 @@ class AgentMachine:
             return [Say(messages.Succeeded(self.running_round))]
         return []
 
-    def _workers_stopped(self, _event: WorkersStopped) -> list[Command]:
+    def _workers_stopped(self) -> list[Command]:
         self.running = set()
         self.world = None
         if self.outcome is not None:
@@ -234,8 +251,7 @@ class AgentMachine:
         self.stage = Stage.JOINED
         return [JoinRound(self.round)]
 
-    def _dismissed(self, event: messages.Dismiss | Abandoned) -> list[Command]:
-        outcome = event.outcome
+    def _leave(self, outcome: Outcome) -> list[Command]:
         if self.outcome is not None:
             return []
         self.outcome = outcome
@@ -255,25 +271,12 @@ class AgentMachine:
         assert self.world is not None or not self.running, "running workers without a world"
         assert self.stage is not Stage.SUCCEEDED or not (self.running or self.failures)
         assert self.stage is not Stage.FAILED or self.failures, "failed without a failure"
-        assert self.round <= self.last_round, "a round that nobody told of"
+        assert self.round <= self.last_round, "a round beyond the last one announced"
         assert self.order is None or self.world is None, "a check beside workers"
-        assert self.report is None or self.order is not None, "a report that nobody asked for"
+        assert self.report is None or self.order is not None, "a report without an order"
         assert self.stage is not Stage.LEFT or self.outcome is not None, "left without an outcome"
 
 
 def _same(order: CheckOrder, other: CheckOrder | CheckReport) -> bool:
     """Return whether two messages concern the same round of the same check."""
     return (order.check, order.round) == (other.check, other.round)
-
-
-_HANDLERS: dict[type, Callable[[AgentMachine, Any], list[Command]]] = {
-    messages.Welcome: AgentMachine._welcome,  # noqa: SLF001
-    messages.CallToRound: AgentMachine._called,  # noqa: SLF001
-    messages.AssignWorld: AgentMachine._assigned,  # noqa: SLF001
-    messages.Dismiss: AgentMachine._dismissed,  # noqa: SLF001
-    CheckOrder: AgentMachine._check_ordered,  # noqa: SLF001
-    Checked: AgentMachine._checked,  # noqa: SLF001
-    Abandoned: AgentMachine._dismissed,  # noqa: SLF001
-    WorkerEnded: AgentMachine._worker_ended,  # noqa: SLF001
-    WorkersStopped: AgentMachine._workers_stopped,  # noqa: SLF001
-}

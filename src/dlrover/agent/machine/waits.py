@@ -31,15 +31,17 @@ class Waits:
         self._away: float | None = now
         # time since which the node has waited for the world of the round that it joined
         self._joined: float | None = None
-        self._told_at = -NOTICE_INTERVAL
-        self._told = False
+        self._noticed_at = -NOTICE_INTERVAL
+        self._noticed = False
 
     def heard(self, now: float, address: str) -> str:
         """Note a message of the master; return a notice if this ends a wait with an earlier notice."""
         away, self._away, self._known = self._away, None, True
-        told, self._told = self._told, False
+        noticed, self._noticed = self._noticed, False
         return (
-            f"The master answers at {address}, after {now - (away or now):.0f} s." if told else ""
+            f"The master answers at {address}, after {now - (away or now):.0f} s."
+            if noticed
+            else ""
         )
 
     def lost(self, now: float) -> None:
@@ -67,12 +69,12 @@ class Waits:
     def notice(self, now: float, stage: Stage, node: int, address: str) -> str:
         """Return a line about the current wait; empty if no notice is due."""
         since = self._away if self._away is not None else self._joined
-        if since is None or now - since < FIRST_NOTICE or now - self._told_at < NOTICE_INTERVAL:
+        if since is None or now - since < FIRST_NOTICE or now - self._noticed_at < NOTICE_INTERVAL:
             return ""
         name, limit = self._limit() if self._away is not None else self._join_limit()
         if now - since > limit:
             return ""  # the next check ends the wait
-        self._told_at, self._told = now, self._away is not None
+        self._noticed_at, self._noticed = now, self._away is not None
         if self._away is None:
             return (
                 f"node {node} has joined, and waits for the other nodes: {now - since:.0f} s of "

@@ -5,7 +5,7 @@ them, initialises no accelerator, and waits for orders on a socket. A worker is 
 milliseconds. The first zygote of a job imports nothing, so that the first run behaves as under plain
 ``python``.
 
-The protocol is one JSON object per frame (4 bytes of length, big-endian, then the text):
+The protocol is one JSON object per frame (`dlrover._util.framing`):
 
 - to the zygote: ``{"spawn": id, ...}`` (see `Order`);
 - from it: ``{"ready": seconds, "problem": text}``, ``{"started": id, "pid": n}``,
@@ -25,7 +25,6 @@ import os
 import selectors
 import signal
 import socket
-import struct
 import sys
 import time
 import warnings
@@ -35,6 +34,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dlrover import launched
+from dlrover._util import framing
 from dlrover.agent.workers import output
 from dlrover.agent.workers.preload import Preloaded, preload
 from dlrover.training.worker import bootstrap
@@ -43,7 +43,6 @@ from dlrover.training.worker.progress import Board
 PR_SET_PDEATHSIG = 1
 COMMAND_LINE_ROOM = 2048
 """Bytes of padding in a zygote's arguments, which make room for its workers' command lines."""
-_LENGTH = struct.Struct(">I")
 
 
 @dataclass(frozen=True)
@@ -72,21 +71,12 @@ class Order:
 
 def pack(message: dict[str, Any]) -> bytes:
     """Encode a message as a frame of the protocol."""
-    data = json.dumps(message).encode()
-    return _LENGTH.pack(len(data)) + data
+    return framing.pack(json.dumps(message).encode())
 
 
 def frames(buffer: bytearray) -> list[dict[str, Any]]:
     """Remove the complete frames from ``buffer`` and return their messages."""
-    found = []
-    while len(buffer) >= _LENGTH.size:
-        (length,) = _LENGTH.unpack_from(buffer)
-        end = _LENGTH.size + length
-        if len(buffer) < end:
-            break
-        found.append(json.loads(bytes(buffer[_LENGTH.size : end])))
-        del buffer[:end]
-    return found
+    return [json.loads(message) for message in framing.take(buffer)]
 
 
 class Zygote:

@@ -30,7 +30,7 @@ NOTABLE = (
     events.HangFound,
     events.SlowRank,
     events.SlowRankRecovered,
-    events.SamplesSetAside,
+    events.SamplesSkipped,
     events.RestartDecided,
     events.Recovered,
     events.StepsUndone,

@@ -74,8 +74,8 @@ def render_json(outcome: Outcome) -> str:
 def _success(outcome: Outcome) -> list[Text]:
     rest = f": {_totals(outcome)}. Job directory: {_clean(outcome.job_dir)}"
     line = Text.assemble(("The job succeeded", "bold green"), rest)
-    aside = [_field("Data", words) for words in outcome.set_aside]
-    return [line, *aside, *(_field("Goodput", words) for words in _goodput(outcome))]
+    skipped = [_field("Data", words) for words in outcome.skipped]
+    return [line, *skipped, *(_field("Goodput", words) for words in _goodput(outcome))]
 
 
 def _failure(outcome: Outcome, columns: int) -> list[Text]:
@@ -109,7 +109,7 @@ def _foot(outcome: Outcome) -> Iterator[tuple[Text, int]]:
     for number, other in enumerate(outcome.others[:_OTHERS]):
         yield _field("" if number else "Others", other), 1
     yield _field("Ended", f"{_reason(outcome)}{_totals(outcome)}"), _FIELD_ROWS
-    for words in outcome.set_aside:
+    for words in outcome.skipped:
         yield _field("Data", words), _FIELD_ROWS
     for words in _goodput(outcome):
         yield _field("Goodput", words), _FIELD_ROWS

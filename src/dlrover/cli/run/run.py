@@ -202,7 +202,7 @@ class _Plan:
         outcome = asyncio.run(supervisor.run(signals, launch.shutdown_timeout))
         whole = read_outcome(self._job_dir.outcome)  # a node's outcome lacks the master's sums
         if whole is not None:
-            known = {"goodput": whole.goodput, "set_aside": whole.set_aside}
+            known = {"goodput": whole.goodput, "skipped": whole.skipped}
             outcome = msgspec.structs.replace(outcome, **known)
         return msgspec.structs.replace(outcome, job_dir=str(self._job_dir.path))
 

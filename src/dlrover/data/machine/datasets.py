@@ -63,14 +63,14 @@ class Shards:
         """Note the crash of a worker; return the commands for the shard that it was reading."""
         if failure.reading is None:
             return []
-        key, lane, position = failure.reading
+        key, partition, position = failure.reading
         for name, queue in self.queues.items():
             if data_key(name) == key:
-                return queue.crashed(failure.rank, failure.round, (lane, position), how)
+                return queue.crashed(failure.rank, failure.round, (partition, position), how)
         return []
 
     def forgive(self, now: float) -> None:
-        """The dealer was down until `now`; restart all silence timeouts."""
+        """The service was down until `now`; restart all silence timeouts."""
         for queue in self.queues.values():
             queue.forgive(now)
 

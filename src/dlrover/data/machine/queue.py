@@ -1,9 +1,9 @@
 """Queue of one dataset: a state machine that leases shards and knows each one's worker.
 
-A sample is *taken* while it is leased to a worker, and *done* when the worker reports that it was handed to
-the training. The checkpoint that contains its effect *acknowledges* it: each checkpoint holds the set of the
-samples that its model has learned from. When workers restart, with or without a checkpoint, they open the
-queue as a new incarnation with this set, and everything else that was taken or done is leased again. So the
+A sample is *leased* while a worker holds it, and *acknowledged* when the worker reports that it was handed to
+the training. Each checkpoint holds the set of
+the acknowledged samples, whose effect its model has. When workers restart, with or without a checkpoint, they open the
+queue as a new incarnation with this set, and everything else that was leased or acknowledged is leased again. So the
 data always match the model.
 """
 
@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from dlrover.data.machine.lane import Lane, epoch_size, lanes_of
+from dlrover.data.machine.partition import Partition, epoch_size, partitions_of
 from dlrover.data.machine.spans import Spans
 from dlrover.errors import ProtocolError
 from dlrover.spec.shards import (
@@ -25,9 +25,9 @@ from dlrover.spec.shards import (
     Incarnation,
     LookShards,
     OpenShards,
-    SetAside,
     ShardReply,
     ShardRequest,
+    Skipped,
     Span,
     TakeShards,
 )
@@ -36,10 +36,10 @@ TAIL = 2
 """A worker among several gets at most 1 / (``TAIL`` * number of workers) of the remaining samples, so that
 all end at the same time."""
 QUIET = 2
-"""Workers report four times per timeout; if all are silent for 1 / ``QUIET`` of it, the dealer was down."""
+"""Workers report four times per timeout; if all are silent for 1 / ``QUIET`` of it, the master was down."""
 FOUND = ("begins", "limits", "shard")
 """Fields that workers find in a broker, each worker at another moment."""
-MAX_ASIDE = 1000
+MAX_SKIPPED = 1000
 """Maximum number of skipped spans that are listed with their error."""
 
 
@@ -53,7 +53,7 @@ class Report(msgspec.Struct, frozen=True):
     """Command to report skipped samples."""
 
     data: str
-    what: SetAside
+    what: Skipped
 
 
 Command: TypeAlias = Answer | Report
@@ -64,10 +64,10 @@ class Worker:
     """A worker of the current incarnation."""
 
     heard: float
-    #: its leased samples that are not done; part of its lanes' ``taken``
+    #: its leased samples that are not acknowledged; part of its partitions' ``leased``
     held: Spans = field(default_factory=Spans)
     #: the epoch that it reads, or reads next
-    lane: int = 0
+    epoch: int = 0
     #: number of its last `TakeShards`; -1 before the first
     seq: int = -1
     #: True if it waits and its last request got nothing
@@ -81,29 +81,29 @@ class ShardQueue:
 
     spec: DataSpec
     incarnation: Incarnation = field(default_factory=Incarnation)
-    #: samples that were done when this incarnation began
+    #: samples that were acknowledged when this incarnation began
     base: bytes = b""
-    lanes: dict[int, Lane] = field(default_factory=dict)
+    partitions: dict[int, Partition] = field(default_factory=dict)
     workers: dict[str, Worker] = field(default_factory=dict)
     #: dead or silent workers, whose shards went to others
     dropped: set[str] = field(default_factory=set)
-    #: failed attempts to read a sample, by lane and position; only while attempts remain
+    #: failed attempts to read a sample, by partition and position; only while attempts remain
     tries: dict[tuple[int, int], int] = field(default_factory=dict)
-    aside: list[SetAside] = field(default_factory=list)
-    #: crashes of workers while they read a shard, by its lane and first position
+    skipped: list[Skipped] = field(default_factory=list)
+    #: crashes of workers while they read a shard, by its partition and first position
     deaths: dict[tuple[int, int], int] = field(default_factory=dict)
     #: shards that repeatedly crashed workers; the following incarnations skip them
-    deadly: list[SetAside] = field(default_factory=list)
+    deadly: list[Skipped] = field(default_factory=list)
     #: the epoch in which this incarnation began
-    first_lane: int = 0
+    first_epoch: int = 0
     #: time of the last request
     last: float = 0.0
-    _next_lane: int = 0
+    _next_partition: int = 0
     _out: list[Command] = field(default_factory=list)
 
     @property
     def is_stream(self) -> bool:
-        """True if the lanes are partitions."""
+        """True for a stream; otherwise each partition is an epoch."""
         return self.spec.size < 0
 
     # ---- inputs
@@ -140,14 +140,14 @@ class ShardQueue:
             self._begin(event)
         if self._settled(event.spec) != self.spec:
             raise ProtocolError(_different(event.spec, self.spec))
-        if event.done != self.base:
+        if event.acknowledged != self.base:
             raise ProtocolError(
                 f"Worker {event.worker} has restored another checkpoint of the data set {self.spec.name} "
                 "than the first worker; all must restore the same step."
             )
-        self.workers.setdefault(event.worker, Worker(now, lane=self.first_lane)).heard = now
+        self.workers.setdefault(event.worker, Worker(now, epoch=self.first_epoch)).heard = now
         spec = self.spec if self.is_stream else None
-        self._answer(ShardReply(lane=self.first_lane, spec=spec))
+        self._answer(ShardReply(epoch=self.first_epoch, spec=spec))
 
     def _settled(self, spec: DataSpec) -> DataSpec:
         """Return a worker's description of the dataset; for a stream, with the first worker's findings."""
@@ -157,23 +157,23 @@ class ShardQueue:
         return msgspec.structs.replace(spec, **mine)
 
     def _begin(self, event: OpenShards) -> None:
-        """Begin an incarnation: only the content of its checkpoint is done."""
-        done = Spans.unpacked(event.done)
+        """Begin an incarnation: only the content of its checkpoint is acknowledged."""
+        acknowledged = Spans.unpacked(event.acknowledged)
         # Without a checkpoint, a stream restarts where this job began, not at its current position.
-        again = not done and self.spec.begins
+        again = not acknowledged and self.spec.begins
         spec = self._settled(event.spec) if again else event.spec
-        lanes = lanes_of(spec, done)
-        self.spec, self.incarnation, self.base = spec, event.incarnation, event.done
-        self.lanes = lanes
-        self.workers, self.dropped, self.tries, self.aside = {}, set(), {}, []
+        partitions = partitions_of(spec, acknowledged)
+        self.spec, self.incarnation, self.base = spec, event.incarnation, event.acknowledged
+        self.partitions = partitions
+        self.workers, self.dropped, self.tries, self.skipped = {}, set(), {}, []
         for deadly in self.deadly:
             place = deadly.span
-            if place.lane not in lanes and not self.is_stream:
-                lanes[place.lane] = Lane(0, epoch_size(spec))
-            lanes[place.lane].leave_out(place.start, place.stop)
-        self.aside = list(self.deadly)
-        self._next_lane = 0
-        self.first_lane = 0 if self.is_stream else self._first_open_lane()
+            if place.partition not in partitions and not self.is_stream:
+                partitions[place.partition] = Partition(0, epoch_size(spec))
+            partitions[place.partition].leave_out(place.start, place.stop)
+        self.skipped = list(self.deadly)
+        self._next_partition = 0
+        self.first_epoch = 0 if self.is_stream else self._first_open_epoch()
 
     def _take(self, event: TakeShards, now: float) -> None:
         worker = self.workers.get(event.worker)
@@ -181,60 +181,64 @@ class ShardQueue:
             raise ProtocolError(_stale(event.worker, event.data))
         if event.seq < worker.seq:
             raise ProtocolError(
-                f"Request {event.seq} of worker {event.worker} came after its request {worker.seq}: it is late,"
-                " and nobody waits for its answer."
+                f"Request {event.seq} of worker {event.worker} came after its request {worker.seq}: it is late."
+                " No call waits for its answer."
             )
         if event.seq == worker.seq:
             worker.heard = now
             self._answer(worker.reply)
             return
         self._check(event, worker)
-        worker.heard, worker.seq, worker.lane = now, event.seq, event.lane
-        for span in event.done:
+        worker.heard, worker.seq, worker.epoch = now, event.seq, event.epoch
+        for span in event.acknowledged:
             worker.held.remove(span)
-            self.lanes[span.lane].finish(span.start, span.stop)
+            self.partitions[span.partition].acknowledge(span.start, span.stop)
         for failure in event.failed:
             self._fail(worker, failure)
         for span in event.returned:
             worker.held.remove(span)
-            self.lanes[span.lane].give_back(span.start, span.stop)
+            self.partitions[span.partition].give_back(span.start, span.stop)
         if event.gap is not None and self.is_stream:
-            self.lanes[event.gap.lane].leave_empty(event.gap.start, event.gap.stop)
+            self.partitions[event.gap.partition].leave_empty(event.gap.start, event.gap.stop)
         self._expire(now)
-        spans = self._deal(worker, event)
+        spans = self._lease(worker, event)
         worker.starves = event.starving and not spans
-        aside = tuple(report.what for report in self._out if isinstance(report, Report))
+        skipped = tuple(report.what for report in self._out if isinstance(report, Report))
         worker.reply = msgspec.structs.replace(
-            self._reply(event.lane, spans), aside=aside, others_starve=self._others_starve(worker)
+            self._reply(event.epoch, spans),
+            skipped=skipped,
+            others_starve=self._others_starve(worker),
         )
         self._answer(worker.reply)
 
     def _check(self, event: TakeShards, worker: Worker) -> None:
-        if event.gap is not None and event.gap.lane not in self.lanes:
-            raise ProtocolError(f"The data set {event.data} has no lane {event.gap.lane}.")
+        if event.gap is not None and event.gap.partition not in self.partitions:
+            raise ProtocolError(
+                f"The data set {event.data} has no partition {event.gap.partition}."
+            )
         seen = Spans()
         failed = (failure.span for failure in event.failed)
-        for span in (*event.done, *event.returned, *failed):
+        for span in (*event.acknowledged, *event.returned, *failed):
             if not worker.held.covers(span) or seen.meets(span):
                 raise ProtocolError(
-                    f"Worker {event.worker} reports samples {span.start} to {span.stop} of lane {span.lane}"
-                    f" of the data set {event.data}, which it has not taken."
+                    f"Worker {event.worker} reports samples {span.start} to {span.stop} of partition {span.partition}"
+                    f" of the data set {event.data}, which it does not hold."
                 )
             seen.add(span)
 
     def _fail(self, worker: Worker, failure: Failed) -> None:
         span = failure.span
         worker.held.remove(span)
-        lane, key = self.lanes[span.lane], (span.lane, span.start)
+        partition, key = self.partitions[span.partition], (span.partition, span.start)
         self.tries[key] = self.tries.get(key, 0) + 1
         if self.tries[key] < self.spec.attempts:
-            lane.give_back(span.start, span.stop)
+            partition.give_back(span.start, span.stop)
             return
         del self.tries[key]
-        lane.put_aside(span.start, span.stop)
-        what = SetAside(span, failure.error)
-        if len(self.aside) < MAX_ASIDE:
-            self.aside.append(what)
+        partition.skip(span.start, span.stop)
+        what = Skipped(span, failure.error)
+        if len(self.skipped) < MAX_SKIPPED:
+            self.skipped.append(what)
         self._out.append(Report(self.spec.name, what))
 
     def _expire(self, now: float) -> None:
@@ -249,17 +253,17 @@ class ShardQueue:
             return
         self.dropped.add(name)
         for span in worker.held:
-            self.lanes[span.lane].give_back(span.start, span.stop)
+            self.partitions[span.partition].give_back(span.start, span.stop)
 
     def crashed(self, rank: int, round_: int, place: tuple[int, int], how: str) -> list[Command]:
-        """Count a crash as an attempt at the shard that the worker read at ``place`` (lane, position)."""
+        """Count a crash as an attempt at the shard that the worker read at ``place`` (partition, position)."""
         self._out = []
         number, position = place
-        lane = self.lanes.get(number)
-        if round_ != self.incarnation.round or lane is None:
+        partition = self.partitions.get(number)
+        if round_ != self.incarnation.round or partition is None:
             return []
         first = position - position % self.spec.shard
-        start, stop = max(lane.begin, first), min(lane.end, first + self.spec.shard)
+        start, stop = max(partition.begin, first), min(partition.end, first + self.spec.shard)
         shard = Span(number, start, max(start, stop))
         for name, worker in self.workers.items():
             if name.startswith(f"{rank}-") and worker.held.meets(shard):
@@ -267,33 +271,33 @@ class ShardQueue:
         return self._out
 
     def _blame(self, shard: Span, how: str) -> None:
-        key = (shard.lane, shard.start)
+        key = (shard.partition, shard.start)
         self.deaths[key] = self.deaths.get(key, 0) + 1
         if self.deaths[key] != self.spec.attempts:
             return
-        what = SetAside(shard, f"{how}, {self.spec.attempts} times with them")
+        what = Skipped(shard, f"{how}, {self.spec.attempts} times with them")
         self.deadly.append(what)
         self._out.append(Report(self.spec.name, what))
 
     def _extend(self, event: ExtendShards) -> None:
-        if not self.is_stream or len(event.ends) != len(self.lanes):
+        if not self.is_stream or len(event.ends) != len(self.partitions):
             raise ProtocolError(
-                f"The data set {event.data} has {len(self.lanes)} partitions that may grow, not"
+                f"The data set {event.data} has {len(self.partitions)} partitions that may grow, not"
                 f" {len(event.ends)}."
             )
         for number, end in enumerate(event.ends):
-            lane = self.lanes[number]
+            partition = self.partitions[number]
             limit = self.spec.limits[number] if self.spec.limits else end
-            lane.end = max(lane.end, min(end, limit))
+            partition.end = max(partition.end, min(end, limit))
         self._answer(self._reply(0, ()))
 
     def _look(self) -> None:
-        lane = 0 if self.is_stream else self._first_open_lane()
-        reply = self._reply(lane, ())
-        self._answer(msgspec.structs.replace(reply, lane=lane, aside=tuple(self.aside)))
+        epoch = 0 if self.is_stream else self._first_open_epoch()
+        reply = self._reply(epoch, ())
+        self._answer(msgspec.structs.replace(reply, skipped=tuple(self.skipped)))
 
     def forgive(self, now: float) -> None:
-        """Restart the silence timeouts, because the dealer was down or stopped until ``now``.
+        """Restart the silence timeouts, because the master was down or stopped until ``now``.
 
         Silence of all workers means this, since each one reports more often.
         """
@@ -303,56 +307,56 @@ class ShardQueue:
 
     # ---- leasing
 
-    def _deal(self, worker: Worker, event: TakeShards) -> tuple[Span, ...]:
+    def _lease(self, worker: Worker, event: TakeShards) -> tuple[Span, ...]:
         spans: list[Span] = []
-        lanes = self._open_lanes(event.lane)
+        partitions = self._open_partitions(event.epoch)
         want = event.want
         if len(self.workers) > 1:
-            left = sum(self.lanes[number].left for number in lanes)
+            left = sum(self.partitions[number].left for number in partitions)
             share = -(-left // (self.spec.shard * TAIL * len(self.workers)))
             if worker.held:
                 share -= -(-worker.held.count // self.spec.shard)
             want = min(want, max(share, int(event.starving)))
-        for number in lanes:
-            dealt = 0
-            for start, stop in self.lanes[number].deal(self.spec.shard, want):
+        for number in partitions:
+            leased = 0
+            for start, stop in self.partitions[number].lease(self.spec.shard, want):
                 span = Span(number, start, stop)
                 worker.held.add(span)
                 spans.append(span)
-                dealt += -(-(stop - start) // self.spec.shard)
-            want -= dealt
+                leased += -(-(stop - start) // self.spec.shard)
+            want -= leased
             if want <= 0:
                 break
         return tuple(spans)
 
-    def _open_lanes(self, lane: int) -> Sequence[int]:
-        """Return the lanes to lease from, in this order."""
+    def _open_partitions(self, epoch: int) -> Sequence[int]:
+        """Return the partitions to lease from, in this order."""
         if self.is_stream:
-            count = len(self.lanes)
-            first = self._next_lane
-            self._next_lane = (first + 1) % max(1, count)
+            count = len(self.partitions)
+            first = self._next_partition
+            self._next_partition = (first + 1) % max(1, count)
             return [(first + number) % count for number in range(count)]
-        if not self.spec.epochs or lane < self.spec.epochs:
-            self._make_lane(lane)
-        return [n for n in self._readable(lane) if not self.lanes[n].exhausted]
+        if not self.spec.epochs or epoch < self.spec.epochs:
+            self._make_epoch(epoch)
+        return [n for n in self._readable(epoch) if not self.partitions[n].exhausted]
 
-    def _readable(self, lane: int) -> list[int]:
-        """Return the lanes for a reader of an epoch: its own, and earlier ones without readers.
+    def _readable(self, epoch: int) -> list[int]:
+        """Return the epochs to lease from to a reader of ``epoch``: its own, and earlier ones without readers.
 
         Samples returned in an epoch that still has a reader belong to that reader's loop.
         """
-        earliest = min((worker.lane for worker in self.workers.values()), default=lane)
-        return [n for n in sorted(self.lanes) if n == lane or n < min(earliest, lane)]
+        earliest = min((worker.epoch for worker in self.workers.values()), default=epoch)
+        return [n for n in sorted(self.partitions) if n == epoch or n < min(earliest, epoch)]
 
-    def _make_lane(self, number: int) -> Lane:
+    def _make_epoch(self, number: int) -> Partition:
         for earlier in range(number + 1):
-            if earlier not in self.lanes:
-                self.lanes[earlier] = Lane(0, epoch_size(self.spec))
-        return self.lanes[number]
+            if earlier not in self.partitions:
+                self.partitions[earlier] = Partition(0, epoch_size(self.spec))
+        return self.partitions[number]
 
-    def _first_open_lane(self) -> int:
+    def _first_open_epoch(self) -> int:
         number = 0
-        while number in self.lanes and self.lanes[number].exhausted:
+        while number in self.partitions and self.partitions[number].exhausted:
             number += 1
         return number
 
@@ -363,21 +367,26 @@ class ShardQueue:
 
     # ---- answers
 
-    def _reply(self, lane: int, spans: tuple[Span, ...]) -> ShardReply:
+    def _reply(self, epoch: int, spans: tuple[Span, ...]) -> ShardReply:
         if self.is_stream:
-            of = readable = list(self.lanes.values())
-            done = sum(lane.done.count for lane in of)
-            taken = sum(lane.taken.count for lane in of)
+            of = readable = list(self.partitions.values())
+            acknowledged = sum(partition.acknowledged.count for partition in of)
+            leased = sum(partition.leased.count for partition in of)
         else:
-            of = [self.lanes[n] for n in sorted(self.lanes) if n <= lane]
-            readable = [self.lanes[n] for n in self._readable(lane)]
-            last = self.lanes.get(lane)
-            done = last.done.count if last else 0
-            taken = last.taken.count if last else 0
-        exhausted = all(lane.exhausted for lane in readable)
-        complete = all(lane.complete for lane in of)
+            of = [self.partitions[n] for n in sorted(self.partitions) if n <= epoch]
+            readable = [self.partitions[n] for n in self._readable(epoch)]
+            last = self.partitions.get(epoch)
+            acknowledged = last.acknowledged.count if last else 0
+            leased = last.leased.count if last else 0
+        exhausted = all(partition.exhausted for partition in readable)
+        complete = all(partition.complete for partition in of)
         return ShardReply(
-            spans=spans, lane=lane, exhausted=exhausted, complete=complete, done=done, taken=taken
+            spans=spans,
+            epoch=epoch,
+            exhausted=exhausted,
+            complete=complete,
+            acknowledged=acknowledged,
+            leased=leased,
         )
 
     def _answer(self, reply: ShardReply) -> None:
@@ -392,16 +401,16 @@ class ShardQueue:
             for span in worker.held:
                 assert not held.meets(span), "two workers hold a sample"
                 held.add(span)
-        for number, lane in self.lanes.items():
-            lane.validate()
-            assert lane.taken == held.of(number), "what is taken is held by somebody"
+        for number, partition in self.partitions.items():
+            partition.validate()
+            assert partition.leased == held.of(number), "leased samples without a worker"
         assert not self.dropped & self.workers.keys()
         assert all(0 < count < self.spec.attempts for count in self.tries.values())
 
 
 def _stale(worker: str, data: str) -> str:
     return (
-        f"The shards of worker {worker} of the data set {data} were dealt to others: it was silent for too "
+        f"The shards of worker {worker} of the data set {data} were leased to others: it was silent for too "
         "long, or the workers have begun anew."
     )
 

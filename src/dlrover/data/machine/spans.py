@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -91,15 +92,15 @@ class Ranges:
 
 
 class Spans:
-    """A set of samples: positions in lanes."""
+    """A set of samples: positions in partitions."""
 
     def __init__(self, spans: Iterable[Span] = ()) -> None:
-        self.lanes: dict[int, Ranges] = {}
+        self.partitions: dict[int, Ranges] = {}
         for span in spans:
             self.add(span)
 
     def __bool__(self) -> bool:
-        return any(self.lanes.values())
+        return any(self.partitions.values())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Spans) and list(self) == list(other)
@@ -107,49 +108,49 @@ class Spans:
     __hash__ = None  # type: ignore[assignment]  # it changes
 
     def __iter__(self) -> Iterator[Span]:
-        for lane in sorted(self.lanes):
-            for start, stop in self.lanes[lane]:
-                yield Span(lane, start, stop)
+        for partition in sorted(self.partitions):
+            for start, stop in self.partitions[partition]:
+                yield Span(partition, start, stop)
 
     @property
     def count(self) -> int:
         """Number of samples."""
-        return sum(ranges.count for ranges in self.lanes.values())
+        return sum(ranges.count for ranges in self.partitions.values())
 
-    def of(self, lane: int) -> Ranges:
-        """Return the positions in one lane."""
-        found = self.lanes.get(lane)
+    def of(self, partition: int) -> Ranges:
+        """Return the positions in one partition."""
+        found = self.partitions.get(partition)
         if found is None:
-            found = self.lanes[lane] = Ranges()
+            found = self.partitions[partition] = Ranges()
         return found
 
     def add(self, span: Span) -> None:
         """Add samples."""
-        self.of(span.lane).add(span.start, span.stop)
+        self.of(span.partition).add(span.start, span.stop)
 
     def remove(self, span: Span) -> None:
         """Remove samples."""
-        self.of(span.lane).remove(span.start, span.stop)
+        self.of(span.partition).remove(span.start, span.stop)
 
     def covers(self, span: Span) -> bool:
         """Return whether all of the samples are in the set."""
-        return self.of(span.lane).covers(span.start, span.stop)
+        return self.of(span.partition).covers(span.start, span.stop)
 
     def meets(self, span: Span) -> bool:
         """Return whether any of the samples is in the set."""
-        return self.of(span.lane).meets(span.start, span.stop)
+        return self.of(span.partition).meets(span.start, span.stop)
 
     def packed(self) -> bytes:
-        """Return the set as bytes: by lane, alternating lengths of gaps and ranges. A shard takes 2 to 6."""
-        lanes: dict[int, list[int]] = {}
-        for lane in sorted(self.lanes):
+        """Return the set as bytes: by partition, alternating lengths of gaps and ranges. A shard takes 2 to 6."""
+        partitions: dict[int, list[int]] = {}
+        for partition in sorted(self.partitions):
             numbers, last = [], 0
-            for start, stop in self.lanes[lane]:
+            for start, stop in self.partitions[partition]:
                 numbers += [start - last, stop - start]
                 last = stop
             if numbers:
-                lanes[lane] = numbers
-        return msgspec.msgpack.encode(lanes)
+                partitions[partition] = numbers
+        return msgspec.msgpack.encode(partitions)
 
     @classmethod
     def unpacked(cls, data: bytes) -> Spans:
@@ -162,14 +163,42 @@ class Spans:
         if not data:
             return found
         try:
-            lanes = msgspec.msgpack.decode(data, type=dict[int, list[int]])
+            partitions = msgspec.msgpack.decode(data, type=dict[int, list[int]])
         except msgspec.DecodeError as error:
             raise ProtocolError(f"A set of samples cannot be read: {error}.") from error
-        for lane, numbers in lanes.items():
-            if lane < 0 or len(numbers) % 2 or min(numbers, default=0) < 0:
-                raise ProtocolError(f"A set of samples has impossible spans in lane {lane}.")
-            position, ranges = 0, found.of(lane)
+        for partition, numbers in partitions.items():
+            if partition < 0 or len(numbers) % 2 or min(numbers, default=0) < 0:
+                raise ProtocolError(
+                    f"A set of samples has impossible spans in partition {partition}."
+                )
+            position, ranges = 0, found.of(partition)
             for gap, length in zip(numbers[::2], numbers[1::2], strict=True):
                 ranges.add(position + gap, position + gap + length)
                 position += gap + length
         return found
+
+
+class Part(NamedTuple):
+    """Consecutive samples."""
+
+    span: Span
+    """Positions of the samples. In a stream there is one sample, at the end of the span."""
+    items: Sequence[Any]
+    """Inputs from which the source makes the samples."""
+
+    def places(self) -> Iterator[tuple[Span, Any]]:
+        """Yield each sample's own place and its input."""
+        partition, start, stop = self.span.partition, self.span.start, self.span.stop
+        if len(self.items) == 1:
+            yield self.span, self.items[0]
+            return
+        for at, item in zip(range(start, stop), self.items, strict=True):
+            yield Span(partition, at, at + 1), item
+
+    def cut(self, count: int) -> tuple[Part, Part | None]:
+        """Split into the first ``count`` samples and the rest, which is None if empty."""
+        if count >= len(self.items):
+            return self, None
+        partition, middle = self.span.partition, self.span.start + count
+        first = Part(Span(partition, self.span.start, middle), self.items[:count])
+        return first, Part(Span(partition, middle, self.span.stop), self.items[count:])

@@ -32,7 +32,7 @@ class RankData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The current or next epoch."""
     base: bytes
     """Samples that all ranks began with (packed `Spans`)."""
-    mine: bytes
+    acknowledged: bytes
     """Samples that this rank has handed to the training since (packed `Spans`)."""
     begins: tuple[int, ...] = ()
     """For a stream: where each partition began for this job."""
@@ -76,16 +76,16 @@ def merged(states: Sequence[Mapping[str, Any]], spec: DataSpec) -> tuple[Spans, 
         raise InfrastructureError(
             f"The ranks of this checkpoint began with different samples of the data set {first.name}."
         )
-    done = Spans.unpacked(first.base)
+    acknowledged = Spans.unpacked(first.base)
     for part in parts:
-        for span in Spans.unpacked(part.mine):
-            if done.meets(span):
+        for span in Spans.unpacked(part.acknowledged):
+            if acknowledged.meets(span):
                 raise InfrastructureError(
                     f"Two ranks of this checkpoint have learned from samples {span.start} to {span.stop} of"
-                    f" lane {span.lane} of the data set {first.name}."
+                    f" partition {span.partition} of the data set {first.name}."
                 )
-            done.add(span)
-    return done, min(part.epoch for part in parts)
+            acknowledged.add(span)
+    return acknowledged, min(part.epoch for part in parts)
 
 
 def began(states: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, ...], tuple[int, ...]]:

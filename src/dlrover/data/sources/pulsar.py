@@ -243,8 +243,8 @@ class Pulsar(Broker):
             except self._pulsar.ConsumerBusy:
                 if time.monotonic() > until:
                     raise ConfigurationError(
-                        f"The subscription {self.group} of {self.address} has consumers; name one that nobody"
-                        " reads with."
+                        f"The subscription {self.group} of {self.address} has consumers; name a"
+                        " subscription without consumers."
                     ) from None
             threading.Event().wait(_BUSY / 10)
 

@@ -166,7 +166,7 @@ class Redis(Broker):
             group = groups.get(self.group)
             if group is not None and group["consumers"]:
                 raise ConfigurationError(
-                    f"The group {self.group} of {self.address} has consumers; name one that nobody reads with."
+                    f"The group {self.group} of {self.address} has consumers; name a group without consumers."
                 )
             read = self._read_until(key, offset, info, group)
             entry = _id(max(0, offset - 1))

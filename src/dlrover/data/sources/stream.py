@@ -192,7 +192,7 @@ class Broker(ABC):
 
     def is_empty(self, span: Span) -> bool:
         """Return whether a range in front of known messages has none; only sparse offsets are looked at."""
-        return self.sparse and not self.fetch(span.lane, span.start, span.stop, 1).messages
+        return self.sparse and not self.fetch(span.partition, span.start, span.stop, 1).messages
 
     def beginning(self, bounds: Bounds) -> int:
         """Return the offset at which a job begins that reads all of a partition."""

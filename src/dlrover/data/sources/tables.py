@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from dlrover._util import backoff
 from dlrover.data.sources.blocks import BlockRecords
 from dlrover.errors import ConfigurationError, InfrastructureError
 
@@ -21,8 +22,8 @@ KEPT = 4
 """Pages that a process keeps."""
 PATIENCE = 60.0
 """Seconds that a database may be away."""
-RETRY_DELAYS = (0.1, 0.2, 0.5, 1.0)
-"""Seconds between attempts to reach the database; the last one is repeated."""
+RETRY = 0.1, 1.0
+"""Seconds until the first retry after the database could not be reached, and between later ones."""
 _DRIVERS = {
     "mysql": "mysql+pymysql",
     "mariadb": "mariadb+pymysql",
@@ -209,21 +210,21 @@ class Table(BlockRecords["list[Any]", "dict[str, Any]"]):
 
     def _ask(self, statement: Any) -> list[Any]:
         """Return the rows; wait for a database that is away."""
-        until = time.monotonic() + PATIENCE
-        attempt = 0
+        until, waiting = time.monotonic() + PATIENCE, False
+        delays = backoff.delays(*RETRY)
         while True:
             try:
                 with self._engine().connect() as connection:
                     return list(connection.execute(statement))
             except (self._sql.exc.OperationalError, self._sql.exc.InterfaceError) as error:
-                delay = RETRY_DELAYS[min(attempt, len(RETRY_DELAYS) - 1)]
+                delay = next(delays)
                 if time.monotonic() + delay > until:
                     raise InfrastructureError(
                         f"The {self!r} cannot be read: {self._told(error)}"
                     ) from None
-                if attempt == 0:
+                if not waiting:
                     logger.warning("Waiting for the %r: %s", self, self._told(error))
-            attempt += 1
+            waiting = True
             threading.Event().wait(delay)
 
     def _engine(self) -> Any:

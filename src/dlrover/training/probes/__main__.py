@@ -6,13 +6,12 @@ import argparse
 import ctypes
 import os
 import signal
-import sys
 from pathlib import Path
 
 import msgspec
 
 from dlrover import config
-from dlrover._util import accelerators
+from dlrover._util import accelerators, framing
 from dlrover.training.probes.runner import Runner
 from dlrover.training.probes.wire import Problem, Reply, Request, Share
 
@@ -29,18 +28,21 @@ def main() -> None:
     args = parser.parse_args()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     # Libraries may print to standard output; only replies may reach the pipe.
-    replies = os.fdopen(os.dup(1), "wb", buffering=0)
+    requests, replies = os.fdopen(0, "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
 
     def say(reply: Reply) -> None:
-        replies.write(msgspec.json.encode(reply) + b"\n")
+        replies.write(framing.pack(msgspec.msgpack.encode(reply)))
 
     vendor = accelerators.present(args.accelerator)
     environ = config.environ()
     runner = Runner(vendor, args.directory, environ, say, index=args.device, meet=args.meet)
-    decoder: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
-    for line in sys.stdin.buffer:
-        request = decoder.decode(line)
+    decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+    while True:
+        try:
+            request = decoder.decode(framing.receive(requests.readinto))
+        except ConnectionError:
+            return
         if not isinstance(request, Share):
             runner.probe(request)
             continue

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from dlrover._util import procs
+from dlrover._util import framing, procs
 from dlrover.errors import InfrastructureError
 from dlrover.spec.check import CheckOrder, Component, ProbeResult, ProbeState
 from dlrover.training.probes.wire import (
@@ -67,7 +67,7 @@ class CheckProcess:
         except asyncio.TimeoutError:
             results.append(_failed(current, f"it did not end within {seconds:.0f} s"))
             self.kill()
-        except (OSError, EOFError) as error:
+        except OSError as error:
             results.append(_failed(current, f"the check process ended: {error}"))
             self.kill()
         return tuple(results)
@@ -81,7 +81,7 @@ class CheckProcess:
         try:
             await self._send(Share(topic, value, seconds))
             reply = await asyncio.wait_for(self._reply(), START_SECONDS + 4 * seconds)
-        except (asyncio.TimeoutError, OSError, EOFError) as error:
+        except (asyncio.TimeoutError, OSError) as error:
             self.kill()
             raise InfrastructureError(f"The ranks do not find each other: {error}.") from error
         if isinstance(reply, Shared) and len(reply.values) > 0 and any(reply.values):
@@ -107,7 +107,7 @@ class CheckProcess:
             await self._start()
         assert self._process is not None
         assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(request) + b"\n")
+        self._process.stdin.write(framing.pack(msgspec.msgpack.encode(request)))
 
     async def _start(self) -> None:
         self._process = self._popen()
@@ -131,10 +131,10 @@ class CheckProcess:
 
     async def _reply(self) -> Reply:
         assert self._replies is not None
-        line = await self._replies.readline()
-        if not line:
-            raise EOFError(self._end())
-        return _DECODER.decode(line)
+        try:
+            return _DECODER.decode(await framing.read(self._replies))
+        except ConnectionError as error:
+            raise ConnectionError(self._end()) from error
 
     def _end(self) -> str:
         assert self._process is not None
@@ -142,7 +142,7 @@ class CheckProcess:
         return procs.exit_reason(-code if code < 0 else code << 8)
 
 
-_DECODER: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
+_DECODER: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 def _failed(component: Component, message: str) -> ProbeResult:

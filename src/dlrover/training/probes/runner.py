@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
+import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from dlrover._util import accelerators
 from dlrover._util.accelerators import Vendor
 from dlrover.spec.check import CheckOrder, Component, ProbeResult, ProbeState
 from dlrover.training.probes import host
-from dlrover.training.probes.faults import Faults
 from dlrover.training.probes.wire import Began, Finished, Found, Probe, Reply, Share, Shared
 
 NO_TORCH = "PyTorch is not installed"
@@ -25,6 +29,10 @@ NETWORK_SLACK = 10.0
 """Extra seconds for loading libraries: the network's own time limit, with its clearer error, comes first."""
 SETTLE_SECONDS = 10.0
 """Time limit of a rank's wait for rank 0's combined values, and of rank 0's wait for their readers."""
+FAULTS_VARIABLE = "DLROVER_PROBE_FAULTS"
+"""Injected faults, for tests: ``NODE:COMPONENT:HOW,...`` with ``fail``, ``slow``, ``hang`` or ``die`` as ``HOW``."""
+SLOWER = 5.0
+"""Slow-down factor of a slow component."""
 
 
 class Runner:
@@ -186,3 +194,28 @@ def _failed(component: Component, error: Exception) -> ProbeResult:
     lines = (error.strerror if isinstance(error, OSError) else None) or str(error)
     message = lines.strip().partition("\n")[0] or type(error).__name__
     return ProbeResult(component=component, state=ProbeState.FAILED, message=message)
+
+
+class Faults:
+    """The injected faults of one node; none outside tests."""
+
+    def __init__(self, environ: Mapping[str, str], node: int) -> None:
+        items = [item.split(":") for item in environ.get(FAULTS_VARIABLE, "").split(",") if item]
+        self._how = {component: how for name, component, how in items if int(name) == node}
+
+    def strike(self, component: Component) -> None:
+        """Trigger the component's fault, if one is injected."""
+        how = self._how.get(component.value)
+        if how == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif how == "hang":
+            threading.Event().wait()
+        elif how == "fail":
+            raise OSError(5, "injected fault")
+
+    def slowed(self, result: ProbeResult) -> ProbeResult:
+        """Return the result as a slow component would give it; unchanged without that fault."""
+        if self._how.get(result.component.value) != "slow" or not result.figure:
+            return result
+        factor = SLOWER if result.unit == "ms" else 1 / SLOWER
+        return msgspec.structs.replace(result, figure=result.figure * factor)

@@ -1,4 +1,4 @@
-"""The messages between a check process and its parent: one JSON value per line."""
+"""The messages between a check process and its parent: frames of MessagePack (`dlrover._util.framing`)."""
 
 from __future__ import annotations
 

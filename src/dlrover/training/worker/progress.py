@@ -15,7 +15,7 @@ integers, each stored by a single aligned write:
 14    samples per step of all ranks, if the program keeps that number fixed; 0 otherwise
 15-17 parameters that its optimizer trains, their bytes, and the bytes of the optimizer's state
 18    steps that it will have completed at the end of the training, plus 1; 0 while unknown
-19-21 the shard that it reads: key of the dataset (0: none), lane, position
+19-21 the shard that it reads: key of the dataset (0: none), partition, position
 22-24 minimum and maximum samples of the global batch, and maximum samples of one pass; 0: batch is fixed
 25-26 squared norm of the mean gradient, variance of a sample's gradient, as bits of doubles; 0: unmeasured
 27-31 unused
@@ -128,10 +128,10 @@ class Board:
         )
 
     def reading(self, slot: int) -> tuple[int, int, int] | None:
-        """Return the shard that the worker reads: key of the dataset, lane, position; None if none."""
+        """Return the shard that the worker reads: key of the dataset, partition, position; None if none."""
         base = slot * SLOT_WORDS + _READING
-        key, lane, position = self._words[base : base + 3]
-        return (key, lane, position) if key else None
+        key, partition, position = self._words[base : base + 3]
+        return (key, partition, position) if key else None
 
     def _read_unchanged(self, slot: int) -> Sequence[int]:
         """Return a consistent snapshot of a slot; retry at most `READS` times while the worker changes it."""
@@ -172,11 +172,11 @@ class Board:
         self._words[base + _STEPS] = steps
         return steps
 
-    def set_reading(self, slot: int, key: int, lane: int, position: int) -> None:
+    def set_reading(self, slot: int, key: int, partition: int, position: int) -> None:
         """Record the shard that the worker reads."""
         base = slot * SLOT_WORDS + _READING
         self._words[base] = 0  # a reader sees no shard rather than a mixed one
-        self._words[base + 1] = lane
+        self._words[base + 1] = partition
         self._words[base + 2] = position
         self._words[base] = key
 

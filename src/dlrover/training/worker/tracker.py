@@ -126,9 +126,9 @@ class Tracker:
         """Record the gradient noise: squared norm of the mean gradient, variance of a sample's gradient."""
         self._board.set_noise(self._slot, square, variance)
 
-    def reads(self, data: int, lane: int, position: int) -> None:
+    def reads(self, data: int, partition: int, position: int) -> None:
         """Record the shard that the process reads, in any thread; ``data`` is the key of its dataset."""
-        self._board.set_reading(self._slot, data, lane, position)
+        self._board.set_reading(self._slot, data, partition, position)
 
     def ends_in(self, steps: int) -> None:
         """Record the number of steps left in the training."""

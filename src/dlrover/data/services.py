@@ -1,8 +1,8 @@
-"""Dealers, which lease shards to a training process: the job's master via the agent, or the process itself.
+"""Services that lease shards to a training process: the job's master via the agent, or the process itself.
 
 A worker has no connection to the master. Its agent takes its requests on a Unix socket in the abstract
 namespace and forwards them. A training process, which forks data loaders and must leave nothing behind,
-therefore holds no token, no address and no gRPC. A frame is 4 bytes of length (big-endian) and a message.
+therefore holds no token, no address and no gRPC.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
 import threading
 import time
 from typing import Protocol
@@ -18,6 +17,7 @@ from typing import Protocol
 import msgspec
 
 from dlrover import config, launched
+from dlrover._util import framing
 from dlrover._util.sockets import peer
 from dlrover.data.machine.datasets import Shards
 from dlrover.data.machine.queue import Answer
@@ -25,29 +25,26 @@ from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolErro
 from dlrover.spec.roles import SERVER
 from dlrover.spec.shards import ShardReply, ShardRequest
 
-LENGTH = struct.Struct(">I")
-MAX_FRAME = 4 * 1024 * 1024
-"""Maximum bytes of a message between worker and agent."""
 CALL_TIMEOUT = 30.0
 """Seconds that the agent may take to answer; it reports by itself that the master is away."""
 _reply = msgspec.msgpack.Decoder(ShardReply)
 
 
-class Dealer(Protocol):
+class ShardService(Protocol):
     """Service that answers shard requests. Calls come from one thread at a time."""
 
     def ask(self, request: ShardRequest) -> ShardReply:
         """Return the answer; ``away`` or ``refused`` is set if there is none."""
 
-    def another(self) -> Dealer:
-        """Return a dealer for another thread."""
+    def another(self) -> ShardService:
+        """Return a service for another thread."""
 
     def close(self) -> None:
         """Release its resources."""
 
 
-class LocalDealer:
-    """Dealer within this process, for a program that runs alone."""
+class LocalService:
+    """ShardService within this process, for a program that runs alone."""
 
     def __init__(self) -> None:
         self._shards = Shards()
@@ -62,16 +59,16 @@ class LocalDealer:
                 return ShardReply(refused=str(error))
         return next(command.reply for command in commands if isinstance(command, Answer))
 
-    def another(self) -> LocalDealer:
-        """Return this dealer, which admits one thread at a time."""
+    def another(self) -> LocalService:
+        """Return this service, which admits one thread at a time."""
         return self
 
     def close(self) -> None:
         """Do nothing; nothing is open."""
 
 
-class RelayDealer:
-    """Dealer that forwards requests to the job's master through the agent."""
+class RelayService:
+    """ShardService that forwards requests to the job's master through the agent."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -80,11 +77,13 @@ class RelayDealer:
     def ask(self, request: ShardRequest) -> ShardReply:
         """Return the answer."""
         data = msgspec.msgpack.encode(request)
-        if len(data) > MAX_FRAME:
-            return ShardReply(refused=f"A request has {len(data)} bytes; {MAX_FRAME} are accepted.")
+        if len(data) > framing.MAX_FRAME:
+            return ShardReply(
+                refused=f"A request has {len(data)} bytes; {framing.MAX_FRAME} are accepted."
+            )
         try:
             return self._asked(data)
-        except (OSError, InfrastructureError) as error:
+        except (OSError, InfrastructureError, framing.FrameTooLongError) as error:
             self.close()
             return ShardReply(away=f"The agent of this node does not answer: {error}.")
         except msgspec.DecodeError as error:
@@ -94,13 +93,12 @@ class RelayDealer:
     def _asked(self, data: bytes) -> ShardReply:
         if self._sock is None:
             self._sock = _connected(self._address)
-        self._sock.sendall(LENGTH.pack(len(data)) + data)
-        (length,) = LENGTH.unpack(_received(self._sock, LENGTH.size))
-        return _reply.decode(_received(self._sock, length))
+        self._sock.sendall(framing.pack(data))
+        return _reply.decode(framing.receive(self._sock.recv_into))
 
-    def another(self) -> RelayDealer:
-        """Return a dealer with a connection of its own."""
-        return RelayDealer(self._address)
+    def another(self) -> RelayService:
+        """Return a service with a connection of its own."""
+        return RelayService(self._address)
 
     def close(self) -> None:
         """Close the connection; the next request opens another."""
@@ -110,21 +108,21 @@ class RelayDealer:
             self._sock = None
 
 
-def connect() -> Dealer:
-    """Return the dealer for this process.
+def connect() -> ShardService:
+    """Return the service of this process.
 
     Raises:
         ConfigurationError: this is one of several processes, and no master leases samples to them.
     """
     if launched.given.relay:
-        return RelayDealer(launched.given.relay)
+        return RelayService(launched.given.relay)
     count = world()[1]
     if count > 1:
         raise ConfigurationError(
-            f"WORLD_SIZE is {count}, and no master of DLRover deals the data to these processes; start them with"
+            f"WORLD_SIZE is {count}, and no DLRover master leases data to these processes; start them with"
             " dlrover-run."
         )
-    return LocalDealer()
+    return LocalService()
 
 
 def world() -> tuple[int, int]:
@@ -153,15 +151,3 @@ def _connected(address: str) -> socket.socket:
         sock.close()
         raise InfrastructureError("another user has the socket of the agent")
     return sock
-
-
-def _received(sock: socket.socket, count: int) -> bytes:
-    if count > MAX_FRAME:
-        raise InfrastructureError(f"a message of {count} bytes came")
-    data = bytearray()
-    while len(data) < count:
-        more = sock.recv(count - len(data))
-        if not more:
-            raise InfrastructureError("it closed the connection")
-        data += more
-    return bytes(data)

@@ -1,4 +1,4 @@
-"""One lane of a dataset: which samples are done, leased, returned, skipped, or still to lease."""
+"""A partition of a stream, or an epoch of a dataset: which samples are acknowledged, leased, returned, skipped, or still to lease."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from dlrover.spec.shards import DataSpec
 
 
 @dataclass
-class Lane:
+class Partition:
     """An epoch, or a partition of a stream. Every position is in exactly one of the sets."""
 
     begin: int
     #: the first position that does not (yet) exist
     end: int
-    done: Ranges = field(default_factory=Ranges)
-    #: leased, and not yet done
-    taken: Ranges = field(default_factory=Ranges)
+    acknowledged: Ranges = field(default_factory=Ranges)
+    #: leased, and not yet acknowledged
+    leased: Ranges = field(default_factory=Ranges)
     #: leased and given back; leased again before anything else
     returned: Ranges = field(default_factory=Ranges)
     #: skipped, since no worker could read it
-    aside: Ranges = field(default_factory=Ranges)
+    skipped: Ranges = field(default_factory=Ranges)
     #: every lower position is in one of the sets above
     cursor: int = 0
     #: an empty range; the worker that gets its beginning gets all of it
@@ -49,25 +49,25 @@ class Lane:
 
     @property
     def complete(self) -> bool:
-        """True if everything is done or skipped."""
-        return self.exhausted and not self.taken
+        """True if everything is acknowledged or skipped."""
+        return self.exhausted and not self.leased
 
     def _next(self) -> tuple[int, int]:
         """Return the next range that was never leased, up to one that a checkpoint contains."""
         start = -1
         while start != self.cursor:
             start = self.cursor
-            self.cursor = self.aside.gap(self.done.gap(start)[0])[0]
-        stops = (ranges.gap(start)[1] for ranges in (self.done, self.aside))
+            self.cursor = self.skipped.gap(self.acknowledged.gap(start)[0])[0]
+        stops = (ranges.gap(start)[1] for ranges in (self.acknowledged, self.skipped))
         return start, min(self.end, *(self.end if stop is None else stop for stop in stops))
 
-    def deal(self, shard: int, count: int) -> Iterator[tuple[int, int]]:
+    def lease(self, shard: int, count: int) -> Iterator[tuple[int, int]]:
         """Lease ``count`` shards of ``shard`` positions; yield consecutive ones as one range."""
         while count > 0 and self.returned:
             start, _ = next(iter(self.returned))
             most = self.gap[1] - start if self._is_empty(start) else shard
             start, stop = self.returned.pop_first(most)
-            self.taken.add(start, stop)
+            self.leased.add(start, stop)
             count -= 1
             yield start, stop
         while count > 0:
@@ -76,7 +76,7 @@ class Lane:
                 return
             empty = self._is_empty(start)
             stop = min(limit, self.gap[1] if empty else (start // shard + count) * shard)
-            self.taken.add(start, stop)
+            self.leased.add(start, stop)
             self.cursor = stop
             count -= 1 if empty else -(-(stop - start) // shard)
             yield start, stop
@@ -88,33 +88,33 @@ class Lane:
         """Note an empty range; leases within it remain with their workers."""
         self.gap = start, stop
 
-    def finish(self, start: int, stop: int) -> None:
-        """Mark leased positions as done."""
-        self.taken.remove(start, stop)
-        self.done.add(start, stop)
+    def acknowledge(self, start: int, stop: int) -> None:
+        """Mark leased positions as acknowledged."""
+        self.leased.remove(start, stop)
+        self.acknowledged.add(start, stop)
 
     def give_back(self, start: int, stop: int) -> None:
         """Return leased positions, so that they can be leased again."""
-        self.taken.remove(start, stop)
+        self.leased.remove(start, stop)
         self.returned.add(start, stop)
 
-    def put_aside(self, start: int, stop: int) -> None:
+    def skip(self, start: int, stop: int) -> None:
         """Skip leased positions."""
-        self.taken.remove(start, stop)
-        self.aside.add(start, stop)
+        self.leased.remove(start, stop)
+        self.skipped.add(start, stop)
 
     def leave_out(self, start: int, stop: int) -> None:
-        """Skip positions that are not done; call this before any lease."""
+        """Skip positions that are not acknowledged; call this before any lease."""
         self.end = max(self.end, stop)
-        self.aside.add(start, stop)
-        for begin, end in self.done:
-            self.aside.remove(begin, end)
+        self.skipped.add(start, stop)
+        for begin, end in self.acknowledged:
+            self.skipped.remove(begin, end)
 
     def validate(self) -> None:
         """Check the invariants; raise AssertionError on the first that is broken."""
         assert self.begin <= self.cursor
         known = Ranges()
-        for ranges in (self.done, self.taken, self.returned, self.aside):
+        for ranges in (self.acknowledged, self.leased, self.returned, self.skipped):
             for start, stop in ranges:
                 assert self.begin <= start < stop <= self.end
                 assert not known.meets(start, stop)
@@ -123,7 +123,9 @@ class Lane:
             assert known.covers(self.begin, min(self.cursor, self.end))
         for start, stop in known:
             beyond = Ranges([(max(start, self.cursor), stop)])
-            assert all(self.done.covers(a, b) or self.aside.covers(a, b) for a, b in beyond)
+            assert all(
+                self.acknowledged.covers(a, b) or self.skipped.covers(a, b) for a, b in beyond
+            )
 
 
 def epoch_size(spec: DataSpec) -> int:
@@ -131,20 +133,20 @@ def epoch_size(spec: DataSpec) -> int:
     return spec.size - spec.size % spec.shard if spec.drop_last else spec.size
 
 
-def lanes_of(spec: DataSpec, done: Spans) -> dict[int, Lane]:
-    """Return the lanes of a dataset whose done samples are ``done``.
+def partitions_of(spec: DataSpec, acknowledged: Spans) -> dict[int, Partition]:
+    """Return the partitions of a dataset whose acknowledged samples are ``acknowledged``.
 
     Raises:
-        ProtocolError: ``done`` belongs to another dataset.
+        ProtocolError: ``acknowledged`` belongs to another dataset.
     """
-    lanes: dict[int, Lane] = {}
+    partitions: dict[int, Partition] = {}
     if spec.size < 0:
-        lanes = {number: Lane(begin, begin) for number, begin in enumerate(spec.begins)}
-    for number, ranges in done.lanes.items():
+        partitions = {number: Partition(begin, begin) for number, begin in enumerate(spec.begins)}
+    for number, ranges in acknowledged.partitions.items():
         spans = list(ranges)
         if not spans:
             continue
-        known = lanes.get(number) if spec.size < 0 else Lane(0, epoch_size(spec))
+        known = partitions.get(number) if spec.size < 0 else Partition(0, epoch_size(spec))
         if known is None or spans[0][0] < known.begin:
             raise ProtocolError(f"The checkpoint has partition {number}, and {spec.name} has not.")
         if spec.size < 0:
@@ -154,6 +156,6 @@ def lanes_of(spec: DataSpec, done: Spans) -> dict[int, Lane]:
                 f"The checkpoint contains sample {spans[-1][1] - 1} of epoch {number}; the data set "
                 f"{spec.name} has {known.end} samples."
             )
-        known.done = ranges
-        lanes[number] = known
-    return lanes
+        known.acknowledged = ranges
+        partitions[number] = known
+    return partitions
