@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from dlrover.kubernetes.machine import objects
-from dlrover.kubernetes.operator import scaleplans
+from dlrover.kubernetes.machine import objects, scaleplans
 from dlrover.kubernetes.resources import compatibility, validation
 from tests.kubernetes.manifests import job
 

@@ -11,15 +11,14 @@ import pytest
 
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.kubernetes.api import client
-from dlrover.kubernetes.api.client import LEASES, PODS, ApiError
+from dlrover.kubernetes.api.client import ELASTIC_JOBS, LEASES, PODS, SCALE_PLANS, ApiError
 from dlrover.kubernetes.machine import objects
 from dlrover.kubernetes.machine.decisions import Decision
 from dlrover.kubernetes.operator import apply, scaleplans
 from dlrover.kubernetes.operator.leader import Leader
 from dlrover.kubernetes.operator.operator import ByJob
-from dlrover.kubernetes.operator.scaleplans import SCALE_PLANS, ScalePlans
+from dlrover.kubernetes.operator.scaleplans import ScalePlans
 from dlrover.kubernetes.platform import job as jobs, platform, reporting, scaling
-from dlrover.kubernetes.platform.job import ELASTIC_JOBS
 from dlrover.kubernetes.platform.platform import KubernetesPlatform
 from dlrover.kubernetes.platform.reporting import Reporter
 from dlrover.kubernetes.platform.scaling import Asks, Scaler
@@ -134,7 +133,7 @@ def test_what_an_earlier_job_has_trained_is_not_the_next_jobs() -> None:
         server.change(ELASTIC_JOBS, "digits", status=earlier)
         job = server.there(ELASTIC_JOBS, "digits")
         decision = Decision(status=ElasticJobStatus(phase="Created"))
-        await apply.carry_out(server, ELASTIC_JOBS, job, decision)
+        await apply.carry_out(server, job, decision)
         assert "training" not in status(server)
 
     asyncio.run(story())

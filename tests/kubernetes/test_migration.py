@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from dlrover.errors import ConfigurationError
-from dlrover.kubernetes.machine import nodes, pods
-from dlrover.kubernetes.operator import scaleplans
+from dlrover.kubernetes.machine import nodes, pods, scaleplans
 from dlrover.kubernetes.platform import migration
 from dlrover.kubernetes.platform.migration import Factors, Migration
 from dlrover.kubernetes.resources import validation

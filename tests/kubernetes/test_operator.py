@@ -15,7 +15,7 @@ import pytest
 
 from dlrover.errors import InfrastructureError
 from dlrover.kubernetes.api.client import LEASES, Client
-from dlrover.kubernetes.operator import scaleplans
+from dlrover.kubernetes.machine import scaleplans
 from dlrover.kubernetes.operator.leader import Leader, Terms
 from dlrover.kubernetes.platform.reporting import Reporter, duration
 from dlrover.kubernetes.resources import names, times, validation

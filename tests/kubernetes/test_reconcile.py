@@ -9,10 +9,10 @@ import pytest
 import yaml
 from hypothesis import given, settings, strategies as st
 
+from dlrover.kubernetes.api.elasticjobs import status_patch
 from dlrover.kubernetes.machine import objects, pods
 from dlrover.kubernetes.machine.decisions import Observed, Options, status_of
 from dlrover.kubernetes.machine.reconcile import reconcile
-from dlrover.kubernetes.operator.apply import status_patch
 from dlrover.kubernetes.resources import names, validation
 from dlrover.kubernetes.resources.types import ElasticJobStatus, ReplicaStatus
 from tests.kubernetes.manifests import ORIGINAL, job

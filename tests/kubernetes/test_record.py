@@ -13,7 +13,7 @@ from dlrover.errors import ConfigurationError
 from dlrover.kubernetes.machine import nodes, record
 from dlrover.kubernetes.machine.decisions import Decision, status_of
 from dlrover.kubernetes.operator import apply
-from dlrover.kubernetes.platform.job import ELASTIC_JOBS, VARIABLE, job_spec, read
+from dlrover.kubernetes.platform.job import VARIABLE, job_spec, read
 from dlrover.kubernetes.resources import names
 from dlrover.kubernetes.resources.types import ElasticJobStatus
 from dlrover.spec.job import Limits
@@ -210,7 +210,7 @@ def test_a_status_that_was_meant_for_an_earlier_job_of_the_name_is_none() -> Non
             self.patches: list[dict[str, Any]] = []
 
         async def patch(self, *call: Any, **_more: Any) -> None:
-            self.patches.append(call[-1]["status"])
+            self.patches.append(call[3]["status"])
 
         async def create(self, *_: object) -> None:
             pass
@@ -222,7 +222,7 @@ def test_a_status_that_was_meant_for_an_earlier_job_of_the_name_is_none() -> Non
         done = ElasticJobStatus(phase=phase, completion_time="2026-11-22T17:00:00Z")
         spec = '{"replicaSpecs":{}}'
         decision = Decision(status=msgspec.structs.replace(done, running_spec=spec))
-        asyncio.run(apply.carry_out(server, ELASTIC_JOBS, first, decision))
+        asyncio.run(apply.carry_out(server, first, decision))
         (patch,) = server.patches
         first["status"] = patch
         second = {**first, "metadata": {**first["metadata"], "uid": "second"}}
@@ -232,7 +232,7 @@ def test_a_status_that_was_meant_for_an_earlier_job_of_the_name_is_none() -> Non
 
 def test_a_next_master_counts_the_restarts_on() -> None:
     class Server:
-        async def get(self, _resource: object, _namespace: str, _name: str) -> dict[str, Any]:
+        async def find(self, _resource: object, _namespace: str, _name: str) -> dict[str, Any]:
             return {**job(), "status": {"training": {"restarts": 4}}}
 
     client: Any = Server()

@@ -12,8 +12,7 @@ import pytest
 
 from dlrover.errors import ConfigurationError
 from dlrover.kubernetes.api.client import Client
-from dlrover.kubernetes.machine import nodes
-from dlrover.kubernetes.operator import scaleplans
+from dlrover.kubernetes.machine import nodes, scaleplans
 from dlrover.kubernetes.platform.scaling import Asks, Scaler
 from dlrover.kubernetes.resources import names, validation
 from dlrover.kubernetes.resources.types import PlannedPod, ScalePlanSpec, ScaleReplica

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from dlrover.kubernetes.api.elasticjobs import status_patch
 from dlrover.kubernetes.machine.decisions import Decision, Observed, Options
 from dlrover.kubernetes.machine.reconcile import reconcile
 from dlrover.kubernetes.machine.yielding import Claim
-from dlrover.kubernetes.operator.apply import status_patch
 from dlrover.kubernetes.resources import names, times
 from tests.kubernetes.manifests import Manifest, job
 

@@ -121,8 +121,11 @@ def _show(made: list[Manifest], output: Form) -> None:
 
 
 async def _create(manifest: Manifest, kubeconfig: str) -> Manifest:
-    from dlrover.kubernetes.api.client import ApiError, Client  # noqa: PLC0415 - needs the extra
-    from dlrover.kubernetes.platform.job import ELASTIC_JOBS  # noqa: PLC0415
+    from dlrover.kubernetes.api.client import (  # noqa: PLC0415 - needs the extra
+        ELASTIC_JOBS,
+        ApiError,
+        Client,
+    )
 
     client = Client.from_config(kubeconfig or None)
     manifest["metadata"].setdefault("namespace", client.namespace)

@@ -17,6 +17,7 @@ import msgspec
 
 from dlrover.errors import InfrastructureError
 from dlrover.kubernetes.api.access import Access, find_access
+from dlrover.kubernetes.resources import names
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,8 @@ ROLES = Resource("rbac.authorization.k8s.io", "v1", "roles", "Role")
 ROLE_BINDINGS = Resource("rbac.authorization.k8s.io", "v1", "rolebindings", "RoleBinding")
 NODES = Resource("", "v1", "nodes", "Node", namespaced=False)
 LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
+ELASTIC_JOBS = Resource(names.GROUP, names.VERSION, "elasticjobs", "ElasticJob")
+SCALE_PLANS = Resource(names.GROUP, names.VERSION, "scaleplans", "ScalePlan")
 
 
 class Client:
@@ -153,6 +156,15 @@ class Client:
             ApiError: 404 if there is none.
         """
         return await self._call("GET", resource.path(namespace, name))
+
+    async def find(self, resource: Resource, namespace: str | None, name: str) -> Object | None:
+        """Return one object, or None if there is none."""
+        try:
+            return await self.get(resource, namespace, name)
+        except ApiError as error:
+            if error.status == 404:
+                return None
+            raise
 
     async def list(
         self, resource: Resource, namespace: str | None = None, labels: str = "", fields: str = ""
@@ -234,6 +246,16 @@ class Client:
         path = resource.path(obj["metadata"].get("namespace"))
         return await self._call("POST", path, body=body, repeat=again)
 
+    async def ensure(self, resource: Resource, obj: Object) -> bool:
+        """Create an object; return False if one of its name exists."""
+        try:
+            await self.create(resource, obj)
+        except ApiError as error:
+            if error.reason == "AlreadyExists":
+                return False
+            raise
+        return True
+
     async def replace(self, resource: Resource, obj: Object) -> Object:
         """Replace an object; if it has a resource version, only if it is unchanged since then.
 
@@ -304,17 +326,11 @@ class Client:
         except ApiError as error:
             if error.status == 404:
                 return
-            if not (uid and error.status == 409) or await self._has(resource, namespace, name, uid):
+            if not (uid and error.status == 409):
                 raise
-
-    async def _has(self, resource: Resource, namespace: str | None, name: str, uid: str) -> bool:
-        """Return whether the object with this uid exists."""
-        try:
-            return bool((await self.get(resource, namespace, name))["metadata"]["uid"] == uid)
-        except ApiError as error:
-            if error.status == 404:
-                return False
-            raise
+            found = await self.find(resource, namespace, name)
+            if found is not None and found["metadata"]["uid"] == uid:
+                raise
 
     async def close(self) -> None:
         """Close all connections."""

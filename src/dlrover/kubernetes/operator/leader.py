@@ -100,7 +100,7 @@ class Leader:
         """Take or renew the Lease if this process holds it, it has no holder, or it has expired."""
         began = self._clock()
         try:
-            lease = await self._read()
+            lease = await self._client.find(LEASES, self._namespace, self._name)
             taken = lease is None or self._free(lease)
             if taken:
                 await self._write(lease)
@@ -113,14 +113,6 @@ class Leader:
             logger.warning("The Lease %s/%s: %s", self._namespace, self._name, error)
             return False
         return taken
-
-    async def _read(self) -> Manifest | None:
-        try:
-            return await self._client.get(LEASES, self._namespace, self._name)
-        except ApiError as error:
-            if error.status == 404:
-                return None
-            raise
 
     def _free(self, lease: Manifest) -> bool:
         spec = lease.get("spec") or {}

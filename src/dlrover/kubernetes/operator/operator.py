@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dlrover.errors import InfrastructureError
-from dlrover.kubernetes.api.client import PODS, SERVICES, ApiError, Client, Resource
+from dlrover.kubernetes.api.client import ELASTIC_JOBS, PODS, SERVICES, Client, Resource
 from dlrover.kubernetes.api.informer import Informer
 from dlrover.kubernetes.machine.decisions import Observed, Options
 from dlrover.kubernetes.machine.reconcile import reconcile
@@ -20,7 +20,6 @@ from dlrover.kubernetes.operator.apply import Result
 from dlrover.kubernetes.operator.scaleplans import ScalePlans
 from dlrover.kubernetes.operator.stats import Stats
 from dlrover.kubernetes.operator.workqueue import WorkQueue
-from dlrover.kubernetes.platform.job import ELASTIC_JOBS
 from dlrover.kubernetes.resources import names
 
 logger = logging.getLogger(__name__)
@@ -188,11 +187,8 @@ class Operator:
         name = names.master_name(metadata["name"])
         if any(pod["metadata"]["name"] == name for pod in known):
             return None
-        try:
-            pod = await self._client.get(PODS, metadata["namespace"], name)
-        except ApiError as error:
-            if error.status != 404:
-                raise
+        pod = await self._client.find(PODS, metadata["namespace"], name)
+        if pod is None:
             return None
         label = (pod["metadata"].get("labels") or {}).get(names.JOB_LABEL)
         return None if label == metadata["name"] else pod  # else the informer sees it soon
@@ -209,7 +205,7 @@ class Operator:
             self._claims.pop(key, None)
         else:
             self._claims[key] = decision.claim
-        result = await apply.carry_out(self._client, ELASTIC_JOBS, job, decision)
+        result = await apply.carry_out(self._client, job, decision)
         return result, decision.again
 
 

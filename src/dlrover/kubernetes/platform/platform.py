@@ -294,13 +294,8 @@ class KubernetesPlatform:
         """Return the job's pod of that name, or None; the informer may still show an earlier one."""
         pod, watched = self._informer.cache.get(self._key(name)), self._watched.get(name)
         if pod is None or (watched is not None and pod["metadata"]["uid"] != watched.uid):
-            try:
-                pod = await self._client.get(PODS, self._namespace, name)
-            except ApiError as error:
-                if error.status == 404:
-                    return None
-                raise
-        return pod if self._ours(pod) else None
+            pod = await self._client.find(PODS, self._namespace, name)
+        return pod if pod is not None and self._ours(pod) else None
 
     def _go_on(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine until `close`."""
@@ -398,14 +393,10 @@ class KubernetesPlatform:
                 self._do(self._delete(name, grace=0), self._deletions)
 
     async def _look_for(self, name: str, watched: _Watched) -> None:
-        try:
-            pod = await self._client.get(PODS, self._namespace, name)
-        except InfrastructureError as error:
-            gone = isinstance(error, ApiError) and error.status == 404
-        else:
-            gone = pod["metadata"]["uid"] != watched.uid
-        if gone:
-            self._report(watched, "its pod was deleted")
+        with contextlib.suppress(InfrastructureError):
+            pod = await self._client.find(PODS, self._namespace, name)
+            if pod is None or pod["metadata"]["uid"] != watched.uid:
+                self._report(watched, "its pod was deleted")
 
     def _ours(self, pod: dict[str, Any]) -> bool:
         return pods.owned(pod, self._uid) and nodes.node_id(pod) >= 0

@@ -18,22 +18,13 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.kubernetes.api.client import ApiError, Client
+from dlrover.kubernetes.api import elasticjobs
+from dlrover.kubernetes.api.client import ELASTIC_JOBS, SCALE_PLANS, ApiError, Client
 from dlrover.kubernetes.api.informer import Informer
-from dlrover.kubernetes.machine import nodes, objects
+from dlrover.kubernetes.machine import nodes, objects, scaleplans
 from dlrover.kubernetes.machine.decisions import Event
-from dlrover.kubernetes.operator import scaleplans
-from dlrover.kubernetes.operator.apply import tell
-from dlrover.kubernetes.operator.scaleplans import (
-    FAILED,
-    FINAL,
-    PENDING,
-    SCALE_PLANS,
-    SCALING,
-    SUCCEEDED,
-)
+from dlrover.kubernetes.machine.scaleplans import FAILED, FINAL, PENDING, SCALING, SUCCEEDED
 from dlrover.kubernetes.platform import migration
-from dlrover.kubernetes.platform.job import ELASTIC_JOBS
 from dlrover.kubernetes.platform.migration import Migration
 from dlrover.kubernetes.resources import names, times, validation
 from dlrover.kubernetes.resources.types import ElasticJob, ScalePlan, ScalePlanSpec
@@ -47,7 +38,6 @@ POLL = 1.0
 """Seconds between checks of a plan's progress."""
 PLAN_TIMEOUT = 600.0
 """Seconds allowed for the job to reach the nodes that a plan requests."""
-_COMPONENT = "dlrover-master"
 _FIELDS = {WORKER: "replicas", SERVER: "servers"}
 """The fields of a plan's status with the number of each role."""
 
@@ -84,6 +74,7 @@ class Scaler:
             resize: Called with a role and its number before the nodes are made.
         """
         self._client, self._job = client, job
+        self._key = f"{job.namespace}/{job.name}"
         self._asks, self._size, self._resize = asks, asks.size, resize
         self._changed = asyncio.Event()
         self._roles = [role for role in nodes.SCALED if role in job.spec.replica_specs]
@@ -171,7 +162,7 @@ class Scaler:
 
     def _current(self) -> ElasticJob | None:
         """Return the job from its current manifest; None if that is invalid or gone."""
-        manifest = self._manifests.cache.get(f"{self._job.namespace}/{self._job.name}")
+        manifest = self._manifests.cache.get(self._key)
         if manifest is None or manifest["metadata"].get("uid") != self._job.uid:
             return None
         try:
@@ -194,27 +185,17 @@ class Scaler:
 
     async def _keep(self) -> None:
         """Write the numbers of a user's plan into the manifest."""
+        manifest = self._manifests.cache.get(self._key) or {"spec": {}}
+        roles = manifest["spec"].get("replicaSpecs") or {}
         for role, number in list(self._to_keep.items()):
             try:
-                await self._write_replicas(role, number)
+                await elasticjobs.write_replicas(self._client, self._job, role, number, roles)
             except ApiError as error:
                 if error.retriable:
                     raise
                 why = f"The manifest keeps its number of role {role}: {error.message.rstrip('.')}."
                 await self._event("ScaleRefused", why, warning=True)
             del self._to_keep[role]
-
-    async def _write_replicas(self, role: str, number: int) -> None:
-        job, amend = self._job, self._client.amend
-        if role == WORKER:
-            patch: Manifest = {"spec": {"replicas": number}}
-            await amend(ELASTIC_JOBS, job.namespace, job.name, job.uid, patch, "scale")
-            return
-        manifest = self._manifests.cache.get(f"{job.namespace}/{job.name}") or {"spec": {}}
-        given = manifest["spec"].get("replicaSpecs") or {}
-        written = next((name for name in given if name.lower() == role), role)  # it may be PS
-        patch = {"spec": {"replicaSpecs": {written: {"replicas": number}}}}
-        await amend(ELASTIC_JOBS, job.namespace, job.name, job.uid, patch)
 
     # ---- the master's own plans
 
@@ -243,12 +224,11 @@ class Scaler:
     async def _record_plans(self) -> None:
         for role, made in list(self._unrecorded.items()):
             try:
-                await self._client.create(SCALE_PLANS, made)
+                await self._client.ensure(SCALE_PLANS, made)
             except ApiError as error:
-                if error.reason != "AlreadyExists":
-                    if error.retriable:
-                        raise
-                    logger.warning("A plan of the job's own has no record: %s", error)
+                if error.retriable:
+                    raise
+                logger.warning("A plan of the job's own has no record: %s", error)
             del self._unrecorded[role]
 
     # ---- plans
@@ -328,13 +308,8 @@ class Scaler:
     async def _is_there(self) -> bool:
         """Return whether the job still exists; the cache may be older than a plan."""
         job = self._job
-        try:
-            found = await self._client.get(ELASTIC_JOBS, job.namespace, job.name)
-        except ApiError as error:
-            if error.status != 404:
-                raise
-            return False
-        return bool(found["metadata"]["uid"] == job.uid)
+        found = await self._client.find(ELASTIC_JOBS, job.namespace, job.name)
+        return found is not None and bool(found["metadata"]["uid"] == job.uid)
 
     async def _see_whether_done(self, plan: Manifest) -> None:
         status = self._status_of(plan)
@@ -414,8 +389,8 @@ class Scaler:
         del self._unwritten[uid]
 
     async def _event(self, reason: str, message: str, *, warning: bool = False) -> None:
-        manifest = {"metadata": self._job.metadata}
-        await tell(self._client, manifest, Event(reason, message, warning=warning), _COMPONENT)
+        event = Event(reason, message, warning=warning)
+        await elasticjobs.record_event(self._client, self._job.metadata, event, "dlrover-master")
 
 
 def _spec(plan: Manifest) -> ScalePlanSpec:
