@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -21,7 +22,7 @@ from dlrover.kubernetes.operator.scaleplans import ScalePlans
 from dlrover.kubernetes.platform import job as jobs, platform, reporting, scaling
 from dlrover.kubernetes.platform.platform import KubernetesPlatform
 from dlrover.kubernetes.platform.reporting import Reporter
-from dlrover.kubernetes.platform.scaling import Asks, Scaler
+from dlrover.kubernetes.platform.scaling import Scaler
 from dlrover.kubernetes.resources import names, validation
 from dlrover.kubernetes.resources.types import ElasticJob, ElasticJobStatus
 from dlrover.platform.base import JobSize, Progress
@@ -195,8 +196,10 @@ class Numbers:
 
 @contextlib.asynccontextmanager
 async def scaler(server: MemoryServer, job: ElasticJob, numbers: Numbers) -> AsyncIterator[Scaler]:
-    asks = Asks(lambda _role: numbers.size, numbers.scale, dict, lambda *_: "")
-    one = Scaler(server, job, asks, lambda _role, _number: None)
+    setup: Any = SimpleNamespace(
+        size=lambda _role: numbers.size, scale=numbers.scale, placed=dict, migrate=lambda *_: ""
+    )
+    one = Scaler(server, job, setup, lambda _role, _number: None)
     running = asyncio.create_task(one.run())
     try:
         yield one

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from dlrover.kubernetes.api.elasticjobs import status_patch
 from dlrover.kubernetes.machine import objects, pods
-from dlrover.kubernetes.machine.decisions import Observed, Options, status_of
+from dlrover.kubernetes.machine.decisions import Observed, status_of
 from dlrover.kubernetes.machine.reconcile import reconcile
 from dlrover.kubernetes.resources import names, validation
 from dlrover.kubernetes.resources.types import ElasticJobStatus, ReplicaStatus
@@ -380,8 +380,8 @@ def test_whatever_happens_to_the_pods_the_job_comes_back_to_one_running_master(
 
 def test_a_decision_depends_on_nothing_but_what_it_is_told() -> None:
     seen = Observed(job())
-    first = reconcile(seen, START, Options(), "t")
-    assert reconcile(seen, START, Options(), "t") == first
+    first = reconcile(seen, START, "dlrover:latest", "t")
+    assert reconcile(seen, START, "dlrover:latest", "t") == first
 
 
 # ---- conditions, and the time that a job may be active

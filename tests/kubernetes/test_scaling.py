@@ -6,6 +6,7 @@ import asyncio
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from dlrover.errors import ConfigurationError
 from dlrover.kubernetes.api.client import Client
 from dlrover.kubernetes.machine import nodes, scaleplans
-from dlrover.kubernetes.platform.scaling import Asks, Scaler
+from dlrover.kubernetes.platform.scaling import Scaler
 from dlrover.kubernetes.resources import names, validation
 from dlrover.kubernetes.resources.types import PlannedPod, ScalePlanSpec, ScaleReplica
 from dlrover.master import scale
@@ -202,8 +203,10 @@ def test_a_plan_of_the_masters_own_is_recorded_with_its_reason(
         client = Client.from_config(str(control_plane.kubeconfig))
         found = validation.parse(cluster.get("elasticjobs", "digits"))
         size = functools.partial(scale.size, driver.machine, 0.0)
-        asks = Asks(size, ask, dict, lambda *_: "no pod is replaced here")
-        scaling = asyncio.create_task(Scaler(client, found, asks, resize).run())
+        setup: Any = SimpleNamespace(
+            size=size, scale=ask, placed=dict, migrate=lambda *_: "no pod is replaced here"
+        )
+        scaling = asyncio.create_task(Scaler(client, found, setup, resize).run())
         try:
             await cluster.until(lambda: sizes == [("worker", 4)])
             driver.give(inputs.ScaleAsked(3, "The fourth adds nothing.", "plan"))

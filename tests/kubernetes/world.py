@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 from dlrover.kubernetes.api.elasticjobs import status_patch
-from dlrover.kubernetes.machine.decisions import Decision, Observed, Options
+from dlrover.kubernetes.machine.decisions import Decision, Observed
 from dlrover.kubernetes.machine.reconcile import reconcile
 from dlrover.kubernetes.machine.yielding import Claim
 from dlrover.kubernetes.resources import names, times
@@ -60,7 +60,7 @@ class World:
         service = self.objects.get(("Service", names.master_name(self.name)))
         seen = Observed(copy.deepcopy(self.job), copy.deepcopy(self.pods), service, self.rivals)
         before = copy.deepcopy(self.objects)
-        self.decision = reconcile(seen, self.now, Options("dlrover:1"), f"token-{self.uids}")
+        self.decision = reconcile(seen, self.now, "dlrover:1", f"token-{self.uids}")
         assert self.objects == before
         self._apply(self.decision)
         return self.decision

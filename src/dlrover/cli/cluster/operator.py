@@ -18,7 +18,7 @@ from dlrover.cli.cluster.kube import IMAGE, Kubeconfig, MasterImage, extra
 from dlrover.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from dlrover.kubernetes.operator.serving import Serving
+    from dlrover.kubernetes.operator.operator import Operator
 
 LEASE = "dlrover-operator"
 """Name of the Lease by which operators elect their leader."""
@@ -47,9 +47,8 @@ def operator(
     """
     with extra():
         from dlrover.kubernetes.api.client import Client  # noqa: PLC0415 - needs the extra
-        from dlrover.kubernetes.machine.decisions import Options  # noqa: PLC0415
         from dlrover.kubernetes.operator.leader import Leader  # noqa: PLC0415
-        from dlrover.kubernetes.operator.serving import Serving  # noqa: PLC0415
+        from dlrover.kubernetes.operator.operator import Operator  # noqa: PLC0415
 
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -63,7 +62,7 @@ def operator(
             where = lease_namespace or namespace or client.namespace
             identity = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
             leader = Leader(client, where, LEASE, identity)
-        serving = Serving(client, namespace or None, Options(master_image), leader)
+        serving = Operator(client, namespace or None, master_image, leader)
         try:
             with _health(serving, http_host, http_port):
                 await _until_stopped(serving.run())
@@ -74,7 +73,7 @@ def operator(
 
 
 @contextlib.contextmanager
-def _health(serving: Serving, host: str, port: int) -> Iterator[None]:
+def _health(serving: Operator, host: str, port: int) -> Iterator[None]:
     """Serve the HTTP port, unless ``port`` is 0.
 
     Raises:

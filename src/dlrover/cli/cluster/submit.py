@@ -99,12 +99,12 @@ def read(file: str) -> Manifest:
 def preview(manifest: Manifest, image: str) -> list[Manifest]:
     """Return the job and the objects that the operator creates for it, in order of creation."""
     from dlrover.kubernetes.machine import tls  # noqa: PLC0415
-    from dlrover.kubernetes.machine.decisions import Observed, Options  # noqa: PLC0415
+    from dlrover.kubernetes.machine.decisions import Observed  # noqa: PLC0415
     from dlrover.kubernetes.machine.reconcile import reconcile  # noqa: PLC0415
 
     metadata: Mapping[str, Any] = {"namespace": "default", "uid": UID, "generation": 1}
     known = {**manifest, "metadata": {**metadata, **manifest["metadata"]}}
-    decision = reconcile(Observed(known), 0.0, Options(image), LATER)
+    decision = reconcile(Observed(known), 0.0, image, LATER)
     wanted, started = decision.certificate, () if decision.start is None else (decision.start,)
     content = dict.fromkeys((tls.AUTHORITY, tls.CERTIFICATE, tls.KEY), LATER)
     secret = () if wanted is None else ({**wanted.secret, "stringData": content},)

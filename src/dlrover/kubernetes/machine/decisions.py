@@ -27,13 +27,6 @@ class Observed:
 
 
 @dataclass(frozen=True)
-class Options:
-    """The operator's options that apply to jobs."""
-
-    master_image: str = "dlrover:latest"
-
-
-@dataclass(frozen=True)
 class Event:
     """A notice to users, attached to the job."""
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -31,26 +31,9 @@ WRONG_COMMAND = (ExitCode.USAGE, 126, 127)
 HOST_LABEL = "kubernetes.io/hostname"
 
 
-class Slot(NamedTuple):
-    """A node's place within its role."""
-
-    role: str
-    number: int
-
-
-def slots(job: ElasticJob) -> list[Slot]:
-    """Return the place of each node, by rank."""
-    return _slots(job, ROLES)
-
-
-def _slots(job: ElasticJob, roles: Iterable[str]) -> list[Slot]:
-    specs = job.spec.replica_specs
-    return [
-        Slot(role, index)
-        for role in roles
-        if role in specs
-        for index in range(specs[role].replicas)
-    ]
+def count(job: ElasticJob) -> int:
+    """Return the number of the job's nodes."""
+    return sum(spec.replicas for role, spec in job.spec.replica_specs.items() if role in ROLES)
 
 
 def resized(job: ElasticJob, role: str, replicas: int) -> ElasticJob:
@@ -62,13 +45,18 @@ def resized(job: ElasticJob, role: str, replicas: int) -> ElasticJob:
     return msgspec.structs.replace(job, spec=spec)
 
 
-def slot(job: ElasticJob, rank: int) -> Slot:
-    """Return the place of the node that prefers a rank."""
+def place(job: ElasticJob, rank: int) -> tuple[str, int]:
+    """Return the role of the node that prefers a rank, and the node's index in its role."""
     if is_server(rank):
-        return Slot(SERVER, index_in_role(rank))
-    others = _slots(job, (role for role in ROLES if role not in SCALED))
-    number = rank - len(others)
-    return others[rank] if number < 0 else Slot(WORKER, number)
+        return SERVER, index_in_role(rank)
+    for role in ROLES:
+        replica = job.spec.replica_specs.get(role)
+        if role in SCALED or replica is None:
+            continue
+        if rank < replica.replicas:
+            return role, rank
+        rank -= replica.replicas
+    return WORKER, rank
 
 
 def requests(job: ElasticJob, role: str) -> dict[str, Any]:
@@ -81,7 +69,7 @@ def requests(job: ElasticJob, role: str) -> dict[str, Any]:
 
 def pod_name(job: ElasticJob, launch: LaunchNode) -> str:
     """Return the name of a node's pod."""
-    return f"{job.name}-edljob-{slot(job, launch.node_rank).role}-{launch.node_id}"
+    return f"{job.name}-edljob-{place(job, launch.node_rank)[0]}-{launch.node_id}"
 
 
 def pod(job: ElasticJob, launch: LaunchNode, master: str) -> Manifest:
@@ -91,24 +79,24 @@ def pod(job: ElasticJob, launch: LaunchNode, master: str) -> Manifest:
     ``dlrover-run``. It never restarts its containers, even if the template says so: the master makes a new
     pod, possibly on another machine.
     """
-    place = slot(job, launch.node_rank)
-    replica = job.spec.replica_specs[place.role]
+    role, index = place(job, launch.node_rank)
+    replica = job.spec.replica_specs[role]
     template = copy.deepcopy(replica.template)
     spec: Manifest = template.get("spec") or {}
     metadata: Mapping[str, Any] = template.get("metadata") or {}
     spec["restartPolicy"] = "Never"
     spec.setdefault("enableServiceLinks", False)
     container = _main(spec)
-    _give_variables(spec, container, job, launch, place, master)
+    _give_variables(spec, container, job, launch, role, master)
     tls.give_node(spec, container, job)
     resources.grow(container, launch.memory_factor, launch.cpu_factor)
     _avoid(spec, launch.avoid)
-    priority = _priority(replica, place.number)
+    priority = _priority(replica, index)
     if priority:
         spec.setdefault("priorityClassName", priority)
     labels = {
         **(metadata.get("labels") or {}),
-        **names.labels(job.name, place.role),
+        **names.labels(job.name, role),
         NODE_LABEL: str(launch.node_id),
         RANK_LABEL: str(launch.node_rank),
     }
@@ -124,7 +112,7 @@ def pod(job: ElasticJob, launch: LaunchNode, master: str) -> Manifest:
         },
         "spec": spec,
     }
-    podgroups.join(made, job, len(slots(job)))
+    podgroups.join(made, job, count(job))
     return made
 
 
@@ -147,7 +135,7 @@ def _main(spec: Manifest) -> Manifest:
 
 
 def _give_variables(
-    spec: Manifest, main: Manifest, job: ElasticJob, launch: LaunchNode, slot: Slot, master: str
+    spec: Manifest, main: Manifest, job: ElasticJob, launch: LaunchNode, role: str, master: str
 ) -> None:
     """Add the job's variables to all containers, and the node's to the main one."""
     shared = [msgspec.to_builtins(variable) for variable in job.spec.envs.values()]
@@ -160,22 +148,22 @@ def _give_variables(
         given = {variable["name"] for variable in container.get("env") or ()}
         added = [variable for variable in shared if variable["name"] not in given]
         container["env"] = [*(container.get("env") or []), *added]
-    own = _own_variables(job, launch, slot, master)
+    own = _own_variables(job, launch, role, master)
     names_of_own = {variable["name"] for variable in own}
     theirs = [variable for variable in main["env"] if variable["name"] not in names_of_own]
     main["env"] = [*own, *theirs]  # first, because variables may refer to earlier ones
     main.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
 
 
-def _own_variables(job: ElasticJob, launch: LaunchNode, slot: Slot, master: str) -> list[Manifest]:
+def _own_variables(job: ElasticJob, launch: LaunchNode, role: str, master: str) -> list[Manifest]:
     plain = {
         "DLROVER_MASTER_ADDR": master,
         "DLROVER_NODE_ID": str(launch.node_id),
         "DLROVER_NODE_RANK": str(launch.node_rank),
         "ELASTIC_JOB_NAME": job.name,
-        "NODE_TYPE": slot.role,
+        "NODE_TYPE": role,
         "NODE_ID": str(launch.node_id),
-        "NODE_NUM": str(len(slots(job))),
+        "NODE_NUM": str(count(job)),
         "NODE_RANK": str(index_in_role(launch.node_rank)),
     }
     fields = {

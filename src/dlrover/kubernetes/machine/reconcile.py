@@ -20,7 +20,6 @@ from dlrover.kubernetes.machine.decisions import (
     Deletion,
     Event,
     Observed,
-    Options,
     condition,
     merged,
     status_of,
@@ -47,13 +46,13 @@ FOREIGN_CHECK = 5.0
 """Seconds before checking again whether another owner's pod has gone."""
 
 
-def reconcile(seen: Observed, now: float, options: Options, token: str) -> Decision:
+def reconcile(seen: Observed, now: float, master_image: str, token: str) -> Decision:
     """Return what to do for a job.
 
     Args:
         seen: The observed state.
         now: The current time.
-        options: The operator's options.
+        master_image: Image of the master of a job that names none.
         token: A fresh secret for a job that has none yet.
     """
     manifest = seen.job
@@ -73,7 +72,7 @@ def reconcile(seen: Observed, now: float, options: Options, token: str) -> Decis
         running = record.stopped(manifest, str(error))
     view = View(running, seen, old, now)
     view.report_manifest()
-    return _decide(view, options, token)
+    return _decide(view, master_image, token)
 
 
 def delay(quick_ends: int) -> float:
@@ -97,7 +96,7 @@ def _rejected(manifest: Manifest, old: ElasticJobStatus, why: str, now: float) -
     return Decision(status=status, events=events)
 
 
-def _decide(view: View, options: Options, token: str) -> Decision:
+def _decide(view: View, master_image: str, token: str) -> Decision:
     """Decide about a valid job."""
     master, old = view.master, view.old
     if old.completion_time:
@@ -110,7 +109,7 @@ def _decide(view: View, options: Options, token: str) -> Decision:
         return removal.too_late(view)
     if removal.time_away(view) > 0 or (old.phase == "Yielded" and removing):
         return removal.stays_away(view)
-    return _start(view, options, token) if master is None else _goes_on(view, master)
+    return _start(view, master_image, token) if master is None else _goes_on(view, master)
 
 
 def _goes_on(view: View, master: Manifest) -> Decision:
@@ -169,7 +168,7 @@ def _name_taken(view: View, foreign: Manifest) -> Decision:
     return view.decision("Pending", message, delete=delete, again=FOREIGN_CHECK)
 
 
-def _start(view: View, options: Options, token: str) -> Decision:
+def _start(view: View, master_image: str, token: str) -> Decision:
     """Start a master, unless its name is taken or its predecessors' short lives delay that."""
     if view.foreign is not None:
         return _name_taken(view, view.foreign)
@@ -214,7 +213,7 @@ def _start(view: View, options: Options, token: str) -> Decision:
             *([group] if group is not None else []),
         ),
         certificate=None if secret is None else Certificate(secret, tls.hosts(job)),
-        start=objects.master_pod(job, options.master_image, before.memory_factor),
+        start=objects.master_pod(job, master_image, before.memory_factor),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -12,11 +13,12 @@ from typing import Any
 from dlrover.errors import InfrastructureError
 from dlrover.kubernetes.api.client import ELASTIC_JOBS, PODS, SERVICES, Client, Resource
 from dlrover.kubernetes.api.informer import Informer
-from dlrover.kubernetes.machine.decisions import Observed, Options
+from dlrover.kubernetes.machine.decisions import Observed
 from dlrover.kubernetes.machine.reconcile import reconcile
 from dlrover.kubernetes.machine.yielding import Claim
 from dlrover.kubernetes.operator import apply
 from dlrover.kubernetes.operator.apply import Result
+from dlrover.kubernetes.operator.leader import Leader
 from dlrover.kubernetes.operator.scaleplans import ScalePlans
 from dlrover.kubernetes.operator.stats import Stats
 from dlrover.kubernetes.operator.workqueue import WorkQueue
@@ -76,15 +78,22 @@ class ByJob:
 
 
 class Operator:
-    """Reconciles all ElasticJobs of one namespace; of the cluster if ``namespace`` is None."""
+    """Reconciles all ElasticJobs of one namespace; of the cluster if ``namespace`` is None.
+
+    Without ``leader``, it leads from the start.
+    """
 
     def __init__(
-        self, client: Client, namespace: str | None, options: Options, stats: Stats
+        self,
+        client: Client,
+        namespace: str | None,
+        master_image: str,
+        leader: Leader | None = None,
     ) -> None:
-        self._client = client
-        self._options = options
-        self._stats = stats
-        self._queue = WorkQueue(stats.waits)
+        self.stats = Stats()
+        client.on_call = self.stats.called
+        self._client, self._master_image, self._leader = client, master_image, leader
+        self._queue = WorkQueue(self.stats.waits)
         self._jobs = Informer(client, ELASTIC_JOBS, namespace, "", self._job_changed)
         self._pods = ByJob(client, PODS, namespace, self._queue.add)
         self._services = ByJob(client, SERVICES, namespace, self._queue.add)
@@ -92,8 +101,7 @@ class Operator:
         self._failures: dict[str, int] = {}
         self._written: dict[str, int] = {}
         self._claims: dict[str, Claim] = {}
-        self.synced = asyncio.Event()
-        """Set after the first list of all jobs, pods and Services."""
+        self._informers = [self._jobs, self._pods.informer, self._services.informer]
 
     @property
     def waiting(self) -> int:
@@ -105,14 +113,48 @@ class Operator:
         for job in self._jobs.cache.values():
             yield (job.get("status") or {}).get("phase") or "Created"
 
+    @property
+    def obstacle(self) -> str:
+        """Why it is not ready; empty if it is. A standby is ready once it has read the Lease."""
+        if not self.stats.leads:
+            seen = self._leader is not None and self._leader.informed
+            return "" if seen else "It has not read its Lease yet."
+        synced = all(informer.synced.is_set() for informer in self._informers)
+        return "" if synced else "It has not seen all jobs and pods yet."
+
     async def run(self) -> None:
-        """Work until cancelled."""
-        informers = [self._jobs, self._pods.informer, self._services.informer]
-        tasks = [asyncio.create_task(informer.run()) for informer in informers]
+        """Wait for leadership; work while this operator leads.
+
+        Raises:
+            InfrastructureError: another operator leads now.
+        """
+        if self._leader is None:
+            self.stats.leads = True
+            await self._reconcile_all()
+            return
+        await self._leader.acquire()
+        self.stats.leads = True
+        running = asyncio.create_task(self._reconcile_all())
+        holding = asyncio.create_task(self._leader.hold())
         try:
-            for informer in informers:
+            await asyncio.wait([running, holding], return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                await running
+            raise InfrastructureError("Another operator leads now: this one ends.")
+        finally:
+            self.stats.leads = False
+            for task in (running, holding):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, InfrastructureError):
+                    await task
+            await self._leader.release()
+
+    async def _reconcile_all(self) -> None:
+        """Work until cancelled."""
+        tasks = [asyncio.create_task(informer.run()) for informer in self._informers]
+        try:
+            for informer in self._informers:
                 await informer.synced.wait()
-            self.synced.set()
             tasks.append(asyncio.create_task(self._scale_plans.run()))
             tasks += [asyncio.create_task(self._work()) for _ in range(WORKERS)]
             await asyncio.gather(*tasks)
@@ -140,7 +182,7 @@ class Operator:
             finally:
                 task.cancel()
                 self._queue.done(key)
-                self._stats.reconciles.add(time.monotonic() - began)
+                self.stats.reconciles.add(time.monotonic() - began)
             error = task.exception()
             if error is None:
                 self._failures.pop(key, None)
@@ -152,7 +194,7 @@ class Operator:
 
     def _retry(self, key: str, error: BaseException) -> float:
         """Record a failure and return the seconds until the job is retried."""
-        self._stats.failures += 1
+        self.stats.failures += 1
         failures = self._failures[key] = self._failures.get(key, 0) + 1
         again = min(LONGEST_RETRY, FIRST_RETRY * 2.0 ** min(failures - 1, 10))
         defect = None if isinstance(error, InfrastructureError) else error
@@ -200,7 +242,7 @@ class Operator:
         services = self._services.of(key)
         rivals = tuple(self._claims.values())
         seen = Observed(job, pods, services[0] if services else None, rivals)
-        decision = reconcile(seen, time.time(), self._options, secrets.token_hex(16))
+        decision = reconcile(seen, time.time(), self._master_image, secrets.token_hex(16))
         if decision.claim is None:
             self._claims.pop(key, None)
         else:

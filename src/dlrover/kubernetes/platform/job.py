@@ -68,7 +68,7 @@ def job_spec(job: ElasticJob, limits: Limits, rules: tuple[Rule, ...] = ()) -> J
             f"ElasticJob {job.name}: spec.replicaSpecs has no {', '.join(nodes.ROLES)}; it needs one."
         )
     servers = specs[SERVER].replicas if SERVER in specs else 0
-    total = len(nodes.slots(job)) - servers
+    total = nodes.count(job) - servers
     worker = specs.get("worker", specs[roles[0]])
     flags = commands.options(worker.template)
     stragglers = "exclude-straggler" in flags

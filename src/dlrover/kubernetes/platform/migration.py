@@ -48,13 +48,13 @@ def moves(
     for role in nodes.SCALED:
         factors = _size(spec, job, role)
         for pod, node in placed.items():
-            place = nodes.slot(job, node.node_rank)
-            stays = node.standing != "gone" and place.number < numbers.get(role, 0)
-            if place.role == role and stays and not _has(node, factors):
+            its_role, index = nodes.place(job, node.node_rank)
+            stays = node.standing != "gone" and index < numbers.get(role, 0)
+            if its_role == role and stays and not _has(node, factors):
                 found[pod] = factors
     for index, planned in enumerate(spec.migrate_pods):
         if planned.name in placed:
-            role = nodes.slot(job, placed[planned.name].node_rank).role
+            role, _ = nodes.place(job, placed[planned.name].node_rank)
             field = f"spec.migratePods[{index}].resource"
             own = _factors(field, planned.resource, role, job)
             found[planned.name] = own if planned.resource else _size(spec, job, role)
@@ -99,14 +99,14 @@ def check(spec: ScalePlanSpec, job: ElasticJob, placed: Placed, numbers: Mapping
 
 def _fault(node: PlacedNode, job: ElasticJob, numbers: Mapping[str, int]) -> str:
     """Return why a node's pod cannot be replaced, as a clause; empty if it can."""
-    place = nodes.slot(job, node.node_rank)
-    if place.role not in nodes.SCALED:
-        return f"a pod of {place.role}"
+    role, index = nodes.place(job, node.node_rank)
+    if role not in nodes.SCALED:
+        return f"a pod of {role}"
     if node.standing == "leaves":
         return "which leaves already"
     if node.standing != "trains":
         return "which does not train"
-    return "" if place.number < numbers.get(place.role, 0) else "which leaves by this plan"
+    return "" if index < numbers.get(role, 0) else "which leaves by this plan"
 
 
 def _size(spec: ScalePlanSpec, job: ElasticJob, role: str) -> Factors:

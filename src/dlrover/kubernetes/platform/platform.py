@@ -21,7 +21,7 @@ from dlrover.kubernetes.api.informer import Informer
 from dlrover.kubernetes.machine import nodes, pods
 from dlrover.kubernetes.platform import job as jobs
 from dlrover.kubernetes.platform.reporting import Reporter
-from dlrover.kubernetes.platform.scaling import Asks, Scaler
+from dlrover.kubernetes.platform.scaling import Scaler
 from dlrover.kubernetes.resources import names
 from dlrover.kubernetes.resources.types import ElasticJob
 from dlrover.platform.base import OnExit, OnWait, Setup
@@ -115,8 +115,7 @@ class KubernetesPlatform:
             await platform.close()
             raise
         platform.report(Reporter(client, job, setup.progress))
-        asks = Asks(setup.size, setup.scale, setup.placed, setup.migrate)
-        platform.follow(Scaler(client, job, asks, platform.resize))
+        platform.follow(Scaler(client, job, setup, platform.resize))
         return platform
 
     async def start(self) -> None:

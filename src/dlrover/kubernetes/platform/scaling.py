@@ -13,7 +13,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 
@@ -28,7 +28,7 @@ from dlrover.kubernetes.platform import migration
 from dlrover.kubernetes.platform.migration import Migration
 from dlrover.kubernetes.resources import names, times, validation
 from dlrover.kubernetes.resources.types import ElasticJob, ScalePlan, ScalePlanSpec
-from dlrover.platform.base import AskMigrate, AskScale, JobSize, PlacedNode
+from dlrover.platform.base import Setup
 from dlrover.spec.roles import SERVER, WORKER
 
 logger = logging.getLogger(__name__)
@@ -42,19 +42,6 @@ _FIELDS = {WORKER: "replicas", SERVER: "servers"}
 """The fields of a plan's status with the number of each role."""
 
 
-class Asks(NamedTuple):
-    """The calls that the scaler makes to the job."""
-
-    size: Callable[[str], JobSize]
-    """Returns the current size of a role."""
-    scale: AskScale
-    """Requests another number of nodes."""
-    placed: Callable[[], Mapping[str, PlacedNode]]
-    """Returns the requested nodes by pod name."""
-    migrate: AskMigrate
-    """Requests a replacement for a node."""
-
-
 class Scaler:
     """Scales one job according to its manifest and its plans. Use it on one event loop."""
 
@@ -62,7 +49,7 @@ class Scaler:
         self,
         client: Client,
         job: ElasticJob,
-        asks: Asks,
+        setup: Setup,
         resize: Callable[[str, int], None],
     ) -> None:
         """Prepare; `run` starts the work.
@@ -70,12 +57,12 @@ class Scaler:
         Args:
             client: Client of the API server.
             job: The job as the master started with it.
-            asks: The calls to the job.
+            setup: The calls to the job: ``size``, ``scale``, ``placed`` and ``migrate``.
             resize: Called with a role and its number before the nodes are made.
         """
         self._client, self._job = client, job
         self._key = f"{job.namespace}/{job.name}"
-        self._asks, self._size, self._resize = asks, asks.size, resize
+        self._setup, self._size, self._resize = setup, setup.size, resize
         self._changed = asyncio.Event()
         self._roles = [role for role in nodes.SCALED if role in job.spec.replica_specs]
         # by role: the last number seen in the manifest, and the number of recorded plans
@@ -179,7 +166,7 @@ class Scaler:
         factors: tuple[float, float] = (1.0, 1.0),
     ) -> tuple[str, bool]:
         """Request a number of a role's nodes; return the outcome and whether it is a refusal."""
-        reply = self._asks.scale(number, reason, source, role, factors)
+        reply = self._setup.scale(number, reason, source, role, factors)
         self._resize(role, self._size(role).wanted)
         return reply.sentence, reply.refused
 
@@ -263,7 +250,7 @@ class Scaler:
             known = self._asked_by(plan)
             wanted = known or scaleplans.wanted(spec, job, self._numbers())
             numbers = self._numbers() | wanted
-            migration.check(spec, self._job, self._asks.placed(), numbers)
+            migration.check(spec, self._job, self._setup.placed(), numbers)
             moved = self._begin_migration(plan, spec, numbers)
         except (ConfigurationError, msgspec.ValidationError) as error:
             await self._finish(plan, FAILED, str(error))
@@ -345,9 +332,9 @@ class Scaler:
         self, plan: Manifest, spec: ScalePlanSpec, numbers: Mapping[str, int]
     ) -> Migration:
         """Return a plan's replacements among the current pods that stay within ``numbers`` by role."""
-        placed, why = self._asks.placed, _why(plan["metadata"]["name"], spec)
+        placed, why = self._setup.placed, _why(plan["metadata"]["name"], spec)
         wanted = migration.moves(spec, self._job, placed(), numbers)
-        moved = Migration(wanted, placed, self._asks.migrate, why)
+        moved = Migration(wanted, placed, self._setup.migrate, why)
         self._migration = (plan["metadata"]["uid"], moved)
         return moved
 
