@@ -18,11 +18,9 @@ import msgspec
 from dlrover.errors import InfrastructureError
 from dlrover.kubernetes.api.access import Access, find_access
 from dlrover.kubernetes.resources import names
+from dlrover.kubernetes.resources.types import Manifest
 
 logger = logging.getLogger(__name__)
-
-Object = dict[str, Any]
-"""A Kubernetes object."""
 
 CALL_TIMEOUT = 30.0
 """Seconds allowed for one call."""
@@ -149,7 +147,7 @@ class Client:
         """
         return cls(find_access(kubeconfig))
 
-    async def get(self, resource: Resource, namespace: str | None, name: str) -> Object:
+    async def get(self, resource: Resource, namespace: str | None, name: str) -> Manifest:
         """Return one object.
 
         Raises:
@@ -157,7 +155,7 @@ class Client:
         """
         return await self._call("GET", resource.path(namespace, name))
 
-    async def find(self, resource: Resource, namespace: str | None, name: str) -> Object | None:
+    async def find(self, resource: Resource, namespace: str | None, name: str) -> Manifest | None:
         """Return one object, or None if there is none."""
         try:
             return await self.get(resource, namespace, name)
@@ -168,14 +166,14 @@ class Client:
 
     async def list(
         self, resource: Resource, namespace: str | None = None, labels: str = "", fields: str = ""
-    ) -> tuple[list[Object], str]:
+    ) -> tuple[list[Manifest], str]:
         """Return the objects that match the selectors, and the resource version of that state.
 
         Objects from this method and from `watch` lack their ``managedFields``, which no caller reads.
         """
         path = resource.path(namespace)
         query = _query(labelSelector=labels, fieldSelector=fields)
-        items: list[Object] = []
+        items: list[Manifest] = []
         page = await self._call("GET", path, query | {"limit": str(PAGE)})
         items += page.get("items") or ()
         try:
@@ -203,7 +201,7 @@ class Client:
         labels: str = "",
         fields: str = "",
         timeout: float = WATCH_TIMEOUT,
-    ) -> AsyncIterator[tuple[str, Object]]:
+    ) -> AsyncIterator[tuple[str, Manifest]]:
         """Yield the events after ``resource_version``: ``ADDED``, ``MODIFIED``, ``DELETED``, ``BOOKMARK``.
 
         The watch ends after ``timeout`` seconds. A bookmark contains only a resource version.
@@ -235,7 +233,7 @@ class Client:
                     if line.strip():
                         yield _event(line)
 
-    async def create(self, resource: Resource, obj: Object) -> Object:
+    async def create(self, resource: Resource, obj: Manifest) -> Manifest:
         """Create an object.
 
         Raises:
@@ -246,7 +244,7 @@ class Client:
         path = resource.path(obj["metadata"].get("namespace"))
         return await self._call("POST", path, body=body, repeat=again)
 
-    async def ensure(self, resource: Resource, obj: Object) -> bool:
+    async def ensure(self, resource: Resource, obj: Manifest) -> bool:
         """Create an object; return False if one of its name exists."""
         try:
             await self.create(resource, obj)
@@ -256,7 +254,7 @@ class Client:
             raise
         return True
 
-    async def replace(self, resource: Resource, obj: Object) -> Object:
+    async def replace(self, resource: Resource, obj: Manifest) -> Manifest:
         """Replace an object; if it has a resource version, only if it is unchanged since then.
 
         Raises:
@@ -271,9 +269,9 @@ class Client:
         resource: Resource,
         namespace: str | None,
         name: str,
-        patch: Object,
+        patch: Manifest,
         subresource: str = "",
-    ) -> Object:
+    ) -> Manifest:
         """Merge ``patch`` into an object or its subresource (RFC 7386)."""
         path = resource.path(namespace, name, subresource)
         return await self._call("PATCH", path, body=patch)
@@ -284,9 +282,9 @@ class Client:
         namespace: str | None,
         name: str,
         uid: str,
-        patch: Object,
+        patch: Manifest,
         subresource: str = "",
-    ) -> Object:
+    ) -> Manifest:
         """`patch` the object with this ``uid``, never another with the same name.
 
         The server ignores the uid in a status patch, so the patch includes the version just read.
@@ -316,7 +314,7 @@ class Client:
         grace: float | None = None,
     ) -> None:
         """Delete an object if it exists and has any given ``uid``. ``grace``: seconds for a pod to end."""
-        options: Object = {"propagationPolicy": "Background"}
+        options: Manifest = {"propagationPolicy": "Background"}
         if uid:
             options["preconditions"] = {"uid": uid}
         if grace is not None:
@@ -341,10 +339,10 @@ class Client:
         method: str,
         path: str,
         query: Mapping[str, str] | None = None,
-        body: Object | None = None,
+        body: Manifest | None = None,
         *,
         repeat: bool = True,
-    ) -> Object:
+    ) -> Manifest:
         """Make a call, with retries. ``repeat``: retry even if the last attempt may have taken effect."""
         wait, renewed = FIRST_WAIT, False
         for attempt in range(1, ATTEMPTS + 1):
@@ -369,8 +367,8 @@ class Client:
         raise AssertionError("the last attempt returns or raises")
 
     async def _once(
-        self, method: str, path: str, query: Mapping[str, str] | None, body: Object | None
-    ) -> Object:
+        self, method: str, path: str, query: Mapping[str, str] | None, body: Manifest | None
+    ) -> Manifest:
         headers = await self._headers()
         content = None
         if body is not None:
@@ -414,16 +412,16 @@ def _query(**values: str) -> dict[str, str]:
     return {key: value for key, value in values.items() if value}
 
 
-def _decode(content: bytes | str) -> Object:
+def _decode(content: bytes | str) -> Manifest:
     try:
-        return msgspec.json.decode(content, type=Object)
+        return msgspec.json.decode(content, type=Manifest)
     except msgspec.DecodeError as error:
         raise InfrastructureError(
             f"The Kubernetes API server sent what is not JSON: {error}."
         ) from error
 
 
-def _event(line: str) -> tuple[str, Object]:
+def _event(line: str) -> tuple[str, Manifest]:
     event = _decode(line)
     kind, obj = event["type"], event["object"]
     obj.get("metadata", {}).pop("managedFields", None)
@@ -434,7 +432,7 @@ def _event(line: str) -> tuple[str, Object]:
 
 def _error(answer: httpx2.Response) -> ApiError:
     try:
-        status = msgspec.json.decode(answer.content, type=Object)
+        status = msgspec.json.decode(answer.content, type=Manifest)
     except msgspec.DecodeError:
         status = {"message": answer.text[:500].strip()}
     message = status.get("message") or f"The API server answered {answer.status_code}."

@@ -13,12 +13,10 @@ import msgspec
 from dlrover.kubernetes.api.client import ELASTIC_JOBS, EVENTS, ApiError, Client
 from dlrover.kubernetes.machine.decisions import Event
 from dlrover.kubernetes.resources import names, times
-from dlrover.kubernetes.resources.types import ElasticJob, ElasticJobStatus
+from dlrover.kubernetes.resources.types import ElasticJob, ElasticJobStatus, Manifest
 from dlrover.spec.roles import WORKER
 
 logger = logging.getLogger(__name__)
-
-Manifest = dict[str, Any]
 
 
 async def write_status(client: Client, job: Manifest, status: ElasticJobStatus) -> Manifest | None:

@@ -10,9 +10,7 @@ import msgspec
 
 from dlrover.kubernetes.machine.yielding import Claim
 from dlrover.kubernetes.resources import times
-from dlrover.kubernetes.resources.types import Condition, ElasticJobStatus
-
-Manifest = dict[str, Any]
+from dlrover.kubernetes.resources.types import Condition, ElasticJobStatus, Manifest
 
 
 @dataclass(frozen=True)

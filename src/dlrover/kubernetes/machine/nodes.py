@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,11 +11,9 @@ import msgspec
 from dlrover.errors import ExitCode
 from dlrover.kubernetes.machine import objects, podgroups, pods, tls
 from dlrover.kubernetes.resources import names, quantities as resources
-from dlrover.kubernetes.resources.types import ElasticJob, ReplicaSpec
+from dlrover.kubernetes.resources.types import ElasticJob, Manifest, ReplicaSpec
 from dlrover.spec.node import LaunchNode
 from dlrover.spec.roles import SERVER, WORKER, index_in_role, is_server
-
-Manifest = dict[str, Any]
 
 ROLES = ("chief", "evaluator", WORKER, SERVER)
 """Roles whose pods are nodes, in rank order."""
@@ -75,43 +72,21 @@ def pod_name(job: ElasticJob, launch: LaunchNode) -> str:
 def pod(job: ElasticJob, launch: LaunchNode, master: str) -> Manifest:
     """Return the manifest of a node's pod; ``master`` is the address of the job's master.
 
-    The role's template is preserved. The pod also gets what a node needs: labels, an owner, variables for
-    ``dlrover-run``. It never restarts its containers, even if the template says so: the master makes a new
-    pod, possibly on another machine.
+    Besides `objects.pod`, it gets what a node needs: its id and rank, variables for ``dlrover-run``, its group.
     """
     role, index = place(job, launch.node_rank)
-    replica = job.spec.replica_specs[role]
-    template = copy.deepcopy(replica.template)
-    spec: Manifest = template.get("spec") or {}
-    metadata: Mapping[str, Any] = template.get("metadata") or {}
-    spec["restartPolicy"] = "Never"
-    spec.setdefault("enableServiceLinks", False)
+    made = objects.pod(job, role, pod_name(job, launch), index)
+    spec = made["spec"]
     container = _main(spec)
     _give_variables(spec, container, job, launch, role, master)
     tls.give_node(spec, container, job)
     resources.grow(container, launch.memory_factor, launch.cpu_factor)
     _avoid(spec, launch.avoid)
-    priority = _priority(replica, index)
-    if priority:
-        spec.setdefault("priorityClassName", priority)
-    labels = {
-        **(metadata.get("labels") or {}),
-        **names.labels(job.name, role),
+    made["metadata"]["labels"] |= {
         NODE_LABEL: str(launch.node_id),
         RANK_LABEL: str(launch.node_rank),
     }
-    made = {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {
-            "name": pod_name(job, launch),
-            "namespace": job.namespace,
-            "labels": labels,
-            "annotations": {**(metadata.get("annotations") or {}), **_factors(launch)},
-            "ownerReferences": [objects.owner(job)],
-        },
-        "spec": spec,
-    }
+    made["metadata"]["annotations"] |= _factors(launch)
     podgroups.join(made, job, count(job))
     return made
 
@@ -172,18 +147,7 @@ def _own_variables(job: ElasticJob, launch: LaunchNode, role: str, master: str) 
         "POD_IP": "status.podIP",
         "NODE_IP": "status.hostIP",
     }
-    token = {
-        "name": names.own_name(job.name, job.uid),
-        "key": names.TOKEN_KEY,
-    }
-    return [
-        *({"name": name, "value": value} for name, value in plain.items()),
-        *(
-            {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-            for name, path in fields.items()
-        ),
-        {"name": "DLROVER_TOKEN", "valueFrom": {"secretKeyRef": token}},
-    ]
+    return objects.variables(job, plain, fields)
 
 
 def _avoid(spec: Manifest, hosts: Sequence[str]) -> None:
@@ -197,13 +161,6 @@ def _avoid(spec: Manifest, hosts: Sequence[str]) -> None:
     terms = required.setdefault("nodeSelectorTerms", [{}])  # a host must match one of them
     for term in terms:
         term["matchExpressions"] = [*(term.get("matchExpressions") or []), wanted]
-
-
-def _priority(replica: ReplicaSpec, index: int) -> str:
-    """Return the priority class of a role's pod; a fraction is the share of pods with class ``high``."""
-    if replica.priority in ("", "high", "low"):
-        return replica.priority
-    return "high" if index < math.ceil(float(replica.priority) * replica.replicas) else "low"
 
 
 # ---- the status of a pod
@@ -286,6 +243,6 @@ def _words(what: str, said: Mapping[str, Any]) -> str:
     return ": ".join(part for part in (what, said.get("reason"), detail) if part)
 
 
-def waiting(obj: Mapping[str, Any]) -> str:
+def waiting(obj: Manifest) -> str:
     """Return why a pod does not run yet; empty if it runs or the reason is unknown."""
     return pods.obstacle([obj]).rstrip(".")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from dlrover.kubernetes.machine import podgroups, tls
 from dlrover.kubernetes.resources import names, quantities as resources
-from dlrover.kubernetes.resources.types import ElasticJob
+from dlrover.kubernetes.resources.types import ElasticJob, Manifest, ReplicaSpec
 
-Manifest = dict[str, Any]
 HOME = "/var/lib/dlrover"
 """Where the master keeps the job's directory: an empty volume per pod, or the volume of ``journalClaim``."""
 USER = 65532
@@ -154,24 +154,64 @@ def _rule(group: str, resources: list[str], verbs: list[str], only: str = "") ->
     return {"apiGroups": [group], "resources": resources, "verbs": verbs, **named}
 
 
+def pod(job: ElasticJob, role: str, name: str, index: int = 0) -> Manifest:
+    """Return a pod from its role's template, which is preserved, with the job's labels and owner.
+
+    The pod never restarts its containers, even if the template says so: the operator and the master decide
+    what follows its end.
+    """
+    replica = job.spec.replica_specs.get(role, ReplicaSpec())
+    template = copy.deepcopy(replica.template)
+    spec: Manifest = template.get("spec") or {}
+    given: Mapping[str, Any] = template.get("metadata") or {}
+    spec["containers"] = spec.get("containers") or [{}]
+    spec["restartPolicy"] = "Never"
+    spec.setdefault("enableServiceLinks", False)
+    priority = _priority(replica, index)
+    if priority:
+        spec.setdefault("priorityClassName", priority)
+    made = _object("v1", "Pod", job, spec=spec)
+    made["metadata"] |= {
+        "name": name,
+        "labels": {**(given.get("labels") or {}), **names.labels(job.name, role)},
+        "annotations": {**(given.get("annotations") or {})},
+    }
+    return made
+
+
+def _priority(replica: ReplicaSpec, index: int) -> str:
+    """Return the priority class of a role's pod; a fraction is the share of pods with class ``high``."""
+    if replica.priority in ("", "high", "low"):
+        return replica.priority
+    most = math.ceil(float(replica.priority) * max(1, replica.replicas))
+    return "high" if index < most else "low"
+
+
+def variables(
+    job: ElasticJob, plain: Mapping[str, str], fields: Mapping[str, str]
+) -> list[Manifest]:
+    """Return variables of a container: values, fields of its pod, and the job's token."""
+    token = {"name": _own_name(job), "key": names.TOKEN_KEY}
+    return [
+        *({"name": name, "value": value} for name, value in plain.items()),
+        *(
+            {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+            for name, path in fields.items()
+        ),
+        {"name": "DLROVER_TOKEN", "valueFrom": {"secretKeyRef": token}},
+    ]
+
+
 def master_pod(job: ElasticJob, image: str, memory_factor: float = 1.0) -> Manifest:
     """Return the master's pod, from the job's role ``dlrover-master`` if present.
 
-    Its memory is multiplied by ``memory_factor``. The pod never restarts its container: the operator
-    decides what follows its end.
+    Its memory is multiplied by ``memory_factor``.
     """
-    given = job.spec.replica_specs.get(names.MASTER_ROLE)
-    template = copy.deepcopy(given.template) if given else {}
-    spec: Manifest = template.get("spec") or {}
-    metadata: Mapping[str, Any] = template.get("metadata") or {}
-    containers = spec.get("containers") or [{}]
-    _complete(containers[0], job, image)
-    resources.grow(containers[0], memory_factor)
-    spec["containers"] = containers
-    spec["restartPolicy"] = "Never"
-    spec.setdefault("enableServiceLinks", False)
-    if given is not None and given.priority:
-        spec.setdefault("priorityClassName", _priority(given.priority))
+    made = pod(job, names.MASTER_ROLE, names.master_name(job.name))
+    spec = made["spec"]
+    container = spec["containers"][0]
+    _complete(container, job, image)
+    resources.grow(container, memory_factor)
     spec.setdefault("serviceAccountName", _own_name(job))
     spec.setdefault(
         "securityContext",
@@ -190,22 +230,10 @@ def master_pod(job: ElasticJob, image: str, memory_factor: float = 1.0) -> Manif
         {"name": "dlrover-home", **home},
         {"name": "dlrover-tmp", "emptyDir": {}},
     ]
-    tls.give_master(spec, containers[0], job)
-    pod = _object("v1", "Pod", job, spec=spec)
-    pod["metadata"]["labels"] = {
-        **(metadata.get("labels") or {}),
-        **names.labels(job.name, names.MASTER_ROLE),
-    }
-    grown = {names.MEMORY_FACTOR: str(memory_factor)} if memory_factor != 1.0 else {}
-    pod["metadata"]["annotations"] = {**(metadata.get("annotations") or {}), **grown}
-    return pod
-
-
-def _priority(given: str) -> str:
-    """Return the master's priority class; any positive fraction means ``high``, as there is one pod."""
-    if given in ("high", "low"):
-        return given
-    return "high" if float(given) else "low"
+    tls.give_master(spec, container, job)
+    if memory_factor != 1.0:
+        made["metadata"]["annotations"][names.MEMORY_FACTOR] = str(memory_factor)
+    return made
 
 
 def _complete(container: Manifest, job: ElasticJob, image: str) -> None:
@@ -252,12 +280,7 @@ def _environment(job: ElasticJob) -> list[Manifest]:
         "DLROVER_STATE_DIR": f"{HOME}/state",
         "HOME": HOME,
     }
-    reference = {"name": _own_name(job), "key": names.TOKEN_KEY}
-    return [
-        *({"name": name, "value": value} for name, value in plain.items()),
-        {"name": "DLROVER_TOKEN", "valueFrom": {"secretKeyRef": reference}},
-        {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-    ]
+    return variables(job, plain, {"POD_IP": "status.podIP"})
 
 
 def _own_name(job: ElasticJob) -> str:

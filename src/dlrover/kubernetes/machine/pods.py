@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from dlrover.errors import ExitCode
 from dlrover.kubernetes.resources import names, times
-from dlrover.kubernetes.resources.types import ReplicaStatus
-
-Manifest = Mapping[str, Any]
+from dlrover.kubernetes.resources.types import Manifest, ReplicaStatus
 
 _DECISIVE = {
     ExitCode.USER_CODE: ("UserCode", "The training program failed"),
@@ -165,7 +162,7 @@ def _sentence(text: str) -> str:
     return text if not text or text.endswith(".") else f"{text}."
 
 
-def _status(pod: Manifest) -> Mapping[str, Any]:
+def _status(pod: Manifest) -> Manifest:
     return pod.get("status") or {}
 
 
@@ -176,7 +173,7 @@ def _condition(pod: Manifest, kind: str) -> str:
     return "Unknown"
 
 
-def _terminated(pod: Manifest) -> Mapping[str, Any]:
+def _terminated(pod: Manifest) -> Manifest:
     """Return how the pod's first container ended; empty if unknown, as for an evicted pod."""
     statuses = _status(pod).get("containerStatuses") or [{}]
     return (statuses[0].get("state") or {}).get("terminated") or {}

@@ -26,9 +26,7 @@ from dlrover.kubernetes.machine.decisions import (
 )
 from dlrover.kubernetes.machine.view import View, deletion
 from dlrover.kubernetes.resources import names, times
-from dlrover.kubernetes.resources.types import ElasticJobStatus, MasterStatus
-
-Manifest = dict[str, Any]
+from dlrover.kubernetes.resources.types import ElasticJobStatus, Manifest, MasterStatus
 
 QUICK = 60.0
 """Seconds below which a master's life counts as short; repeated short lives delay its restart ever longer."""

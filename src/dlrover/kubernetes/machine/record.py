@@ -19,10 +19,9 @@ from dlrover.errors import ConfigurationError
 from dlrover.kubernetes.machine.decisions import status_of
 from dlrover.kubernetes.resources import commands, names, validation
 from dlrover.kubernetes.resources.rules import canonical
-from dlrover.kubernetes.resources.types import ElasticJob, ElasticJobSpec
+from dlrover.kubernetes.resources.types import ElasticJob, ElasticJobSpec, Manifest
 from dlrover.spec.roles import SERVER, WORKER
 
-Manifest = Mapping[str, Any]
 LIVE = (
     "suspend",
     "ttlSecondsAfterFinished",

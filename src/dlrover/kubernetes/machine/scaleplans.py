@@ -9,10 +9,9 @@ from dlrover.errors import ConfigurationError
 from dlrover.kubernetes.machine.decisions import status_of
 from dlrover.kubernetes.machine.nodes import SCALED
 from dlrover.kubernetes.resources import names, times, validation
-from dlrover.kubernetes.resources.types import ElasticJob, ScalePlanSpec
+from dlrover.kubernetes.resources.types import ElasticJob, Manifest, ScalePlanSpec
 from dlrover.spec.roles import WORKER
 
-Manifest = dict[str, Any]
 TYPE_LABEL = "scale-type"
 """Label of a plan; ``auto``: the plan is not a user's and stays within its job's bounds."""
 PENDING, SCALING, SUCCEEDED, FAILED = "Pending", "Scaling", "Succeeded", "Failed"

@@ -11,9 +11,7 @@ from dlrover.kubernetes.machine import decisions, pods, yielding
 from dlrover.kubernetes.machine.decisions import Decision, Deletion, Event, Observed
 from dlrover.kubernetes.machine.record import Running
 from dlrover.kubernetes.resources import compatibility, names, times
-from dlrover.kubernetes.resources.types import Condition, ElasticJobStatus
-
-Manifest = dict[str, Any]
+from dlrover.kubernetes.resources.types import Condition, ElasticJobStatus, Manifest
 
 FORCE_AFTER = 30.0
 """Seconds beyond its grace period after which a master's pod that does not end is deleted by force.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -21,8 +20,8 @@ from dlrover.kubernetes.machine.decisions import (
     status_of,
 )
 from dlrover.kubernetes.operator import certificates
+from dlrover.kubernetes.resources.types import Manifest
 
-Manifest = dict[str, Any]
 _RESOURCES = {
     resource.kind: resource
     for resource in (

@@ -12,10 +12,9 @@ from typing import Any
 from dlrover.errors import InfrastructureError
 from dlrover.kubernetes.api.client import CONFLICTS, LEASES, ApiError, Client
 from dlrover.kubernetes.resources import times
+from dlrover.kubernetes.resources.types import Manifest
 
 logger = logging.getLogger(__name__)
-
-Manifest = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
 
 from dlrover.errors import InfrastructureError
 from dlrover.kubernetes.api.client import SCALE_PLANS, ApiError, Client
@@ -13,10 +12,10 @@ from dlrover.kubernetes.api.informer import Informer
 from dlrover.kubernetes.machine import scaleplans
 from dlrover.kubernetes.operator.workqueue import WorkQueue
 from dlrover.kubernetes.resources import names
+from dlrover.kubernetes.resources.types import Manifest
 
 logger = logging.getLogger(__name__)
 
-Manifest = dict[str, Any]
 RETRY = 5.0
 """Seconds before a plan is processed again after a failed write."""
 

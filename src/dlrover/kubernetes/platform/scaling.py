@@ -27,13 +27,12 @@ from dlrover.kubernetes.machine.scaleplans import FAILED, FINAL, PENDING, SCALIN
 from dlrover.kubernetes.platform import migration
 from dlrover.kubernetes.platform.migration import Migration
 from dlrover.kubernetes.resources import names, times, validation
-from dlrover.kubernetes.resources.types import ElasticJob, ScalePlan, ScalePlanSpec
+from dlrover.kubernetes.resources.types import ElasticJob, Manifest, ScalePlan, ScalePlanSpec
 from dlrover.platform.base import Setup
 from dlrover.spec.roles import SERVER, WORKER
 
 logger = logging.getLogger(__name__)
 
-Manifest = dict[str, Any]
 POLL = 1.0
 """Seconds between checks of a plan's progress."""
 PLAN_TIMEOUT = 600.0

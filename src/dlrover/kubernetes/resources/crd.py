@@ -12,8 +12,8 @@ import yaml
 
 from dlrover.kubernetes.machine import objects
 from dlrover.kubernetes.resources import names, schema
+from dlrover.kubernetes.resources.types import Manifest
 
-Manifest = dict[str, Any]
 HEADER = "# Written by python -m dlrover.kubernetes.resources.crd: do not edit.\n"
 _WORKERS = ".spec.replicaSpecs.worker.replicas"
 

@@ -11,6 +11,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
+Manifest: TypeAlias = dict[str, Any]
+"""A Kubernetes object, as in its manifest."""
+
 Role = Literal["worker", "ps", "chief", "evaluator", "dlrover-master"]
 Strategy = Literal["AllreduceStrategy", "ParameterServerStrategy", "CustomStrategy", "Local"]
 OptimizeMode = Literal["manual", "single-job", "cluster", "manunal", "mannual"]
