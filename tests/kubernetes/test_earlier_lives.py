@@ -84,7 +84,7 @@ def test_a_master_that_comes_late_is_not_the_next_jobs() -> None:
         known = {one["name"]: one["value"] for one in env if "value" in one}
         assert (await jobs.read(server, known)).uid == first.uid
         again(server)
-        with pytest.raises(ConfigurationError, match="was deleted, and another one has its name"):
+        with pytest.raises(ConfigurationError, match="was deleted; another one now has its name"):
             await jobs.read(server, known)
 
     asyncio.run(story())
@@ -160,7 +160,7 @@ def test_a_server_that_is_away_does_not_end_the_reports() -> None:
             raise InfrastructureError("The server does not answer.")
 
         server.before = away
-        one.waits("Pod a: its pod cannot be made.")
+        one.waits("Pod a: its pod cannot be created.")
         running = asyncio.create_task(one.run())
         await until(lambda: server.calls)
         server.before = lambda *_: None
@@ -410,7 +410,7 @@ def test_the_operator_refuses_a_plan_that_is_older_than_the_job() -> None:
         async with operator(server):
             await until(lambda: status(server, "grow").get("phase") == "Failed")
         assert status(server, "grow")["message"] == (
-            "The plan is older than the ElasticJob digits: it was not made for it. Create it again."
+            "The plan is older than the ElasticJob digits: create the plan again."
         )
         assert "ownerReferences" not in server.there(SCALE_PLANS, "grow")["metadata"]
 
@@ -544,7 +544,7 @@ def test_a_master_adopts_no_pod_of_another_job_of_its_name() -> None:
         async with watched(server, again(server)) as nodes:
             nodes.platform.adopt(0, POD)
             await until(lambda: nodes.exits)
-            assert nodes.exits == {0: "its pod was deleted while the master was away"}
+            assert nodes.exits == {0: "its pod was deleted while the master was down"}
 
     asyncio.run(story())
 

@@ -90,7 +90,7 @@ def test_an_operator_that_stands_still_fails_its_probe(monkeypatch: pytest.Monke
         try:
             assert await asyncio.to_thread(get, server.port, "/healthz") == (200, "ok\n")
             status, said = await asyncio.to_thread(get, server.port, "/readyz")
-            assert (status, said) == (503, "It has not read its Lease yet.\n")
+            assert (status, said) == (503, "The operator has not read its Lease yet.\n")
             assert (await asyncio.to_thread(get, server.port, "/"))[0] == 404
             asked = asyncio.create_task(asyncio.to_thread(get, server.port, "/healthz"))
             await asyncio.sleep(0)

@@ -240,7 +240,7 @@ def test_pods_are_replaced_while_they_train() -> None:
     moved = told.begun(spec)
     assert moved.missing == ["w0", "w1", "w2"]
     assert migration.asked(spec, moved.pods) == [
-        "w0, w1 and w2 train on until other pods take their places."
+        "w0, w1 and w2 train on until other pods replace them."
     ]
     machine = told.driver.machine
     assert [(machine.nodes[i].cpu_factor, machine.nodes[i].memory_factor) for i in (3, 4, 5)] == [
@@ -270,7 +270,7 @@ def test_without_a_resource_the_other_pod_has_the_size_of_the_first() -> None:
     told.begun(spec)
     assert told.driver.machine.nodes[3].cpu_factor == 2.0
     assert told.driver.machine.nodes[3].memory_factor == 3.0
-    assert migration.done(spec) == ["Another pod has taken the place of w2."]
+    assert migration.done(spec) == ["Another pod has replaced w2."]
 
 
 def test_a_pod_whose_successor_never_starts_stays() -> None:
@@ -280,7 +280,7 @@ def test_a_pod_whose_successor_never_starts_stays() -> None:
     told.driver.give(inputs.DeadlinePassed(), at=told.driver.machine.deadline())
     moved.advance()
     assert moved.failed == (
-        "w1 stays: w2 does not take its place: it had not started: no machine has 2 cores."
+        "w1 stays: w2 does not replace it: it had not started: no machine has 2 cores."
     )
 
 
@@ -310,9 +310,7 @@ def test_a_pod_that_is_lost_before_its_place_was_asked_for() -> None:
     assert (moved.missing, moved.failed) == (["w1"], "")
     told.driver.join(0, 2, at=21.0)
     moved.advance()
-    assert (
-        moved.failed == "w1 was lost before another pod could take its place: its pod was deleted."
-    )
+    assert moved.failed == "w1 was lost before another pod could replace it: its pod was deleted."
 
 
 def test_another_master_goes_on_where_the_last_one_was() -> None:
@@ -363,9 +361,14 @@ def test_long_lists_of_pods_are_cut() -> None:
             "3 workers",
             [],
             "no room.",
-            "The job does not have 3 workers after 600 s; they stay wanted: no room.",
+            "The job does not have 3 workers after 600 s; they stay requested: no room.",
         ),
-        ("", [], "", "The job is not whole after 600 s; its nodes stay wanted: nothing says why."),
+        (
+            "",
+            [],
+            "",
+            "The job is incomplete after 600 s; its nodes stay requested: the reason is unknown.",
+        ),
         (
             "",
             ["w1"],
@@ -376,7 +379,7 @@ def test_long_lists_of_pods_are_cut() -> None:
             "3 workers",
             ["w1", "w2"],
             "",
-            "w1 and w2 are not replaced after 600 s: nothing says why.",
+            "w1 and w2 are not replaced after 600 s: the reason is unknown.",
         ),
     ],
 )

@@ -189,7 +189,7 @@ def terminated(code: int, reason: str = "Error") -> dict[str, Any]:
         ),
         (
             pod_with(terminated(137, "OOMKilled")),
-            "its container main was killed for want of memory (OOMKilled)",
+            "its container main ran out of memory (OOMKilled)",
         ),
         (
             pod_with(

@@ -78,7 +78,7 @@ def test_the_state_follows_the_pods() -> None:
     world.settle()
     assert world.status["phase"] == "Running"
     assert world.status["workers"] == "1/2"
-    assert world.status["message"] == "1 of 2 workers run."
+    assert world.status["message"] == "1 of 2 workers are running."
     assert world.status["replicaStatuses"]["worker"]["pending"] == 1
 
 

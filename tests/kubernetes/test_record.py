@@ -51,8 +51,7 @@ def test_a_job_that_has_ended_promises_no_other_start() -> None:
     world.settle()
     change(world, template=template(image="train:2"))
     assert message(world, "Applied").endswith(
-        "image changed: the job has ended, and does not start again. Delete it and create it anew to run the "
-        "change."
+        "image changed: the job has ended. To run with the change, delete the job and create it again."
     )
     assert world.events.count("NotApplied") == 1
     assert world.job is not None
@@ -76,7 +75,7 @@ def test_no_replicas_leave_a_running_job_and_its_next_master_as_they_are() -> No
     assert world.events.count("Rejected") == 1
     assert world.status["message"] == (
         "spec.replicaSpecs is worker with 0 replicas: accepted is at least one pod that trains (spec.suspend "
-        "stops a job). The job goes on as it was before."
+        "stops a job). The job continues unchanged."
     )
     assert world.master is not None
     world.end(world.master, 137)
@@ -128,8 +127,8 @@ def test_a_changed_image_waits_until_the_job_starts_again() -> None:
     change(world, template=template(image="train:2"))
     assert world.condition("Applied") == "False"
     assert message(world, "Applied") == (
-        "spec.replicaSpecs.worker.template.spec.containers[0].image changed: a running job keeps what it "
-        "started with. The change applies when the job starts again: set spec.suspend to true, then to false."
+        "spec.replicaSpecs.worker.template.spec.containers[0].image changed: a running job keeps "
+        "the spec that it started with. To apply the change, set spec.suspend to true, then to false."
     )
     assert world.events.count("NotApplied") == 1
     assert pod_of(world)["spec"]["containers"][0]["image"] == "train:1"
@@ -293,7 +292,7 @@ def test_a_job_whose_manifest_is_wrong_can_be_suspended(
     assert world.status["phase"] == "Suspended"
     assert world.condition("Suspended") == "True"
     assert world.condition("Accepted") == "False"
-    assert "goes on" not in world.status["message"]
+    assert "continues" not in world.status["message"]
     world.job["spec"]["suspend"] = False
     world.settle()
     assert world.pods == [], "nothing is started by a wrong manifest"

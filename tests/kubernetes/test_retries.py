@@ -18,4 +18,4 @@ def test_each_failure_of_a_job_doubles_its_delay_up_to_a_minute(
     assert delays == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, *[60.0] * 6]
     assert operator._retry("train/other", error) == 1.0, "each job has a delay of its own"
     assert operator.stats.failures == 13
-    assert "Job train/digits is tried again in 60 s: the API server does not answer" in caplog.text
+    assert "Job train/digits is retried in 60 s: the API server does not answer" in caplog.text

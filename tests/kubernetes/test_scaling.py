@@ -148,7 +148,7 @@ async def refuse_wrong_plans(job: Scaled) -> None:
     job.plan("nothing", removePods=[{"name": "a"}, {"name": "b"}])
     phase, message = await job.ends("nothing")
     assert phase == "Failed"
-    assert message.startswith("The plan asks for 0 workers: accepted are at least 1 ")
+    assert message.startswith("The plan requests 0 workers: accepted are at least 1 ")
     job.plan("auto", {"scale-type": "auto"}, createPods=[{}], reason="The queue is long.")
     phase, message = await job.ends("auto")
     assert phase == "Failed"
@@ -280,10 +280,10 @@ def test_how_many_pods_a_plan_asks_for(spec: dict[str, Any], numbers: dict[str, 
         ),
         ({"replica_resource_specs": replicas(worker=1)}, "at least 2 (minReplicas)"),
         ({"create_pods": [PlannedPod(type="chief")]}, "of type chief: accepted are worker and ps"),
-        ({"remove_pods": [PlannedPod()] * 4}, "asks for 0 workers"),
+        ({"remove_pods": [PlannedPod()] * 4}, "requests 0 workers"),
         (
             {"replica_resource_specs": replicas(worker=4, ps=0)},
-            "asks for 0 servers: accepted are at least 1",
+            "requests 0 servers: accepted are at least 1",
         ),
     ],
 )
@@ -336,7 +336,7 @@ def test_a_plan_that_waits_for_a_right_manifest_says_so() -> None:
     job = manifests.job()
     assert scaleplans.standing(plan, job) == {
         "phase": "Pending",
-        "message": "The master of digits takes it up.",
+        "message": "The plan waits for the master of digits.",
     }
     job["spec"]["replicaSpecs"]["worker"]["replicas"] = 0
     status = scaleplans.standing(plan, job)

@@ -152,7 +152,7 @@ class World:
 
 
 def running(**spec: Any) -> World:
-    """A job whose master and two workers run."""
+    """A job whose master and two workers are running."""
     world = World(job(**spec))
     world.settle()
     assert world.master is not None

@@ -26,24 +26,27 @@ LEASE = "dlrover-operator"
 
 def operator(
     namespace: Annotated[
-        str, typer.Option(help="Only jobs of this namespace; of the whole cluster if left out.")
+        str, typer.Option(help="Namespace of the jobs; default: all namespaces.")
     ] = "",
     kubeconfig: Kubeconfig = "",
     master_image: MasterImage = IMAGE,
     lease_namespace: Annotated[
-        str, typer.Option(help="Where its Lease is; --namespace or its own if left out.")
+        str,
+        typer.Option(help="Namespace of the Lease; default: --namespace, else the operator's own."),
     ] = "",
     leader_election: Annotated[
-        bool, typer.Option(help="Wait while another operator leads.")
+        bool, typer.Option(help="Wait while another operator is the leader.")
     ] = True,
     http_port: Annotated[
         int, typer.Option(help="Port of /healthz, /readyz and /metrics; 0: none.")
     ] = 0,
-    http_host: Annotated[str, typer.Option(help="Address that it listens on.")] = "127.0.0.1",
+    http_host: Annotated[
+        str, typer.Option(help="Address that --http-port listens on.")
+    ] = "127.0.0.1",
 ) -> None:
-    """Run the operator: it creates the masters of ElasticJobs and keeps them alive.
+    """Run the operator, which starts and restarts the masters of ElasticJobs.
 
-    Exit code 3 if another operator takes the lead.
+    Exit code 3 if another operator becomes the leader.
     """
     with extra():
         from dlrover.kubernetes.api.client import Client  # noqa: PLC0415 - needs the extra

@@ -417,7 +417,7 @@ def _decode(content: bytes | str) -> Manifest:
         return msgspec.json.decode(content, type=Manifest)
     except msgspec.DecodeError as error:
         raise InfrastructureError(
-            f"The Kubernetes API server sent what is not JSON: {error}."
+            f"The Kubernetes API server sent invalid JSON: {error}."
         ) from error
 
 

@@ -74,7 +74,7 @@ class Informer:
                 wait = FIRST_WAIT if self._healthy else wait
                 pause = min(LONGEST_WAIT, jitter(wait) if asked is None else asked)
                 wait = min(LONGEST_WAIT, wait * 2)
-                logger.info("Following %s goes on in %.1f s: %s", self.what, pause, error)
+                logger.info("Watching %s resumes in %.1f s: %s", self.what, pause, error)
                 await asyncio.sleep(pause)
             else:
                 wait = FIRST_WAIT

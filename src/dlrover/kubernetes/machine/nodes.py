@@ -207,7 +207,7 @@ def _end(status: Mapping[str, Any]) -> str:
         end = (container.get("state") or {}).get("terminated") or {}
         code = end.get("exitCode", 0)
         if end.get("reason") == "OOMKilled":
-            return f"its container {container['name']} was killed for want of memory (OOMKilled)"
+            return f"its container {container['name']} ran out of memory (OOMKilled)"
         if code and not status.get("reason"):
             reason = end.get("reason")
             also = f" ({reason})" if reason not in (None, "", "Error") else ""

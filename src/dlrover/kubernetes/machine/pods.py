@@ -11,10 +11,10 @@ from dlrover.kubernetes.resources.types import Manifest, ReplicaStatus
 
 _DECISIVE = {
     ExitCode.USER_CODE: ("UserCode", "The training program failed"),
-    ExitCode.USAGE: ("Usage", "A flag, a file or a setting is wrong"),
-    ExitCode.INFRASTRUCTURE: ("Infrastructure", "The restarts for failed machines are used up"),
-    ExitCode.NO_PROGRESS: ("NoProgress", "Restarts no longer led to a new step"),
-    ExitCode.STOPPED: ("Stopped", "Somebody stopped the job"),
+    ExitCode.USAGE: ("Usage", "An option, a file or a setting is invalid"),
+    ExitCode.INFRASTRUCTURE: ("Infrastructure", "No restarts are left for failed machines"),
+    ExitCode.NO_PROGRESS: ("NoProgress", "Restarts no longer lead to new steps"),
+    ExitCode.STOPPED: ("Stopped", "The job was stopped"),
 }
 _NO_PROGRAM = ("ContainerCannotRun", "StartError")
 _STUCK = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError",
@@ -74,9 +74,7 @@ def end_of_master(pod: Manifest) -> End:
     said = str(terminated.get("message") or "").strip().rpartition("\n")[2]
     code = terminated.get("exitCode")
     if phase(pod) == "Succeeded" or code == 0:
-        return End(
-            final=True, succeeded=True, reason="Succeeded", message="All workers ended well."
-        )
+        return End(final=True, succeeded=True, reason="Succeeded", message="All workers succeeded.")
     why = str(terminated.get("reason") or _status(pod).get("reason") or "")
     if why in _NO_PROGRAM or code == 127:
         what = f"The master's image has no command dlrover: {said or why}."
@@ -99,7 +97,7 @@ def _fate(pod: Manifest, code: int | None, why: str) -> str:
     if why == "OOMKilled":
         return "The master used more memory than its limit."
     if code is not None and code > ExitCode.SIGNAL_BASE:
-        return f"The master was ended by signal {code - ExitCode.SIGNAL_BASE}."
+        return f"The master was killed by signal {code - ExitCode.SIGNAL_BASE}."
     detail = str(_status(pod).get("message") or "").strip()
     known = " ".join(part for part in (why, detail) if part)
     return f"The master's pod failed: {known or f'exit code {code}'}."

@@ -120,8 +120,8 @@ def _goes_on(view: View, master: Manifest) -> Decision:
         return _restarting(view, "The master's pod is being deleted.", forced, again)
     missing = objects.missing_labels(view.job, master)
     if missing:
-        message = f"The master's pod lost its label {', '.join(missing)}, by which it is found."
-        view.report("MasterLost", f"{message} It is started again.", warning=True)
+        message = f"The master's pod lost its label {', '.join(missing)} and cannot be found."
+        view.report("MasterLost", f"{message} It restarts.", warning=True)
         return _restarting(view, message, (deletion(master),))
     return _runs(view, master)
 
@@ -135,7 +135,7 @@ def _master_ended(view: View, master: Manifest) -> Decision:
     if end.reason == "OOMKilled":  # read from the pod, so that a repeated decision is the same
         factor = min(MOST_MEMORY, pods.memory_factor(master) * MEMORY_GROWTH)
         more = f" with {factor:g} times the memory of the first one"
-    view.report("MasterLost", f"{end.message} It is started again{more}.", warning=True)
+    view.report("MasterLost", f"{end.message} It restarts{more}.", warning=True)
     delete = () if pods.leaving(master) else (deletion(master),)
     remembered = msgspec.structs.replace(before, memory_factor=factor)
     return _restarting(view, end.message, delete, master=remembered)
@@ -160,7 +160,7 @@ def _name_taken(view: View, foreign: Manifest) -> Decision:
         one.get("kind") == "ElasticJob" and one.get("name") == view.job.name for one in references
     )
     delete = (deletion(foreign),) if earlier and not pods.leaving(foreign) else ()
-    message = f"The pod {pods.name(foreign)} is not this job's: it has to go first."
+    message = f"Pod {pods.name(foreign)} does not belong to this job and must be deleted first."
     if message != view.old.message and not delete:
         view.report("NameTaken", message, warning=True)
     return view.decision("Pending", message, delete=delete, again=FOREIGN_CHECK)
@@ -173,16 +173,16 @@ def _start(view: View, master_image: str, token: str) -> Decision:
     job, before, suspended = view.job, view.old.master, view.is_true("Suspended")
     pause, lived = delay(before.quick_ends), _lived(view)
     if before.starts and pause > lived:
-        return _restarting(view, "The master is started again soon.", again=pause - lived)
+        return _restarting(view, "The master restarts soon.", again=pause - lived)
     if suspended:
-        view.report("Resumed", "spec.suspend is false: the job goes on.")
+        view.report("Resumed", "spec.suspend is false: the job resumes.")
     anew = suspended or view.old.phase == "Yielded" or not before.starts
     quick = not anew and lived < QUICK + pause
     number = before.starts + 1
     view.events.append(_started(number))
     decision = view.decision(
         "Restarting" if before.starts else "Created",
-        f"Master {number} of the job is started.",
+        f"Started master {number} of the job.",
         master=MasterStatus(
             starts=number,
             last_start_time=times.written(view.now),
@@ -216,7 +216,7 @@ def _start(view: View, master_image: str, token: str) -> Decision:
 
 
 def _started(number: int) -> Event:
-    return Event("MasterStarted", f"Master {number} of the job is started.")
+    return Event("MasterStarted", f"Started master {number} of the job.")
 
 
 def _lived(view: View) -> float:
@@ -229,13 +229,13 @@ def _runs(view: View, master: Manifest) -> Decision:
     """Report the state of a job whose master lives; yield if another job waits ahead of it."""
     ready = pods.ready(master)
     why = pods.obstacle([master, *view.others]) or view.old.training.waits
-    phase, message = "Pending", "The workers start." if ready else "The master starts."
+    phase, message = "Pending", "The workers are starting." if ready else "The master is starting."
     if ready and view.active:
-        phase, message = "Running", f"{view.active} of {view.wanted} workers run."
+        phase, message = "Running", f"{view.active} of {view.wanted} workers are running."
     elif view.old.master.starts > 1 and view.old.phase == "Restarting" and not ready:
         phase = "Restarting"
     if ready and not view.is_true("MasterReady"):
-        view.report("MasterReady", "The master takes connections.")
+        view.report("MasterReady", "The master accepts connections.")
     changed = [
         view.condition("Suspended", False, "Resumed"),
         view.condition("MasterReady", ready, "Ready" if ready else "Starting"),

@@ -92,7 +92,7 @@ def removing(view: View) -> bool:
 def suspended(view: View) -> Decision:
     """Remove the pods of a suspended job."""
     left = len(view.others) + (view.master is not None)
-    message = f"{left} pods are ending." if left else "The job is suspended: it has no pods."
+    message = f"{left} pods are ending." if left else "The job is suspended and has no pods."
     if view.old.phase != "Suspended":
         view.report("Suspended", "spec.suspend is true: the job's pods are removed.")
     changed = [
@@ -115,7 +115,7 @@ def yields(view: View, after: int) -> Decision:
     least = commands.fewest_nodes(view.job)
     message = (
         f"{yielding.placed(view.others)} of at least {least} nodes were placed while another job "
-        f"waits: the job gives its pods back and asks for them again in {after} s."
+        f"waits: the job releases its pods and requests them again in {after} s."
     )
     view.report("Yielded", message, warning=True)
     number, now = view.old.yields + 1, times.written(view.now)

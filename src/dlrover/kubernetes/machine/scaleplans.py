@@ -82,7 +82,7 @@ def _bounded(role: str, number: int, job: ElasticJob) -> int:
     least = given.min_replicas or 1
     if number < least:
         raise ConfigurationError(
-            f"The plan asks for {counted(role, number)}: accepted are at least {least} "
+            f"The plan requests {counted(role, number)}: accepted are at least {least} "
             f"({'minReplicas' if given.min_replicas else 'spec.suspend stops a job'})."
         )
     return number
@@ -112,7 +112,7 @@ def _notes(spec: Mapping[str, Any]) -> Iterator[str]:
     if any(pod.get(one) for pod in spec.get("migratePods") or () for one in others):
         yield "spec.migratePods: only the name and the resource of its pods count."
     if spec.get("manualScaling"):
-        yield _no_effect("manualScaling", "The label scale-type says whose plan it is.")
+        yield _no_effect("manualScaling", "The label scale-type marks plans that are not a user's.")
     if spec.get("psHosts"):
         yield _no_effect("psHosts", "A worker finds the servers by the ranks of its world.")
 
@@ -152,7 +152,7 @@ def standing(plan: Manifest, job: Manifest | None) -> dict[str, str] | None:
     if phase in FINAL or spec.get("managedBy") not in (None, "", names.MANAGER):
         return None
     if job is not None and not belongs(plan, job["metadata"]):
-        older = f"The plan is older than the ElasticJob {owner}: it was not made for it. Create it again."
+        older = f"The plan is older than the ElasticJob {owner}: create the plan again."
         # A plan with an owner is deleted with its owner.
         return None if owner_of(plan) else {"phase": FAILED, "message": older}
     gone = f"There is no ElasticJob {owner} in this namespace; create the plan after its job."
@@ -160,7 +160,7 @@ def standing(plan: Manifest, job: Manifest | None) -> dict[str, str] | None:
         return {"phase": FAILED, "message": f"The ElasticJob {owner} has ended."}
     if phase == SCALING:  # its master carries it out
         return {"phase": FAILED, "message": gone} if job is None else None
-    message = f"The master of {owner} takes it up."
+    message = f"The plan waits for the master of {owner}."
     if job is None:
         message = gone
     elif spec.get("suspend"):

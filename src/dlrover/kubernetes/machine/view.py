@@ -77,7 +77,7 @@ class View:
         if master is None or not pods.leaving(master) or self.force_after(master) > 0:
             return ()
         message = (
-            "The master's pod did not go in time, as on a lost machine: it is deleted by force."
+            "The master's pod did not end in time and is deleted by force; its machine may be lost."
         )
         self.report("MasterForced", message, warning=True)
         return (deletion(master, grace=0),)
@@ -114,7 +114,7 @@ class View:
         """Return a fault and what happens to the job despite it."""
         if self.old.completion_time:
             return f"{fault} The job has ended."
-        return f"{fault} {message if self.job.spec.suspend else 'The job goes on as it was before.'}".rstrip()
+        return f"{fault} {message if self.job.spec.suspend else 'The job continues unchanged.'}".rstrip()
 
     def decision(
         self,

@@ -71,7 +71,7 @@ async def carry_out(client: Client, job: Manifest, decision: Decision) -> Result
         return Result(taken=True)
     except ApiError as error:
         if _is_for_good(error):
-            message = f"The API server refuses what the job needs: {error.message}"
+            message = f"The API server refused an object of the job: {error.message}"
             hopeless = error.status in (400, 422)
             await _report_obstacle(client, job, "Refused", message, hopeless=hopeless)
         raise
@@ -118,7 +118,7 @@ async def _ensure(client: Client, made: Manifest) -> None:
         found = await client.get(api.SERVICES, metadata["namespace"], metadata["name"])
         if not _of_jobs_of_this_name(found, metadata["ownerReferences"][0]):
             raise _TakenError(
-                f"The Service {metadata['name']} is not this job's: it has to go first."
+                f"Service {metadata['name']} does not belong to this job and must be deleted first."
             )
 
 

@@ -38,20 +38,20 @@ def metrics(operator: Operator) -> Iterator[Metric]:
     stats = operator.stats
     yield _histogram(
         "dlrover_operator_reconcile_duration_seconds",
-        "From the look at a job until all that was decided has been done.",
+        "Seconds from reading a job until its decision is carried out.",
         stats.reconciles,
     )
     yield CounterMetricFamily(
         "dlrover_operator_reconcile_errors",
-        "Decisions that could not be carried out; they are tried again.",
+        "Decisions that could not be carried out; they are retried.",
         stats.failures,
     )
     yield GaugeMetricFamily(
-        "dlrover_operator_queue_depth", "Jobs that wait to be looked at.", operator.waiting
+        "dlrover_operator_queue_depth", "Jobs that wait to be reconciled.", operator.waiting
     )
     yield _histogram(
         "dlrover_operator_queue_duration_seconds",
-        "From the time that a job was to be looked at until it was.",
+        "Seconds that a job waited to be reconciled.",
         stats.waits,
     )
     jobs = GaugeMetricFamily("dlrover_operator_jobs", "ElasticJobs by state.", labels=["phase"])
@@ -61,7 +61,7 @@ def metrics(operator: Operator) -> Iterator[Metric]:
     yield jobs
     calls = CounterMetricFamily(
         "dlrover_operator_api_requests",
-        "Calls to the API server by HTTP status; code is empty where no answer came.",
+        "Calls to the API server by HTTP status; code is empty without a response.",
         labels=["method", "code"],
     )
     for (method, code), number in sorted(stats.calls.items()):
@@ -97,7 +97,7 @@ class HealthServer(Collector):
             self._server = make_server(host, port, self._answer, _Server, _Handler)
         except OSError as error:
             raise ConfigurationError(
-                f"--http-port {port} cannot be used on {host}: {error.strerror}; it takes a free "
+                f"--http-port {port} cannot be used on {host}: {error.strerror}; choose a free "
                 "port, or 0 for none."
             ) from error
         self.port: int = self._server.server_port

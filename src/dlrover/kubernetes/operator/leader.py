@@ -62,7 +62,9 @@ class Leader:
             if await self._attempt():
                 break
             await asyncio.sleep(self._terms.renew)
-        logger.info("%s leads by the Lease %s/%s", self._identity, self._namespace, self._name)
+        logger.info(
+            "%s is the leader by the Lease %s/%s", self._identity, self._namespace, self._name
+        )
 
     async def hold(self) -> None:
         """Renew the Lease; return when it is lost."""
@@ -92,7 +94,7 @@ class Leader:
                 if isinstance(error, ApiError) and error.status == 409 and attempt < CONFLICTS:
                     continue
                 where = f"{self._namespace}/{self._name}"
-                logger.info("The Lease %s is not given back: %s", where, error)
+                logger.info("The Lease %s is not released: %s", where, error)
             return
 
     async def _attempt(self) -> bool:

@@ -118,9 +118,9 @@ class Operator:
         """Why it is not ready; empty if it is. A standby is ready once it has read the Lease."""
         if not self.stats.leads:
             seen = self._leader is not None and self._leader.informed
-            return "" if seen else "It has not read its Lease yet."
+            return "" if seen else "The operator has not read its Lease yet."
         synced = all(informer.synced.is_set() for informer in self._informers)
-        return "" if synced else "It has not seen all jobs and pods yet."
+        return "" if synced else "The operator has not listed all jobs and pods yet."
 
     async def run(self) -> None:
         """Wait for leadership; work while this operator leads.
@@ -140,7 +140,7 @@ class Operator:
             await asyncio.wait([running, holding], return_when=asyncio.FIRST_COMPLETED)
             if running.done():
                 await running
-            raise InfrastructureError("Another operator leads now: this one ends.")
+            raise InfrastructureError("Another operator has become the leader; this one exits.")
         finally:
             self.stats.leads = False
             for task in (running, holding):
@@ -198,7 +198,7 @@ class Operator:
         failures = self._failures[key] = self._failures.get(key, 0) + 1
         again = min(LONGEST_RETRY, FIRST_RETRY * 2.0 ** min(failures - 1, 10))
         defect = None if isinstance(error, InfrastructureError) else error
-        logger.warning("Job %s is tried again in %.0f s: %s", key, again, error, exc_info=defect)
+        logger.warning("Job %s is retried in %.0f s: %s", key, again, error, exc_info=defect)
         return again
 
     async def _reconcile(self, key: str) -> float | None:

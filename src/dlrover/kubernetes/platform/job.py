@@ -39,7 +39,7 @@ async def read(client: Client, env: Mapping[str, str]) -> ElasticJob:
         raise ConfigurationError(f"{VARIABLE}={namespace}/{name}: there is no such ElasticJob.")
     if uid not in ("", manifest["metadata"]["uid"]):
         raise ConfigurationError(
-            f"{UID_VARIABLE}={uid}: this ElasticJob of the master was deleted, and another one has its name now, "
+            f"{UID_VARIABLE}={uid}: the master's ElasticJob was deleted; another one now has its name, "
             f"{namespace}/{name}."
         )
     return msgspec.structs.replace(record.resolve(manifest).job, status=status_of(manifest))

@@ -211,7 +211,7 @@ class Migration:
         if node.standing != "gone" or other is None:
             return False
         if pod not in self._asked and not _has(other, self._wanted[pod]):
-            self.failed = f"{pod} was lost before another pod could take its place: {node.why}."
+            self.failed = f"{pod} was lost before another pod could replace it: {node.why}."
         return True
 
     def _see_to(self, pod: str, placed: Placed) -> None:
@@ -234,8 +234,8 @@ def _stays(pod: str, placed: Placed) -> str:
         (node, name) for name, node in placed.items() if node.node_rank == stays.node_rank
     )
     if other == pod:
-        return f"{pod} stays: no other pod takes its place."
-    return f"{pod} stays: {other} does not take its place: {last.why or 'nothing says why'}."
+        return f"{pod} stays: no other pod replaces it."
+    return f"{pod} stays: {other} does not replace it: {last.why or 'the reason is unknown'}."
 
 
 # ---- in words
@@ -245,10 +245,10 @@ def asked(spec: ScalePlanSpec, pods: Sequence[str]) -> list[str]:
     """Return the effects of a plan that replaces ``pods``, in sentences."""
     if pods:
         one = len(pods) == 1
-        rest = "another pod takes its place" if one else "other pods take their places"
+        rest = "another pod replaces it" if one else "other pods replace them"
         return [f"{listed(pods)} train{'s' * one} on until {rest}."]
     roles = [role for role, replica in spec.replica_resource_specs.items() if replica.resource]
-    return [f"The pods of {role} have that size already." for role in roles]
+    return [f"The pods of {role} already have that size." for role in roles]
 
 
 def done(spec: ScalePlanSpec) -> list[str]:
@@ -261,20 +261,18 @@ def done(spec: ScalePlanSpec) -> list[str]:
     named = [planned.name for planned in spec.migrate_pods]
     if not named:
         return told
-    rest = (
-        "Another pod has taken the place" if len(named) == 1 else "Other pods have taken the places"
-    )
-    return [*told, f"{rest} of {listed(named)}."]
+    rest = "Another pod has replaced" if len(named) == 1 else "Other pods have replaced"
+    return [*told, f"{rest} {listed(named)}."]
 
 
 def late(has: str, missing: Sequence[str], waits: str, seconds: float) -> str:
     """Return what a timed-out plan lacks: replacements of ``missing`` pods, else the number it ``has``."""
-    because = f"{waits.rstrip('.') or 'nothing says why'}."
+    because = f"{waits.rstrip('.') or 'the reason is unknown'}."
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         return f"{listed(missing)} {verb} not replaced after {seconds:.0f} s: {because}"
-    lacks, stay = (f"does not have {has}", "they") if has else ("is not whole", "its nodes")
-    return f"The job {lacks} after {seconds:.0f} s; {stay} stay wanted: {because}"
+    lacks, stay = (f"does not have {has}", "they") if has else ("is incomplete", "its nodes")
+    return f"The job {lacks} after {seconds:.0f} s; {stay} stay requested: {because}"
 
 
 def _amounts(resource: Mapping[str, int | str]) -> str:

@@ -185,7 +185,7 @@ class KubernetesPlatform:
             watched.uid = pod["metadata"]["uid"]
             loop.call_soon(self._changed, self._key(handle))
         else:
-            reason = "its pod was deleted while the master was away"
+            reason = "its pod was deleted while the master was down"
             loop.call_soon(self._report, watched, reason)
 
     def find(self) -> list[FoundNode]:
@@ -233,9 +233,9 @@ class KubernetesPlatform:
                     reason = f"its pod was refused: {error.message.rstrip('.')}"
                     self._report(watched, reason, refused=True)
                     return
-                self._tell(watched, f"its pod cannot be made: {error.message.rstrip('.')}")
+                self._tell(watched, f"its pod cannot be created: {error.message.rstrip('.')}")
             except InfrastructureError as error:
-                self._tell(watched, f"its pod cannot be made: {str(error).rstrip('.')}")
+                self._tell(watched, f"its pod cannot be created: {str(error).rstrip('.')}")
             await self._pause(jitter(wait))
             wait = min(LONGEST_WAIT, wait * 2)
         watched.created = time.monotonic()
@@ -307,7 +307,7 @@ class KubernetesPlatform:
         def done(task: asyncio.Task[None]) -> None:
             among.discard(task)
             if not task.cancelled() and task.exception() is not None:
-                logger.error("A defect in dealing with pods", exc_info=task.exception())
+                logger.error("Defect in the handling of pods", exc_info=task.exception())
 
         task.add_done_callback(done)
 

@@ -58,7 +58,7 @@ class Reporter:
                     await self._warn(waits)
                 await self._report()
             except InfrastructureError as error:
-                logger.info("The progress is reported later: %s", error)
+                logger.info("The progress report is retried: %s", error)
             await asyncio.sleep(min(self._period, SHORTEST_PERIOD))
 
     async def close(self) -> None:
@@ -71,7 +71,7 @@ class Reporter:
             logger.info("The last progress is not reported: %s", error)
 
     async def _warn(self, waits: str) -> None:
-        event = Event("PodNotMade", waits, warning=True)
+        event = Event("PodNotCreated", waits, warning=True)
         await elasticjobs.record_event(self._client, self._job.metadata, event, "dlrover-master")
 
     async def _report(self) -> None:

@@ -127,7 +127,7 @@ class Scaler:
             await self._record_plans()
             await self._carry_out_plans()
         except InfrastructureError as error:
-            logger.info("Scaling goes on later: %s", error)
+            logger.info("Scaling is retried: %s", error)
 
     # ---- the manifest
 
@@ -143,7 +143,7 @@ class Scaler:
         reason = f"spec.replicaSpecs.{role}.replicas is {number}"
         sentence, refused = self._scale(role, number, reason, "user")
         if refused:
-            sentence = f"{reason}, and the job goes on as it is. {sentence}"
+            sentence = f"{reason}; the job stays unchanged. {sentence}"
         await self._event("ScaleRefused" if refused else "Scaled", sentence, warning=refused)
 
     def _current(self) -> ElasticJob | None:
@@ -179,7 +179,7 @@ class Scaler:
             except ApiError as error:
                 if error.retriable:
                     raise
-                why = f"The manifest keeps its number of role {role}: {error.message.rstrip('.')}."
+                why = f"The manifest's replicas of role {role} are not updated: {error.message.rstrip('.')}."
                 await self._event("ScaleRefused", why, warning=True)
             del self._to_keep[role]
 
@@ -214,7 +214,7 @@ class Scaler:
             except ApiError as error:
                 if error.retriable:
                     raise
-                logger.warning("A plan of the job's own has no record: %s", error)
+                logger.warning("The record of the job's own plan is not created: %s", error)
             del self._unrecorded[role]
 
     # ---- plans
@@ -311,7 +311,7 @@ class Scaler:
         began = times.read(status.get("createTime") or "") or 0.0
         why = f"{spec.reason.rstrip('.')}. " if spec.reason else ""
         if any(status.get(_FIELDS[role]) != size.wanted for role, size in sizes.items()):
-            message = f"{why}The job is to have {has} now: somebody asked for that."
+            message = f"{why}Another request has changed the job to {has}."
             await self._finish(plan, FAILED, message)
             return
         moved.advance()
