@@ -222,13 +222,13 @@ def test_a_template_without_requests_says_so() -> None:
 
 def test_what_of_a_named_pod_counts_for_nothing_is_told() -> None:
     said = ["spec.migratePods: only the name and the resource of its pods count."]
-    assert scaleplans.notes({"migratePods": [{"name": "w1", "rankIndex": 1}]}) == said
+    assert list(scaleplans.notes({"migratePods": [{"name": "w1", "rankIndex": 1}]})) == said
     resource = {"cpu": 2}
     quiet = {
         "migratePods": [{"name": "w1", "id": 0, "resource": resource}],
         "replicaResourceSpecs": {"worker": {"resource": resource}},
     }
-    assert scaleplans.notes(quiet) == []
+    assert list(scaleplans.notes(quiet)) == []
 
 
 # ---- having it

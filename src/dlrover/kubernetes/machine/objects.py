@@ -34,7 +34,7 @@ def service(job: ElasticJob) -> Manifest:
     chosen = _chosen(job)
     port = {"name": "grpc", "port": names.MASTER_PORT, "targetPort": names.MASTER_PORT}
     spec = {"selector": chosen, "ports": [port], "publishNotReadyAddresses": True}
-    return _object("v1", "Service", job, spec=spec)
+    return _object("v1", "Service", job, names.master_name(job.name), spec=spec)
 
 
 def _chosen(job: ElasticJob) -> dict[str, str]:
@@ -51,17 +51,15 @@ def missing_labels(job: ElasticJob, pod: Manifest) -> list[str]:
 
 def secret(job: ElasticJob, token: str) -> Manifest:
     """Return the Secret with the token that every connection to the master presents."""
-    made = _object("v1", "Secret", job, type="Opaque", stringData={names.TOKEN_KEY: token})
-    return _own(made, job)
+    content = {names.TOKEN_KEY: token}
+    return _object("v1", "Secret", job, _own_name(job), type="Opaque", stringData=content)
 
 
 def certificate(job: ElasticJob) -> Manifest | None:
     """Return the Secret of the master's certificate, without content; None if the job does not use TLS."""
     if not job.spec.master.tls:
         return None
-    made = _object("v1", "Secret", job, type="kubernetes.io/tls")
-    made["metadata"]["name"] = tls.secret_name(job)
-    return made
+    return _object("v1", "Secret", job, tls.secret_name(job), type="kubernetes.io/tls")
 
 
 def pod_group(job: ElasticJob) -> Manifest | None:
@@ -69,9 +67,8 @@ def pod_group(job: ElasticJob) -> Manifest | None:
     group = podgroups.pod_group(job)
     if group is None:
         return None
-    made = _object(group["apiVersion"], "PodGroup", job, spec=group["spec"])
-    made["metadata"]["name"] = podgroups.name(job)
-    return made
+    name = podgroups.name(job)
+    return _object(group["apiVersion"], "PodGroup", job, name, spec=group["spec"])
 
 
 def account(job: ElasticJob) -> list[Manifest]:
@@ -79,18 +76,18 @@ def account(job: ElasticJob) -> list[Manifest]:
     rbac = "rbac.authorization.k8s.io"
     name = _own_name(job)
     subject = {"kind": "ServiceAccount", "name": name, "namespace": job.namespace}
-    made = [
-        _object("v1", "ServiceAccount", job),
-        _object(f"{rbac}/v1", "Role", job, rules=role_rules(job.name)),
+    return [
+        _object("v1", "ServiceAccount", job, name),
+        _object(f"{rbac}/v1", "Role", job, name, rules=role_rules(job.name)),
         _object(
             f"{rbac}/v1",
             "RoleBinding",
             job,
+            name,
             roleRef={"apiGroup": rbac, "kind": "Role", "name": name},
             subjects=[subject],
         ),
     ]
-    return [_own(one, job) for one in made]
 
 
 def role_rules(job: str) -> list[Manifest]:
@@ -170,9 +167,8 @@ def pod(job: ElasticJob, role: str, name: str, index: int = 0) -> Manifest:
     priority = _priority(replica, index)
     if priority:
         spec.setdefault("priorityClassName", priority)
-    made = _object("v1", "Pod", job, spec=spec)
+    made = _object("v1", "Pod", job, name, spec=spec)
     made["metadata"] |= {
-        "name": name,
         "labels": {**(given.get("labels") or {}), **names.labels(job.name, role)},
         "annotations": {**(given.get("annotations") or {})},
     }
@@ -287,15 +283,9 @@ def _own_name(job: ElasticJob) -> str:
     return names.own_name(job.name, job.uid)
 
 
-def _own(made: Manifest, job: ElasticJob) -> Manifest:
-    """Name an object so that no other job's object has the same name."""
-    made["metadata"]["name"] = _own_name(job)
-    return made
-
-
-def _object(api_version: str, kind: str, job: ElasticJob, **content: Any) -> Manifest:
+def _object(api_version: str, kind: str, job: ElasticJob, name: str, **content: Any) -> Manifest:
     metadata = {
-        "name": names.master_name(job.name),
+        "name": name,
         "namespace": job.namespace,
         "labels": names.labels(job.name, names.MASTER_ROLE),
         "ownerReferences": [owner(job)],

@@ -93,12 +93,8 @@ def counted(role: str, number: int) -> str:
     return f"{number} {'worker' if role == WORKER else 'server'}{'' if number == 1 else 's'}"
 
 
-def notes(spec: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each field of a plan that is set but has no effect."""
-    return list(_notes(spec))
-
-
-def _notes(spec: Mapping[str, Any]) -> Iterator[str]:
+def notes(spec: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each field of a plan that is set but has no effect."""
     for field in ("createPods", "removePods"):
         named = ("name", "id", "rankIndex", "service")
         if any(pod.get(one) for pod in spec.get(field) or () for one in named):

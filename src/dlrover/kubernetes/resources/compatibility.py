@@ -28,20 +28,18 @@ _OF_MASTER = {
     "restartCount": (3, "The operator always restarts the master."),
 }
 """Fields of the master's role: their defaults, and what happens regardless of their values."""
-_MEANT = {
-    "distributionStrategy": ("AllreduceStrategy",),
-}
-"""Values that need no note: they have an effect or match what happens anyway."""
 
 
-def notes(spec: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each field of a spec that is set but has no effect."""
-    return list(_notes(spec))
-
-
-def _notes(spec: Mapping[str, Any]) -> Iterator[str]:
+def notes(spec: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each field of a spec that is set but has no effect."""
     for field, instead in _OF_JOB.items():
-        if spec.get(field) and spec[field] not in _MEANT.get(field, ()):
+        if spec.get(field) not in (
+            None,
+            "",
+            False,
+            {},
+            "AllreduceStrategy",
+        ):  # the last is the default
             yield _sentence(field, instead)
     for role, replica in spec.get("replicaSpecs", {}).items():
         for field, instead in _OF_ROLE.items():
