@@ -164,6 +164,6 @@ def standing(plan: Manifest, job: Manifest | None) -> dict[str, str] | None:
     else:
         try:
             validation.parse(job)
-        except ConfigurationError as error:  # its master cannot tell by what numbers to go
+        except ConfigurationError as error:  # its master cannot derive the numbers
             message = f"The plan waits until the manifest of {owner} is right: {error}"
     return {"phase": PENDING, "message": message}

@@ -50,7 +50,7 @@ class ByJob:
         on_change: Callable[[str], None],
     ) -> None:
         self.informer = Informer(client, resource, namespace, names.JOB_LABEL, self._changed)
-        self._tell = on_change
+        self._on_change = on_change
         self._job_of: dict[str, str] = {}
         self._of_job: dict[str, set[str]] = {}
 
@@ -72,9 +72,9 @@ class ByJob:
             of_job.discard(key)
             if not of_job:
                 del self._of_job[before]
-            self._tell(before)
+            self._on_change(before)
         if job:
-            self._tell(job)
+            self._on_change(job)
 
 
 class Operator:

@@ -1,4 +1,4 @@
-"""Pods that a ScalePlan replaces: each trains until its successor, possibly resized, takes its place."""
+"""Pods that a ScalePlan replaces: each trains until its successor, possibly resized, replaces it."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ class Migration:
         self.refused = ""
         for pod in self.missing:
             if placed[pod].standing == "trains":
-                self._see_to(pod, placed)
+                self._request(pod, placed)
 
     def _is_replaced(self, pod: str, node: PlacedNode, other: PlacedNode | None) -> bool:
         """Return whether a pod is gone and ``other`` trains in its place."""
@@ -214,7 +214,7 @@ class Migration:
             self.failed = f"{pod} was lost before another pod could replace it: {node.why}."
         return True
 
-    def _see_to(self, pod: str, placed: Placed) -> None:
+    def _request(self, pod: str, placed: Placed) -> None:
         if pod in self._asked:
             self.failed = _stays(pod, placed)
             return
@@ -253,16 +253,16 @@ def asked(spec: ScalePlanSpec, pods: Sequence[str]) -> list[str]:
 
 def done(spec: ScalePlanSpec) -> list[str]:
     """Return what a plan has done, in sentences."""
-    told = [
+    sentences = [
         f"The pods of {role} have {_amounts(replica.resource)}."
         for role, replica in spec.replica_resource_specs.items()
         if replica.resource
     ]
     named = [planned.name for planned in spec.migrate_pods]
     if not named:
-        return told
+        return sentences
     rest = "Another pod has replaced" if len(named) == 1 else "Other pods have replaced"
-    return [*told, f"{rest} {listed(named)}."]
+    return [*sentences, f"{rest} {listed(named)}."]
 
 
 def late(has: str, missing: Sequence[str], waits: str, seconds: float) -> str:

@@ -124,24 +124,24 @@ class KubernetesPlatform:
         Raises:
             InfrastructureError: the API server does not list them in time.
         """
-        self._go_on(self._informer.run())
+        self._in_background(self._informer.run())
         try:
             await asyncio.wait_for(self._informer.synced.wait(), START_TIMEOUT)
         except asyncio.TimeoutError:
             raise InfrastructureError(
                 f"The Kubernetes API server did not list the job's pods within {START_TIMEOUT:g} s."
             ) from None
-        self._go_on(self._sweep_often())
+        self._in_background(self._sweep_often())
 
     def report(self, reporter: Reporter) -> None:
         """Start writing the training's progress into the job's status."""
         self._reporter = reporter
         reporter.waits(self._unmade())
-        self._go_on(reporter.run())
+        self._in_background(reporter.run())
 
     def follow(self, scaler: Scaler) -> None:
         """Start scaling the job according to its manifest and its plans."""
-        self._go_on(scaler.run())
+        self._in_background(scaler.run())
 
     def resize(self, role: str, replicas: int) -> None:
         """Set the number of nodes of a role for pods made from now on."""
@@ -233,9 +233,11 @@ class KubernetesPlatform:
                     reason = f"its pod was refused: {error.message.rstrip('.')}"
                     self._report(watched, reason, refused=True)
                     return
-                self._tell(watched, f"its pod cannot be created: {error.message.rstrip('.')}")
+                self._report_wait(
+                    watched, f"its pod cannot be created: {error.message.rstrip('.')}"
+                )
             except InfrastructureError as error:
-                self._tell(watched, f"its pod cannot be created: {str(error).rstrip('.')}")
+                self._report_wait(watched, f"its pod cannot be created: {str(error).rstrip('.')}")
             await self._pause(jitter(wait))
             wait = min(LONGEST_WAIT, wait * 2)
         watched.created = time.monotonic()
@@ -296,7 +298,7 @@ class KubernetesPlatform:
             pod = await self._client.find(PODS, self._namespace, name)
         return pod if pod is not None and self._ours(pod) else None
 
-    def _go_on(self, work: Coroutine[Any, Any, None]) -> None:
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine until `close`."""
         self._do(work, self._background)
 
@@ -343,7 +345,7 @@ class KubernetesPlatform:
         elif impossible:
             self._report(watched, impossible, refused=True)
         else:
-            self._tell(watched, nodes.waiting(pod))
+            self._report_wait(watched, nodes.waiting(pod))
 
     def _report(
         self, watched: _Watched, reason: str, *, exit_code: int = 0, refused: bool = False
@@ -353,7 +355,7 @@ class KubernetesPlatform:
             self._on_exit(watched.node_id, reason, exit_code=exit_code, refused=refused)
             self._wake_reporter()
 
-    def _tell(self, watched: _Watched, reason: str) -> None:
+    def _report_wait(self, watched: _Watched, reason: str) -> None:
         if reason != watched.waits and not watched.reported:
             watched.waits = reason
             self._on_wait(watched.node_id, reason)

@@ -68,14 +68,14 @@ class Scaler:
         self._seen: dict[str, int] = {}
         self._plans_seen: dict[str, int] = {}
         # by uid: the last status of a plan, and the names of plans with unwritten status
-        self._said: dict[str, Manifest] = {}
+        self._statuses: dict[str, Manifest] = {}
         self._unwritten: dict[str, str] = {}
         # by role: the master's own plan that has no record yet
         self._unrecorded: dict[str, Manifest] = {}
         # uid and replacements of the plan in progress
         self._migration: tuple[str, Migration] | None = None
         # by role: numbers not yet written to the manifest
-        self._to_keep: dict[str, int] = {}
+        self._unwritten_replicas: dict[str, int] = {}
         self._manifests = Informer(
             client,
             ELASTIC_JOBS,
@@ -120,7 +120,7 @@ class Scaler:
         try:
             for uid, name in list(self._unwritten.items()):
                 await self._write(uid, name)
-            await self._keep()
+            await self._write_replicas()
             for role in self._roles:
                 await self._follow_manifest(role)
                 self._note_plan(role)
@@ -169,11 +169,11 @@ class Scaler:
         self._resize(role, self._size(role).wanted)
         return reply.sentence, reply.refused
 
-    async def _keep(self) -> None:
+    async def _write_replicas(self) -> None:
         """Write the numbers of a user's plan into the manifest."""
         manifest = self._manifests.cache.get(self._key) or {"spec": {}}
         roles = manifest["spec"].get("replicaSpecs") or {}
-        for role, number in list(self._to_keep.items()):
+        for role, number in list(self._unwritten_replicas.items()):
             try:
                 await elasticjobs.write_replicas(self._client, self._job, role, number, roles)
             except ApiError as error:
@@ -181,7 +181,7 @@ class Scaler:
                     raise
                 why = f"The manifest's replicas of role {role} are not updated: {error.message.rstrip('.')}."
                 await self._event("ScaleRefused", why, warning=True)
-            del self._to_keep[role]
+            del self._unwritten_replicas[role]
 
     # ---- the master's own plans
 
@@ -229,17 +229,17 @@ class Scaler:
             if not scaleplans.belongs(plan, self._job.metadata):
                 continue  # belongs to an earlier job
             if phase == SCALING:
-                await self._see_whether_done(plan)
+                await self._check_progress(plan)
                 return
             waiting.append(plan)
         if waiting:
-            await self._take_up(waiting[0])
+            await self._start_plan(waiting[0])
 
     def _status_of(self, plan: Manifest) -> Manifest:
         """Return a plan's last reported status, which the informer may not know yet."""
-        return self._said.get(plan["metadata"]["uid"]) or plan.get("status") or {}
+        return self._statuses.get(plan["metadata"]["uid"]) or plan.get("status") or {}
 
-    async def _take_up(self, plan: Manifest) -> None:
+    async def _start_plan(self, plan: Manifest) -> None:
         job = self._current()
         if job is None or (scaleplans.owner_of(plan) is None and not await self._is_there()):
             return
@@ -257,30 +257,30 @@ class Scaler:
         if not known and (spec.create_pods or spec.remove_pods):
             counted = " and ".join(scaleplans.counted(*number) for number in wanted.items())
             numbers = {_FIELDS[role]: number for role, number in wanted.items()}
-            await self._say(plan, PENDING, f"The job is to have {counted}.", **numbers)
+            await self._set_status(plan, PENDING, f"The job is to have {counted}.", **numbers)
         auto = (plan["metadata"].get("labels") or {}).get(scaleplans.TYPE_LABEL) == "auto"
         why = _why(name, spec)
-        told: list[str] = []
+        sentences: list[str] = []
         for role, number in wanted.items():
             plans = self._size(role).plans
             factors = migration.size_of_new(spec, self._job, role)
             source: Literal["user", "plan"] = "plan" if auto else "user"
             sentence, refused = self._scale(role, number, why, source, factors)
             if refused:
-                await self._finish(plan, FAILED, " ".join([*told, sentence]))
+                await self._finish(plan, FAILED, " ".join([*sentences, sentence]))
                 return
-            told.append(sentence)
+            sentences.append(sentence)
             self._plans_seen[role] += self._size(role).plans - plans  # this object is the record
             if not auto:
-                self._to_keep[role] = number
-        sentences = " ".join([*told, *migration.asked(spec, moved.pods)])
-        about = f"{spec.reason.rstrip('.')}. {sentences}" if spec.reason else sentences
+                self._unwritten_replicas[role] = number
+        outcome = " ".join([*sentences, *migration.asked(spec, moved.pods)])
+        about = f"{spec.reason.rstrip('.')}. {outcome}" if spec.reason else outcome
         counts = {_FIELDS[role]: self._size(role).wanted for role in wanted}
-        await self._say(plan, SCALING, about, **counts)
-        await self._event("Scaling", f"ScalePlan {name}: {sentences}")
+        await self._set_status(plan, SCALING, about, **counts)
+        await self._event("Scaling", f"ScalePlan {name}: {outcome}")
         for note in scaleplans.notes(plan["spec"]):
             await self._event("NoEffect", f"ScalePlan {name}: {note}")
-        await self._keep()
+        await self._write_replicas()
 
     def _asked_by(self, plan: Manifest) -> dict[str, int]:
         """Return the numbers already determined for a plan, possibly by an earlier master.
@@ -297,7 +297,7 @@ class Scaler:
         found = await self._client.find(ELASTIC_JOBS, job.namespace, job.name)
         return found is not None and bool(found["metadata"]["uid"] == job.uid)
 
-    async def _see_whether_done(self, plan: Manifest) -> None:
+    async def _check_progress(self, plan: Manifest) -> None:
         status = self._status_of(plan)
         try:
             spec = _spec(plan)
@@ -350,22 +350,22 @@ class Scaler:
     # ---- status and events
 
     async def _finish(self, plan: Manifest, phase: str, message: str) -> None:
-        await self._say(plan, phase, message, finishTime=times.written(time.time()))
+        await self._set_status(plan, phase, message, finishTime=times.written(time.time()))
         name, failed = plan["metadata"]["name"], phase == FAILED
         reason = "ScaleFailed" if failed else "Scaled"
         await self._event(reason, f"ScalePlan {name}: {message}", warning=failed)
 
-    async def _say(self, plan: Manifest, phase: str, message: str, **more: Any) -> None:
+    async def _set_status(self, plan: Manifest, phase: str, message: str, **more: Any) -> None:
         uid, name = plan["metadata"]["uid"], plan["metadata"]["name"]
         began = {"createTime": times.written(time.time())}
-        self._said[uid] = {**began, **self._status_of(plan), "phase": phase, "message": message}
-        self._said[uid] |= more
+        self._statuses[uid] = {**began, **self._status_of(plan), "phase": phase, "message": message}
+        self._statuses[uid] |= more
         self._unwritten[uid] = name
         await self._write(uid, name)
 
     async def _write(self, uid: str, name: str) -> None:
         """Write a plan's status; ignore a plan that is gone or that the server refuses."""
-        patch, namespace = {"status": self._said[uid]}, self._job.namespace
+        patch, namespace = {"status": self._statuses[uid]}, self._job.namespace
         try:
             await self._client.amend(SCALE_PLANS, namespace, name, uid, patch, "status")
         except ApiError as error:
