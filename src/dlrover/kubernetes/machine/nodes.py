@@ -166,18 +166,18 @@ def _avoid(spec: Manifest, hosts: Sequence[str]) -> None:
 # ---- the status of a pod
 
 
-def node_id(obj: Mapping[str, Any]) -> int:
+def node_id(obj: Manifest) -> int:
     """Return the id of a pod's node; -1 if the pod is no node."""
     value = (obj["metadata"].get("labels") or {}).get(NODE_LABEL, "")
     return int(value) if value.isdecimal() else -1
 
 
-def node_rank(obj: Mapping[str, Any]) -> int:
+def node_rank(obj: Manifest) -> int:
     """Return the rank that a pod's node prefers."""
     return int(obj["metadata"]["labels"][RANK_LABEL])
 
 
-def ending(obj: Mapping[str, Any]) -> str:
+def ending(obj: Manifest) -> str:
     """Return how a pod ended or why it is ending, in words; empty while it lives."""
     status = obj.get("status") or {}
     if status.get("phase") in ("Succeeded", "Failed"):
@@ -185,20 +185,16 @@ def ending(obj: Mapping[str, Any]) -> str:
     if _main_ended(obj):
         return _end(status)  # sidecars may run forever
     if obj["metadata"].get("deletionTimestamp"):
-        for condition in status.get("conditions") or ():
-            if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
-                return _words("its pod was deleted", condition)
-        return "its pod was deleted"
+        disruption = pods.condition(obj, "DisruptionTarget")
+        known = disruption.get("status") == "True"
+        return _words("its pod was deleted", disruption if known else {})
     return ""
 
 
-def _main_ended(obj: Mapping[str, Any]) -> bool:
+def _main_ended(obj: Manifest) -> bool:
     given = {"containers": list((obj.get("spec") or {}).get("containers") or ())}
     main = _main(given)["name"] if given["containers"] else ""
-    statuses = (obj.get("status") or {}).get("containerStatuses") or ()
-    return any(
-        one["name"] == main and (one.get("state") or {}).get("terminated") for one in statuses
-    )
+    return any(name == main for name, _ in pods.states(obj, "terminated"))
 
 
 def _end(status: Mapping[str, Any]) -> str:
@@ -219,20 +215,17 @@ def _end(status: Mapping[str, Any]) -> str:
     return "its pod failed" if status["phase"] == "Failed" else "its pod ended"
 
 
-def exit_code(obj: Mapping[str, Any]) -> int:
+def exit_code(obj: Manifest) -> int:
     """Return the exit code of the first failed container; 0 if none failed or the code is unknown."""
-    status = obj.get("status") or {}
-    for container in status.get("containerStatuses") or ():
-        end = (container.get("state") or {}).get("terminated") or {}
+    for _, end in pods.states(obj, "terminated"):
         if end.get("exitCode") and end.get("reason") != "OOMKilled":
             return int(end["exitCode"])
     return 0
 
 
-def impossible(obj: Mapping[str, Any]) -> str:
+def impossible(obj: Manifest) -> str:
     """Return why a pod can never start on any machine; empty if it can."""
-    for container in (obj.get("status") or {}).get("containerStatuses") or ():
-        waiting = (container.get("state") or {}).get("waiting") or {}
+    for _, waiting in pods.states(obj, "waiting"):
         if waiting.get("reason") == "InvalidImageName":
             return _words("its pod cannot start", waiting)
     return ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from dlrover.errors import ExitCode
@@ -60,7 +60,22 @@ def leaving(pod: Manifest) -> bool:
 
 def ready(pod: Manifest) -> bool:
     """Return whether it runs, is ready, and is not being deleted."""
-    return phase(pod) == "Running" and not leaving(pod) and _condition(pod, "Ready") == "True"
+    is_ready = condition(pod, "Ready").get("status") == "True"
+    return phase(pod) == "Running" and not leaving(pod) and is_ready
+
+
+def condition(pod: Manifest, kind: str) -> Manifest:
+    """Return the pod's condition of a type; empty if it has none."""
+    conditions = _status(pod).get("conditions") or ()
+    return next((one for one in conditions if one.get("type") == kind), {})
+
+
+def states(pod: Manifest, kind: str) -> Iterator[tuple[str, Manifest]]:
+    """Yield the containers in the state ``waiting`` or ``terminated``: name and details."""
+    for container in _status(pod).get("containerStatuses") or ():
+        details = (container.get("state") or {}).get(kind)
+        if details:
+            yield container.get("name", ""), details
 
 
 def owned(pod: Manifest, uid: str) -> bool:
@@ -145,11 +160,10 @@ def obstacle(pods: Sequence[Manifest]) -> str:
 
 
 def _obstacle(pod: Manifest) -> str:
-    for condition in _status(pod).get("conditions") or ():
-        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            return _sentence(str(condition.get("message") or condition.get("reason") or ""))
-    for container in _status(pod).get("containerStatuses") or ():
-        waiting = (container.get("state") or {}).get("waiting") or {}
+    scheduled = condition(pod, "PodScheduled")
+    if scheduled.get("status") == "False":
+        return _sentence(str(scheduled.get("message") or scheduled.get("reason") or ""))
+    for _, waiting in states(pod, "waiting"):
         if waiting.get("reason") in _STUCK:
             detail = str(waiting.get("message") or "")
             return _sentence(": ".join(filter(None, (str(waiting["reason"]), detail))))
@@ -162,13 +176,6 @@ def _sentence(text: str) -> str:
 
 def _status(pod: Manifest) -> Manifest:
     return pod.get("status") or {}
-
-
-def _condition(pod: Manifest, kind: str) -> str:
-    for condition in _status(pod).get("conditions") or ():
-        if condition.get("type") == kind:
-            return str(condition.get("status"))
-    return "Unknown"
 
 
 def _terminated(pod: Manifest) -> Manifest:

@@ -23,6 +23,7 @@ from dlrover.kubernetes.operator.scaleplans import ScalePlans
 from dlrover.kubernetes.operator.stats import Stats
 from dlrover.kubernetes.operator.workqueue import WorkQueue
 from dlrover.kubernetes.resources import names
+from dlrover.kubernetes.resources.types import Manifest
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class ByJob:
         self._job_of: dict[str, str] = {}
         self._of_job: dict[str, set[str]] = {}
 
-    def of(self, job: str) -> list[dict[str, Any]]:
+    def of(self, job: str) -> list[Manifest]:
         """Return a job's objects."""
         cache = self.informer.cache
         return [cache[key] for key in sorted(self._of_job.get(job, ())) if key in cache]
@@ -164,7 +165,7 @@ class Operator:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _manifest(self, key: str) -> dict[str, Any] | None:
+    def _manifest(self, key: str) -> Manifest | None:
         return self._jobs.cache.get(key)
 
     def _job_changed(self, key: str) -> None:
@@ -223,7 +224,7 @@ class Operator:
             return TAKEN_AGAIN
         return FOUND_AGAIN if result.stale else again
 
-    async def _hidden(self, job: dict[str, Any], known: list[dict[str, Any]]) -> Any:
+    async def _hidden(self, job: Manifest, known: list[Manifest]) -> Any:
         """Return the pod with the master's name that lacks this job's label; None if there is none."""
         metadata = job["metadata"]
         name = names.master_name(metadata["name"])
@@ -236,7 +237,7 @@ class Operator:
         return None if label == metadata["name"] else pod  # else the informer sees it soon
 
     async def _decide(
-        self, key: str, job: dict[str, Any], pods: list[dict[str, Any]]
+        self, key: str, job: Manifest, pods: list[Manifest]
     ) -> tuple[Result, float | None]:
         """Decide with these pods and carry it out; return the result and when to decide again."""
         services = self._services.of(key)

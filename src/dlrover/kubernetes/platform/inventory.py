@@ -8,6 +8,7 @@ from typing import Any
 from dlrover._util import accelerators
 from dlrover.kubernetes.api.client import NODES, PODS, Client
 from dlrover.kubernetes.machine import nodes
+from dlrover.kubernetes.machine.pods import ended
 from dlrover.kubernetes.resources import names
 from dlrover.kubernetes.resources.quantities import quantity
 from dlrover.kubernetes.resources.types import Manifest
@@ -17,7 +18,6 @@ PLAIN = ("cpu", "memory")
 """Resources that keep their Kubernetes names."""
 KINDS = ("gpu", "npu")
 """Suffixes of accelerator resource names, independent of the vendor."""
-ENDED = ("Succeeded", "Failed")
 
 
 class KubernetesInventory:
@@ -46,7 +46,7 @@ def inventory(machines: Iterable[Manifest], pods: Iterable[Manifest]) -> tuple[C
     by_jobs: dict[str, dict[str, float]] = {}
     for pod in pods:
         place = (pod.get("spec") or {}).get("nodeName")
-        if not place or (pod.get("status") or {}).get("phase") in ENDED:
+        if not place or ended(pod):
             continue
         asked = requests_of(pod)
         _add(used.setdefault(place, {}), asked)
