@@ -28,9 +28,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dlrover.kubernetes.api.client import PODS, Client
+from dlrover.kubernetes.api.client import ELASTIC_JOBS, PODS, Client
 from dlrover.kubernetes.api.informer import Informer
-from dlrover.kubernetes.platform.job import ELASTIC_JOBS
 from dlrover.kubernetes.resources import names
 from tests.kubernetes import assets
 from tests.kubernetes.controlplane import ControlPlane, free_ports

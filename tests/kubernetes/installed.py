@@ -16,9 +16,8 @@ import pytest
 import yaml
 
 from dlrover.kubernetes.api.client import Client
-from dlrover.kubernetes.machine.decisions import Options
 from dlrover.kubernetes.operator.leader import Leader
-from dlrover.kubernetes.operator.serving import Serving
+from dlrover.kubernetes.operator.operator import Operator
 from dlrover.kubernetes.resources import names
 from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.manifests import job
@@ -132,7 +131,7 @@ class Cluster:
         """A running operator; it has to be running, or cancelled, when the block ends."""
         client = Client.from_config(self.kubeconfig)
         elected = Leader(client, self.namespace, "lease", f"{id(client)}") if leader else None
-        serving = Serving(client, self.namespace, Options("dlrover:1"), elected)
+        serving = Operator(client, self.namespace, "dlrover:1", elected)
         task = asyncio.create_task(serving.run())
         try:
             yield task

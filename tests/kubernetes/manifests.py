@@ -5,7 +5,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from dlrover.kubernetes.api.client import Resource
+
 Manifest = dict[str, Any]
+
+CONFIG_MAPS = Resource("", "v1", "configmaps", "ConfigMap")
 
 CONTAINER = {"name": "main", "image": "train:1", "command": ["dlrover-run", "train.py"]}
 

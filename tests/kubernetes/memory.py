@@ -8,8 +8,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-from dlrover.kubernetes.api.client import ApiError, Client, Object, Resource
+from dlrover.kubernetes.api.client import ApiError, Client, Resource
 from dlrover.kubernetes.resources import times
+from dlrover.kubernetes.resources.types import Manifest
 from tests.kubernetes.world import START, merge
 
 
@@ -22,19 +23,19 @@ class MemoryServer(Client):
     def __init__(self) -> None:
         self.namespace = "default"
         self.now = START
-        self.objects: dict[str, Object] = {}
+        self.objects: dict[str, Manifest] = {}
         self.calls: list[tuple[str, str]] = []
         """The method and the path of each call."""
         self.before: Callable[[str, str], None] = lambda _method, _path: None
         """Called before each call is carried out: what others do meanwhile. It may raise `ApiError`."""
         self.silent = False
         """Watches say nothing yet of what happens."""
-        self._log: list[tuple[str, str, Object]] = []
+        self._log: list[tuple[str, str, Manifest]] = []
         self._news = asyncio.Event()
 
     # ---- for tests
 
-    def put(self, resource: Resource, manifest: Object) -> Object:
+    def put(self, resource: Resource, manifest: Manifest) -> Manifest:
         """Make an object, whoever asks for it."""
         return self._post(resource.path("default"), manifest)
 
@@ -42,7 +43,7 @@ class MemoryServer(Client):
         """Delete an object, whoever asks for it."""
         self._delete(resource.path("default", name), {})
 
-    def there(self, resource: Resource, name: str) -> Object:
+    def there(self, resource: Resource, name: str) -> Manifest:
         """An object as it is now."""
         return self.objects[resource.path("default", name)]
 
@@ -60,7 +61,7 @@ class MemoryServer(Client):
 
     async def list(
         self, resource: Resource, namespace: str | None = None, labels: str = "", fields: str = ""
-    ) -> tuple[list[Object], str]:
+    ) -> tuple[list[Manifest], str]:
         under = f"{resource.path(namespace)}/"
         found = [one for path, one in self.objects.items() if path.startswith(under)]
         return copy.deepcopy([one for one in found if _chosen(one, labels, fields)]), self._version
@@ -73,7 +74,7 @@ class MemoryServer(Client):
         labels: str = "",
         fields: str = "",
         timeout: float = 0.0,
-    ) -> AsyncIterator[tuple[str, Object]]:
+    ) -> AsyncIterator[tuple[str, Manifest]]:
         seen, last = 0, int(resource_version)
         known: set[str] = set()
         while True:
@@ -101,10 +102,10 @@ class MemoryServer(Client):
         method: str,
         path: str,
         query: Mapping[str, str] | None = None,
-        body: Object | None = None,
+        body: Manifest | None = None,
         *,
         repeat: bool = True,
-    ) -> Object:
+    ) -> Manifest:
         await asyncio.sleep(0)  # others work meanwhile
         self.calls.append((method, path))
         self.before(method, path)
@@ -117,12 +118,12 @@ class MemoryServer(Client):
         }
         return copy.deepcopy(act[method](path, body or {}))
 
-    def _get(self, path: str, _body: Object) -> Object:
+    def _get(self, path: str, _body: Manifest) -> Manifest:
         if path not in self.objects:
             raise ApiError(404, "NotFound", f"{path} is not found")
         return self.objects[path]
 
-    def _post(self, under: str, body: Object) -> Object:
+    def _post(self, under: str, body: Manifest) -> Manifest:
         number = len(self._log)
         metadata = {"namespace": "default", **body["metadata"], "uid": f"{number:08}-uid"}
         metadata.setdefault("name", f"{metadata.get('generateName', '')}{number}")
@@ -132,7 +133,7 @@ class MemoryServer(Client):
             raise ApiError(409, "AlreadyExists", f"{path} exists")
         return self._set(path, {**copy.deepcopy(body), "metadata": metadata}, "ADDED")
 
-    def _patch(self, path: str, body: Object) -> Object:
+    def _patch(self, path: str, body: Manifest) -> Manifest:
         of_status, of_scale = path.endswith("/status"), path.endswith("/scale")
         path = path.removesuffix("/status").removesuffix("/scale")
         before = self._get(path, body)
@@ -145,14 +146,14 @@ class MemoryServer(Client):
             body = {"spec": {"replicaSpecs": {"worker": body["spec"]}}}
         return self._set(path, merge(before, body), "MODIFIED")
 
-    def _delete(self, path: str, body: Object) -> Object:
+    def _delete(self, path: str, body: Manifest) -> Manifest:
         found = self._get(path, body)
         uid = (body.get("preconditions") or {}).get("uid")
         if uid not in (None, found["metadata"]["uid"]):
             raise ApiError(409, "Conflict", "Precondition failed: UID in precondition")
         return self._set(path, found, "DELETED")
 
-    def _set(self, path: str, obj: Object, kind: str) -> Object:
+    def _set(self, path: str, obj: Manifest, kind: str) -> Manifest:
         made = {**obj, "metadata": {**obj["metadata"], "resourceVersion": f"{len(self._log) + 1}"}}
         self._log.append((kind, path, made))
         self.objects[path] = made
@@ -167,7 +168,7 @@ class MemoryServer(Client):
         return str(len(self._log))
 
 
-def _chosen(obj: Object, labels: str, fields: str) -> bool:
+def _chosen(obj: Manifest, labels: str, fields: str) -> bool:
     """Whether selectors take an object."""
     metadata = obj["metadata"]
     given = metadata.get("labels") or {}

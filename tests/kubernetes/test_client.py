@@ -15,8 +15,9 @@ import pytest
 
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.kubernetes.api import access, client as api
-from dlrover.kubernetes.api.client import CONFIG_MAPS, PODS, ApiError, Client
+from dlrover.kubernetes.api.client import PODS, ApiError, Client
 from tests.kubernetes.controlplane import ControlPlane
+from tests.kubernetes.manifests import CONFIG_MAPS
 
 
 @contextlib.asynccontextmanager

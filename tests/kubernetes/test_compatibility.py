@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from dlrover.kubernetes.machine import objects
-from dlrover.kubernetes.operator import scaleplans
+from dlrover.kubernetes.machine import objects, scaleplans
 from dlrover.kubernetes.resources import compatibility, validation
 from tests.kubernetes.manifests import job
 
@@ -27,7 +26,7 @@ TOLD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("roles", SILENT)
 def test_what_has_an_effect_is_not_told(roles: dict[str, Any]) -> None:
-    assert compatibility.notes({"replicaSpecs": roles}) == []
+    assert list(compatibility.notes({"replicaSpecs": roles})) == []
 
 
 @pytest.mark.parametrize(("roles", "path"), TOLD)
@@ -40,7 +39,7 @@ def test_what_counts_for_another_role_only_is_told(roles: dict[str, Any], path: 
     ("by", "told"), [("kueue", 0), ("volcano", 0), ("koordinator", 1), ("", 1)]
 )
 def test_a_queue_is_for_those_that_have_queues(by: str, told: int) -> None:
-    assert len(compatibility.notes({"gang": {"by": by, "queue": "research"}})) == told
+    assert len(list(compatibility.notes({"gang": {"by": by, "queue": "research"}}))) == told
 
 
 @pytest.mark.parametrize(
@@ -77,4 +76,6 @@ def test_what_a_plan_names_beside_numbers_is_told(spec: dict[str, Any], field: s
 
 
 def test_a_plan_of_numbers_has_an_effect() -> None:
-    assert scaleplans.notes({"createPods": [{"type": "worker"}], "manualScaling": False}) == []
+    assert (
+        list(scaleplans.notes({"createPods": [{"type": "worker"}], "manualScaling": False})) == []
+    )

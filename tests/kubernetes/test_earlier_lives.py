@@ -5,24 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.kubernetes.api import client
-from dlrover.kubernetes.api.client import LEASES, PODS, ApiError
+from dlrover.kubernetes.api.client import ELASTIC_JOBS, LEASES, PODS, SCALE_PLANS, ApiError
 from dlrover.kubernetes.machine import objects
 from dlrover.kubernetes.machine.decisions import Decision
 from dlrover.kubernetes.operator import apply, scaleplans
 from dlrover.kubernetes.operator.leader import Leader
 from dlrover.kubernetes.operator.operator import ByJob
-from dlrover.kubernetes.operator.scaleplans import SCALE_PLANS, ScalePlans
+from dlrover.kubernetes.operator.scaleplans import ScalePlans
 from dlrover.kubernetes.platform import job as jobs, platform, reporting, scaling
-from dlrover.kubernetes.platform.job import ELASTIC_JOBS
 from dlrover.kubernetes.platform.platform import KubernetesPlatform
 from dlrover.kubernetes.platform.reporting import Reporter
-from dlrover.kubernetes.platform.scaling import Asks, Scaler
+from dlrover.kubernetes.platform.scaling import Scaler
 from dlrover.kubernetes.resources import names, validation
 from dlrover.kubernetes.resources.types import ElasticJob, ElasticJobStatus
 from dlrover.platform.base import JobSize, Progress
@@ -84,7 +84,7 @@ def test_a_master_that_comes_late_is_not_the_next_jobs() -> None:
         known = {one["name"]: one["value"] for one in env if "value" in one}
         assert (await jobs.read(server, known)).uid == first.uid
         again(server)
-        with pytest.raises(ConfigurationError, match="was deleted, and another one has its name"):
+        with pytest.raises(ConfigurationError, match="was deleted; another one now has its name"):
             await jobs.read(server, known)
 
     asyncio.run(story())
@@ -134,7 +134,7 @@ def test_what_an_earlier_job_has_trained_is_not_the_next_jobs() -> None:
         server.change(ELASTIC_JOBS, "digits", status=earlier)
         job = server.there(ELASTIC_JOBS, "digits")
         decision = Decision(status=ElasticJobStatus(phase="Created"))
-        await apply.carry_out(server, ELASTIC_JOBS, job, decision)
+        await apply.carry_out(server, job, decision)
         assert "training" not in status(server)
 
     asyncio.run(story())
@@ -160,7 +160,7 @@ def test_a_server_that_is_away_does_not_end_the_reports() -> None:
             raise InfrastructureError("The server does not answer.")
 
         server.before = away
-        one.waits("Pod a: its pod cannot be made.")
+        one.waits("Pod a: its pod cannot be created.")
         running = asyncio.create_task(one.run())
         await until(lambda: server.calls)
         server.before = lambda *_: None
@@ -196,8 +196,13 @@ class Numbers:
 
 @contextlib.asynccontextmanager
 async def scaler(server: MemoryServer, job: ElasticJob, numbers: Numbers) -> AsyncIterator[Scaler]:
-    asks = Asks(lambda _role: numbers.size, numbers.scale, dict, lambda *_: "")
-    one = Scaler(server, job, asks, lambda _role, _number: None)
+    calls: Any = SimpleNamespace(
+        size=lambda _role: numbers.size,
+        ask_scale=numbers.scale,
+        placed=dict,
+        ask_migrate=lambda *_: "",
+    )
+    one = Scaler(server, job, calls, lambda _role, _number: None)
     running = asyncio.create_task(one.run())
     try:
         yield one
@@ -408,7 +413,7 @@ def test_the_operator_refuses_a_plan_that_is_older_than_the_job() -> None:
         async with operator(server):
             await until(lambda: status(server, "grow").get("phase") == "Failed")
         assert status(server, "grow")["message"] == (
-            "The plan is older than the ElasticJob digits: it was not made for it. Create it again."
+            "The plan is older than the ElasticJob digits: create the plan again."
         )
         assert "ownerReferences" not in server.there(SCALE_PLANS, "grow")["metadata"]
 
@@ -542,7 +547,7 @@ def test_a_master_adopts_no_pod_of_another_job_of_its_name() -> None:
         async with watched(server, again(server)) as nodes:
             nodes.platform.adopt(0, POD)
             await until(lambda: nodes.exits)
-            assert nodes.exits == {0: "its pod was deleted while the master was away"}
+            assert nodes.exits == {0: "its pod was deleted while the master was down"}
 
     asyncio.run(story())
 

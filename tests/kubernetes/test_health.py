@@ -21,11 +21,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from dlrover.errors import ConfigurationError
 from dlrover.kubernetes.api.access import Access, Token
 from dlrover.kubernetes.api.client import Client
-from dlrover.kubernetes.machine.decisions import Options
 from dlrover.kubernetes.operator import health
 from dlrover.kubernetes.operator.health import HealthServer
 from dlrover.kubernetes.operator.leader import Leader
-from dlrover.kubernetes.operator.serving import Serving
+from dlrover.kubernetes.operator.operator import Operator
 from dlrover.kubernetes.operator.stats import BOUNDS, Durations
 from dlrover.kubernetes.operator.workqueue import WorkQueue
 from tests.kubernetes.controlplane import ControlPlane, free_ports
@@ -52,10 +51,10 @@ def samples(text: str) -> dict[tuple[str, str], float]:
     }
 
 
-def serving() -> Serving:
+def serving() -> Operator:
     """An operator that knows no cluster."""
     client = Client(Access("https://127.0.0.1:1", "here", ssl.create_default_context(), Token("")))
-    return Serving(client, None, Options(), Leader(client, "here", "lease", "one"))
+    return Operator(client, None, "dlrover:latest", Leader(client, "here", "lease", "one"))
 
 
 def test_durations_are_counted_in_the_buckets_below_which_they_are() -> None:
@@ -91,7 +90,7 @@ def test_an_operator_that_stands_still_fails_its_probe(monkeypatch: pytest.Monke
         try:
             assert await asyncio.to_thread(get, server.port, "/healthz") == (200, "ok\n")
             status, said = await asyncio.to_thread(get, server.port, "/readyz")
-            assert (status, said) == (503, "It has not read its Lease yet.\n")
+            assert (status, said) == (503, "The operator has not read its Lease yet.\n")
             assert (await asyncio.to_thread(get, server.port, "/"))[0] == 404
             asked = asyncio.create_task(asyncio.to_thread(get, server.port, "/healthz"))
             await asyncio.sleep(0)

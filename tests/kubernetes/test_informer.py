@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from dlrover.kubernetes.api import client as api
-from dlrover.kubernetes.api.client import CONFIG_MAPS, Client
+from dlrover.kubernetes.api.client import Client
 from dlrover.kubernetes.api.informer import Informer
 from tests.kubernetes.controlplane import ControlPlane
+from tests.kubernetes.manifests import CONFIG_MAPS
 from tests.kubernetes.proxy import Proxy
 
 

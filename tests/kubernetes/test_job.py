@@ -294,7 +294,7 @@ def test_a_quota_on_the_nodes_is_told_with_the_job(job: Job) -> None:
             assert message().startswith("Pod digits-edljob-worker-")
             await job.until(
                 lambda: any(
-                    event["reason"] == "PodNotMade" and "exceeded quota" in event["message"]
+                    event["reason"] == "PodNotCreated" and "exceeded quota" in event["message"]
                     for event in job.cluster.list("events")
                 )
             )

@@ -46,7 +46,7 @@ def test_a_plan_has_pods_replaced_by_larger_ones(job: Scaled) -> None:
             job.plan("larger", migratePods=[{"name": pod, "resource": {"cpu": 1, "memory": "2Gi"}}])
             assert await job.ends("larger") == (
                 "Succeeded",
-                f"Another pod has taken the place of {pod}.",
+                f"Another pod has replaced {pod}.",
             )
             assert requests(job) == {"0": ("500m", "1Gi"), "2": ("1", "2Gi")}
             # Another master, without a journal, knows the sizes that pods have.

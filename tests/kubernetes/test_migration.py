@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from dlrover.errors import ConfigurationError
-from dlrover.kubernetes.machine import nodes, pods
-from dlrover.kubernetes.operator import scaleplans
+from dlrover.kubernetes.machine import nodes, pods, scaleplans
 from dlrover.kubernetes.platform import migration
 from dlrover.kubernetes.platform.migration import Factors, Migration
 from dlrover.kubernetes.resources import validation
@@ -223,13 +222,13 @@ def test_a_template_without_requests_says_so() -> None:
 
 def test_what_of_a_named_pod_counts_for_nothing_is_told() -> None:
     said = ["spec.migratePods: only the name and the resource of its pods count."]
-    assert scaleplans.notes({"migratePods": [{"name": "w1", "rankIndex": 1}]}) == said
+    assert list(scaleplans.notes({"migratePods": [{"name": "w1", "rankIndex": 1}]})) == said
     resource = {"cpu": 2}
     quiet = {
         "migratePods": [{"name": "w1", "id": 0, "resource": resource}],
         "replicaResourceSpecs": {"worker": {"resource": resource}},
     }
-    assert scaleplans.notes(quiet) == []
+    assert list(scaleplans.notes(quiet)) == []
 
 
 # ---- having it
@@ -241,7 +240,7 @@ def test_pods_are_replaced_while_they_train() -> None:
     moved = told.begun(spec)
     assert moved.missing == ["w0", "w1", "w2"]
     assert migration.asked(spec, moved.pods) == [
-        "w0, w1 and w2 train on until other pods take their places."
+        "w0, w1 and w2 train on until other pods replace them."
     ]
     machine = told.driver.machine
     assert [(machine.nodes[i].cpu_factor, machine.nodes[i].memory_factor) for i in (3, 4, 5)] == [
@@ -271,7 +270,7 @@ def test_without_a_resource_the_other_pod_has_the_size_of_the_first() -> None:
     told.begun(spec)
     assert told.driver.machine.nodes[3].cpu_factor == 2.0
     assert told.driver.machine.nodes[3].memory_factor == 3.0
-    assert migration.done(spec) == ["Another pod has taken the place of w2."]
+    assert migration.done(spec) == ["Another pod has replaced w2."]
 
 
 def test_a_pod_whose_successor_never_starts_stays() -> None:
@@ -281,7 +280,7 @@ def test_a_pod_whose_successor_never_starts_stays() -> None:
     told.driver.give(inputs.DeadlinePassed(), at=told.driver.machine.deadline())
     moved.advance()
     assert moved.failed == (
-        "w1 stays: w2 does not take its place: it had not started: no machine has 2 cores."
+        "w1 stays: w2 does not replace it: it had not started: no machine has 2 cores."
     )
 
 
@@ -311,9 +310,7 @@ def test_a_pod_that_is_lost_before_its_place_was_asked_for() -> None:
     assert (moved.missing, moved.failed) == (["w1"], "")
     told.driver.join(0, 2, at=21.0)
     moved.advance()
-    assert (
-        moved.failed == "w1 was lost before another pod could take its place: its pod was deleted."
-    )
+    assert moved.failed == "w1 was lost before another pod could replace it: its pod was deleted."
 
 
 def test_another_master_goes_on_where_the_last_one_was() -> None:
@@ -364,9 +361,14 @@ def test_long_lists_of_pods_are_cut() -> None:
             "3 workers",
             [],
             "no room.",
-            "The job does not have 3 workers after 600 s; they stay wanted: no room.",
+            "The job does not have 3 workers after 600 s; they stay requested: no room.",
         ),
-        ("", [], "", "The job is not whole after 600 s; its nodes stay wanted: nothing says why."),
+        (
+            "",
+            [],
+            "",
+            "The job is incomplete after 600 s; its nodes stay requested: the reason is unknown.",
+        ),
         (
             "",
             ["w1"],
@@ -377,7 +379,7 @@ def test_long_lists_of_pods_are_cut() -> None:
             "3 workers",
             ["w1", "w2"],
             "",
-            "w1 and w2 are not replaced after 600 s: nothing says why.",
+            "w1 and w2 are not replaced after 600 s: the reason is unknown.",
         ),
     ],
 )

@@ -104,7 +104,8 @@ def test_roles_have_ranks_in_their_order() -> None:
         "chief": {"replicas": 1, "template": template},
     }
     job = elastic_job({"replicas": 2}, roles=roles)
-    assert nodes.slots(job) == [("chief", 0), ("evaluator", 0), ("worker", 0), ("worker", 1)]
+    places = [("chief", 0), ("evaluator", 0), ("worker", 0), ("worker", 1)]
+    assert [nodes.place(job, rank) for rank in range(nodes.count(job))] == places
     assert nodes.pod_name(job, LaunchNode(9, 0)) == "train-edljob-chief-9"
     assert variables(nodes.pod(job, LaunchNode(9, 1), "m:1"))["NODE_TYPE"] == "evaluator"
 
@@ -190,7 +191,7 @@ def terminated(code: int, reason: str = "Error") -> dict[str, Any]:
         ),
         (
             pod_with(terminated(137, "OOMKilled")),
-            "its container main was killed for want of memory (OOMKilled)",
+            "its container main ran out of memory (OOMKilled)",
         ),
         (
             pod_with(

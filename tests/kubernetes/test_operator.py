@@ -15,7 +15,7 @@ import pytest
 
 from dlrover.errors import InfrastructureError
 from dlrover.kubernetes.api.client import LEASES, Client
-from dlrover.kubernetes.operator import scaleplans
+from dlrover.kubernetes.machine import scaleplans
 from dlrover.kubernetes.operator.leader import Leader, Terms
 from dlrover.kubernetes.platform.reporting import Reporter, duration
 from dlrover.kubernetes.resources import names, times, validation
@@ -275,7 +275,7 @@ def test_anothers_service_and_pod_of_the_masters_name_are_told_and_survived(
         async with cluster.operator():
             cluster.submit(SLEEP)
             for kind in ("services", "pods"):
-                said = f"The {kind[:-1].title()} {master} is not this job's".lower()
+                said = f"{kind[:-1].title()} {master} does not belong to this job".lower()
                 await cluster.until(
                     lambda said=said: said in cluster.status.get("message", "").lower()
                 )
@@ -460,7 +460,7 @@ def test_the_command_runs_and_ends_by_a_signal(
         process.kill()
         process.wait()
     assert process.returncode == 0
-    assert "All workers ended well." in log
+    assert "All workers succeeded." in log
     path = f"/apis/coordination.k8s.io/v1/namespaces/{cluster.namespace}/leases/dlrover-operator"
     lease: dict[str, Any] = cluster.plane.call("GET", path)
     assert not lease["spec"].get("holderIdentity"), json.dumps(lease)

@@ -131,7 +131,7 @@ def test_a_node_is_a_pod_that_ends_with_a_reason(
     [
         ("delete", "its pod was deleted"),
         ("force", "its pod was deleted"),
-        ("oom", "its container main was killed for want of memory (OOMKilled)"),
+        ("oom", "its container main ran out of memory (OOMKilled)"),
         ("evict", "its pod failed: Evicted: The test's kubelet: Evicted"),
         ("kill", "its container main ended with exit code 137"),
     ],
@@ -314,7 +314,7 @@ def test_another_master_finds_and_adopts_the_nodes(
                 platform.adopt(number, handle)
             await here.until(lambda: len(here.exits) == 2)
             assert here.exits[0] == "its container main ended with exit code 137"
-            assert here.exits[1] == "its pod was deleted while the master was away"
+            assert here.exits[1] == "its pod was deleted while the master was down"
             platform.kill(handles[2])
             await here.until(lambda: 2 in here.exits)
 

@@ -9,10 +9,10 @@ import pytest
 import yaml
 from hypothesis import given, settings, strategies as st
 
+from dlrover.kubernetes.api.elasticjobs import status_patch
 from dlrover.kubernetes.machine import objects, pods
-from dlrover.kubernetes.machine.decisions import Observed, Options, status_of
+from dlrover.kubernetes.machine.decisions import Observed, status_of
 from dlrover.kubernetes.machine.reconcile import reconcile
-from dlrover.kubernetes.operator.apply import status_patch
 from dlrover.kubernetes.resources import names, validation
 from dlrover.kubernetes.resources.types import ElasticJobStatus, ReplicaStatus
 from tests.kubernetes.manifests import ORIGINAL, job
@@ -78,7 +78,7 @@ def test_the_state_follows_the_pods() -> None:
     world.settle()
     assert world.status["phase"] == "Running"
     assert world.status["workers"] == "1/2"
-    assert world.status["message"] == "1 of 2 workers run."
+    assert world.status["message"] == "1 of 2 workers are running."
     assert world.status["replicaStatuses"]["worker"]["pending"] == 1
 
 
@@ -380,8 +380,8 @@ def test_whatever_happens_to_the_pods_the_job_comes_back_to_one_running_master(
 
 def test_a_decision_depends_on_nothing_but_what_it_is_told() -> None:
     seen = Observed(job())
-    first = reconcile(seen, START, Options(), "t")
-    assert reconcile(seen, START, Options(), "t") == first
+    first = reconcile(seen, START, "dlrover:latest", "t")
+    assert reconcile(seen, START, "dlrover:latest", "t") == first
 
 
 # ---- conditions, and the time that a job may be active

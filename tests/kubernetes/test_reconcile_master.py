@@ -216,7 +216,7 @@ def test_a_pod_of_somebody_else_with_the_masters_name_has_to_go_first() -> None:
     assert world.master is old
     assert "deletionTimestamp" not in old["metadata"], "it is not ours to delete"
     assert world.decision.again == 5.0
-    assert "is not this job's: it has to go first." in world.status["message"]
+    assert "does not belong to this job and must be deleted first." in world.status["message"]
 
 
 def test_a_start_that_was_not_written_down_is_remembered() -> None:

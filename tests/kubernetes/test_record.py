@@ -13,7 +13,7 @@ from dlrover.errors import ConfigurationError
 from dlrover.kubernetes.machine import nodes, record
 from dlrover.kubernetes.machine.decisions import Decision, status_of
 from dlrover.kubernetes.operator import apply
-from dlrover.kubernetes.platform.job import ELASTIC_JOBS, VARIABLE, read, request
+from dlrover.kubernetes.platform.job import VARIABLE, read, request
 from dlrover.kubernetes.resources import names
 from dlrover.kubernetes.resources.types import ElasticJobStatus
 from dlrover.spec.node import LaunchNode
@@ -50,8 +50,7 @@ def test_a_job_that_has_ended_promises_no_other_start() -> None:
     world.settle()
     change(world, template=template(image="train:2"))
     assert message(world, "Applied").endswith(
-        "image changed: the job has ended, and does not start again. Delete it and create it anew to run the "
-        "change."
+        "image changed: the job has ended. To run with the change, delete the job and create it again."
     )
     assert world.events.count("NotApplied") == 1
     assert world.job is not None
@@ -75,7 +74,7 @@ def test_no_replicas_leave_a_running_job_and_its_next_master_as_they_are() -> No
     assert world.events.count("Rejected") == 1
     assert world.status["message"] == (
         "spec.replicaSpecs is worker with 0 replicas: accepted is at least one pod that trains (spec.suspend "
-        "stops a job). The job goes on as it was before."
+        "stops a job). The job continues unchanged."
     )
     assert world.master is not None
     world.end(world.master, 137)
@@ -127,8 +126,8 @@ def test_a_changed_image_waits_until_the_job_starts_again() -> None:
     change(world, template=template(image="train:2"))
     assert world.condition("Applied") == "False"
     assert message(world, "Applied") == (
-        "spec.replicaSpecs.worker.template.spec.containers[0].image changed: a running job keeps what it "
-        "started with. The change applies when the job starts again: set spec.suspend to true, then to false."
+        "spec.replicaSpecs.worker.template.spec.containers[0].image changed: a running job keeps "
+        "the spec that it started with. To apply the change, set spec.suspend to true, then to false."
     )
     assert world.events.count("NotApplied") == 1
     assert pod_of(world)["spec"]["containers"][0]["image"] == "train:1"
@@ -209,7 +208,7 @@ def test_a_status_that_was_meant_for_an_earlier_job_of_the_name_is_none() -> Non
             self.patches: list[dict[str, Any]] = []
 
         async def patch(self, *call: Any, **_more: Any) -> None:
-            self.patches.append(call[-1]["status"])
+            self.patches.append(call[3]["status"])
 
         async def create(self, *_: object) -> None:
             pass
@@ -221,7 +220,7 @@ def test_a_status_that_was_meant_for_an_earlier_job_of_the_name_is_none() -> Non
         done = ElasticJobStatus(phase=phase, completion_time="2026-11-22T17:00:00Z")
         spec = '{"replicaSpecs":{}}'
         decision = Decision(status=msgspec.structs.replace(done, running_spec=spec))
-        asyncio.run(apply.carry_out(server, ELASTIC_JOBS, first, decision))
+        asyncio.run(apply.carry_out(server, first, decision))
         (patch,) = server.patches
         first["status"] = patch
         second = {**first, "metadata": {**first["metadata"], "uid": "second"}}
@@ -231,7 +230,7 @@ def test_a_status_that_was_meant_for_an_earlier_job_of_the_name_is_none() -> Non
 
 def test_a_next_master_counts_the_restarts_on() -> None:
     class Server:
-        async def get(self, _resource: object, _namespace: str, _name: str) -> dict[str, Any]:
+        async def find(self, _resource: object, _namespace: str, _name: str) -> dict[str, Any]:
             return {**job(), "status": {"training": {"restarts": 4}}}
 
     client: Any = Server()
@@ -292,7 +291,7 @@ def test_a_job_whose_manifest_is_wrong_can_be_suspended(
     assert world.status["phase"] == "Suspended"
     assert world.condition("Suspended") == "True"
     assert world.condition("Accepted") == "False"
-    assert "goes on" not in world.status["message"]
+    assert "continues" not in world.status["message"]
     world.job["spec"]["suspend"] = False
     world.settle()
     assert world.pods == [], "nothing is started by a wrong manifest"

@@ -6,15 +6,15 @@ import asyncio
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 
 from dlrover.errors import ConfigurationError
 from dlrover.kubernetes.api.client import Client
-from dlrover.kubernetes.machine import nodes
-from dlrover.kubernetes.operator import scaleplans
-from dlrover.kubernetes.platform.scaling import Asks, Scaler
+from dlrover.kubernetes.machine import nodes, scaleplans
+from dlrover.kubernetes.platform.scaling import Scaler
 from dlrover.kubernetes.resources import names, validation
 from dlrover.kubernetes.resources.types import PlannedPod, ScalePlanSpec, ScaleReplica
 from dlrover.master import scale
@@ -148,7 +148,7 @@ async def refuse_wrong_plans(job: Scaled) -> None:
     job.plan("nothing", removePods=[{"name": "a"}, {"name": "b"}])
     phase, message = await job.ends("nothing")
     assert phase == "Failed"
-    assert message.startswith("The plan asks for 0 workers: accepted are at least 1 ")
+    assert message.startswith("The plan requests 0 workers: accepted are at least 1 ")
     job.plan("auto", {"scale-type": "auto"}, createPods=[{}], reason="The queue is long.")
     phase, message = await job.ends("auto")
     assert phase == "Failed"
@@ -203,8 +203,13 @@ def test_a_plan_of_the_masters_own_is_recorded_with_its_reason(
         client = Client.from_config(str(control_plane.kubeconfig))
         found = validation.parse(cluster.get("elasticjobs", "digits"))
         size = functools.partial(scale.size, driver.machine, 0.0)
-        asks = Asks(size, ask, dict, lambda *_: "no pod is replaced here")
-        scaling = asyncio.create_task(Scaler(client, found, asks, resize).run())
+        calls: Any = SimpleNamespace(
+            size=size,
+            ask_scale=ask,
+            placed=dict,
+            ask_migrate=lambda *_: "no pod is replaced here",
+        )
+        scaling = asyncio.create_task(Scaler(client, found, calls, resize).run())
         try:
             await cluster.until(lambda: sizes == [("worker", 4)])
             driver.give(inputs.ScaleAsked(3, "The fourth adds nothing.", "plan"))
@@ -278,10 +283,10 @@ def test_how_many_pods_a_plan_asks_for(spec: dict[str, Any], numbers: dict[str, 
         ),
         ({"replica_resource_specs": replicas(worker=1)}, "at least 2 (minReplicas)"),
         ({"create_pods": [PlannedPod(type="chief")]}, "of type chief: accepted are worker and ps"),
-        ({"remove_pods": [PlannedPod()] * 4}, "asks for 0 workers"),
+        ({"remove_pods": [PlannedPod()] * 4}, "requests 0 workers"),
         (
             {"replica_resource_specs": replicas(worker=4, ps=0)},
-            "asks for 0 servers: accepted are at least 1",
+            "requests 0 servers: accepted are at least 1",
         ),
     ],
 )
@@ -334,7 +339,7 @@ def test_a_plan_that_waits_for_a_right_manifest_says_so() -> None:
     job = manifests.job()
     assert scaleplans.standing(plan, job) == {
         "phase": "Pending",
-        "message": "The master of digits takes it up.",
+        "message": "The plan waits for the master of digits.",
     }
     job["spec"]["replicaSpecs"]["worker"]["replicas"] = 0
     status = scaleplans.standing(plan, job)

@@ -175,7 +175,7 @@ def test_what_the_server_does_not_take_gets_a_sentence(
     assert run(path, *access).returncode == 0
     again = run(path, *access)
     assert again.returncode == ExitCode.USAGE
-    assert f"namespace {namespace} has an ElasticJob of this name." in again.stderr
+    assert f"namespace {namespace} already has an ElasticJob of this name." in again.stderr
     away = run(path, "--kubeconfig", str(tmp_path / "none"))
     assert away.returncode == ExitCode.USAGE
     assert "cannot be read" in away.stderr

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from dlrover.errors import ConfigurationError
 from dlrover.kubernetes.machine import nodes
-from dlrover.kubernetes.machine.decisions import Observed, Options
+from dlrover.kubernetes.machine.decisions import Observed
 from dlrover.kubernetes.machine.reconcile import reconcile
 from dlrover.kubernetes.resources import validation
 from dlrover.spec.node import LaunchNode
@@ -260,9 +260,9 @@ def test_whatever_is_in_a_manifest_it_is_told_or_can_be_made(
     found = list(places(manifest["spec"]))
     node, key = found[place % len(found)]
     node[key] = value
-    decision = reconcile(Observed(manifest), 0.0, Options(), "token")
+    decision = reconcile(Observed(manifest), 0.0, "dlrover:latest", "token")
     assert decision.status is not None or manifest["spec"].get("managedBy")
     if decision.start is not None:
         job = validation.parse(manifest)
-        for rank in range(len(nodes.slots(job))):
+        for rank in range(nodes.count(job)):
             nodes.pod(job, LaunchNode(rank, rank, ("host",), 2.0), "master:1")

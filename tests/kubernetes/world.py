@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from dlrover.kubernetes.machine.decisions import Decision, Observed, Options
+from dlrover.kubernetes.api.elasticjobs import status_patch
+from dlrover.kubernetes.machine.decisions import Decision, Observed
 from dlrover.kubernetes.machine.reconcile import reconcile
 from dlrover.kubernetes.machine.yielding import Claim
-from dlrover.kubernetes.operator.apply import status_patch
 from dlrover.kubernetes.resources import names, times
 from tests.kubernetes.manifests import Manifest, job
 
@@ -60,7 +60,7 @@ class World:
         service = self.objects.get(("Service", names.master_name(self.name)))
         seen = Observed(copy.deepcopy(self.job), copy.deepcopy(self.pods), service, self.rivals)
         before = copy.deepcopy(self.objects)
-        self.decision = reconcile(seen, self.now, Options("dlrover:1"), f"token-{self.uids}")
+        self.decision = reconcile(seen, self.now, "dlrover:1", f"token-{self.uids}")
         assert self.objects == before
         self._apply(self.decision)
         return self.decision
@@ -152,7 +152,7 @@ class World:
 
 
 def running(**spec: Any) -> World:
-    """A job whose master and two workers run."""
+    """A job whose master and two workers are running."""
     world = World(job(**spec))
     world.settle()
     assert world.master is not None

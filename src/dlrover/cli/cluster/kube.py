@@ -18,11 +18,11 @@ Kubeconfig = Annotated[
     str,
     typer.Option(
         metavar="FILE",
-        help="Access to the cluster; the pod's own, KUBECONFIG or ~/.kube/config if left out.",
+        help="Kubeconfig; default: the pod's service account, KUBECONFIG or ~/.kube/config.",
     ),
 ]
 MasterImage = Annotated[
-    str, typer.Option(help="Image of the masters of jobs that name none; it has dlrover in it.")
+    str, typer.Option(help="Image of masters for jobs that name none; it must contain dlrover.")
 ]
 
 

@@ -18,7 +18,7 @@ from dlrover.cli.cluster.kube import IMAGE, Kubeconfig, MasterImage, extra
 from dlrover.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from dlrover.kubernetes.operator.serving import Serving
+    from dlrover.kubernetes.operator.operator import Operator
 
 LEASE = "dlrover-operator"
 """Name of the Lease by which operators elect their leader."""
@@ -26,30 +26,32 @@ LEASE = "dlrover-operator"
 
 def operator(
     namespace: Annotated[
-        str, typer.Option(help="Only jobs of this namespace; of the whole cluster if left out.")
+        str, typer.Option(help="Namespace of the jobs; default: all namespaces.")
     ] = "",
     kubeconfig: Kubeconfig = "",
     master_image: MasterImage = IMAGE,
     lease_namespace: Annotated[
-        str, typer.Option(help="Where its Lease is; --namespace or its own if left out.")
+        str,
+        typer.Option(help="Namespace of the Lease; default: --namespace, else the operator's own."),
     ] = "",
     leader_election: Annotated[
-        bool, typer.Option(help="Wait while another operator leads.")
+        bool, typer.Option(help="Wait while another operator is the leader.")
     ] = True,
     http_port: Annotated[
         int, typer.Option(help="Port of /healthz, /readyz and /metrics; 0: none.")
     ] = 0,
-    http_host: Annotated[str, typer.Option(help="Address that it listens on.")] = "127.0.0.1",
+    http_host: Annotated[
+        str, typer.Option(help="Address that --http-port listens on.")
+    ] = "127.0.0.1",
 ) -> None:
-    """Run the operator: it creates the masters of ElasticJobs and keeps them alive.
+    """Run the operator, which starts and restarts the masters of ElasticJobs.
 
-    Exit code 3 if another operator takes the lead.
+    Exit code 3 if another operator becomes the leader.
     """
     with extra():
         from dlrover.kubernetes.api.client import Client  # noqa: PLC0415 - needs the extra
-        from dlrover.kubernetes.machine.decisions import Options  # noqa: PLC0415
         from dlrover.kubernetes.operator.leader import Leader  # noqa: PLC0415
-        from dlrover.kubernetes.operator.serving import Serving  # noqa: PLC0415
+        from dlrover.kubernetes.operator.operator import Operator  # noqa: PLC0415
 
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -63,7 +65,7 @@ def operator(
             where = lease_namespace or namespace or client.namespace
             identity = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
             leader = Leader(client, where, LEASE, identity)
-        serving = Serving(client, namespace or None, Options(master_image), leader)
+        serving = Operator(client, namespace or None, master_image, leader)
         try:
             with _health(serving, http_host, http_port):
                 await _until_stopped(serving.run())
@@ -74,7 +76,7 @@ def operator(
 
 
 @contextlib.contextmanager
-def _health(serving: Serving, host: str, port: int) -> Iterator[None]:
+def _health(serving: Operator, host: str, port: int) -> Iterator[None]:
     """Serve the HTTP port, unless ``port`` is 0.
 
     Raises:

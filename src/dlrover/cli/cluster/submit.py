@@ -27,16 +27,17 @@ def submit(
         str, typer.Argument(metavar="FILE", help="Manifest of an ElasticJob (YAML); - for stdin.")
     ],
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only show what would be created; needs no cluster.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Print the objects without creating them; needs no cluster."
+        ),
     ] = False,
-    namespace: Annotated[
-        str, typer.Option(help="Namespace of a job whose manifest names none.")
-    ] = "",
+    namespace: Annotated[str, typer.Option(help="Namespace for a manifest without one.")] = "",
     kubeconfig: Kubeconfig = "",
     master_image: MasterImage = IMAGE,
     output: Output = Form.TEXT,
 ) -> None:
-    """Create an ElasticJob; with --dry-run, show it and all objects that the operator would create for it."""
+    """Create an ElasticJob; with --dry-run, print it and the objects that the operator would create."""
     with extra():
         import httpx2  # noqa: F401, PLC0415 - needs the extra
         import yaml  # noqa: F401, PLC0415
@@ -99,12 +100,12 @@ def read(file: str) -> Manifest:
 def preview(manifest: Manifest, image: str) -> list[Manifest]:
     """Return the job and the objects that the operator creates for it, in order of creation."""
     from dlrover.kubernetes.machine import tls  # noqa: PLC0415
-    from dlrover.kubernetes.machine.decisions import Observed, Options  # noqa: PLC0415
+    from dlrover.kubernetes.machine.decisions import Observed  # noqa: PLC0415
     from dlrover.kubernetes.machine.reconcile import reconcile  # noqa: PLC0415
 
     metadata: Mapping[str, Any] = {"namespace": "default", "uid": UID, "generation": 1}
     known = {**manifest, "metadata": {**metadata, **manifest["metadata"]}}
-    decision = reconcile(Observed(known), 0.0, Options(image), LATER)
+    decision = reconcile(Observed(known), 0.0, image, LATER)
     wanted, started = decision.certificate, () if decision.start is None else (decision.start,)
     content = dict.fromkeys((tls.AUTHORITY, tls.CERTIFICATE, tls.KEY), LATER)
     secret = () if wanted is None else ({**wanted.secret, "stringData": content},)
@@ -121,8 +122,11 @@ def _show(made: list[Manifest], output: Form) -> None:
 
 
 async def _create(manifest: Manifest, kubeconfig: str) -> Manifest:
-    from dlrover.kubernetes.api.client import ApiError, Client  # noqa: PLC0415 - needs the extra
-    from dlrover.kubernetes.platform.job import ELASTIC_JOBS  # noqa: PLC0415
+    from dlrover.kubernetes.api.client import (  # noqa: PLC0415 - needs the extra
+        ELASTIC_JOBS,
+        ApiError,
+        Client,
+    )
 
     client = Client.from_config(kubeconfig or None)
     manifest["metadata"].setdefault("namespace", client.namespace)
@@ -132,11 +136,11 @@ async def _create(manifest: Manifest, kubeconfig: str) -> Manifest:
     except ApiError as error:
         if error.status == 409:
             raise ConfigurationError(
-                f"metadata.name is {name}: namespace {where} has an ElasticJob of this name."
+                f"metadata.name is {name}: namespace {where} already has an ElasticJob of this name."
             ) from error
         if error.status == 404:
             raise ConfigurationError(
-                f"The cluster has no ElasticJobs, or no namespace {where}: apply deploy/crds first."
+                f"The cluster has no namespace {where}, or no ElasticJobs: apply deploy/crds first."
             ) from error
         if error.status == 422:
             raise ConfigurationError(error.message) from error

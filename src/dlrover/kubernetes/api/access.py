@@ -6,6 +6,7 @@ import base64
 import binascii
 import datetime as dt
 import json
+import math
 import ssl
 import subprocess
 import tempfile
@@ -96,7 +97,7 @@ class PluginToken(Token):
             )
             status = json.loads(answer.stdout)["status"]
             expires = status.get("expirationTimestamp")
-            until = _seconds(expires) if expires else float("inf")
+            until = _seconds(expires) if expires else math.inf
             self._value = status["token"]
         except (
             OSError,

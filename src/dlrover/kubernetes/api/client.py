@@ -17,11 +17,10 @@ import msgspec
 
 from dlrover.errors import InfrastructureError
 from dlrover.kubernetes.api.access import Access, find_access
+from dlrover.kubernetes.resources import names
+from dlrover.kubernetes.resources.types import Manifest
 
 logger = logging.getLogger(__name__)
-
-Object = dict[str, Any]
-"""A Kubernetes object."""
 
 CALL_TIMEOUT = 30.0
 """Seconds allowed for one call."""
@@ -105,12 +104,13 @@ PODS = Resource("", "v1", "pods", "Pod")
 SERVICES = Resource("", "v1", "services", "Service")
 SECRETS = Resource("", "v1", "secrets", "Secret")
 SERVICE_ACCOUNTS = Resource("", "v1", "serviceaccounts", "ServiceAccount")
-CONFIG_MAPS = Resource("", "v1", "configmaps", "ConfigMap")
 EVENTS = Resource("", "v1", "events", "Event")
 ROLES = Resource("rbac.authorization.k8s.io", "v1", "roles", "Role")
 ROLE_BINDINGS = Resource("rbac.authorization.k8s.io", "v1", "rolebindings", "RoleBinding")
 NODES = Resource("", "v1", "nodes", "Node", namespaced=False)
 LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
+ELASTIC_JOBS = Resource(names.GROUP, names.VERSION, "elasticjobs", "ElasticJob")
+SCALE_PLANS = Resource(names.GROUP, names.VERSION, "scaleplans", "ScalePlan")
 
 
 class Client:
@@ -146,7 +146,7 @@ class Client:
         """
         return cls(find_access(kubeconfig))
 
-    async def get(self, resource: Resource, namespace: str | None, name: str) -> Object:
+    async def get(self, resource: Resource, namespace: str | None, name: str) -> Manifest:
         """Return one object.
 
         Raises:
@@ -154,16 +154,25 @@ class Client:
         """
         return await self._call("GET", resource.path(namespace, name))
 
+    async def find(self, resource: Resource, namespace: str | None, name: str) -> Manifest | None:
+        """Return one object, or None if there is none."""
+        try:
+            return await self.get(resource, namespace, name)
+        except ApiError as error:
+            if error.status == 404:
+                return None
+            raise
+
     async def list(
         self, resource: Resource, namespace: str | None = None, labels: str = "", fields: str = ""
-    ) -> tuple[list[Object], str]:
+    ) -> tuple[list[Manifest], str]:
         """Return the objects that match the selectors, and the resource version of that state.
 
         Objects from this method and from `watch` lack their ``managedFields``, which no caller reads.
         """
         path = resource.path(namespace)
         query = _query(labelSelector=labels, fieldSelector=fields)
-        items: list[Object] = []
+        items: list[Manifest] = []
         page = await self._call("GET", path, query | {"limit": str(PAGE)})
         items += page.get("items") or ()
         try:
@@ -191,7 +200,7 @@ class Client:
         labels: str = "",
         fields: str = "",
         timeout: float = WATCH_TIMEOUT,
-    ) -> AsyncIterator[tuple[str, Object]]:
+    ) -> AsyncIterator[tuple[str, Manifest]]:
         """Yield the events after ``resource_version``: ``ADDED``, ``MODIFIED``, ``DELETED``, ``BOOKMARK``.
 
         The watch ends after ``timeout`` seconds. A bookmark contains only a resource version.
@@ -223,7 +232,7 @@ class Client:
                     if line.strip():
                         yield _event(line)
 
-    async def create(self, resource: Resource, obj: Object) -> Object:
+    async def create(self, resource: Resource, obj: Manifest) -> Manifest:
         """Create an object.
 
         Raises:
@@ -234,7 +243,17 @@ class Client:
         path = resource.path(obj["metadata"].get("namespace"))
         return await self._call("POST", path, body=body, repeat=again)
 
-    async def replace(self, resource: Resource, obj: Object) -> Object:
+    async def ensure(self, resource: Resource, obj: Manifest) -> bool:
+        """Create an object; return False if one of its name exists."""
+        try:
+            await self.create(resource, obj)
+        except ApiError as error:
+            if error.reason == "AlreadyExists":
+                return False
+            raise
+        return True
+
+    async def replace(self, resource: Resource, obj: Manifest) -> Manifest:
         """Replace an object; if it has a resource version, only if it is unchanged since then.
 
         Raises:
@@ -249,9 +268,9 @@ class Client:
         resource: Resource,
         namespace: str | None,
         name: str,
-        patch: Object,
+        patch: Manifest,
         subresource: str = "",
-    ) -> Object:
+    ) -> Manifest:
         """Merge ``patch`` into an object or its subresource (RFC 7386)."""
         path = resource.path(namespace, name, subresource)
         return await self._call("PATCH", path, body=patch)
@@ -262,9 +281,9 @@ class Client:
         namespace: str | None,
         name: str,
         uid: str,
-        patch: Object,
+        patch: Manifest,
         subresource: str = "",
-    ) -> Object:
+    ) -> Manifest:
         """`patch` the object with this ``uid``, never another with the same name.
 
         The server ignores the uid in a status patch, so the patch includes the version just read.
@@ -294,7 +313,7 @@ class Client:
         grace: float | None = None,
     ) -> None:
         """Delete an object if it exists and has any given ``uid``. ``grace``: seconds for a pod to end."""
-        options: Object = {"propagationPolicy": "Background"}
+        options: Manifest = {"propagationPolicy": "Background"}
         if uid:
             options["preconditions"] = {"uid": uid}
         if grace is not None:
@@ -304,17 +323,11 @@ class Client:
         except ApiError as error:
             if error.status == 404:
                 return
-            if not (uid and error.status == 409) or await self._has(resource, namespace, name, uid):
+            if not (uid and error.status == 409):
                 raise
-
-    async def _has(self, resource: Resource, namespace: str | None, name: str, uid: str) -> bool:
-        """Return whether the object with this uid exists."""
-        try:
-            return bool((await self.get(resource, namespace, name))["metadata"]["uid"] == uid)
-        except ApiError as error:
-            if error.status == 404:
-                return False
-            raise
+            found = await self.find(resource, namespace, name)
+            if found is not None and found["metadata"]["uid"] == uid:
+                raise
 
     async def close(self) -> None:
         """Close all connections."""
@@ -325,10 +338,10 @@ class Client:
         method: str,
         path: str,
         query: Mapping[str, str] | None = None,
-        body: Object | None = None,
+        body: Manifest | None = None,
         *,
         repeat: bool = True,
-    ) -> Object:
+    ) -> Manifest:
         """Make a call, with retries. ``repeat``: retry even if the last attempt may have taken effect."""
         wait, renewed = FIRST_WAIT, False
         for attempt in range(1, ATTEMPTS + 1):
@@ -353,8 +366,8 @@ class Client:
         raise AssertionError("the last attempt returns or raises")
 
     async def _once(
-        self, method: str, path: str, query: Mapping[str, str] | None, body: Object | None
-    ) -> Object:
+        self, method: str, path: str, query: Mapping[str, str] | None, body: Manifest | None
+    ) -> Manifest:
         headers = await self._headers()
         content = None
         if body is not None:
@@ -398,16 +411,16 @@ def _query(**values: str) -> dict[str, str]:
     return {key: value for key, value in values.items() if value}
 
 
-def _decode(content: bytes | str) -> Object:
+def _decode(content: bytes | str) -> Manifest:
     try:
-        return msgspec.json.decode(content, type=Object)
+        return msgspec.json.decode(content, type=Manifest)
     except msgspec.DecodeError as error:
         raise InfrastructureError(
-            f"The Kubernetes API server sent what is not JSON: {error}."
+            f"The Kubernetes API server sent invalid JSON: {error}."
         ) from error
 
 
-def _event(line: str) -> tuple[str, Object]:
+def _event(line: str) -> tuple[str, Manifest]:
     event = _decode(line)
     kind, obj = event["type"], event["object"]
     obj.get("metadata", {}).pop("managedFields", None)
@@ -418,7 +431,7 @@ def _event(line: str) -> tuple[str, Object]:
 
 def _error(answer: httpx2.Response) -> ApiError:
     try:
-        status = msgspec.json.decode(answer.content, type=Object)
+        status = msgspec.json.decode(answer.content, type=Manifest)
     except msgspec.DecodeError:
         status = {"message": answer.text[:500].strip()}
     message = status.get("message") or f"The API server answered {answer.status_code}."

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 
 from dlrover.errors import InfrastructureError
-from dlrover.kubernetes.api.client import WATCH_TIMEOUT, ApiError, Client, Object, Resource, jitter
+from dlrover.kubernetes.api.client import WATCH_TIMEOUT, ApiError, Client, Resource, jitter
+from dlrover.kubernetes.resources.types import Manifest
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class Informer:
         resync: float = RESYNC,
         watch_timeout: float = WATCH_TIMEOUT,
     ) -> None:
-        self.cache: dict[str, Object] = {}
+        self.cache: dict[str, Manifest] = {}
         """Objects by key (``namespace/name``); read only."""
         self.synced = asyncio.Event()
         """Set after the first list of the objects."""
@@ -73,7 +74,7 @@ class Informer:
                 wait = FIRST_WAIT if self._healthy else wait
                 pause = min(LONGEST_WAIT, jitter(wait) if asked is None else asked)
                 wait = min(LONGEST_WAIT, wait * 2)
-                logger.info("Following %s goes on in %.1f s: %s", self.what, pause, error)
+                logger.info("Watching %s resumes in %.1f s: %s", self.what, pause, error)
                 await asyncio.sleep(pause)
             else:
                 wait = FIRST_WAIT
@@ -119,7 +120,7 @@ class Informer:
             self._version = obj["metadata"]["resourceVersion"]
 
 
-def key_of(obj: Object) -> str:
+def key_of(obj: Manifest) -> str:
     """Return an object's ``namespace/name``, or only its name if it has no namespace."""
     metadata = obj["metadata"]
     namespace = metadata.get("namespace")

@@ -10,9 +10,7 @@ import msgspec
 
 from dlrover.kubernetes.machine.yielding import Claim
 from dlrover.kubernetes.resources import times
-from dlrover.kubernetes.resources.types import Condition, ElasticJobStatus
-
-Manifest = dict[str, Any]
+from dlrover.kubernetes.resources.types import Condition, ElasticJobStatus, Manifest
 
 
 @dataclass(frozen=True)
@@ -24,13 +22,6 @@ class Observed:
     service: Manifest | None = None
     rivals: Sequence[Claim] = ()
     """Claims of other jobs that may yield, as this one may."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """The operator's options that apply to jobs."""
-
-    master_image: str = "dlrover:latest"
 
 
 @dataclass(frozen=True)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from dlrover.errors import ExitCode
 from dlrover.kubernetes.machine import objects, podgroups, pods, tls
 from dlrover.kubernetes.resources import names, quantities as resources
-from dlrover.kubernetes.resources.types import ElasticJob, ReplicaSpec
+from dlrover.kubernetes.resources.types import ElasticJob, Manifest, ReplicaSpec
 from dlrover.spec.node import LaunchNode
 from dlrover.spec.roles import SERVER, WORKER, index_in_role, is_server
-
-Manifest = dict[str, Any]
 
 ROLES = ("chief", "evaluator", WORKER, SERVER)
 """Roles whose pods are nodes, in rank order."""
@@ -31,26 +28,9 @@ WRONG_COMMAND = (ExitCode.USAGE, 126, 127)
 HOST_LABEL = "kubernetes.io/hostname"
 
 
-class Slot(NamedTuple):
-    """A node's place within its role."""
-
-    role: str
-    number: int
-
-
-def slots(job: ElasticJob) -> list[Slot]:
-    """Return the place of each node, by rank."""
-    return _slots(job, ROLES)
-
-
-def _slots(job: ElasticJob, roles: Iterable[str]) -> list[Slot]:
-    specs = job.spec.replica_specs
-    return [
-        Slot(role, index)
-        for role in roles
-        if role in specs
-        for index in range(specs[role].replicas)
-    ]
+def count(job: ElasticJob) -> int:
+    """Return the number of the job's nodes."""
+    return sum(spec.replicas for role, spec in job.spec.replica_specs.items() if role in ROLES)
 
 
 def resized(job: ElasticJob, role: str, replicas: int) -> ElasticJob:
@@ -62,13 +42,18 @@ def resized(job: ElasticJob, role: str, replicas: int) -> ElasticJob:
     return msgspec.structs.replace(job, spec=spec)
 
 
-def slot(job: ElasticJob, rank: int) -> Slot:
-    """Return the place of the node that prefers a rank."""
+def place(job: ElasticJob, rank: int) -> tuple[str, int]:
+    """Return the role of the node that prefers a rank, and the node's index in its role."""
     if is_server(rank):
-        return Slot(SERVER, index_in_role(rank))
-    others = _slots(job, (role for role in ROLES if role not in SCALED))
-    number = rank - len(others)
-    return others[rank] if number < 0 else Slot(WORKER, number)
+        return SERVER, index_in_role(rank)
+    for role in ROLES:
+        replica = job.spec.replica_specs.get(role)
+        if role in SCALED or replica is None:
+            continue
+        if rank < replica.replicas:
+            return role, rank
+        rank -= replica.replicas
+    return WORKER, rank
 
 
 def requests(job: ElasticJob, role: str) -> dict[str, Any]:
@@ -81,50 +66,28 @@ def requests(job: ElasticJob, role: str) -> dict[str, Any]:
 
 def pod_name(job: ElasticJob, launch: LaunchNode) -> str:
     """Return the name of a node's pod."""
-    return f"{job.name}-edljob-{slot(job, launch.node_rank).role}-{launch.node_id}"
+    return f"{job.name}-edljob-{place(job, launch.node_rank)[0]}-{launch.node_id}"
 
 
 def pod(job: ElasticJob, launch: LaunchNode, master: str) -> Manifest:
     """Return the manifest of a node's pod; ``master`` is the address of the job's master.
 
-    The role's template is preserved. The pod also gets what a node needs: labels, an owner, variables for
-    ``dlrover-run``. It never restarts its containers, even if the template says so: the master makes a new
-    pod, possibly on another machine.
+    Besides `objects.pod`, it gets what a node needs: its id and rank, variables for ``dlrover-run``, its group.
     """
-    place = slot(job, launch.node_rank)
-    replica = job.spec.replica_specs[place.role]
-    template = copy.deepcopy(replica.template)
-    spec: Manifest = template.get("spec") or {}
-    metadata: Mapping[str, Any] = template.get("metadata") or {}
-    spec["restartPolicy"] = "Never"
-    spec.setdefault("enableServiceLinks", False)
+    role, index = place(job, launch.node_rank)
+    made = objects.pod(job, role, pod_name(job, launch), index)
+    spec = made["spec"]
     container = _main(spec)
-    _give_variables(spec, container, job, launch, place, master)
+    _give_variables(spec, container, job, launch, role, master)
     tls.give_node(spec, container, job)
     resources.grow(container, launch.memory_factor, launch.cpu_factor)
     _avoid(spec, launch.avoid)
-    priority = _priority(replica, place.number)
-    if priority:
-        spec.setdefault("priorityClassName", priority)
-    labels = {
-        **(metadata.get("labels") or {}),
-        **names.labels(job.name, place.role),
+    made["metadata"]["labels"] |= {
         NODE_LABEL: str(launch.node_id),
         RANK_LABEL: str(launch.node_rank),
     }
-    made = {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {
-            "name": pod_name(job, launch),
-            "namespace": job.namespace,
-            "labels": labels,
-            "annotations": {**(metadata.get("annotations") or {}), **_factors(launch)},
-            "ownerReferences": [objects.owner(job)],
-        },
-        "spec": spec,
-    }
-    podgroups.join(made, job, len(slots(job)))
+    made["metadata"]["annotations"] |= _factors(launch)
+    podgroups.join(made, job, count(job))
     return made
 
 
@@ -147,7 +110,7 @@ def _main(spec: Manifest) -> Manifest:
 
 
 def _give_variables(
-    spec: Manifest, main: Manifest, job: ElasticJob, launch: LaunchNode, slot: Slot, master: str
+    spec: Manifest, main: Manifest, job: ElasticJob, launch: LaunchNode, role: str, master: str
 ) -> None:
     """Add the job's variables to all containers, and the node's to the main one."""
     shared = [msgspec.to_builtins(variable) for variable in job.spec.envs.values()]
@@ -160,22 +123,22 @@ def _give_variables(
         given = {variable["name"] for variable in container.get("env") or ()}
         added = [variable for variable in shared if variable["name"] not in given]
         container["env"] = [*(container.get("env") or []), *added]
-    own = _own_variables(job, launch, slot, master)
+    own = _own_variables(job, launch, role, master)
     names_of_own = {variable["name"] for variable in own}
     theirs = [variable for variable in main["env"] if variable["name"] not in names_of_own]
     main["env"] = [*own, *theirs]  # first, because variables may refer to earlier ones
     main.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
 
 
-def _own_variables(job: ElasticJob, launch: LaunchNode, slot: Slot, master: str) -> list[Manifest]:
+def _own_variables(job: ElasticJob, launch: LaunchNode, role: str, master: str) -> list[Manifest]:
     plain = {
         "DLROVER_MASTER_ADDR": master,
         "DLROVER_NODE_ID": str(launch.node_id),
         "DLROVER_NODE_RANK": str(launch.node_rank),
         "ELASTIC_JOB_NAME": job.name,
-        "NODE_TYPE": slot.role,
+        "NODE_TYPE": role,
         "NODE_ID": str(launch.node_id),
-        "NODE_NUM": str(len(slots(job))),
+        "NODE_NUM": str(count(job)),
         "NODE_RANK": str(index_in_role(launch.node_rank)),
     }
     fields = {
@@ -184,18 +147,7 @@ def _own_variables(job: ElasticJob, launch: LaunchNode, slot: Slot, master: str)
         "POD_IP": "status.podIP",
         "NODE_IP": "status.hostIP",
     }
-    token = {
-        "name": names.own_name(job.name, job.uid),
-        "key": names.TOKEN_KEY,
-    }
-    return [
-        *({"name": name, "value": value} for name, value in plain.items()),
-        *(
-            {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-            for name, path in fields.items()
-        ),
-        {"name": "DLROVER_TOKEN", "valueFrom": {"secretKeyRef": token}},
-    ]
+    return objects.variables(job, plain, fields)
 
 
 def _avoid(spec: Manifest, hosts: Sequence[str]) -> None:
@@ -211,28 +163,21 @@ def _avoid(spec: Manifest, hosts: Sequence[str]) -> None:
         term["matchExpressions"] = [*(term.get("matchExpressions") or []), wanted]
 
 
-def _priority(replica: ReplicaSpec, index: int) -> str:
-    """Return the priority class of a role's pod; a fraction is the share of pods with class ``high``."""
-    if replica.priority in ("", "high", "low"):
-        return replica.priority
-    return "high" if index < math.ceil(float(replica.priority) * replica.replicas) else "low"
-
-
 # ---- the status of a pod
 
 
-def node_id(obj: Mapping[str, Any]) -> int:
+def node_id(obj: Manifest) -> int:
     """Return the id of a pod's node; -1 if the pod is no node."""
     value = (obj["metadata"].get("labels") or {}).get(NODE_LABEL, "")
     return int(value) if value.isdecimal() else -1
 
 
-def node_rank(obj: Mapping[str, Any]) -> int:
+def node_rank(obj: Manifest) -> int:
     """Return the rank that a pod's node prefers."""
     return int(obj["metadata"]["labels"][RANK_LABEL])
 
 
-def ending(obj: Mapping[str, Any]) -> str:
+def ending(obj: Manifest) -> str:
     """Return how a pod ended or why it is ending, in words; empty while it lives."""
     status = obj.get("status") or {}
     if status.get("phase") in ("Succeeded", "Failed"):
@@ -240,20 +185,16 @@ def ending(obj: Mapping[str, Any]) -> str:
     if _main_ended(obj):
         return _end(status)  # sidecars may run forever
     if obj["metadata"].get("deletionTimestamp"):
-        for condition in status.get("conditions") or ():
-            if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
-                return _words("its pod was deleted", condition)
-        return "its pod was deleted"
+        disruption = pods.condition(obj, "DisruptionTarget")
+        known = disruption.get("status") == "True"
+        return _words("its pod was deleted", disruption if known else {})
     return ""
 
 
-def _main_ended(obj: Mapping[str, Any]) -> bool:
+def _main_ended(obj: Manifest) -> bool:
     given = {"containers": list((obj.get("spec") or {}).get("containers") or ())}
     main = _main(given)["name"] if given["containers"] else ""
-    statuses = (obj.get("status") or {}).get("containerStatuses") or ()
-    return any(
-        one["name"] == main and (one.get("state") or {}).get("terminated") for one in statuses
-    )
+    return any(name == main for name, _ in pods.states(obj, "terminated"))
 
 
 def _end(status: Mapping[str, Any]) -> str:
@@ -262,7 +203,7 @@ def _end(status: Mapping[str, Any]) -> str:
         end = (container.get("state") or {}).get("terminated") or {}
         code = end.get("exitCode", 0)
         if end.get("reason") == "OOMKilled":
-            return f"its container {container['name']} was killed for want of memory (OOMKilled)"
+            return f"its container {container['name']} ran out of memory (OOMKilled)"
         if code and not status.get("reason"):
             reason = end.get("reason")
             also = f" ({reason})" if reason not in (None, "", "Error") else ""
@@ -274,20 +215,17 @@ def _end(status: Mapping[str, Any]) -> str:
     return "its pod failed" if status["phase"] == "Failed" else "its pod ended"
 
 
-def exit_code(obj: Mapping[str, Any]) -> int:
+def exit_code(obj: Manifest) -> int:
     """Return the exit code of the first failed container; 0 if none failed or the code is unknown."""
-    status = obj.get("status") or {}
-    for container in status.get("containerStatuses") or ():
-        end = (container.get("state") or {}).get("terminated") or {}
+    for _, end in pods.states(obj, "terminated"):
         if end.get("exitCode") and end.get("reason") != "OOMKilled":
             return int(end["exitCode"])
     return 0
 
 
-def impossible(obj: Mapping[str, Any]) -> str:
+def impossible(obj: Manifest) -> str:
     """Return why a pod can never start on any machine; empty if it can."""
-    for container in (obj.get("status") or {}).get("containerStatuses") or ():
-        waiting = (container.get("state") or {}).get("waiting") or {}
+    for _, waiting in pods.states(obj, "waiting"):
         if waiting.get("reason") == "InvalidImageName":
             return _words("its pod cannot start", waiting)
     return ""
@@ -298,6 +236,6 @@ def _words(what: str, said: Mapping[str, Any]) -> str:
     return ": ".join(part for part in (what, said.get("reason"), detail) if part)
 
 
-def waiting(obj: Mapping[str, Any]) -> str:
+def waiting(obj: Manifest) -> str:
     """Return why a pod does not run yet; empty if it runs or the reason is unknown."""
     return pods.obstacle([obj]).rstrip(".")

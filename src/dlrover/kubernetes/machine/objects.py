@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from dlrover.kubernetes.machine import podgroups, tls
 from dlrover.kubernetes.resources import names, quantities as resources
-from dlrover.kubernetes.resources.types import ElasticJob
+from dlrover.kubernetes.resources.types import ElasticJob, Manifest, ReplicaSpec
 
-Manifest = dict[str, Any]
 HOME = "/var/lib/dlrover"
 """Where the master keeps the job's directory: an empty volume per pod, or the volume of ``journalClaim``."""
 USER = 65532
@@ -34,7 +34,7 @@ def service(job: ElasticJob) -> Manifest:
     chosen = _chosen(job)
     port = {"name": "grpc", "port": names.MASTER_PORT, "targetPort": names.MASTER_PORT}
     spec = {"selector": chosen, "ports": [port], "publishNotReadyAddresses": True}
-    return _object("v1", "Service", job, spec=spec)
+    return _object("v1", "Service", job, names.master_name(job.name), spec=spec)
 
 
 def _chosen(job: ElasticJob) -> dict[str, str]:
@@ -51,17 +51,15 @@ def missing_labels(job: ElasticJob, pod: Manifest) -> list[str]:
 
 def secret(job: ElasticJob, token: str) -> Manifest:
     """Return the Secret with the token that every connection to the master presents."""
-    made = _object("v1", "Secret", job, type="Opaque", stringData={names.TOKEN_KEY: token})
-    return _own(made, job)
+    content = {names.TOKEN_KEY: token}
+    return _object("v1", "Secret", job, _own_name(job), type="Opaque", stringData=content)
 
 
 def certificate(job: ElasticJob) -> Manifest | None:
     """Return the Secret of the master's certificate, without content; None if the job does not use TLS."""
     if not job.spec.master.tls:
         return None
-    made = _object("v1", "Secret", job, type="kubernetes.io/tls")
-    made["metadata"]["name"] = tls.secret_name(job)
-    return made
+    return _object("v1", "Secret", job, tls.secret_name(job), type="kubernetes.io/tls")
 
 
 def pod_group(job: ElasticJob) -> Manifest | None:
@@ -69,9 +67,8 @@ def pod_group(job: ElasticJob) -> Manifest | None:
     group = podgroups.pod_group(job)
     if group is None:
         return None
-    made = _object(group["apiVersion"], "PodGroup", job, spec=group["spec"])
-    made["metadata"]["name"] = podgroups.name(job)
-    return made
+    name = podgroups.name(job)
+    return _object(group["apiVersion"], "PodGroup", job, name, spec=group["spec"])
 
 
 def account(job: ElasticJob) -> list[Manifest]:
@@ -79,18 +76,18 @@ def account(job: ElasticJob) -> list[Manifest]:
     rbac = "rbac.authorization.k8s.io"
     name = _own_name(job)
     subject = {"kind": "ServiceAccount", "name": name, "namespace": job.namespace}
-    made = [
-        _object("v1", "ServiceAccount", job),
-        _object(f"{rbac}/v1", "Role", job, rules=role_rules(job.name)),
+    return [
+        _object("v1", "ServiceAccount", job, name),
+        _object(f"{rbac}/v1", "Role", job, name, rules=role_rules(job.name)),
         _object(
             f"{rbac}/v1",
             "RoleBinding",
             job,
+            name,
             roleRef={"apiGroup": rbac, "kind": "Role", "name": name},
             subjects=[subject],
         ),
     ]
-    return [_own(one, job) for one in made]
 
 
 def role_rules(job: str) -> list[Manifest]:
@@ -154,24 +151,63 @@ def _rule(group: str, resources: list[str], verbs: list[str], only: str = "") ->
     return {"apiGroups": [group], "resources": resources, "verbs": verbs, **named}
 
 
+def pod(job: ElasticJob, role: str, name: str, index: int = 0) -> Manifest:
+    """Return a pod from its role's template, which is preserved, with the job's labels and owner.
+
+    The pod never restarts its containers, even if the template says so: the operator and the master decide
+    what follows its end.
+    """
+    replica = job.spec.replica_specs.get(role, ReplicaSpec())
+    template = copy.deepcopy(replica.template)
+    spec: Manifest = template.get("spec") or {}
+    given: Mapping[str, Any] = template.get("metadata") or {}
+    spec["containers"] = spec.get("containers") or [{}]
+    spec["restartPolicy"] = "Never"
+    spec.setdefault("enableServiceLinks", False)
+    priority = _priority(replica, index)
+    if priority:
+        spec.setdefault("priorityClassName", priority)
+    made = _object("v1", "Pod", job, name, spec=spec)
+    made["metadata"] |= {
+        "labels": {**(given.get("labels") or {}), **names.labels(job.name, role)},
+        "annotations": {**(given.get("annotations") or {})},
+    }
+    return made
+
+
+def _priority(replica: ReplicaSpec, index: int) -> str:
+    """Return the priority class of a role's pod; a fraction is the share of pods with class ``high``."""
+    if replica.priority in ("", "high", "low"):
+        return replica.priority
+    most = math.ceil(float(replica.priority) * max(1, replica.replicas))
+    return "high" if index < most else "low"
+
+
+def variables(
+    job: ElasticJob, plain: Mapping[str, str], fields: Mapping[str, str]
+) -> list[Manifest]:
+    """Return variables of a container: values, fields of its pod, and the job's token."""
+    token = {"name": _own_name(job), "key": names.TOKEN_KEY}
+    return [
+        *({"name": name, "value": value} for name, value in plain.items()),
+        *(
+            {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+            for name, path in fields.items()
+        ),
+        {"name": "DLROVER_TOKEN", "valueFrom": {"secretKeyRef": token}},
+    ]
+
+
 def master_pod(job: ElasticJob, image: str, memory_factor: float = 1.0) -> Manifest:
     """Return the master's pod, from the job's role ``dlrover-master`` if present.
 
-    Its memory is multiplied by ``memory_factor``. The pod never restarts its container: the operator
-    decides what follows its end.
+    Its memory is multiplied by ``memory_factor``.
     """
-    given = job.spec.replica_specs.get(names.MASTER_ROLE)
-    template = copy.deepcopy(given.template) if given else {}
-    spec: Manifest = template.get("spec") or {}
-    metadata: Mapping[str, Any] = template.get("metadata") or {}
-    containers = spec.get("containers") or [{}]
-    _complete(containers[0], job, image)
-    resources.grow(containers[0], memory_factor)
-    spec["containers"] = containers
-    spec["restartPolicy"] = "Never"
-    spec.setdefault("enableServiceLinks", False)
-    if given is not None and given.priority:
-        spec.setdefault("priorityClassName", _priority(given.priority))
+    made = pod(job, names.MASTER_ROLE, names.master_name(job.name))
+    spec = made["spec"]
+    container = spec["containers"][0]
+    _complete(container, job, image)
+    resources.grow(container, memory_factor)
     spec.setdefault("serviceAccountName", _own_name(job))
     spec.setdefault(
         "securityContext",
@@ -190,22 +226,10 @@ def master_pod(job: ElasticJob, image: str, memory_factor: float = 1.0) -> Manif
         {"name": "dlrover-home", **home},
         {"name": "dlrover-tmp", "emptyDir": {}},
     ]
-    tls.give_master(spec, containers[0], job)
-    pod = _object("v1", "Pod", job, spec=spec)
-    pod["metadata"]["labels"] = {
-        **(metadata.get("labels") or {}),
-        **names.labels(job.name, names.MASTER_ROLE),
-    }
-    grown = {names.MEMORY_FACTOR: str(memory_factor)} if memory_factor != 1.0 else {}
-    pod["metadata"]["annotations"] = {**(metadata.get("annotations") or {}), **grown}
-    return pod
-
-
-def _priority(given: str) -> str:
-    """Return the master's priority class; any positive fraction means ``high``, as there is one pod."""
-    if given in ("high", "low"):
-        return given
-    return "high" if float(given) else "low"
+    tls.give_master(spec, container, job)
+    if memory_factor != 1.0:
+        made["metadata"]["annotations"][names.MEMORY_FACTOR] = str(memory_factor)
+    return made
 
 
 def _complete(container: Manifest, job: ElasticJob, image: str) -> None:
@@ -252,27 +276,16 @@ def _environment(job: ElasticJob) -> list[Manifest]:
         "DLROVER_STATE_DIR": f"{HOME}/state",
         "HOME": HOME,
     }
-    reference = {"name": _own_name(job), "key": names.TOKEN_KEY}
-    return [
-        *({"name": name, "value": value} for name, value in plain.items()),
-        {"name": "DLROVER_TOKEN", "valueFrom": {"secretKeyRef": reference}},
-        {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-    ]
+    return variables(job, plain, {"POD_IP": "status.podIP"})
 
 
 def _own_name(job: ElasticJob) -> str:
     return names.own_name(job.name, job.uid)
 
 
-def _own(made: Manifest, job: ElasticJob) -> Manifest:
-    """Name an object so that no other job's object has the same name."""
-    made["metadata"]["name"] = _own_name(job)
-    return made
-
-
-def _object(api_version: str, kind: str, job: ElasticJob, **content: Any) -> Manifest:
+def _object(api_version: str, kind: str, job: ElasticJob, name: str, **content: Any) -> Manifest:
     metadata = {
-        "name": names.master_name(job.name),
+        "name": name,
         "namespace": job.namespace,
         "labels": names.labels(job.name, names.MASTER_ROLE),
         "ownerReferences": [owner(job)],

@@ -16,12 +16,8 @@ The group contains the job's nodes but not its master, which creates them.
 
 from __future__ import annotations
 
-from typing import Any
-
 from dlrover.kubernetes.resources import commands
-from dlrover.kubernetes.resources.types import ElasticJob
-
-Manifest = dict[str, Any]
+from dlrover.kubernetes.resources.types import ElasticJob, Manifest
 
 VOLCANO, COSCHEDULING = "scheduling.volcano.sh", "scheduling.x-k8s.io"
 VERSIONS = {"volcano": (VOLCANO, "v1beta1"), "coscheduling": (COSCHEDULING, "v1alpha1")}

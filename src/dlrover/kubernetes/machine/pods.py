@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from dlrover.errors import ExitCode
 from dlrover.kubernetes.resources import names, times
-from dlrover.kubernetes.resources.types import ReplicaStatus
-
-Manifest = Mapping[str, Any]
+from dlrover.kubernetes.resources.types import Manifest, ReplicaStatus
 
 _DECISIVE = {
     ExitCode.USER_CODE: ("UserCode", "The training program failed"),
-    ExitCode.USAGE: ("Usage", "A flag, a file or a setting is wrong"),
-    ExitCode.INFRASTRUCTURE: ("Infrastructure", "The restarts for failed machines are used up"),
-    ExitCode.NO_PROGRESS: ("NoProgress", "Restarts no longer led to a new step"),
-    ExitCode.STOPPED: ("Stopped", "Somebody stopped the job"),
+    ExitCode.USAGE: ("Usage", "An option, a file or a setting is invalid"),
+    ExitCode.INFRASTRUCTURE: ("Infrastructure", "No restarts are left for failed machines"),
+    ExitCode.NO_PROGRESS: ("NoProgress", "Restarts no longer lead to new steps"),
+    ExitCode.STOPPED: ("Stopped", "The job was stopped"),
 }
 _NO_PROGRAM = ("ContainerCannotRun", "StartError")
 _STUCK = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError",
@@ -63,7 +60,22 @@ def leaving(pod: Manifest) -> bool:
 
 def ready(pod: Manifest) -> bool:
     """Return whether it runs, is ready, and is not being deleted."""
-    return phase(pod) == "Running" and not leaving(pod) and _condition(pod, "Ready") == "True"
+    is_ready = condition(pod, "Ready").get("status") == "True"
+    return phase(pod) == "Running" and not leaving(pod) and is_ready
+
+
+def condition(pod: Manifest, kind: str) -> Manifest:
+    """Return the pod's condition of a type; empty if it has none."""
+    conditions = _status(pod).get("conditions") or ()
+    return next((one for one in conditions if one.get("type") == kind), {})
+
+
+def states(pod: Manifest, kind: str) -> Iterator[tuple[str, Manifest]]:
+    """Yield the containers in the state ``waiting`` or ``terminated``: name and details."""
+    for container in _status(pod).get("containerStatuses") or ():
+        details = (container.get("state") or {}).get(kind)
+        if details:
+            yield container.get("name", ""), details
 
 
 def owned(pod: Manifest, uid: str) -> bool:
@@ -77,9 +89,7 @@ def end_of_master(pod: Manifest) -> End:
     said = str(terminated.get("message") or "").strip().rpartition("\n")[2]
     code = terminated.get("exitCode")
     if phase(pod) == "Succeeded" or code == 0:
-        return End(
-            final=True, succeeded=True, reason="Succeeded", message="All workers ended well."
-        )
+        return End(final=True, succeeded=True, reason="Succeeded", message="All workers succeeded.")
     why = str(terminated.get("reason") or _status(pod).get("reason") or "")
     if why in _NO_PROGRAM or code == 127:
         what = f"The master's image has no command dlrover: {said or why}."
@@ -102,7 +112,7 @@ def _fate(pod: Manifest, code: int | None, why: str) -> str:
     if why == "OOMKilled":
         return "The master used more memory than its limit."
     if code is not None and code > ExitCode.SIGNAL_BASE:
-        return f"The master was ended by signal {code - ExitCode.SIGNAL_BASE}."
+        return f"The master was killed by signal {code - ExitCode.SIGNAL_BASE}."
     detail = str(_status(pod).get("message") or "").strip()
     known = " ".join(part for part in (why, detail) if part)
     return f"The master's pod failed: {known or f'exit code {code}'}."
@@ -150,11 +160,10 @@ def obstacle(pods: Sequence[Manifest]) -> str:
 
 
 def _obstacle(pod: Manifest) -> str:
-    for condition in _status(pod).get("conditions") or ():
-        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            return _sentence(str(condition.get("message") or condition.get("reason") or ""))
-    for container in _status(pod).get("containerStatuses") or ():
-        waiting = (container.get("state") or {}).get("waiting") or {}
+    scheduled = condition(pod, "PodScheduled")
+    if scheduled.get("status") == "False":
+        return _sentence(str(scheduled.get("message") or scheduled.get("reason") or ""))
+    for _, waiting in states(pod, "waiting"):
         if waiting.get("reason") in _STUCK:
             detail = str(waiting.get("message") or "")
             return _sentence(": ".join(filter(None, (str(waiting["reason"]), detail))))
@@ -165,18 +174,11 @@ def _sentence(text: str) -> str:
     return text if not text or text.endswith(".") else f"{text}."
 
 
-def _status(pod: Manifest) -> Mapping[str, Any]:
+def _status(pod: Manifest) -> Manifest:
     return pod.get("status") or {}
 
 
-def _condition(pod: Manifest, kind: str) -> str:
-    for condition in _status(pod).get("conditions") or ():
-        if condition.get("type") == kind:
-            return str(condition.get("status"))
-    return "Unknown"
-
-
-def _terminated(pod: Manifest) -> Mapping[str, Any]:
+def _terminated(pod: Manifest) -> Manifest:
     """Return how the pod's first container ended; empty if unknown, as for an evicted pod."""
     statuses = _status(pod).get("containerStatuses") or [{}]
     return (statuses[0].get("state") or {}).get("terminated") or {}

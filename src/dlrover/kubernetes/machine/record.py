@@ -19,10 +19,9 @@ from dlrover.errors import ConfigurationError
 from dlrover.kubernetes.machine.decisions import status_of
 from dlrover.kubernetes.resources import commands, names, validation
 from dlrover.kubernetes.resources.rules import canonical
-from dlrover.kubernetes.resources.types import ElasticJob, ElasticJobSpec
+from dlrover.kubernetes.resources.types import ElasticJob, ElasticJobSpec, Manifest
 from dlrover.spec.roles import SERVER, WORKER
 
-Manifest = Mapping[str, Any]
 LIVE = (
     "suspend",
     "ttlSecondsAfterFinished",
@@ -146,10 +145,10 @@ def _unapplied(job: ElasticJob, wanted: ElasticJob, *, ended: bool) -> str:
     if not found:
         return ""
     more = f" and {len(found) - _MOST_SHOWN} more fields" if len(found) > _MOST_SHOWN else ""
-    when = "a running job keeps what it started with. The change applies when the job starts again: set "
+    when = "a running job keeps the spec that it started with. To apply the change, set "
     when += "spec.suspend to true, then to false."
     if ended:
-        when = "the job has ended, and does not start again. Delete it and create it anew to run the change."
+        when = "the job has ended. To run with the change, delete the job and create it again."
     return f"{', '.join(found[:_MOST_SHOWN])}{more} changed: {when}"
 
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from dlrover.kubernetes.resources import names
-from dlrover.kubernetes.resources.types import ElasticJob
-
-Manifest = dict[str, Any]
+from dlrover.kubernetes.resources.types import ElasticJob, Manifest
 
 AUTHORITY, CERTIFICATE, KEY = "ca.crt", "tls.crt", "tls.key"
 """Keys of the Secret, the same as in every Secret of type ``kubernetes.io/tls``."""

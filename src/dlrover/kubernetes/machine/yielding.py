@@ -15,13 +15,11 @@ both need, so that neither starts. So one of them releases its pods for a while:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dlrover.kubernetes.machine import pods
 from dlrover.kubernetes.resources import commands, times
-from dlrover.kubernetes.resources.types import ElasticJob, ElasticJobStatus
-
-Manifest = dict[str, Any]
+from dlrover.kubernetes.resources.types import ElasticJob, ElasticJobStatus, Manifest
 
 
 class Claim(NamedTuple):

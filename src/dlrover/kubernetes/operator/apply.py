@@ -3,44 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import logging
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
-from dlrover.kubernetes.api import client as api
+from dlrover.kubernetes.api import client as api, elasticjobs
 from dlrover.kubernetes.api.client import ApiError, Client, Resource
 from dlrover.kubernetes.machine import podgroups
 from dlrover.kubernetes.machine.decisions import (
     Certificate,
     Decision,
-    Deletion,
     Event,
     condition,
     merged,
     status_of,
 )
 from dlrover.kubernetes.operator import certificates
-from dlrover.kubernetes.resources import names, times
-from dlrover.kubernetes.resources.types import ElasticJobStatus
+from dlrover.kubernetes.resources.types import Manifest
 
-logger = logging.getLogger(__name__)
-
-Manifest = dict[str, Any]
-_MADE = (
-    api.PODS,
-    api.SERVICES,
-    api.SECRETS,
-    api.SERVICE_ACCOUNTS,
-    api.ROLES,
-    api.ROLE_BINDINGS,
-    api.EVENTS,
-)
-_RESOURCES = {resource.kind: resource for resource in _MADE}
+_RESOURCES = {
+    resource.kind: resource
+    for resource in (
+        api.ELASTIC_JOBS,
+        api.PODS,
+        api.SERVICES,
+        api.SECRETS,
+        api.SERVICE_ACCOUNTS,
+        api.ROLES,
+        api.ROLE_BINDINGS,
+    )
+}
 _POD_GROUPS = {
     f"{group}/{version}": Resource(group, version, "podgroups", "PodGroup")
     for group, version in podgroups.VERSIONS.values()
@@ -59,7 +52,7 @@ class Result:
     """True if a foreign object has a name that the job needs."""
 
 
-async def carry_out(client: Client, jobs: Resource, job: Manifest, decision: Decision) -> Result:
+async def carry_out(client: Client, job: Manifest, decision: Decision) -> Result:
     """Carry out a decision.
 
     Raises:
@@ -74,23 +67,23 @@ async def carry_out(client: Client, jobs: Resource, job: Manifest, decision: Dec
         if decision.start is not None and not await _create(client, decision.start):
             return Result(stale=True)
     except _TakenError as error:
-        await _tell_obstacle(client, jobs, job, "NameTaken", str(error))
+        await _report_obstacle(client, job, "NameTaken", str(error))
         return Result(taken=True)
     except ApiError as error:
         if _is_for_good(error):
-            message = f"The API server refuses what the job needs: {error.message}"
+            message = f"The API server refused an object of the job: {error.message}"
             hopeless = error.status in (400, 422)
-            await _tell_obstacle(client, jobs, job, "Refused", message, hopeless=hopeless)
+            await _report_obstacle(client, job, "Refused", message, hopeless=hopeless)
         raise
     # Events precede the irreversible actions: reporting one twice is better than losing it.
     for event in decision.events:
-        await tell(client, job, event)
+        await elasticjobs.record_event(client, job["metadata"], event)
     for gone in decision.delete:
-        await _delete(client, jobs, namespace, gone)
-    written = None
-    if decision.status is not None:
-        written = await _write_status(client, jobs, job, decision.status)
-    return Result(job=written)
+        kind = _RESOURCES[gone.kind]
+        await client.delete(kind, namespace, gone.name, uid=gone.uid, grace=gone.grace)
+    if decision.status is None:
+        return Result()
+    return Result(job=await elasticjobs.write_status(client, job, decision.status))
 
 
 def _is_for_good(error: ApiError) -> bool:
@@ -99,88 +92,18 @@ def _is_for_good(error: ApiError) -> bool:
     return not error.retriable and not gone
 
 
-def status_patch(old: Mapping[str, Any] | None, status: ElasticJobStatus) -> dict[str, Any] | None:
-    """Return the merge patch from ``old`` to ``status``, without ``training``; None if they are equal."""
-    wanted = _set(msgspec.to_builtins(status))
-    wanted.pop("training", None)
-    known = {key: value for key, value in (old or {}).items() if key != "training"}
-    return _difference(known, wanted) or None
-
-
-def _set(value: Any) -> Any:
-    """Return a value without its empty fields; unset fields are not written."""
-    if isinstance(value, dict):
-        inner = {key: _set(child) for key, child in value.items()}
-        return {key: child for key, child in inner.items() if child not in ("", [], {})}
-    return [_set(child) for child in value] if isinstance(value, list) else value
-
-
-def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    patch: dict[str, Any] = {key: None for key in old if key not in new}
-    for key, value in new.items():
-        before = old.get(key)
-        if isinstance(value, dict) and isinstance(before, dict):
-            inner = _difference(before, value)
-            patch.update({key: inner} if inner else {})
-        elif value != before:
-            patch[key] = value
-    return patch
-
-
-async def tell(
-    client: Client, job: Manifest, event: Event, component: str = "dlrover-operator"
-) -> None:
-    """Write an Event about a job, or count a repeated one; a failure is only logged."""
-    metadata = job["metadata"]
-    logger.info("Job %s/%s: %s", metadata["namespace"], metadata["name"], event.message)
-    about = f"{metadata.get('uid')} {event.reason} {event.message}"
-    digest = hashlib.sha256(about.encode()).hexdigest()[:16]
-    now = times.written(time.time())
-    reference = {
-        "apiVersion": names.API_VERSION,
-        "kind": "ElasticJob",
-        "namespace": metadata["namespace"],
-        "name": metadata["name"],
-        "uid": metadata.get("uid", ""),
-        "resourceVersion": metadata.get("resourceVersion", ""),
-    }
-    name = f"{metadata['name']}.{digest}"
-    made = {
-        "kind": "Event",
-        "metadata": {"name": name, "namespace": metadata["namespace"]},
-        "involvedObject": reference,
-        "reason": event.reason,
-        "message": event.message,
-        "type": "Warning" if event.warning else "Normal",
-        "source": {"component": component},
-        "firstTimestamp": now,
-        "lastTimestamp": now,
-        "count": 1,
-    }
-    try:
-        if not await _create(client, made):
-            before = await client.get(api.EVENTS, metadata["namespace"], name)
-            patch = {"count": int(before.get("count") or 1) + 1, "lastTimestamp": now}
-            await client.patch(api.EVENTS, metadata["namespace"], name, patch)
-    except ApiError as error:
-        logger.warning("An event of job %s is not written: %s", metadata["name"], error)
-
-
 async def _create(client: Client, made: Manifest) -> bool:
     """Create an object; return False if one of its name exists."""
+    resource = _POD_GROUPS.get(made.get("apiVersion", "")) or _RESOURCES[made["kind"]]
     try:
-        resource = _POD_GROUPS.get(made.get("apiVersion", "")) or _RESOURCES[made["kind"]]
-        await client.create(resource, made)
+        return await client.ensure(resource, made)
     except ApiError as error:
-        if error.status == 409 and error.reason == "AlreadyExists":
-            return False
         if error.status == 404 and made["kind"] == "PodGroup":
             message = (
                 f"The cluster has no PodGroup of {made['apiVersion']}, which spec.gang.by needs."
             )
             raise ApiError(error.status, "NoPodGroup", message) from error
         raise
-    return True
 
 
 async def _ensure(client: Client, made: Manifest) -> None:
@@ -195,7 +118,7 @@ async def _ensure(client: Client, made: Manifest) -> None:
         found = await client.get(api.SERVICES, metadata["namespace"], metadata["name"])
         if not _of_jobs_of_this_name(found, metadata["ownerReferences"][0]):
             raise _TakenError(
-                f"The Service {metadata['name']} is not this job's: it has to go first."
+                f"Service {metadata['name']} does not belong to this job and must be deleted first."
             )
 
 
@@ -215,35 +138,8 @@ async def _ensure_certificate(client: Client, wanted: Certificate) -> None:
     await _create(client, {**wanted.secret, "stringData": content})
 
 
-async def _delete(client: Client, jobs: Resource, namespace: str, gone: Deletion) -> None:
-    resource = jobs if gone.kind == "ElasticJob" else _RESOURCES[gone.kind]
-    await client.delete(resource, namespace, gone.name, uid=gone.uid, grace=gone.grace)
-
-
-async def _write_status(
-    client: Client, jobs: Resource, job: Manifest, status: ElasticJobStatus
-) -> Manifest | None:
-    metadata = job["metadata"]
-    uid = metadata.get("uid", "")
-    patch = status_patch(job.get("status"), msgspec.structs.replace(status, job_uid=uid))
-    if patch is None:
-        return None
-    if (job.get("status") or {}).get("jobUid") not in (None, uid):
-        patch["training"] = None  # belongs to an earlier job
-    patch["jobUid"] = uid  # always, because another job may have the name by now
-    try:
-        return await client.patch(
-            jobs, metadata["namespace"], metadata["name"], {"status": patch}, subresource="status"
-        )
-    except ApiError as error:
-        if error.status == 404:
-            return None
-        raise
-
-
-async def _tell_obstacle(
+async def _report_obstacle(
     client: Client,
-    jobs: Resource,
     job: Manifest,
     reason: str,
     message: str,
@@ -254,7 +150,7 @@ async def _tell_obstacle(
     old = status_of(job)
     generation = job["metadata"].get("generation", 0)
     obstacle = condition("MasterReady", False, reason, message, generation)
-    told = any(c.type == "MasterReady" and c.message == message for c in old.conditions)
+    known = any(c.type == "MasterReady" and c.message == message for c in old.conditions)
     waits = "Rejected" if hopeless else "Pending"
     status = msgspec.structs.replace(
         old,
@@ -262,6 +158,7 @@ async def _tell_obstacle(
         message=message,
         conditions=merged(old.conditions, [obstacle], time.time()),
     )
-    await _write_status(client, jobs, job, status)
-    if not told:
-        await tell(client, job, Event(reason, message, warning=True))
+    await elasticjobs.write_status(client, job, status)
+    if not known:
+        event = Event(reason, message, warning=True)
+        await elasticjobs.record_event(client, job["metadata"], event)

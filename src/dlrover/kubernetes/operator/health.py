@@ -21,7 +21,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from dlrover.errors import ConfigurationError
-from dlrover.kubernetes.operator.serving import Serving
+from dlrover.kubernetes.operator.operator import Operator
 from dlrover.kubernetes.operator.stats import Durations
 from dlrover.kubernetes.resources.types import Phase
 
@@ -33,35 +33,35 @@ Start = Callable[[str, list[tuple[str, str]]], Any]
 App = Callable[[Mapping[str, Any], Start], Iterable[bytes]]
 
 
-def metrics(serving: Serving) -> Iterator[Metric]:
+def metrics(operator: Operator) -> Iterator[Metric]:
     """Yield an operator's current metrics."""
-    stats = serving.stats
+    stats = operator.stats
     yield _histogram(
         "dlrover_operator_reconcile_duration_seconds",
-        "From the look at a job until all that was decided has been done.",
+        "Seconds from reading a job until its decision is carried out.",
         stats.reconciles,
     )
     yield CounterMetricFamily(
         "dlrover_operator_reconcile_errors",
-        "Decisions that could not be carried out; they are tried again.",
+        "Decisions that could not be carried out; they are retried.",
         stats.failures,
     )
     yield GaugeMetricFamily(
-        "dlrover_operator_queue_depth", "Jobs that wait to be looked at.", serving.waiting
+        "dlrover_operator_queue_depth", "Jobs that wait to be reconciled.", operator.waiting
     )
     yield _histogram(
         "dlrover_operator_queue_duration_seconds",
-        "From the time that a job was to be looked at until it was.",
+        "Seconds that a job waited to be reconciled.",
         stats.waits,
     )
     jobs = GaugeMetricFamily("dlrover_operator_jobs", "ElasticJobs by state.", labels=["phase"])
-    count = Counter(serving.phases())
+    count = Counter(operator.phases())
     for phase in get_args(Phase):
         jobs.add_metric([phase], count[phase])
     yield jobs
     calls = CounterMetricFamily(
         "dlrover_operator_api_requests",
-        "Calls to the API server by HTTP status; code is empty where no answer came.",
+        "Calls to the API server by HTTP status; code is empty without a response.",
         labels=["method", "code"],
     )
     for (method, code), number in sorted(stats.calls.items()):
@@ -87,8 +87,8 @@ class HealthServer(Collector):
         ConfigurationError: the server cannot listen on the address.
     """
 
-    def __init__(self, serving: Serving, host: str, port: int) -> None:
-        self._serving = serving
+    def __init__(self, operator: Operator, host: str, port: int) -> None:
+        self._operator = operator
         self._loop = asyncio.get_running_loop()
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
@@ -97,7 +97,7 @@ class HealthServer(Collector):
             self._server = make_server(host, port, self._answer, _Server, _Handler)
         except OSError as error:
             raise ConfigurationError(
-                f"--http-port {port} cannot be used on {host}: {error.strerror}; it takes a free "
+                f"--http-port {port} cannot be used on {host}: {error.strerror}; choose a free "
                 "port, or 0 for none."
             ) from error
         self.port: int = self._server.server_port
@@ -105,7 +105,7 @@ class HealthServer(Collector):
         self._thread.start()
 
     def close(self) -> None:
-        """Stop serving."""
+        """Stop operator."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -116,7 +116,7 @@ class HealthServer(Collector):
 
     def collect(self) -> list[Metric]:
         """Return all metrics, read on the event loop."""
-        return self._ask(lambda: list(metrics(self._serving)))
+        return self._ask(lambda: list(metrics(self._operator)))
 
     def _ask(self, question: Callable[[], T]) -> T:
         async def answer() -> T:
@@ -133,7 +133,7 @@ class HealthServer(Collector):
             if path == "/healthz":
                 return _text(start, "200 OK", self._ask(lambda: "ok"))
             if path == "/readyz":
-                obstacle = self._ask(lambda: self._serving.obstacle)
+                obstacle = self._ask(lambda: self._operator.obstacle)
                 status = "503 Service Unavailable" if obstacle else "200 OK"
                 return _text(start, status, obstacle or "ok")
         except NoAnswerError:

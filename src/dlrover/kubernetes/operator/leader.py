@@ -12,10 +12,9 @@ from typing import Any
 from dlrover.errors import InfrastructureError
 from dlrover.kubernetes.api.client import CONFLICTS, LEASES, ApiError, Client
 from dlrover.kubernetes.resources import times
+from dlrover.kubernetes.resources.types import Manifest
 
 logger = logging.getLogger(__name__)
-
-Manifest = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,9 @@ class Leader:
             if await self._attempt():
                 break
             await asyncio.sleep(self._terms.renew)
-        logger.info("%s leads by the Lease %s/%s", self._identity, self._namespace, self._name)
+        logger.info(
+            "%s is the leader by the Lease %s/%s", self._identity, self._namespace, self._name
+        )
 
     async def hold(self) -> None:
         """Renew the Lease; return when it is lost."""
@@ -93,14 +94,14 @@ class Leader:
                 if isinstance(error, ApiError) and error.status == 409 and attempt < CONFLICTS:
                     continue
                 where = f"{self._namespace}/{self._name}"
-                logger.info("The Lease %s is not given back: %s", where, error)
+                logger.info("The Lease %s is not released: %s", where, error)
             return
 
     async def _attempt(self) -> bool:
         """Take or renew the Lease if this process holds it, it has no holder, or it has expired."""
         began = self._clock()
         try:
-            lease = await self._read()
+            lease = await self._client.find(LEASES, self._namespace, self._name)
             taken = lease is None or self._free(lease)
             if taken:
                 await self._write(lease)
@@ -113,14 +114,6 @@ class Leader:
             logger.warning("The Lease %s/%s: %s", self._namespace, self._name, error)
             return False
         return taken
-
-    async def _read(self) -> Manifest | None:
-        try:
-            return await self._client.get(LEASES, self._namespace, self._name)
-        except ApiError as error:
-            if error.status == 404:
-                return None
-            raise
 
     def _free(self, lease: Manifest) -> bool:
         spec = lease.get("spec") or {}

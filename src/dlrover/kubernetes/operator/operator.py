@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -10,18 +11,19 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dlrover.errors import InfrastructureError
-from dlrover.kubernetes.api.client import PODS, SERVICES, ApiError, Client, Resource
+from dlrover.kubernetes.api.client import ELASTIC_JOBS, PODS, SERVICES, Client, Resource
 from dlrover.kubernetes.api.informer import Informer
-from dlrover.kubernetes.machine.decisions import Observed, Options
+from dlrover.kubernetes.machine.decisions import Observed
 from dlrover.kubernetes.machine.reconcile import reconcile
 from dlrover.kubernetes.machine.yielding import Claim
 from dlrover.kubernetes.operator import apply
 from dlrover.kubernetes.operator.apply import Result
+from dlrover.kubernetes.operator.leader import Leader
 from dlrover.kubernetes.operator.scaleplans import ScalePlans
 from dlrover.kubernetes.operator.stats import Stats
 from dlrover.kubernetes.operator.workqueue import WorkQueue
-from dlrover.kubernetes.platform.job import ELASTIC_JOBS
 from dlrover.kubernetes.resources import names
+from dlrover.kubernetes.resources.types import Manifest
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +51,11 @@ class ByJob:
         on_change: Callable[[str], None],
     ) -> None:
         self.informer = Informer(client, resource, namespace, names.JOB_LABEL, self._changed)
-        self._tell = on_change
+        self._on_change = on_change
         self._job_of: dict[str, str] = {}
         self._of_job: dict[str, set[str]] = {}
 
-    def of(self, job: str) -> list[dict[str, Any]]:
+    def of(self, job: str) -> list[Manifest]:
         """Return a job's objects."""
         cache = self.informer.cache
         return [cache[key] for key in sorted(self._of_job.get(job, ())) if key in cache]
@@ -71,21 +73,28 @@ class ByJob:
             of_job.discard(key)
             if not of_job:
                 del self._of_job[before]
-            self._tell(before)
+            self._on_change(before)
         if job:
-            self._tell(job)
+            self._on_change(job)
 
 
 class Operator:
-    """Reconciles all ElasticJobs of one namespace; of the cluster if ``namespace`` is None."""
+    """Reconciles all ElasticJobs of one namespace; of the cluster if ``namespace`` is None.
+
+    Without ``leader``, it leads from the start.
+    """
 
     def __init__(
-        self, client: Client, namespace: str | None, options: Options, stats: Stats
+        self,
+        client: Client,
+        namespace: str | None,
+        master_image: str,
+        leader: Leader | None = None,
     ) -> None:
-        self._client = client
-        self._options = options
-        self._stats = stats
-        self._queue = WorkQueue(stats.waits)
+        self.stats = Stats()
+        client.on_call = self.stats.called
+        self._client, self._master_image, self._leader = client, master_image, leader
+        self._queue = WorkQueue(self.stats.waits)
         self._jobs = Informer(client, ELASTIC_JOBS, namespace, "", self._job_changed)
         self._pods = ByJob(client, PODS, namespace, self._queue.add)
         self._services = ByJob(client, SERVICES, namespace, self._queue.add)
@@ -93,8 +102,7 @@ class Operator:
         self._failures: dict[str, int] = {}
         self._written: dict[str, int] = {}
         self._claims: dict[str, Claim] = {}
-        self.synced = asyncio.Event()
-        """Set after the first list of all jobs, pods and Services."""
+        self._informers = [self._jobs, self._pods.informer, self._services.informer]
 
     @property
     def waiting(self) -> int:
@@ -106,14 +114,48 @@ class Operator:
         for job in self._jobs.cache.values():
             yield (job.get("status") or {}).get("phase") or "Created"
 
+    @property
+    def obstacle(self) -> str:
+        """Why it is not ready; empty if it is. A standby is ready once it has read the Lease."""
+        if not self.stats.leads:
+            seen = self._leader is not None and self._leader.informed
+            return "" if seen else "The operator has not read its Lease yet."
+        synced = all(informer.synced.is_set() for informer in self._informers)
+        return "" if synced else "The operator has not listed all jobs and pods yet."
+
     async def run(self) -> None:
-        """Work until cancelled."""
-        informers = [self._jobs, self._pods.informer, self._services.informer]
-        tasks = [asyncio.create_task(informer.run()) for informer in informers]
+        """Wait for leadership; work while this operator leads.
+
+        Raises:
+            InfrastructureError: another operator leads now.
+        """
+        if self._leader is None:
+            self.stats.leads = True
+            await self._reconcile_all()
+            return
+        await self._leader.acquire()
+        self.stats.leads = True
+        running = asyncio.create_task(self._reconcile_all())
+        holding = asyncio.create_task(self._leader.hold())
         try:
-            for informer in informers:
+            await asyncio.wait([running, holding], return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                await running
+            raise InfrastructureError("Another operator has become the leader; this one exits.")
+        finally:
+            self.stats.leads = False
+            for task in (running, holding):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, InfrastructureError):
+                    await task
+            await self._leader.release()
+
+    async def _reconcile_all(self) -> None:
+        """Work until cancelled."""
+        tasks = [asyncio.create_task(informer.run()) for informer in self._informers]
+        try:
+            for informer in self._informers:
                 await informer.synced.wait()
-            self.synced.set()
             tasks.append(asyncio.create_task(self._scale_plans.run()))
             tasks += [asyncio.create_task(self._work()) for _ in range(WORKERS)]
             await asyncio.gather(*tasks)
@@ -123,7 +165,7 @@ class Operator:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _manifest(self, key: str) -> dict[str, Any] | None:
+    def _manifest(self, key: str) -> Manifest | None:
         return self._jobs.cache.get(key)
 
     def _job_changed(self, key: str) -> None:
@@ -141,7 +183,7 @@ class Operator:
             finally:
                 task.cancel()
                 self._queue.done(key)
-                self._stats.reconciles.add(time.monotonic() - began)
+                self.stats.reconciles.add(time.monotonic() - began)
             error = task.exception()
             if error is None:
                 self._failures.pop(key, None)
@@ -153,11 +195,11 @@ class Operator:
 
     def _retry(self, key: str, error: BaseException) -> float:
         """Record a failure and return the seconds until the job is retried."""
-        self._stats.failures += 1
+        self.stats.failures += 1
         failures = self._failures[key] = self._failures.get(key, 0) + 1
         again = min(LONGEST_RETRY, FIRST_RETRY * 2.0 ** min(failures - 1, 10))
         defect = None if isinstance(error, InfrastructureError) else error
-        logger.warning("Job %s is tried again in %.0f s: %s", key, again, error, exc_info=defect)
+        logger.warning("Job %s is retried in %.0f s: %s", key, again, error, exc_info=defect)
         return again
 
     async def _reconcile(self, key: str) -> float | None:
@@ -182,34 +224,31 @@ class Operator:
             return TAKEN_AGAIN
         return FOUND_AGAIN if result.stale else again
 
-    async def _hidden(self, job: dict[str, Any], known: list[dict[str, Any]]) -> Any:
+    async def _hidden(self, job: Manifest, known: list[Manifest]) -> Any:
         """Return the pod with the master's name that lacks this job's label; None if there is none."""
         metadata = job["metadata"]
         name = names.master_name(metadata["name"])
         if any(pod["metadata"]["name"] == name for pod in known):
             return None
-        try:
-            pod = await self._client.get(PODS, metadata["namespace"], name)
-        except ApiError as error:
-            if error.status != 404:
-                raise
+        pod = await self._client.find(PODS, metadata["namespace"], name)
+        if pod is None:
             return None
         label = (pod["metadata"].get("labels") or {}).get(names.JOB_LABEL)
         return None if label == metadata["name"] else pod  # else the informer sees it soon
 
     async def _decide(
-        self, key: str, job: dict[str, Any], pods: list[dict[str, Any]]
+        self, key: str, job: Manifest, pods: list[Manifest]
     ) -> tuple[Result, float | None]:
         """Decide with these pods and carry it out; return the result and when to decide again."""
         services = self._services.of(key)
         rivals = tuple(self._claims.values())
         seen = Observed(job, pods, services[0] if services else None, rivals)
-        decision = reconcile(seen, time.time(), self._options, secrets.token_hex(16))
+        decision = reconcile(seen, time.time(), self._master_image, secrets.token_hex(16))
         if decision.claim is None:
             self._claims.pop(key, None)
         else:
             self._claims[key] = decision.claim
-        result = await apply.carry_out(self._client, ELASTIC_JOBS, job, decision)
+        result = await apply.carry_out(self._client, job, decision)
         return result, decision.again
 
 

@@ -6,17 +6,18 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dlrover._util import accelerators
-from dlrover.kubernetes.api.client import NODES, PODS, Client, Object
+from dlrover.kubernetes.api.client import NODES, PODS, Client
 from dlrover.kubernetes.machine import nodes
+from dlrover.kubernetes.machine.pods import ended
 from dlrover.kubernetes.resources import names
 from dlrover.kubernetes.resources.quantities import quantity
+from dlrover.kubernetes.resources.types import Manifest
 from dlrover.spec.brain import ClusterNode
 
 PLAIN = ("cpu", "memory")
 """Resources that keep their Kubernetes names."""
 KINDS = ("gpu", "npu")
 """Suffixes of accelerator resource names, independent of the vendor."""
-ENDED = ("Succeeded", "Failed")
 
 
 class KubernetesInventory:
@@ -36,7 +37,7 @@ class KubernetesInventory:
         await self._client.close()
 
 
-def inventory(machines: Iterable[Object], pods: Iterable[Object]) -> tuple[ClusterNode, ...]:
+def inventory(machines: Iterable[Manifest], pods: Iterable[Manifest]) -> tuple[ClusterNode, ...]:
     """Return the machines' capacities, the requests of the pods on them, and the part requested by jobs.
 
     A pod counts from its placement until its containers have ended.
@@ -45,7 +46,7 @@ def inventory(machines: Iterable[Object], pods: Iterable[Object]) -> tuple[Clust
     by_jobs: dict[str, dict[str, float]] = {}
     for pod in pods:
         place = (pod.get("spec") or {}).get("nodeName")
-        if not place or (pod.get("status") or {}).get("phase") in ENDED:
+        if not place or ended(pod):
             continue
         asked = requests_of(pod)
         _add(used.setdefault(place, {}), asked)
@@ -65,7 +66,7 @@ def inventory(machines: Iterable[Object], pods: Iterable[Object]) -> tuple[Clust
     )
 
 
-def requests_of(pod: Object) -> dict[str, float]:
+def requests_of(pod: Manifest) -> dict[str, float]:
     """Return a pod's requests: its containers' total, or the peak of its init containers if higher."""
     spec = pod["spec"]
     beside: dict[str, float] = {}  # init containers that keep running beside the others
@@ -108,7 +109,7 @@ def _add(total: dict[str, float], more: Mapping[str, float]) -> None:
         total[name] = total.get(name, 0.0) + amount
 
 
-def _ready(machine: Object) -> bool:
+def _ready(machine: Manifest) -> bool:
     """Return whether new pods can be placed on the machine."""
     if (machine.get("spec") or {}).get("unschedulable"):
         return False

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import msgspec
 
 from dlrover.errors import ConfigurationError
-from dlrover.kubernetes.api.client import ApiError, Client, Resource
+from dlrover.kubernetes.api.client import ELASTIC_JOBS, Client
 from dlrover.kubernetes.machine import nodes, record
 from dlrover.kubernetes.machine.decisions import status_of
 from dlrover.kubernetes.platform.inventory import requests_of
-from dlrover.kubernetes.resources import commands, names
+from dlrover.kubernetes.resources import commands
 from dlrover.kubernetes.resources.types import ElasticJob
 from dlrover.master.compose import Request
 from dlrover.spec.job import JobSpec
@@ -20,7 +20,6 @@ from dlrover.spec.plan import Group
 from dlrover.spec.roles import SERVER
 
 VARIABLE, UID_VARIABLE = "DLROVER_KUBERNETES_JOB", "DLROVER_KUBERNETES_JOB_UID"
-ELASTIC_JOBS = Resource(names.GROUP, names.VERSION, "elasticjobs", "ElasticJob")
 
 
 async def read(client: Client, env: Mapping[str, str]) -> ElasticJob:
@@ -35,17 +34,12 @@ async def read(client: Client, env: Mapping[str, str]) -> ElasticJob:
         raise ConfigurationError(
             f"{VARIABLE}={env.get(VARIABLE, '')!r}: must be the ElasticJob of this master, as NAMESPACE/NAME."
         )
-    try:
-        manifest = await client.get(ELASTIC_JOBS, namespace, name)
-    except ApiError as error:
-        if error.status != 404:
-            raise
-        raise ConfigurationError(
-            f"{VARIABLE}={namespace}/{name}: there is no such ElasticJob."
-        ) from error
+    manifest = await client.find(ELASTIC_JOBS, namespace, name)
+    if manifest is None:
+        raise ConfigurationError(f"{VARIABLE}={namespace}/{name}: there is no such ElasticJob.")
     if uid not in ("", manifest["metadata"]["uid"]):
         raise ConfigurationError(
-            f"{UID_VARIABLE}={uid}: this ElasticJob of the master was deleted, and another one has its name now, "
+            f"{UID_VARIABLE}={uid}: the master's ElasticJob was deleted; another one now has its name, "
             f"{namespace}/{name}."
         )
     return msgspec.structs.replace(record.resolve(manifest).job, status=status_of(manifest))
@@ -79,7 +73,7 @@ def _job_spec(job: ElasticJob) -> JobSpec:
             f"ElasticJob {job.name}: spec.replicaSpecs has no {', '.join(nodes.ROLES)}; it needs one."
         )
     servers = specs[SERVER].replicas if SERVER in specs else 0
-    total = len(nodes.slots(job)) - servers
+    total = nodes.count(job) - servers
     worker = specs.get("worker", specs[roles[0]])
     flags = commands.options(worker.template)
     return JobSpec(

@@ -1,4 +1,4 @@
-"""Pods that a ScalePlan replaces: each trains until its successor, possibly resized, takes its place."""
+"""Pods that a ScalePlan replaces: each trains until its successor, possibly resized, replaces it."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def moves(
     for role in nodes.SCALED:
         factors = _size(spec, job, role)
         for pod, node in placed.items():
-            place = nodes.slot(job, node.node_rank)
-            stays = node.standing != "gone" and place.number < numbers.get(role, 0)
-            if place.role == role and stays and not _has(node, factors):
+            its_role, index = nodes.place(job, node.node_rank)
+            stays = node.standing != "gone" and index < numbers.get(role, 0)
+            if its_role == role and stays and not _has(node, factors):
                 found[pod] = factors
     for index, planned in enumerate(spec.migrate_pods):
         if planned.name in placed:
-            role = nodes.slot(job, placed[planned.name].node_rank).role
+            role, _ = nodes.place(job, placed[planned.name].node_rank)
             field = f"spec.migratePods[{index}].resource"
             own = _factors(field, planned.resource, role, job)
             found[planned.name] = own if planned.resource else _size(spec, job, role)
@@ -99,14 +99,14 @@ def check(spec: ScalePlanSpec, job: ElasticJob, placed: Placed, numbers: Mapping
 
 def _fault(node: PlacedNode, job: ElasticJob, numbers: Mapping[str, int]) -> str:
     """Return why a node's pod cannot be replaced, as a clause; empty if it can."""
-    place = nodes.slot(job, node.node_rank)
-    if place.role not in nodes.SCALED:
-        return f"a pod of {place.role}"
+    role, index = nodes.place(job, node.node_rank)
+    if role not in nodes.SCALED:
+        return f"a pod of {role}"
     if node.standing == "leaves":
         return "which leaves already"
     if node.standing != "trains":
         return "which does not train"
-    return "" if place.number < numbers.get(place.role, 0) else "which leaves by this plan"
+    return "" if index < numbers.get(role, 0) else "which leaves by this plan"
 
 
 def _size(spec: ScalePlanSpec, job: ElasticJob, role: str) -> Factors:
@@ -204,17 +204,17 @@ class Migration:
         self.refused = ""
         for pod in self.missing:
             if placed[pod].standing == "trains":
-                self._see_to(pod, placed)
+                self._request(pod, placed)
 
     def _is_replaced(self, pod: str, node: PlacedNode, other: PlacedNode | None) -> bool:
         """Return whether a pod is gone and ``other`` trains in its place."""
         if node.standing != "gone" or other is None:
             return False
         if pod not in self._asked and not _has(other, self._wanted[pod]):
-            self.failed = f"{pod} was lost before another pod could take its place: {node.why}."
+            self.failed = f"{pod} was lost before another pod could replace it: {node.why}."
         return True
 
-    def _see_to(self, pod: str, placed: Placed) -> None:
+    def _request(self, pod: str, placed: Placed) -> None:
         if pod in self._asked:
             self.failed = _stays(pod, placed)
             return
@@ -234,8 +234,8 @@ def _stays(pod: str, placed: Placed) -> str:
         (node, name) for name, node in placed.items() if node.node_rank == stays.node_rank
     )
     if other == pod:
-        return f"{pod} stays: no other pod takes its place."
-    return f"{pod} stays: {other} does not take its place: {last.why or 'nothing says why'}."
+        return f"{pod} stays: no other pod replaces it."
+    return f"{pod} stays: {other} does not replace it: {last.why or 'the reason is unknown'}."
 
 
 # ---- in words
@@ -245,36 +245,34 @@ def asked(spec: ScalePlanSpec, pods: Sequence[str]) -> list[str]:
     """Return the effects of a plan that replaces ``pods``, in sentences."""
     if pods:
         one = len(pods) == 1
-        rest = "another pod takes its place" if one else "other pods take their places"
+        rest = "another pod replaces it" if one else "other pods replace them"
         return [f"{listed(pods)} train{'s' * one} on until {rest}."]
     roles = [role for role, replica in spec.replica_resource_specs.items() if replica.resource]
-    return [f"The pods of {role} have that size already." for role in roles]
+    return [f"The pods of {role} already have that size." for role in roles]
 
 
 def done(spec: ScalePlanSpec) -> list[str]:
     """Return what a plan has done, in sentences."""
-    told = [
+    sentences = [
         f"The pods of {role} have {_amounts(replica.resource)}."
         for role, replica in spec.replica_resource_specs.items()
         if replica.resource
     ]
     named = [planned.name for planned in spec.migrate_pods]
     if not named:
-        return told
-    rest = (
-        "Another pod has taken the place" if len(named) == 1 else "Other pods have taken the places"
-    )
-    return [*told, f"{rest} of {listed(named)}."]
+        return sentences
+    rest = "Another pod has replaced" if len(named) == 1 else "Other pods have replaced"
+    return [*sentences, f"{rest} {listed(named)}."]
 
 
 def late(has: str, missing: Sequence[str], waits: str, seconds: float) -> str:
     """Return what a timed-out plan lacks: replacements of ``missing`` pods, else the number it ``has``."""
-    because = f"{waits.rstrip('.') or 'nothing says why'}."
+    because = f"{waits.rstrip('.') or 'the reason is unknown'}."
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         return f"{listed(missing)} {verb} not replaced after {seconds:.0f} s: {because}"
-    lacks, stay = (f"does not have {has}", "they") if has else ("is not whole", "its nodes")
-    return f"The job {lacks} after {seconds:.0f} s; {stay} stay wanted: {because}"
+    lacks, stay = (f"does not have {has}", "they") if has else ("is incomplete", "its nodes")
+    return f"The job {lacks} after {seconds:.0f} s; {stay} stay requested: {because}"
 
 
 def _amounts(resource: Mapping[str, int | str]) -> str:

@@ -21,7 +21,7 @@ from dlrover.kubernetes.api.informer import Informer
 from dlrover.kubernetes.machine import nodes, pods
 from dlrover.kubernetes.platform import job as jobs
 from dlrover.kubernetes.platform.reporting import Reporter
-from dlrover.kubernetes.platform.scaling import Asks, Scaler
+from dlrover.kubernetes.platform.scaling import Scaler
 from dlrover.kubernetes.resources import names
 from dlrover.kubernetes.resources.types import ElasticJob
 from dlrover.platform.base import OnExit, OnWait, Setup
@@ -115,8 +115,7 @@ class KubernetesPlatform:
             await platform.close()
             raise
         platform.report(Reporter(client, job, setup.job.progress))
-        asks = Asks(setup.job.size, setup.job.ask_scale, setup.job.placed, setup.job.ask_migrate)
-        platform.follow(Scaler(client, job, asks, platform.resize))
+        platform.follow(Scaler(client, job, setup.job, platform.resize))
         return platform
 
     async def start(self) -> None:
@@ -125,24 +124,24 @@ class KubernetesPlatform:
         Raises:
             InfrastructureError: the API server does not list them in time.
         """
-        self._go_on(self._informer.run())
+        self._in_background(self._informer.run())
         try:
             await asyncio.wait_for(self._informer.synced.wait(), START_TIMEOUT)
         except asyncio.TimeoutError:
             raise InfrastructureError(
                 f"The Kubernetes API server did not list the job's pods within {START_TIMEOUT:g} s."
             ) from None
-        self._go_on(self._sweep_often())
+        self._in_background(self._sweep_often())
 
     def report(self, reporter: Reporter) -> None:
         """Start writing the training's progress into the job's status."""
         self._reporter = reporter
         reporter.waits(self._unmade())
-        self._go_on(reporter.run())
+        self._in_background(reporter.run())
 
     def follow(self, scaler: Scaler) -> None:
         """Start scaling the job according to its manifest and its plans."""
-        self._go_on(scaler.run())
+        self._in_background(scaler.run())
 
     def resize(self, role: str, replicas: int) -> None:
         """Set the number of nodes of a role for pods made from now on."""
@@ -186,7 +185,7 @@ class KubernetesPlatform:
             watched.uid = pod["metadata"]["uid"]
             loop.call_soon(self._changed, self._key(handle))
         else:
-            reason = "its pod was deleted while the master was away"
+            reason = "its pod was deleted while the master was down"
             loop.call_soon(self._report, watched, reason)
 
     def find(self) -> list[FoundNode]:
@@ -234,9 +233,11 @@ class KubernetesPlatform:
                     reason = f"its pod was refused: {error.message.rstrip('.')}"
                     self._report(watched, reason, refused=True)
                     return
-                self._tell(watched, f"its pod cannot be made: {error.message.rstrip('.')}")
+                self._report_wait(
+                    watched, f"its pod cannot be created: {error.message.rstrip('.')}"
+                )
             except InfrastructureError as error:
-                self._tell(watched, f"its pod cannot be made: {str(error).rstrip('.')}")
+                self._report_wait(watched, f"its pod cannot be created: {str(error).rstrip('.')}")
             await self._pause(jitter(wait))
             wait = min(LONGEST_WAIT, wait * 2)
         watched.created = time.monotonic()
@@ -294,15 +295,10 @@ class KubernetesPlatform:
         """Return the job's pod of that name, or None; the informer may still show an earlier one."""
         pod, watched = self._informer.cache.get(self._key(name)), self._watched.get(name)
         if pod is None or (watched is not None and pod["metadata"]["uid"] != watched.uid):
-            try:
-                pod = await self._client.get(PODS, self._namespace, name)
-            except ApiError as error:
-                if error.status == 404:
-                    return None
-                raise
-        return pod if self._ours(pod) else None
+            pod = await self._client.find(PODS, self._namespace, name)
+        return pod if pod is not None and self._ours(pod) else None
 
-    def _go_on(self, work: Coroutine[Any, Any, None]) -> None:
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine until `close`."""
         self._do(work, self._background)
 
@@ -313,7 +309,7 @@ class KubernetesPlatform:
         def done(task: asyncio.Task[None]) -> None:
             among.discard(task)
             if not task.cancelled() and task.exception() is not None:
-                logger.error("A defect in dealing with pods", exc_info=task.exception())
+                logger.error("Defect in the handling of pods", exc_info=task.exception())
 
         task.add_done_callback(done)
 
@@ -349,7 +345,7 @@ class KubernetesPlatform:
         elif impossible:
             self._report(watched, impossible, refused=True)
         else:
-            self._tell(watched, nodes.waiting(pod))
+            self._report_wait(watched, nodes.waiting(pod))
 
     def _report(
         self, watched: _Watched, reason: str, *, exit_code: int = 0, refused: bool = False
@@ -359,7 +355,7 @@ class KubernetesPlatform:
             self._on_exit(watched.node_id, reason, exit_code=exit_code, refused=refused)
             self._wake_reporter()
 
-    def _tell(self, watched: _Watched, reason: str) -> None:
+    def _report_wait(self, watched: _Watched, reason: str) -> None:
         if reason != watched.waits and not watched.reported:
             watched.waits = reason
             self._on_wait(watched.node_id, reason)
@@ -398,14 +394,10 @@ class KubernetesPlatform:
                 self._do(self._delete(name, grace=0), self._deletions)
 
     async def _look_for(self, name: str, watched: _Watched) -> None:
-        try:
-            pod = await self._client.get(PODS, self._namespace, name)
-        except InfrastructureError as error:
-            gone = isinstance(error, ApiError) and error.status == 404
-        else:
-            gone = pod["metadata"]["uid"] != watched.uid
-        if gone:
-            self._report(watched, "its pod was deleted")
+        with contextlib.suppress(InfrastructureError):
+            pod = await self._client.find(PODS, self._namespace, name)
+            if pod is None or pod["metadata"]["uid"] != watched.uid:
+                self._report(watched, "its pod was deleted")
 
     def _ours(self, pod: dict[str, Any]) -> bool:
         return pods.owned(pod, self._uid) and nodes.node_id(pod) >= 0

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from dlrover.errors import InfrastructureError
+from dlrover.kubernetes.api import elasticjobs
 from dlrover.kubernetes.api.client import Client
 from dlrover.kubernetes.machine.decisions import Event
-from dlrover.kubernetes.operator.apply import tell
-from dlrover.kubernetes.platform.job import ELASTIC_JOBS
 from dlrover.kubernetes.resources.types import ElasticJob
 from dlrover.platform.base import Progress
 
@@ -37,7 +36,7 @@ class Reporter:
         period: float = PERIOD,
     ) -> None:
         self._client, self._job, self._progress, self._period = client, job, progress, period
-        self._told: dict[str, Any] = {}
+        self._reported: dict[str, Any] = {}
         self._waits = ""
         self._news = asyncio.Event()
 
@@ -57,27 +56,25 @@ class Reporter:
             try:
                 if waits:
                     await self._warn(waits)
-                await self._tell()
+                await self._report()
             except InfrastructureError as error:
-                logger.info("The progress is reported later: %s", error)
+                logger.info("The progress report is retried: %s", error)
             await asyncio.sleep(min(self._period, SHORTEST_PERIOD))
 
     async def close(self) -> None:
         """Send the last report."""
         try:
-            await asyncio.wait_for(self._tell(), LAST_TIMEOUT)
+            await asyncio.wait_for(self._report(), LAST_TIMEOUT)
         except asyncio.TimeoutError:
             logger.info("The last progress is not reported: the API server does not answer in time")
         except InfrastructureError as error:
             logger.info("The last progress is not reported: %s", error)
 
     async def _warn(self, waits: str) -> None:
-        manifest = {"metadata": self._job.metadata}
-        await tell(
-            self._client, manifest, Event("PodNotMade", waits, warning=True), "dlrover-master"
-        )
+        event = Event("PodNotCreated", waits, warning=True)
+        await elasticjobs.record_event(self._client, self._job.metadata, event, "dlrover-master")
 
-    async def _tell(self) -> None:
+    async def _report(self) -> None:
         progress = self._progress()
         left = progress.seconds_left
         training = {
@@ -87,11 +84,10 @@ class Reporter:
             "eta": None if left is None else duration(left),
             "waits": self._waits or None,
         }
-        if training == self._told:
+        if training == self._reported:
             return
-        job, patch = self._job, {"status": {"training": training}}
-        await self._client.amend(ELASTIC_JOBS, job.namespace, job.name, job.uid, patch, "status")
-        self._told = training
+        await elasticjobs.write_training(self._client, self._job, training)
+        self._reported = training
 
 
 def duration(seconds: float) -> str:

@@ -13,56 +13,32 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 
 from dlrover.errors import ConfigurationError, InfrastructureError
-from dlrover.kubernetes.api.client import ApiError, Client
+from dlrover.kubernetes.api import elasticjobs
+from dlrover.kubernetes.api.client import ELASTIC_JOBS, SCALE_PLANS, ApiError, Client
 from dlrover.kubernetes.api.informer import Informer
-from dlrover.kubernetes.machine import nodes, objects
+from dlrover.kubernetes.machine import nodes, objects, scaleplans
 from dlrover.kubernetes.machine.decisions import Event
-from dlrover.kubernetes.operator import scaleplans
-from dlrover.kubernetes.operator.apply import tell
-from dlrover.kubernetes.operator.scaleplans import (
-    FAILED,
-    FINAL,
-    PENDING,
-    SCALE_PLANS,
-    SCALING,
-    SUCCEEDED,
-)
+from dlrover.kubernetes.machine.scaleplans import FAILED, FINAL, PENDING, SCALING, SUCCEEDED
 from dlrover.kubernetes.platform import migration
-from dlrover.kubernetes.platform.job import ELASTIC_JOBS
 from dlrover.kubernetes.platform.migration import Migration
 from dlrover.kubernetes.resources import names, times, validation
-from dlrover.kubernetes.resources.types import ElasticJob, ScalePlan, ScalePlanSpec
-from dlrover.platform.base import AskMigrate, AskScale, JobSize, PlacedNode
+from dlrover.kubernetes.resources.types import ElasticJob, Manifest, ScalePlan, ScalePlanSpec
+from dlrover.platform import base
 from dlrover.spec.roles import SERVER, WORKER
 
 logger = logging.getLogger(__name__)
 
-Manifest = dict[str, Any]
 POLL = 1.0
 """Seconds between checks of a plan's progress."""
 PLAN_TIMEOUT = 600.0
 """Seconds allowed for the job to reach the nodes that a plan requests."""
-_COMPONENT = "dlrover-master"
 _FIELDS = {WORKER: "replicas", SERVER: "servers"}
 """The fields of a plan's status with the number of each role."""
-
-
-class Asks(NamedTuple):
-    """The calls that the scaler makes to the job."""
-
-    size: Callable[[str], JobSize]
-    """Returns the current size of a role."""
-    scale: AskScale
-    """Requests another number of nodes."""
-    placed: Callable[[], Mapping[str, PlacedNode]]
-    """Returns the requested nodes by pod name."""
-    migrate: AskMigrate
-    """Requests a replacement for a node."""
 
 
 class Scaler:
@@ -72,7 +48,7 @@ class Scaler:
         self,
         client: Client,
         job: ElasticJob,
-        asks: Asks,
+        calls: base.Job,
         resize: Callable[[str, int], None],
     ) -> None:
         """Prepare; `run` starts the work.
@@ -80,25 +56,26 @@ class Scaler:
         Args:
             client: Client of the API server.
             job: The job as the master started with it.
-            asks: The calls to the job.
+            calls: The calls to the master's job.
             resize: Called with a role and its number before the nodes are made.
         """
         self._client, self._job = client, job
-        self._asks, self._size, self._resize = asks, asks.size, resize
+        self._key = f"{job.namespace}/{job.name}"
+        self._calls, self._size, self._resize = calls, calls.size, resize
         self._changed = asyncio.Event()
         self._roles = [role for role in nodes.SCALED if role in job.spec.replica_specs]
         # by role: the last number seen in the manifest, and the number of recorded plans
         self._seen: dict[str, int] = {}
         self._plans_seen: dict[str, int] = {}
         # by uid: the last status of a plan, and the names of plans with unwritten status
-        self._said: dict[str, Manifest] = {}
+        self._statuses: dict[str, Manifest] = {}
         self._unwritten: dict[str, str] = {}
         # by role: the master's own plan that has no record yet
         self._unrecorded: dict[str, Manifest] = {}
         # uid and replacements of the plan in progress
         self._migration: tuple[str, Migration] | None = None
         # by role: numbers not yet written to the manifest
-        self._to_keep: dict[str, int] = {}
+        self._unwritten_replicas: dict[str, int] = {}
         self._manifests = Informer(
             client,
             ELASTIC_JOBS,
@@ -143,14 +120,14 @@ class Scaler:
         try:
             for uid, name in list(self._unwritten.items()):
                 await self._write(uid, name)
-            await self._keep()
+            await self._write_replicas()
             for role in self._roles:
                 await self._follow_manifest(role)
                 self._note_plan(role)
             await self._record_plans()
             await self._carry_out_plans()
         except InfrastructureError as error:
-            logger.info("Scaling goes on later: %s", error)
+            logger.info("Scaling is retried: %s", error)
 
     # ---- the manifest
 
@@ -166,12 +143,12 @@ class Scaler:
         reason = f"spec.replicaSpecs.{role}.replicas is {number}"
         sentence, refused = self._scale(role, number, reason, "user")
         if refused:
-            sentence = f"{reason}, and the job goes on as it is. {sentence}"
+            sentence = f"{reason}; the job stays unchanged. {sentence}"
         await self._event("ScaleRefused" if refused else "Scaled", sentence, warning=refused)
 
     def _current(self) -> ElasticJob | None:
         """Return the job from its current manifest; None if that is invalid or gone."""
-        manifest = self._manifests.cache.get(f"{self._job.namespace}/{self._job.name}")
+        manifest = self._manifests.cache.get(self._key)
         if manifest is None or manifest["metadata"].get("uid") != self._job.uid:
             return None
         try:
@@ -188,33 +165,23 @@ class Scaler:
         factors: tuple[float, float] = (1.0, 1.0),
     ) -> tuple[str, bool]:
         """Request a number of a role's nodes; return the outcome and whether it is a refusal."""
-        reply = self._asks.scale(number, reason, source, role, factors)
+        reply = self._calls.ask_scale(number, reason, source, role, factors)
         self._resize(role, self._size(role).wanted)
         return reply.sentence, reply.refused
 
-    async def _keep(self) -> None:
+    async def _write_replicas(self) -> None:
         """Write the numbers of a user's plan into the manifest."""
-        for role, number in list(self._to_keep.items()):
+        manifest = self._manifests.cache.get(self._key) or {"spec": {}}
+        roles = manifest["spec"].get("replicaSpecs") or {}
+        for role, number in list(self._unwritten_replicas.items()):
             try:
-                await self._write_replicas(role, number)
+                await elasticjobs.write_replicas(self._client, self._job, role, number, roles)
             except ApiError as error:
                 if error.retriable:
                     raise
-                why = f"The manifest keeps its number of role {role}: {error.message.rstrip('.')}."
+                why = f"The manifest's replicas of role {role} are not updated: {error.message.rstrip('.')}."
                 await self._event("ScaleRefused", why, warning=True)
-            del self._to_keep[role]
-
-    async def _write_replicas(self, role: str, number: int) -> None:
-        job, amend = self._job, self._client.amend
-        if role == WORKER:
-            patch: Manifest = {"spec": {"replicas": number}}
-            await amend(ELASTIC_JOBS, job.namespace, job.name, job.uid, patch, "scale")
-            return
-        manifest = self._manifests.cache.get(f"{job.namespace}/{job.name}") or {"spec": {}}
-        given = manifest["spec"].get("replicaSpecs") or {}
-        written = next((name for name in given if name.lower() == role), role)  # it may be PS
-        patch = {"spec": {"replicaSpecs": {written: {"replicas": number}}}}
-        await amend(ELASTIC_JOBS, job.namespace, job.name, job.uid, patch)
+            del self._unwritten_replicas[role]
 
     # ---- the master's own plans
 
@@ -243,12 +210,11 @@ class Scaler:
     async def _record_plans(self) -> None:
         for role, made in list(self._unrecorded.items()):
             try:
-                await self._client.create(SCALE_PLANS, made)
+                await self._client.ensure(SCALE_PLANS, made)
             except ApiError as error:
-                if error.reason != "AlreadyExists":
-                    if error.retriable:
-                        raise
-                    logger.warning("A plan of the job's own has no record: %s", error)
+                if error.retriable:
+                    raise
+                logger.warning("The record of the job's own plan is not created: %s", error)
             del self._unrecorded[role]
 
     # ---- plans
@@ -263,17 +229,17 @@ class Scaler:
             if not scaleplans.belongs(plan, self._job.metadata):
                 continue  # belongs to an earlier job
             if phase == SCALING:
-                await self._see_whether_done(plan)
+                await self._check_progress(plan)
                 return
             waiting.append(plan)
         if waiting:
-            await self._take_up(waiting[0])
+            await self._start_plan(waiting[0])
 
     def _status_of(self, plan: Manifest) -> Manifest:
         """Return a plan's last reported status, which the informer may not know yet."""
-        return self._said.get(plan["metadata"]["uid"]) or plan.get("status") or {}
+        return self._statuses.get(plan["metadata"]["uid"]) or plan.get("status") or {}
 
-    async def _take_up(self, plan: Manifest) -> None:
+    async def _start_plan(self, plan: Manifest) -> None:
         job = self._current()
         if job is None or (scaleplans.owner_of(plan) is None and not await self._is_there()):
             return
@@ -283,7 +249,7 @@ class Scaler:
             known = self._asked_by(plan)
             wanted = known or scaleplans.wanted(spec, job, self._numbers())
             numbers = self._numbers() | wanted
-            migration.check(spec, self._job, self._asks.placed(), numbers)
+            migration.check(spec, self._job, self._calls.placed(), numbers)
             moved = self._begin_migration(plan, spec, numbers)
         except (ConfigurationError, msgspec.ValidationError) as error:
             await self._finish(plan, FAILED, str(error))
@@ -291,30 +257,30 @@ class Scaler:
         if not known and (spec.create_pods or spec.remove_pods):
             counted = " and ".join(scaleplans.counted(*number) for number in wanted.items())
             numbers = {_FIELDS[role]: number for role, number in wanted.items()}
-            await self._say(plan, PENDING, f"The job is to have {counted}.", **numbers)
+            await self._set_status(plan, PENDING, f"The job is to have {counted}.", **numbers)
         auto = (plan["metadata"].get("labels") or {}).get(scaleplans.TYPE_LABEL) == "auto"
         why = _why(name, spec)
-        told: list[str] = []
+        sentences: list[str] = []
         for role, number in wanted.items():
             plans = self._size(role).plans
             factors = migration.size_of_new(spec, self._job, role)
             source: Literal["user", "plan"] = "plan" if auto else "user"
             sentence, refused = self._scale(role, number, why, source, factors)
             if refused:
-                await self._finish(plan, FAILED, " ".join([*told, sentence]))
+                await self._finish(plan, FAILED, " ".join([*sentences, sentence]))
                 return
-            told.append(sentence)
+            sentences.append(sentence)
             self._plans_seen[role] += self._size(role).plans - plans  # this object is the record
             if not auto:
-                self._to_keep[role] = number
-        sentences = " ".join([*told, *migration.asked(spec, moved.pods)])
-        about = f"{spec.reason.rstrip('.')}. {sentences}" if spec.reason else sentences
+                self._unwritten_replicas[role] = number
+        outcome = " ".join([*sentences, *migration.asked(spec, moved.pods)])
+        about = f"{spec.reason.rstrip('.')}. {outcome}" if spec.reason else outcome
         counts = {_FIELDS[role]: self._size(role).wanted for role in wanted}
-        await self._say(plan, SCALING, about, **counts)
-        await self._event("Scaling", f"ScalePlan {name}: {sentences}")
+        await self._set_status(plan, SCALING, about, **counts)
+        await self._event("Scaling", f"ScalePlan {name}: {outcome}")
         for note in scaleplans.notes(plan["spec"]):
             await self._event("NoEffect", f"ScalePlan {name}: {note}")
-        await self._keep()
+        await self._write_replicas()
 
     def _asked_by(self, plan: Manifest) -> dict[str, int]:
         """Return the numbers already determined for a plan, possibly by an earlier master.
@@ -328,15 +294,10 @@ class Scaler:
     async def _is_there(self) -> bool:
         """Return whether the job still exists; the cache may be older than a plan."""
         job = self._job
-        try:
-            found = await self._client.get(ELASTIC_JOBS, job.namespace, job.name)
-        except ApiError as error:
-            if error.status != 404:
-                raise
-            return False
-        return bool(found["metadata"]["uid"] == job.uid)
+        found = await self._client.find(ELASTIC_JOBS, job.namespace, job.name)
+        return found is not None and bool(found["metadata"]["uid"] == job.uid)
 
-    async def _see_whether_done(self, plan: Manifest) -> None:
+    async def _check_progress(self, plan: Manifest) -> None:
         status = self._status_of(plan)
         try:
             spec = _spec(plan)
@@ -350,7 +311,7 @@ class Scaler:
         began = times.read(status.get("createTime") or "") or 0.0
         why = f"{spec.reason.rstrip('.')}. " if spec.reason else ""
         if any(status.get(_FIELDS[role]) != size.wanted for role, size in sizes.items()):
-            message = f"{why}The job is to have {has} now: somebody asked for that."
+            message = f"{why}Another request has changed the job to {has}."
             await self._finish(plan, FAILED, message)
             return
         moved.advance()
@@ -370,9 +331,9 @@ class Scaler:
         self, plan: Manifest, spec: ScalePlanSpec, numbers: Mapping[str, int]
     ) -> Migration:
         """Return a plan's replacements among the current pods that stay within ``numbers`` by role."""
-        placed, why = self._asks.placed, _why(plan["metadata"]["name"], spec)
+        placed, why = self._calls.placed, _why(plan["metadata"]["name"], spec)
         wanted = migration.moves(spec, self._job, placed(), numbers)
-        moved = Migration(wanted, placed, self._asks.migrate, why)
+        moved = Migration(wanted, placed, self._calls.ask_migrate, why)
         self._migration = (plan["metadata"]["uid"], moved)
         return moved
 
@@ -389,22 +350,22 @@ class Scaler:
     # ---- status and events
 
     async def _finish(self, plan: Manifest, phase: str, message: str) -> None:
-        await self._say(plan, phase, message, finishTime=times.written(time.time()))
+        await self._set_status(plan, phase, message, finishTime=times.written(time.time()))
         name, failed = plan["metadata"]["name"], phase == FAILED
         reason = "ScaleFailed" if failed else "Scaled"
         await self._event(reason, f"ScalePlan {name}: {message}", warning=failed)
 
-    async def _say(self, plan: Manifest, phase: str, message: str, **more: Any) -> None:
+    async def _set_status(self, plan: Manifest, phase: str, message: str, **more: Any) -> None:
         uid, name = plan["metadata"]["uid"], plan["metadata"]["name"]
         began = {"createTime": times.written(time.time())}
-        self._said[uid] = {**began, **self._status_of(plan), "phase": phase, "message": message}
-        self._said[uid] |= more
+        self._statuses[uid] = {**began, **self._status_of(plan), "phase": phase, "message": message}
+        self._statuses[uid] |= more
         self._unwritten[uid] = name
         await self._write(uid, name)
 
     async def _write(self, uid: str, name: str) -> None:
         """Write a plan's status; ignore a plan that is gone or that the server refuses."""
-        patch, namespace = {"status": self._said[uid]}, self._job.namespace
+        patch, namespace = {"status": self._statuses[uid]}, self._job.namespace
         try:
             await self._client.amend(SCALE_PLANS, namespace, name, uid, patch, "status")
         except ApiError as error:
@@ -414,8 +375,8 @@ class Scaler:
         del self._unwritten[uid]
 
     async def _event(self, reason: str, message: str, *, warning: bool = False) -> None:
-        manifest = {"metadata": self._job.metadata}
-        await tell(self._client, manifest, Event(reason, message, warning=warning), _COMPONENT)
+        event = Event(reason, message, warning=warning)
+        await elasticjobs.record_event(self._client, self._job.metadata, event, "dlrover-master")
 
 
 def _spec(plan: Manifest) -> ScalePlanSpec:

@@ -13,35 +13,33 @@ _OF_JOB = {
     "resourceLimits": "A ResourceQuota limits a namespace.",
     "enableElasticScheduling": "A job is always elastic, between minReplicas and replicas.",
     "enableDynamicSharding": "The program decides whether its data are sharded.",
-    "relaunchStrategy": "A lost node is always replaced within the job's budgets of restarts.",
-    "criticalNodes": "A job goes on while it has its minimum of nodes.",
+    "relaunchStrategy": "Lost nodes are always replaced within the job's restart limits.",
+    "criticalNodes": "A job continues while it has its minimum of nodes.",
 }
 _OF_ROLE = {
     "restartPolicy": "The master replaces pods that ended.",
-    "autoScale": "Only the number of workers is found by itself.",
+    "autoScale": "Only the number of workers is scaled automatically.",
     "restartTimeout": "The setting join_timeout bounds the wait for nodes.",
     "BatchScheduler": "spec.schedulerName of the template names a scheduler.",
 }
 _OF_MASTER = {
     "replicas": (1, "A job has one master."),
     "minReplicas": (1, "A job has one master."),
-    "restartCount": (3, "The operator always brings the master back."),
+    "restartCount": (3, "The operator always restarts the master."),
 }
 """Fields of the master's role: their defaults, and what happens regardless of their values."""
-_MEANT = {
-    "distributionStrategy": ("AllreduceStrategy",),
-}
-"""Values that need no note: they have an effect or match what happens anyway."""
 
 
-def notes(spec: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each field of a spec that is set but has no effect."""
-    return list(_notes(spec))
-
-
-def _notes(spec: Mapping[str, Any]) -> Iterator[str]:
+def notes(spec: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each field of a spec that is set but has no effect."""
     for field, instead in _OF_JOB.items():
-        if spec.get(field) and spec[field] not in _MEANT.get(field, ()):
+        if spec.get(field) not in (
+            None,
+            "",
+            False,
+            {},
+            "AllreduceStrategy",
+        ):  # the last is the default
             yield _sentence(field, instead)
     for role, replica in spec.get("replicaSpecs", {}).items():
         for field, instead in _OF_ROLE.items():
@@ -61,10 +59,12 @@ def _idle(spec: Mapping[str, Any]) -> Iterator[str]:
                 if replica.get(field, default) not in (default, None):
                     yield _sentence(f"{path}.{field}", instead)
         elif has_worker and canonical(role) != "worker" and replica.get("restartCount", 3) != 3:
-            yield _sentence(f"{path}.restartCount", "That of role worker is the job's.")
+            yield _sentence(
+                f"{path}.restartCount", "The restartCount of role worker applies to the job."
+            )
     gang = spec.get("gang") or {}
     if gang.get("queue") and gang.get("by") not in ("volcano", "kueue"):
-        yield _sentence("gang.queue", "It is for gang.by volcano and kueue.")
+        yield _sentence("gang.queue", "Only gang.by volcano and kueue use it.")
 
 
 def _sentence(path: str, instead: str) -> str:

@@ -12,8 +12,8 @@ import yaml
 
 from dlrover.kubernetes.machine import objects
 from dlrover.kubernetes.resources import names, schema
+from dlrover.kubernetes.resources.types import Manifest
 
-Manifest = dict[str, Any]
 HEADER = "# Written by python -m dlrover.kubernetes.resources.crd: do not edit.\n"
 _WORKERS = ".spec.replicaSpecs.worker.replicas"
 
@@ -66,7 +66,8 @@ def files() -> dict[str, str]:
     made["crds/roles.yaml"] = made["crds/cel/roles.yaml"] = _text(*_aggregated())
     made["chart/files/rules.yaml"] = _text(rights)
     for kind, folder in (("ClusterRole", "cluster"), ("Role", "namespaced")):
-        made[f"{folder}/rights.yaml"] = _text(*_rights(kind))
+        granted = _granted(kind, "dlrover-operator", objects.operator_rules())
+        made[f"{folder}/rights.yaml"] = _text(*granted)
     made["operator/lease.yaml"] = _text(
         *_granted("Role", "dlrover-operator-lease", objects.lease_rules())
     )
@@ -97,10 +98,6 @@ def _aggregated() -> list[Manifest]:
         }
         for role, rules in objects.aggregated_rules().items()
     ]
-
-
-def _rights(kind: str) -> list[Manifest]:
-    return _granted(kind, "dlrover-operator", objects.operator_rules())
 
 
 def _granted(kind: str, name: str, rules: list[Manifest]) -> list[Manifest]:

@@ -11,6 +11,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
+Manifest: TypeAlias = dict[str, Any]
+"""A Kubernetes object, as in its manifest."""
+
 Role = Literal["worker", "ps", "chief", "evaluator", "dlrover-master"]
 Strategy = Literal["AllreduceStrategy", "ParameterServerStrategy", "CustomStrategy", "Local"]
 OptimizeMode = Literal["manual", "single-job", "cluster", "manunal", "mannual"]
@@ -72,7 +75,7 @@ _AFFINITY = _kept(
 PodTemplate: TypeAlias = Annotated[
     dict[str, Any],
     Meta(
-        description="Pod template; kept as given, what it leaves out gets a default.",
+        description="Pod template; missing fields get defaults.",
         extra_json_schema=_kept(
             metadata=_kept(labels=_STRINGS, annotations=_STRINGS),
             spec=_kept(
@@ -91,11 +94,11 @@ class EnvVar(_Base, frozen=True):
     """An environment variable for every pod of the job, as in a container."""
 
     name: Annotated[str, Meta(min_length=1, description="Name of the variable.")]
-    value: Annotated[str, Meta(description="Its value.")] = ""
+    value: Annotated[str, Meta(description="Value of the variable.")] = ""
     value_from: Annotated[
         dict[str, Any] | None,
         Meta(
-            description="Source of its value, as in a container.",
+            description="Source of the value, as in a container.",
             extra_json_schema={"x-kubernetes-preserve-unknown-fields": True},
         ),
     ] = None
@@ -110,7 +113,7 @@ class ReplicaSpec(_Base, frozen=True):
     min_replicas: (
         Annotated[
             int,
-            Meta(ge=1, le=100_000, description="The job runs with so many; all if left out."),
+            Meta(ge=1, le=100_000, description="Minimum for the job to run; replicas if unset."),
         ]
         | None
     ) = None
@@ -126,12 +129,12 @@ class ReplicaSpec(_Base, frozen=True):
         ),
     ] = ""
     restart_policy: Annotated[
-        RestartPolicy, Meta(description="Accepted for compatibility; the master restarts pods.")
+        RestartPolicy, Meta(description="Accepted for compatibility; the master replaces pods.")
     ] = ""
     auto_scale: Annotated[
         bool,
         Meta(
-            description="For workers: find their number, from minReplicas to replicas, while training."
+            description="For workers: scale their number between minReplicas and replicas during training."
         ),
     ] = False
     restart_timeout: Annotated[
@@ -145,15 +148,16 @@ class ReplicaSpec(_Base, frozen=True):
 class MasterSpec(_Base, frozen=True):
     """The job's master."""
 
-    image: Annotated[
-        str, Meta(description="Its image; that of the operator's --master-image if left out.")
-    ] = ""
+    image: Annotated[str, Meta(description="Image; the operator's --master-image if unset.")] = ""
     journal_claim: Annotated[
         str,
-        Meta(description="PersistentVolumeClaim that keeps the job's directory over its restarts."),
+        Meta(
+            description="PersistentVolumeClaim that keeps the job's directory across restarts of the master."
+        ),
     ] = ""
     tls: Annotated[
-        bool, Meta(description="Nodes and master talk by TLS, with certificates of the job's own.")
+        bool,
+        Meta(description="Encrypt connections to the master with TLS, with a certificate per job."),
     ] = False
 
 
@@ -161,7 +165,10 @@ class GangSpec(_Base, frozen=True):
     """All-or-nothing placement of at least the job's minimum of nodes."""
 
     by: Annotated[
-        GangBy, Meta(description="Who places them so; their pods get the group that it needs.")
+        GangBy,
+        Meta(
+            description="Scheduler that places the nodes together; their pods join its pod group."
+        ),
     ] = ""
     queue: Annotated[
         str, Meta(max_length=63, description="Queue of Volcano, or LocalQueue of Kueue.")
@@ -171,7 +178,7 @@ class GangSpec(_Base, frozen=True):
             int,
             Meta(
                 ge=10,
-                description="A job that waits so long for its minimum gives its pods to another one.",
+                description="Seconds without the minimum of nodes before the job yields to another one.",
             ),
         ]
         | None
@@ -189,26 +196,33 @@ class ElasticJobSpec(_Base, frozen=True):
         Strategy, Meta(description="How the workers train together.")
     ] = "AllreduceStrategy"
     optimize_mode: Annotated[
-        OptimizeMode, Meta(description="manual keeps the number of workers despite autoScale.")
+        OptimizeMode, Meta(description="manual: keep the number of workers despite autoScale.")
     ] = "single-job"
     suspend: Annotated[
-        bool, Meta(description="Removes the job's pods until it is false; Kueue sets it.")
+        bool, Meta(description="Remove the job's pods while true; Kueue sets it.")
     ] = False
     ttl_seconds_after_finished: (
-        Annotated[int, Meta(ge=0, description="The job is deleted so long after its end.")] | None
+        Annotated[int, Meta(ge=0, description="Seconds after its end until the job is deleted.")]
+        | None
     ) = None
     active_deadline_seconds: (
-        Annotated[int, Meta(ge=1, description="The job fails once it has been active for so long.")]
+        Annotated[int, Meta(ge=1, description="Seconds of activity after which the job fails.")]
         | None
     ) = None
     clean_pod_policy: Annotated[
-        CleanPodPolicy, Meta(description="Which pods are removed when the job has ended.")
+        CleanPodPolicy, Meta(description="Pods to delete once the job has ended.")
     ] = "Running"
     managed_by: Annotated[
-        str, Meta(max_length=63, description="Another controller's name: this one does nothing.")
+        str,
+        Meta(
+            max_length=63,
+            description="Name of another controller; this operator then ignores the job.",
+        ),
     ] = ""
     master: Annotated[MasterSpec, Meta(description="The job's master.")] = MasterSpec()
-    gang: Annotated[GangSpec, Meta(description="Placing the nodes all together.")] = GangSpec()
+    gang: Annotated[GangSpec, Meta(description="All-or-nothing placement of the nodes.")] = (
+        GangSpec()
+    )
     envs: Annotated[
         dict[str, EnvVar],
         Meta(max_length=256, description="Variables of every pod, under any keys."),
@@ -230,15 +244,21 @@ class ElasticJobSpec(_Base, frozen=True):
 class Condition(_Base, frozen=True):
     """One fact about an object, with the time and reason of its last change (``metav1.Condition``)."""
 
-    type: Annotated[str, Meta(description="What the fact is about.")]
-    status: Annotated[Literal["True", "False", "Unknown"], Meta(description="Whether it holds.")]
-    reason: Annotated[str, Meta(description="Why, in one word.")]
-    message: Annotated[str, Meta(description="Why, in a sentence.")] = ""
+    type: Annotated[str, Meta(description="Name of the condition.")]
+    status: Annotated[
+        Literal["True", "False", "Unknown"], Meta(description="Whether the condition holds.")
+    ]
+    reason: Annotated[str, Meta(description="Reason in one word.")]
+    message: Annotated[str, Meta(description="Reason in a sentence.")] = ""
     last_transition_time: Annotated[
-        str, Meta(description="When the status changed.", extra_json_schema={"format": "date-time"})
+        str,
+        Meta(
+            description="Time of the last change of status.",
+            extra_json_schema={"format": "date-time"},
+        ),
     ] = ""
     observed_generation: Annotated[
-        int, Meta(description="The generation of the object that it is about.")
+        int, Meta(description="Generation of the object that the condition describes.")
     ] = 0
 
 
@@ -254,32 +274,41 @@ class ReplicaStatus(_Base, frozen=True):
 class MasterStatus(_Base, frozen=True):
     """The operator's record of the job's master."""
 
-    starts: Annotated[int, Meta(description="Master pods that were started.")] = 0
-    last_start_time: Annotated[str, Meta(description="When the last one was.")] = ""
+    starts: Annotated[int, Meta(description="Number of master pods started.")] = 0
+    last_start_time: Annotated[str, Meta(description="Start time of the last one.")] = ""
     quick_ends: Annotated[
-        int, Meta(description="Masters in a row that did not live for a minute.")
+        int, Meta(description="Consecutive masters that ended within a minute.")
     ] = 0
     memory_factor: Annotated[
-        float, Meta(description="Times the memory of the first one: masters ran out of memory.")
+        float,
+        Meta(
+            description="Memory multiplier relative to the first master, which ran out of memory."
+        ),
     ] = 1.0
 
 
 class TrainingStatus(_Base, frozen=True):
     """The training's progress, written by the job's master."""
 
-    steps: Annotated[int, Meta(description="Optimizer steps, repeated ones included.")] = 0
+    steps: Annotated[int, Meta(description="Optimizer steps, including repeated ones.")] = 0
     restarts: Annotated[int, Meta(description="Restarts of the workers.")] = 0
-    goodput: Annotated[str, Meta(description="Share of the time in new steps, as 97.5%.")] = ""
-    eta: Annotated[str, Meta(description="How long it will still take, as 3h12m.")] = ""
-    waits: Annotated[str, Meta(description="Why a node's pod cannot be made, if one cannot.")] = ""
+    goodput: Annotated[
+        str, Meta(description="Share of the time spent on new steps, such as 97.5%.")
+    ] = ""
+    eta: Annotated[str, Meta(description="Estimated time left, such as 3h12m.")] = ""
+    waits: Annotated[
+        str, Meta(description="Why a node's pod cannot be created; empty if none.")
+    ] = ""
 
 
 class ElasticJobStatus(_Base, frozen=True):
     """The state of the job. The operator writes everything except ``training``."""
 
-    phase: Annotated[str, Meta(description="The job's state in one word.")] = ""
-    message: Annotated[str, Meta(description="The same in a sentence.")] = ""
-    observed_generation: Annotated[int, Meta(description="The generation it is about.")] = 0
+    phase: Annotated[str, Meta(description="State in one word.")] = ""
+    message: Annotated[str, Meta(description="State in a sentence.")] = ""
+    observed_generation: Annotated[
+        int, Meta(description="Generation that the status describes.")
+    ] = 0
     conditions: Annotated[
         list[Condition],
         Meta(
@@ -291,26 +320,28 @@ class ElasticJobStatus(_Base, frozen=True):
             },
         ),
     ] = []
-    workers: Annotated[str, Meta(description="Workers that run / that are wanted.")] = ""
+    workers: Annotated[str, Meta(description="Running / wanted workers.")] = ""
     replicas: Annotated[int, Meta(description="Worker pods, for the scale subresource.")] = 0
     selector: Annotated[str, Meta(description="Label selector of the worker pods.")] = ""
     replica_statuses: Annotated[
         dict[str, ReplicaStatus], Meta(description="Pods by role and phase.")
     ] = {}
     start_time: Annotated[
-        str, Meta(description="When the job was started, or resumed after a suspension.")
+        str, Meta(description="Time of the job's start, or of its last resumption.")
     ] = ""
-    completion_time: Annotated[str, Meta(description="When the job ended.")] = ""
-    master: Annotated[MasterStatus, Meta(description="The master's restarts.")] = MasterStatus()
-    yields: Annotated[int, Meta(description="How often it gave its pods to another job.")] = 0
-    last_yield_time: Annotated[str, Meta(description="When it did so last.")] = ""
+    completion_time: Annotated[str, Meta(description="Time of the job's end.")] = ""
+    master: Annotated[MasterStatus, Meta(description="Record of the job's masters.")] = (
+        MasterStatus()
+    )
+    yields: Annotated[
+        int, Meta(description="Number of times that the job yielded to another one.")
+    ] = 0
+    last_yield_time: Annotated[str, Meta(description="Time of the last yield.")] = ""
     running_spec: Annotated[
-        str, Meta(description="The spec that it started with, from which its pods are made; JSON.")
+        str, Meta(description="Spec that the job started with and its pods are created from; JSON.")
     ] = ""
-    job_uid: Annotated[
-        str, Meta(description="The uid of the job that it was written for: not an earlier one's.")
-    ] = ""
-    training: Annotated[TrainingStatus, Meta(description="How far the training is.")] = (
+    job_uid: Annotated[str, Meta(description="Uid of the job that the status describes.")] = ""
+    training: Annotated[TrainingStatus, Meta(description="Progress of the training.")] = (
         TrainingStatus()
     )
 
@@ -319,26 +350,28 @@ class ScaleReplica(_Base, frozen=True):
     """The wanted pods of a role."""
 
     replicas: (
-        Annotated[int, Meta(ge=0, le=100_000, description="Wanted pods; as they are if left out.")]
+        Annotated[
+            int, Meta(ge=0, le=100_000, description="Wanted number of pods; unchanged if unset.")
+        ]
         | None
     ) = None
     resource: Annotated[
         dict[str, Quantity],
-        Meta(description="cpu and memory of its pods; those of another size are replaced."),
+        Meta(description="cpu and memory of its pods; pods of another size are replaced."),
     ] = {}
 
 
 class PlannedPod(_Base, frozen=True):
     """A pod named in a plan."""
 
-    name: Annotated[str, Meta(description="Its name.")] = ""
+    name: Annotated[str, Meta(description="Name of the pod.")] = ""
     id: Annotated[int, Meta(ge=0, description="Accepted for compatibility.")] = 0
-    type: Annotated[str, Meta(description="Its role; worker if left out.")] = ""
+    type: Annotated[str, Meta(description="Role; worker if unset.")] = ""
     rank_index: Annotated[int, Meta(ge=0, description="Accepted for compatibility.")] = 0
     service: Annotated[str, Meta(description="Accepted for compatibility.")] = ""
     resource: Annotated[
         dict[str, Quantity],
-        Meta(description="In migratePods: cpu and memory of the pod that takes its place."),
+        Meta(description="In migratePods: cpu and memory of the replacement."),
     ] = {}
 
 
@@ -351,34 +384,40 @@ class ScalePlanSpec(_Base, frozen=True):
     ] = {}
     create_pods: Annotated[
         list[PlannedPod],
-        Meta(description="So many pods more of their types; the master names them."),
+        Meta(description="Pods to add, one per entry; the master names them."),
     ] = []
     remove_pods: Annotated[
         list[PlannedPod],
-        Meta(description="So many pods less of their types; those of the highest ranks leave."),
+        Meta(description="Pods to remove, one per entry; those with the highest ranks leave."),
     ] = []
     migrate_pods: Annotated[
         list[PlannedPod],
-        Meta(description="Pods that others take the places of, which are prepared meanwhile."),
+        Meta(description="Pods to replace; each trains until its replacement is ready."),
     ] = []
     ps_hosts: Annotated[list[str], Meta(description="Accepted for compatibility.")] = []
     manual_scaling: Annotated[
         bool, Meta(description="Accepted for compatibility; see the label scale-type.")
     ] = False
-    reason: Annotated[str, Meta(max_length=400, description="Why; it is told with the job.")] = ""
+    reason: Annotated[
+        str, Meta(max_length=400, description="Reason, shown in the job's events.")
+    ] = ""
 
 
 class ScalePlanStatus(_Base, frozen=True):
     """The progress and result of the plan."""
 
     phase: Annotated[str, Meta(description="Pending, Scaling, Succeeded or Failed.")] = ""
-    message: Annotated[str, Meta(description="The same in a sentence.")] = ""
-    replicas: Annotated[int, Meta(description="Workers that the job is to have by it.")] | None = (
-        None
-    )
-    servers: Annotated[int, Meta(description="Pods of ps that it is to have by it.")] | None = None
-    create_time: Annotated[str, Meta(description="When the job's master took it up.")] = ""
-    finish_time: Annotated[str, Meta(description="When it had succeeded or failed.")] = ""
+    message: Annotated[str, Meta(description="State in a sentence.")] = ""
+    replicas: (
+        Annotated[int, Meta(description="Number of workers that the plan requests.")] | None
+    ) = None
+    servers: (
+        Annotated[int, Meta(description="Number of ps pods that the plan requests.")] | None
+    ) = None
+    create_time: Annotated[
+        str, Meta(description="Time when the job's master started the plan.")
+    ] = ""
+    finish_time: Annotated[str, Meta(description="Time when the plan succeeded or failed.")] = ""
 
 
 class ElasticJob(_Base, frozen=True):

@@ -23,19 +23,12 @@ _BOUNDED = {
 }
 """Descriptions of the values that a schema node with a limit accepts."""
 _LONGEST_SHOWN = 60
-_TYPES: dict[str, tuple[type[Any], ...]] = {
-    "object": (dict,),
-    "array": (list,),
-    "string": (str,),
-    "integer": (int,),
-    "boolean": (bool,),
-}
-_WORDS = {
-    "object": "a map of fields",
-    "array": "a list",
-    "string": "a string",
-    "integer": "a whole number",
-    "boolean": "true or false",
+_TYPES: dict[str, tuple[type[Any], str]] = {
+    "object": (dict, "a map of fields"),
+    "array": (list, "a list"),
+    "string": (str, "a string"),
+    "integer": (int, "a whole number"),
+    "boolean": (bool, "true or false"),
 }
 
 
@@ -119,7 +112,7 @@ def _walk(path: str, value: Any, node: Mapping[str, Any], *, strict: bool) -> It
             yield f"{path} is {_shown(value)}: accepted is a quantity, as 2, 500m or 3Gi."
         return
     kind = node.get("type", "object")
-    if not isinstance(value, _TYPES[kind]) or (kind == "integer" and isinstance(value, bool)):
+    if not isinstance(value, _TYPES[kind][0]) or (kind == "integer" and isinstance(value, bool)):
         yield f"{path} is {_shown(value)}: accepted is {_accepted(node)}."
         return
     if not _fits(value, node):
@@ -175,7 +168,7 @@ def _accepted(node: Mapping[str, Any]) -> str:
     for limit, words in _BOUNDED.items():
         if limit in node:
             return words.format(**node)
-    return "a string that is not empty" if node.get("minLength") else _WORDS[node["type"]]
+    return "a string that is not empty" if node.get("minLength") else _TYPES[node["type"]][1]
 
 
 def _alternatives(words: Sequence[str]) -> str:
