@@ -318,7 +318,7 @@ def one_job() -> dict[str, float]:
     return {
         "servers: fit of 6 samples": median_time(lambda: fit_servers(samples), 20),
         "servers: plan": median_time(lambda: plan_servers(model, space, shapes[-1]), 20),
-        f"servers: plan by NSGA-II, more than {search.EXACT:,} sizes": median_time(
+        f"servers: plan, more than {search.EXACT:,} sizes": median_time(
             lambda: plan_servers(model, wide, shapes[-1], terms), 3
         ),
         f"all-reduce: fit of {len(steps)} samples": median_time(lambda: fit_ring(steps), 10),

@@ -14,7 +14,7 @@ import numpy as np
 
 from dlrover.planning.allreduce import RingModel, RingShape
 from dlrover.planning.parameter_server import ServerModel, ServerShape
-from dlrover.planning.search import Choice, Found, Prices, best, candidates, pareto, worth
+from dlrover.planning.search import Choice, Prices, best, candidates, worth
 from dlrover.planning.throughput import Prediction, Shape, TrustRegion, next_sample
 from dlrover.spec.plan import Group, Plan
 
@@ -63,18 +63,15 @@ def plan_servers(
     cautious = np.exp(-want.choice.caution * spread)
     throughput = model.throughput_of(w, p, cw, cp, current.batch) * cautious
     cost = _server_cost(space, want, w, p, cw, cp)
-    front = [
-        Found(tuple(rows[i]), float(throughput[i]), float(cost[i]))
-        for i in pareto(throughput, cost)
-    ]
-    found, here = best(front, want.choice), model.predict(current)
+    found, here = best(throughput, cost, want.choice), model.predict(current)
+    speed, price = float(throughput[found]), float(cost[found])
     present = float(_server_cost(space, want, *current.axes()))
-    target = _server_shape(found.values, current)
-    if target == current or not _pays(found, here, present, want.choice):
+    target = _server_shape(rows[found], current)
+    if target == current or not _pays(speed, price, here, present, want.choice):
         return None
     after = model.predict(target)
-    reason = f"{_changes(_SERVER_AXES, current, target)}: {_gain(here, after, present, found.cost)}"
-    effect = after.effect(before=here.throughput, cost=found.cost)
+    reason = f"{_changes(_SERVER_AXES, current, target)}: {_gain(here, after, present, price)}"
+    effect = after.effect(before=here.throughput, cost=price)
     return Plan(groups=_server_groups(space, target), reason=reason, effect=effect)
 
 
@@ -111,22 +108,14 @@ _LEARN = "to be measured, because the samples so far leave open what it brings"
 
 
 def _server_rows(model: ServerModel, space: ServerSpace, terms: Terms) -> Any:
-    """Return the sizes near the measured ones; of a space too large, the best known ones."""
+    """Return the sizes near the measured ones."""
     measured = [sample.shape for sample in model.samples]
     axes = _reachable(
         (space.workers, space.servers, space.worker_cpu, space.server_cpu), measured, terms.region
     )
     if not all(axes):
         return np.empty((0, len(axes)))
-    batch = measured[-1].batch
-
-    def rate(rows: Any) -> tuple[Any, Any]:
-        w, p, cw, cp = rows.T
-        throughput = model.throughput_of(w, p, cw, cp, batch)
-        inside = _near(rows, measured, terms.region)
-        return np.where(inside, throughput, 0.0), _server_cost(space, terms, w, p, cw, cp)
-
-    rows = candidates(axes, rate)
+    rows = candidates(axes)
     rows = rows[_near(rows, measured, terms.region)]
     return rows[[(row[0], row[1]) not in space.closed for row in rows]] if space.closed else rows
 
@@ -173,16 +162,15 @@ def plan_ring(
     if not shapes:
         return None
     predictions = [model.predict(shape) for shape in shapes]
-    cautious = [p.throughput * math.exp(-want.choice.caution * p.spread) for p in predictions]
-    costs = [_ring_cost(space, want, shape) for shape in shapes]
-    front = [Found((float(i),), cautious[i], costs[i]) for i in pareto(cautious, costs)]
-    found, here = best(front, want.choice), model.predict(current)
-    target, after = shapes[int(found.values[0])], predictions[int(found.values[0])]
+    cautious = np.array([_cautious(prediction, want.choice) for prediction in predictions])
+    costs = np.array([_ring_cost(space, want, shape) for shape in shapes])
+    found, here = best(cautious, costs, want.choice), model.predict(current)
+    target, after, price = shapes[found], predictions[found], float(costs[found])
     present = _ring_cost(space, want, current)
-    if target == current or not _pays(found, here, present, want.choice):
+    if target == current or not _pays(cautious[found], price, here, present, want.choice):
         return None
-    reason = f"{_changes(_RING_AXES, current, target)}: {_gain(here, after, present, found.cost)}"
-    effect = after.effect(before=here.throughput, cost=found.cost)
+    reason = f"{_changes(_RING_AXES, current, target)}: {_gain(here, after, present, price)}"
+    effect = after.effect(before=here.throughput, cost=price)
     return Plan(groups=_ring_groups(space, target), reason=reason, effect=effect)
 
 
@@ -251,7 +239,7 @@ def _reachable(
     """Return the values of each axis that are near a measured one: the others need not be tried."""
     known = [sorted({shape.axes()[axis] for shape in measured}) for axis in range(len(axes))]
     return [
-        [value for value in axis if any(region.near((value,), (other,)) for other in others)]
+        sorted(value for value in axis if any(region.near((value,), (other,)) for other in others))
         for axis, others in zip(axes, known, strict=True)
     ]
 
@@ -267,9 +255,13 @@ def _near(rows: Any, measured: Sequence[Shape], region: TrustRegion) -> Any:
     return inside
 
 
-def _pays(found: Found, here: Prediction, cost: float, choice: Choice) -> bool:
-    now = worth(here.throughput * math.exp(-choice.caution * here.spread), cost, choice)
-    return worth(found.throughput, found.cost, choice) > (1 + choice.gain) * now
+def _cautious(prediction: Prediction, choice: Choice) -> float:
+    return prediction.throughput * math.exp(-choice.caution * prediction.spread)
+
+
+def _pays(speed: float, price: float, here: Prediction, present: float, choice: Choice) -> bool:
+    now = worth(_cautious(here, choice), present, choice)
+    return bool(worth(speed, price, choice) > (1 + choice.gain) * now)
 
 
 def _changes(names: Sequence[str], current: Shape, target: Shape) -> str:
