@@ -3,7 +3,7 @@
 import pytest
 
 from dlrover.master.machine import inputs
-from dlrover.master.machine.scaling.size import size_of
+from dlrover.master.machine.scaling.changes import size_of
 from dlrover.master.scaling.autoscale import AutoScaler
 from dlrover.master.scaling.brainside import shape_of
 from dlrover.spec import brain, events

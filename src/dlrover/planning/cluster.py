@@ -32,7 +32,7 @@ ROOM = 1e-9
 
 
 @dataclass(frozen=True)
-class Size:
+class Option:
     """One size that a job can have."""
 
     name: str
@@ -48,7 +48,7 @@ class Demand:
     """A job and the sizes it can have. It may also get nothing."""
 
     job: str
-    sizes: Sequence[Size]
+    sizes: Sequence[Option]
     """From the smallest to the largest."""
     remaining: float
     """Estimated useful samples until the job's end."""
@@ -63,13 +63,13 @@ class Demand:
 class Share:
     """A job's share of the cluster, with the reason."""
 
-    size: Size | None
+    size: Option | None
     reason: str
 
 
 @dataclass(frozen=True)
 class _Offer:
-    size: Size
+    size: Option
     share: float
     """Largest share of any resource of the cluster that the size takes."""
     value: float
@@ -89,7 +89,7 @@ class _Pool:
     capacity: Mapping[str, float]
     used: dict[str, float] = field(default_factory=dict)
 
-    def swap(self, old: Size | None, new: Size) -> bool:
+    def swap(self, old: Option | None, new: Option) -> bool:
         """Replace a size by another one if that fits; return whether it does."""
         before = old.use if old is not None else {}
         change = {
@@ -103,7 +103,7 @@ class _Pool:
         return True
 
 
-Worth = Callable[[Demand, Size], float]
+Worth = Callable[[Demand, Option], float]
 """Function that rates a size for a job; a size worth 0 is not offered."""
 
 
@@ -189,7 +189,7 @@ def _state(
     return _State(demand, possible, _hull(possible))
 
 
-def _dominant(size: Size, capacity: Mapping[str, float], quotas: Mapping[str, float]) -> float:
+def _dominant(size: Option, capacity: Mapping[str, float], quotas: Mapping[str, float]) -> float:
     return max(
         (
             amount / capacity[name] if capacity.get(name, 0.0) > 0 else float("inf")
@@ -200,7 +200,7 @@ def _dominant(size: Size, capacity: Mapping[str, float], quotas: Mapping[str, fl
     )
 
 
-def _value(demand: Demand, size: Size, steady: float) -> float:
+def _value(demand: Demand, size: Option, steady: float) -> float:
     """Return the root of the speed-up after the cost of a restart, times the priority."""
     if size.speed <= 0:
         return 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dlrover.master.machine.job import JobMachine
-from dlrover.master.machine.scaling.size import size_of
+from dlrover.master.machine.scaling.changes import size_of
 from dlrover.master.machine.state import Node
 from dlrover.master.machine.waiting import waiting_for
 from dlrover.rpc import messages

@@ -6,7 +6,7 @@ time.
 
 There is one change at a time: a plan is applied, its world is measured, and the outcome is kept with the
 prediction. A size that is worth less than the one before is rolled back. The choice of the next size needs a
-fitted model (`dlrover.master.scaling.planner`). It arrives as an input, so that replays of a journal agree on all
+fitted model (`dlrover.master.machine.scaling.planner`). It arrives as an input, so that replays of a journal agree on all
 machines.
 """
 
@@ -22,7 +22,6 @@ from dlrover.master.machine.scaling.changes import (
     Question,
     decided,
     gain_without,
-    told_change,
 )
 from dlrover.master.machine.scaling.sizes import Sizes
 from dlrover.planning.throughput import TrustRegion
@@ -384,7 +383,7 @@ class AutoScaling:
         gain = after / before - 1
         back = self._back_to(
             change.origin,
-            f"{told_change(change.origin, change.size)} brought {gain:+.0%} throughput "
+            f"{change.origin.change_to(change.size)} brought {gain:+.0%} throughput "
             f"for {self.cost(change.size) / self.cost(change.origin) - 1:+.0%} nodes",
         )
         return [*told, self._begin(back, change.size, now)], back

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dlrover.planning.throughput import TrustRegion
 from dlrover.spec import events
 from dlrover.spec.plan import Effect, Group, Plan
 from dlrover.spec.roles import SERVER, WORKER, Size
 from dlrover.spec.speed import ScaleDecision, ScaleKind, SpeedSample
+
+if TYPE_CHECKING:
+    from dlrover.master.machine.job import JobMachine
 
 SAME_SIZE = (ScaleKind.REPLACE, ScaleKind.MIGRATE, ScaleKind.REBALANCE)
 """Changes that keep the numbers of nodes."""
@@ -81,14 +85,6 @@ def decided(
     )
 
 
-def told_change(origin: Size, size: Size) -> str:
-    """Return ``1 -> 2 nodes``; with servers, the changes of both roles."""
-    if not size.servers:
-        return f"{origin.workers} -> {size.workers} nodes"
-    pairs = zip(("workers", "servers"), origin, size, strict=True)
-    return ", ".join(f"{old} -> {new} {role}" for role, old, new in pairs if old != new)
-
-
 def gain_without(found: events.SlowRank, latest: SpeedSample) -> float:
     """Return the share of speed that a job gains if a slow rank becomes as fast as the others.
 
@@ -100,3 +96,22 @@ def gain_without(found: events.SlowRank, latest: SpeedSample) -> float:
     usual = latest.compute_seconds or latest.step_seconds / found.factor
     waited = (found.factor - 1) * usual
     return latest.step_seconds / max(latest.step_seconds - waited, usual) - 1
+
+
+def size_of(machine: JobMachine) -> str:
+    """Return ``2 of 1:4 nodes`` and the auto-scaler's stage or plan; empty if the node counts are fixed."""
+    job, scaling, size = machine.job, machine.autoscaling, machine.rendezvous.size
+    parts = []
+    if job.min_nodes < job.max_nodes:
+        kind = "workers" if job.max_servers else "nodes"
+        parts.append(f"{size.workers} of {job.min_nodes}:{job.max_nodes} {kind}")
+    if job.min_servers < job.max_servers:
+        parts.append(f"{size.servers} of {job.min_servers}:{job.max_servers} servers")
+    bounds = " and ".join(parts)
+    if not bounds or not scaling.active or machine.outcome is not None:
+        return bounds
+    change = scaling.change
+    if change is None:
+        return f"{bounds}, auto-scaling: {scaling.stage.value}"
+    what = change.origin.change_to(change.size) or "the same size"
+    return f"{bounds}, auto-scaling: plan {change.number} ({change.kind.value}), {what}"
