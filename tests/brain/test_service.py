@@ -302,7 +302,7 @@ async def test_old_records_are_forgotten(database: str, serve: Serve) -> None:
 
 
 def prune_all(engine: sa.Engine, now: float) -> int:
-    from dlrover.brain.retention import prune
+    from dlrover.brain.database import prune
 
     deleted = 0
     while True:

@@ -14,13 +14,12 @@ from typing import Any, TypeVar
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
-from dlrover.brain import known, reports, retention, tenants
-from dlrover.brain.batch import Batch
-from dlrover.brain.database import reason
+from dlrover.brain import known, reports, tenants
+from dlrover.brain.database import prune, reason
 from dlrover.brain.machine.job import Job, Models, Past, tenant_of
 from dlrover.brain.optimizers import Optimizer, Optimizers
 from dlrover.brain.tenants import Tenant
-from dlrover.brain.writer import Writer
+from dlrover.brain.writer import Batch, Writer
 from dlrover.errors import (
     ConfigurationError,
     DLRoverError,
@@ -317,7 +316,7 @@ def _planned(plan: Callable[[], T]) -> T:
 
 def _prune(now: float, days: float, batch: Batch) -> int:
     batch.flush()
-    return retention.prune(batch.connection, now, days)
+    return prune(batch.connection, now, days)
 
 
 def _advice_again(record: brain.PlanRecord) -> brain.Advice:
