@@ -61,7 +61,7 @@ async def serve(options: Options, ready: Callable[[int], None]) -> None:
     try:
         brain.register(server)
         ready(await server.start(options.host, options.port))
-        await _told_to_stop()
+        await _stop_signal()
         await server.stop(STOP_GRACE)
     finally:
         for task in tasks:
@@ -72,7 +72,7 @@ async def serve(options: Options, ready: Callable[[int], None]) -> None:
         await asyncio.to_thread(brain.close)
 
 
-async def _told_to_stop() -> None:
+async def _stop_signal() -> None:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

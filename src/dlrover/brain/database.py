@@ -80,8 +80,8 @@ def open_database(url: str) -> Engine:
 
 def reason(error: Exception) -> str:
     """Return a database's error message as one line."""
-    said = str(getattr(error, "orig", None) or error)
-    return said.strip().splitlines()[0].rstrip(".") if said.strip() else type(error).__name__
+    message = str(getattr(error, "orig", None) or error)
+    return message.strip().splitlines()[0].rstrip(".") if message.strip() else type(error).__name__
 
 
 def _parsed(url: str) -> URL:

@@ -116,7 +116,7 @@ def _register(batch: Batch, report: brain.RegisterJob, now: float) -> None:
                 f"space.{name} is {bounds.least} to {bounds.most} in units of {bounds.unit}: it must "
                 "have a number."
             )
-    said = {
+    values = {
         "mode": description.mode,
         "state": "running",
         "ended": None,
@@ -124,9 +124,9 @@ def _register(batch: Batch, report: brain.RegisterJob, now: float) -> None:
         "description": as_json(description),
     }
     if batch.has_job(report.job):
-        batch.change_job(report.job, **said)
+        batch.change_job(report.job, **values)
     else:
-        batch.add_job(report.job, said | {"registered": now, "throughput": 0.0, "done": 0.0})
+        batch.add_job(report.job, values | {"registered": now, "throughput": 0.0, "done": 0.0})
 
 
 def _samples(batch: Batch, report: brain.ReportSamples, now: float) -> None:
@@ -205,22 +205,22 @@ def _outcome(batch: Batch, report: brain.ReportOutcome, now: float) -> None:
     owner = sa.select(plans.c.job).where(plans.c.id == report.plan_id)
     if batch.connection.scalar(owner) != report.job:
         raise ProtocolError(f"Job {report.job} has no plan {report.plan_id}.")
-    said = {
+    values = {
         "at": now,
         "state": report.state,
         "throughput": report.throughput,
         "reason": report.reason,
     }
     where = outcomes.c.plan == report.plan_id
-    if not batch.connection.execute(outcomes.update().where(where).values(said)).rowcount:
-        batch.connection.execute(outcomes.insert().values(said | {"plan": report.plan_id}))
+    if not batch.connection.execute(outcomes.update().where(where).values(values)).rowcount:
+        batch.connection.execute(outcomes.insert().values(values | {"plan": report.plan_id}))
 
 
 def _end(batch: Batch, report: brain.EndJob, now: float) -> None:
-    said: dict[str, Any] = {"state": report.state, "ended": now, "reason": report.reason}
+    values: dict[str, Any] = {"state": report.state, "ended": now, "reason": report.reason}
     if report.shape is not None:
-        said["shape"] = as_json(checked(report.shape))
-    batch.change_job(report.job, **said)
+        values["shape"] = as_json(checked(report.shape))
+    batch.change_job(report.job, **values)
 
 
 def _cluster(batch: Batch, report: brain.ReportCluster, now: float) -> None:

@@ -293,7 +293,7 @@ def _check_reported(job: Job, current: brain.Shape | None) -> None:
     if all(current.groups != sample.shape.groups for sample in job.samples):
         count = current.groups["worker"].count
         raise ProtocolError(
-            f"current has {count} worker nodes, of which the job has reported no sample: report one first."
+            f"current has {count} worker nodes, and the job has reported no sample of that size: report one first."
         )
 
 

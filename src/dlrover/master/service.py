@@ -564,7 +564,7 @@ class Master:
         if scale.changes(self.machine, asked):
             self._flush_progress()
             self.submit(asked)
-        return scale.told(before, wanted.nodes, self.machine.scaling.told_role(role))
+        return scale.told(before, wanted.nodes, self.machine.scaling.role_name(role))
 
     def placed(self) -> dict[str, PlacedNode]:
         """Return the nodes that the platform was asked for, by handle."""

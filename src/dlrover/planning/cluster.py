@@ -28,7 +28,7 @@ ALIKE = 4.0
 """Base of logarithms: remaining times whose logarithms round to the same number share a rank."""
 STEADY = 300.0
 """Seconds that a size is expected to last; the cost of a restart is spread over them."""
-ROOM = 1e-9
+SLACK = 1e-9
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class _Pool:
             name: new.use.get(name, 0.0) - before.get(name, 0.0) for name in {*new.use, *before}
         }
         for name, more in change.items():
-            if self.used.get(name, 0.0) + more > self.capacity.get(name, 0.0) + ROOM:
+            if self.used.get(name, 0.0) + more > self.capacity.get(name, 0.0) + SLACK:
                 return False
         for name, more in change.items():
             self.used[name] = self.used.get(name, 0.0) + more
@@ -182,9 +182,9 @@ def _state(
     offers = [
         _Offer(size, _dominant(size, capacity, quotas), worth(demand, size))
         for size in demand.sizes
-        if all(size.use.get(name, 0.0) <= limit + ROOM for name, limit in quotas.items())
+        if all(size.use.get(name, 0.0) <= limit + SLACK for name, limit in quotas.items())
     ]
-    possible = [offer for offer in offers if offer.value > 0 and offer.share <= 1 + ROOM]
+    possible = [offer for offer in offers if offer.value > 0 and offer.share <= 1 + SLACK]
     possible.sort(key=lambda offer: (offer.share, -offer.value))
     return _State(demand, possible, _hull(possible))
 
@@ -226,7 +226,7 @@ def _hull(offers: Sequence[_Offer]) -> list[_Offer]:
 
 def _slope(before: _Offer | None, after: _Offer) -> float:
     share, value = (before.share, before.value) if before is not None else (0.0, 0.0)
-    return (after.value - value) / max(after.share - share, ROOM)
+    return (after.value - value) / max(after.share - share, SLACK)
 
 
 def _by_marginal_gain(states: Sequence[_State], pool: _Pool) -> None:

@@ -34,7 +34,7 @@ class Forecast:
     """Memory that a node will need, in bytes."""
 
     expected: int
-    """Expected need at the end asked for."""
+    """Expected need at the requested end."""
     high: int
     """Upper bound of the need, ``DEVIATIONS`` above the line; at least what has been used."""
     slope: float

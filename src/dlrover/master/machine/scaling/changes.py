@@ -56,6 +56,10 @@ class Change:
     batch_before: int = 0
     """Chosen global batch before the change; 0: the program's own."""
 
+    def dropped(self, reason: str) -> events.PlanDropped:
+        """Return the event of the plan's end without a measured effect."""
+        return events.PlanDropped(self.number, reason, self.plan_id)
+
 
 def groups_of(size: Size) -> dict[str, Group]:
     """Return the nodes of a size, by role."""
