@@ -23,7 +23,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -57,6 +57,8 @@ AC, BC, AN, BN, CN, AR, BR, G = range(8)
 @dataclass(frozen=True)
 class RingShape:
     """The size of an all-reduce job."""
+
+    NAMES: ClassVar[tuple[str, ...]] = ("nodes", "replicas", "samples per replica")
 
     nodes: int
     replicas: int
