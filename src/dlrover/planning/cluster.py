@@ -112,7 +112,6 @@ def allocate(
     capacity: Mapping[str, float],
     *,
     quotas: Mapping[str, float] | None = None,
-    steady: float = STEADY,
     worth: Worth | None = None,
 ) -> dict[str, Share]:
     """Divide a cluster.
@@ -122,7 +121,6 @@ def allocate(
         capacity: Total amount of each resource.
         quotas: Further limits on the use of sizes, under names that no resource has. They bound the jobs
             that use them together; a size's cost depends on ``capacity`` alone.
-        steady: Seconds that a size is expected to last.
         worth: Rates the sizes, for an objective other than the mean completion time.
 
     Returns:
@@ -133,7 +131,7 @@ def allocate(
     """
     if len({demand.job for demand in demands}) < len(demands):
         raise ConfigurationError("demands has two jobs of one name: each job may be there once")
-    rated = worth or _completion(demands, steady)
+    rated = worth or _completion(demands)
     limits = quotas or {}
     states = [_state(demand, capacity, limits, rated) for demand in demands]
     pool = _Pool({**capacity, **limits})
@@ -142,10 +140,10 @@ def allocate(
     return {state.demand.job: _share(state) for state in states}
 
 
-def _completion(demands: Sequence[Demand], steady: float) -> Worth:
+def _completion(demands: Sequence[Demand]) -> Worth:
     """Return the rating of sizes by mean completion time."""
     ranks = _ranks(demands)
-    return lambda demand, size: ranks[demand.job] * _value(demand, size, steady)
+    return lambda demand, size: ranks[demand.job] * _value(demand, size)
 
 
 def _ranks(demands: Sequence[Demand]) -> dict[str, float]:
@@ -200,11 +198,11 @@ def _dominant(size: Option, capacity: Mapping[str, float], quotas: Mapping[str, 
     )
 
 
-def _value(demand: Demand, size: Option, steady: float) -> float:
+def _value(demand: Demand, size: Option) -> float:
     """Return the root of the speed-up after the cost of a restart, times the priority."""
     if size.speed <= 0:
         return 0.0
-    lasts = min(demand.remaining / size.speed, steady)
+    lasts = min(demand.remaining / size.speed, STEADY)
     changed = demand.current is not None and size.name != demand.current
     kept = lasts / (lasts + demand.restart) if changed else 1.0
     return demand.priority * math.pow(kept * size.speed / _reference(demand), SPEED_POWER)
@@ -263,7 +261,7 @@ def _share(state: _State) -> Share:
             return Share(
                 None, "waits: no size of the job both fits into the cluster and makes progress"
             )
-        return Share(None, "waits: what it would need brings more in other jobs")
+        return Share(None, "waits: the resources that it needs bring more in other jobs")
     left = demand.remaining / offer.size.speed
     if demand.current == offer.size.name:
         return Share(offer.size, f"keeps {offer.size.name}: no other size is worth a restart")
