@@ -15,7 +15,7 @@ def test_one_hot_server_moves_to_a_larger_node():
     advice = advise_servers([load("ps-0", 7.6), load("ps-1", 3.0)], most_cpu=32)
     assert advice.migrate == {"ps-0": 10}
     assert not advice.more
-    assert "ps-0 (95%)" in advice.reason
+    assert "ps-0 (95% of its cores)" in advice.reason
 
 
 def test_a_single_peak_is_not_heat():

@@ -124,7 +124,7 @@ def test_a_job_that_waits_is_told_why():
     assert shares["b"].size is None
     assert "no size of the job" in shares["b"].reason
     busy = allocate([demand("a", 1e2), demand("c", 1e9)], {"gpu": 1})
-    assert "brings more in other jobs" in busy["c"].reason
+    assert "bring more in other jobs" in busy["c"].reason
 
 
 def test_what_is_refused():

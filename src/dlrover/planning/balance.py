@@ -64,9 +64,9 @@ def advise_servers(loads: Sequence[ServerLoad], most_cpu: float) -> ServerAdvice
         return ServerAdvice({}, more=True, reason=reason)
     wanted = {load.name: min(most_cpu, math.ceil(load.level / HOT)) for load in hot}
     migrate = {load.name: wanted[load.name] for load in hot if wanted[load.name] > load.cpu}
-    names = ", ".join(f"{load.name} ({load.level / load.cpu:.0%})" for load in hot)
-    what = "the others are not hot" if migrate else "no node has more, so more servers are needed"
-    reason = f"hot servers: {names} of their cores are busy; {what}"
+    names = ", ".join(f"{load.name} ({load.level / load.cpu:.0%} of its cores)" for load in hot)
+    what = "the others are not" if migrate else "no node has more, so more servers are needed"
+    reason = f"hot: {names}; {what}"
     return ServerAdvice(migrate, more=not migrate, reason=reason)
 
 
