@@ -28,7 +28,7 @@ from dlrover.master.shards import ShardsService
 from dlrover.master.storeside import StoreService
 from dlrover.master.views.status import status_of
 from dlrover.master.waits import renewed, waited
-from dlrover.platform.base import JobSize, PlacedNode, Platform, Progress, scaled_by
+from dlrover.platform.base import PlacedNode, Platform, Progress, RoleSize, scaled_by
 from dlrover.rpc import messages
 from dlrover.rpc.server import Server
 from dlrover.spec.check import CheckReport
@@ -513,7 +513,7 @@ class Master:
         left = self._activities.seconds_left()
         return Progress(status.total_steps, status.restarts, goodput, left)
 
-    def size(self, role: str) -> JobSize:
+    def size(self, role: str) -> RoleSize:
         """Return how many nodes of a role the job wants, and whether it has them."""
         return scale.size(self.machine, self.clock(), role)
 

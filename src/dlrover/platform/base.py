@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from dlrover.errors import ConfigurationError
 from dlrover.rpc.messages import ScaleReply
-from dlrover.spec.node import FoundNode, LaunchNode, NodeSize
+from dlrover.spec.node import FoundNode, LaunchNode, NodeLimits
 
 
 class OnExit(Protocol):
@@ -43,7 +43,7 @@ class Progress(NamedTuple):
     """Seconds until the training completes all its steps; None while unknown."""
 
 
-class JobSize(NamedTuple):
+class RoleSize(NamedTuple):
     """The size of one role: the wanted number of nodes and whether the job has all its nodes."""
 
     asked: int
@@ -98,13 +98,13 @@ class Setup(NamedTuple):
     on_exit: OnExit
     on_wait: OnWait
     progress: Callable[[], Progress]
-    size: Callable[[str], JobSize]
+    size: Callable[[str], RoleSize]
     """Returns the size of a role."""
     scale: AskScale
     placed: Callable[[], Mapping[str, PlacedNode]]
     """Returns every node requested so far, by handle."""
     migrate: AskMigrate
-    node_size: NodeSize = NodeSize()
+    node_size: NodeLimits = NodeLimits()
     """The size of each node, on a platform whose nodes share one machine."""
 
 

@@ -20,7 +20,7 @@ from dlrover.cli.run import autoconfig, servers, sizes
 from dlrover.cli.run.nproc import resolve_nproc
 from dlrover.errors import ConfigurationError
 from dlrover.spec.launch import Entry, LaunchSpec, StdMap
-from dlrover.spec.node import NodeSize
+from dlrover.spec.node import NodeLimits
 from dlrover.spec.roles import SERVER, WORKER
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A world has a multiple of this many nodes."""
     local_nodes: int
     """Nodes to run on this machine as child processes; 0: not given, this process is one node."""
-    node_size: NodeSize
+    node_size: NodeLimits
     """Memory and CPU of each local node."""
     min_servers: int
     """Parameter servers that a world needs; 0: the job has none."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dlrover._util import cgroup
 from dlrover.errors import ConfigurationError
 from dlrover.kubernetes.resources.quantities import quantity
-from dlrover.spec.node import NodeSize
+from dlrover.spec.node import NodeLimits
 
 if TYPE_CHECKING:
     import argparse
@@ -21,7 +21,7 @@ LEAST_CPU = 0.05
 """Least CPU of a node in cores."""
 
 
-def node_size(args: argparse.Namespace, environ: Mapping[str, str], standalone: bool) -> NodeSize:
+def node_size(args: argparse.Namespace, environ: Mapping[str, str], standalone: bool) -> NodeLimits:
     """Return the size of each node, from the command line.
 
     Raises:
@@ -41,10 +41,10 @@ def node_size(args: argparse.Namespace, environ: Mapping[str, str], standalone: 
         )
     if args.node_cpu and cpu < LEAST_CPU:
         raise ConfigurationError(f"--node-cpu {args.node_cpu}: must be {LEAST_CPU:g} or more.")
-    return NodeSize(memory=memory, cpu=cpu)
+    return NodeLimits(memory=memory, cpu=cpu)
 
 
-def most_memory_factor(size: NodeSize, nodes: int) -> float:
+def most_memory_factor(size: NodeLimits, nodes: int) -> float:
     """Return by how much the memory of ``nodes`` nodes can grow here, as a factor; 0 without a memory size.
 
     Raises:

@@ -37,7 +37,7 @@ from dlrover.kubernetes.platform.job import ELASTIC_JOBS
 from dlrover.kubernetes.platform.migration import Migration
 from dlrover.kubernetes.resources import names, times, validation
 from dlrover.kubernetes.resources.types import ElasticJob, ScalePlan, ScalePlanSpec
-from dlrover.platform.base import AskMigrate, AskScale, JobSize, PlacedNode
+from dlrover.platform.base import AskMigrate, AskScale, PlacedNode, RoleSize
 from dlrover.spec.roles import SERVER, WORKER
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ _FIELDS = {WORKER: "replicas", SERVER: "servers"}
 class Asks(NamedTuple):
     """The calls that the scaler makes to the job."""
 
-    size: Callable[[str], JobSize]
+    size: Callable[[str], RoleSize]
     """Returns the current size of a role."""
     scale: AskScale
     """Requests another number of nodes."""
