@@ -21,8 +21,10 @@ from dlrover.master.machine.scaling.changes import (
     SAME_SIZE,
     Change,
     Question,
+    between,
     decided,
     gain_without,
+    gaining,
 )
 from dlrover.master.machine.scaling.sizes import Sizes
 from dlrover.planning.throughput import TrustRegion
@@ -222,7 +224,7 @@ class AutoScaling:
         latest = self.latest
         if latest is None or not self.free(kind):
             return None
-        effect = _gaining(gain, 0.5, latest.throughput, self.cost(latest.size))
+        effect = gaining(gain, 0.5, latest.throughput, self.cost(latest.size))
         self.done[kind] = self.done.get(kind, 0) + 1
         return self._begin(decided(kind, latest.size, reason, effect), latest.size, now)
 
@@ -240,7 +242,7 @@ class AutoScaling:
         latest, size = self.latest, self.one_more_server()
         if latest is None or size is None:
             return [], None
-        effect = _gaining(gain, 1.0, latest.throughput, self.cost(size))
+        effect = gaining(gain, 1.0, latest.throughput, self.cost(size))
         decision = decided(ScaleKind.GROW, size, reason, effect)
         return [self._begin(decision, latest.size, now)], decision
 
@@ -273,7 +275,7 @@ class AutoScaling:
             return [], None
         batch, other_batch = self.batch, self.batch != change.batch_before
         if not (
-            other_batch or (size != change.origin and _between(change.origin, size, change.size))
+            other_batch or (size != change.origin and between(change.origin, size, change.size))
         ):
             return [], None
         what = events.told_size(*size) + (f" and batches of {batch} samples" if other_batch else "")
@@ -387,17 +389,7 @@ class AutoScaling:
             return None
         outcome = PlanOutcome(effect=change.effect, throughput=sample.throughput)
         self.outcomes.append(outcome)
-        return events.PlanMeasured(
-            change.number,
-            change.size.workers,
-            sample.throughput,
-            outcome.error,
-            outcome.within,
-            short,
-            sample.unit,
-            change.plan_id,
-            change.size.servers,
-        )
+        return change.measured(sample, outcome, short=short)
 
     def _roll_back(
         self, change: Change, reason: str, now: float, *happened: events.EventBody
@@ -429,19 +421,7 @@ class AutoScaling:
             plan_id=decision.plan_id,
             batch_before=self.batch,
         )
-        return events.PlanMade(
-            self.made,
-            decision.kind,
-            decision.nodes,
-            origin.workers,
-            plan.reason,
-            plan.effect,
-            self.unit,
-            decision.plan_id,
-            decision.servers,
-            origin.servers,
-            decision.batch,
-        )
+        return self.change.begun(decision, self.unit)
 
     def _settle(self, now: float) -> list[events.EventBody]:
         self.next_at = now + self.job.limits.autoscale_interval
@@ -466,15 +446,3 @@ class AutoScaling:
         assert all(0 < len(known) <= KEPT_SAMPLES for known in self.samples.values())
         assert not self.active or self.sizes.open
         self.sizes.validate()
-
-
-def _gaining(gain: float, spread: float, before: float, cost: float) -> Effect:
-    """Return an expected gain as a share of the speed ``before``, give or take ``spread`` of the gain."""
-    low, middle, high = (before * (1 + gain * factor) for factor in (1 - spread, 1, 1 + spread))
-    return Effect(throughput=middle, low=low, high=high, before=before, cost=cost)
-
-
-def _between(one: Size, size: Size, other: Size) -> bool:
-    """Return whether a size lies between two others, in each role."""
-    bounds = zip(one, size, other, strict=True)
-    return all(min(a, b) <= n <= max(a, b) for a, n, b in bounds)
