@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dlrover.planning.allreduce import Form, RingModel, RingSample, RingShape, fit_ring
-from dlrover.planning.cluster import Demand, Size, allocate
+from dlrover.planning.cluster import Demand, Option, allocate
 from dlrover.planning.efficiency import BatchLimits, GradientNoise, best_batches
 from dlrover.planning.warmstart import FIRST_SECONDS, expected_remaining
 from dlrover.testing.workload import Placement, Setting, SimulatedJob
@@ -270,7 +270,7 @@ def sizes_up_to(most: int, slots: int) -> list[int]:
 class Ours(Modelled):
     """`dlrover.planning`: models, efficiency, marginal gain, with or without knowledge of the length.
 
-    Not the Brain's own policy, `dlrover.brain.division`: that doubts sizes by their spread, changes a batch within
+    Not the Brain's own policy, `dlrover.brain.machine.division`: that doubts sizes by their spread, changes a batch within
     a trust region, guesses lengths from jobs that ended, and leaves each running job its smallest size.
     """
 
@@ -305,7 +305,7 @@ class Ours(Modelled):
         return Demand(
             job=job.name,
             sizes=[
-                Size(str(n), {"accelerator": n}, float(s))
+                Option(str(n), {"accelerator": n}, float(s))
                 for n, s in zip(sizes, speeds, strict=True)
             ],
             remaining=self._remaining(job, float(speeds[0])),
@@ -357,7 +357,7 @@ class PolluxLike(Modelled):
                     / max(float(speeds[-1]), 1e-12)
                     * (factor if size != job.replicas else 1.0)
                 )
-                offers.append(Size(str(size), {"accelerator": size}, 1e3 - 1 / (gain + 1e-3)))
+                offers.append(Option(str(size), {"accelerator": size}, 1e3 - 1 / (gain + 1e-3)))
             demands.append(Demand(job.name, offers, remaining=1.0))
         shares = allocate(demands, {"accelerator": float(slots)}, worth=lambda _, size: size.speed)
         counts = {

@@ -25,7 +25,7 @@ from pollux_data import DATA, NAMES, application, workload
 
 from dlrover.planning import allreduce, search
 from dlrover.planning.allreduce import Form, RingModel, RingSample, RingShape, fit_ring
-from dlrover.planning.cluster import Demand, Size, allocate
+from dlrover.planning.cluster import Demand, Option, allocate
 from dlrover.planning.efficiency import BatchLimits, GradientNoise, best_batches
 from dlrover.planning.parameter_server import ServerSample, ServerShape, fit_servers
 from dlrover.planning.plans import RingSpace, ServerSpace, Terms, plan_ring, plan_servers
@@ -318,7 +318,7 @@ def one_job() -> dict[str, float]:
     return {
         "servers: fit of 6 samples": median_time(lambda: fit_servers(samples), 20),
         "servers: plan": median_time(lambda: plan_servers(model, space, shapes[-1]), 20),
-        f"servers: plan by NSGA-II, more than {search.EXACT:,} sizes": median_time(
+        f"servers: plan, more than {search.EXACT:,} sizes": median_time(
             lambda: plan_servers(model, wide, shapes[-1], terms), 3
         ),
         f"all-reduce: fit of {len(steps)} samples": median_time(lambda: fit_ring(steps), 10),
@@ -351,7 +351,7 @@ def many_jobs(count: int) -> dict[str, float]:
         )
         speeds = best_batches(model, noise, limits, nodes, sizes).goodput
         offers = [
-            Size(str(n), {"accelerator": float(n)}, float(speed))
+            Option(str(n), {"accelerator": float(n)}, float(speed))
             for n, speed in zip(sizes, speeds, strict=True)
         ]
         demands.append(Demand(str(number), offers, remaining=10 ** draw.uniform(3, 8)))

@@ -7,13 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from dlrover.brain.division import ClusterOptimizer
-from dlrover.brain.known import Job, Past
-from dlrover.brain.shapes import Models, allowed
-from dlrover.brain.single import SingleJobOptimizer, first_plan
+from dlrover.brain.machine.division import ClusterOptimizer
+from dlrover.brain.machine.job import Job, Models, Past
+from dlrover.brain.machine.single import SingleJobOptimizer
 from dlrover.master.scaling.brainside import shape_of
-from dlrover.planning.measured import ring_sample
-from dlrover.planning.warmstart import PastJob
+from dlrover.planning.shapes import allowed, ring_sample
+from dlrover.planning.warmstart import PastJob, first_plan
 from dlrover.spec import brain
 from dlrover.spec.batches import Batches
 from dlrover.spec.plan import Effect, Group, PlanOutcome
@@ -140,9 +139,9 @@ def test_a_first_plan_is_clamped_to_the_space_and_to_what_is_set() -> None:
         space=brain.Space(workers=brain.Range(1, 10, 4)),
         groups={"worker": Group(count=1, cpu=2)},
     )
-    assert first_plan(description, past).groups["worker"] == Group(count=8, cpu=2, memory=5)
+    assert first_plan(description, past.jobs).groups["worker"] == Group(count=8, cpu=2, memory=5)
     servers = msgspec.structs.replace(description, strategy="ps")
-    assert set(first_plan(servers, past).groups) == {"worker", "ps"}
+    assert set(first_plan(servers, past.jobs).groups) == {"worker", "ps"}
 
 
 def test_parameter_servers_are_planned_too() -> None:
@@ -261,7 +260,7 @@ def test_priorities_count() -> None:
 def test_without_a_view_of_the_cluster_nothing_is_divided() -> None:
     advice = ClusterOptimizer().advise([job("one", (1,), 1)], NO_PAST, NOTHING)["one"]
     assert advice.plan is None
-    assert "nobody has told" in advice.reason
+    assert "no report has named them" in advice.reason
 
 
 def test_a_model_is_fitted_anew_after_each_sample() -> None:

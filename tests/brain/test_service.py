@@ -145,7 +145,7 @@ async def test_a_new_job_starts_like_similar_ones(database: str, serve: Serve) -
         advice = await client.plan("new", None)
     assert fresh.plan is not None
     assert fresh.plan.groups["worker"].count == 1
-    assert "starts with the least" in fresh.reason
+    assert "starts with its minimum" in fresh.reason
     assert advice.plan is not None
     assert advice.plan.groups["worker"].count == 8
     assert advice.plan.groups["worker"].memory == 7 << 30
@@ -302,7 +302,7 @@ async def test_old_records_are_forgotten(database: str, serve: Serve) -> None:
 
 
 def prune_all(engine: sa.Engine, now: float) -> int:
-    from dlrover.brain.retention import prune
+    from dlrover.brain.database import prune
 
     deleted = 0
     while True:

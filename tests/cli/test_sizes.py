@@ -9,7 +9,7 @@ from dlrover.cli.run import nodes
 from dlrover.cli.run.arguments import parse
 from dlrover.errors import ConfigurationError
 from dlrover.platform import groups
-from dlrover.spec.node import NodeSize
+from dlrover.spec.node import NodeLimits
 
 GIB = 1 << 30
 
@@ -23,7 +23,7 @@ def _here(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(groups, "check", lambda: None)
 
 
-def size(*argv: str, **environ: str) -> NodeSize:
+def size(*argv: str, **environ: str) -> NodeLimits:
     def probe(_: str) -> int:
         raise AssertionError
 
@@ -32,13 +32,13 @@ def size(*argv: str, **environ: str) -> NodeSize:
 
 def test_sizes_are_written_as_kubernetes_writes_them():
     given = size("--local-nodes", "2", "--node-memory", "512Mi", "--node-cpu", "500m")
-    assert given == NodeSize(memory=512 << 20, cpu=0.5)
-    assert size("--local-nodes", "2", "--node-memory=1.5Gi") == NodeSize(memory=3 * GIB // 2)
+    assert given == NodeLimits(memory=512 << 20, cpu=0.5)
+    assert size("--local-nodes", "2", "--node-memory=1.5Gi") == NodeLimits(memory=3 * GIB // 2)
     assert not size("--local-nodes", "2")
 
 
 def test_a_job_of_one_node_may_have_a_size():
-    assert size("--node-cpu", "2") == NodeSize(cpu=2.0)
+    assert size("--node-cpu", "2") == NodeLimits(cpu=2.0)
 
 
 @pytest.mark.parametrize(
@@ -78,17 +78,17 @@ def test_only_nodes_that_are_started_here_have_a_size(environ):
 
 
 def test_nodes_can_grow_until_they_have_all_of_the_machine_together():
-    assert nodes.most_memory_factor(NodeSize(memory=GIB), 2) == 4.0
-    assert nodes.most_memory_factor(NodeSize(memory=4 * GIB, cpu=4.0), 2) == 1.0
-    assert nodes.most_memory_factor(NodeSize(cpu=1.0), 2) == 0.0
-    assert nodes.most_memory_factor(NodeSize(), 0) == 0.0
+    assert nodes.most_memory_factor(NodeLimits(memory=GIB), 2) == 4.0
+    assert nodes.most_memory_factor(NodeLimits(memory=4 * GIB, cpu=4.0), 2) == 1.0
+    assert nodes.most_memory_factor(NodeLimits(cpu=1.0), 2) == 0.0
+    assert nodes.most_memory_factor(NodeLimits(), 0) == 0.0
 
 
 def test_what_the_machine_does_not_have():
     with pytest.raises(ConfigurationError, match=r"3 nodes need 9Gi, and this machine has 8Gi\.$"):
-        nodes.most_memory_factor(NodeSize(memory=3 * GIB), 3)
+        nodes.most_memory_factor(NodeLimits(memory=3 * GIB), 3)
     with pytest.raises(ConfigurationError, match=r"--node-cpu 4.5: this machine has 4 cores\.$"):
-        nodes.most_memory_factor(NodeSize(cpu=4.5), 1)
+        nodes.most_memory_factor(NodeLimits(cpu=4.5), 1)
 
 
 def test_what_the_machine_does_not_allow(monkeypatch):
@@ -97,5 +97,5 @@ def test_what_the_machine_does_not_allow(monkeypatch):
 
     monkeypatch.setattr(groups, "check", refuse)
     with pytest.raises(ConfigurationError) as error:
-        nodes.most_memory_factor(NodeSize(memory=GIB), 1)
+        nodes.most_memory_factor(NodeLimits(memory=GIB), 1)
     assert str(error.value) == "--node-memory cannot be used here. This machine has none."

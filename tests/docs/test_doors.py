@@ -19,7 +19,7 @@ DOORS = {
         "Stream", "Table", "TfRecords",
     },
     "dlrover.planning": {
-        "Demand", "GIB", "MemorySample", "ServerSample", "ServerShape", "ServerSpace", "Size", "allocate",
+        "Demand", "GIB", "MemorySample", "Option", "ServerSample", "ServerShape", "ServerSpace", "allocate",
         "fit_servers", "plan_servers", "prevent_oom", "sample_servers",
     },
     "dlrover.tensorflow": {"dataset"},

@@ -25,7 +25,7 @@ from dlrover.kubernetes.platform.reporting import Reporter
 from dlrover.kubernetes.platform.scaling import Scaler
 from dlrover.kubernetes.resources import names, validation
 from dlrover.kubernetes.resources.types import ElasticJob, ElasticJobStatus
-from dlrover.platform.base import JobSize, Progress
+from dlrover.platform.base import Progress, RoleSize
 from dlrover.rpc.messages import ScaleReply
 from dlrover.spec.node import LaunchNode
 from tests.kubernetes import manifests
@@ -178,7 +178,7 @@ class Numbers:
     """How many workers a job is to have, as its master keeps it."""
 
     def __init__(self, workers: int = 2) -> None:
-        self.size = JobSize(workers, workers, complete=False, waits_for="", plans=0, reason="")
+        self.size = RoleSize(workers, workers, complete=False, waits_for="", plans=0, reason="")
 
     def scale(
         self,

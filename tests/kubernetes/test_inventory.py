@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dlrover.brain import monitor
+from dlrover.brain import app
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.kubernetes.platform.inventory import inventory, requests_of
 from dlrover.kubernetes.resources import names
@@ -94,8 +94,8 @@ def test_the_monitor_reports_what_the_api_server_knows(
 
     async def look() -> brain.ReportCluster:
         found: asyncio.Queue[brain.ReportCluster] = asyncio.Queue()
-        opened = monitor.open_inventory("kubernetes", str(control_plane.kubeconfig))
-        task = asyncio.create_task(monitor.watch(opened, found.put, interval=0.1))
+        opened = app.open_inventory("kubernetes", str(control_plane.kubeconfig))
+        task = asyncio.create_task(app.watch(opened, found.put, interval=0.1))
         try:
             while True:
                 report = await found.get()
@@ -129,7 +129,7 @@ def test_a_cluster_that_is_away_is_asked_again() -> None:
 
     async def look() -> brain.ReportCluster:
         found: asyncio.Queue[brain.ReportCluster] = asyncio.Queue()
-        task = asyncio.create_task(monitor.watch(Flaky(), found.put, interval=0.001))
+        task = asyncio.create_task(app.watch(Flaky(), found.put, interval=0.001))
         try:
             return await found.get()
         finally:
@@ -140,6 +140,6 @@ def test_a_cluster_that_is_away_is_asked_again() -> None:
 
 def test_other_clusters_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="accepted is kubernetes"):
-        monitor.open_inventory("slurm", "")
+        app.open_inventory("slurm", "")
     with pytest.raises(ConfigurationError, match="cannot be read"):
-        monitor.open_inventory("kubernetes", "/no/such/file")
+        app.open_inventory("kubernetes", "/no/such/file")

@@ -12,8 +12,8 @@ from dlrover.brain.database import open_database
 from dlrover.brain.service import Brain
 from dlrover.errors import ConfigurationError
 from dlrover.master.machine.scaling.autoscale import Question
+from dlrover.master.machine.scaling.planner import decide
 from dlrover.master.scaling import brainside
-from dlrover.master.scaling.planner import decide
 from dlrover.planning.throughput import TrustRegion
 from dlrover.rpc import wire
 from dlrover.rpc.brain import BrainClient, request_id

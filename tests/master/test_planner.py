@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("scipy")
 
 from dlrover.master.machine.scaling.autoscale import Question
-from dlrover.master.scaling.planner import decide
+from dlrover.master.machine.scaling.planner import decide
 from dlrover.planning.throughput import TrustRegion
 from dlrover.spec.speed import ScaleKind, SpeedSample
 

@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("scipy")
 
+from dlrover.master.machine.scaling.planner import ALIKE, precedent_of
 from dlrover.master.scaling.brainside import shape_of as wire_shape
-from dlrover.master.scaling.precedent import ALIKE, precedent_of
 from dlrover.spec import brain
 from dlrover.spec.plan import Group
 from dlrover.spec.roles import Size

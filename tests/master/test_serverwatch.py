@@ -25,14 +25,14 @@ def test_uneven_servers_are_to_be_rebalanced_first():
 def test_a_hot_server_that_cannot_be_relieved_moves_to_more_cores():
     found = watch((1.9, 2.0), (0.5, 2.0)).look(2, rebalance=False)
     assert found.migrate == {10: 1.5}
-    assert "node 10 (95%)" in found.reason
+    assert "node 10 (95% of its cores)" in found.reason
     assert not found.rebalance
 
 
 def test_where_no_node_has_more_cores_there_are_too_few_servers():
     found = watch((1.9, 2.0), (0.5, 2.0)).look(2, rebalance=False, migrate=False)
     assert found.more
-    assert "which no node has more of" in found.reason
+    assert "no node has more, so more servers" in found.reason
 
 
 def test_a_node_grows_by_a_bounded_factor():

@@ -110,15 +110,6 @@ def test_passes_before_the_exchange_cost_only_computation():
     assert twice - once == pytest.approx(compute_time(64), rel=0.1)
 
 
-def test_a_similar_job_stands_in_for_what_was_not_measured():
-    first = [measured(RingShape(1, 1, 64))]
-    alone, guided = fit_ring(first), fit_ring(first, prior=small_model())
-    shape = RingShape(4, 8, 64)
-    truth = true_throughput(shape)
-    assert abs(guided.predict(shape).throughput / truth - 1) < 0.15
-    assert guided.predict(shape).spread < alone.predict(shape).spread
-
-
 MEASURED = [
     (1, 1, 0.701), (1, 2, 0.711), (1, 4, 0.750), (2, 2, 1.376), (2, 4, 2.041), (3, 3, 1.211),
     (3, 4, 1.263), (4, 4, 1.330), (4, 8, 1.532), (8, 16, 1.692), (8, 32, 1.913), (12, 24, 1.757),

@@ -15,19 +15,12 @@ def test_one_hot_server_moves_to_a_larger_node():
     advice = advise_servers([load("ps-0", 7.6), load("ps-1", 3.0)], most_cpu=32)
     assert advice.migrate == {"ps-0": 10}
     assert not advice.more
-    assert not advice.rebalance
-    assert "ps-0 (95%)" in advice.reason
+    assert "ps-0 (95% of its cores)" in advice.reason
 
 
 def test_a_single_peak_is_not_heat():
     peak = ServerLoad("ps-0", 8.0, [3.0, 7.9, 3.1])
     assert not advise_servers([peak, load("ps-1", 3.0)], most_cpu=32).migrate
-
-
-def test_more_workers_make_servers_hot():
-    loads = [load("ps-0", 5.0), load("ps-1", 2.0)]
-    assert not advise_servers(loads, 32).migrate
-    assert advise_servers(loads, 32, growth=2.0).migrate == {"ps-0": 13}
 
 
 def test_all_hot_asks_for_more_servers():
@@ -40,14 +33,6 @@ def test_a_hot_server_on_the_largest_node_asks_for_more_servers():
     advice = advise_servers([load("ps-0", 31.0, 32.0), load("ps-1", 3.0)], most_cpu=32)
     assert advice.more
     assert not advice.migrate
-
-
-def test_uneven_servers_are_rebalanced_before_one_is_hot():
-    loads = [load("ps-0", 5.0), load("ps-1", 2.0), load("ps-2", 2.0)]
-    advice = advise_servers(loads, most_cpu=32)
-    assert advice.rebalance
-    assert "ps-0 has 1.7 times the mean load" in advice.reason
-    assert not advise_servers([load("ps-0", 5.0), load("ps-1", 4.5)], 32).rebalance
 
 
 def test_few_samples_say_nothing():

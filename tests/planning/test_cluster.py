@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from dlrover.errors import ConfigurationError
-from dlrover.planning.cluster import Demand, Size, allocate
+from dlrover.planning.cluster import Demand, Option, allocate
 
 COUNTS = (1, 2, 4, 8, 16)
 
 
 def sizes(scaling=0.8, first=10.0, kind="gpu", counts=COUNTS):
-    return [Size(str(n), {kind: float(n)}, first * n**scaling) for n in counts]
+    return [Option(str(n), {kind: float(n)}, first * n**scaling) for n in counts]
 
 
 def given_to(shares):
@@ -28,7 +28,7 @@ def demands(draw):
         Demand(
             f"job-{number}",
             [
-                Size(str(n), {"gpu": float(n), "cpu": float(n * cpu)}, speed)
+                Option(str(n), {"gpu": float(n), "cpu": float(n * cpu)}, speed)
                 for n, speed in zip(
                     COUNTS,
                     draw(st.lists(st.floats(0, 1e4), min_size=5, max_size=5)),
@@ -89,7 +89,7 @@ def test_priority_counts():
 
 
 def test_a_size_is_kept_when_another_one_does_not_pay_for_the_restart():
-    slightly_better = [Size("1", {"gpu": 1.0}, 100.0), Size("2", {"gpu": 2.0}, 103.0)]
+    slightly_better = [Option("1", {"gpu": 1.0}, 100.0), Option("2", {"gpu": 2.0}, 103.0)]
     kept = allocate([Demand("a", slightly_better, 1e6, current="1")], {"gpu": 2})["a"]
     assert kept.size is not None
     assert kept.size.name == "1"
@@ -101,7 +101,7 @@ def test_a_size_is_kept_when_another_one_does_not_pay_for_the_restart():
 
 def test_quotas_bound_jobs_together_and_cost_nothing():
     def of_queue(job, speed):
-        offered = [Size(str(n), {"gpu": float(n), "queue": float(n)}, speed * n) for n in COUNTS]
+        offered = [Option(str(n), {"gpu": float(n), "queue": float(n)}, speed * n) for n in COUNTS]
         return Demand(job, offered, 1e5)
 
     jobs = [of_queue("a", 10.0), of_queue("b", 10.0), demand("c")]
@@ -113,8 +113,8 @@ def test_quotas_bound_jobs_together_and_cost_nothing():
 
 
 def test_what_is_left_over_is_used():
-    first = Demand("first", [Size("2", {"gpu": 2.0}, 100.0)], 1e4, priority=100.0)
-    second = [Size("5", {"gpu": 5.0}, 50.0), Size("8", {"gpu": 8.0}, 1000.0)]
+    first = Demand("first", [Option("2", {"gpu": 2.0}, 100.0)], 1e4, priority=100.0)
+    second = [Option("5", {"gpu": 5.0}, 50.0), Option("8", {"gpu": 8.0}, 1000.0)]
     shares = allocate([first, Demand("second", second, 1e4)], {"gpu": 9})
     assert given_to(shares) == {"first": 2, "second": 5}
 
@@ -124,7 +124,7 @@ def test_a_job_that_waits_is_told_why():
     assert shares["b"].size is None
     assert "no size of the job" in shares["b"].reason
     busy = allocate([demand("a", 1e2), demand("c", 1e9)], {"gpu": 1})
-    assert "brings more in other jobs" in busy["c"].reason
+    assert "bring more in other jobs" in busy["c"].reason
 
 
 def test_what_is_refused():

@@ -9,7 +9,6 @@ from dlrover.errors import ConfigurationError
 from dlrover.planning.memory import (
     GIB,
     MemorySample,
-    after_oom,
     exhausted_at,
     forecast,
     prevent_oom,
@@ -69,24 +68,6 @@ def test_a_model_too_large_for_a_node_is_divided():
     assert advice is not None
     assert advice.more_nodes
     assert advice.memory == 64 * GIB
-
-
-def test_after_an_oom_a_lonely_node_gets_more():
-    advice = after_oom("ps-1", 16 * GIB, {"ps-0": 4 * GIB, "ps-2": 5 * GIB}, 64 * GIB)
-    assert advice.memory == 24 * GIB
-    assert not advice.more_nodes
-    assert "no other used more than 5.0 GiB" in advice.reason
-
-
-def test_after_an_oom_of_the_largest_node_the_model_is_divided():
-    advice = after_oom("ps-1", 64 * GIB, {"ps-0": 60 * GIB}, 64 * GIB)
-    assert advice.more_nodes
-    assert "a node cannot have more" in advice.reason
-
-
-def test_the_trend_before_an_oom_counts():
-    samples = growing(4, 60, 0.2)
-    assert after_oom("w", 16 * GIB, {}, 128 * GIB, samples).memory > 64 * GIB
 
 
 def test_no_sample_no_forecast():

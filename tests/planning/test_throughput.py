@@ -4,7 +4,7 @@ import pytest
 
 from dlrover.errors import ConfigurationError
 from dlrover.planning.allreduce import RingShape
-from dlrover.planning.throughput import Prediction, TrustRegion, next_sample
+from dlrover.planning.throughput import Prediction, TrustRegion
 from dlrover.spec.plan import PlanOutcome
 
 
@@ -45,8 +45,3 @@ def test_the_outcome_of_a_plan():
     assert bad.error == pytest.approx(-0.3)
     assert not bad.within
     assert not bad.worthwhile
-
-
-def test_nothing_to_measure():
-    with pytest.raises(ConfigurationError, match="shapes is empty"):
-        next_sample(lambda shape: Prediction(1, 1, 1, 0.9, 0.0), [])

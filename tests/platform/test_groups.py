@@ -13,10 +13,10 @@ from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.platform import groups
 from dlrover.platform.groups import NodeGroups
 from dlrover.platform.local import LocalPlatform
-from dlrover.spec.node import LaunchNode, NodeSize
+from dlrover.spec.node import LaunchNode, NodeLimits
 
 MIB = 1 << 20
-SIZE = NodeSize(memory=512 * MIB, cpu=0.5)
+SIZE = NodeLimits(memory=512 * MIB, cpu=0.5)
 
 
 class Kernel:
@@ -93,9 +93,9 @@ def test_version_2_has_one_group(kernel):
 def test_a_limit_that_is_not_asked_for_is_not_set(kernel):
     kernel.version2("box", "cpu memory")
     groups_ = kernel.groups()
-    (file,) = groups_.make(3, NodeSize(cpu=2))
+    (file,) = groups_.make(3, NodeLimits(cpu=2))
     assert not (file.parent / "memory.max").exists()
-    (file,) = groups_.make(4, NodeSize(memory=MIB))
+    (file,) = groups_.make(4, NodeLimits(memory=MIB))
     assert not (file.parent / "cpu.max").exists()
 
 
@@ -139,16 +139,16 @@ def test_what_a_machine_does_not_allow_is_said(kernel):
 def test_a_group_that_cannot_be_made_is_an_error_and_leaves_nothing(kernel):
     kernel.version1("box")
     groups_ = kernel.groups()
-    files = groups_.make(3, NodeSize())
+    files = groups_.make(3, NodeLimits())
     with pytest.raises(InfrastructureError, match="Node 3 cannot have a control group of its own"):
-        groups_.make(3, NodeSize())
+        groups_.make(3, NodeLimits())
     assert not any(file.parent.exists() for file in files)
 
 
 def test_a_group_is_removed_once_it_is_empty(kernel):
     kernel.version1("box")
     groups_ = kernel.groups()
-    file, *_ = groups_.make(3, NodeSize())
+    file, *_ = groups_.make(3, NodeLimits())
     file.touch()  # what the kernel says of a group in which processes run
     assert not groups_.remove(3)
     file.unlink()
@@ -164,7 +164,7 @@ def test_what_a_killed_process_has_left_behind_is_swept(kernel, version):
     else:
         kernel.version2("box", "cpu memory")
         other = kernel.root / "elsewhere"
-    kernel.groups().make(3, NodeSize())
+    kernel.groups().make(3, NodeLimits())
     alive = f"dlrover-{os.getpid()}-{procs.start_time(os.getpid())}-7"
     for name in (
         "dlrover-4194304-12-0",
@@ -186,7 +186,7 @@ def test_kills_for_want_of_memory_are_counted_for_each_node(kernel, version, nam
     else:
         kernel.version2("box", "cpu memory")
     groups_ = kernel.groups()
-    file, *_ = [f for f in groups_.make(3, NodeSize()) if version == 2 or "memory" in f.parts]
+    file, *_ = [f for f in groups_.make(3, NodeLimits()) if version == 2 or "memory" in f.parts]
     assert groups_.oom_kills(3) == 0
     (file.parent / name).write_text("oom 3\noom_kill 2\n")
     assert groups_.oom_kills(3) == 2
@@ -239,7 +239,7 @@ def test_a_node_whose_agent_is_killed_for_want_of_memory_says_so():
     async def main() -> None:
         exits: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
         hungry = [sys.executable, "-c", "kept = [b'x' * 2**20 * i for i in range(1000)]"]
-        size = NodeSize(memory=64 * MIB)
+        size = NodeLimits(memory=64 * MIB)
         platform = LocalPlatform(hungry, {}, (), lambda *ended: exits.put_nowait(ended), size)
         platform.launch(LaunchNode(0, 0))
         _, reason = await exits.get()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from dlrover.master.machine.scaling.autoscale import AutoScaling
-from dlrover.master.scaling.planner import decide
+from dlrover.master.machine.scaling.planner import decide
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.roles import Size
 from dlrover.spec.speed import ModelProfile, ScaleDecision, ScaleStage, SpeedSample

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import signal
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple, Protocol
 
-from dlrover.brain import monitor
 from dlrover.brain.database import open_database
 from dlrover.brain.service import Brain
 from dlrover.brain.tenants import read_tenants
+from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.rpc import wire
+from dlrover.rpc.brain import request_id
 from dlrover.rpc.server import Server
+from dlrover.spec import brain
 
 logger = logging.getLogger(__name__)
 
 STOP_GRACE = 5.0
 """Seconds that open calls get to finish when the Brain exits."""
+INTERVAL = 30.0
+"""Seconds between two reports of the cluster."""
+INVENTORIES = {"kubernetes": "dlrover.kubernetes.platform.inventory:KubernetesInventory"}
+"""Inventories by kind of cluster, as ``module:class``; each is imported on demand."""
 
 
 class Options(NamedTuple):
@@ -52,16 +59,16 @@ async def serve(options: Options, ready: Callable[[int], None]) -> None:
     server = Server(options.token, options.tls, wire.BRAIN_SERVICE, "Brain", tokens)
     inventory = None
     if options.monitor:
-        inventory = monitor.open_inventory(options.monitor, options.monitor_source)
+        inventory = open_inventory(options.monitor, options.monitor_source)
     engine = await asyncio.to_thread(open_database, options.database)
-    brain = Brain(engine, tenants=tenants)
-    tasks = [asyncio.create_task(brain.keep_pruned(options.retention_days))]
+    service = Brain(engine, tenants=tenants)
+    tasks = [asyncio.create_task(service.keep_pruned(options.retention_days))]
     if inventory is not None:
-        tasks.append(asyncio.create_task(monitor.watch(inventory, brain.report)))
+        tasks.append(asyncio.create_task(watch(inventory, service.report)))
     try:
-        brain.register(server)
+        service.register(server)
         ready(await server.start(options.host, options.port))
-        await _told_to_stop()
+        await _stop_signal()
         await server.stop(STOP_GRACE)
     finally:
         for task in tasks:
@@ -69,12 +76,70 @@ async def serve(options: Options, ready: Callable[[int], None]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
         if inventory is not None:
             await inventory.close()
-        await asyncio.to_thread(brain.close)
+        await asyncio.to_thread(service.close)
 
 
-async def _told_to_stop() -> None:
+async def _stop_signal() -> None:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
     await stopped.wait()
+
+
+# ---- the cluster's resources
+
+
+class Inventory(Protocol):
+    """Reader of a cluster's resources."""
+
+    async def nodes(self) -> tuple[brain.ClusterNode, ...]:
+        """Return its machines, and what is taken of each.
+
+        Raises:
+            InfrastructureError: the cluster cannot be asked.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Disconnect from the cluster."""
+
+
+def open_inventory(kind: str, source: str) -> Inventory:
+    """Return the inventory of a cluster at ``source``; empty: its usual place.
+
+    Raises:
+        ConfigurationError: there is no such kind, or no access to the cluster.
+    """
+    if kind not in INVENTORIES:
+        raise ConfigurationError(
+            f"--monitor {kind}: is unknown; accepted is {', '.join(sorted(INVENTORIES))}."
+        )
+    module, _, attribute = INVENTORIES[kind].partition(":")
+    try:
+        found: Any = getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        raise ConfigurationError(
+            f"--monitor {kind} needs {error.name}: pip install 'dlrover[{kind}]'."
+        ) from error
+    opened: Inventory = found(source)
+    return opened
+
+
+async def watch(
+    inventory: Inventory,
+    report: Callable[[brain.ReportCluster], Awaitable[Any]],
+    interval: float = INTERVAL,
+) -> None:
+    """Report the cluster at each interval; run until cancelled."""
+    failing = False
+    while True:
+        try:
+            nodes = await inventory.nodes()
+            await report(brain.ReportCluster(request=request_id(), nodes=nodes))
+            failing = False
+        except InfrastructureError as error:
+            if not failing:
+                logger.warning("The view of the cluster is not renewed: %s", error)
+            failing = True
+        await asyncio.sleep(interval)

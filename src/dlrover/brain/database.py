@@ -1,4 +1,4 @@
-"""The Brain's database: SQLite in a file, MariaDB or MySQL, PostgreSQL."""
+"""The Brain's database: SQLite in a file, MariaDB or MySQL, PostgreSQL; and the deletion of its old records."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from alembic.util import CommandError
 from sqlalchemy.engine import URL, Connection, Engine, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
+from dlrover.brain import tables
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 LOCK_TIMEOUT = 60
@@ -31,6 +32,12 @@ DRIVERS = {
 LOCK_NAME = "dlrover-brain-migrations"
 LOCK_NUMBER = 0x646C72627261
 """The same lock for PostgreSQL."""
+DAY = 86_400.0
+REQUESTS_DAYS = 2.0
+"""Days for which a repeated report is recognized."""
+PRUNED = 1000
+"""Maximum number of rows deleted in one transaction, so that writers do not wait long."""
+_OF_JOBS = (tables.samples, tables.usages, tables.nodes)
 
 
 def open_database(url: str) -> Engine:
@@ -73,8 +80,8 @@ def open_database(url: str) -> Engine:
 
 def reason(error: Exception) -> str:
     """Return a database's error message as one line."""
-    said = str(getattr(error, "orig", None) or error)
-    return said.strip().splitlines()[0].rstrip(".") if said.strip() else type(error).__name__
+    message = str(getattr(error, "orig", None) or error)
+    return message.strip().splitlines()[0].rstrip(".") if message.strip() else type(error).__name__
 
 
 def _parsed(url: str) -> URL:
@@ -155,3 +162,60 @@ def _migrate(connection: Connection) -> None:
     config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
     config.attributes["connection"] = connection
     command.upgrade(config, "head")
+
+
+# ---- retention
+
+
+def prune(connection: Connection, now: float, days: float) -> int:
+    """Delete some records older than ``days``; return how many rows. Call it until it returns 0.
+
+    An ended job is deleted with all its records; a running job loses only old samples and usages.
+    """
+    limit = now - days * DAY
+    deleted = _delete(connection, tables.requests, now - min(days, REQUESTS_DAYS) * DAY)
+    for table in (tables.samples, tables.usages):
+        deleted += _delete(connection, table, limit)
+    jobs = tables.jobs
+    ended = sa.select(jobs.c.id).where(jobs.c.ended < limit).limit(PRUNED)
+    return deleted + _delete_jobs(connection, list(connection.scalars(ended)))
+
+
+def _delete(connection: Connection, table: sa.Table, before: float) -> int:
+    old = sa.select(table.c.id).where(table.c.at < before).limit(PRUNED)
+    numbers = list(connection.scalars(old))
+    if numbers:
+        connection.execute(table.delete().where(table.c.id.in_(numbers)))
+    return len(numbers)
+
+
+def _delete_jobs(connection: Connection, names: list[str]) -> int:
+    """Delete jobs with few rows left; delete rows of the others."""
+    deleted = 0
+    for name in names:
+        if deleted >= PRUNED:
+            break
+        rows = sum(_delete_some(connection, table, name) for table in _OF_JOBS)
+        rows += _delete_plans(connection, name)
+        if rows < PRUNED:
+            connection.execute(tables.jobs.delete().where(tables.jobs.c.id == name))
+            rows += 1
+        deleted += rows
+    return deleted
+
+
+def _delete_some(connection: Connection, table: sa.Table, job: str) -> int:
+    key: Any = table.c.node if table is tables.nodes else table.c.id
+    keys = list(connection.scalars(sa.select(key).where(table.c.job == job).limit(PRUNED)))
+    if keys:
+        connection.execute(table.delete().where((table.c.job == job) & key.in_(keys)))
+    return len(keys)
+
+
+def _delete_plans(connection: Connection, job: str) -> int:
+    plans, outcomes = tables.plans, tables.outcomes
+    ids = list(connection.scalars(sa.select(plans.c.id).where(plans.c.job == job).limit(PRUNED)))
+    if ids:
+        connection.execute(outcomes.delete().where(outcomes.c.plan.in_(ids)))
+        connection.execute(plans.delete().where(plans.c.id.in_(ids)))
+    return len(ids)

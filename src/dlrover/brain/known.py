@@ -1,9 +1,8 @@
-"""Input of the optimizers, read from the database: the jobs, past jobs and the cluster."""
+"""What the Brain knows, read from the database: the jobs, past jobs and the cluster."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -11,8 +10,9 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from dlrover.brain import tables
-from dlrover.brain.tenants import tenant_of
+from dlrover.brain.machine.job import Job, Past, tenant_of
 from dlrover.errors import ConfigurationError
+from dlrover.planning.shapes import added
 from dlrover.planning.warmstart import LEAST_SIMILARITY, SIMILAR, PastJob, similarity
 from dlrover.spec import brain
 from dlrover.spec.plan import Group, Plan, PlanOutcome
@@ -25,43 +25,6 @@ PAST = 500
 """Number of the latest ended jobs that are searched for similar ones."""
 TALE_PLANS, TALE_SAMPLES = 100, 200
 """Maximum number of a job's plans and samples that are shown."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """A running job, as far as the Brain knows it."""
-
-    id: str
-    description: brain.Description
-    current: brain.Shape | None
-    """Its present size; None if nothing runs yet."""
-    samples: tuple[brain.Sample, ...]
-    """Its latest samples, the oldest first."""
-    outcomes: tuple[PlanOutcome, ...]
-    """Outcomes of its plans that were measured, the oldest first."""
-    done: float
-    """Samples that it has processed so far; 0 if unknown."""
-    version: int
-    """A number that grows with each sample."""
-
-
-@dataclass(frozen=True)
-class Past:
-    """Jobs that have ended successfully."""
-
-    jobs: tuple[PastJob, ...]
-    """The jobs, with the largest memory that any of their nodes has used."""
-    done: tuple[float, ...]
-    """Samples that each job has processed; 0 if unknown."""
-    tenants: tuple[str, ...] = ()
-    """Tenant of each job; empty: all jobs belong to one tenant."""
-
-    def of(self, job: str) -> Past:
-        """Return the past jobs of the tenant that owns ``job``."""
-        if not self.tenants:
-            return self
-        own = [index for index, one in enumerate(self.tenants) if one == tenant_of(job)]
-        return Past(tuple(self.jobs[n] for n in own), tuple(self.done[n] for n in own))
 
 
 def one_job(connection: Connection, job: str) -> Job:
@@ -227,15 +190,6 @@ def the_cluster(connection: Connection) -> brain.Cluster:
     }
     seen = max((row.at for row in rows), default=0.0)
     return brain.Cluster(nodes=nodes, seen=seen, capacity=capacity, free=free, quotas=limits)
-
-
-def added(uses: Any) -> dict[str, float]:
-    """Return the sum of several uses of resources."""
-    total: dict[str, float] = {}
-    for use in uses:
-        for name, amount in use.items():
-            total[name] = total.get(name, 0.0) + amount
-    return total
 
 
 # ---- for display

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Protocol
 
-from dlrover.brain.division import ClusterOptimizer
-from dlrover.brain.known import Job, Past
-from dlrover.brain.single import SingleJobOptimizer
+from dlrover.brain.machine.division import ClusterOptimizer
+from dlrover.brain.machine.job import Job, Past
+from dlrover.brain.machine.single import SingleJobOptimizer
 from dlrover.errors import ConfigurationError
 from dlrover.spec import brain
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from dlrover.brain import tables
-from dlrover.brain.batch import Batch
+from dlrover.brain.writer import Batch
 from dlrover.errors import ConfigurationError, ProtocolError
 from dlrover.spec import brain
 from dlrover.spec.plan import Group, Plan
@@ -30,9 +30,29 @@ def write(batch: Batch, report: brain.Report, now: float) -> brain.Committed:
     if job and not isinstance(report, brain.RegisterJob) and not batch.has_job(job):
         raise ConfigurationError(f"The Brain knows no job {job}; dlrover brain jobs lists them.")
     if not batch.has_done(report.request):
-        _WRITE[type(report)](batch, report, now)
+        _write(batch, report, now)
         batch.note(report.request, now)
     return brain.Committed()
+
+
+def _write(batch: Batch, report: brain.Report, now: float) -> None:
+    match report:
+        case brain.RegisterJob():
+            _register(batch, report, now)
+        case brain.ReportSamples():
+            _samples(batch, report, now)
+        case brain.ReportUsage():
+            _usage(batch, report, now)
+        case brain.ReportPlan():
+            _plan(batch, report, now)
+        case brain.ReportOutcome():
+            _outcome(batch, report, now)
+        case brain.EndJob():
+            _end(batch, report, now)
+        case brain.ReportCluster():
+            _cluster(batch, report, now)
+        case brain.SetQuota():
+            _quota(batch, report)
 
 
 def as_json(record: Any) -> str:
@@ -96,7 +116,7 @@ def _register(batch: Batch, report: brain.RegisterJob, now: float) -> None:
                 f"space.{name} is {bounds.least} to {bounds.most} in units of {bounds.unit}: it must "
                 "have a number."
             )
-    said = {
+    values = {
         "mode": description.mode,
         "state": "running",
         "ended": None,
@@ -104,9 +124,9 @@ def _register(batch: Batch, report: brain.RegisterJob, now: float) -> None:
         "description": as_json(description),
     }
     if batch.has_job(report.job):
-        batch.change_job(report.job, **said)
+        batch.change_job(report.job, **values)
     else:
-        batch.add_job(report.job, said | {"registered": now, "throughput": 0.0, "done": 0.0})
+        batch.add_job(report.job, values | {"registered": now, "throughput": 0.0, "done": 0.0})
 
 
 def _samples(batch: Batch, report: brain.ReportSamples, now: float) -> None:
@@ -132,16 +152,9 @@ def _samples(batch: Batch, report: brain.ReportSamples, now: float) -> None:
 
 
 def _usage(batch: Batch, report: brain.ReportUsage, now: float) -> None:
+    fields = ("node", "cpu", "memory", "accelerator", "progress")
     rows = [
-        {
-            "job": report.job,
-            "node": one.node,
-            "at": one.at or now,
-            "cpu": one.cpu,
-            "memory": one.memory,
-            "accelerator": one.accelerator,
-            "progress": one.progress,
-        }
+        {"job": report.job, "at": one.at or now} | {name: getattr(one, name) for name in fields}
         for one in report.nodes
     ]
     batch.insert(tables.usages, *rows)
@@ -173,10 +186,8 @@ def _note_node(connection: Connection, job: str, one: brain.Usage, at: float) ->
 
 def _plan(batch: Batch, report: brain.ReportPlan, now: float) -> None:
     plans = tables.plans
-    if (
-        batch.connection.scalar(sa.select(plans.c.id).where(plans.c.id == report.plan_id))
-        is not None
-    ):
+    same = sa.select(plans.c.id).where(plans.c.id == report.plan_id)
+    if batch.connection.scalar(same) is not None:
         raise ProtocolError(f"There is a plan {report.plan_id} already.")
     insert_plan(
         batch,
@@ -194,22 +205,22 @@ def _outcome(batch: Batch, report: brain.ReportOutcome, now: float) -> None:
     owner = sa.select(plans.c.job).where(plans.c.id == report.plan_id)
     if batch.connection.scalar(owner) != report.job:
         raise ProtocolError(f"Job {report.job} has no plan {report.plan_id}.")
-    said = {
+    values = {
         "at": now,
         "state": report.state,
         "throughput": report.throughput,
         "reason": report.reason,
     }
     where = outcomes.c.plan == report.plan_id
-    if not batch.connection.execute(outcomes.update().where(where).values(said)).rowcount:
-        batch.connection.execute(outcomes.insert().values(said | {"plan": report.plan_id}))
+    if not batch.connection.execute(outcomes.update().where(where).values(values)).rowcount:
+        batch.connection.execute(outcomes.insert().values(values | {"plan": report.plan_id}))
 
 
 def _end(batch: Batch, report: brain.EndJob, now: float) -> None:
-    said: dict[str, Any] = {"state": report.state, "ended": now, "reason": report.reason}
+    values: dict[str, Any] = {"state": report.state, "ended": now, "reason": report.reason}
     if report.shape is not None:
-        said["shape"] = as_json(checked(report.shape))
-    batch.change_job(report.job, **said)
+        values["shape"] = as_json(checked(report.shape))
+    batch.change_job(report.job, **values)
 
 
 def _cluster(batch: Batch, report: brain.ReportCluster, now: float) -> None:
@@ -222,22 +233,10 @@ def _cluster(batch: Batch, report: brain.ReportCluster, now: float) -> None:
         batch.connection.execute(tables.cluster.insert(), rows)
 
 
-def _quota(batch: Batch, report: brain.SetQuota, _now: float) -> None:
+def _quota(batch: Batch, report: brain.SetQuota) -> None:
     quotas = tables.quotas
     batch.connection.execute(quotas.delete().where(quotas.c.queue == report.queue))
     if report.limits:
         batch.connection.execute(
             quotas.insert().values(queue=report.queue, limits=as_json(report.limits))
         )
-
-
-_WRITE: dict[type, Callable[[Batch, Any, float], None]] = {
-    brain.RegisterJob: _register,
-    brain.ReportSamples: _samples,
-    brain.ReportUsage: _usage,
-    brain.ReportPlan: _plan,
-    brain.ReportOutcome: _outcome,
-    brain.EndJob: _end,
-    brain.ReportCluster: _cluster,
-    brain.SetQuota: _quota,
-}

@@ -14,32 +14,23 @@ from typing import Any, TypeVar
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
-from dlrover.brain import known, reports, retention, tenants
-from dlrover.brain.batch import Batch
-from dlrover.brain.database import reason
+from dlrover.brain import known, reports, tenants
+from dlrover.brain.database import prune, reason
+from dlrover.brain.machine.job import Job, Models, Past, tenant_of
 from dlrover.brain.optimizers import Optimizer, Optimizers
-from dlrover.brain.shapes import (
-    Models,
-    batches_of,
-    predict,
-    resized,
-    server_shape,
-    terms_of,
-    total_batch,
-    with_batch,
-)
 from dlrover.brain.tenants import Tenant
-from dlrover.brain.writer import Writer
+from dlrover.brain.writer import Batch, Writer
 from dlrover.errors import (
     ConfigurationError,
     DLRoverError,
     InfrastructureError,
     ProtocolError,
 )
-from dlrover.planning.measured import ring_shape
+from dlrover.planning.shapes import predict, ring_shape, server_shape
 from dlrover.rpc.server import Server, Unary, caller
 from dlrover.spec import brain
 from dlrover.spec.plan import Plan
+from dlrover.spec.roles import Size
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +55,7 @@ class _Division:
     had: dict[str, brain.Shape | None]
     """What each job had at that time."""
 
-    def part(self, job: known.Job) -> brain.Advice | None:
+    def part(self, job: Job) -> brain.Advice | None:
         """Return what a job was given; None if it was not there or has since changed in another way."""
         if job.id not in self.advice:
             return None
@@ -156,7 +147,7 @@ class Brain:
         if optimizer.whole:
             advice = await self._from_division(name, optimizer, job)
         else:
-            past, cluster = await self._surroundings(tenants.tenant_of(job.id))
+            past, cluster = await self._surroundings(tenant_of(job.id))
             advice = (await self._advise(optimizer, [job], past, cluster))[job.id]
         return await self._keep(asked, advice, name)
 
@@ -197,10 +188,10 @@ class Brain:
 
     # ---- plans
 
-    async def _surroundings(self, tenant: str | None = None) -> tuple[known.Past, brain.Cluster]:
+    async def _surroundings(self, tenant: str | None = None) -> tuple[Past, brain.Cluster]:
         return await self._read(lambda c: (known.past_jobs(c, tenant), known.the_cluster(c)))
 
-    async def _from_division(self, name: str, optimizer: Optimizer, job: known.Job) -> brain.Advice:
+    async def _from_division(self, name: str, optimizer: Optimizer, job: Job) -> brain.Advice:
         """Return a job's part of the latest division; divide again if that is old or lacks the job."""
         async with self._dividing:
             division = self._divisions.get(name)
@@ -212,7 +203,7 @@ class Brain:
         return found
 
     async def _division(
-        self, name: str, optimizer: Optimizer, asking: known.Job | None = None
+        self, name: str, optimizer: Optimizer, asking: Job | None = None
     ) -> _Division:
         jobs = await self._read(lambda c: known.jobs_of_mode(c, "cluster"))
         jobs = [job for job in jobs if self._optimizers.of(job.description)[0] == name]
@@ -227,8 +218,8 @@ class Brain:
     async def _advise(
         self,
         optimizer: Optimizer,
-        jobs: list[known.Job],
-        past: known.Past,
+        jobs: list[Job],
+        past: Past,
         cluster: brain.Cluster,
     ) -> dict[str, brain.Advice]:
         return await self._plan_thread(lambda: optimizer.advise(jobs, past, cluster))
@@ -291,18 +282,18 @@ class Brain:
         return await loop.run_in_executor(self._planner, _planned, plan)
 
 
-def _check_reported(job: known.Job, current: brain.Shape | None) -> None:
+def _check_reported(job: Job, current: brain.Shape | None) -> None:
     """Refuse a size that a tenant's job claims but has not reported: a division leaves it part of that size.
 
     Raises:
         ProtocolError: no recent sample has it.
     """
-    if current is None or not tenants.tenant_of(job.id):
+    if current is None or not tenant_of(job.id):
         return
     if all(current.groups != sample.shape.groups for sample in job.samples):
         count = current.groups["worker"].count
         raise ProtocolError(
-            f"current has {count} worker nodes, of which the job has reported no sample: report one first."
+            f"current has {count} worker nodes, and the job has reported no sample of that size: report one first."
         )
 
 
@@ -325,7 +316,7 @@ def _planned(plan: Callable[[], T]) -> T:
 
 def _prune(now: float, days: float, batch: Batch) -> int:
     batch.flush()
-    return retention.prune(batch.connection, now, days)
+    return prune(batch.connection, now, days)
 
 
 def _advice_again(record: brain.PlanRecord) -> brain.Advice:
@@ -337,15 +328,13 @@ def _advice_again(record: brain.PlanRecord) -> brain.Advice:
     )
 
 
-def _expected(models: Models, job: known.Job, asked: brain.AskEffect) -> brain.Expected:
+def _expected(models: Models, job: Job, asked: brain.AskEffect) -> brain.Expected:
     model, current = models.of(job), job.current
     assert model is not None
     assert current is not None
-    shape, batches = resized(current, asked.workers, asked.servers), batches_of(job)
-    if batches is not None:
-        shape = with_batch(shape, total_batch(current), batches.pass_most)
+    shape = job.resized(current, Size(asked.workers, asked.servers or 0))
     axes = server_shape if job.description.strategy == "ps" else ring_shape
-    region = terms_of(job).region
+    region = job.terms.region
     measured = [sample.shape for sample in model.samples]
     before, after = predict(model, current).throughput, predict(model, shape)
     return brain.Expected(

@@ -153,8 +153,3 @@ def shown(answer: Any, tenant: str) -> Any:
         changes["job"] = shown(answer.job, tenant)
         changes["plans"] = tuple(shown(plan, tenant) for plan in answer.plans)
     return msgspec.structs.replace(answer, **changes)
-
-
-def tenant_of(job: str) -> str:
-    """Return the tenant of a job by its id in the database; empty if it has none."""
-    return job.rpartition(" ")[0]

@@ -11,7 +11,7 @@ from dlrover.config import Settings
 from dlrover.master.diagnosis_rules import load_own
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import BrainSide, MasterConfig
-from dlrover.spec.node import NodeSize
+from dlrover.spec.node import NodeLimits
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +23,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Platform that launches the nodes; empty: they come by themselves."""
     brain: BrainSide = BrainSide()
     """Only what the user says about this job."""
-    node_size: NodeSize = NodeSize()
+    node_size: NodeLimits = NodeLimits()
     """Each node's share of this machine, on the platform ``local``."""
     most_memory_factor: float = 0.0
     """Largest multiple of the requested memory that the platform can give; 0: unknown."""

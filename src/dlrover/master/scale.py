@@ -6,7 +6,7 @@ from dlrover.master.machine import inputs
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.scaling.scaling import Wanted
 from dlrover.master.machine.waiting import waiting_for
-from dlrover.platform.base import JobSize
+from dlrover.platform.base import RoleSize
 from dlrover.rpc import messages
 from dlrover.spec.node import NodeStatus
 from dlrover.spec.roles import WORKER
@@ -26,7 +26,7 @@ def changes(machine: JobMachine, asked: inputs.ScaleAsked) -> bool:
     return asked.nodes != of_role.nodes or pins
 
 
-def size(machine: JobMachine, now: float, role: str = WORKER) -> JobSize:
+def size(machine: JobMachine, now: float, role: str = WORKER) -> RoleSize:
     """Return how many nodes of a role a job wants at time ``now``, and whether it has all its nodes.
 
     The number is 0 for a role whose number cannot change.
@@ -42,7 +42,7 @@ def size(machine: JobMachine, now: float, role: str = WORKER) -> JobSize:
     whole = at_work == rdzv.usable(scaling.size) and not (rdzv.collecting or scaling.leaving)
     starting = [node for node in machine.nodes.values() if node.status is NodeStatus.PENDING]
     waits = next((f"node {node.id}: {node.waits}" for node in starting if node.waits), "")
-    return JobSize(
+    return RoleSize(
         asked=of_role.asked,
         wanted=of_role.nodes,
         complete=whole and at_work.workers > 0 and machine.outcome is None,

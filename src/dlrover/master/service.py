@@ -27,7 +27,7 @@ from dlrover.master.scaling.autoscale import AutoScaler
 from dlrover.master.shards import ShardsService
 from dlrover.master.storeside import StoreService, waited
 from dlrover.master.views.status import status_of
-from dlrover.platform.base import JobSize, PlacedNode, Platform, Progress, scaled_by
+from dlrover.platform.base import RoleSize, PlacedNode, Platform, Progress, scaled_by
 from dlrover.rpc import messages
 from dlrover.rpc.server import Server
 from dlrover.spec.check import CheckReport
@@ -509,7 +509,7 @@ class Master:
         left = self._activities.seconds_left()
         return Progress(status.total_steps, status.restarts, goodput, left)
 
-    def size(self, role: str) -> JobSize:
+    def size(self, role: str) -> RoleSize:
         """Return how many nodes of a role the job wants, and whether it has them."""
         return scale.size(self.machine, self.clock(), role)
 
@@ -560,7 +560,7 @@ class Master:
         if scale.changes(self.machine, asked):
             self._flush_progress()
             self.submit(asked)
-        return scale.reply(before, wanted.nodes, self.machine.scaling.told_role(role))
+        return scale.reply(before, wanted.nodes, self.machine.scaling.role_name(role))
 
     def placed(self) -> dict[str, PlacedNode]:
         """Return the nodes that the platform was asked for, by handle."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from dlrover._util.doors import lazy
 
 if TYPE_CHECKING:
-    from dlrover.planning.cluster import Demand, Size, allocate
+    from dlrover.planning.cluster import Demand, Option, allocate
     from dlrover.planning.memory import GIB, MemorySample, prevent_oom
     from dlrover.planning.parameter_server import ServerSample, ServerShape, fit_servers
     from dlrover.planning.plans import ServerSpace, plan_servers, sample_servers
@@ -14,10 +14,10 @@ __all__ = [
     "GIB",
     "Demand",
     "MemorySample",
+    "Option",
     "ServerSample",
     "ServerShape",
     "ServerSpace",
-    "Size",
     "allocate",
     "fit_servers",
     "plan_servers",
@@ -31,10 +31,10 @@ __getattr__ = lazy(
         "Demand": "dlrover.planning.cluster",
         "GIB": "dlrover.planning.memory",
         "MemorySample": "dlrover.planning.memory",
+        "Option": "dlrover.planning.cluster",
         "ServerSample": "dlrover.planning.parameter_server",
         "ServerShape": "dlrover.planning.parameter_server",
         "ServerSpace": "dlrover.planning.plans",
-        "Size": "dlrover.planning.cluster",
         "allocate": "dlrover.planning.cluster",
         "fit_servers": "dlrover.planning.parameter_server",
         "plan_servers": "dlrover.planning.plans",

@@ -23,7 +23,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -57,6 +57,8 @@ AC, BC, AN, BN, CN, AR, BR, G = range(8)
 @dataclass(frozen=True)
 class RingShape:
     """The size of an all-reduce job."""
+
+    NAMES: ClassVar[tuple[str, ...]] = ("nodes", "replicas", "samples per replica")
 
     nodes: int
     replicas: int
@@ -170,7 +172,6 @@ def fit_ring(
     form: Form = "ring",
     *,
     start: RingModel | None = None,
-    prior: RingModel | None = None,
 ) -> RingModel:
     """Fit the logarithms of step and compute times: least squares near the fit, and far less for an outlier.
 
@@ -178,7 +179,6 @@ def fit_ring(
         samples: Measured steps.
         form: The network's part.
         start: A model with similar parameters, which makes the fit faster.
-        prior: The model of a similar job, which supplies what the samples do not say.
 
     Raises:
         ConfigurationError: There is no sample, or a time is not a positive number.
@@ -186,7 +186,7 @@ def fit_ring(
     if not samples:
         raise ConfigurationError("samples is empty: a fit needs at least one")
     table = _Table(samples)
-    around = _prior(form, table, prior)
+    around = _prior(form, table)
     first = around[0] if start is None else start.parameters
     found = least_squares(
         lambda p: _residuals(p, form, table, around),
@@ -262,16 +262,13 @@ def _rooted(missed: Any) -> Any:
     return missed * np.sqrt(2 / (1 + np.sqrt(1 + (missed / OUTLIER) ** 2)))
 
 
-def _prior(form: Form, table: _Table, similar: RingModel | None) -> tuple[Any, Any]:
+def _prior(form: Form, table: _Table) -> tuple[Any, Any]:
     """Return the expected parameters, and the rows that pull the fit there.
 
     A row is a combination of parameters, divided by its expected deviation. Slopes are expected in proportion
     to the constant of the same network.
     """
     rows = np.eye(8)
-    if similar is not None and similar.form == form:
-        wide = similar.covariance + np.diag(np.full(8, 0.3**2))
-        return similar.parameters, np.linalg.cholesky(np.linalg.inv(wide)).T
     log_compute = math.log(float(np.median(table.compute)))
     half, log_batch = log_compute - math.log(2), math.log(float(np.median(table.batch)))
     network = log_compute + math.log(FIRST_NETWORK)

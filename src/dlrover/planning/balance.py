@@ -1,4 +1,4 @@
-"""Advice on hot and unbalanced parameter servers, and batch shares by the speed of workers."""
+"""Advice on hot parameter servers, and batch shares by the speed of workers."""
 
 from __future__ import annotations
 
@@ -37,61 +37,37 @@ class ServerLoad:
 
 @dataclass(frozen=True)
 class ServerAdvice:
-    """Advice on the servers; at most one of the three measures is advised."""
+    """Advice on hot servers; at most one of the two measures is advised."""
 
     migrate: Mapping[str, float]
     """Cores that each hot server needs, on a new node beside it."""
     more: bool
     """True if the job needs more servers, or more cores per server."""
-    rebalance: bool
-    """True if the parameters are distributed unevenly, though no server is hot yet."""
     reason: str
 
 
-def advise_servers(
-    loads: Sequence[ServerLoad], most_cpu: float, *, growth: float = 1.0
-) -> ServerAdvice:
-    """Return advice on hot and unbalanced servers.
+def advise_servers(loads: Sequence[ServerLoad], most_cpu: float) -> ServerAdvice:
+    """Return advice on hot servers.
 
     Args:
         loads: All servers; those with fewer than three samples are left out.
         most_cpu: Cores that a node can have.
-        growth: Factor by which the number of workers, and so the load, is about to grow.
     """
     known = [load for load in loads if len(load.used) >= WINDOW]
-    hot = [load for load in known if load.level * growth > HOT * load.cpu]
+    hot = [load for load in known if load.level > HOT * load.cpu]
     if not known:
-        return ServerAdvice({}, more=False, rebalance=False, reason="no server has enough samples")
-    if hot and len(hot) == len(known):
-        return ServerAdvice(
-            {},
-            more=True,
-            rebalance=False,
-            reason=f"all {len(hot)} servers use more than {HOT:.0%} of their cores",
-        )
-    if hot:
-        wanted = {load.name: min(most_cpu, math.ceil(load.level * growth / HOT)) for load in hot}
-        migrate = {load.name: wanted[load.name] for load in hot if wanted[load.name] > load.cpu}
-        names = ", ".join(f"{load.name} ({load.level / load.cpu:.0%})" for load in hot)
-        more = not migrate
-        what = (
-            "which no node has more of, so more servers are needed" if more else "the others do not"
-        )
-        return ServerAdvice(
-            migrate, more=more, rebalance=False, reason=f"hot: {names} of their cores, {what}"
-        )
-    busiest = max(known, key=lambda load: load.level)
-    mean = sum(load.level for load in known) / len(known)
-    if len(known) > 1 and busiest.level > UNEVEN * mean:
-        return ServerAdvice(
-            {},
-            more=False,
-            rebalance=True,
-            reason=f"{busiest.name} has {busiest.level / mean:.1f} times the mean load of the servers",
-        )
-    return ServerAdvice(
-        {}, more=False, rebalance=False, reason="no server is hot, and the load is even"
-    )
+        return ServerAdvice({}, more=False, reason="no server has enough samples")
+    if not hot:
+        return ServerAdvice({}, more=False, reason="no server is hot")
+    if len(hot) == len(known):
+        reason = f"all {len(hot)} servers use more than {HOT:.0%} of their cores"
+        return ServerAdvice({}, more=True, reason=reason)
+    wanted = {load.name: min(most_cpu, math.ceil(load.level / HOT)) for load in hot}
+    migrate = {load.name: wanted[load.name] for load in hot if wanted[load.name] > load.cpu}
+    names = ", ".join(f"{load.name} ({load.level / load.cpu:.0%} of its cores)" for load in hot)
+    what = "the others are not" if migrate else "no node has more, so more servers are needed"
+    reason = f"hot: {names}; {what}"
+    return ServerAdvice(migrate, more=not migrate, reason=reason)
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,11 @@ ALIKE = 4.0
 """Base of logarithms: remaining times whose logarithms round to the same number share a rank."""
 STEADY = 300.0
 """Seconds that a size is expected to last; the cost of a restart is spread over them."""
-ROOM = 1e-9
+SLACK = 1e-9
 
 
 @dataclass(frozen=True)
-class Size:
+class Option:
     """One size that a job can have."""
 
     name: str
@@ -48,7 +48,7 @@ class Demand:
     """A job and the sizes it can have. It may also get nothing."""
 
     job: str
-    sizes: Sequence[Size]
+    sizes: Sequence[Option]
     """From the smallest to the largest."""
     remaining: float
     """Estimated useful samples until the job's end."""
@@ -63,13 +63,13 @@ class Demand:
 class Share:
     """A job's share of the cluster, with the reason."""
 
-    size: Size | None
+    size: Option | None
     reason: str
 
 
 @dataclass(frozen=True)
 class _Offer:
-    size: Size
+    size: Option
     share: float
     """Largest share of any resource of the cluster that the size takes."""
     value: float
@@ -89,21 +89,21 @@ class _Pool:
     capacity: Mapping[str, float]
     used: dict[str, float] = field(default_factory=dict)
 
-    def swap(self, old: Size | None, new: Size) -> bool:
+    def swap(self, old: Option | None, new: Option) -> bool:
         """Replace a size by another one if that fits; return whether it does."""
         before = old.use if old is not None else {}
         change = {
             name: new.use.get(name, 0.0) - before.get(name, 0.0) for name in {*new.use, *before}
         }
         for name, more in change.items():
-            if self.used.get(name, 0.0) + more > self.capacity.get(name, 0.0) + ROOM:
+            if self.used.get(name, 0.0) + more > self.capacity.get(name, 0.0) + SLACK:
                 return False
         for name, more in change.items():
             self.used[name] = self.used.get(name, 0.0) + more
         return True
 
 
-Worth = Callable[[Demand, Size], float]
+Worth = Callable[[Demand, Option], float]
 """Function that rates a size for a job; a size worth 0 is not offered."""
 
 
@@ -112,7 +112,6 @@ def allocate(
     capacity: Mapping[str, float],
     *,
     quotas: Mapping[str, float] | None = None,
-    steady: float = STEADY,
     worth: Worth | None = None,
 ) -> dict[str, Share]:
     """Divide a cluster.
@@ -122,7 +121,6 @@ def allocate(
         capacity: Total amount of each resource.
         quotas: Further limits on the use of sizes, under names that no resource has. They bound the jobs
             that use them together; a size's cost depends on ``capacity`` alone.
-        steady: Seconds that a size is expected to last.
         worth: Rates the sizes, for an objective other than the mean completion time.
 
     Returns:
@@ -133,7 +131,7 @@ def allocate(
     """
     if len({demand.job for demand in demands}) < len(demands):
         raise ConfigurationError("demands has two jobs of one name: each job may be there once")
-    rated = worth or _completion(demands, steady)
+    rated = worth or _completion(demands)
     limits = quotas or {}
     states = [_state(demand, capacity, limits, rated) for demand in demands]
     pool = _Pool({**capacity, **limits})
@@ -142,10 +140,10 @@ def allocate(
     return {state.demand.job: _share(state) for state in states}
 
 
-def _completion(demands: Sequence[Demand], steady: float) -> Worth:
+def _completion(demands: Sequence[Demand]) -> Worth:
     """Return the rating of sizes by mean completion time."""
     ranks = _ranks(demands)
-    return lambda demand, size: ranks[demand.job] * _value(demand, size, steady)
+    return lambda demand, size: ranks[demand.job] * _value(demand, size)
 
 
 def _ranks(demands: Sequence[Demand]) -> dict[str, float]:
@@ -182,14 +180,14 @@ def _state(
     offers = [
         _Offer(size, _dominant(size, capacity, quotas), worth(demand, size))
         for size in demand.sizes
-        if all(size.use.get(name, 0.0) <= limit + ROOM for name, limit in quotas.items())
+        if all(size.use.get(name, 0.0) <= limit + SLACK for name, limit in quotas.items())
     ]
-    possible = [offer for offer in offers if offer.value > 0 and offer.share <= 1 + ROOM]
+    possible = [offer for offer in offers if offer.value > 0 and offer.share <= 1 + SLACK]
     possible.sort(key=lambda offer: (offer.share, -offer.value))
     return _State(demand, possible, _hull(possible))
 
 
-def _dominant(size: Size, capacity: Mapping[str, float], quotas: Mapping[str, float]) -> float:
+def _dominant(size: Option, capacity: Mapping[str, float], quotas: Mapping[str, float]) -> float:
     return max(
         (
             amount / capacity[name] if capacity.get(name, 0.0) > 0 else float("inf")
@@ -200,11 +198,11 @@ def _dominant(size: Size, capacity: Mapping[str, float], quotas: Mapping[str, fl
     )
 
 
-def _value(demand: Demand, size: Size, steady: float) -> float:
+def _value(demand: Demand, size: Option) -> float:
     """Return the root of the speed-up after the cost of a restart, times the priority."""
     if size.speed <= 0:
         return 0.0
-    lasts = min(demand.remaining / size.speed, steady)
+    lasts = min(demand.remaining / size.speed, STEADY)
     changed = demand.current is not None and size.name != demand.current
     kept = lasts / (lasts + demand.restart) if changed else 1.0
     return demand.priority * math.pow(kept * size.speed / _reference(demand), SPEED_POWER)
@@ -226,7 +224,7 @@ def _hull(offers: Sequence[_Offer]) -> list[_Offer]:
 
 def _slope(before: _Offer | None, after: _Offer) -> float:
     share, value = (before.share, before.value) if before is not None else (0.0, 0.0)
-    return (after.value - value) / max(after.share - share, ROOM)
+    return (after.value - value) / max(after.share - share, SLACK)
 
 
 def _by_marginal_gain(states: Sequence[_State], pool: _Pool) -> None:
@@ -263,7 +261,7 @@ def _share(state: _State) -> Share:
             return Share(
                 None, "waits: no size of the job both fits into the cluster and makes progress"
             )
-        return Share(None, "waits: what it would need brings more in other jobs")
+        return Share(None, "waits: the resources that it needs bring more in other jobs")
     left = demand.remaining / offer.size.speed
     if demand.current == offer.size.name:
         return Share(offer.size, f"keeps {offer.size.name}: no other size is worth a restart")

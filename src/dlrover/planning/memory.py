@@ -1,9 +1,9 @@
-"""How much memory a node will need, and what to do before or after it runs out of memory."""
+"""How much memory a node will need, and what to do before it runs out of memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dlrover.errors import ConfigurationError
@@ -15,10 +15,7 @@ TREND = 3.0
 LEAST_SAMPLES = 4
 """Minimum number of samples that can show a trend."""
 MARGIN = 0.2
-"""Share of the forecast added to what is ordered: allocators and page caches need room."""
-UNBALANCED = 0.2
-"""A server holds a hot part of the model if all others use less than its memory by this share of it."""
-GROWTH_AFTER_OOM = 1.5
+"""Share of the forecast added to what is ordered: allocators and page caches take some."""
 GIB = 1 << 30
 
 
@@ -37,7 +34,7 @@ class Forecast:
     """Memory that a node will need, in bytes."""
 
     expected: int
-    """Expected need at the end asked for."""
+    """Expected need at the requested end."""
     high: int
     """Upper bound of the need, ``DEVIATIONS`` above the line; at least what has been used."""
     slope: float
@@ -53,8 +50,8 @@ class MemoryAdvice:
     more_nodes: bool
     """True if the model should be divided among more nodes instead: no node can have enough memory."""
     reason: str
-    needed: int = 0
-    """Maximum expected need in bytes; 0 if nothing was predicted."""
+    needed: int
+    """Maximum expected need in bytes."""
 
 
 def forecast(samples: Sequence[MemorySample], end: float = 1.0) -> Forecast:
@@ -115,38 +112,6 @@ def prevent_oom(
         divided = f"{why}: more than a node can have, so the model is divided"
         return MemoryAdvice(most, True, divided, need.high)
     return MemoryAdvice(wanted, False, why, need.high)
-
-
-def after_oom(
-    node: str,
-    limit: int,
-    others: Mapping[str, int],
-    most: int,
-    samples: Sequence[MemorySample] = (),
-) -> MemoryAdvice:
-    """Advise how much memory a node gets that ran out of it.
-
-    A node that needed much more than its peers holds a hot part of the model: it alone gets more. If all
-    are nearly full and a node cannot have more, the model is divided among more nodes.
-
-    Args:
-        node: The node's name.
-        limit: Bytes that the node had.
-        others: Bytes that its peers use, by name.
-        most: Maximum bytes that a node can have.
-        samples: Samples of the node, if there are any.
-    """
-    wanted = max(
-        round(limit * GROWTH_AFTER_OOM), _with_margin(forecast(samples).high) if samples else 0
-    )
-    peers = max(others.values(), default=0)
-    unbalanced = bool(others) and peers < (1 - UNBALANCED) * limit
-    why = f"{node} ran out of its {_gib(limit)}"
-    if unbalanced:
-        why += f" while no other used more than {_gib(peers)}"
-    if wanted > most and not unbalanced and limit >= most:
-        return MemoryAdvice(most, True, f"{why}: a node cannot have more, so the model is divided")
-    return MemoryAdvice(min(wanted, most), limit >= most, why)
 
 
 def _line(samples: Sequence[MemorySample]) -> tuple[float, float, float, float, float] | None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from scipy.optimize import nnls
@@ -48,6 +48,13 @@ SHORTEST = 0.1
 @dataclass(frozen=True)
 class ServerShape:
     """The size of a parameter-server job."""
+
+    NAMES: ClassVar[tuple[str, ...]] = (
+        "workers",
+        "servers",
+        "cores per worker",
+        "cores per server",
+    )
 
     workers: int
     servers: int

@@ -8,15 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dlrover.planning.allreduce import RingModel, RingShape
 from dlrover.planning.parameter_server import ServerModel, ServerShape
-from dlrover.planning.search import Choice, Found, Prices, best, candidates, pareto, worth
-from dlrover.planning.throughput import Prediction, Shape, TrustRegion, next_sample
+from dlrover.planning.search import Choice, Prices, best, candidates, worth
+from dlrover.planning.throughput import Prediction, Shape, TrustRegion
 from dlrover.spec.plan import Group, Plan
+from dlrover.spec.roles import SERVER, WORKER
 
 UNSURE = 0.1
 """Relative standard deviation of a prediction above which a size is worth measuring."""
@@ -54,28 +55,7 @@ def plan_servers(
     model: ServerModel, space: ServerSpace, current: ServerShape, terms: Terms | None = None
 ) -> Plan | None:
     """Return the next size of a parameter-server job; None if no size near the measured ones pays."""
-    want = terms or Terms()
-    rows = _server_rows(model, space, want)
-    if not len(rows):
-        return None
-    w, p, cw, cp = rows.T
-    spread = model.spread_of(w, p, cw, cp, current.batch)
-    cautious = np.exp(-want.choice.caution * spread)
-    throughput = model.throughput_of(w, p, cw, cp, current.batch) * cautious
-    cost = _server_cost(space, want, w, p, cw, cp)
-    front = [
-        Found(tuple(rows[i]), float(throughput[i]), float(cost[i]))
-        for i in pareto(throughput, cost)
-    ]
-    found, here = best(front, want.choice), model.predict(current)
-    present = float(_server_cost(space, want, *current.axes()))
-    target = _server_shape(found.values, current)
-    if target == current or not _pays(found, here, present, want.choice):
-        return None
-    after = model.predict(target)
-    reason = f"{_changes(_SERVER_AXES, current, target)}: {_gain(here, after, present, found.cost)}"
-    effect = after.effect(before=here.throughput, cost=found.cost)
-    return Plan(groups=_server_groups(space, target), reason=reason, effect=effect)
+    return _of_servers(model, space, current, terms or Terms(), learn=False)
 
 
 def sample_servers(
@@ -83,50 +63,50 @@ def sample_servers(
 ) -> Plan | None:
     """Return the size to measure next, where the model knows least for the cost; None if it knows enough.
 
-    For a linear model this is the greedy D-optimal design, which keeps the columns apart. The job neither
-    loses much throughput for it nor exceeds its present cost by more than the factor of the trust region.
+    For a linear model this is the greedy D-optimal design, which keeps the columns apart: predictions are most
+    uncertain where no sample distinguishes a column from the others. The job neither loses much throughput for it
+    nor exceeds its present cost by more than the factor of the trust region.
     """
-    want, here = terms or Terms(), model.predict(current)
-    rows = _server_rows(model, space, want)
-    w, p, cw, cp = rows.T
-    cost = _server_cost(space, want, w, p, cw, cp)
-    most = want.region.factor * _server_cost(space, want, *current.axes())
-    useful = model.throughput_of(w, p, cw, cp, current.batch) >= (1 - SLOWER) * here.throughput
-    unknown = model.spread_of(w, p, cw, cp, current.batch) > UNSURE
-    asked = useful & unknown & (cost <= most) & np.any(rows != current.axes(), axis=1)
-    rows, cost = rows[asked], cost[asked]
-    if not len(rows):
+    return _of_servers(model, space, current, terms or Terms(), learn=True)
+
+
+def _of_servers(
+    model: ServerModel, space: ServerSpace, current: ServerShape, terms: Terms, *, learn: bool
+) -> Plan | None:
+    rows = _server_rows(model, space, terms)
+    sizes = (*rows.T, current.batch)
+    rated = _Rated(
+        model.throughput_of(*sizes),
+        model.spread_of(*sizes),
+        _server_cost(space, terms, *rows.T),
+        np.any(rows != current.axes(), axis=1),
+        model.predict(current),
+        float(_server_cost(space, terms, *current.axes())),
+    )
+    found = _chosen(rated, terms, learn=learn)
+    if found is None:
         return None
-    prices = {tuple(row): float(price) for row, price in zip(rows, cost, strict=True)}
-    shapes = [_server_shape(row, current) for row in prices]
-    weight = want.choice.weight
-    target = next_sample(model.predict, shapes, cost=lambda s: prices[s.axes()] ** weight)
-    effect = model.predict(target).effect(before=here.throughput, cost=prices[target.axes()])
-    reason = f"{_changes(_SERVER_AXES, current, target)}: {_LEARN}"
-    return Plan(groups=_server_groups(space, target), reason=reason, effect=effect)
-
-
-_SERVER_AXES = ("workers", "servers", "cores per worker", "cores per server")
-_LEARN = "to be measured, because the samples so far leave open what it brings"
+    w, p, cw, cp = (float(value) for value in rows[found])
+    target = ServerShape(int(w), int(p), cw, cp, current.batch)
+    groups = {
+        WORKER: Group(count=target.workers, cpu=cw, memory=space.worker_memory),
+        SERVER: Group(
+            count=target.servers, cpu=cp, memory=-(-space.server_memory // target.servers)
+        ),
+    }
+    change = _changes(current, target)
+    return _plan(rated, found, model.predict(target), change, groups, learn=learn)
 
 
 def _server_rows(model: ServerModel, space: ServerSpace, terms: Terms) -> Any:
-    """Return the sizes near the measured ones; of a space too large, the best known ones."""
+    """Return the sizes near the measured ones."""
     measured = [sample.shape for sample in model.samples]
     axes = _reachable(
         (space.workers, space.servers, space.worker_cpu, space.server_cpu), measured, terms.region
     )
     if not all(axes):
         return np.empty((0, len(axes)))
-    batch = measured[-1].batch
-
-    def rate(rows: Any) -> tuple[Any, Any]:
-        w, p, cw, cp = rows.T
-        throughput = model.throughput_of(w, p, cw, cp, batch)
-        inside = _near(rows, measured, terms.region)
-        return np.where(inside, throughput, 0.0), _server_cost(space, terms, w, p, cw, cp)
-
-    rows = candidates(axes, rate)
+    rows = candidates(axes)
     rows = rows[_near(rows, measured, terms.region)]
     return rows[[(row[0], row[1]) not in space.closed for row in rows]] if space.closed else rows
 
@@ -134,19 +114,6 @@ def _server_rows(model: ServerModel, space: ServerSpace, terms: Terms) -> Any:
 def _server_cost(space: ServerSpace, terms: Terms, w: Any, p: Any, cw: Any, cp: Any) -> Any:
     memory = (w * space.worker_memory + space.server_memory) / (1 << 30)
     return terms.prices.cpu * (w * cw + p * cp) + terms.prices.memory * memory
-
-
-def _server_shape(values: Sequence[float], current: ServerShape) -> ServerShape:
-    w, p, cw, cp = (float(value) for value in values)
-    return ServerShape(int(w), int(p), cw, cp, current.batch)
-
-
-def _server_groups(space: ServerSpace, shape: ServerShape) -> dict[str, Group]:
-    memory = -(-space.server_memory // shape.servers)
-    return {
-        "worker": Group(count=shape.workers, cpu=shape.worker_cpu, memory=space.worker_memory),
-        "ps": Group(count=shape.servers, cpu=shape.server_cpu, memory=memory),
-    }
 
 
 @dataclass(frozen=True)
@@ -168,63 +135,42 @@ def plan_ring(
     model: RingModel, space: RingSpace, current: RingShape, terms: Terms | None = None
 ) -> Plan | None:
     """Return the next size of an all-reduce job, at the space's fixed batch; None if no near size pays."""
-    want = terms or Terms()
-    shapes = _ring_shapes(model, space, current, want)
-    if not shapes:
-        return None
-    predictions = [model.predict(shape) for shape in shapes]
-    cautious = [p.throughput * math.exp(-want.choice.caution * p.spread) for p in predictions]
-    costs = [_ring_cost(space, want, shape) for shape in shapes]
-    front = [Found((float(i),), cautious[i], costs[i]) for i in pareto(cautious, costs)]
-    found, here = best(front, want.choice), model.predict(current)
-    target, after = shapes[int(found.values[0])], predictions[int(found.values[0])]
-    present = _ring_cost(space, want, current)
-    if target == current or not _pays(found, here, present, want.choice):
-        return None
-    reason = f"{_changes(_RING_AXES, current, target)}: {_gain(here, after, present, found.cost)}"
-    effect = after.effect(before=here.throughput, cost=found.cost)
-    return Plan(groups=_ring_groups(space, target), reason=reason, effect=effect)
+    return _of_ring(model, space, current, terms or Terms(), learn=False)
 
 
 def sample_ring(
     model: RingModel, space: RingSpace, current: RingShape, terms: Terms | None = None
 ) -> Plan | None:
     """Return the size to measure next, where the model knows least for the cost; None if it knows enough."""
-    want, here = terms or Terms(), model.predict(current)
-    most = want.region.factor * _ring_cost(space, want, current)
-    near = _ring_shapes(model, space, current, want)
-    found = {shape: model.predict(shape) for shape in near if shape != current}
-    shapes = [
-        shape
-        for shape, prediction in found.items()
-        if prediction.spread > UNSURE
-        and prediction.throughput >= (1 - SLOWER) * here.throughput
-        and _ring_cost(space, want, shape) <= most
-    ]
-    if not shapes:
-        return None
-    target = next_sample(
-        found.__getitem__,
-        shapes,
-        cost=lambda s: _ring_cost(space, want, s) ** want.choice.weight,
+    return _of_ring(model, space, current, terms or Terms(), learn=True)
+
+
+def _of_ring(
+    model: RingModel, space: RingSpace, current: RingShape, terms: Terms, *, learn: bool
+) -> Plan | None:
+    shapes = _ring_shapes(model, space, current, terms)
+    predictions = [model.predict(shape) for shape in shapes]
+    rated = _Rated(
+        np.array([prediction.throughput for prediction in predictions]),
+        np.array([prediction.spread for prediction in predictions]),
+        np.array([_ring_cost(space, terms, shape) for shape in shapes]),
+        np.array([shape != current for shape in shapes], dtype=bool),
+        model.predict(current),
+        _ring_cost(space, terms, current),
     )
-    cost = _ring_cost(space, want, target)
-    effect = found[target].effect(before=here.throughput, cost=cost)
-    reason = f"{_changes(_RING_AXES, current, target)}: {_LEARN}"
-    return Plan(groups=_ring_groups(space, target), reason=reason, effect=effect)
-
-
-_RING_AXES = ("nodes", "replicas", "samples per replica")
+    found = _chosen(rated, terms, learn=learn)
+    if found is None:
+        return None
+    target = shapes[found]
+    each = -(-target.replicas // target.nodes)
+    groups = {WORKER: Group(count=target.nodes, cpu=space.cpu, accelerators=each)}
+    change = _changes(current, target)
+    return _plan(rated, found, predictions[found], change, groups, learn=learn)
 
 
 def _ring_cost(space: RingSpace, terms: Terms, shape: RingShape) -> float:
     prices = terms.prices
     return prices.accelerator * shape.replicas + prices.cpu * space.cpu * shape.nodes
-
-
-def _ring_groups(space: RingSpace, shape: RingShape) -> dict[str, Group]:
-    each = -(-shape.replicas // shape.nodes)
-    return {"worker": Group(count=shape.nodes, cpu=space.cpu, accelerators=each)}
 
 
 def _ring_shapes(
@@ -251,7 +197,7 @@ def _reachable(
     """Return the values of each axis that are near a measured one: the others need not be tried."""
     known = [sorted({shape.axes()[axis] for shape in measured}) for axis in range(len(axes))]
     return [
-        [value for value in axis if any(region.near((value,), (other,)) for other in others)]
+        sorted(value for value in axis if any(region.near((value,), (other,)) for other in others))
         for axis, others in zip(axes, known, strict=True)
     ]
 
@@ -267,19 +213,59 @@ def _near(rows: Any, measured: Sequence[Shape], region: TrustRegion) -> Any:
     return inside
 
 
-def _pays(found: Found, here: Prediction, cost: float, choice: Choice) -> bool:
-    now = worth(here.throughput * math.exp(-choice.caution * here.spread), cost, choice)
-    return worth(found.throughput, found.cost, choice) > (1 + choice.gain) * now
+class _Rated(NamedTuple):
+    """Sizes with what the model predicts of them, as arrays, beside the present size."""
+
+    speed: Any
+    spread: Any
+    cost: Any
+    other: Any
+    """True for sizes that differ from the present one."""
+    here: Prediction
+    present: float
+    """Cost of the present size."""
 
 
-def _changes(names: Sequence[str], current: Shape, target: Shape) -> str:
+def _chosen(rated: _Rated, terms: Terms, *, learn: bool) -> int | None:
+    """Return the index of the size that pays most, or that teaches the model most for its cost."""
+    if not np.any(rated.other):
+        return None
+    choice, here = terms.choice, rated.here
+    if learn:
+        useful = rated.speed >= (1 - SLOWER) * here.throughput
+        affordable = rated.cost <= terms.region.factor * rated.present
+        wanted = rated.other & useful & affordable & (rated.spread > UNSURE)
+        if not np.any(wanted):
+            return None
+        return int(np.argmax(np.where(wanted, rated.spread / rated.cost**choice.weight, 0.0)))
+    cautious = rated.speed * np.exp(-choice.caution * rated.spread)
+    found = best(cautious, rated.cost, choice)
+    now = worth(here.throughput * math.exp(-choice.caution * here.spread), rated.present, choice)
+    pays = worth(cautious[found], rated.cost[found], choice) > (1 + choice.gain) * now
+    return found if pays and rated.other[found] else None
+
+
+def _plan(
+    rated: _Rated,
+    found: int,
+    after: Prediction,
+    change: str,
+    groups: dict[str, Group],
+    *,
+    learn: bool,
+) -> Plan:
+    before, cost = rated.here.throughput, float(rated.cost[found])
+    why = "to be measured, because the samples so far leave open what it brings"
+    if not learn:
+        faster, dearer = after.throughput / before - 1, cost / rated.present - 1
+        why = f"{faster:+.0%} throughput for {dearer:+.0%} cost"
+    effect = after.effect(before=before, cost=cost)
+    return Plan(groups=groups, reason=f"{change}: {why}", effect=effect)
+
+
+def _changes(current: Shape, target: Shape) -> str:
     return ", ".join(
         f"{old:g} -> {new:g} {name}"
-        for name, old, new in zip(names, current.axes(), target.axes(), strict=True)
+        for name, old, new in zip(current.NAMES, current.axes(), target.axes(), strict=True)
         if old != new
     )
-
-
-def _gain(before: Prediction, after: Prediction, old: float, new: float) -> str:
-    faster, dearer = after.throughput / before.throughput - 1, new / old - 1
-    return f"{faster:+.0%} throughput for {dearer:+.0%} cost"

@@ -1,13 +1,9 @@
-"""The sizes of a job that none beats in both throughput and cost, and the choice of the one that pays.
-
-Spaces of up to `EXACT` sizes are searched in full; larger ones by NSGA-II from ``pymoo`` (extra
-``planning-search``). Needs numpy (extra ``planning``).
-"""
+"""The sizes of a job, and the choice of the one that pays. Needs numpy (extra ``planning``)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +12,7 @@ import numpy as np
 from dlrover.errors import ConfigurationError
 
 EXACT = 200_000
-"""Maximum number of sizes searched in full: more take longer than 50 ms."""
-
-
-Rate = Callable[[Any], tuple[Any, Any]]
-"""Function from an array with a row per size and a column per axis to the throughputs and the costs."""
+"""Maximum number of sizes that are rated: more take longer than 50 ms."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +46,6 @@ class Choice:
             raise ConfigurationError(f"weight is {self.weight}: it must lie between 0 and 1")
 
 
-@dataclass(frozen=True)
-class Found:
-    """A size on the Pareto front."""
-
-    values: tuple[float, ...]
-    """Values, one per axis."""
-    throughput: float
-    cost: float
-
-
 def pareto(throughput: Any, cost: Any) -> Any:
     """Return the indices of the sizes that no other one beats in both, from the cheapest to the dearest."""
     order = np.lexsort((-np.asarray(throughput), np.asarray(cost)))
@@ -72,57 +54,27 @@ def pareto(throughput: Any, cost: Any) -> Any:
     return order[first]
 
 
-def candidates(axes: Sequence[Sequence[float]], rate: Rate, *, seed: int = 0) -> Any:
-    """Return the sizes of a space, one row each; of a large space, those near the Pareto front.
+def candidates(axes: Sequence[Sequence[float]]) -> Any:
+    """Return the sizes of a space, one row each; the longest axes of a large space are thinned, in equal ratios.
 
     Args:
-        axes: The values that each axis can have.
-        rate: The model. A size that is not allowed has the throughput 0.
-        seed: Seed of NSGA-II.
-
-    Raises:
-        ConfigurationError: An axis is empty, or a large space is given without ``pymoo``.
+        axes: The values that each axis can have: positive numbers, in ascending order.
     """
-    if not axes or any(not len(axis) for axis in axes):
-        raise ConfigurationError("axes has an empty axis: each needs at least one value")
-    if math.prod(len(axis) for axis in axes) > EXACT:
-        return _evolved(axes, rate, seed)
-    grids = np.meshgrid(*[np.asarray(axis, dtype=float) for axis in axes], indexing="ij")
+    kept = [np.asarray(axis, dtype=float) for axis in axes]
+    while math.prod(len(axis) for axis in kept) > EXACT:
+        longest = max(range(len(kept)), key=lambda axis: len(kept[axis]))
+        values = kept[longest]
+        ratios = np.geomspace(values[0], values[-1], len(values) * 9 // 10)
+        kept[longest] = values[np.unique(np.searchsorted(values, ratios * (1 - 1e-9)))]
+    grids = np.meshgrid(*kept, indexing="ij")
     return np.stack([grid.ravel() for grid in grids], axis=-1)
 
 
-def search(axes: Sequence[Sequence[float]], rate: Rate, *, seed: int = 0) -> list[Found]:
-    """Return the Pareto front of a space; the arguments are those of `candidates`."""
-    rows = candidates(axes, rate, seed=seed)
-    throughput, cost = rate(rows)
-    front = [index for index in pareto(throughput, cost) if throughput[index] > 0]
-    return [
-        Found(tuple(float(v) for v in rows[i]), float(throughput[i]), float(cost[i])) for i in front
-    ]
+def best(throughput: Any, cost: Any, choice: Choice) -> int:
+    """Return the index of the size that pays most; of several, the cheapest."""
+    return int(np.lexsort((cost, -worth(throughput, cost, choice)))[0])
 
 
-def best(front: Sequence[Found], choice: Choice) -> Found:
-    """Return the size of a front that pays most.
-
-    Raises:
-        ConfigurationError: No size is allowed.
-    """
-    if not front:
-        raise ConfigurationError("the space has no size that is allowed: widen its bounds")
-    return max(front, key=lambda found: worth(found.throughput, found.cost, choice))
-
-
-def worth(throughput: float, cost: float, choice: Choice) -> float:
-    """Return the figure that a search maximizes."""
-    return float(throughput / max(cost, 1e-9) ** choice.weight)
-
-
-def _evolved(axes: Sequence[Sequence[float]], rate: Rate, seed: int) -> Any:
-    try:
-        from dlrover.planning.nsga import evolve  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise ConfigurationError(
-            f"the space has more than {EXACT:,} sizes, which needs pymoo: "
-            "pip install 'dlrover[planning-search]'"
-        ) from error
-    return evolve(axes, rate, seed)
+def worth(throughput: Any, cost: Any, choice: Choice) -> Any:
+    """Return the figure that a search maximizes, for numbers or arrays."""
+    return throughput / np.maximum(cost, 1e-9) ** choice.weight

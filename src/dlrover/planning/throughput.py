@@ -6,9 +6,9 @@ The models are in ``dlrover.planning.parameter_server`` and ``dlrover.planning.a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import ClassVar, Protocol
 
 from dlrover.errors import ConfigurationError
 from dlrover.spec.plan import Effect
@@ -47,12 +47,12 @@ class Prediction:
 class Shape(Protocol):
     """A size that a job can have."""
 
+    NAMES: ClassVar[tuple[str, ...]]
+    """Names of the axes."""
+
     def axes(self) -> tuple[float, ...]:
         """Return what can be changed about it, as positive numbers."""
         ...
-
-
-ShapeT = TypeVar("ShapeT", bound=Shape)
 
 
 @dataclass(frozen=True)
@@ -93,31 +93,6 @@ class TrustRegion:
             abs(a - b) <= 1 or max(a, b) <= limit * min(a, b)
             for a, b in zip(axes, others, strict=True)
         )
-
-
-def next_sample(
-    predict: Callable[[ShapeT], Prediction],
-    shapes: Sequence[ShapeT],
-    *,
-    cost: Callable[[ShapeT], float] | None = None,
-) -> ShapeT:
-    """Return the shape to measure next: where the model knows least, per unit of cost.
-
-    For a linear model this is the greedy D-optimal design: predictions are most uncertain where a column
-    has not been distinguished from the others by any sample yet.
-
-    Args:
-        predict: The fitted model.
-        shapes: Shapes that may be tried, in the trust region.
-        cost: Cost of trying a shape; by default all cost the same.
-
-    Raises:
-        ConfigurationError: There is no shape to choose from.
-    """
-    if not shapes:
-        raise ConfigurationError("shapes is empty: it must have at least one shape to measure")
-    price = cost or (lambda _: 1.0)
-    return max(shapes, key=lambda shape: predict(shape).spread / price(shape))
 
 
 def interval(

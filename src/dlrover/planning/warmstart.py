@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from dlrover.planning.shapes import allowed
+from dlrover.spec import brain
 from dlrover.spec.plan import Group, Plan
 
 SIMILAR = 5
@@ -61,6 +63,34 @@ def warm_start(features: Mapping[str, str | float], past: Sequence[PastJob]) -> 
             f"started from {len(near)} similar past {'job' if len(near) == 1 else 'jobs'}, "
             f"the nearest is {best.name} (similarity {alike:.2f})"
         ),
+    )
+
+
+def first_plan(description: brain.Description, past: Sequence[PastJob]) -> Plan:
+    """Return a job's first plan: like similar past jobs, within what its user has set."""
+    kinds = ("worker", "ps") if description.strategy == "ps" else ("worker",)
+    found = warm_start(description.features, past)
+    reason = (
+        found.reason if found else "no similar past job is known: the job starts with its minimum"
+    )
+    space = {"worker": description.space.workers, "ps": description.space.servers}
+    groups = {}
+    for kind in kinds:
+        guess = found.groups.get(kind) if found else None
+        counts = allowed(space[kind])
+        count = max((n for n in counts if guess and n <= guess.count), default=counts[0])
+        groups[kind] = _given(description.groups.get(kind), guess, count)
+    return Plan(groups=groups, reason=reason)
+
+
+def _given(given: Group | None, guess: Group | None, count: int) -> Group:
+    """Return a group with what the user has set, completed by what was guessed."""
+    given, guess = given or Group(count=count), guess or Group(count=count)
+    return Group(
+        count=count,
+        cpu=given.cpu or guess.cpu,
+        memory=given.memory or guess.memory,
+        accelerators=given.accelerators or guess.accelerators,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from dlrover.errors import ConfigurationError
 from dlrover.rpc.messages import ScaleReply
-from dlrover.spec.node import FoundNode, LaunchNode, NodeSize
+from dlrover.spec.node import FoundNode, LaunchNode, NodeLimits
 
 
 class OnExit(Protocol):
@@ -43,7 +43,7 @@ class Progress(NamedTuple):
     """Seconds until the training completes all its steps; None while unknown."""
 
 
-class JobSize(NamedTuple):
+class RoleSize(NamedTuple):
     """The size of one role: the wanted number of nodes and whether the job has all its nodes."""
 
     asked: int
@@ -108,7 +108,7 @@ class Job(Protocol):
     def progress(self) -> Progress:
         """Return the progress of the training."""
 
-    def size(self, role: str) -> JobSize:
+    def size(self, role: str) -> RoleSize:
         """Return the size of a role."""
 
     def placed(self) -> Mapping[str, PlacedNode]:
@@ -125,7 +125,7 @@ class Setup(NamedTuple):
     lifeline_fd: int
     """File descriptor that closes when the process that owns the master dies; -1 for none."""
     job: Job
-    node_size: NodeSize = NodeSize()
+    node_size: NodeLimits = NodeLimits()
     """The size of each node, on a platform whose nodes share one machine."""
 
 

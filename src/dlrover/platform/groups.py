@@ -17,7 +17,7 @@ from pathlib import Path
 from dlrover._util import cgroup, procs
 from dlrover.errors import ConfigurationError, InfrastructureError
 from dlrover.platform import enter
-from dlrover.spec.node import NodeSize
+from dlrover.spec.node import NodeLimits
 
 CONTROLLERS = ("memory", "cpu")
 PREFIX = "dlrover"
@@ -38,7 +38,7 @@ class NodeGroups:
         self._parents, self._tops = _parents(proc, root)
         self._maker = f"{PREFIX}-{os.getpid()}-{procs.start_time(os.getpid())}"
 
-    def make(self, node_id: int, size: NodeSize) -> list[Path]:
+    def make(self, node_id: int, size: NodeLimits) -> list[Path]:
         """Make a node's groups and return the ``cgroup.procs`` files through which a process joins them.
 
         Raises:
@@ -84,7 +84,7 @@ def check() -> None:
     """
     groups = NodeGroups()
     try:
-        files = groups.make(-1, NodeSize(memory=1 << 30, cpu=0.1))
+        files = groups.make(-1, NodeLimits(memory=1 << 30, cpu=0.1))
         tried = subprocess.run([*entering(files), "true"], check=False, capture_output=True)
     except InfrastructureError as error:
         raise ConfigurationError(str(error).replace("Node -1", "A node")) from error
@@ -141,7 +141,7 @@ def _has(subtree_control: Path) -> bool:
         return False
 
 
-def _limit(group: Path, size: NodeSize) -> None:
+def _limit(group: Path, size: NodeLimits) -> None:
     """Set a group's limits; skip those of missing controllers."""
     if (group.parent / "cgroup.subtree_control").exists():
         memory, swap, cpu = "memory.max", "memory.swap.max", "cpu.max"

@@ -18,7 +18,7 @@ from dlrover._util import procs
 from dlrover.errors import InfrastructureError
 from dlrover.platform import groups
 from dlrover.platform.base import OnExit, Setup
-from dlrover.spec.node import FoundNode, LaunchNode, NodeSize
+from dlrover.spec.node import FoundNode, LaunchNode, NodeLimits
 
 REMOVE_INTERVAL = 0.1
 """Seconds between attempts to remove an ended node's group, whose processes may still be ending."""
@@ -39,9 +39,9 @@ class LocalPlatform:
         env: Mapping[str, str],
         pass_fds: Sequence[int],
         on_exit: OnExit,
-        size: NodeSize | None = None,
+        size: NodeLimits | None = None,
     ) -> None:
-        self._size = size or NodeSize()
+        self._size = size or NodeLimits()
         self._groups = groups.NodeGroups() if size else None
         self._grouped: set[int] = set()  # nodes with existing groups
         self._before = config.node_command(env)
@@ -129,7 +129,7 @@ class LocalPlatform:
         if str(procs.start_time(int(pid))) == started:
             procs.kill([int(pid)])
 
-    def _enter_group(self, node_id: int, size: NodeSize) -> list[str]:
+    def _enter_group(self, node_id: int, size: NodeLimits) -> list[str]:
         """Make the node's control group and return the command prefix that joins it; empty without a size."""
         if self._groups is None:
             return []

@@ -10,7 +10,7 @@ import msgspec
 from dlrover.errors import FormatError
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.launch import LaunchSpec
-from dlrover.spec.node import NodeSize
+from dlrover.spec.node import NodeLimits
 from dlrover.spec.plan import Group
 
 T = TypeVar("T")
@@ -141,7 +141,7 @@ class MasterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """0: any free port at the first start, the same one afterwards."""
     platform: str = ""
     """Platform that launches the job's ``managed_nodes``; empty if there are none."""
-    node_size: NodeSize = NodeSize()
+    node_size: NodeLimits = NodeLimits()
     """Each node's share of the machine, if the platform is ``local``."""
     tls: TlsFiles = TlsFiles()
     journal: str = "file:"

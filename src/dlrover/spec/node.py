@@ -7,7 +7,7 @@ import enum
 import msgspec
 
 
-class NodeSize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NodeLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Each node's share of a machine that several nodes share."""
 
     memory: int = 0
@@ -15,9 +15,9 @@ class NodeSize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     cpu: float = 0.0
     """Cores; 0: no limit."""
 
-    def times(self, memory: float, cpu: float) -> NodeSize:
+    def times(self, memory: float, cpu: float) -> NodeLimits:
         """Return the size scaled by these factors."""
-        return NodeSize(memory=round(self.memory * memory), cpu=self.cpu * cpu)
+        return NodeLimits(memory=round(self.memory * memory), cpu=self.cpu * cpu)
 
     def __bool__(self) -> bool:
         return bool(self.memory or self.cpu)

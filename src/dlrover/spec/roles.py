@@ -45,6 +45,13 @@ class Size(NamedTuple):
         """Return ``2 workers and 1 server``."""
         return f"{_count(self.workers, 'worker')} and {_count(self.servers, 'server')}"
 
+    def change_to(self, size: Size) -> str:
+        """Return ``1 -> 2 nodes``; with servers, the changes of both roles."""
+        if not size.servers:
+            return f"{self.workers} -> {size.workers} nodes"
+        pairs = zip(("workers", "servers"), self, size, strict=True)
+        return ", ".join(f"{old} -> {new} {role}" for role, old, new in pairs if old != new)
+
 
 def _count(number: int, noun: str) -> str:
     return f"1 {noun}" if number == 1 else f"{number} {noun}s"

@@ -466,7 +466,7 @@ class Cluster:
         self._scaler.watch_servers()
         asked = self._scaler.question(self.time.now)
         if asked is not None and not self.master_away:
-            from dlrover.master.scaling.planner import decide  # noqa: PLC0415 - an extra
+            from dlrover.master.machine.scaling.planner import decide  # noqa: PLC0415 - an extra
 
             round_ = self.machine.rendezvous.round
             self._submit(inputs.ScalePlanned(round_, decide(asked, self.similar)))

@@ -21,7 +21,7 @@ from dlrover.cli.run.nproc import resolve_nproc
 from dlrover.errors import ConfigurationError
 from dlrover.spec.job import JobSpec
 from dlrover.spec.launch import Entry, LaunchSpec, StdMap
-from dlrover.spec.node import NodeSize
+from dlrover.spec.node import NodeLimits
 from dlrover.spec.roles import SERVER, WORKER
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The job as requested, without a name, managed nodes and settings."""
     local_nodes: int
     """Nodes to run on this machine as child processes; 0: not given, this process is one node."""
-    node_size: NodeSize
+    node_size: NodeLimits
     """Memory and CPU of each local node."""
     job_dir: str
     """Empty: not given."""

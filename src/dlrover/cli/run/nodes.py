@@ -11,7 +11,7 @@ from dlrover._util import cgroup
 from dlrover.cli.run.nproc import ACCELERATORS
 from dlrover.errors import ConfigurationError
 from dlrover.kubernetes.resources.quantities import quantity
-from dlrover.spec.node import NodeSize
+from dlrover.spec.node import NodeLimits
 
 if TYPE_CHECKING:
     import argparse
@@ -135,7 +135,7 @@ def server_bounds(text: str, local_nodes: int) -> tuple[int, int]:
 # Size of a local node
 
 
-def node_size(args: argparse.Namespace, environ: Mapping[str, str], standalone: bool) -> NodeSize:
+def node_size(args: argparse.Namespace, environ: Mapping[str, str], standalone: bool) -> NodeLimits:
     """Return the size of each node, from the command line.
 
     Raises:
@@ -155,10 +155,10 @@ def node_size(args: argparse.Namespace, environ: Mapping[str, str], standalone: 
         )
     if args.node_cpu and cpu < LEAST_CPU:
         raise ConfigurationError(f"--node-cpu {args.node_cpu}: must be {LEAST_CPU:g} or more.")
-    return NodeSize(memory=memory, cpu=cpu)
+    return NodeLimits(memory=memory, cpu=cpu)
 
 
-def most_memory_factor(size: NodeSize, nodes: int) -> float:
+def most_memory_factor(size: NodeLimits, nodes: int) -> float:
     """Return by how much the memory of ``nodes`` nodes can grow here, as a factor; 0 without a memory size.
 
     Raises:

@@ -1,1 +1,1 @@
-"""The auto-scaler's shell, its planners, and the master's side of the Brain."""
+"""The auto-scaler's shell, and the master's side of the Brain."""

@@ -113,7 +113,7 @@ class AutoScaler:
             answered, decision = await self.brain.size(asked)
             if answered:
                 return decision
-        from dlrover.master.scaling.planner import decide  # noqa: PLC0415 - an extra
+        from dlrover.master.machine.scaling.planner import decide  # noqa: PLC0415 - an extra
 
         similar = await self.brain.similar() if self.brain is not None else None
         return await asyncio.to_thread(decide, asked, similar)

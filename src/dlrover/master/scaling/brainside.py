@@ -8,9 +8,9 @@ import getpass
 import hashlib
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -92,76 +92,54 @@ class JobBrain:
         """Report a measured window of the running world; ``usage`` is what its nodes use, by id."""
         if profile.parameters != self._profile.parameters:
             self._profile = profile
-            self._report(
-                brain.RegisterJob(
-                    request=request_id(), job=self.id, description=self._description()
-                )
-            )
+            self._report(brain.RegisterJob, description=self._description())
         found = brain.Sample(
             shape=shape_of(sample, self._side.node),
             throughput=sample.throughput,
             compute_seconds=_of_a_pass(sample),
             batches=sample.batches,
         )
-        self._report(brain.ReportSamples(request=request_id(), job=self.id, samples=(found,)))
+        self._report(brain.ReportSamples, samples=(found,))
         used = tuple(
             brain.Usage(node=f"{KIND}-{node}", kind=KIND, cpu=one.cpu, memory=float(one.memory))
             for node, one in usage.items()
         )
         if used:
-            self._report(brain.ReportUsage(request=request_id(), job=self.id, nodes=used))
+            self._report(brain.ReportUsage, nodes=used)
         if self._first:
             self._outcome(self._first, "applied", sample.throughput)
             self._first = ""
 
     def happened(self, event: Event) -> None:
         """Report an event of the job if it concerns the Brain."""
-        body = event.body
-        if isinstance(body, events.PlanMade) and not body.plan_id:
-            plan = Plan(
-                groups=groups_of(Size(body.nodes, body.servers)),
-                reason=body.reason,
-                effect=body.effect,
-            )
-            self._report(
-                brain.ReportPlan(
-                    request=request_id(), job=self.id, plan_id=self._name(body), plan=plan
+        match event.body:
+            case events.PlanMade(plan_id="") as body:
+                groups = groups_of(Size(body.nodes, body.servers))
+                self._report(
+                    brain.ReportPlan,
+                    plan_id=self._name(body),
+                    plan=Plan(groups=groups, reason=body.reason, effect=body.effect),
                 )
-            )
-        elif isinstance(body, events.PlanMeasured):
-            state: brain.PlanState = "rolled-back" if body.short else "applied"
-            self._outcome(self._name(body), state, body.throughput)
-        elif isinstance(body, events.PlanDropped):
-            self._outcome(self._name(body), "refused", 0.0, body.reason)
-        elif isinstance(body, events.JobEnded):
-            self._report(
-                brain.EndJob(
-                    request=request_id(),
-                    job=self.id,
-                    state=_state(body.exit_code),
-                    reason=body.reason[:2000],
-                )
-            )
+            case events.PlanMeasured() as body:
+                state: brain.PlanState = "rolled-back" if body.short else "applied"
+                self._outcome(self._name(body), state, body.throughput)
+            case events.PlanDropped() as body:
+                self._outcome(self._name(body), "refused", 0.0, body.reason)
+            case events.JobEnded() as body:
+                self._report(brain.EndJob, state=_state(body.exit_code), reason=body.reason[:2000])
 
     def _outcome(
         self, plan_id: str, state: brain.PlanState, throughput: float, reason: str = ""
     ) -> None:
         self._report(
-            brain.ReportOutcome(
-                request=request_id(),
-                job=self.id,
-                plan_id=plan_id,
-                state=state,
-                throughput=throughput,
-                reason=reason,
-            )
+            brain.ReportOutcome, plan_id=plan_id, state=state, throughput=throughput, reason=reason
         )
 
     def _name(self, body: events.PlanMade | events.PlanMeasured | events.PlanDropped) -> str:
         return body.plan_id or f"{self.id}-{body.number}"
 
-    def _report(self, report: brain.Report) -> None:
-        self._link.report(report)
+    def _report(self, kind: Callable[..., brain.Report], **fields: Any) -> None:
+        self._link.report(kind(request=request_id(), job=self.id, **fields))
 
     # ---- questions
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dlrover.master.machine.job import JobMachine
-from dlrover.master.machine.scaling.changes import told_change
 from dlrover.master.machine.state import Node
 from dlrover.master.machine.waiting import waiting_for
 from dlrover.rpc import messages
@@ -119,5 +118,5 @@ def size_of(machine: JobMachine) -> str:
     change = scaling.change
     if change is None:
         return f"{told}, auto-scaling: {scaling.stage.value}"
-    what = told_change(change.origin, change.size) or "the same size"
+    what = change.origin.change_to(change.size) or "the same size"
     return f"{told}, auto-scaling: plan {change.number} ({change.kind.value}), {what}"

@@ -6,13 +6,14 @@ time.
 
 There is one change at a time: a plan is applied, its world is measured, and the outcome is kept with the
 prediction. A size that is worth less than the one before is rolled back. The choice of the next size needs a
-fitted model (`dlrover.master.scaling.planner`). It arrives as an input, so that replays of a journal agree on all
+fitted model (`dlrover.master.machine.scaling.planner`). It arrives as an input, so that replays of a journal agree on all
 machines.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import msgspec
 
@@ -20,9 +21,10 @@ from dlrover.master.machine.scaling.changes import (
     SAME_SIZE,
     Change,
     Question,
+    between,
     decided,
     gain_without,
-    told_change,
+    gaining,
 )
 from dlrover.master.machine.scaling.sizes import Sizes
 from dlrover.planning.throughput import TrustRegion
@@ -51,6 +53,9 @@ MAX_REPLACED = 3
 """Maximum number of changes of one kind that keeps the node count, such as replacing a slow node."""
 REPLACE_GAIN = 0.05
 """Minimum expected gain, as a share of the job's speed, for replacing a slow node."""
+
+Reaction: TypeAlias = tuple[list[events.EventBody], ScaleDecision | None]
+"""Events, and the size to go to, if any."""
 
 
 @dataclass
@@ -160,7 +165,7 @@ class AutoScaling:
         now: float,
         *,
         held_up: bool = False,
-    ) -> tuple[list[events.EventBody], ScaleDecision | None]:
+    ) -> Reaction:
         """Record a window of the running world; return events and the size to go back to, if any.
 
         A world that a slow rank may have ``held_up`` adds no sample to a size that was measured before.
@@ -187,9 +192,9 @@ class AutoScaling:
         if self.stage is ScaleStage.START:
             self.stage = ScaleStage.ADJUST
         self.tries += 1
-        told = self._begin(decision, self.size, now)
+        begun = self._begin(decision, self.size, now)
         self.batch = decision.batch or self.batch
-        return [told]
+        return [begun]
 
     def slow(self, found: events.SlowRank, now: float) -> events.PlanMade | None:
         """Plan the replacement of a slow rank's node; None if it is not worth it or not allowed now."""
@@ -219,14 +224,7 @@ class AutoScaling:
         latest = self.latest
         if latest is None or not self.free(kind):
             return None
-        before = latest.throughput
-        effect = Effect(
-            throughput=before * (1 + gain),
-            low=before * (1 + gain / 2),
-            high=before * (1 + gain * 1.5),
-            before=before,
-            cost=self.cost(latest.size),
-        )
+        effect = gaining(gain, 0.5, latest.throughput, self.cost(latest.size))
         self.done[kind] = self.done.get(kind, 0) + 1
         return self._begin(decided(kind, latest.size, reason, effect), latest.size, now)
 
@@ -239,45 +237,30 @@ class AutoScaling:
         open_ = size.servers in self.sizes.servers() and size not in self.samples
         return size if open_ else None
 
-    def more_servers(
-        self, gain: float, reason: str, now: float
-    ) -> tuple[list[events.EventBody], ScaleDecision | None]:
+    def more_servers(self, gain: float, reason: str, now: float) -> Reaction:
         """Try one more server because all are hot, unless that size was measured or is not allowed."""
         latest, size = self.latest, self.one_more_server()
         if latest is None or size is None:
             return [], None
-        before = latest.throughput
-        effect = Effect(
-            throughput=before * (1 + gain),
-            low=before,
-            high=before * (1 + 2 * gain),
-            before=before,
-            cost=self.cost(size),
-        )
+        effect = gaining(gain, 1.0, latest.throughput, self.cost(size))
         decision = decided(ScaleKind.GROW, size, reason, effect)
         return [self._begin(decision, latest.size, now)], decision
 
-    def expired(self, now: float) -> tuple[list[events.EventBody], ScaleDecision | None]:
+    def expired(self, now: float) -> Reaction:
         """Drop a change that takes too long; return events and the size to go back to."""
         change, deadline = self.change, self.deadline()
         if change is None or deadline is None or now < deadline:
             return [], None
         waited = self.job.limits.autoscale_patience
         reason = f"its effect could not be measured within {waited:g} s (autoscale_patience)"
-        told: list[events.EventBody] = [events.PlanDropped(change.number, reason, change.plan_id)]
         self.change = None
         if change.kind in (ScaleKind.RETURN, ScaleKind.BATCH, *SAME_SIZE):
-            return told, None
+            return [change.dropped(reason)], None
         self.sizes.missed(change.size, change.origin)
-        back = self._back_to(
-            change.origin, f"{events.told_size(*change.size)} could not be measured in time"
-        )
-        told.append(self._begin(back, change.size, now))
-        return told, back
+        why = f"{events.told_size(*change.size)} could not be measured in time"
+        return self._roll_back(change, why, now, change.dropped(reason))
 
-    def failed(
-        self, size: Size, round_: int, title: str, now: float
-    ) -> tuple[list[events.EventBody], ScaleDecision | None]:
+    def failed(self, size: Size, round_: int, title: str, now: float) -> Reaction:
         """Roll back a change if the program failed in its world of ``size``; return events and the old size.
 
         While a change is carried out, its world may first have only some of the nodes. There are no events if
@@ -292,21 +275,19 @@ class AutoScaling:
             return [], None
         batch, other_batch = self.batch, self.batch != change.batch_before
         if not (
-            other_batch or (size != change.origin and _between(change.origin, size, change.size))
+            other_batch or (size != change.origin and between(change.origin, size, change.size))
         ):
             return [], None
         what = events.told_size(*size) + (f" and batches of {batch} samples" if other_batch else "")
         reason = f"the program failed with {what} before its effect was measured: {title}"
-        told: list[events.EventBody] = [events.PlanDropped(change.number, reason, change.plan_id)]
         if other_batch:
             self.batch, self.most_batch = change.batch_before, max(batch - 1, 1)
         if change.size == change.origin:
             self.change = None
-            return told, None
+            return [change.dropped(reason)], None
         self.sizes.missed(size, change.origin)
-        back = self._back_to(change.origin, f"the program failed with {events.told_size(*size)}")
-        told.append(self._begin(back, change.size, now))
-        return told, back
+        why = f"the program failed with {events.told_size(*size)}"
+        return self._roll_back(change, why, now, change.dropped(reason))
 
     def returning(self, size: Size) -> bool:
         """Return whether a world of ``size`` is only an intermediate state on the way back."""
@@ -331,7 +312,7 @@ class AutoScaling:
         if not self.sizes.open:
             self.active = False
             return [events.AutoScalingEnded(reason)]
-        return [] if change is None else [events.PlanDropped(change.number, reason, change.plan_id)]
+        return [] if change is None else [change.dropped(reason)]
 
     def world_formed(self) -> None:
         """Forget the latest sample, since the last world's speed says nothing about a new one."""
@@ -367,31 +348,27 @@ class AutoScaling:
         self.region = TrustRegion()
         self.settled.clear()
 
-    def _conclude(
-        self, change: Change, sample: SpeedSample, now: float
-    ) -> tuple[list[events.EventBody], ScaleDecision | None]:
+    def _conclude(self, change: Change, sample: SpeedSample, now: float) -> Reaction:
         """Evaluate the measured effect of a change of size."""
         self.change = None
         before, after = self.speed(change.origin), sample.throughput
         returned = change.kind is ScaleKind.RETURN or bool(change.plan_id)
         worth = self.worth(after, change.size)
         short = not returned and worth < (1 - SLACK) * self.worth(before, change.origin)
-        told, within = self._outcome(change, sample, short)
-        if not returned and change.effect is not None:
-            self.region = self.region.after(within=within)
+        outcome = self._outcome(change, sample, short)
+        if not returned and outcome is not None:
+            self.region = self.region.after(within=outcome.within)
+        happened = [] if outcome is None else [outcome]
         if not short:
-            return told, None
+            return [*happened], None
         gain = after / before - 1
-        back = self._back_to(
-            change.origin,
-            f"{told_change(change.origin, change.size)} brought {gain:+.0%} throughput "
-            f"for {self.cost(change.size) / self.cost(change.origin) - 1:+.0%} nodes",
+        why = (
+            f"{change.origin.change_to(change.size)} brought {gain:+.0%} throughput "
+            f"for {self.cost(change.size) / self.cost(change.origin) - 1:+.0%} nodes"
         )
-        return [*told, self._begin(back, change.size, now)], back
+        return self._roll_back(change, why, now, *happened)
 
-    def _replacement(
-        self, change: Change, sample: SpeedSample
-    ) -> tuple[list[events.EventBody], ScaleDecision | None]:
+    def _replacement(self, change: Change, sample: SpeedSample) -> Reaction:
         """Evaluate a change that kept the numbers of nodes; discard older measurements if it helped."""
         self.change = None
         assert change.effect is not None, "a change for nothing"
@@ -401,30 +378,24 @@ class AutoScaling:
         if not short:
             self.samples = {sample.size: [sample]}
             self._search_anew()
-        return self._outcome(change, sample, short)[0], None
+        outcome = self._outcome(change, sample, short)
+        return [] if outcome is None else [outcome], None
 
     def _outcome(
         self, change: Change, sample: SpeedSample, short: bool
-    ) -> tuple[list[events.EventBody], bool]:
-        """Record a plan's outcome; return its events and whether it lies in the predicted interval."""
+    ) -> events.PlanMeasured | None:
+        """Record the outcome of a plan with a prediction."""
         if change.effect is None:
-            return [], False
+            return None
         outcome = PlanOutcome(effect=change.effect, throughput=sample.throughput)
         self.outcomes.append(outcome)
-        told = events.PlanMeasured(
-            change.number,
-            change.size.workers,
-            sample.throughput,
-            outcome.error,
-            outcome.within,
-            short,
-            sample.unit,
-            change.plan_id,
-            change.size.servers,
-        )
-        return [told], outcome.within
+        return change.measured(sample, outcome, short=short)
 
-    def _back_to(self, size: Size, reason: str) -> ScaleDecision:
+    def _roll_back(
+        self, change: Change, reason: str, now: float, *happened: events.EventBody
+    ) -> Reaction:
+        """Begin the way back to the size before a change, after the events that caused it."""
+        size = change.origin
         known = self.speed(size)
         effect = Effect(
             throughput=known,
@@ -433,7 +404,8 @@ class AutoScaling:
             before=self.latest.throughput if self.latest is not None else 0.0,
             cost=self.cost(size),
         )
-        return decided(ScaleKind.RETURN, size, reason, effect if known else None)
+        back = decided(ScaleKind.RETURN, size, reason, effect if known else None)
+        return [*happened, self._begin(back, change.size, now)], back
 
     def _begin(self, decision: ScaleDecision, origin: Size, now: float) -> events.PlanMade:
         self.made += 1
@@ -449,19 +421,7 @@ class AutoScaling:
             plan_id=decision.plan_id,
             batch_before=self.batch,
         )
-        return events.PlanMade(
-            self.made,
-            decision.kind,
-            decision.nodes,
-            origin.workers,
-            plan.reason,
-            plan.effect,
-            self.unit,
-            decision.plan_id,
-            decision.servers,
-            origin.servers,
-            decision.batch,
-        )
+        return self.change.begun(decision, self.unit)
 
     def _settle(self, now: float) -> list[events.EventBody]:
         self.next_at = now + self.job.limits.autoscale_interval
@@ -486,9 +446,3 @@ class AutoScaling:
         assert all(0 < len(known) <= KEPT_SAMPLES for known in self.samples.values())
         assert not self.active or self.sizes.open
         self.sizes.validate()
-
-
-def _between(one: Size, size: Size, other: Size) -> bool:
-    """Return whether a size lies between two others, in each role."""
-    bounds = zip(one, size, other, strict=True)
-    return all(min(a, b) <= n <= max(a, b) for a, n, b in bounds)

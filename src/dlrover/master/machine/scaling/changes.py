@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
 from dlrover.planning.throughput import TrustRegion
 from dlrover.spec import events
-from dlrover.spec.plan import Effect, Group, Plan
+from dlrover.spec.plan import Effect, Group, Plan, PlanOutcome
 from dlrover.spec.roles import SERVER, WORKER, Size
 from dlrover.spec.speed import ScaleDecision, ScaleKind, SpeedSample
 
@@ -52,6 +51,42 @@ class Change:
     batch_before: int = 0
     """Chosen global batch before the change; 0: the program's own."""
 
+    def begun(self, decision: ScaleDecision, unit: str) -> events.PlanMade:
+        """Return the event of the plan's beginning; ``unit`` is that of its throughput."""
+        return events.PlanMade(
+            self.number,
+            self.kind,
+            self.size.workers,
+            self.origin.workers,
+            decision.plan.reason,
+            self.effect,
+            unit,
+            self.plan_id,
+            self.size.servers,
+            self.origin.servers,
+            decision.batch,
+        )
+
+    def measured(
+        self, sample: SpeedSample, outcome: PlanOutcome, *, short: bool
+    ) -> events.PlanMeasured:
+        """Return the event of the plan's measured outcome; ``short``: it is not worth its size."""
+        return events.PlanMeasured(
+            self.number,
+            self.size.workers,
+            sample.throughput,
+            outcome.error,
+            outcome.within,
+            short,
+            sample.unit,
+            self.plan_id,
+            self.size.servers,
+        )
+
+    def dropped(self, reason: str) -> events.PlanDropped:
+        """Return the event of the plan's end without a measured effect."""
+        return events.PlanDropped(self.number, reason, self.plan_id)
+
 
 def groups_of(size: Size) -> dict[str, Group]:
     """Return the nodes of a size, by role."""
@@ -81,14 +116,6 @@ def decided(
     )
 
 
-def told_change(origin: Size, size: Size) -> str:
-    """Return ``1 -> 2 nodes``; with servers, the changes of both roles."""
-    if not size.servers:
-        return f"{origin.workers} -> {size.workers} nodes"
-    pairs = zip(("workers", "servers"), origin, size, strict=True)
-    return ", ".join(f"{old} -> {new} {role}" for role, old, new in pairs if old != new)
-
-
 def gain_without(found: events.SlowRank, latest: SpeedSample) -> float:
     """Return the share of speed that a job gains if a slow rank becomes as fast as the others.
 
@@ -100,3 +127,15 @@ def gain_without(found: events.SlowRank, latest: SpeedSample) -> float:
     usual = latest.compute_seconds or latest.step_seconds / found.factor
     waited = (found.factor - 1) * usual
     return latest.step_seconds / max(latest.step_seconds - waited, usual) - 1
+
+
+def gaining(gain: float, spread: float, before: float, cost: float) -> Effect:
+    """Return an expected gain as a share of the speed ``before``, give or take ``spread`` of the gain."""
+    low, middle, high = (before * (1 + gain * factor) for factor in (1 - spread, 1, 1 + spread))
+    return Effect(throughput=middle, low=low, high=high, before=before, cost=cost)
+
+
+def between(one: Size, size: Size, other: Size) -> bool:
+    """Return whether a size lies between two others, in each role."""
+    bounds = zip(one, size, other, strict=True)
+    return all(min(a, b) <= n <= max(a, b) for a, n, b in bounds)

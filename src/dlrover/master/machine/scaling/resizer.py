@@ -84,7 +84,7 @@ class Resizer:
         if event.source == "user" and event.role in scaling.roles:
             self._overrule(event.role, scaling.roles[event.role])
         if after != before:
-            role = scaling.told_role(event.role)
+            role = scaling.role_name(event.role)
             self.state.emit(events.JobScaled(before, after, event.source, event.reason, role))
 
     def _overrule(self, role: str, wanted: Wanted) -> None:

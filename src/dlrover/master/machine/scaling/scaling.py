@@ -49,7 +49,7 @@ class Scaling:
     roles: dict[str, Wanted] = field(init=False)
     #: True while the actual nodes may differ from the wanted ones
     due: bool = False
-    #: nodes called off, and when each is given up if it has not left
+    #: nodes that drain, and when each is given up if it has not left
     leaving: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -112,8 +112,8 @@ class Scaling:
         of_role = self.roles.get(role_of(node_rank))
         return of_role.factors if of_role is not None else (1.0, 1.0)
 
-    def told_role(self, role: str) -> str:
-        """Return the role as events name it; empty if all of the job's nodes have it."""
+    def role_name(self, role: str) -> str:
+        """Return the role for events; empty if all of the job's nodes have it."""
         return role if self.job.other_nodes or self.job.servers else ""
 
     def refusal(self, asked: inputs.ScaleAsked) -> str:

@@ -10,35 +10,34 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from dlrover.brain.known import Job, Past, added
-from dlrover.brain.shapes import (
-    Models,
-    batches_of,
-    counts_near,
+from dlrover.brain.machine.job import Job, Models, Past
+from dlrover.planning.allreduce import RingModel
+from dlrover.planning.cluster import Demand, Option, Share, allocate
+from dlrover.planning.efficiency import BatchLimits, GradientNoise, best_batches
+from dlrover.planning.parameter_server import ServerModel
+from dlrover.planning.search import pareto
+from dlrover.planning.shapes import (
+    Model,
+    added,
     predict,
     resized,
+    ring_shape,
     server_shape,
-    terms_of,
     total_batch,
     use_of,
     with_batch,
 )
-from dlrover.brain.single import first_plan
-from dlrover.planning.allreduce import RingModel
-from dlrover.planning.cluster import Demand, Share, Size, allocate
-from dlrover.planning.efficiency import BatchLimits, GradientNoise, best_batches
-from dlrover.planning.measured import ring_shape
-from dlrover.planning.parameter_server import ServerModel
-from dlrover.planning.search import pareto
 from dlrover.planning.warmstart import (
     FIRST_SECONDS,
     LEAST_SIMILARITY,
     expected_remaining,
+    first_plan,
     similarity,
 )
 from dlrover.spec import brain
 from dlrover.spec.batches import Batches
 from dlrover.spec.plan import Plan
+from dlrover.spec.roles import SERVER, WORKER
 
 SIZES = 24
 """Maximum number of a job's sizes that are compared."""
@@ -73,7 +72,7 @@ class ClusterOptimizer:
     ) -> dict[str, brain.Advice]:
         """Return what each job should have."""
         if not cluster.nodes:
-            reason = "nobody has told the Brain what the cluster has"
+            reason = "the resources of the cluster are unknown: no report has named them"
             return {job.id: brain.Advice(reason=reason) for job in jobs}
         cases = {job.id: self._case(job, past, cluster) for job in jobs}
         kept = added(case.kept for case in cases.values())
@@ -88,13 +87,13 @@ class ClusterOptimizer:
         model, past = self._models.of(job), past.of(job.id)
         shapes = _shapes(job, model, past)
         sizes = [
-            Size(name, _use(job, shape, cluster), _speed(job, model, shape))
+            Option(name, _use(job, shape, cluster), _speed(job, model, shape))
             for name, shape in shapes.items()
         ]
         sizes.sort(key=lambda size: size.speed)
-        current = None if job.current is None else _name(job.current, batches_of(job))
+        current = None if job.current is None else _name(job.current, job.batches)
         kept = _smallest(sizes) if current else {}
-        sizes = [Size(size.name, _less(size.use, kept), size.speed) for size in sizes]
+        sizes = [Option(size.name, _less(size.use, kept), size.speed) for size in sizes]
         demand = Demand(
             job.id,
             sizes,
@@ -121,7 +120,7 @@ class ClusterOptimizer:
 
 def _other_batch(job: Job, shape: brain.Shape) -> int | None:
     """Return the global batch of a shape; None if it stays, apart from rounding of each worker's share."""
-    batches, current = batches_of(job), job.current
+    batches, current = job.batches, job.current
     if current is None or batches is None or batches.least == batches.most:
         return None
     same = with_batch(shape, total_batch(current), batches.pass_most)
@@ -130,26 +129,26 @@ def _other_batch(job: Job, shape: brain.Shape) -> int | None:
     return min(max(total_batch(shape), batches.least), batches.most)
 
 
-def _shapes(job: Job, model: RingModel | ServerModel | None, past: Past) -> dict[str, brain.Shape]:
+def _shapes(job: Job, model: Model | None, past: Past) -> dict[str, brain.Shape]:
     """Return the sizes that a job may have next, by name: those near the measured ones."""
     if job.current is None:
-        first = brain.Shape(groups=first_plan(job.description, past).groups)
+        first = brain.Shape(groups=first_plan(job.description, past.jobs).groups)
         return {_name(first, None): first}
-    batches = batches_of(job)
+    batches = job.batches
     if model is None:
         return {_name(job.current, batches): job.current}
-    shapes = (
-        _ring(job, job.current, model)
-        if isinstance(model, RingModel)
-        else _servers(job, job.current, model)
-    )
+    match model:
+        case RingModel():
+            shapes = _ring(job, job.current, model)
+        case _:
+            shapes = _servers(job, job.current, model)
     return {_name(shape, batches): shape for shape in [*shapes, job.current]}
 
 
 def _ring(job: Job, current: brain.Shape, model: RingModel) -> list[brain.Shape]:
-    region, measured = terms_of(job).region, [sample.shape for sample in model.samples]
-    shapes = [resized(current, count) for count in _spread(counts_near(job, "worker"))]
-    batches = batches_of(job)
+    region, measured = job.terms.region, [sample.shape for sample in model.samples]
+    shapes = [resized(current, count) for count in _spread(job.counts(WORKER))]
+    batches = job.batches
     if batches is not None:
         total = total_batch(current)
         same = [with_batch(shape, total, batches.pass_most) for shape in shapes]
@@ -183,12 +182,12 @@ def _with_best_batches(
 
 def _servers(job: Job, current: brain.Shape, model: ServerModel) -> list[brain.Shape]:
     """Return those of the many near sizes that no other one beats."""
-    region = terms_of(job).region
+    region = job.terms.region
     measured = {sample.shape for sample in model.samples}
     shapes = [
         shape
-        for workers in _spread(counts_near(job, "worker"), AXIS)
-        for servers in _spread(counts_near(job, "ps"), AXIS)
+        for workers in _spread(job.counts(WORKER), AXIS)
+        for servers in _spread(job.counts(SERVER), AXIS)
         if region.contains(server_shape(shape := resized(current, workers, servers)), measured)
     ]
     if not shapes:
@@ -209,7 +208,7 @@ def _spread(values: list[T], most: int = SIZES) -> list[T]:
 
 
 def _name(shape: brain.Shape, batches: Batches | None) -> str:
-    worker, server = shape.groups["worker"], shape.groups.get("ps")
+    worker, server = shape.groups[WORKER], shape.groups.get(SERVER)
     unit = "node" if worker.count == 1 else "nodes"
     name = f"{worker.count} {unit}" + (f" and {server.count} ps" if server else "")
     if batches is not None and batches.least < batches.most:
@@ -217,7 +216,7 @@ def _name(shape: brain.Shape, batches: Batches | None) -> str:
     return name
 
 
-def _remaining(job: Job, past: Past, sizes: Sequence[Size]) -> float:
+def _remaining(job: Job, past: Past, sizes: Sequence[Option]) -> float:
     """Return the estimated number of samples until the job's end."""
     described = job.description
     if described.total > 0:
@@ -231,13 +230,13 @@ def _remaining(job: Job, past: Past, sizes: Sequence[Size]) -> float:
     return expected_remaining(job.done, similar, FIRST_SECONDS * slowest)
 
 
-def _speed(job: Job, model: RingModel | ServerModel | None, shape: brain.Shape) -> float:
+def _speed(job: Job, model: Model | None, shape: brain.Shape) -> float:
     """Return useful samples per second, lowered by their uncertainty; 1 if nothing was measured yet."""
     if model is None:
         return 1.0
-    expected, noise = predict(model, shape), GradientNoise.of(batches_of(job))
+    expected, noise = predict(model, shape), GradientNoise.of(job.batches)
     efficiency = float(noise.efficiency(total_batch(shape))) if noise is not None else 1.0
-    caution = math.exp(-terms_of(job).choice.caution * expected.spread)
+    caution = math.exp(-job.terms.choice.caution * expected.spread)
     return expected.throughput * efficiency * caution
 
 
@@ -250,7 +249,7 @@ def _use(job: Job, shape: brain.Shape, cluster: brain.Cluster) -> dict[str, floa
     return use
 
 
-def _smallest(sizes: Sequence[Size]) -> dict[str, float]:
+def _smallest(sizes: Sequence[Option]) -> dict[str, float]:
     """Return the least amount of each resource that any size takes."""
     names = {name for size in sizes for name in size.use}
     return {name: min(size.use.get(name, 0.0) for size in sizes) for name in names}

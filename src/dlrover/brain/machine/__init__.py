@@ -1,0 +1,1 @@
+"""The optimizers of single jobs and of the cluster. Pure."""
