@@ -18,7 +18,7 @@ from dlrover.checkpoint.storage import storage
 from dlrover.checkpoint.storage.stores import open_store
 from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
 
-ENTRIES = layouts.place([TensorSpec(("a",), "uint8", (8,))], [0])
+ENTRIES = layouts.place([TensorSpec(("a",), "uint8", (8,), None)], [0])
 PACKED = layouts.packed(msgspec.Raw(msgspec.msgpack.encode(ENTRIES)), b"\x80", (8, 1, 0))
 HERE = os.getpid()
 

@@ -13,7 +13,7 @@ from dlrover.checkpoint.saver.memory import PAGE, Generation, State
 from dlrover.errors import InfrastructureError
 
 ENTRIES = layouts.place(
-    [TensorSpec(("a",), "uint8", (100,)), TensorSpec(("b",), "int64", (3, 2))], [0, 1]
+    [TensorSpec(("a",), "uint8", (100,), None), TensorSpec(("b",), "int64", (3, 2), None)], [0, 1]
 )
 PACKED = layouts.packed(
     msgspec.Raw(msgspec.msgpack.encode(ENTRIES)), b"\x80", (ENTRIES[-1].end, 2, 77)

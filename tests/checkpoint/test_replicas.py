@@ -35,7 +35,7 @@ from tests.waiting import until
 
 HOST = "127.0.0.1"
 SIZE = 3 * wire.CHUNK + 17
-ENTRIES = layouts.place([TensorSpec(("a",), "uint8", (SIZE,))], [0])
+ENTRIES = layouts.place([TensorSpec(("a",), "uint8", (SIZE,), None)], [0])
 PACKED = layouts.packed(msgspec.Raw(msgspec.msgpack.encode(ENTRIES)), b"\x80", (SIZE, 1, 0))
 
 

@@ -267,7 +267,7 @@ def test_files_that_do_not_belong_to_the_step_are_told_and_do_no_harm(stored: Pa
 def test_a_part_that_nobody_saved_is_missed(tmp_path: Path):
     store(tmp_path / "c", 30, state(0, 30))
     assert problems(tmp_path / "c") == {
-        ("manifest.json", "model.w", "is not complete: 6 of its 10 elements were saved")
+        ("manifest.json", "model.w", "it is incomplete: 6 of its 10 elements were saved")
     }
 
 

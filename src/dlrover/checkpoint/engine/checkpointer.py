@@ -29,7 +29,7 @@ from dlrover.checkpoint.loading import fresh, restore
 from dlrover.checkpoint.loading.loader import Found, Loader, Lost
 from dlrover.checkpoint.loading.plan import Planner, RankState, Target, restoring, taking
 from dlrover.checkpoint.loading.restore import Prepare, Reading
-from dlrover.checkpoint.machine.layout import PackedLayout, Tensor
+from dlrover.checkpoint.machine.layout import PackedLayout, TensorSpec
 from dlrover.checkpoint.machine.policies import Policy, checked_metrics, policy_of
 from dlrover.checkpoint.machine.saves import Newest, SaveId
 from dlrover.checkpoint.saver.protocol import SaverGoneError
@@ -502,7 +502,7 @@ class Checkpointer:
         """
         readings: list[Reading] = []
 
-        def prepare(tree: Any, specs: Sequence[Tensor], moved: bool) -> Reading:
+        def prepare(tree: Any, specs: Sequence[TensorSpec], moved: bool) -> Reading:
             reading = Reading(tree, specs, keys)
             if moved and any(
                 spec.part is not None and need is not None

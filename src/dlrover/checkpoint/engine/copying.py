@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 import msgspec
@@ -16,7 +16,8 @@ from dlrover.checkpoint.engine import tree
 from dlrover.checkpoint.engine.devices import SideStream, device_of
 from dlrover.checkpoint.engine.tree import Flat
 from dlrover.checkpoint.machine import layout as layouts
-from dlrover.checkpoint.machine.layout import SMALL, PackedLayout, Tensor, TensorEntry
+from dlrover.checkpoint.machine.extent import Box
+from dlrover.checkpoint.machine.layout import SMALL, PackedLayout, TensorEntry, TensorSpec
 from dlrover.checkpoint.saver.protocol import GENERATIONS
 
 _libc = ctypes.CDLL(None)
@@ -49,12 +50,29 @@ def _neighbours(entries: Sequence[TensorEntry]) -> Iterator[list[TensorEntry]]:
         yield run
 
 
-def view(data: memoryview, tensor: Tensor) -> torch.Tensor:
+def view(data: memoryview, tensor: TensorSpec) -> torch.Tensor:
     """Return the tensor whose bytes are ``data``."""
     if not data:
         return torch.empty(tensor.shape, dtype=tree.DTYPES[tensor.dtype])
     flat = torch.frombuffer(data, dtype=torch.uint8)
     return flat.view(tree.DTYPES[tensor.dtype]).view(tensor.shape)
+
+
+def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return the elements of the box in its source ``tensor``."""
+    return tensor if box.shape == tuple(tensor.shape) else tensor[box.source]
+
+
+def joined(
+    dtype: str, shape: tuple[int, ...], pieces: Sequence[tuple[Box, Callable[[], torch.Tensor]]]
+) -> torch.Tensor:
+    """Return a tensor made of pieces that are read one by one; a single piece is not copied."""
+    if len(pieces) == 1 and pieces[0][0].shape == shape:
+        return pieces[0][1]()
+    whole = torch.empty(shape, dtype=tree.DTYPES[dtype])
+    for box, read in pieces:
+        whole[box.target] = read()
+    return whole
 
 
 class Copier:

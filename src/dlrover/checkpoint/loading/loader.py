@@ -20,8 +20,7 @@ from dlrover.checkpoint.engine.client import SaverClient
 from dlrover.checkpoint.engine.tree import DTYPES
 from dlrover.checkpoint.engine.world import World
 from dlrover.checkpoint.loading import peers
-from dlrover.checkpoint.loading.pieces import assemble, cut
-from dlrover.checkpoint.loading.plan import Plan, Planner, Question, RankState
+from dlrover.checkpoint.loading.plan import LoadRequest, Plan, Planner, RankState, assemble
 from dlrover.checkpoint.loading.verified import LARGE, THREADS, VerifiedCopy, is_plain
 from dlrover.checkpoint.machine.extent import Piece
 from dlrover.checkpoint.machine.layout import ITEM_BYTES, Layout, TensorEntry
@@ -137,7 +136,7 @@ class Loader:
         self, known: Mapping[int, RankState], saved_size: int, *, complete: bool, own: bool = False
     ) -> Plan | None:
         return self._planner(
-            Question(
+            LoadRequest(
                 known,
                 base=self._world.rank if self._world.rank < saved_size else 0,
                 moved=saved_size != self._world.size,
@@ -355,11 +354,11 @@ class _Stored:
 
     def _read(self, piece: Piece) -> torch.Tensor:
         tensor = self._tensor(piece)
-        part = cut(copying.view(self._stored.verified(tensor), tensor), piece)
+        part = copying.cut(copying.view(self._stored.verified(tensor), tensor), piece.box)
         return part.clone() if part.nbytes < tensor.nbytes else part  # this releases the rest
 
     def _tensor(self, piece: Piece) -> storage.StoredTensor:
-        return self._stored.index(piece.chunk.rank).tensors[piece.chunk.index]
+        return self._stored.index(piece.rank).tensors[piece.entry]
 
 
 class _OnDemand(Sequence[torch.Tensor]):
@@ -481,10 +480,10 @@ class MemoryStep:
 
     def fetch(self, planned: Plan, known: Mapping[int, RankState]) -> Fetched:
         """Fetch what only other nodes have. Collective."""
-        remote = [piece for piece in planned.pieces if piece.chunk.rank not in self._held]
+        remote = [piece for piece in planned.pieces if piece.rank not in self._held]
 
         def itemsize(piece: Piece) -> int:
-            return ITEM_BYTES[known[piece.chunk.rank].tensors[piece.chunk.index].dtype]
+            return ITEM_BYTES[known[piece.rank].tensors[piece.entry].dtype]
 
         return dict(peers.fetch(self._world, self._candidate.servers, remote, itemsize, self._read))
 
@@ -497,7 +496,7 @@ class MemoryStep:
         return self._views[rank]
 
     def _read(self, piece: Piece) -> torch.Tensor:
-        return cut(self._tensors(piece.chunk.rank)[piece.chunk.index], piece)
+        return copying.cut(self._tensors(piece.rank)[piece.entry], piece.box)
 
     def restore(self, planned: Plan, known: Mapping[int, RankState], fetched: Fetched) -> None:
         """Restore everything, and check the data meanwhile.
@@ -510,13 +509,13 @@ class MemoryStep:
             data = fetched.get(piece)
             if data is None:
                 return self._read(piece)
-            dtype = DTYPES[known[piece.chunk.rank].tensors[piece.chunk.index].dtype]
+            dtype = DTYPES[known[piece.rank].tensors[piece.entry].dtype]
             return data.view(dtype).view(piece.box.shape)
 
         if planned.needed is None:
             self._restore_own(planned)
             return
-        used = {piece.chunk.rank for piece in planned.pieces} & self._held.keys()
+        used = {piece.rank for piece in planned.pieces} & self._held.keys()
         tensors = assemble(planned, planned.needed, read)
         with _meanwhile(lambda: self._verify(used)):
             planned.restoration.run(tensors)

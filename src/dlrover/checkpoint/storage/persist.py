@@ -165,8 +165,8 @@ def _write_rank(job: Job, draft: Draft, rank: int) -> None:
                 head, tail = torchfile.wrap(entry.dtype, entry.shape, data, file.size, ALIGNMENT)
                 start = file.size
                 known = StoredTensor(
-                    entry.path, entry.dtype, entry.shape, name, start + len(head), entry.nbytes, checksum,
-                    (start, len(head) + len(data) + len(tail)), entry.part,
+                    entry.path, entry.dtype, entry.shape, entry.part, name, start + len(head), entry.nbytes,
+                    checksum, (start, len(head) + len(data) + len(tail)),
                 )  # fmt: skip
                 for part in (head, data, tail):
                     file.write(part)

@@ -30,8 +30,7 @@ import msgspec
 import xxhash
 
 from dlrover.checkpoint.machine import layout as layouts
-from dlrover.checkpoint.machine.extent import Extent
-from dlrover.checkpoint.machine.layout import Layout, TensorEntry, name
+from dlrover.checkpoint.machine.layout import Layout, TensorEntry, TensorSpec, name
 from dlrover.checkpoint.machine.policies import Policy, StepInfo
 from dlrover.checkpoint.machine.saves import Newest, Order, SaveId
 from dlrover.checkpoint.storage import faults, formats
@@ -89,24 +88,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of the files, beside the manifest; empty if the files are directly beside it."""
 
 
-class StoredTensor(msgspec.Struct, frozen=True, array_like=True):
-    """Location of a tensor's bytes."""
+class StoredTensor(TensorSpec, frozen=True, array_like=True):
+    """A tensor in a file of a stored step."""
 
-    path: layouts.Path
-    dtype: str
-    shape: tuple[int, ...]
     file: str
     offset: int
     nbytes: int
     xxh3: int
     item: tuple[int, int]
     """Offset and length of the ``torch.save`` file around it."""
-    part: layouts.Part | None = None
-
-    @property
-    def extent(self) -> Extent:
-        """Position in the whole tensor."""
-        return layouts.extent_of(self.shape, self.part)
 
 
 class RankIndex(msgspec.Struct, frozen=True):
@@ -572,7 +562,7 @@ def _check(index: RankIndex) -> None:
         item = layouts.ITEM_BYTES.get(tensor.dtype, 1)
         offset = -(-end // item) * item
         entries.append(
-            TensorEntry(tensor.path, tensor.dtype, tensor.shape, offset, tensor.nbytes, tensor.part)
+            TensorEntry(tensor.path, tensor.dtype, tensor.shape, tensor.part, offset, tensor.nbytes)
         )
         end = offset + tensor.nbytes
     layouts.check(Layout(tuple(entries), index.skeleton, 0), end)

@@ -121,7 +121,7 @@ def _write_flash(content: Content, temporary: Path, step: int) -> None:
     """Write a checkpoint directory; read sources twice, as checksums come before the data."""
     same = content.same_as
     held = list(zip(content.paths, content.tensors, strict=True))
-    specs = [TensorSpec(path, tensor.dtype, tensor.shape) for path, tensor in held]
+    specs = [TensorSpec(path, tensor.dtype, tensor.shape, None) for path, tensor in held]
     entries = layouts.place(specs, same)
     sums: list[int] = []
     for index, first in enumerate(same):

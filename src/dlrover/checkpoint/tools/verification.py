@@ -10,7 +10,7 @@ import msgspec
 import xxhash
 
 from dlrover.checkpoint.machine import extent, layout as layouts
-from dlrover.checkpoint.machine.extent import Chunk, Extent
+from dlrover.checkpoint.machine.extent import Extent, cover
 from dlrover.checkpoint.machine.layout import TensorRef, name
 from dlrover.checkpoint.storage import storage
 from dlrover.checkpoint.storage.storage import FileRecord, RankIndex, StoredStep, StoredTensor
@@ -170,18 +170,10 @@ class _Check:
                     key = (tensor.path, tensor.dtype, tensor.part.whole)
                     found.setdefault(key, []).append(tensor.extent)
         for (path, _, whole), extents in found.items():
-            missing = _missing(whole, extents)
-            if missing:
-                self._add(MANIFEST, name(path), f"is not complete: {missing}")
-
-
-def _missing(whole: tuple[int, ...], extents: list[Extent]) -> str:
-    """Return what is missing if the parts do not cover a tensor; else an empty text."""
-    try:
-        extent.pieces(extent.entire(whole), [Chunk(0, 0, box) for box in extents])
-    except extent.MissingPartError as error:
-        return str(error)
-    return ""
+            try:
+                cover("it", extent.entire(whole), [(box, None) for box in extents])
+            except InfrastructureError as error:  # noqa: PERF203 - report all
+                self._add(MANIFEST, name(path), str(error).removesuffix("."))
 
 
 def _sums(
