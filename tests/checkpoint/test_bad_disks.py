@@ -28,13 +28,13 @@ MIB = 1 << 20
 SAVER = """
 import errno, os, sys
 from dlrover.checkpoint.saver import saver
-from dlrover.checkpoint.storage import faults
+from dlrover.checkpoint.storage import faults, persist
 flag, label = sys.argv[1:3]
 def fail(passed):
     if passed == label and os.path.exists(flag):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 faults.hook = fail
-saver.RETRY_DELAYS = (0.02, 0.05, 0.1)
+persist.RETRY_DELAYS = (0.02, 0.05, 0.1)
 sys.argv[0] = "dlrover.checkpoint.saver.saver"
 saver.main(sys.argv[3:])
 """
@@ -214,7 +214,7 @@ def test_a_failure_that_passes_is_tried_again(directory, tmp_path):
     checkpointer.save(1, filled(1), to="storage")
     log = next(directory.glob("saver-*.log"))
     end = time.monotonic() + 60  # the saver loads torch first
-    while "tried again in 0.02 s: Step 1" not in log.read_text():
+    while "Retrying in 0.02 s: Step 1" not in log.read_text():
         assert time.monotonic() < end, log.read_text()
     flag.unlink()
     checkpointer.wait()

@@ -546,7 +546,7 @@ def test_other_nodes_do_not_hold_up_a_training_for_long(tmp_path, monkeypatch):
         saving = threading.Thread(target=worker.save, args=(3,))
         saving.start()
         task = saver._book.tasks.next()
-        problem = saver._carry_out(task)
+        problem = saver._store_task(task)
         assert "other nodes did not store their parts within 0.2 s" in problem
         saver._book.tasks.finish(task, problem)
         saving.join(5)

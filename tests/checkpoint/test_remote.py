@@ -49,8 +49,9 @@ saver.main(sys.argv[3:])
 """
 HASTY_SAVER = """
 import sys
-from dlrover.checkpoint import saver
-saver.RETRY_DELAYS = tuple(map(float, sys.argv[1].split(",")))
+from dlrover.checkpoint.saver import saver
+from dlrover.checkpoint.storage import persist
+persist.RETRY_DELAYS = tuple(map(float, sys.argv[1].split(",")))
 sys.argv[0] = "dlrover.checkpoint.saver.saver"
 saver.main(sys.argv[2:])
 """
@@ -272,7 +273,7 @@ def test_a_server_that_is_away_for_a_while_stops_nobody(url, s3, tmp_path):
             checkpointer.save(step, filled(step), to="storage" if step == 2 else "memory")
             assert time.monotonic() - began < 2.0
         log = tmp_path / protocol.log_file(url).name
-        while "It is tried again" not in log.read_text():
+        while "Retrying in" not in log.read_text():
             time.sleep(0.05)
     checkpointer.wait()
     checkpointer.close()

@@ -20,7 +20,7 @@ from dlrover.checkpoint.machine.policies import Policy
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.storage import persist, storage
 from dlrover.checkpoint.storage.lease import Lease
-from dlrover.checkpoint.storage.persist import PEER_PATIENCE, RETRY_DELAYS, Job, Source
+from dlrover.checkpoint.storage.persist import PEER_PATIENCE, Job, Source
 from dlrover.checkpoint.storage.stores import Store
 from dlrover.errors import InfrastructureError
 
@@ -58,27 +58,20 @@ class Writer:
             save=save,
             world_size=self.world_size,
             sources={self.rank: Source(live, layout, sums)},
-            pause=_pause,
+            pause=_wait,
             patience=PEER_PATIENCE,
-            guard=lambda: self._guard(save.session, _pause),
+            guard=lambda: self._guard(save.session, _wait),
             metrics=metrics,
         )
         problem = "it was interrupted"
         try:
-            problem = self._carry_out(job)
+            problem = persist.retry(
+                save.step, self.store.location, lambda: self._persist(job), _wait
+            )
         finally:
             if problem:
                 self.give_up(save)
         return problem
-
-    def _carry_out(self, job: Job) -> str:
-        for delay in RETRY_DELAYS:
-            problem, again = self._attempt(job)
-            if not again:
-                return problem
-            logger.warning("It is tried again in %g s: %s", delay, problem)
-            _pause(delay)
-        return self._attempt(job)[0]
 
     def give_up(self, save: SaveId) -> None:
         """Let other ranks, and savers of other nodes, see at once that a save will not be complete."""
@@ -96,31 +89,23 @@ class Writer:
         """
         self._guard(session, _refuse_to_wait)
 
-    def _guard(self, session: int, pause: Callable[[float], None]) -> None:
+    def _guard(self, session: int, pause: Callable[[float], object]) -> None:
         if self.identity:
             storage.check_identity(self.store, self.identity)
         if self.lease is not None:
             self.lease.check(session, pause)
 
-    def _attempt(self, job: Job) -> tuple[str, bool]:
-        """Persist once; return what went wrong, and whether a retry may help."""
-        try:
-            persist.persist(job)
-        except OSError as error:
-            where, reason = self.store.location, error.strerror or error
-            return f"Step {job.step} was not stored in {where}: {reason}.", True
-        except InfrastructureError as error:
-            return str(error), False
+    def _persist(self, job: Job) -> None:
+        persist.persist(job)
         if self.rank == 0:
             try:
                 storage.prune(self.store, self.keep, job.guard)
             except (OSError, InfrastructureError) as error:
                 logger.warning("Old checkpoints in %s stay: %s", self.store.location, error)
-        return "", False
 
 
-def _pause(seconds: float) -> None:
-    threading.Event().wait(seconds)
+def _wait(seconds: float) -> bool:
+    return threading.Event().wait(seconds)
 
 
 def _refuse_to_wait(_: float) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import functools
 import importlib
 import logging
@@ -34,7 +33,7 @@ from dlrover.checkpoint.saver.replicas import Replicas
 from dlrover.checkpoint.saver.tasks import Task
 from dlrover.checkpoint.storage import first_save, lease, persist, storage
 from dlrover.checkpoint.storage.lease import Lease
-from dlrover.checkpoint.storage.persist import PEER_PATIENCE, RETRY_DELAYS
+from dlrover.checkpoint.storage.persist import PEER_PATIENCE
 from dlrover.checkpoint.storage.stores import Store, location_of, open_store, reason
 from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError, ProtocolError
 
@@ -138,43 +137,31 @@ class Saver:
         importlib.import_module("dlrover.checkpoint.storage.dcp")  # loads torch before it is needed
         while True:
             task = self._book.tasks.next()
-            problem = self._carry_out(task)
+            problem = self._store_task(task)
             if problem:
                 logger.error("%s", problem)
                 self._give_up(task)
             self._book.tasks.finish(task, problem)
 
-    def _carry_out(self, task: Task) -> str:
+    def _store_task(self, task: Task) -> str:
         """Persist a task; return the problem in one sentence, or an empty text."""
-        for delay in RETRY_DELAYS:
-            problem, again = self._attempt(task)
-            if not again:
-                return problem
-            logger.warning("It is tried again in %g s: %s", delay, problem)
-            if self._book.tasks.pause(task, delay, yielding=True):
-                return f"{problem} It was given up for a newer step."
-        return self._attempt(task)[0]
-
-    def _attempt(self, task: Task) -> tuple[str, bool]:
-        """Persist a task once; return the problem and whether a retry may succeed."""
         try:
-            self._persist_task(task)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                self._make_room(task)
-            where = self._store.location
-            return f"Step {task.step} was not stored in {where}: {reason(error)}.", True
+            return persist.retry(
+                task.step,
+                self._store.location,
+                lambda: self._persist_task(task),
+                lambda delay: self._book.tasks.pause(task, delay, yielding=True),
+                lambda: self._free_space(task),
+            )
         except DLRoverError as error:
-            return str(error), False
+            return str(error)
         except Exception as error:
             # This thread must not end, whatever the error: all workers would wait forever.
             logger.exception("Step %d was not stored", task.step)
-            return f"Step {task.step} was not stored: {error!r}.", False
-        return "", False
+            return f"Step {task.step} was not stored: {error!r}."
 
     def _persist_task(self, task: Task) -> None:
         began = time.monotonic()
-
         guard = functools.partial(self._guard, task)
         job = persist.Job(
             store=self._store,
@@ -208,7 +195,7 @@ class Saver:
     def _pause(self, task: Task, seconds: float) -> None:
         self._book.tasks.pause(task, seconds, yielding=False)
 
-    def _make_room(self, task: Task) -> None:
+    def _free_space(self, task: Task) -> None:
         """Delete unfinished files of other worlds that have not changed for `PEER_PATIENCE`."""
         if 0 in task.ranks:
             try:

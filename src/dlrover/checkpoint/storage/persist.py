@@ -7,6 +7,7 @@ indices, adds DCP's metadata and the manifest, and publishes the step.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import logging
 import threading
@@ -23,7 +24,15 @@ from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.storage import faults, formats, storage, torchfile
 from dlrover.checkpoint.storage.formats import OtherFormatError
 from dlrover.checkpoint.storage.storage import FileRecord, Manifest, RankIndex, StoredTensor
-from dlrover.checkpoint.storage.stores import DCP_METADATA, MANIFEST, Draft, Store, Writer, join
+from dlrover.checkpoint.storage.stores import (
+    DCP_METADATA,
+    MANIFEST,
+    Draft,
+    Store,
+    Writer,
+    join,
+    reason,
+)
 from dlrover.errors import InfrastructureError
 
 logger = logging.getLogger(__name__)
@@ -66,7 +75,7 @@ class Job:
     world_size: int
     sources: Mapping[int, Source]
     """This node's parts of the step, by rank."""
-    pause: Callable[[float], None]
+    pause: Callable[[float], object]
     """Waits the given number of seconds; raises when the job must be given up."""
     patience: float
     """Seconds to wait for other nodes before giving up."""
@@ -107,6 +116,37 @@ def persist(job: Job) -> None:
     if 0 in job.sources:
         storage.track(job.store, job.save)
         faults.point("persist.tracked")
+
+
+def retry(
+    step: int,
+    where: str,
+    attempt: Callable[[], None],
+    pause: Callable[[float], bool],
+    free_space: Callable[[], None] = lambda: None,
+) -> str:
+    """Attempt to store a step, again after each failure of the storage ``where``; return the problem.
+
+    The problem is one sentence, or an empty text if the step is stored. ``pause`` waits, and returns True if
+    a newer step needs the memory; ``free_space`` is called when the storage is full.
+    """
+    problem = ""
+    for delay in (0.0, *RETRY_DELAYS):
+        try:
+            if problem:
+                logger.warning("Retrying in %g s: %s", delay, problem)
+                if pause(delay):
+                    return f"{problem} It was given up for a newer step."
+            attempt()
+        except OSError as error:  # noqa: PERF203 - that is what the loop is for
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                free_space()
+            problem = f"Step {step} was not stored in {where}: {reason(error)}."
+        except InfrastructureError as error:
+            return str(error)
+        else:
+            return ""
+    return problem
 
 
 def _is_stored(job: Job) -> bool:
