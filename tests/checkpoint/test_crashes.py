@@ -117,7 +117,7 @@ def start_saver(directory: Path, program: str, *words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("label", "step"), [("save.begun", 2), ("save.copied", 2), ("save.published", 3)]
+    ("label", "step"), [("save.begun", 2), ("save.copied", 2), ("save.committed", 3)]
 )
 def test_a_worker_that_dies_in_a_save_leaves_the_last_whole_step(directory, label, step):
     ended = subprocess.run([sys.executable, "-c", SAVES, str(directory), label], check=False)

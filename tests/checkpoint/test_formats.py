@@ -144,7 +144,7 @@ def test_memory_of_another_version_is_not_damaged(fd):
     generation = Generation(fd)
     copier = Copier()
     layout = copier.layout(tree.flatten({"w": torch.zeros(4)}))
-    generation.publish(layout, rank=0, world_size=1, save=SaveId(0, 1, 1, 1))
+    generation.seal(layout, rank=0, world_size=1, save=SaveId(0, 1, 1, 1))
     struct.pack_into("<I", generation.buffer, 8, 1)
     with pytest.raises(OtherFormatError, match=SAID):
         generation.header()

@@ -9,7 +9,7 @@ import torch
 from dlrover.checkpoint import Checkpointer
 from dlrover.checkpoint.loading import loader
 from dlrover.checkpoint.machine.saves import Numbering, SaveId
-from dlrover.checkpoint.saver.protocol import Held, Join
+from dlrover.checkpoint.saver.protocol import HeldGeneration, Join
 from dlrover.checkpoint.storage import first_save
 from dlrover.errors import CheckpointsLostError
 from tests.waiting import until
@@ -21,8 +21,8 @@ def state(step: int) -> dict:
     return {"w": torch.full((100,), float(step)), "step": step}
 
 
-def held(rank: int, number: int, size: int = 4) -> Held:
-    return Held(rank, 0, SaveId(0, number, number, 7), size)
+def held(rank: int, number: int, size: int = 4) -> HeldGeneration:
+    return HeldGeneration(rank, 0, SaveId(0, number, number, 7), size)
 
 
 def test_the_newest_save_that_is_not_whole_is_named_with_its_ranks():

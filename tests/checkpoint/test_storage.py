@@ -19,7 +19,7 @@ from dlrover.checkpoint.machine.policies import KeepLast
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.saver import memory
 from dlrover.checkpoint.saver.memory import Generation
-from dlrover.checkpoint.storage import persist, storage, torchfile
+from dlrover.checkpoint.storage import persist, storage
 from dlrover.checkpoint.storage.persist import Job, Source
 from dlrover.checkpoint.storage.stores import IDENTITY, MANIFEST, open_store
 from dlrover.errors import ConfigurationError, InfrastructureError
@@ -41,7 +41,7 @@ def test_torch_reads_a_wrapped_tensor_without_trusting_it(dtype, shape, at):
     tensor = torch.ones(shape).to(tree.DTYPES[dtype])
     dense = tensor.reshape(-1)
     data = dense.view(torch.uint8).numpy().tobytes() if dense.numel() else b""
-    head, tail = torchfile.wrap(dtype, shape, memoryview(data), at, 64)
+    head, tail = persist.torch_file(dtype, shape, memoryview(data), at, 64)
     assert (at + len(head)) % 64 == 0
     whole = head + data + tail
     read = torch.load(io.BytesIO(whole), weights_only=True)
@@ -55,7 +55,7 @@ def source(state: dict) -> Source:
     copier = Copier()
     packed = copier.layout(tree.flatten(state))
     fd = os.memfd_create("test")
-    os.ftruncate(fd, memory.room_for(packed))
+    os.ftruncate(fd, memory.capacity_for(packed))
     generation = Generation(fd)
     os.close(fd)
     copier.copy(torch.frombuffer(generation.data, dtype=torch.uint8))

@@ -39,7 +39,7 @@ def source(state: dict) -> Source:
     copier = Copier()
     packed = copier.layout(tree.flatten(state))
     fd = os.memfd_create("test")
-    os.ftruncate(fd, memory.room_for(packed))
+    os.ftruncate(fd, memory.capacity_for(packed))
     generation = Generation(fd)
     os.close(fd)
     copier.copy(torch.frombuffer(generation.data, dtype=torch.uint8))

@@ -17,12 +17,11 @@ import torch
 
 from dlrover import config, launched
 from dlrover.checkpoint.engine import direct, joining, pace, shared, tree
-from dlrover.checkpoint.engine.client import SaverClient
-from dlrover.checkpoint.engine.commits import Commits
+from dlrover.checkpoint.engine.client import GenerationPool, SaverClient
 from dlrover.checkpoint.engine.copying import Copier
 from dlrover.checkpoint.engine.joining import Wishes
+from dlrover.checkpoint.engine.notifier import StoredStepNotifier
 from dlrover.checkpoint.engine.overlap import Background, Guarded, Snapshot, torn
-from dlrover.checkpoint.engine.room import Room
 from dlrover.checkpoint.engine.tree import State
 from dlrover.checkpoint.engine.world import World
 from dlrover.checkpoint.loading import fresh, restore
@@ -134,13 +133,13 @@ class Checkpointer:
         self._copier = Copier()
         self._guarded = Guarded()
         self._background = Background() if overlap else None
-        self._room = Room(self._client)
+        self._pool = GenerationPool(self._client)
         self._problems: list[str] = []
         self._damaged: dict[int, bytes] = {}
         """Stored steps that a load found damaged, with manifests; ``read_only`` leaves them in place."""
         self._went_back: tuple[int, int] | None = None
         """After going back: the stored step to continue from and its line, until a save follows."""
-        self._commits = Commits(self._store, self._client.stored)
+        self._notifier = StoredStepNotifier(self._store, self._client.stored)
         if not read_only:
             self._join(wishes, policy)
 
@@ -192,7 +191,7 @@ class Checkpointer:
         for each other. A step may be saved again; its last save counts, for all ranks. Rank 0's ``metrics``
         are stored with the step, for `KeepBest`, without values that are not finite.
 
-        If memory has no room for the state, a step for storage is written there before `save` returns; any
+        If the state does not fit in memory, a step for storage is written there before `save` returns; any
         other step is dropped.
 
         Raises:
@@ -297,8 +296,8 @@ class Checkpointer:
         with tree.no_collection():
             layout = self._copier.layout(tree.flatten(state))
         if order.to_storage and self._world.rank == 0:
-            self._commits.expect(order.save, state)
-        if not self._has_room(layout):
+            self._notifier.expect(order.save, state)
+        if not self._reserve(layout):
             self._save_without_memory(order, layout)
             return
         if self._background is None:
@@ -317,14 +316,14 @@ class Checkpointer:
 
         self._background.start(lambda: self._save_or_pass_over(order, layout, copy))
 
-    def _has_room(self, layout: PackedLayout) -> bool:
+    def _reserve(self, layout: PackedLayout) -> bool:
         """Return whether a state fits in memory."""
         try:
-            return self._room.make(layout)
+            return self._pool.reserve(layout)
         except SaverGoneError as error:
             logger.warning("%s It is started again", error)
             self._reconnect()
-            return self._room.make(layout)
+            return self._pool.reserve(layout)
 
     def _save_without_memory(self, order: _Order, layout: PackedLayout) -> None:
         """Write a step for storage straight to storage and wait for it; drop any other step."""
@@ -341,7 +340,7 @@ class Checkpointer:
             self._problems.append(problem)
             return
         self._pace.stored(began)
-        self._commits.stored(order.save)
+        self._notifier.stored(order.save)
         with contextlib.suppress(SaverGoneError):
             self._client.keep(None)  # what is in memory is older
 
@@ -373,16 +372,16 @@ class Checkpointer:
         self, order: _Order, layout: PackedLayout, copy: Callable[[torch.Tensor], None]
     ) -> None:
         save = order.save
-        if not self._room.make(layout):  # the saver was restarted meanwhile
+        if not self._pool.reserve(layout):  # the saver was restarted meanwhile
             raise InfrastructureError(f"There is no memory for step {save.step} any more.")
-        slot = self._room.begin(save)
+        slot = self._pool.begin(save)
         faults.point("save.begun")
-        generation, buffer = self._room.buffer(slot, self._copier.device)
+        generation, buffer = self._pool.buffer(slot, self._copier.device)
         copy(buffer)
         faults.point("save.copied")
-        generation.publish(layout, rank=self._world.rank, world_size=self._world.size, save=save)
-        self._client.publish(slot, save, to_storage=order.to_storage, metrics=order.metrics)
-        faults.point("save.published")
+        generation.seal(layout, rank=self._world.rank, world_size=self._world.size, save=save)
+        self._client.commit(slot, save, to_storage=order.to_storage, metrics=order.metrics)
+        faults.point("save.committed")
         if order.to_storage:
             self._pace.asked[save] = time.monotonic()
 
@@ -398,7 +397,7 @@ class Checkpointer:
             if self._background is not None:
                 self._background.wait()
             self._wait_for_saver()
-            self._commits.settle()
+            self._notifier.settle()
         problems, self._problems = self._problems, []
         self._pace.asked.clear()
         if problems:
@@ -414,9 +413,9 @@ class Checkpointer:
         """Disconnect from the saver, which goes on storing the requested steps."""
         if self._background is not None:
             self._background.close()
-        self._commits.close()
+        self._notifier.close()
         self._copier.forget()
-        self._room.forget()
+        self._pool.forget()
         self._client.close()
         self._leave_world()
 
@@ -424,7 +423,7 @@ class Checkpointer:
         """Connect to a new saver; the memory of the old one is lost."""
         self._problems += filter(None, map(self._lost, sorted(self._pace.asked)))
         self._pace.asked.clear()
-        self._room.forget()
+        self._pool.forget()
         self._client.attach(self._world.rank)
         self._client.join(self._joined)
 
@@ -480,7 +479,7 @@ class Checkpointer:
 
     def _reserve_ahead(self, state: State) -> None:
         layout = self._copier.layout(tree.flatten(state))
-        self._room.reserve_ahead(layout, tree.expected_bytes(state))
+        self._pool.reserve_ahead(layout, tree.expected_bytes(state))
 
     def read(
         self, keys: Collection[str] | None = None, step: int | None = None
@@ -565,7 +564,7 @@ class Checkpointer:
     def _prepare_to_load(self) -> None:
         if self._background is not None:
             self._background.wait()
-        self._room.wait()
+        self._pool.wait()
         if self._world.rank == 0 and not self._read_only:
             storage.adopt(self._store)
 

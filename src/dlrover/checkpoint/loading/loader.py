@@ -26,7 +26,7 @@ from dlrover.checkpoint.machine.extent import Piece
 from dlrover.checkpoint.machine.layout import ITEM_BYTES, Layout, TensorEntry
 from dlrover.checkpoint.machine.saves import Order, SaveId
 from dlrover.checkpoint.saver.memory import Generation
-from dlrover.checkpoint.saver.protocol import Held, Holding
+from dlrover.checkpoint.saver.protocol import HeldGeneration, Holding
 from dlrover.checkpoint.storage import storage
 from dlrover.checkpoint.storage.stores import (
     MANIFEST,
@@ -47,7 +47,7 @@ ATTEMPTS = 3
 
 _stored = msgspec.msgpack.Decoder(list[tuple[int, SaveId | None]])
 _tracked = msgspec.msgpack.Decoder(SaveId | None)
-_held = msgspec.msgpack.Decoder(list[Held])
+_held = msgspec.msgpack.Decoder(list[HeldGeneration])
 _described = msgspec.msgpack.Decoder(dict[int, tuple[tuple[TensorEntry, ...], bytes, list[int]]])
 
 
@@ -117,7 +117,7 @@ class Loader:
             self._world.agree(lambda: client.keep(save))
 
     def _older(
-        self, held: Sequence[Candidate], mine: Sequence[Held]
+        self, held: Sequence[Candidate], mine: Sequence[HeldGeneration]
     ) -> list[Callable[[], Found | None]]:
         """Return attempts to load stored steps and the given ones in memory, newest first. Collective."""
         stored = dict(itertools.islice(self._stored_steps().items(), MAX_STORED))
@@ -148,7 +148,7 @@ class Loader:
 
     # ---- memory
 
-    def _try_memory(self, candidate: Candidate, mine: Sequence[Held]) -> Found | None:
+    def _try_memory(self, candidate: Candidate, mine: Sequence[HeldGeneration]) -> Found | None:
         assert self._client is not None, "there is something in memory"
         step = MemoryStep(self._world, self._client, candidate, mine)
         try:
@@ -408,7 +408,11 @@ class MemoryStep:
     """A step in the memory of the nodes, as one rank loads it."""
 
     def __init__(
-        self, world: World, client: SaverClient, candidate: Candidate, mine: Sequence[Held]
+        self,
+        world: World,
+        client: SaverClient,
+        candidate: Candidate,
+        mine: Sequence[HeldGeneration],
     ) -> None:
         self._world = world
         self._client = client
@@ -562,7 +566,7 @@ class Candidate(NamedTuple):
         return self.key[1]
 
 
-def _key(item: Held) -> tuple[SaveId, int]:
+def _key(item: HeldGeneration) -> tuple[SaveId, int]:
     return item.save, item.world_size
 
 
@@ -583,7 +587,7 @@ class Lost(NamedTuple):
         )
 
 
-def newest_lost(everyone: Sequence[Sequence[Held]]) -> Lost | None:
+def newest_lost(everyone: Sequence[Sequence[HeldGeneration]]) -> Lost | None:
     """Return the newest save that any rank sees in memory, or None if none of its parts is missing."""
     items = [item for held in everyone for item in held]
     if not items:
@@ -593,7 +597,7 @@ def newest_lost(everyone: Sequence[Sequence[Held]]) -> Lost | None:
     return Lost(key[0], tuple(sorted(missing))) if missing else None
 
 
-def candidates(everyone: Sequence[Sequence[Held]]) -> list[Candidate]:
+def candidates(everyone: Sequence[Sequence[HeldGeneration]]) -> list[Candidate]:
     """Return the steps in memory that can be loaded, newest first, from what each rank sees."""
     seen: dict[tuple[SaveId, int], dict[int, list[int]]] = {}
     for viewer, held in enumerate(everyone):

@@ -25,11 +25,11 @@ from dlrover import config
 from dlrover.checkpoint.machine import policies
 from dlrover.checkpoint.machine.policies import Policy
 from dlrover.checkpoint.saver import protocol
-from dlrover.checkpoint.saver.book import Book
 from dlrover.checkpoint.saver.breakpoint import Breakpoints, remove_votes
 from dlrover.checkpoint.saver.protocol import SaverGoneError
 from dlrover.checkpoint.saver.ranks import NoMemoryError
 from dlrover.checkpoint.saver.replicas import Replicas
+from dlrover.checkpoint.saver.state import SaverState
 from dlrover.checkpoint.saver.tasks import Task
 from dlrover.checkpoint.storage import first_save, lease, persist, storage
 from dlrover.checkpoint.storage.lease import Lease
@@ -60,25 +60,25 @@ class Saver:
         self._keep = keep
         self._linger = linger
         self._listener = listener
-        self._book = Book()
-        self._replicas = Replicas(self._book.exchange)
+        self._state = SaverState()
+        self._replicas = Replicas(self._state.exchange)
         self._lease = Lease(store, lease.job_of(config.environ()))
 
     def serve(self) -> None:
         """Run until no worker needs this process any more."""
-        breakpoints = Breakpoints(self._store, self._book.breaks, self._book.saver)
+        breakpoints = Breakpoints(self._store, self._state.breaks, self._state.saver)
         targets = (
             self._accept, self._compute_sums, self._persist, self._record, self._beat, breakpoints.run,
         )  # fmt: skip
         for target in targets:
             threading.Thread(target=target, daemon=True, name=target.__name__).start()
-        self._book.wait_until_idle(self._linger)
+        self._state.wait_until_idle(self._linger)
         self._lease.release()
         logger.info("The saver leaves")
 
     def stop(self) -> None:
         """Exit once all requested steps are durable or failed."""
-        self._book.stop()
+        self._state.stop()
 
     # ---- workers
 
@@ -91,8 +91,8 @@ class Saver:
         with sock, contextlib.suppress(ConnectionError, SaverGoneError):
             try:
                 pid = protocol.check_peer(sock)
-                client = Client(self._book, self._replicas, self._lease, sock, pid)
-                with self._book.connection():
+                client = Client(self._state, self._replicas, self._lease, sock, pid)
+                with self._state.connection():
                     client.attend()
             except ProtocolError as error:
                 logger.warning("A connection is closed: %s", error)
@@ -101,12 +101,12 @@ class Saver:
 
     def _compute_sums(self) -> None:
         while True:
-            self._book.sums.compute_next()
+            self._state.sums.compute_next()
 
     def _record(self) -> None:
         said = False
         while True:
-            first, saves = self._book.next_first_saves()
+            first, saves = self._state.next_first_saves()
             recorded, problem = False, ""
             try:
                 storage.check_identity(self._store, self._identity)
@@ -118,7 +118,7 @@ class Saver:
                     f"It is not recorded in {self._store.location} that steps were saved to memory:"
                     f" {reason(error)}."
                 )
-            self._book.note_first_saves(first, len(saves), recorded=recorded, problem=problem)
+            self._state.note_first_saves(first, len(saves), recorded=recorded, problem=problem)
             if problem:
                 logger.log(logging.INFO if said else logging.WARNING, "%s", problem)
                 said = True
@@ -133,15 +133,15 @@ class Saver:
             threading.Event().wait(lease.BEAT)
 
     def _persist(self) -> None:
-        self._book.wait_for_world()
+        self._state.wait_for_world()
         importlib.import_module("dlrover.checkpoint.storage.dcp")  # loads torch before it is needed
         while True:
-            task = self._book.tasks.next()
+            task = self._state.tasks.next()
             problem = self._store_task(task)
             if problem:
                 logger.error("%s", problem)
                 self._give_up(task)
-            self._book.tasks.finish(task, problem)
+            self._state.tasks.finish(task, problem)
 
     def _store_task(self, task: Task) -> str:
         """Persist a task; return the problem in one sentence, or an empty text."""
@@ -150,7 +150,7 @@ class Saver:
                 task.step,
                 self._store.location,
                 lambda: self._persist_task(task),
-                lambda delay: self._book.tasks.pause(task, delay, yielding=True),
+                lambda delay: self._state.tasks.pause(task, delay, yielding=True),
                 lambda: self._free_space(task),
             )
         except DLRoverError as error:
@@ -167,7 +167,7 @@ class Saver:
             store=self._store,
             save=task.save,
             world_size=task.world_size,
-            sources=self._book.tasks.sources(task),
+            sources=self._state.tasks.sources(task),
             pause=lambda seconds: self._wait_for_peers(task, seconds, began),
             patience=BREAKPOINT_PATIENCE if task.at_breakpoint else PEER_PATIENCE,
             guard=guard,
@@ -178,7 +178,7 @@ class Saver:
         if 0 in job.sources:
             try:
                 storage.prune(self._store, self._keep, guard)
-                if self._book.only(task.session):
+                if self._state.only(task.session):
                     guard()
                     storage.remove_unfinished(self._store, task.session)
                     remove_votes(self._store, task.session)
@@ -193,7 +193,7 @@ class Saver:
             self._lease.check(task.session, lambda seconds: self._pause(task, seconds))
 
     def _pause(self, task: Task, seconds: float) -> None:
-        self._book.tasks.pause(task, seconds, yielding=False)
+        self._state.tasks.pause(task, seconds, yielding=False)
 
     def _free_space(self, task: Task) -> None:
         """Delete unfinished files of other worlds that have not changed for `PEER_PATIENCE`."""
@@ -216,7 +216,7 @@ class Saver:
     def _wait_for_peers(self, task: Task, seconds: float, began: float) -> None:
         """Wait for other nodes; after `STARVING_PATIENCE` give up if a rank of this node needs the memory."""
         late = time.monotonic() - began > STARVING_PATIENCE
-        if self._book.tasks.pause(task, seconds, yielding=late):
+        if self._state.tasks.pause(task, seconds, yielding=late):
             raise InfrastructureError(
                 f"Step {task.step} was not stored: other nodes did not store their parts within"
                 f" {STARVING_PATIENCE:g} s, and its memory is needed."
@@ -227,9 +227,9 @@ class Client:
     """Connection of one worker."""
 
     def __init__(
-        self, book: Book, replicas: Replicas, lease: Lease, sock: socket.socket, pid: int
+        self, state: SaverState, replicas: Replicas, lease: Lease, sock: socket.socket, pid: int
     ) -> None:
-        self._book = book
+        self._state = state
         self._replicas = replicas
         self._lease = lease
         self._session = 0
@@ -249,7 +249,7 @@ class Client:
                 self._answer(request)
         finally:
             if self._rank >= 0:
-                self._book.detach(self._rank, self._owner, goodbye=self._goodbye)
+                self._state.detach(self._rank, self._owner, goodbye=self._goodbye)
                 self._lease.leave(self._session)
 
     def _answer(self, request: protocol.Request) -> None:
@@ -260,10 +260,10 @@ class Client:
             if isinstance(request, protocol.Attach) == known:
                 raise ProtocolError("A worker attaches once, before it asks for anything.")
             if isinstance(request, protocol.Attach):
-                reply, self._owner, fds = self._book.attach(request.rank, self._pid, request.job)
+                reply, self._owner, fds = self._state.attach(request.rank, self._pid, request.job)
                 self._rank = request.rank
             elif isinstance(request, protocol.Open):
-                reply, fds = self._book.open(request.rank)
+                reply, fds = self._state.open(request.rank)
             else:
                 reply = self._reply(request)
         except (DLRoverError, OSError) as error:
@@ -271,20 +271,22 @@ class Client:
         protocol.send(self._sock, reply, fds)
 
     def _reply(self, request: protocol.Request) -> protocol.Reply:  # noqa: PLR0911 - one per request
-        book, rank = self._book, self._rank
+        state, rank = self._state, self._rank
         if isinstance(request, protocol.Look):
-            return protocol.Holding(book.look(), book.unrecorded)
+            return protocol.Holding(state.look(), state.unrecorded)
         if isinstance(request, protocol.Begin):
-            return protocol.Granted(book.begin(rank, request.save, request.ready), book.news(rank))
+            return protocol.Granted(
+                state.begin(rank, request.save, request.ready), state.news(rank)
+            )
         if isinstance(request, protocol.Verify):
-            return protocol.Verified(book.verify(request.rank, request.slot, request.below))
+            return protocol.Verified(state.verify(request.rank, request.slot, request.below))
         if isinstance(request, protocol.Wait):
-            return protocol.Settled(book.settled(rank))
+            return protocol.Settled(state.settled(rank))
         if isinstance(request, protocol.Stored):
-            return protocol.NewestStored(book.stored(rank))
+            return protocol.NewestStored(state.stored(rank))
         if isinstance(request, protocol.Reserve):
             try:
-                return protocol.Reserved(book.reserve(request.rank, request.slot, request.nbytes))
+                return protocol.Reserved(state.reserve(request.rank, request.slot, request.nbytes))
             except NoMemoryError as error:
                 return protocol.Reserved(1, str(error))
         if isinstance(request, protocol.Listen):
@@ -294,9 +296,9 @@ class Client:
         return protocol.Done()
 
     def _do(self, request: protocol.Request) -> None:
-        book, rank = self._book, self._rank
-        if isinstance(request, protocol.Publish):
-            book.publish(
+        state, rank = self._state, self._rank
+        if isinstance(request, protocol.Commit):
+            state.commit(
                 rank,
                 request.slot,
                 request.save,
@@ -304,15 +306,15 @@ class Client:
                 metrics=request.metrics,
             )
         elif isinstance(request, protocol.Join):
-            book.join(rank, request)
+            state.join(rank, request)
             self._replicas.join(request)
             if rank == 0:
                 self._session = request.session
                 self._lease.join(request.session)
         elif isinstance(request, protocol.Keep):
-            book.keep(rank, request.save)
+            state.keep(rank, request.save)
         elif isinstance(request, protocol.PassOver):
-            book.pass_over(rank, request.save, written=request.written)
+            state.pass_over(rank, request.save, written=request.written)
         elif isinstance(request, protocol.Goodbye):
             self._goodbye = True
 

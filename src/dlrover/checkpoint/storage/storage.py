@@ -453,7 +453,7 @@ class StoredStep:
         Raises:
             InfrastructureError: the tensors are missing.
         """
-        with self._told():
+        with self._reporting_errors():
             self._reader.expect([self._range(tensor) for tensor in tensors])
 
     def verified(self, tensor: StoredTensor) -> memoryview:
@@ -462,7 +462,7 @@ class StoredStep:
         Raises:
             InfrastructureError: the bytes are missing or damaged.
         """
-        with self._told():
+        with self._reporting_errors():
             data = self._reader.view(self._range(tensor))
         if (tensor.file, tensor.offset) not in self._verified:
             if xxhash.xxh3_64_intdigest(data) != tensor.xxh3:
@@ -478,7 +478,7 @@ class StoredStep:
         """
         where = self._range(tensor)
         digest = xxhash.xxh3_64()
-        with self._told():
+        with self._reporting_errors():
             for start in range(0, tensor.nbytes, CHUNK):
                 part = buffer[start : start + CHUNK]
                 self._reader.fill(Range(where.file, where.offset + start, len(part)), part)
@@ -509,7 +509,7 @@ class StoredStep:
         return self._store.where(join(self._folder, file))
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _reporting_errors(self) -> Iterator[None]:
         try:
             yield
         except (OSError, MemoryError) as error:

@@ -250,7 +250,7 @@ class _Remote:
 
     def check(self) -> None:
         where = self._parent.where(self._name)
-        with tools.told(where):
+        with tools.reporting_errors(where):
             if self._parent.names(self._name) or self._parent.exists(self._name):
                 raise ConfigurationError(f"{where} exists already; name one that does not.")
 

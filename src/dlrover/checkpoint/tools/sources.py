@@ -62,7 +62,7 @@ def read(
         InfrastructureError: the content is damaged.
     """
     store = open_store(place)
-    with tools.told(store.location):
+    with tools.reporting_errors(store.location):
         if not is_url(store.location):
             path = Path(place)
             if not path.exists():

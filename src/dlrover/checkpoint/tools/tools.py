@@ -111,7 +111,7 @@ def check_directory(store: Store) -> None:
         InfrastructureError: the place cannot be read.
     """
     where = store.location
-    with told(where):
+    with reporting_errors(where):
         if not store.is_there():
             raise ConfigurationError(f"{where} is no directory; name one that holds checkpoints.")
         if store.exists(MANIFEST):
@@ -139,7 +139,7 @@ def listing(place: Place) -> list[StepSummary]:
         latest = tracked.step if tracked is not None else None
     found = []
     for folder, step in _entries(store):
-        with told(store.where(folder)), contextlib.suppress(FileNotFoundError):
+        with reporting_errors(store.where(folder)), contextlib.suppress(FileNotFoundError):
             # Suppressed: a saver has just renamed it.
             found.append(_summary(store, folder, step, latest))
     found.sort(key=lambda item: (item.state == "complete", item.name))
@@ -169,10 +169,10 @@ def finished(place: Place) -> list[int]:
     """Return the steps that have their final name, newest first, even if damaged."""
     store = open_store(place)
     if not store.renames:
-        with told(store.location):
+        with reporting_errors(store.location):
             return storage.steps(store)
     there = [step for folder, step in _entries(store) if _is_final(folder, step)]
-    with told(store.location):
+    with reporting_errors(store.location):
         known = storage.saves(store)
     order = Order(save for save in known.values() if save is not None)
     return sorted(there, key=lambda step: order.key(step, known.get(step)), reverse=True)
@@ -183,7 +183,7 @@ def _is_final(name: str, step: int) -> bool:
 
 
 def _entries(store: Store) -> Iterator[tuple[str, int]]:
-    with told(store.location):
+    with reporting_errors(store.location):
         folders = store.folders()
     for folder in folders:
         match = _ENTRY.fullmatch(folder)
@@ -192,7 +192,7 @@ def _entries(store: Store) -> Iterator[tuple[str, int]]:
 
 
 @contextlib.contextmanager
-def told(where: str) -> Iterator[None]:
+def reporting_errors(where: str) -> Iterator[None]:
     """Convert a system error about a path or a URL to an error with a sentence.
 
     Raises:
@@ -248,7 +248,7 @@ def describe(place: Place, step: int) -> StepDescription:
         InfrastructureError: an index is missing or damaged.
     """
     store = open_store(place)
-    with told(store.location), StoredStep(store, step_folder(step)) as stored:
+    with reporting_errors(store.location), StoredStep(store, step_folder(step)) as stored:
         ranks = stored.manifest.world_size
         tensors: dict[layouts.Path, list[StoredTensor]] = {}
         values: dict[str, None] = {}
@@ -321,5 +321,8 @@ def prune(place: Place, keep: int, *, dry_run: bool = False) -> Pruning:
 
 def _delete(store: Store, step: int) -> None:
     where = store.where(step_folder(step))
-    with told(where), contextlib.suppress(FileNotFoundError):  # a saver deleted it first
+    with (
+        reporting_errors(where),
+        contextlib.suppress(FileNotFoundError),
+    ):  # a saver deleted it first
         store.remove_step(step)
