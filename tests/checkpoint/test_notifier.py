@@ -76,7 +76,7 @@ def test_a_step_is_told_when_it_is_durable(checkpointer) -> None:
 
 
 def test_a_step_that_memory_has_no_room_for_is_told_too(checkpointer, monkeypatch) -> None:
-    monkeypatch.setattr(checkpointer._room, "make", lambda _: False)
+    monkeypatch.setattr(checkpointer._pool, "reserve", lambda _: False)
     one = Committing(5)
     checkpointer.save(2, {"one": one}, to="storage")
     checkpointer.wait()

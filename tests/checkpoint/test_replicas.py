@@ -25,7 +25,7 @@ from dlrover.checkpoint.machine.layout import TensorSpec
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.saver import certificates, exchange, memory, ranks, replicas, wire
 from dlrover.checkpoint.saver.memory import Generation
-from dlrover.checkpoint.saver.protocol import Join, Peer, Replication
+from dlrover.checkpoint.saver.protocol import Commit, Join, Peer, Replication
 from dlrover.checkpoint.saver.replicas import Replicas
 from dlrover.checkpoint.saver.state import SaverState
 from dlrover.checkpoint.storage import faults
@@ -81,7 +81,7 @@ class Node:
         save = SaveId(0, number or step, step, self.saver_state.exchange.group().joined.session)
         slot = self.saver_state.begin(self.rank, save)
         data = self._write(slot, save) if state is None else self._copy(slot, save, state)
-        self.saver_state.commit(self.rank, slot, save, to_storage=False)
+        self.saver_state.commit(self.rank, Commit(slot, save, False))
         self.saver_state.sums.compute_next()
         return data
 

@@ -11,7 +11,7 @@ from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.saver import memory, protocol
 from dlrover.checkpoint.saver.breakpoint import Breakpoints
 from dlrover.checkpoint.saver.memory import Generation
-from dlrover.checkpoint.saver.protocol import Join, SaverGoneError
+from dlrover.checkpoint.saver.protocol import Commit, Join, SaverGoneError
 from dlrover.checkpoint.saver.saver import Saver
 from dlrover.checkpoint.saver.state import SaverState
 from dlrover.checkpoint.storage import storage
@@ -61,7 +61,7 @@ class Worker:
 
     def save(self, step: int, number: int = 0, *, to_storage: bool = False) -> int:
         slot = self.write(step, number)
-        self.saver_state.commit(self.rank, slot, self.id(step, number), to_storage=to_storage)
+        self.saver_state.commit(self.rank, Commit(slot, self.id(step, number), to_storage))
         return slot
 
     def leave(self) -> None:
@@ -376,9 +376,9 @@ def test_a_worker_that_commits_what_it_did_not_write_is_refused():
     worker = Worker(saver_state, 0)
     slot = worker.write(1)
     with pytest.raises(ProtocolError, match="does not hold step 2"):
-        saver_state.commit(0, slot, worker.id(2), to_storage=False)
+        saver_state.commit(0, Commit(slot, worker.id(2), False))
     with pytest.raises(ProtocolError, match="no generation 7"):
-        saver_state.commit(0, 7, worker.id(1), to_storage=False)
+        saver_state.commit(0, Commit(7, worker.id(1), False))
 
 
 def test_the_saver_leaves_after_the_linger_time_and_then_takes_no_more_connections():

@@ -259,64 +259,67 @@ class Client:
             known = self._rank >= 0 or isinstance(request, protocol.Reserve)
             if isinstance(request, protocol.Attach) == known:
                 raise ProtocolError("A worker attaches once, before it asks for anything.")
-            if isinstance(request, protocol.Attach):
-                reply, self._owner, fds = self._state.attach(request.rank, self._pid, request.job)
-                self._rank = request.rank
-            elif isinstance(request, protocol.Open):
-                reply, fds = self._state.open(request.rank)
-            else:
-                reply = self._reply(request)
+            match request:
+                case protocol.Attach():
+                    reply, self._owner, fds = self._state.attach(
+                        request.rank, self._pid, request.job
+                    )
+                    self._rank = request.rank
+                case protocol.Open():
+                    reply, fds = self._state.open(request.rank)
+                case _:
+                    reply = self._reply(request)
         except (DLRoverError, OSError) as error:
             reply = protocol.Refused(str(error), isinstance(error, ConfigurationError))
         protocol.send(self._sock, reply, fds)
 
     def _reply(self, request: protocol.Request) -> protocol.Reply:  # noqa: PLR0911 - one per request
         state, rank = self._state, self._rank
-        if isinstance(request, protocol.Look):
-            return protocol.Holding(state.look(), state.unrecorded)
-        if isinstance(request, protocol.Begin):
-            return protocol.Granted(
-                state.begin(rank, request.save, request.ready), state.news(rank)
+        match request:
+            case protocol.Look():
+                return protocol.Holding(state.look(), state.unrecorded)
+            case protocol.Begin():
+                slot = state.begin(rank, request.save, request.ready)
+                return protocol.Granted(slot, state.news(rank))
+            case protocol.Verify():
+                return protocol.Verified(state.verify(request.rank, request.slot, request.below))
+            case protocol.Wait():
+                return protocol.Settled(state.settled(rank))
+            case protocol.Stored():
+                return protocol.NewestStored(state.stored(rank))
+            case protocol.Reserve():
+                return self._reserve(request)
+            case protocol.Listen():
+                pem = self._replicas.certify(tls=request.tls)
+                return protocol.Listening(self._replicas.listen(request.host, request.port), pem)
+            case _:
+                self._do(request)
+                return protocol.Done()
+
+    def _reserve(self, request: protocol.Reserve) -> protocol.Reserved:
+        try:
+            return protocol.Reserved(
+                self._state.reserve(request.rank, request.slot, request.nbytes)
             )
-        if isinstance(request, protocol.Verify):
-            return protocol.Verified(state.verify(request.rank, request.slot, request.below))
-        if isinstance(request, protocol.Wait):
-            return protocol.Settled(state.settled(rank))
-        if isinstance(request, protocol.Stored):
-            return protocol.NewestStored(state.stored(rank))
-        if isinstance(request, protocol.Reserve):
-            try:
-                return protocol.Reserved(state.reserve(request.rank, request.slot, request.nbytes))
-            except NoMemoryError as error:
-                return protocol.Reserved(1, str(error))
-        if isinstance(request, protocol.Listen):
-            pem = self._replicas.certify(tls=request.tls)
-            return protocol.Listening(self._replicas.listen(request.host, request.port), pem)
-        self._do(request)
-        return protocol.Done()
+        except NoMemoryError as error:
+            return protocol.Reserved(1, str(error))
 
     def _do(self, request: protocol.Request) -> None:
-        state, rank = self._state, self._rank
-        if isinstance(request, protocol.Commit):
-            state.commit(
-                rank,
-                request.slot,
-                request.save,
-                to_storage=request.to_storage,
-                metrics=request.metrics,
-            )
-        elif isinstance(request, protocol.Join):
-            state.join(rank, request)
-            self._replicas.join(request)
-            if rank == 0:
-                self._session = request.session
-                self._lease.join(request.session)
-        elif isinstance(request, protocol.Keep):
-            state.keep(rank, request.save)
-        elif isinstance(request, protocol.PassOver):
-            state.pass_over(rank, request.save, written=request.written)
-        elif isinstance(request, protocol.Goodbye):
-            self._goodbye = True
+        match request:
+            case protocol.Commit():
+                self._state.commit(self._rank, request)
+            case protocol.Join():
+                self._state.join(self._rank, request)
+                self._replicas.join(request)
+                if self._rank == 0:
+                    self._session = request.session
+                    self._lease.join(request.session)
+            case protocol.Keep():
+                self._state.keep(self._rank, request.save)
+            case protocol.PassOver():
+                self._state.pass_over(self._rank, request.save, written=request.written)
+            case protocol.Goodbye():
+                self._goodbye = True
 
 
 def main(argv: Sequence[str] | None = None) -> int:

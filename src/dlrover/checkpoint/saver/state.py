@@ -9,7 +9,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from dlrover._util import procs
 from dlrover.checkpoint.machine.saves import SaveId
@@ -271,41 +271,34 @@ class SaverState:
             news, group.news = group.news, ""
             return news
 
-    def commit(
-        self,
-        rank: int,
-        number: int,
-        save: SaveId,
-        *,
-        to_storage: bool,
-        metrics: Mapping[str, float] | None = None,
-    ) -> None:
+    def commit(self, rank: int, done: protocol.Commit) -> None:
         """Mark a generation as valid; persist it once all ranks of the node have committed the save.
 
         Raises:
             ConfigurationError: another rank of the node has saved a different step instead.
         """
+        save = done.save
         with self._changed:
             mine = self._known(rank)
-            if not 0 <= number < len(mine.slots):
-                raise ProtocolError(f"There is no generation {number}.")
+            if not 0 <= done.slot < len(mine.slots):
+                raise ProtocolError(f"There is no generation {done.slot}.")
             if mine.group is None:
                 raise ProtocolError(f"Rank {rank} saves before it has joined a world.")
-            slot = mine.slots[number]
+            slot = mine.slots[done.slot]
             slot.remap()
             header = slot.generation.header()
             if header is None or header.save != save or slot.pinned:
-                raise ProtocolError(f"Generation {number} does not hold step {save.step}.")
+                raise ProtocolError(f"Generation {done.slot} does not hold step {save.step}.")
             if save.session != mine.session:
                 raise ProtocolError(f"Rank {rank} saves for another world than its own.")
             self._ranks.check_agreement(mine, save)
             self._ranks.admit(slot, save)
-            slot.metrics = dict(metrics or {})
+            slot.metrics = done.metrics
             mine.passed = save.number
             for first in self._first:
                 if first.joined.session == save.session:
                     first.note_part(save, rank)
-            if to_storage:
+            if done.to_storage:
                 self.tasks.add_part(mine.group, save, rank, slot)
             self.tasks.drop_passed(rank, mine)
             self.sums.ask(slot)
