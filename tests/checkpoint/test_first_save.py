@@ -6,7 +6,7 @@ import pytest
 
 from dlrover.checkpoint.loading import fresh
 from dlrover.checkpoint.loading.fresh import Evidence
-from dlrover.checkpoint.loading.loader import Lost
+from dlrover.checkpoint.loading.memory_step import Lost
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.saver.protocol import Join
 from dlrover.checkpoint.storage import first_save, storage
@@ -62,7 +62,7 @@ def test_what_an_earlier_job_had_in_memory_is_its_own(place):
     assert record(place, node(0, size=1), 1)
     assert first_save.recorded(place, identity, "next") == "earlier"
     assert first_save.recorded(place, identity, "") == "own", "it cannot be told apart"
-    assert "ended with it" in fresh.said("", place, None, "earlier")
+    assert "ended with it" in fresh.explanation("", place, None, "earlier")
     assert first_save.record(place, identity, "next", node(0, size=1), [save(2)])
     assert first_save.recorded(place, identity, "next") == "own"
 

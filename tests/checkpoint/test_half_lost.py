@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dlrover.checkpoint import Checkpointer
-from dlrover.checkpoint.loading import loader
+from dlrover.checkpoint.loading import memory_step
 from dlrover.checkpoint.machine.saves import Numbering, SaveId
 from dlrover.checkpoint.saver.protocol import HeldGeneration, Join
 from dlrover.checkpoint.storage import first_save
@@ -27,10 +27,10 @@ def held(rank: int, number: int, size: int = 4) -> HeldGeneration:
 
 def test_the_newest_save_that_is_not_whole_is_named_with_its_ranks():
     everyone = [[held(0, 4), held(0, 3)], [held(1, 4)]]
-    lost = loader.newest_lost(everyone)
+    lost = memory_step.newest_lost(everyone)
     assert lost.sentence == "Step 4 was saved to memory, and the parts of ranks 2, 3 are gone."
-    assert loader.newest_lost([[held(0, 4, size=1)], [held(0, 3)]]) is None
-    assert loader.newest_lost([[], []]) is None
+    assert memory_step.newest_lost([[held(0, 4, size=1)], [held(0, 3)]]) is None
+    assert memory_step.newest_lost([[], []]) is None
 
 
 def half_lost(directory: Path, *steps: int, stored: int | None = None, whole: bool = True) -> None:

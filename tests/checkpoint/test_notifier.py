@@ -90,7 +90,7 @@ def test_a_step_that_cannot_be_read_again_stops_nobody(checkpointer, monkeypatch
     checkpointer.save(2, {"one": one}, to="storage")
     checkpointer.wait()
     assert one.told == []
-    assert "What step 2 holds is not told to others" in caplog.text
+    assert "Objects are not notified of step 2" in caplog.text
 
 
 def test_one_that_fails_does_not_keep_others_from_being_told(checkpointer, caplog) -> None:
@@ -102,7 +102,7 @@ def test_one_that_fails_does_not_keep_others_from_being_told(checkpointer, caplo
     checkpointer.save(2, {"a": {"failing": failing}, "b": one}, to="storage")
     checkpointer.wait()
     assert one.told == [{"value": 1}]
-    assert "a.failing could not be told what step 2 holds" in caplog.text
+    assert "a.failing failed when it was notified of step 2" in caplog.text
     assert "no way" in caplog.text
 
 

@@ -7,7 +7,7 @@ import torch
 
 from dlrover.checkpoint import Checkpointer
 from dlrover.checkpoint.engine import copying, tree
-from dlrover.checkpoint.loading.verified import LARGE, VerifiedCopy
+from dlrover.checkpoint.loading.memory_step import LARGE, VerifiedCopy
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.saver import memory
 from dlrover.checkpoint.saver.memory import Generation

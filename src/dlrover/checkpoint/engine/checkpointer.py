@@ -25,18 +25,18 @@ from dlrover.checkpoint.engine.overlap import Background, Guarded, Snapshot, tor
 from dlrover.checkpoint.engine.tree import State
 from dlrover.checkpoint.engine.world import World
 from dlrover.checkpoint.loading import fresh, restore
-from dlrover.checkpoint.loading.loader import Found, Loader, Lost
+from dlrover.checkpoint.loading.loader import Found, Loader
+from dlrover.checkpoint.loading.memory_step import Lost
 from dlrover.checkpoint.loading.plan import Planner, RankState, Target, restoring, taking
 from dlrover.checkpoint.loading.restore import Prepare, Reading
 from dlrover.checkpoint.machine.layout import PackedLayout, TensorSpec
 from dlrover.checkpoint.machine.policies import Policy, checked_metrics, policy_of
 from dlrover.checkpoint.machine.saves import Newest, SaveId
 from dlrover.checkpoint.saver.protocol import SaverGoneError
-from dlrover.checkpoint.storage import faults, first_save, storage
+from dlrover.checkpoint.storage import faults, storage
 from dlrover.checkpoint.storage.lease import Lease, job_of
 from dlrover.checkpoint.storage.stores import open_shared, reason
 from dlrover.errors import (
-    CheckpointsLostError,
     ConfigurationError,
     DLRoverError,
     InfrastructureError,
@@ -550,11 +550,14 @@ class Checkpointer:
         found = loader.load() if step is None else loader.load_stored(step)
         self._damaged |= loader.damaged
         if found is None:
-            self._refuse_fresh_start(loader)
+            fresh.begin(
+                self._world, self._store, self._identity, job_of(config.environ()), loader,
+                start_afresh=self._start_afresh, read_only=self._read_only,
+            )  # fmt: skip
             if client is not None:
                 self._world.agree(lambda: client.keep(None))
             return None
-        self._tell_what_was_lost(loader.lost, found)
+        self._warn_of_loss(loader.lost, found)
         if found.save is not None and not self._read_only:
             self._numbering.pass_over(found.save)
         record = LoadRecord(found.step, found.source, time.monotonic() - began)
@@ -568,43 +571,12 @@ class Checkpointer:
         if self._world.rank == 0 and not self._read_only:
             storage.adopt(self._store)
 
-    def _tell_what_was_lost(self, lost: Lost | None, found: Found) -> None:
+    def _warn_of_loss(self, lost: Lost | None, found: Found) -> None:
         """Warn if the training falls back by more than one save: ranks may be one save apart."""
         if lost is None or self._world.rank:
             return
         if found.save is None or lost.save.number > found.save.number + 1:
             logger.warning("%s The training goes back to step %d", lost.sentence, found.step)
-
-    def _refuse_fresh_start(self, loader: Loader) -> None:
-        """Handle a load that found nothing: raise an error if there was ever a checkpoint."""
-        evidence = fresh.gather(
-            self._world, self._store, self._identity, job_of(config.environ()), loader.unrecorded
-        )
-        if self._read_only:  # saves in memory are another program's
-            evidence = msgspec.structs.replace(evidence, recorded="none")
-        loss = fresh.loss(evidence, self._store, loader.problems, loader.lost)
-        if loss and self._read_only:
-            raise CheckpointsLostError(loss)
-        if loss and not self._start_afresh:
-            raise CheckpointsLostError(
-                f"{loss} Remove the directory to start afresh, or give Checkpointer start_afresh=True."
-            )
-        if loss:
-            self._world.agree(self._forget_first_save)
-        if self._world.rank == 0:
-            level = logging.WARNING if loss or evidence.recorded == "earlier" else logging.INFO
-            said = fresh.said(loss, self._store, loader.lost, evidence.recorded)
-            logger.log(level, "%s", said)
-
-    def _forget_first_save(self) -> None:
-        """Give up all earlier saves: delete their record, so that the next save writes a new one."""
-        if self._world.rank == 0:
-            try:
-                first_save.forget(self._store)
-            except OSError as error:
-                logger.warning(
-                    "%s still says that steps were saved: %s", self._store.location, reason(error)
-                )
 
 
 def _check_arguments(step: int, to: str | None) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from dlrover.checkpoint.engine import tree as trees
 from dlrover.checkpoint.engine.tree import DTYPES, Shard, Spread, State
 from dlrover.checkpoint.machine.extent import Extent
-from dlrover.checkpoint.machine.layout import Path, TensorRef, TensorSpec, name
+from dlrover.checkpoint.machine.layout import Path, TensorRef, TensorSpec, name, replace_refs
 from dlrover.errors import ConfigurationError
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -268,16 +268,12 @@ class Restoration:
 
     def _filled(self, saved: Any, *, copy: bool) -> Any:
         """Return the saved tree with its tensors."""
-        if isinstance(saved, TensorRef):
-            tensor = self._tensors[saved.index]
-            return self._like_model(saved.index, tensor.clone() if copy else tensor)
-        if isinstance(saved, dict):
-            return {key: self._filled(item, copy=copy) for key, item in saved.items()}
-        if isinstance(saved, list):
-            return [self._filled(item, copy=copy) for item in saved]
-        if isinstance(saved, tuple):
-            return tuple(self._filled(item, copy=copy) for item in saved)
-        return saved
+
+        def content(ref: TensorRef, _: Path) -> Any:
+            tensor = self._tensors[ref.index]
+            return self._like_model(ref.index, tensor.clone() if copy else tensor)
+
+        return replace_refs(saved, content)
 
     def _like_model(self, index: int, tensor: torch.Tensor) -> Any:
         """Wrap a part in the type that the state has there now."""
@@ -343,20 +339,13 @@ class Reading:
 
     def run(self, tensors: Sequence[torch.Tensor], copy: Copy = torch._foreach_copy_) -> None:
         """Build the state from copies of these tensors, which may be views of memory that changes later."""
-        self.state = self._made(self._tree, tensors)
+        self.state = replace_refs(
+            self._tree, lambda ref, _: self._tensor(ref.index, tensors[ref.index])
+        )
         targets, contents = self._pending
         if targets:
             copy(targets, contents)
         self._pending = [], []
-
-    def _made(self, saved: Any, tensors: Sequence[torch.Tensor]) -> Any:
-        if isinstance(saved, TensorRef):
-            return self._tensor(saved.index, tensors[saved.index])
-        if isinstance(saved, dict):
-            return {key: self._made(item, tensors) for key, item in saved.items()}
-        if isinstance(saved, list | tuple):
-            return type(saved)(self._made(item, tensors) for item in saved)
-        return saved
 
     def _tensor(self, index: int, tensor: torch.Tensor) -> Any:
         spec = self._specs[index]

@@ -243,6 +243,17 @@ def decode(skeleton: bytes) -> Any:
         ) from error
 
 
+def replace_refs(tree: Any, replace: Callable[[TensorRef, Path], Any], path: Path = ()) -> Any:
+    """Return a decoded tree with ``replace(ref, path)`` in place of each `TensorRef`."""
+    if isinstance(tree, TensorRef):
+        return replace(tree, path)
+    if isinstance(tree, dict):
+        return {key: replace_refs(item, replace, (*path, key)) for key, item in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(replace_refs(item, replace, (*path, i)) for i, item in enumerate(tree))
+    return tree
+
+
 def _check_key(key: Any, path: Path) -> None:
     if type(key) is not int or key not in _INT64:
         raise ConfigurationError(f"{name(path)} has the key {key!r}; keys are str or 64-bit int.")

@@ -9,14 +9,14 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import torch
 import xxhash
 
 from dlrover.checkpoint.machine import layout as layouts
-from dlrover.checkpoint.machine.layout import Layout, TensorEntry, TensorRef, TensorSpec
+from dlrover.checkpoint.machine.layout import Layout, TensorEntry, TensorSpec
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.storage import persist, storage
 from dlrover.checkpoint.storage.local import sync_directory
@@ -180,17 +180,9 @@ def _write_torch(content: Content, temporary: Path, _: int) -> None:
     for index, first in enumerate(content.same_as):
         tensors.append(tensors[first] if first < index else _alone(content.tensors[index].read()))
 
-    def filled(value: Any) -> Any:
-        if isinstance(value, TensorRef):
-            return tensors[value.index]
-        if isinstance(value, dict):
-            return {key: filled(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(map(filled, value))
-        return value
-
+    state = layouts.replace_refs(content.tree, lambda ref, _: tensors[ref.index])
     with temporary.open("wb") as file:
-        torch.save(filled(content.tree), file)
+        torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
 

@@ -13,7 +13,7 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from dlrover.checkpoint.engine import copying
 from dlrover.checkpoint.engine.tree import DTYPES
 from dlrover.checkpoint.machine import extent, layout as layouts
 from dlrover.checkpoint.machine.extent import Box, Extent, cover
-from dlrover.checkpoint.machine.layout import TensorRef, name
+from dlrover.checkpoint.machine.layout import name
 from dlrover.checkpoint.storage.storage import StoredStep, StoredTensor
 from dlrover.checkpoint.storage.stores import (
     DCP_METADATA,
@@ -103,7 +103,7 @@ class _Ranks:
         held = {path: self._put_together(path, saved) for path, saved in found.items()}
         self.tree: Any = {}
         for skeleton in dict.fromkeys(skeletons):
-            tree = _filled(layouts.decode(skeleton), (), held)
+            tree = layouts.replace_refs(layouts.decode(skeleton), lambda _, path: held[path])
             self.tree = self._merged(self.tree, tree, ()) if self.tree else tree
 
     def _merged(self, known: Any, more: Any, path: layouts.Path) -> Any:
@@ -149,17 +149,6 @@ class _Ranks:
                 f"Several ranks saved the same part of the tensor {name(tensor.path)}, with other content."
             )
         self.differing[name(tensor.path)] = None
-
-
-def _filled(tree: Any, path: layouts.Path, held: Mapping[layouts.Path, LazyTensor]) -> Any:
-    """Return the tree with each tensor reference replaced by the tensor at its path."""
-    if isinstance(tree, TensorRef):
-        return held[path]
-    if isinstance(tree, dict):
-        return {key: _filled(item, (*path, key), held) for key, item in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(_filled(item, (*path, at), held) for at, item in enumerate(tree))
-    return tree
 
 
 # ---- DCP
