@@ -12,7 +12,7 @@ from dlrover.checkpoint.loading.loader import Loader
 from dlrover.checkpoint.loading.memory_step import Lost
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.storage import first_save, storage
-from dlrover.checkpoint.storage.stores import Store, failure, reason
+from dlrover.checkpoint.storage.stores import Store, explained, reason
 from dlrover.errors import CheckpointsLostError
 
 logger = logging.getLogger(__name__)
@@ -107,10 +107,8 @@ def gather(world: World, store: Store, identity: str, job: str, unrecorded: str)
 
 def _look(store: Store, identity: str, job: str, unrecorded: str) -> Evidence:
     tracked = storage.tracked(store)
-    try:
+    with explained(f"{store.location} cannot be read"):
         return Evidence(tracked, first_save.recorded(store, identity, job), unrecorded)
-    except OSError as error:
-        raise failure(error, f"{store.location} cannot be read") from error
 
 
 def loss(evidence: Evidence, store: Store, problems: Sequence[str], lost: Lost | None) -> str:

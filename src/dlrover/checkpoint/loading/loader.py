@@ -36,6 +36,7 @@ from dlrover.checkpoint.storage.stores import (
     MANIFEST,
     StorageAwayError,
     Store,
+    explained,
     failure,
     join,
     step_folder,
@@ -229,10 +230,8 @@ class Loader:
             raise failure(error, f"Step {step} in {self._store.location} cannot be read") from error
 
     def _check_directory(self) -> None:
-        try:
+        with explained(f"{self._store.location} cannot be read"):
             storage.check_identity(self._store, self._identity)
-        except (OSError, MemoryError) as error:
-            raise failure(error, f"{self._store.location} cannot be read") from error
 
     def load_stored(self, step: int) -> Found:
         """Restore one stored step.
@@ -258,10 +257,8 @@ class Loader:
         found: dict[int, SaveId | None] = {}
         if self._world.rank == 0:
             self._check_directory()
-            try:
+            with explained(f"{self._store.location} cannot be read"):
                 found = storage.saves(self._store)
-            except (OSError, MemoryError) as error:
-                raise failure(error, f"{self._store.location} cannot be read") from error
         return list(found.items())
 
     def _restore_same(
@@ -285,10 +282,8 @@ class Loader:
         return self._restore_same(step, there[step], attempts - 1)
 
     def _is_replaced(self, step: int, save: SaveId | None) -> bool:
-        try:
+        with explained(f"Step {step} in {self._store.location} cannot be read"):
             return _differ(storage.save_of(self._store, step), save)
-        except (OSError, MemoryError) as error:
-            raise failure(error, f"Step {step} in {self._store.location} cannot be read") from error
 
     def _await_sight(self, step: int) -> None:
         """Wait until all ranks see a step that rank 0 sees. Collective.

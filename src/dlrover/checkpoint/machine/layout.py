@@ -139,22 +139,29 @@ def layout_hash(entries: tuple[TensorEntry, ...]) -> int:
 
 
 def check(layout: Layout, data_bytes: int) -> None:
-    """Refuse a layout, read from memory or storage, that does not fit ``data_bytes`` of data.
+    """Refuse a layout, read from memory, that does not fit ``data_bytes`` of data.
 
     Raises:
         InfrastructureError: the layout does not fit.
     """
     for entry in layout.entries:
-        item = ITEM_BYTES.get(entry.dtype)
-        sizes_fit = item is not None and min(entry.shape, default=0) >= 0
-        if not sizes_fit or entry.nbytes != math.prod(entry.shape) * (item or 0):
-            raise InfrastructureError(
-                f"The tensor {name(entry.path)} has an impossible size or type."
-            )
-        if entry.part is not None and not entry.extent.fits():
-            raise InfrastructureError(f"{name(entry.path)} is no part of its tensor.")
-        if entry.offset < 0 or entry.end > data_bytes or entry.offset % (item or 1):
+        item = check_tensor(entry, entry.nbytes)
+        if entry.offset < 0 or entry.end > data_bytes or entry.offset % item:
             raise InfrastructureError(f"The tensor {name(entry.path)} lies outside of the data.")
+
+
+def check_tensor(spec: TensorSpec, nbytes: int) -> int:
+    """Refuse a tensor, read from memory or storage, that cannot have ``nbytes``; return bytes per element.
+
+    Raises:
+        InfrastructureError: its size, type or part is impossible.
+    """
+    item = ITEM_BYTES.get(spec.dtype, 0)
+    if not item or min(spec.shape, default=0) < 0 or nbytes != math.prod(spec.shape) * item:
+        raise InfrastructureError(f"The tensor {name(spec.path)} has an impossible size or type.")
+    if spec.part is not None and not spec.extent.fits():
+        raise InfrastructureError(f"{name(spec.path)} is no part of its tensor.")
+    return item
 
 
 def name(path: Path) -> str:

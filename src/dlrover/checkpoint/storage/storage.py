@@ -30,7 +30,7 @@ import msgspec
 import xxhash
 
 from dlrover.checkpoint.machine import layout as layouts
-from dlrover.checkpoint.machine.layout import Layout, TensorEntry, TensorSpec, name
+from dlrover.checkpoint.machine.layout import TensorSpec, name
 from dlrover.checkpoint.machine.policies import Policy, StepInfo
 from dlrover.checkpoint.machine.saves import Newest, Order, SaveId
 from dlrover.checkpoint.storage import faults, formats
@@ -43,6 +43,7 @@ from dlrover.checkpoint.storage.stores import (
     Range,
     StorageAwayError,
     Store,
+    explained,
     failure,
     join,
     step_folder,
@@ -135,14 +136,12 @@ def identity(store: Store, *, create: bool = True) -> str:
     Raises:
         InfrastructureError: the directory cannot be read or written, or its identity is incomplete.
     """
-    try:
+    with explained(f"The checkpoint directory {store.location} cannot be used"):
         if not store.exists(IDENTITY):
             if not create:
                 return ""
             store.write_once(IDENTITY, secrets.token_hex(IDENTITY_BYTES).encode())
         return _whole_identity(store)
-    except (OSError, MemoryError) as error:
-        raise failure(error, f"The checkpoint directory {store.location} cannot be used") from error
 
 
 def _whole_identity(store: Store) -> str:
@@ -243,10 +242,8 @@ def newest(store: Store) -> Newest:
         InfrastructureError: the directory cannot be read.
     """
     last = tracked(store)
-    try:
+    with explained(f"{store.location} cannot be read"):
         known = [save for save in saves(store).values() if save is not None]
-    except (OSError, MemoryError) as error:
-        raise failure(error, f"{store.location} cannot be read") from error
     return Newest().including(*known, *([last] if last is not None else []))
 
 
@@ -315,10 +312,8 @@ def prune(store: Store, policy: Policy, guard: Callable[[], None] = lambda: None
         OSError: a step cannot be deleted.
         StorageAwayError: the data that the policy needs cannot be read now.
     """
-    try:
+    with explained(f"{store.location} cannot be read"):
         stored = {step: save for step, save in saves(store).items() if save is not None}
-    except (OSError, MemoryError) as error:
-        raise failure(error, f"{store.location} cannot be read") from error
     kept = policy.kept([_info(store, save, policy) for save in stored.values()])
     for step in stored:
         if step in kept:
@@ -443,7 +438,8 @@ class StoredStep:
         found = self._indices.get(rank)
         if found is None:
             found = read_index(self._store, self._folder, rank, self.manifest)
-            _check(found)
+            for tensor in found.tensors:
+                layouts.check_tensor(tensor, tensor.nbytes)
             self._indices[rank] = found
         return found
 
@@ -552,17 +548,3 @@ def read_index(store: Store, folder: str, rank: int, manifest: Manifest) -> Rank
 def record_of(data: bytes) -> FileRecord:
     """Return the record of a file with this content."""
     return FileRecord(len(data), xxhash.xxh3_64_hexdigest(data))
-
-
-def _check(index: RankIndex) -> None:
-    """Refuse impossible sizes and unknown types."""
-    entries = []
-    end = 0
-    for tensor in index.tensors:
-        item = layouts.ITEM_BYTES.get(tensor.dtype, 1)
-        offset = -(-end // item) * item
-        entries.append(
-            TensorEntry(tensor.path, tensor.dtype, tensor.shape, tensor.part, offset, tensor.nbytes)
-        )
-        end = offset + tensor.nbytes
-    layouts.check(Layout(tuple(entries), index.skeleton, 0), end)

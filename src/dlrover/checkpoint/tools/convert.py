@@ -23,13 +23,14 @@ from dlrover.checkpoint.storage.local import sync_directory
 from dlrover.checkpoint.storage.stores import (
     DCP_METADATA,
     MANIFEST,
+    explained,
     is_url,
     join,
     location_of,
     open_store,
     step_folder,
 )
-from dlrover.checkpoint.tools import safetensorsfile, sources, tools
+from dlrover.checkpoint.tools import safetensorsfile, sources
 from dlrover.checkpoint.tools.content import Content
 from dlrover.checkpoint.tools.tools import Place
 from dlrover.errors import ConfigurationError, InfrastructureError
@@ -242,7 +243,7 @@ class _Remote:
 
     def check(self) -> None:
         where = self._parent.where(self._name)
-        with tools.reporting_errors(where):
+        with explained(f"{where} cannot be used"):
             if self._parent.names(self._name) or self._parent.exists(self._name):
                 raise ConfigurationError(f"{where} exists already; name one that does not.")
 

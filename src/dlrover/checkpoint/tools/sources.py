@@ -32,6 +32,7 @@ from dlrover.checkpoint.storage.stores import (
     DCP_METADATA,
     MANIFEST,
     Store,
+    explained,
     failure,
     is_url,
     open_store,
@@ -62,7 +63,7 @@ def read(
         InfrastructureError: the content is damaged.
     """
     store = open_store(place)
-    with tools.reporting_errors(store.location):
+    with explained(f"{store.location} cannot be used"):
         if not is_url(store.location):
             path = Path(place)
             if not path.exists():

@@ -18,7 +18,7 @@ from dlrover.checkpoint.storage.stores import (
     MANIFEST,
     StorageAwayError,
     Store,
-    failure,
+    explained,
     is_damage,
     join,
     open_store,
@@ -61,10 +61,8 @@ def verify(place: str | os.PathLike[str], step: int) -> Verification:
         InfrastructureError: the step cannot be read now.
     """
     store = open_store(place)
-    try:
+    with explained(f"{store.location} cannot be used"):
         return _Check(store, step).run()
-    except (OSError, MemoryError) as error:
-        raise failure(error, f"{store.location} cannot be used") from error
 
 
 class _Check:
