@@ -23,6 +23,7 @@ from dlrover.checkpoint.saver import memory
 from dlrover.checkpoint.saver.memory import Generation
 from dlrover.checkpoint.storage import persist, storage
 from dlrover.checkpoint.storage.persist import Job, Source
+from dlrover.checkpoint.storage.stored_step import StoredStep
 from dlrover.checkpoint.storage.stores import open_store
 from dlrover.checkpoint.tools import safetensorsfile, tools
 from dlrover.checkpoint.tools.convert import convert
@@ -359,7 +360,7 @@ def test_an_existing_destination_stays_as_it_is(tmp_path: Path):
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_damaged_source_leaves_nothing_behind(sharded: Path, tmp_path: Path, to: str):
     step = sharded / "step-40"
-    with storage.StoredStep(open_store(step), "") as stored:
+    with StoredStep(open_store(step), "") as stored:
         (found,) = (t for t in stored.index(1).tensors if t.path == ("model", "columns"))
     content = bytearray((step / found.file).read_bytes())
     content[found.offset] ^= 1

@@ -22,6 +22,7 @@ from dlrover.checkpoint.saver import memory
 from dlrover.checkpoint.saver.memory import Generation
 from dlrover.checkpoint.storage import persist, storage
 from dlrover.checkpoint.storage.persist import Job, Source
+from dlrover.checkpoint.storage.stored_step import StoredStep
 from dlrover.checkpoint.storage.stores import open_store
 from dlrover.checkpoint.tools import tools
 from dlrover.cli import main
@@ -90,7 +91,7 @@ def flip(path: Path, offset: int) -> None:
 
 def flip_tensor(directory: Path, path: tuple, rank: int = 0) -> str:
     """Change a byte of a tensor; the name of its file."""
-    with storage.StoredStep(open_store(directory), "") as step:
+    with StoredStep(open_store(directory), "") as step:
         (found,) = (tensor for tensor in step.index(rank).tensors if tensor.path == path)
     flip(directory / found.file, found.offset)
     return found.file

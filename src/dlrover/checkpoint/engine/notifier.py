@@ -17,7 +17,7 @@ from typing import Any
 from dlrover.checkpoint.machine import layout as layouts
 from dlrover.checkpoint.machine.layout import Path
 from dlrover.checkpoint.machine.saves import SaveId
-from dlrover.checkpoint.storage.storage import StoredStep
+from dlrover.checkpoint.storage.stored_step import StoredStep
 from dlrover.checkpoint.storage.stores import Store, is_damage, step_folder
 from dlrover.errors import InfrastructureError
 

@@ -32,6 +32,7 @@ from dlrover.checkpoint.machine.extent import Piece
 from dlrover.checkpoint.machine.saves import Order, SaveId
 from dlrover.checkpoint.saver.protocol import HeldGeneration, Holding
 from dlrover.checkpoint.storage import storage
+from dlrover.checkpoint.storage.stored_step import StoredStep, StoredTensor
 from dlrover.checkpoint.storage.stores import (
     MANIFEST,
     StorageAwayError,
@@ -307,7 +308,7 @@ class Loader:
         )
 
     def _restore_stored(self, step: int, save: SaveId | None) -> None:
-        with storage.StoredStep(self._store, step_folder(step)) as stored:
+        with StoredStep(self._store, step_folder(step)) as stored:
             if save is not None and _differ(stored.manifest.save, save):
                 raise InfrastructureError(
                     f"Step {step} in {self._store.location} was stored again while it was read."
@@ -334,7 +335,7 @@ def _differ(found: SaveId | None, save: SaveId | None) -> bool:
 class _Stored:
     """Reader of pieces of a stored step."""
 
-    def __init__(self, stored: storage.StoredStep) -> None:
+    def __init__(self, stored: StoredStep) -> None:
         self._stored = stored
 
     def tensors(self, planned: Plan) -> Sequence[torch.Tensor]:
@@ -355,14 +356,14 @@ class _Stored:
         part = copying.cut(copying.view(self._stored.verified(tensor), tensor), piece.box)
         return part.clone() if part.nbytes < tensor.nbytes else part  # this releases the rest
 
-    def _tensor(self, piece: Piece) -> storage.StoredTensor:
+    def _tensor(self, piece: Piece) -> StoredTensor:
         return self._stored.index(piece.rank).tensors[piece.entry]
 
 
 class _OnDemand(Sequence[torch.Tensor]):
     """The tensors of one rank, read and checked one by one, where possible straight into their targets."""
 
-    def __init__(self, stored: storage.StoredStep, tensors: Sequence[storage.StoredTensor]) -> None:
+    def __init__(self, stored: StoredStep, tensors: Sequence[StoredTensor]) -> None:
         self._stored = stored
         self._tensors = tensors
 
@@ -381,7 +382,7 @@ class _OnDemand(Sequence[torch.Tensor]):
                 assert done is None
         return [item for item, is_direct in zip(pending, direct, strict=True) if not is_direct]
 
-    def _fits(self, target: torch.Tensor, tensor: storage.StoredTensor) -> bool:
+    def _fits(self, target: torch.Tensor, tensor: StoredTensor) -> bool:
         same = (tuple(target.shape), target.dtype) == (tensor.shape, DTYPES[tensor.dtype])
         return same and is_plain(target)
 
@@ -391,6 +392,6 @@ class _OnDemand(Sequence[torch.Tensor]):
         self._stored.fill(self._tensors[index], memoryview(flat.numpy()))
 
 
-def _rank_state(stored: storage.StoredStep, rank: int) -> RankState:
+def _rank_state(stored: StoredStep, rank: int) -> RankState:
     index = stored.index(rank)
     return RankState(index.tensors, index.skeleton, [tensor.xxh3 for tensor in index.tensors])

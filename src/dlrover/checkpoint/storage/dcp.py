@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from dlrover.checkpoint.engine.tree import DTYPES
 from dlrover.checkpoint.machine import layout as layouts
 from dlrover.checkpoint.machine.layout import TensorRef
-from dlrover.checkpoint.storage.storage import StoredTensor
+from dlrover.checkpoint.storage.stored_step import StoredTensor
 from dlrover.errors import ConfigurationError
 
 

@@ -25,7 +25,14 @@ from dlrover.checkpoint.machine.layout import ALIGNMENT, Layout, TensorEntry
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.storage import faults, formats, storage
 from dlrover.checkpoint.storage.formats import OtherFormatError
-from dlrover.checkpoint.storage.storage import FileRecord, Manifest, RankIndex, StoredTensor
+from dlrover.checkpoint.storage.stored_step import (
+    FileRecord,
+    Manifest,
+    RankIndex,
+    StoredTensor,
+    index_file,
+    record_of,
+)
 from dlrover.checkpoint.storage.stores import (
     DCP_METADATA,
     MANIFEST,
@@ -220,7 +227,7 @@ def _write_rank(job: Job, draft: Draft, rank: int) -> None:
         job.store.delete(draft.path(plain))
         files = {}
     index = RankIndex(rank, job.step, source.layout.skeleton, tuple(tensors), files)
-    job.store.write(draft.path(storage.index_file(rank)), msgspec.msgpack.encode(index))
+    job.store.write(draft.path(index_file(rank)), msgspec.msgpack.encode(index))
 
 
 def _written_by_others(job: Job, draft: Draft, rank: int) -> dict[tuple[object, ...], StoredTensor]:
@@ -239,8 +246,8 @@ def _finish(job: Job, draft: Draft) -> None:
     indices = [_await_index(job, draft, rank) for rank in range(job.world_size)]
     metadata, files = _encode_metadata(job, draft, indices)
     for index in indices:
-        name = storage.index_file(index.rank)
-        files[draft.named(name)] = storage.record_of(job.store.read(draft.path(name)))
+        name = index_file(index.rank)
+        files[draft.named(name)] = record_of(job.store.read(draft.path(name)))
         files.update(index.files)
     own = {draft.named(f"__{index.rank}_0.distcp") for index in indices[1:]}
     manifest = Manifest(
@@ -289,7 +296,7 @@ def _encode_metadata(
                 objects[leaf.name] = dcp.Item(name, file.size, len(data))
                 file.write(data)
     metadata = dcp.metadata([(index.skeleton, index.tensors) for index in indices], objects)
-    return metadata, {name: file.record(), DCP_METADATA: storage.record_of(metadata)}
+    return metadata, {name: file.record(), DCP_METADATA: record_of(metadata)}
 
 
 def _await_index(job: Job, draft: Draft, rank: int) -> RankIndex:
@@ -298,7 +305,7 @@ def _await_index(job: Job, draft: Draft, rank: int) -> RankIndex:
 
 def _finished_index(job: Job, draft: Draft, rank: int) -> RankIndex | None:
     try:
-        data = job.store.read(draft.path(storage.index_file(rank)))
+        data = job.store.read(draft.path(index_file(rank)))
         index = msgspec.msgpack.decode(data, type=RankIndex)
     except (FileNotFoundError, msgspec.DecodeError):
         return None  # not there yet

@@ -18,8 +18,9 @@ import xxhash
 from dlrover.checkpoint.machine import layout as layouts
 from dlrover.checkpoint.machine.layout import Layout, TensorEntry, TensorSpec
 from dlrover.checkpoint.machine.saves import SaveId
-from dlrover.checkpoint.storage import persist, storage
+from dlrover.checkpoint.storage import persist
 from dlrover.checkpoint.storage.local import sync_directory
+from dlrover.checkpoint.storage.stored_step import index_file
 from dlrover.checkpoint.storage.stores import (
     DCP_METADATA,
     MANIFEST,
@@ -164,7 +165,7 @@ def _write_dcp(content: Content, temporary: Path, step: int) -> None:
         _write_flash(content, flash, step)
         written = flash / step_folder(step)
         (written / MANIFEST).unlink()
-        (written / storage.index_file(0)).unlink()
+        (written / index_file(0)).unlink()
         sync_directory(written)
         written.rename(temporary)
     finally:

@@ -27,7 +27,7 @@ from dlrover.checkpoint.engine.tree import DTYPES
 from dlrover.checkpoint.machine import extent, layout as layouts
 from dlrover.checkpoint.machine.extent import Box, Extent, cover
 from dlrover.checkpoint.machine.layout import name
-from dlrover.checkpoint.storage.storage import StoredStep, StoredTensor
+from dlrover.checkpoint.storage.stored_step import StoredStep, StoredTensor
 from dlrover.checkpoint.storage.stores import (
     DCP_METADATA,
     MANIFEST,

@@ -15,7 +15,7 @@ from dlrover.checkpoint.machine.layout import ITEM_BYTES, TensorRef, name
 from dlrover.checkpoint.machine.saves import Order, SaveId
 from dlrover.checkpoint.storage import storage
 from dlrover.checkpoint.storage.formats import OtherFormatError
-from dlrover.checkpoint.storage.storage import StoredStep, StoredTensor
+from dlrover.checkpoint.storage.stored_step import StoredStep, StoredTensor, read_manifest
 from dlrover.checkpoint.storage.stores import (
     BAD,
     IDENTITY,
@@ -200,7 +200,7 @@ def _summary(store: Store, folder: str, step: int, latest: int | None) -> StepSu
     save: SaveId | None = None
     state: StepState = "damaged"
     try:
-        manifest = storage.read_manifest(store, folder)
+        manifest = read_manifest(store, folder)
     except OtherFormatError:
         state = "other version"
     except StorageAwayError:

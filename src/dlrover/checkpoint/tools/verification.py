@@ -12,8 +12,13 @@ import xxhash
 from dlrover.checkpoint.machine import extent, layout as layouts
 from dlrover.checkpoint.machine.extent import Extent, cover
 from dlrover.checkpoint.machine.layout import TensorRef, name
-from dlrover.checkpoint.storage import storage
-from dlrover.checkpoint.storage.storage import FileRecord, RankIndex, StoredStep, StoredTensor
+from dlrover.checkpoint.storage.stored_step import (
+    FileRecord,
+    RankIndex,
+    StoredStep,
+    StoredTensor,
+    index_file,
+)
 from dlrover.checkpoint.storage.stores import (
     MANIFEST,
     StorageAwayError,
@@ -110,7 +115,7 @@ class _Check:
     def _indices(self, stored: StoredStep) -> Iterator[RankIndex]:
         """Yield the readable indices; note the problems of the others."""
         for rank in range(stored.manifest.world_size):
-            file = storage.index_file(rank, stored.manifest.place)
+            file = index_file(rank, stored.manifest.place)
             try:
                 index = stored.index(rank)
                 refs = [item for _, item in leaves(layouts.decode(index.skeleton))]
