@@ -126,7 +126,7 @@ class Reading:
 
         before, self.record = self.record, self._checkpointer.load_parts(targets)
         if self.record is None or before is None or self.record.step != before.step:
-            self._checkpointer.set_damaged_aside()
+            self._checkpointer.quarantine_damaged()
             raise InfrastructureError(
                 "The step that was to be loaded is damaged or gone; load again to take an older one."
             )

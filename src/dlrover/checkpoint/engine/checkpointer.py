@@ -135,10 +135,7 @@ class Checkpointer:
         self._background = Background() if overlap else None
         self._pool = GenerationPool(self._client)
         self._problems: list[str] = []
-        self._damaged: dict[int, bytes] = {}
-        """Stored steps that a load found damaged, with manifests; ``read_only`` leaves them in place."""
-        self._went_back: tuple[int, int] | None = None
-        """After going back: the stored step to continue from and its line, until a save follows."""
+        self._findings = direct.LoadFindings()
         self._notifier = StoredStepNotifier(self._store, self._client.stored)
         if not read_only:
             self._join(wishes, policy)
@@ -239,7 +236,7 @@ class Checkpointer:
                 measured = checked_metrics(metrics)
                 self._world.check()
                 if do != "nothing":
-                    self._mark_what_was_found(save.session)
+                    self._findings.apply(self._direct, save.session)
                     self._copy(_Order(save, do == "storage", measured), state)
                     self._pace.saved(began)
             except BaseException:
@@ -250,45 +247,13 @@ class Checkpointer:
                 if to is None:  # the other ranks do, whatever failed here
                     self._pace.settle()
 
-    def set_damaged_aside(self) -> None:
-        """Set aside the damaged steps that a load found now, instead of at the next save. For adapters.
+    def quarantine_damaged(self) -> None:
+        """Quarantine the damaged steps that a load found now, instead of at the next save. For adapters.
 
-        A training does so that ends because of them: its next try takes an older step.
+        A training that ends because of them does so: its next try takes an older step.
         """
         if not self._read_only:
-            self._mark_what_was_found(self._joined.session)
-
-    def _mark_what_was_found(self, session: int) -> None:
-        """Set damaged steps aside before new ones come; begin the line of a training that went back."""
-        if not self._damaged and self._went_back is None:
-            return
-        if self._world.rank == 0:
-            try:
-                self._direct.guard(session)
-            except (OSError, InfrastructureError) as error:
-                logger.warning("What the load found is not marked in storage yet: %s", error)
-                return
-        self._quarantine()
-        self._begin_line()
-
-    def _quarantine(self) -> None:
-        damaged, self._damaged = self._damaged, {}
-        if self._world.rank == 0:
-            for step, manifest in damaged.items():
-                storage.quarantine(self._store, step, manifest)
-
-    def _begin_line(self) -> None:
-        """Record in storage that the training went back to a stored step and continued from it."""
-        if self._went_back is None:
-            return
-        step, line = self._went_back
-        if self._world.rank == 0:
-            try:
-                storage.begin_line(self._store, step, line)
-            except (OSError, InfrastructureError) as error:
-                logger.warning("It is not noted that step %d is the newest one: %s", step, error)
-                return
-        self._went_back = None
+            self._findings.apply(self._direct, self._joined.session)
 
     def _copy(self, order: _Order, state: State) -> None:
         if self._background is not None:
@@ -462,20 +427,14 @@ class Checkpointer:
             record = self._load(prepare, step)
             if self._read_only:
                 return record
-            self._go_on_from(record, step)
+            if step is not None:
+                self._world.agree(lambda: self._client.keep(None))
+                self._findings.go_back(step, self._numbering.go_back())
+            elif record is None or record.source == "storage":
+                self._findings.continue_from(None if record is None else record.step)
             self._world.agree(lambda: self._reserve_ahead(state))
         launched.loaded(0 if record is None else record.step)
         return record
-
-    def _go_on_from(self, record: LoadRecord | None, step: int | None) -> None:
-        """Begin a new line if ``step`` was requested by its number. Collective."""
-        if step is not None:
-            self._world.agree(lambda: self._client.keep(None))
-            self._went_back = step, self._numbering.go_back()
-        elif self._went_back is not None and (record is None or record.source == "storage"):
-            # The training continues from this later load, perhaps from the newest step after all.
-            line = self._went_back[1]
-            self._went_back = None if record is None else (record.step, line)
 
     def _reserve_ahead(self, state: State) -> None:
         layout = self._copier.layout(tree.flatten(state))
@@ -548,7 +507,7 @@ class Checkpointer:
         client = None if self._read_only else self._client
         loader = Loader(self._world, client, self._store, self._identity, planner)
         found = loader.load() if step is None else loader.load_stored(step)
-        self._damaged |= loader.damaged
+        self._findings.damaged |= loader.damaged
         if found is None:
             fresh.begin(
                 self._world, self._store, self._identity, job_of(config.environ()), loader,

@@ -1,4 +1,4 @@
-"""Writes of a state to storage by the worker itself, for when no generation fits in memory.
+"""Writes to storage by the worker itself: of a state that fits in no generation, and of what a load found.
 
 The files have the saver's format and place, because other ranks' savers may write their own parts.
 """
@@ -102,6 +102,48 @@ class Writer:
                 storage.prune(self.store, self.keep, job.guard)
             except (OSError, InfrastructureError) as error:
                 logger.warning("Old checkpoints in %s stay: %s", self.store.location, error)
+
+
+class LoadFindings:
+    """What loads found and the directory does not show yet: damaged steps, and a return to an older step."""
+
+    def __init__(self) -> None:
+        self.damaged: dict[int, bytes] = {}
+        """Damaged stored steps, with their manifests; a checkpointer that only reads leaves them in place."""
+        self._went_back: tuple[int, int] | None = None
+        """After going back: the stored step to continue from and its line, until a save follows."""
+
+    def go_back(self, step: int, line: int) -> None:
+        """Begin a new line at a stored step."""
+        self._went_back = step, line
+
+    def continue_from(self, step: int | None) -> None:
+        """After going back: continue from another stored step, perhaps the newest one; None: from none."""
+        if self._went_back is not None:
+            self._went_back = None if step is None else (step, self._went_back[1])
+
+    def apply(self, writer: Writer, session: int) -> None:
+        """Quarantine damaged steps before new ones come; record the line of a training that went back."""
+        if not self.damaged and self._went_back is None:
+            return
+        if writer.rank == 0:
+            try:
+                writer.guard(session)
+            except (OSError, InfrastructureError) as error:
+                logger.warning("What the load found is not marked in storage yet: %s", error)
+                return
+        damaged, self.damaged = self.damaged, {}
+        if writer.rank == 0:
+            for step, manifest in damaged.items():
+                storage.quarantine(writer.store, step, manifest)
+            if self._went_back is not None:
+                step, line = self._went_back
+                try:
+                    storage.begin_line(writer.store, step, line)
+                except (OSError, InfrastructureError) as error:
+                    logger.warning("It is not recorded that step %d is the newest: %s", step, error)
+                    return
+        self._went_back = None
 
 
 def _wait(seconds: float) -> bool:

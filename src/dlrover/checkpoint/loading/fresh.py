@@ -145,9 +145,11 @@ def loss(evidence: Evidence, store: Store, problems: Sequence[str], lost: Lost |
 def explanation(loss: str, store: Store, lost: Lost | None, recorded: first_save.Whose) -> str:
     """Explain, in one or two sentences, why nothing is loaded."""
     if loss:
-        return f"{loss} The training starts afresh, as start_afresh says"
+        return f"{loss} The training starts from scratch, as start_afresh says"
     if lost is not None:
-        return f"{lost.sentence} There was never a save of all ranks: the training begins anew"
+        return (
+            f"{lost.sentence} There was never a save of all ranks: the training starts from scratch"
+        )
     if recorded == "earlier":
-        return f"An earlier job in {store.location} saved to memory only, which ended with it: the training begins anew"
+        return f"An earlier job in {store.location} saved to memory only, which ended with it: the training starts from scratch"
     return f"There is no checkpoint in {store.location} yet"

@@ -235,7 +235,7 @@ def quarantine(store: Store, step: int, manifest: bytes | None = None) -> None:
     """Withdraw a damaged step, unless its manifest no longer equals ``manifest``."""
     try:
         if manifest is None or store.read(join(step_folder(step), MANIFEST)) == manifest:
-            logger.warning("Step %d is damaged and is now %s", step, store.set_aside(step))
+            logger.warning("Step %d is damaged and is now %s", step, store.quarantine(step))
     except OSError as error:
         logger.warning("Step %d is damaged and stays in its place: %s", step, error)
 

@@ -177,7 +177,7 @@ class Store(Protocol):
     def is_given_up(self, draft: Draft) -> bool:
         """Return True if the save was given up, or the step was published."""
 
-    def set_aside(self, step: int) -> str:
+    def quarantine(self, step: int) -> str:
         """Withdraw a damaged step so that it no longer counts; return its new name."""
 
     def remove_step(self, step: int) -> None:

@@ -159,7 +159,7 @@ def _read_dcp(store: Store, *, trusted: bool) -> Content:
     if not trusted:
         raise ConfigurationError(
             f"{store.where(DCP_METADATA)} is a pickle, and to read it runs whatever it says; pass trusted=True"
-            " (dlrover ckpt convert: --trusted) if you trust whoever wrote it."
+            " (dlrover ckpt convert: --trusted) if you trust its author."
         )
     reader = (FsspecReader if is_url(store.location) else FileSystemReader)(store.url)
     try:

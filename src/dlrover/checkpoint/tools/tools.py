@@ -36,7 +36,7 @@ Place = str | os.PathLike[str]
 
 StepState = Literal["complete", "damaged", "bad", "unfinished", "other version"]
 """State of a stored step. ``complete``: every file of the manifest is there with its size. ``damaged``: the
-manifest or a file is missing or wrong. ``bad``: put aside by a load. ``unfinished``: being written or deleted,
+manifest or a file is missing or wrong. ``bad``: quarantined by a load. ``unfinished``: being written or deleted,
 or left over from that. ``other version``: written in the format of another version of DLRover."""
 
 
