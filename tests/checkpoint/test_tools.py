@@ -45,7 +45,7 @@ def source(state: dict) -> Source:
     os.close(fd)
     copier.copy(torch.frombuffer(generation.data, dtype=torch.uint8))
     layout = msgspec.msgpack.decode(packed.encoded, type=layouts.Layout)
-    return Source(generation, layout, memory.compute_sums(generation, layout))
+    return Source(generation.tensor_bytes, layout, memory.compute_sums(generation, layout))
 
 
 def store(directory: Path, step: int, *states: dict) -> None:

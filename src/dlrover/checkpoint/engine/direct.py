@@ -5,6 +5,7 @@ The files have the saver's format and place, because other ranks' savers may wri
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -51,13 +52,14 @@ class Writer:
         ``tensors`` are those of the layout, in its order. They are read twice, as checksums come first.
         """
         layout = msgspec.msgpack.decode(packed.encoded, type=Layout)
-        live = _Live(layout, tensors)
-        sums = [xxhash.xxh3_64_intdigest(live.tensor_bytes(entry)) for entry in layout.entries]
+        paths = [entry.path for entry in layout.entries]
+        read = functools.partial(_live, dict(zip(paths, tensors, strict=True)))
+        sums = [xxhash.xxh3_64_intdigest(read(entry)) for entry in layout.entries]
         job = Job(
             store=self.store,
             save=save,
             world_size=self.world_size,
-            sources={self.rank: Source(live, layout, sums)},
+            sources={self.rank: Source(read, layout, sums)},
             pause=_wait,
             patience=PEER_PATIENCE,
             guard=lambda: self._guard(save.session, _wait),
@@ -154,16 +156,9 @@ def _refuse_to_wait(_: float) -> None:
     raise InfrastructureError("Another training may still use the directory.")
 
 
-class _Live:
-    """Source of the tensors' bytes, like a generation, one tensor at a time."""
-
-    def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
-        paths = [entry.path for entry in layout.entries]
-        self._tensors: dict[layouts.Path, torch.Tensor] = dict(zip(paths, tensors, strict=True))
-
-    def tensor_bytes(self, entry: TensorEntry) -> memoryview:
-        """Return the bytes of one tensor."""
-        if not entry.nbytes:
-            return memoryview(b"")
-        tensor = self._tensors[entry.path].detach().resolve_conj().resolve_neg().cpu()
-        return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+def _live(tensors: Mapping[layouts.Path, torch.Tensor], entry: TensorEntry) -> memoryview:
+    """Return the bytes of one tensor of a state."""
+    if not entry.nbytes:
+        return memoryview(b"")
+    tensor = tensors[entry.path].detach().resolve_conj().resolve_neg().cpu()
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())

@@ -414,4 +414,4 @@ class Checksums:
             sums = self._add(slot, generation, epoch)
         if header is None or sums is None or header.save != save:
             raise InfrastructureError(f"Step {save.step} is not in memory any more.")
-        return Source(generation, generation.layout(header), sums)
+        return Source(generation.tensor_bytes, generation.layout(header), sums)

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import xxhash
@@ -59,18 +59,12 @@ WRITERS = 4
 _Value = TypeVar("_Value")
 
 
-class TensorBytes(Protocol):
-    """Holder of a layout's tensors, for example a `Generation`."""
-
-    def tensor_bytes(self, entry: TensorEntry) -> memoryview:
-        """Return the bytes of one tensor."""
-
-
 @dataclass(frozen=True)
 class Source:
     """One rank's part of the step."""
 
-    generation: TensorBytes
+    read: Callable[[TensorEntry], memoryview]
+    """Returns the bytes of one tensor."""
     layout: Layout
     sums: list[int]
 
@@ -210,7 +204,7 @@ def _write_rank(job: Job, draft: Draft, rank: int) -> None:
             wanted = (entry.path, entry.dtype, entry.extent, checksum)
             known = elsewhere.get(wanted) or written.get((entry.offset, entry.nbytes))
             if known is None:
-                data = source.generation.tensor_bytes(entry)
+                data = source.read(entry)
                 head, tail = torch_file(entry.dtype, entry.shape, data, file.size, ALIGNMENT)
                 start = file.size
                 known = StoredTensor(
@@ -283,7 +277,7 @@ def _encode_metadata(
 
     def tensor(number: int) -> tuple[StoredTensor, memoryview]:
         entry = source.layout.entries[number]
-        return indices[0].tensors[number], source.generation.tensor_bytes(entry)
+        return indices[0].tensors[number], source.read(entry)
 
     plain = "__0_1.distcp"
     name = draft.named(plain)

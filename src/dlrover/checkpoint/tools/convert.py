@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from dlrover.checkpoint.machine import layout as layouts
-from dlrover.checkpoint.machine.layout import Layout, TensorEntry, TensorSpec
+from dlrover.checkpoint.machine.layout import Layout, TensorSpec
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.storage import persist
 from dlrover.checkpoint.storage.local import sync_directory
@@ -83,7 +83,15 @@ def convert(
     number = _step(content, step, to)
     try:
         with target.published() as temporary:
-            _WRITERS[to](content, temporary, number or 0)
+            match to:
+                case "flash":
+                    _write_flash(content, temporary, number or 0)
+                case "dcp":
+                    _write_dcp(content, temporary, number or 0)
+                case "safetensors":
+                    safetensorsfile.write(content, temporary)
+                case "torch":
+                    _write_torch(content, temporary)
     except OSError as error:
         raise InfrastructureError(f"{location_of(text)} cannot be written: {error}.") from error
     return Conversion(
@@ -132,7 +140,8 @@ def _write_flash(content: Content, temporary: Path, step: int) -> None:
             sums[first] if known else xxhash.xxh3_64_intdigest(content.tensors[index].data())
         )
     layout = Layout(entries, content.skeleton, layouts.layout_hash(entries))
-    source = persist.Source(_OneByOne(content), layout, sums)
+    by_path = dict(held)
+    source = persist.Source(lambda entry: by_path[entry.path].data(), layout, sums)
     temporary.mkdir()
     persist.persist(
         persist.Job(
@@ -145,17 +154,6 @@ def _write_flash(content: Content, temporary: Path, step: int) -> None:
             metrics=content.metrics,
         )
     )
-
-
-class _OneByOne:
-    """Source of the tensors' bytes, like a generation, that keeps none of them in memory."""
-
-    def __init__(self, content: Content) -> None:
-        self._by_path = dict(zip(content.paths, content.tensors, strict=True))
-
-    def tensor_bytes(self, entry: TensorEntry) -> memoryview:
-        """Return the bytes of one tensor."""
-        return self._by_path[entry.path].data()
 
 
 def _write_dcp(content: Content, temporary: Path, step: int) -> None:
@@ -172,11 +170,7 @@ def _write_dcp(content: Content, temporary: Path, step: int) -> None:
         shutil.rmtree(flash, ignore_errors=True)
 
 
-def _write_safetensors(content: Content, temporary: Path, _: int) -> None:
-    safetensorsfile.write(content, temporary)
-
-
-def _write_torch(content: Content, temporary: Path, _: int) -> None:
+def _write_torch(content: Content, temporary: Path) -> None:
     """Write all tensors at once: the format wants all descriptions before the first tensor's data."""
     tensors: list[torch.Tensor] = []
     for index, first in enumerate(content.same_as):
@@ -194,14 +188,6 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.numel():
         return torch.empty_like(tensor)  # torch refuses one that begins where another begins
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-
-_WRITERS: dict[Format, Callable[[Content, Path, int], None]] = {
-    "dcp": _write_dcp,
-    "safetensors": _write_safetensors,
-    "torch": _write_torch,
-    "flash": _write_flash,
-}
 
 
 # ---- places

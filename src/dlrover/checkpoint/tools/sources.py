@@ -23,7 +23,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 
 from dlrover.checkpoint.engine import copying
-from dlrover.checkpoint.engine.tree import DTYPES
+from dlrover.checkpoint.engine.tree import DTYPE_NAMES, DTYPES
 from dlrover.checkpoint.machine import extent, layout as layouts
 from dlrover.checkpoint.machine.extent import Box, Extent, cover
 from dlrover.checkpoint.machine.layout import name
@@ -47,7 +47,6 @@ _UNPICKLING = (
     ValueError,
 )  # fmt: skip
 """Errors that a damaged pickle can raise."""
-_DTYPE_NAMES = {dtype: key for key, dtype in DTYPES.items()}
 
 
 def read(
@@ -181,7 +180,7 @@ def _read_dcp(store: Store, *, trusted: bool) -> Content:
 
 def _dcp_tensor(reader: Any, metadata: Any, key: str) -> LazyTensor:
     described = metadata.state_dict_metadata[key]
-    dtype = _DTYPE_NAMES.get(described.properties.dtype)
+    dtype = DTYPE_NAMES.get(described.properties.dtype)
     if dtype is None:
         raise ConfigurationError(
             f"The tensor {key} has the type {described.properties.dtype}, which is not supported."
