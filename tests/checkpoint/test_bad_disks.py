@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from dlrover.checkpoint import Checkpointer
-from dlrover.checkpoint.storage import storage, torchfile
+from dlrover.checkpoint.storage import persist, storage
 from dlrover.checkpoint.storage.stores import open_store
 from dlrover.errors import InfrastructureError
 
@@ -28,13 +28,13 @@ MIB = 1 << 20
 SAVER = """
 import errno, os, sys
 from dlrover.checkpoint.saver import saver
-from dlrover.checkpoint.storage import faults
+from dlrover.checkpoint.storage import faults, persist
 flag, label = sys.argv[1:3]
 def fail(passed):
     if passed == label and os.path.exists(flag):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 faults.hook = fail
-saver.RETRY_DELAYS = (0.02, 0.05, 0.1)
+persist.RETRY_DELAYS = (0.02, 0.05, 0.1)
 sys.argv[0] = "dlrover.checkpoint.saver.saver"
 saver.main(sys.argv[3:])
 """
@@ -214,7 +214,7 @@ def test_a_failure_that_passes_is_tried_again(directory, tmp_path):
     checkpointer.save(1, filled(1), to="storage")
     log = next(directory.glob("saver-*.log"))
     end = time.monotonic() + 60  # the saver loads torch first
-    while "tried again in 0.02 s: Step 1" not in log.read_text():
+    while "Retrying in 0.02 s: Step 1" not in log.read_text():
         assert time.monotonic() < end, log.read_text()
     flag.unlink()
     checkpointer.wait()
@@ -387,7 +387,7 @@ def test_torch_reads_a_tensor_of_more_than_4_gib(tmp_path):
     end = torch.arange(1024.0)
     zeros[-4096:] = end.numpy().tobytes()
     with memoryview(zeros) as data:
-        head, tail = torchfile.wrap("float32", (size // 4,), data, 0, 64)
+        head, tail = persist.torch_file("float32", (size // 4,), data, 0, 64)
     zeros.close()
     path = tmp_path / "large"
     with path.open("wb") as file:

@@ -23,6 +23,7 @@ from dlrover.checkpoint.saver import memory
 from dlrover.checkpoint.saver.memory import Generation
 from dlrover.checkpoint.storage import persist, storage
 from dlrover.checkpoint.storage.persist import Job, Source
+from dlrover.checkpoint.storage.stored_step import StoredStep
 from dlrover.checkpoint.storage.stores import open_store
 from dlrover.checkpoint.tools import safetensorsfile, tools
 from dlrover.checkpoint.tools.convert import convert
@@ -45,12 +46,12 @@ def source(state: dict) -> Source:
     copier = Copier()
     packed = copier.layout(tree.flatten(state))
     fd = os.memfd_create("test")
-    os.ftruncate(fd, memory.room_for(packed))
+    os.ftruncate(fd, memory.capacity_for(packed))
     generation = Generation(fd)
     os.close(fd)
     copier.copy(torch.frombuffer(generation.data, dtype=torch.uint8))
     layout = msgspec.msgpack.decode(packed.encoded, type=layouts.Layout)
-    return Source(generation, layout, memory.compute_sums(generation, layout))
+    return Source(generation.tensor_bytes, layout, memory.compute_sums(generation, layout))
 
 
 def store(directory: Path, step: int, *states: dict) -> None:
@@ -306,7 +307,9 @@ def test_ranks_that_hold_other_keys_are_joined(tmp_path: Path):
 
 def test_a_part_that_is_not_there_is_named(tmp_path: Path):
     store(tmp_path / "half", 1, two_ranks()[0])
-    with pytest.raises(InfrastructureError, match=r"tensor model\.rows 20 of its 35 elements"):
+    with pytest.raises(
+        InfrastructureError, match=r"tensor model\.rows is incomplete: 20 of its 35 elements"
+    ):
         convert(tmp_path / "half", tmp_path / "x.pt", "torch")
 
 
@@ -357,7 +360,7 @@ def test_an_existing_destination_stays_as_it_is(tmp_path: Path):
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_damaged_source_leaves_nothing_behind(sharded: Path, tmp_path: Path, to: str):
     step = sharded / "step-40"
-    with storage.StoredStep(open_store(step), "") as stored:
+    with StoredStep(open_store(step), "") as stored:
         (found,) = (t for t in stored.index(1).tensors if t.path == ("model", "columns"))
     content = bytearray((step / found.file).read_bytes())
     content[found.offset] ^= 1

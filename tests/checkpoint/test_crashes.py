@@ -117,7 +117,7 @@ def start_saver(directory: Path, program: str, *words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("label", "step"), [("save.begun", 2), ("save.copied", 2), ("save.published", 3)]
+    ("label", "step"), [("save.begun", 2), ("save.copied", 2), ("save.committed", 3)]
 )
 def test_a_worker_that_dies_in_a_save_leaves_the_last_whole_step(directory, label, step):
     ended = subprocess.run([sys.executable, "-c", SAVES, str(directory), label], check=False)
@@ -412,7 +412,7 @@ def test_without_memory_for_a_generation_only_steps_for_storage_are_saved(
     record = checkpointer.load(state)
     assert (record.source, record.step, state["step"]) == ("storage", 2, 2)
     assert torch.equal(state["w"], torch.full((50_000,), 2.0, dtype=torch.bfloat16))
-    monkeypatch.setattr("dlrover.checkpoint.engine.direct.RETRY_DELAYS", (0.01,))
+    monkeypatch.setattr("dlrover.checkpoint.storage.persist.RETRY_DELAYS", (0.01,))
     (directory / "checkpoint-id").rename(directory / "gone")
     checkpointer.save(4, state, to="storage")
     with pytest.raises(InfrastructureError, match=r"Step 4 was not stored in .*not the directory"):

@@ -3,7 +3,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from dlrover.checkpoint.machine import extent
-from dlrover.checkpoint.machine.extent import Chunk, Extent, MissingPartError
+from dlrover.checkpoint.machine.extent import Extent, cover
+from dlrover.errors import InfrastructureError
 
 sizes = st.integers(0, 9)
 
@@ -42,23 +43,22 @@ def test_any_box_is_put_together_from_any_grid(grid):
     whole, boxes, wanted = grid
     tensor = torch.randn(whole)
     found = torch.full(wanted.shape, torch.nan)
-    chunks = [Chunk(number, 0, box) for number, box in enumerate(boxes)]
-    for chunk, box in extent.pieces(wanted, [*chunks, *chunks]):
-        saved = tensor[slices(chunk.extent.at, chunk.extent.shape)]
-        found[slices(box.in_target, box.shape)] = saved[slices(box.in_source, box.shape)]
+    parts = [(box, tensor[slices(box.at, box.shape)]) for box in boxes]
+    for saved, box in cover("The tensor w", wanted, [*parts, *parts]):
+        found[box.target] = saved[box.source]
     assert torch.equal(found, tensor[slices(wanted.at, wanted.shape)])
 
 
 def test_what_was_not_saved_is_counted():
-    chunk = Chunk(0, 0, Extent((4, 2), (0, 0), (3, 2)))
-    with pytest.raises(MissingPartError, match="6 of its 8 elements"):
-        extent.pieces(extent.entire((4, 2)), [chunk])
+    part = Extent((4, 2), (0, 0), (3, 2))
+    with pytest.raises(InfrastructureError, match="tensor w is incomplete: 6 of its 8 elements"):
+        cover("The tensor w", extent.entire((4, 2)), [(part, None)])
 
 
 def test_boxes_that_overlap_are_not_taken_for_a_whole():
-    chunks = [Chunk(rank, 0, Extent((4,), (rank,), (3,))) for rank in range(2)]
-    with pytest.raises(MissingPartError):
-        extent.pieces(extent.entire((4,)), chunks)
+    parts = [(Extent((4,), (rank,), (3,)), None) for rank in range(2)]
+    with pytest.raises(InfrastructureError):
+        cover("The tensor w", extent.entire((4,)), parts)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from dlrover.checkpoint.loading import fresh
 from dlrover.checkpoint.loading.fresh import Evidence
-from dlrover.checkpoint.loading.loader import Lost
+from dlrover.checkpoint.loading.memory_step import Lost
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.saver.protocol import Join
 from dlrover.checkpoint.storage import first_save, storage
@@ -62,7 +62,7 @@ def test_what_an_earlier_job_had_in_memory_is_its_own(place):
     assert record(place, node(0, size=1), 1)
     assert first_save.recorded(place, identity, "next") == "earlier"
     assert first_save.recorded(place, identity, "") == "own", "it cannot be told apart"
-    assert "ended with it" in fresh.said("", place, None, "earlier")
+    assert "ended with it" in fresh.explanation("", place, None, "earlier")
     assert first_save.record(place, identity, "next", node(0, size=1), [save(2)])
     assert first_save.recorded(place, identity, "next") == "own"
 
@@ -112,16 +112,16 @@ def test_a_damaged_record_was_written_once(place):
 # ---- which saves all ranks of a node have
 
 
-def test_a_save_is_whole_when_all_ranks_of_the_node_have_published_it():
+def test_a_save_is_whole_when_all_ranks_of_the_node_have_committed_it():
     first = FirstSaves(node(0, 1))
-    first.publish(save(1), 0)
-    first.publish(save(2), 0)
-    first.publish(save(2), 1)
+    first.note_part(save(1), 0)
+    first.note_part(save(2), 0)
+    first.note_part(save(2), 1)
     assert (first.whole, first.pending) == ([save(2)], True)
     first.note(1, recorded=False)
     assert not first.due
-    first.publish(save(3), 1)
-    first.publish(save(3), 0)
+    first.note_part(save(3), 1)
+    first.note_part(save(3), 0)
     assert first.whole == [save(2), save(3)]
     first.note(2, recorded=False, problem="No space left on device")
     assert (first.pending, first.due) == (False, True), "the saver need not stay for it"
@@ -129,10 +129,10 @@ def test_a_save_is_whole_when_all_ranks_of_the_node_have_published_it():
     assert not first.due
 
 
-def test_a_rank_that_publishes_nothing_costs_no_memory():
+def test_a_rank_that_commits_nothing_costs_no_memory():
     first = FirstSaves(node(0, 1))
     for number in range(1, 1000):
-        first.publish(save(number), 0)
+        first.note_part(save(number), 0)
     assert len(first._missing) == first_save.MOST
 
 

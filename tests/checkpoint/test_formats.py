@@ -118,7 +118,7 @@ def test_what_lies_beside_the_steps_is_not_damaged_either(place):
     place.write("latest", b'{"step":1}')
     with pytest.raises(OtherFormatError, match=SAID):
         storage.tracked(place)
-    place.write("latest", b'{"format":2,"step":')
+    place.write("latest", b'{"format":3,"step":')
     assert storage.tracked(place).step == -1
     identity = storage.identity(place)
     first_save.record(place, identity, "job", Join(1, 1, (0,)), [SaveId(0, 1, 1, 1)])
@@ -144,7 +144,7 @@ def test_memory_of_another_version_is_not_damaged(fd):
     generation = Generation(fd)
     copier = Copier()
     layout = copier.layout(tree.flatten({"w": torch.zeros(4)}))
-    generation.publish(layout, rank=0, world_size=1, save=SaveId(0, 1, 1, 1))
+    generation.seal(layout, rank=0, world_size=1, save=SaveId(0, 1, 1, 1))
     struct.pack_into("<I", generation.buffer, 8, 1)
     with pytest.raises(OtherFormatError, match=SAID):
         generation.header()

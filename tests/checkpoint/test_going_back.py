@@ -9,6 +9,7 @@ import torch
 from dlrover.checkpoint import Checkpointer
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.storage import formats, storage
+from dlrover.checkpoint.storage.stored_step import Manifest
 from dlrover.checkpoint.storage.stores import MANIFEST, open_store
 from dlrover.checkpoint.tools import tools
 
@@ -94,7 +95,7 @@ def test_a_line_whose_beginning_was_cut_short_is_begun_again(tmp_path, monkeypat
     for number, step in enumerate((10, 20, 30), 1):
         save = SaveId(0, number, step, 1)
         draft = store.draft(save)
-        manifest = storage.Manifest(step=step, save=save, world_size=1, replicated=True, files={})
+        manifest = Manifest(step=step, save=save, world_size=1, replicated=True, files={})
         store.write(draft.path(MANIFEST), formats.encode(manifest))
         store.publish(draft, {MANIFEST})
     write, writes = store.write, itertools.count()

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from dlrover.checkpoint import Checkpointer
-from dlrover.checkpoint.loading import loader
+from dlrover.checkpoint.loading import memory_step
 from dlrover.checkpoint.machine.saves import Numbering, SaveId
-from dlrover.checkpoint.saver.protocol import Held, Join
+from dlrover.checkpoint.saver.protocol import HeldGeneration, Join
 from dlrover.checkpoint.storage import first_save
 from dlrover.errors import CheckpointsLostError
 from tests.waiting import until
@@ -21,16 +21,16 @@ def state(step: int) -> dict:
     return {"w": torch.full((100,), float(step)), "step": step}
 
 
-def held(rank: int, number: int, size: int = 4) -> Held:
-    return Held(rank, 0, SaveId(0, number, number, 7), size)
+def held(rank: int, number: int, size: int = 4) -> HeldGeneration:
+    return HeldGeneration(rank, 0, SaveId(0, number, number, 7), size)
 
 
 def test_the_newest_save_that_is_not_whole_is_named_with_its_ranks():
     everyone = [[held(0, 4), held(0, 3)], [held(1, 4)]]
-    lost = loader.newest_lost(everyone)
+    lost = memory_step.newest_lost(everyone)
     assert lost.sentence == "Step 4 was saved to memory, and the parts of ranks 2, 3 are gone."
-    assert loader.newest_lost([[held(0, 4, size=1)], [held(0, 3)]]) is None
-    assert loader.newest_lost([[], []]) is None
+    assert memory_step.newest_lost([[held(0, 4, size=1)], [held(0, 3)]]) is None
+    assert memory_step.newest_lost([[], []]) is None
 
 
 def half_lost(directory: Path, *steps: int, stored: int | None = None, whole: bool = True) -> None:
@@ -67,7 +67,7 @@ def test_the_job_does_not_start_from_scratch_in_silence(directory, caplog):
     saves = Checkpointer(directory, linger=0.0, start_afresh=True)
     assert saves.load(state(0)) is None
     saves.close()
-    assert "The training starts afresh, as start_afresh says" in caplog.text
+    assert "The training starts from scratch, as start_afresh says" in caplog.text
     saves = Checkpointer(directory, linger=0.0)
     assert saves.load(state(0)) is None, "what was given up is no loss"
     saves.close()
@@ -90,7 +90,10 @@ def test_saves_that_not_all_ranks_have_made_are_no_loss(directory, caplog, steps
     saves = Checkpointer(directory, linger=0.0)
     assert saves.load(state(0)) is None
     saves.close()
-    assert "is gone. There was never a save of all ranks: the training begins anew" in caplog.text
+    assert (
+        "is gone. There was never a save of all ranks: the training starts from scratch"
+        in caplog.text
+    )
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ def test_arbitrary_bytes_are_a_skeleton_or_an_error(data):
     )
 )
 def test_places_do_not_overlap_and_are_aligned(specs):
-    named = [TensorSpec((str(i),), dtype, shape) for i, (dtype, shape) in enumerate(specs)]
+    named = [TensorSpec((str(i),), dtype, shape, None) for i, (dtype, shape) in enumerate(specs)]
     entries = layouts.place(named, list(range(len(named))))
     end = 0
     for entry in entries:
@@ -92,19 +92,19 @@ def test_places_do_not_overlap_and_are_aligned(specs):
 
 def test_tied_tensors_have_one_place():
     spec = ("float32", (4,))
-    entries = layouts.place([TensorSpec((key,), *spec) for key in "abc"], [0, 0, 2])
+    entries = layouts.place([TensorSpec((key,), *spec, None) for key in "abc"], [0, 0, 2])
     assert entries[0].offset == entries[1].offset != entries[2].offset
 
 
 @pytest.mark.parametrize(
     "entry",
     [
-        TensorEntry(("a",), "float32", (4,), 0, 8),
-        TensorEntry(("a",), "float32", (4,), 100, 16),
-        TensorEntry(("a",), "float32", (4,), -16, 16),
-        TensorEntry(("a",), "float32", (4,), 2, 16),
-        TensorEntry(("a",), "float32", (-1,), 0, -4),
-        TensorEntry(("a",), "object", (1,), 0, 8),
+        TensorEntry(("a",), "float32", (4,), None, 0, 8),
+        TensorEntry(("a",), "float32", (4,), None, 100, 16),
+        TensorEntry(("a",), "float32", (4,), None, -16, 16),
+        TensorEntry(("a",), "float32", (4,), None, 2, 16),
+        TensorEntry(("a",), "float32", (-1,), None, 0, -4),
+        TensorEntry(("a",), "object", (1,), None, 0, 8),
     ],
 )
 def test_impossible_entries_are_refused(entry):

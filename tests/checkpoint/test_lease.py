@@ -14,6 +14,7 @@ from dlrover.checkpoint.machine.policies import KeepLast
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.storage import formats, lease as leases, storage
 from dlrover.checkpoint.storage.lease import Lease, job_of
+from dlrover.checkpoint.storage.stored_step import Manifest
 from dlrover.checkpoint.storage.stores import MANIFEST, open_store
 from dlrover.errors import ConfigurationError, InfrastructureError
 
@@ -241,7 +242,7 @@ def test_who_has_lost_the_lease_deletes_nothing(nodes, clock, tmp_path):
     for step in range(3):
         save = SaveId(0, step, step, 1)
         draft = store.draft(save)
-        manifest = storage.Manifest(step=step, save=save, world_size=1, replicated=True, files={})
+        manifest = Manifest(step=step, save=save, world_size=1, replicated=True, files={})
         store.write(draft.path(MANIFEST), formats.encode(manifest))
         store.publish(draft, {MANIFEST})
     a.check(old, 1, clock)

@@ -15,6 +15,7 @@ from dlrover.checkpoint.machine.policies import KeepLast
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.saver.protocol import Holding
 from dlrover.checkpoint.storage import storage
+from dlrover.checkpoint.storage.stored_step import StoredStep
 from dlrover.checkpoint.storage.stores import open_store
 
 pytestmark = pytest.mark.torch
@@ -85,14 +86,14 @@ def test_a_step_that_is_stored_again_before_it_is_read_is_listed_again(place, mo
 
 def test_a_step_that_is_replaced_while_its_tensors_are_read_is_not_damaged(place, monkeypatch):
     store(place, 7, 1)
-    index, newer = storage.StoredStep.index, iter([2])
+    index, newer = StoredStep.index, iter([2])
 
     def replace_and_read(stored, rank):
         if number := next(newer, 0):
             store(place, 7, number)
         return index(stored, rank)
 
-    monkeypatch.setattr(storage.StoredStep, "index", replace_and_read)
+    monkeypatch.setattr(StoredStep, "index", replace_and_read)
     found, value, loader = load(place)
     assert (found.save.number, value) == (2, 2.0)
     assert not loader.damaged

@@ -8,12 +8,12 @@ from dlrover.checkpoint.machine import layout as layouts
 from dlrover.checkpoint.machine.layout import TensorSpec
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.saver import memory
-from dlrover.checkpoint.saver.limits import available_memory
 from dlrover.checkpoint.saver.memory import PAGE, Generation, State
+from dlrover.checkpoint.saver.ranks import available_memory
 from dlrover.errors import InfrastructureError
 
 ENTRIES = layouts.place(
-    [TensorSpec(("a",), "uint8", (100,)), TensorSpec(("b",), "int64", (3, 2))], [0, 1]
+    [TensorSpec(("a",), "uint8", (100,), None), TensorSpec(("b",), "int64", (3, 2), None)], [0, 1]
 )
 PACKED = layouts.packed(
     msgspec.Raw(msgspec.msgpack.encode(ENTRIES)), b"\x80", (ENTRIES[-1].end, 2, 77)
@@ -23,7 +23,7 @@ PACKED = layouts.packed(
 @pytest.fixture
 def fd() -> Iterator[int]:
     fd = os.memfd_create("test")
-    os.ftruncate(fd, memory.room_for(PACKED))
+    os.ftruncate(fd, memory.capacity_for(PACKED))
     yield fd
     os.close(fd)
 
@@ -32,7 +32,7 @@ def fd() -> Iterator[int]:
 def generation(fd: int) -> Generation:
     made = Generation(fd)
     made.data[: PACKED.data_bytes] = os.urandom(PACKED.data_bytes)
-    made.publish(PACKED, rank=1, world_size=2, save=SaveId(3, 5, 40, 9))
+    made.seal(PACKED, rank=1, world_size=2, save=SaveId(3, 5, 40, 9))
     return made
 
 
@@ -43,7 +43,7 @@ def with_sums(generation: Generation) -> list[int]:
     return sums
 
 
-def test_what_is_published_is_read_through_another_mapping(fd, generation):
+def test_what_is_sealed_is_read_through_another_mapping(fd, generation):
     sums = with_sums(generation)
     other = Generation(fd)
     header = other.header()
@@ -68,7 +68,7 @@ def test_given_up_memory_is_not_read(fd, generation, state):
 def test_sums_are_of_the_generation_that_they_were_computed_for(generation):
     with_sums(generation)
     generation.invalidate(State.WRITING)
-    generation.publish(PACKED, rank=1, world_size=2, save=SaveId(3, 6, 41, 9))
+    generation.seal(PACKED, rank=1, world_size=2, save=SaveId(3, 6, 41, 9))
     assert generation.sums(generation.header()) is None
 
 
@@ -109,10 +109,10 @@ def test_truncated_memory_is_refused(generation):
         cut.header()
 
 
-def test_a_state_that_does_not_fit_is_not_published(fd, generation):
+def test_a_state_that_does_not_fit_is_not_sealed(fd, generation):
     os.ftruncate(fd, PAGE)
     with pytest.raises(InfrastructureError, match="does not fit"):
-        Generation(fd).publish(PACKED, rank=0, world_size=1, save=SaveId(0, 1, 1, 1))
+        Generation(fd).seal(PACKED, rank=0, world_size=1, save=SaveId(0, 1, 1, 1))
 
 
 def test_the_control_group_limits_the_memory(tmp_path):

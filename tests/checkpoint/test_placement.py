@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from dlrover.checkpoint.engine import joining
-from dlrover.checkpoint.machine.placement import holders, ring
+from dlrover.checkpoint.engine.joining import holders, ring
 from dlrover.checkpoint.machine.saves import Newest
-from dlrover.checkpoint.saver.bucket import TokenBucket
 from dlrover.checkpoint.saver.protocol import Peer, Replication
+from dlrover.checkpoint.saver.replicas import TokenBucket
 from dlrover.checkpoint.storage.formats import FORMAT
 from dlrover.errors import ConfigurationError
 

@@ -19,6 +19,7 @@ from dlrover.checkpoint.machine.policies import (
 )
 from dlrover.checkpoint.storage import storage
 from dlrover.checkpoint.storage.formats import FORMAT
+from dlrover.checkpoint.storage.stored_step import read_manifest
 from dlrover.checkpoint.storage.stores import MANIFEST, open_store
 from dlrover.errors import ConfigurationError
 
@@ -265,8 +266,8 @@ def test_the_best_and_the_newest_step_of_a_training_stay(directory: Path):
         checkpointer.save(step, {"step": step}, to="storage", metrics={"loss": loss})
         checkpointer.wait()
     assert storage.steps(open_store(directory)) == [4, 2]
-    assert storage.read_manifest(open_store(directory), "step-2").metrics == {"loss": 1.0}
-    assert storage.read_manifest(open_store(directory), "step-4").metrics == {}
+    assert read_manifest(open_store(directory), "step-2").metrics == {"loss": 1.0}
+    assert read_manifest(open_store(directory), "step-4").metrics == {}
     checkpointer.save(5, {"step": 5}, metrics={"loss": 0.0})  # in memory only
     checkpointer.save(6, {"step": 6}, to="storage")
     checkpointer.wait()

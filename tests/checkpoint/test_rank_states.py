@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dlrover.checkpoint import Checkpointer
-from dlrover.checkpoint.loading.plan import Question, RankState, restoring
+from dlrover.checkpoint.loading.plan import LoadRequest, RankState, restoring
 from dlrover.checkpoint.loading.restore import in_place
 from dlrover.checkpoint.machine.layout import encode, pack
 
@@ -57,9 +57,11 @@ def test_all_ranks_must_be_known(size: int) -> None:
     one = Collecting()
     prepare = in_place({"nested": [{"one": one}], "step": 0}, ())
     ranks = {rank: skeleton(rank + 10) for rank in range(size)}
-    some = Question({0: ranks[0]}, base=0, moved=size != 1, complete=False, size=size)
+    some = LoadRequest({0: ranks[0]}, base=0, moved=size != 1, complete=False, size=size)
     assert (restoring(prepare, some) is None) == (size > 1)
-    planned = restoring(prepare, Question(ranks, base=0, moved=size != 1, complete=True, size=size))
+    planned = restoring(
+        prepare, LoadRequest(ranks, base=0, moved=size != 1, complete=True, size=size)
+    )
     assert planned is not None
     planned.restoration.run([])
     assert one.states == [{"value": rank + 10} for rank in range(size)]
@@ -68,5 +70,5 @@ def test_all_ranks_must_be_known(size: int) -> None:
 def test_equal_tensors_do_not_make_one_rank_enough() -> None:
     """A step whose tensors all ranks have equally is planned from one rank's part, as far as tensors go."""
     prepare = in_place({"nested": [{"one": Collecting()}], "step": 0}, ())
-    question = Question({0: skeleton(10)}, base=0, moved=True, complete=True, size=2)
-    assert restoring(prepare, question) is None
+    request = LoadRequest({0: skeleton(10)}, base=0, moved=True, complete=True, size=2)
+    assert restoring(prepare, request) is None

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dlrover.checkpoint import Checkpointer
-from dlrover.checkpoint.saver import book
+from dlrover.checkpoint.saver import state as saver_states
 from dlrover.errors import CheckpointsLostError, ConfigurationError, InfrastructureError
 from tests.waiting import until
 
@@ -78,8 +78,8 @@ def test_a_damaged_step_is_an_error_that_advises_nothing_and_renames_nothing(dir
 
 
 def test_a_second_job_is_refused_whichever_ranks_it_has(monkeypatch):
-    monkeypatch.setattr(book, "PREDECESSOR_WAIT", 0.1)
-    mine = book.Book()
+    monkeypatch.setattr(saver_states, "PREDECESSOR_WAIT", 0.1)
+    mine = saver_states.SaverState()
     mine.attach(4, os.getpid(), "training")
     for rank in (0, 4):
         with pytest.raises(InfrastructureError, match=r"as rank 4; two jobs .* read_only=True"):

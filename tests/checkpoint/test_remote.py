@@ -20,6 +20,7 @@ from dlrover.checkpoint import Checkpointer, KeepBest
 from dlrover.checkpoint.saver import protocol
 from dlrover.checkpoint.storage import storage
 from dlrover.checkpoint.storage.ranges import GAP, _neighbours
+from dlrover.checkpoint.storage.stored_step import read_manifest
 from dlrover.checkpoint.storage.stores import BAD, Range, StorageAwayError, open_store
 from dlrover.checkpoint.tools import tools
 from dlrover.checkpoint.tools.convert import convert
@@ -49,8 +50,9 @@ saver.main(sys.argv[3:])
 """
 HASTY_SAVER = """
 import sys
-from dlrover.checkpoint import saver
-saver.RETRY_DELAYS = tuple(map(float, sys.argv[1].split(",")))
+from dlrover.checkpoint.saver import saver
+from dlrover.checkpoint.storage import persist
+persist.RETRY_DELAYS = tuple(map(float, sys.argv[1].split(",")))
 sys.argv[0] = "dlrover.checkpoint.saver.saver"
 saver.main(sys.argv[2:])
 """
@@ -186,7 +188,7 @@ def test_old_steps_are_deleted_and_a_step_can_be_stored_twice(url):
     store_steps(url, 1, 2, 3, 3, keep=2)
     assert storage.steps(open_store(url)) == [3, 2]
     assert not any(name.startswith("step-1/") for name in objects(url))
-    place = storage.read_manifest(open_store(url), "step-3").place
+    place = read_manifest(open_store(url), "step-3").place
     assert place.endswith("-4"), "the first one counted until the second one was whole"
     record, state = load(url)
     assert (record.step, state["step"]) == (3, 3)
@@ -272,7 +274,7 @@ def test_a_server_that_is_away_for_a_while_stops_nobody(url, s3, tmp_path):
             checkpointer.save(step, filled(step), to="storage" if step == 2 else "memory")
             assert time.monotonic() - began < 2.0
         log = tmp_path / protocol.log_file(url).name
-        while "It is tried again" not in log.read_text():
+        while "Retrying in" not in log.read_text():
             time.sleep(0.05)
     checkpointer.wait()
     checkpointer.close()

@@ -24,10 +24,10 @@ from dlrover.checkpoint.machine import layout as layouts
 from dlrover.checkpoint.machine.layout import TensorSpec
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.saver import certificates, exchange, memory, ranks, replicas, wire
-from dlrover.checkpoint.saver.book import Book
 from dlrover.checkpoint.saver.memory import Generation
-from dlrover.checkpoint.saver.protocol import Join, Peer, Replication
+from dlrover.checkpoint.saver.protocol import Commit, Join, Peer, Replication
 from dlrover.checkpoint.saver.replicas import Replicas
+from dlrover.checkpoint.saver.state import SaverState
 from dlrover.checkpoint.storage import faults
 from dlrover.checkpoint.storage.formats import FORMAT
 from dlrover.errors import ProtocolError
@@ -35,7 +35,7 @@ from tests.waiting import until
 
 HOST = "127.0.0.1"
 SIZE = 3 * wire.CHUNK + 17
-ENTRIES = layouts.place([TensorSpec(("a",), "uint8", (SIZE,))], [0])
+ENTRIES = layouts.place([TensorSpec(("a",), "uint8", (SIZE,), None)], [0])
 PACKED = layouts.packed(msgspec.Raw(msgspec.msgpack.encode(ENTRIES)), b"\x80", (SIZE, 1, 0))
 
 
@@ -58,8 +58,8 @@ class Node:
     def __init__(self, rank: int, port: int = 0, *, tls: bool = False, pem: str = "") -> None:
         self.rank = rank
         self.owner = 0
-        self.book = Book()
-        self.replicas = Replicas(self.book.exchange)
+        self.saver_state = SaverState()
+        self.replicas = Replicas(self.saver_state.exchange)
         self.pem = pem or self.replicas.certify(tls=tls)
         shown = certificates.fingerprint(self.pem) if self.pem else b""
         self.peer = Peer(HOST, self.replicas.listen(HOST, port), shown)
@@ -70,56 +70,56 @@ class Node:
             token, self.peer, tuple(other.peer for other in others), bandwidth, self.pem
         )
         joined = Join(session, size, (self.rank,), replication=plan)
-        _, self.owner, fds = self.book.attach(self.rank, os.getpid())
+        _, self.owner, fds = self.saver_state.attach(self.rank, os.getpid())
         self.fds = fds[:2]
         for _ in fds[2:]:
-            self.book._ranks.drop_last(self.book._ranks.memories[self.rank])
-        self.book.join(self.rank, joined)
+            self.saver_state._ranks.drop_last(self.saver_state._ranks.memories[self.rank])
+        self.saver_state.join(self.rank, joined)
         self.replicas.join(joined)
 
     def save(self, step: int, state: dict | None = None, number: int = 0) -> bytes:
-        save = SaveId(0, number or step, step, self.book.exchange.world().joined.session)
-        slot = self.book.begin(self.rank, save)
+        save = SaveId(0, number or step, step, self.saver_state.exchange.group().joined.session)
+        slot = self.saver_state.begin(self.rank, save)
         data = self._write(slot, save) if state is None else self._copy(slot, save, state)
-        self.book.publish(self.rank, slot, save, to_storage=False)
-        self.book.sums.compute_next()
+        self.saver_state.commit(self.rank, Commit(slot, save, False))
+        self.saver_state.sums.compute_next()
         return data
 
     def _write(self, slot: int, save: SaveId) -> bytes:
-        self.book.reserve(self.rank, slot, memory.room_for(PACKED))
+        self.saver_state.reserve(self.rank, slot, memory.capacity_for(PACKED))
         generation = Generation(self.fds[slot])
         data = (secrets.token_bytes(1000) + bytes([save.step])) * (SIZE // 1001 + 1)
         generation.data[:SIZE] = data[:SIZE]
-        self._publish(generation, PACKED, save)
+        self._seal(generation, PACKED, save)
         return data[:SIZE]
 
     def _copy(self, slot: int, save: SaveId, state: dict) -> bytes:
         copier = copying.Copier()
         packed = copier.layout(tree.flatten(state))
-        self.book.reserve(self.rank, slot, memory.room_for(packed))
+        self.saver_state.reserve(self.rank, slot, memory.capacity_for(packed))
         generation = Generation(self.fds[slot])
         copier.copy(torch.frombuffer(generation.data, dtype=torch.uint8))
-        self._publish(generation, packed, save)
+        self._seal(generation, packed, save)
         return bytes(generation.data[: packed.data_bytes])
 
-    def _publish(self, generation: Generation, packed: layouts.PackedLayout, save: SaveId) -> None:
-        world = self.book.exchange.world().joined
-        generation.publish(packed, rank=self.rank, world_size=world.world_size, save=save)
+    def _seal(self, generation: Generation, packed: layouts.PackedLayout, save: SaveId) -> None:
+        world = self.saver_state.exchange.group().joined
+        generation.seal(packed, rank=self.rank, world_size=world.world_size, save=save)
 
     def steps(self, rank: int) -> list[int]:
-        return sorted(held.save.step for held in self.book.look() if held.rank == rank)
+        return sorted(held.save.step for held in self.saver_state.look() if held.rank == rank)
 
     def data(self, rank: int, step: int) -> bytes:
-        (held,) = [h for h in self.book.look() if (h.rank, h.save.step) == (rank, step)]
-        assert self.book.verify(rank, held.slot) == ""
-        return bytes(Generation(self.book.open(rank)[1][held.slot]).data[:SIZE])
+        (held,) = [h for h in self.saver_state.look() if (h.rank, h.save.step) == (rank, step)]
+        assert self.saver_state.verify(rank, held.slot) == ""
+        return bytes(Generation(self.saver_state.open(rank)[1][held.slot]).data[:SIZE])
 
     def end(self) -> None:
         self.replicas.close()
         if self.owner:
-            self.book.detach(self.rank, self.owner)
-        _, self.owner, _ = self.book.attach(self.rank, os.getpid())
-        self.book.join(self.rank, Join(99, 9, (self.rank,)))
+            self.saver_state.detach(self.rank, self.owner)
+        _, self.owner, _ = self.saver_state.attach(self.rank, os.getpid())
+        self.saver_state.join(self.rank, Join(99, 9, (self.rank,)))
 
 
 def pair(*, tls=False, **options):
@@ -152,7 +152,7 @@ def test_a_step_that_is_saved_again_reaches_the_other_node_and_so_does_an_older_
     until(lambda: b.steps(0) == [5])
     for step, number in ((5, 6), (3, 7)):
         kept = a.save(step, number=number)
-        until(lambda n=number: n in {held.save.number for held in b.book.look()})
+        until(lambda n=number: n in {held.save.number for held in b.saver_state.look()})
     assert b.steps(0) == [3, 5]
     assert b.data(0, 3) == kept
 
@@ -169,8 +169,8 @@ def test_any_tree_is_equal_on_the_other_node():
         step = next(steps)
         a.save(step, state)
         until(lambda: step in b.steps(0))
-        (held,) = [h for h in b.book.look() if (h.rank, h.save.step) == (0, step)]
-        generation = Generation(b.book.open(0)[1][held.slot])
+        (held,) = [h for h in b.saver_state.look() if (h.rank, h.save.step) == (0, step)]
+        generation = Generation(b.saver_state.open(0)[1][held.slot])
         layout = generation.layout(generation.header())
         buffer = torch.frombuffer(generation.data, dtype=torch.uint8)
         found = blank(state)
@@ -386,10 +386,10 @@ def test_a_new_world_continues_from_a_replica_and_then_lets_go_of_it():
     kept = a.save(1)
     b.save(1)
     until(lambda: b.steps(0) == [1])
-    b.book.detach(1, b.owner)
+    b.saver_state.detach(1, b.owner)
     b.join(session=2)
-    assert b.book.look()[0].save.session == 1
-    b.book.keep(1, SaveId(0, 1, 1, 1))
+    assert b.saver_state.look()[0].save.session == 1
+    b.saver_state.keep(1, SaveId(0, 1, 1, 1))
     assert b.data(0, 1) == kept
     b.save(2)
     assert b.steps(0) == [1]
@@ -406,7 +406,7 @@ def test_a_rank_that_comes_to_the_node_takes_its_memory_over():
     b.rank = 0
     b.join(session=2)
     assert b.data(0, 1) == kept
-    b.book.keep(0, SaveId(0, 1, 1, 1))
+    b.saver_state.keep(0, SaveId(0, 1, 1, 1))
     b.save(2)
     assert b.steps(0) == [1, 2]
 
@@ -416,7 +416,7 @@ def test_a_replica_that_is_superseded_while_it_is_checked_is_no_problem(caplog):
 
     def change_the_world(passed):
         if passed == "replicate.received":
-            b.book.detach(1, b.owner)
+            b.saver_state.detach(1, b.owner)
             b.join(session=2)
             changed.set()
 
@@ -424,7 +424,7 @@ def test_a_replica_that_is_superseded_while_it_is_checked_is_no_problem(caplog):
     faults.hook = change_the_world
     a.save(1)
     assert changed.wait(10)
-    until(lambda: b.book._ranks.memories[0].receiving == 0)
+    until(lambda: b.saver_state._ranks.memories[0].receiving == 0)
     assert b.steps(0) == []
     assert "eplica of rank" not in caplog.text
 
@@ -434,7 +434,7 @@ def test_what_comes_from_an_earlier_world_is_not_taken():
     with greeted(b) as sock:
         wire.send(sock, wire.Offer(header()))
         assert wire.expect(sock, wire.Answer).wanted
-        b.book.detach(1, b.owner)
+        b.saver_state.detach(1, b.owner)
         b.join(session=2)
         wire.send(sock, wire.Chunk(0, b"x" * 50))
         with pytest.raises(ConnectionError):

@@ -19,8 +19,9 @@ from dlrover.checkpoint.machine.policies import KeepLast
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.saver import memory
 from dlrover.checkpoint.saver.memory import Generation
-from dlrover.checkpoint.storage import persist, storage, torchfile
+from dlrover.checkpoint.storage import persist, storage
 from dlrover.checkpoint.storage.persist import Job, Source
+from dlrover.checkpoint.storage.stored_step import StoredStep, read_manifest
 from dlrover.checkpoint.storage.stores import IDENTITY, MANIFEST, open_store
 from dlrover.errors import ConfigurationError, InfrastructureError
 
@@ -41,7 +42,7 @@ def test_torch_reads_a_wrapped_tensor_without_trusting_it(dtype, shape, at):
     tensor = torch.ones(shape).to(tree.DTYPES[dtype])
     dense = tensor.reshape(-1)
     data = dense.view(torch.uint8).numpy().tobytes() if dense.numel() else b""
-    head, tail = torchfile.wrap(dtype, shape, memoryview(data), at, 64)
+    head, tail = persist.torch_file(dtype, shape, memoryview(data), at, 64)
     assert (at + len(head)) % 64 == 0
     whole = head + data + tail
     read = torch.load(io.BytesIO(whole), weights_only=True)
@@ -55,12 +56,12 @@ def source(state: dict) -> Source:
     copier = Copier()
     packed = copier.layout(tree.flatten(state))
     fd = os.memfd_create("test")
-    os.ftruncate(fd, memory.room_for(packed))
+    os.ftruncate(fd, memory.capacity_for(packed))
     generation = Generation(fd)
     os.close(fd)
     copier.copy(torch.frombuffer(generation.data, dtype=torch.uint8))
     layout = msgspec.msgpack.decode(packed.encoded, type=layouts.Layout)
-    return Source(generation, layout, memory.compute_sums(generation, layout))
+    return Source(generation.tensor_bytes, layout, memory.compute_sums(generation, layout))
 
 
 def job(
@@ -115,11 +116,11 @@ def test_savers_of_several_nodes_write_one_checkpoint_and_replicas_once(tmp_path
     for thread in threads:
         thread.join(20)
     final = tmp_path / "step-7"
-    manifest = storage.read_manifest(open_store(final), "")
+    manifest = read_manifest(open_store(final), "")
     assert manifest.replicated
     assert "__1_0.distcp" not in manifest.files
     assert set(os.listdir(final)) == {*manifest.files, MANIFEST}
-    with storage.StoredStep(open_store(final), "") as stored:
+    with StoredStep(open_store(final), "") as stored:
         for rank in range(2):
             index = stored.index(rank)
             assert layouts.decode(index.skeleton)["rank"] == rank
@@ -136,7 +137,7 @@ def test_a_worker_without_memory_writes_its_part_beside_those_of_savers(tmp_path
     storing.start()
     assert worker.write(SaveId(0, 7, 7, 1), packed, copier.sources, {}) == ""
     storing.join(20)
-    with storage.StoredStep(open_store(tmp_path), "step-7") as stored:
+    with StoredStep(open_store(tmp_path), "step-7") as stored:
         assert stored.manifest.replicated
         assert layouts.decode(stored.index(1).skeleton)["rank"] == 1
 
@@ -146,10 +147,10 @@ def test_ranks_that_differ_keep_their_own_tensors(tmp_path):
     persist.persist(job(tmp_path, {0: source(state()), 1: source(mine)}, 2))
     final = tmp_path / "step-7"
     for rank, expected in enumerate((state()["model"]["w"], torch.zeros(3, 4))):
-        with storage.StoredStep(open_store(final), "") as stored:
+        with StoredStep(open_store(final), "") as stored:
             found = {t.path: bytes(stored.verified(t)) for t in stored.index(rank).tensors}
         assert found["model", "w"] == expected.numpy().tobytes()
-    assert not storage.read_manifest(open_store(final), "").replicated
+    assert not read_manifest(open_store(final), "").replicated
 
 
 def test_a_node_that_never_comes_is_named(tmp_path):
@@ -161,7 +162,7 @@ def test_a_node_that_never_comes_is_named(tmp_path):
 def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path):
     for value in (1, 2):
         persist.persist(job(tmp_path, {0: source({"value": value})}, 1, number=value))
-    with storage.StoredStep(open_store(tmp_path), "step-7") as stored:
+    with StoredStep(open_store(tmp_path), "step-7") as stored:
         assert layouts.decode(stored.index(0).skeleton) == {"value": 2}
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-7"]
 
@@ -169,7 +170,7 @@ def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path):
 def test_a_manifest_holds_what_was_measured(tmp_path):
     mine = dataclasses.replace(job(tmp_path, {0: source(state())}, 1), metrics={"loss": 0.5})
     persist.persist(mine)
-    assert storage.read_manifest(open_store(tmp_path), "step-7").metrics == {"loss": 0.5}
+    assert read_manifest(open_store(tmp_path), "step-7").metrics == {"loss": 0.5}
 
 
 def test_a_directory_that_is_another_one_is_left_alone(tmp_path):

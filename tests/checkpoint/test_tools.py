@@ -22,6 +22,7 @@ from dlrover.checkpoint.saver import memory
 from dlrover.checkpoint.saver.memory import Generation
 from dlrover.checkpoint.storage import persist, storage
 from dlrover.checkpoint.storage.persist import Job, Source
+from dlrover.checkpoint.storage.stored_step import StoredStep
 from dlrover.checkpoint.storage.stores import open_store
 from dlrover.checkpoint.tools import tools
 from dlrover.cli import main
@@ -39,12 +40,12 @@ def source(state: dict) -> Source:
     copier = Copier()
     packed = copier.layout(tree.flatten(state))
     fd = os.memfd_create("test")
-    os.ftruncate(fd, memory.room_for(packed))
+    os.ftruncate(fd, memory.capacity_for(packed))
     generation = Generation(fd)
     os.close(fd)
     copier.copy(torch.frombuffer(generation.data, dtype=torch.uint8))
     layout = msgspec.msgpack.decode(packed.encoded, type=layouts.Layout)
-    return Source(generation, layout, memory.compute_sums(generation, layout))
+    return Source(generation.tensor_bytes, layout, memory.compute_sums(generation, layout))
 
 
 def store(directory: Path, step: int, *states: dict) -> None:
@@ -90,7 +91,7 @@ def flip(path: Path, offset: int) -> None:
 
 def flip_tensor(directory: Path, path: tuple, rank: int = 0) -> str:
     """Change a byte of a tensor; the name of its file."""
-    with storage.StoredStep(open_store(directory), "") as step:
+    with StoredStep(open_store(directory), "") as step:
         (found,) = (tensor for tensor in step.index(rank).tensors if tensor.path == path)
     flip(directory / found.file, found.offset)
     return found.file
@@ -267,7 +268,7 @@ def test_files_that_do_not_belong_to_the_step_are_told_and_do_no_harm(stored: Pa
 def test_a_part_that_nobody_saved_is_missed(tmp_path: Path):
     store(tmp_path / "c", 30, state(0, 30))
     assert problems(tmp_path / "c") == {
-        ("manifest.json", "model.w", "is not complete: 6 of its 10 elements were saved")
+        ("manifest.json", "model.w", "it is incomplete: 6 of its 10 elements were saved")
     }
 
 

@@ -7,7 +7,7 @@ import torch
 
 from dlrover.checkpoint import Checkpointer
 from dlrover.checkpoint.engine import copying, tree
-from dlrover.checkpoint.loading.verified import LARGE, VerifiedCopy
+from dlrover.checkpoint.loading.memory_step import LARGE, VerifiedCopy
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.saver import memory
 from dlrover.checkpoint.saver.memory import Generation
@@ -29,12 +29,12 @@ def generation() -> tuple[Generation, list, list[torch.Tensor]]:
     copier = copying.Copier()
     packed = copier.layout(tree.flatten(STATE))
     fd = os.memfd_create("test")
-    os.ftruncate(fd, memory.room_for(packed))
+    os.ftruncate(fd, memory.capacity_for(packed))
     found = Generation(fd)
     os.close(fd)
     buffer = torch.frombuffer(found.data, dtype=torch.uint8)
     copier.copy(buffer)
-    found.publish(packed, rank=0, world_size=1, save=SaveId(0, 1, 1, 7))
+    found.seal(packed, rank=0, world_size=1, save=SaveId(0, 1, 1, 7))
     layout = found.layout(found.header())
     return found, layout.entries, copying.views(buffer, layout.entries)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -24,9 +25,10 @@ from torch.futures import Future
 
 from dlrover.checkpoint.engine.checkpointer import Checkpointer, LoadRecord
 from dlrover.checkpoint.engine.tree import Shard
+from dlrover.checkpoint.loading.plan import Target
 from dlrover.checkpoint.machine.extent import Extent
 from dlrover.errors import InfrastructureError
-from dlrover.integrations.named import Reading, Saved, Wanted, by_tensors
+from dlrover.integrations.named import Reading, Saved, by_tensors
 
 
 class _Placeless:
@@ -110,7 +112,7 @@ class FlashReader(_Placeless, dcp.StorageReader):
             raise InfrastructureError("Nothing was saved that could be loaded.")
         self._objects = saved.objects
         found: dict[str, Any] = dict.fromkeys(saved.objects, described.BytesStorageMetadata())
-        found |= {name: _described(saved, name) for name in saved.chunks}
+        found |= {name: _described(saved, name) for name in saved.parts}
         return dcp.Metadata(state_dict_metadata=found)
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
@@ -121,7 +123,7 @@ class FlashReader(_Placeless, dcp.StorageReader):
                 planner.load_bytes(item, io.BytesIO(self._objects[item.storage_index.fqn]))
             else:
                 tensors.append((item, planner.resolve_tensor(item).detach()))
-        self._reading.take(lambda saved: [_wanted(saved, *pair) for pair in tensors])
+        self._reading.take(lambda saved: [t for pair in tensors for t in _targets(saved, *pair)])
         for item, tensor in tensors:
             planner.commit_tensor(item, tensor)
         return _done(None)
@@ -134,14 +136,14 @@ def _done(value: Any) -> Future[Any]:
 
 
 def _described(saved: Saved, name: str) -> described.TensorStorageMetadata:
-    boxes = [chunk.extent for chunk in saved.chunks[name]]
+    boxes = [extent for extent, _ in saved.parts[name]]
     chunks = [described.ChunkStorageMetadata(torch.Size(b.at), torch.Size(b.shape)) for b in boxes]
     properties = described.TensorProperties(dtype=saved.dtype(name))
     return described.TensorStorageMetadata(properties, torch.Size(saved.whole(name)), chunks)
 
 
-def _wanted(saved: Saved, item: Any, tensor: torch.Tensor) -> Wanted:
+def _targets(saved: Saved, item: Any, tensor: torch.Tensor) -> Iterator[Target]:
     name = item.storage_index.fqn
     start = item.storage_index.offset or (0,) * len(item.lengths)
     at = tuple(a + b for a, b in zip(start, item.storage_offsets, strict=True))
-    return Wanted(name, Extent(saved.whole(name), at, tuple(item.lengths)), tensor)
+    return saved.targets(name, Extent(saved.whole(name), at, tuple(item.lengths)), tensor)

@@ -129,7 +129,7 @@ class FlashLoad(base.LoadCommonStrategy, base.LoadShardedStrategy):
         """
         if self._saved is None:
             raise ConfigurationError("FlashLoad must be the common_strategy too.")
-        self._reading.take(lambda saved: states.wanted(saved, sharded_state_dict))
+        self._reading.take(lambda saved: states.targets(saved, sharded_state_dict))
         return states.filled(self._saved, sharded_state_dict, trusted=self._trusted)
 
     load_sharded_objects = load

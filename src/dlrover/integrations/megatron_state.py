@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,10 +10,11 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, 
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 
 from dlrover.checkpoint.engine.tree import Shard
+from dlrover.checkpoint.loading.plan import Target
 from dlrover.checkpoint.machine.extent import Extent
 from dlrover.errors import ConfigurationError
 from dlrover.integrations import objects
-from dlrover.integrations.named import Saved, Wanted
+from dlrover.integrations.named import Saved
 
 
 def parts_and_objects(state: Any) -> tuple[list[tuple[str, Shard]], dict[str, Any]]:
@@ -40,25 +41,25 @@ def _data(item: Any) -> torch.Tensor:
     return item.data.detach()[(None,) * item.prepend_axis_num]
 
 
-def wanted(saved: Saved, state: Any) -> list[Wanted]:
+def targets(saved: Saved, state: Any) -> list[Target]:
     """Return the parts of a step that the tensors of a state need.
 
     Raises:
         ConfigurationError: something was not saved, or has another shape.
     """
-    found = []
+    found: list[Target] = []
     for item in nested_values(state):
         is_object = isinstance(item, ShardedObject)
         if (item.unique_key if is_object else item.key) not in (
-            saved.objects if is_object else saved.chunks
+            saved.objects if is_object else saved.parts
         ):
             raise ConfigurationError(f"{item.key} is not in the checkpoint.")
         if not is_object:
-            found.append(_wanted(saved, item))
+            found += _targets(saved, item)
     return found
 
 
-def _wanted(saved: Saved, item: Any) -> Wanted:
+def _targets(saved: Saved, item: Any) -> Iterator[Target]:
     whole = saved.whole(item.key)
     fits = whole == tuple(item.global_shape)
     if not fits and not item.allow_shape_mismatch:
@@ -72,7 +73,7 @@ def _wanted(saved: Saved, item: Any) -> Wanted:
         data.zero_()  # padding, which the checkpoint may lack
     ends = [min(a + n, size) for a, n, size in zip(at, data.shape, whole, strict=True)]
     shape = tuple(max(0, end - a) for a, end in zip(at, ends, strict=True))
-    return Wanted(item.key, Extent(whole, at, shape), data[tuple(map(slice, shape))])
+    return saved.targets(item.key, Extent(whole, at, shape), data[tuple(map(slice, shape))])
 
 
 def filled(saved: Saved, state: Any, *, trusted: bool) -> Any:
@@ -89,7 +90,7 @@ def filled(saved: Saved, state: Any, *, trusted: bool) -> Any:
 def described_tensors(saved: Saved) -> dict[str, Any]:
     """Return the tensors of a step, without content."""
     found = {}
-    for name in saved.chunks:
+    for name in saved.parts:
         hollow = torch.empty(saved.whole(name), dtype=saved.dtype(name), device="meta")
         found[name] = ShardedTensor.from_rank_offsets(name, hollow).without_data()
     return found

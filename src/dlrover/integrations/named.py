@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from dlrover.checkpoint.engine.checkpointer import Checkpointer, LoadRecord
 from dlrover.checkpoint.engine.tree import DTYPES, Shard, State
 from dlrover.checkpoint.loading.plan import RankState, Target
-from dlrover.checkpoint.machine import extent, layout as layouts
-from dlrover.checkpoint.machine.extent import Chunk, Extent
+from dlrover.checkpoint.machine import layout as layouts
+from dlrover.checkpoint.machine.extent import Extent, cover
+from dlrover.checkpoint.machine.layout import Part, TensorSpec
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 _TENSORS, _WHOLES, _OBJECTS = "tensors", "wholes", "objects"
@@ -43,65 +44,48 @@ def by_chunks(parts: Iterable[tuple[str, Shard]], objects: Mapping[str, Any]) ->
     return {_TENSORS: tensors, _WHOLES: wholes, _OBJECTS: dict(objects)}
 
 
-class Wanted(NamedTuple):
-    """A wanted part of a saved tensor, and the tensor to copy it to."""
-
-    name: str
-    extent: Extent
-    tensor: torch.Tensor
-
-
 class Saved:
     """One step as all ranks saved it; raises `ConfigurationError` if it was not saved by name."""
 
     def __init__(self, ranks: Mapping[int, RankState]) -> None:
-        self._ranks = ranks
         self.objects: dict[str, Any] = {}
         """The objects of all ranks, by name."""
-        self.chunks: dict[str, list[Chunk]] = {}
-        """The parts of each tensor, by name."""
-        for rank, state in ranks.items():
+        self.parts: dict[str, list[tuple[Extent, TensorSpec]]] = {}
+        """The saved parts of each tensor, with their positions in it, by name."""
+        for state in ranks.values():
             tree = layouts.decode(state.skeleton)
             if not isinstance(tree, dict) or tree.keys() != {_TENSORS, _WHOLES, _OBJECTS}:
                 raise ConfigurationError("The checkpoint was saved in another way than by names.")
             self.objects.update(tree[_OBJECTS])
-            for index, tensor in enumerate(state.tensors):
+            for tensor in state.tensors:
                 name = str(tensor.path[1])
                 box = _place(tensor, tree[_WHOLES].get(name, ()))
-                self.chunks.setdefault(name, []).append(Chunk(rank, index, box))
+                self.parts.setdefault(name, []).append((box, tensor))
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the element type of a tensor."""
-        chunk = self.chunks[name][0]
-        return DTYPES[self._ranks[chunk.rank].tensors[chunk.index].dtype]
+        return DTYPES[self.parts[name][0][1].dtype]
 
     def whole(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
-        return self.chunks[name][0].extent.whole
+        return self.parts[name][0][0].whole
 
-    def targets(self, wanted: Wanted) -> Iterator[Target]:
-        """Yield which saved parts go where.
+    def targets(self, name: str, wanted: Extent, tensor: torch.Tensor) -> Iterator[Target]:
+        """Yield the saved parts to copy so that ``tensor`` receives the wanted part of the tensor ``name``.
 
         Raises:
             InfrastructureError: a part was not saved.
         """
-        try:
-            pieces = extent.pieces(wanted.extent, self.chunks.get(wanted.name, ()))
-        except extent.MissingPartError as error:
-            raise InfrastructureError(f"Of the tensor {wanted.name} {error}.") from error
-        for chunk, box in pieces:
-            saved = self._ranks[chunk.rank].tensors[chunk.index]
-            stored = layouts.extent_of(saved.shape, saved.part)
-            at = tuple(map(sum, zip(stored.at, box.in_source, strict=True)))
-            part = Extent(stored.whole, at, box.shape)
-            cut = [slice(a, a + n) for a, n in zip(box.in_target, box.shape, strict=True)]
-            yield Target(saved.path, saved.dtype, part, wanted.tensor[tuple(cut)])
+        for saved, box in cover(f"The tensor {name}", wanted, self.parts.get(name, ())):
+            at = tuple(map(sum, zip(saved.extent.at, box.in_source, strict=True)))
+            part = Part(saved.extent.whole, at, -1)
+            yield Target(saved.path, saved.dtype, box.shape, part, tensor[box.target])
 
 
-def _place(tensor: layouts.Tensor, whole: Sequence[int]) -> Extent:
+def _place(tensor: TensorSpec, whole: Sequence[int]) -> Extent:
     """Return the position of a saved tensor in the whole one."""
     if len(tensor.path) == 2:  # saved `by_tensors`
-        return layouts.extent_of(tensor.shape, tensor.part)
+        return tensor.extent
     at = tuple(int(number) for number in str(tensor.path[2]).split(".") if number)
     return Extent(tuple(whole), at, tensor.shape)
 
@@ -130,7 +114,7 @@ class Reading:
         self.record = self._checkpointer.load_parts(choose)
         return found[-1] if self.record is not None else None
 
-    def take(self, choose: Callable[[Saved], Iterable[Wanted]]) -> None:
+    def take(self, choose: Callable[[Saved], Iterable[Target]]) -> None:
         """Load the parts that ``choose`` returns, of the step that `look` found. Collective.
 
         Raises:
@@ -138,12 +122,11 @@ class Reading:
         """
 
         def targets(ranks: Mapping[int, RankState]) -> Sequence[Target]:
-            saved = Saved(ranks)
-            return [target for wanted in choose(saved) for target in saved.targets(wanted)]
+            return list(choose(Saved(ranks)))
 
         before, self.record = self.record, self._checkpointer.load_parts(targets)
         if self.record is None or before is None or self.record.step != before.step:
-            self._checkpointer.set_damaged_aside()
+            self._checkpointer.quarantine_damaged()
             raise InfrastructureError(
                 "The step that was to be loaded is damaged or gone; load again to take an older one."
             )

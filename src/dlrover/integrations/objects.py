@@ -119,7 +119,7 @@ def load(source: Any, where: str, device: Any = None, *, trusted: bool) -> Any:
             raise
         raise ConfigurationError(
             f"{where} holds pickled objects, and to read those runs whatever they say; pass trusted=True if"
-            " you trust whoever wrote it."
+            " you trust its author."
         ) from error
 
 

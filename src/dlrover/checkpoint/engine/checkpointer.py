@@ -17,27 +17,26 @@ import torch
 
 from dlrover import config, launched
 from dlrover.checkpoint.engine import direct, joining, pace, shared, tree
-from dlrover.checkpoint.engine.client import SaverClient
-from dlrover.checkpoint.engine.commits import Commits
+from dlrover.checkpoint.engine.client import GenerationPool, SaverClient
 from dlrover.checkpoint.engine.copying import Copier
 from dlrover.checkpoint.engine.joining import Wishes
+from dlrover.checkpoint.engine.notifier import StoredStepNotifier
 from dlrover.checkpoint.engine.overlap import Background, Guarded, Snapshot, torn
-from dlrover.checkpoint.engine.room import Room
 from dlrover.checkpoint.engine.tree import State
 from dlrover.checkpoint.engine.world import World
 from dlrover.checkpoint.loading import fresh, restore
-from dlrover.checkpoint.loading.loader import Found, Loader, Lost
+from dlrover.checkpoint.loading.loader import Found, Loader
+from dlrover.checkpoint.loading.memory_step import Lost
 from dlrover.checkpoint.loading.plan import Planner, RankState, Target, restoring, taking
 from dlrover.checkpoint.loading.restore import Prepare, Reading
-from dlrover.checkpoint.machine.layout import PackedLayout, Tensor
+from dlrover.checkpoint.machine.layout import PackedLayout, TensorSpec
 from dlrover.checkpoint.machine.policies import Policy, checked_metrics, policy_of
 from dlrover.checkpoint.machine.saves import Newest, SaveId
 from dlrover.checkpoint.saver.protocol import SaverGoneError
-from dlrover.checkpoint.storage import faults, first_save, storage
+from dlrover.checkpoint.storage import faults, storage
 from dlrover.checkpoint.storage.lease import Lease, job_of
 from dlrover.checkpoint.storage.stores import open_shared, reason
 from dlrover.errors import (
-    CheckpointsLostError,
     ConfigurationError,
     DLRoverError,
     InfrastructureError,
@@ -134,13 +133,10 @@ class Checkpointer:
         self._copier = Copier()
         self._guarded = Guarded()
         self._background = Background() if overlap else None
-        self._room = Room(self._client)
+        self._pool = GenerationPool(self._client)
         self._problems: list[str] = []
-        self._damaged: dict[int, bytes] = {}
-        """Stored steps that a load found damaged, with manifests; ``read_only`` leaves them in place."""
-        self._went_back: tuple[int, int] | None = None
-        """After going back: the stored step to continue from and its line, until a save follows."""
-        self._commits = Commits(self._store, self._client.stored)
+        self._findings = direct.LoadFindings()
+        self._notifier = StoredStepNotifier(self._store, self._client.stored)
         if not read_only:
             self._join(wishes, policy)
 
@@ -192,7 +188,7 @@ class Checkpointer:
         for each other. A step may be saved again; its last save counts, for all ranks. Rank 0's ``metrics``
         are stored with the step, for `KeepBest`, without values that are not finite.
 
-        If memory has no room for the state, a step for storage is written there before `save` returns; any
+        If the state does not fit in memory, a step for storage is written there before `save` returns; any
         other step is dropped.
 
         Raises:
@@ -240,7 +236,7 @@ class Checkpointer:
                 measured = checked_metrics(metrics)
                 self._world.check()
                 if do != "nothing":
-                    self._mark_what_was_found(save.session)
+                    self._findings.apply(self._direct, save.session)
                     self._copy(_Order(save, do == "storage", measured), state)
                     self._pace.saved(began)
             except BaseException:
@@ -251,45 +247,13 @@ class Checkpointer:
                 if to is None:  # the other ranks do, whatever failed here
                     self._pace.settle()
 
-    def set_damaged_aside(self) -> None:
-        """Set aside the damaged steps that a load found now, instead of at the next save. For adapters.
+    def quarantine_damaged(self) -> None:
+        """Quarantine the damaged steps that a load found now, instead of at the next save. For adapters.
 
-        A training does so that ends because of them: its next try takes an older step.
+        A training that ends because of them does so: its next try takes an older step.
         """
         if not self._read_only:
-            self._mark_what_was_found(self._joined.session)
-
-    def _mark_what_was_found(self, session: int) -> None:
-        """Set damaged steps aside before new ones come; begin the line of a training that went back."""
-        if not self._damaged and self._went_back is None:
-            return
-        if self._world.rank == 0:
-            try:
-                self._direct.guard(session)
-            except (OSError, InfrastructureError) as error:
-                logger.warning("What the load found is not marked in storage yet: %s", error)
-                return
-        self._quarantine()
-        self._begin_line()
-
-    def _quarantine(self) -> None:
-        damaged, self._damaged = self._damaged, {}
-        if self._world.rank == 0:
-            for step, manifest in damaged.items():
-                storage.quarantine(self._store, step, manifest)
-
-    def _begin_line(self) -> None:
-        """Record in storage that the training went back to a stored step and continued from it."""
-        if self._went_back is None:
-            return
-        step, line = self._went_back
-        if self._world.rank == 0:
-            try:
-                storage.begin_line(self._store, step, line)
-            except (OSError, InfrastructureError) as error:
-                logger.warning("It is not noted that step %d is the newest one: %s", step, error)
-                return
-        self._went_back = None
+            self._findings.apply(self._direct, self._joined.session)
 
     def _copy(self, order: _Order, state: State) -> None:
         if self._background is not None:
@@ -297,8 +261,8 @@ class Checkpointer:
         with tree.no_collection():
             layout = self._copier.layout(tree.flatten(state))
         if order.to_storage and self._world.rank == 0:
-            self._commits.expect(order.save, state)
-        if not self._has_room(layout):
+            self._notifier.expect(order.save, state)
+        if not self._reserve(layout):
             self._save_without_memory(order, layout)
             return
         if self._background is None:
@@ -317,14 +281,14 @@ class Checkpointer:
 
         self._background.start(lambda: self._save_or_pass_over(order, layout, copy))
 
-    def _has_room(self, layout: PackedLayout) -> bool:
+    def _reserve(self, layout: PackedLayout) -> bool:
         """Return whether a state fits in memory."""
         try:
-            return self._room.make(layout)
+            return self._pool.reserve(layout)
         except SaverGoneError as error:
             logger.warning("%s It is started again", error)
             self._reconnect()
-            return self._room.make(layout)
+            return self._pool.reserve(layout)
 
     def _save_without_memory(self, order: _Order, layout: PackedLayout) -> None:
         """Write a step for storage straight to storage and wait for it; drop any other step."""
@@ -341,7 +305,7 @@ class Checkpointer:
             self._problems.append(problem)
             return
         self._pace.stored(began)
-        self._commits.stored(order.save)
+        self._notifier.stored(order.save)
         with contextlib.suppress(SaverGoneError):
             self._client.keep(None)  # what is in memory is older
 
@@ -373,16 +337,16 @@ class Checkpointer:
         self, order: _Order, layout: PackedLayout, copy: Callable[[torch.Tensor], None]
     ) -> None:
         save = order.save
-        if not self._room.make(layout):  # the saver was restarted meanwhile
+        if not self._pool.reserve(layout):  # the saver was restarted meanwhile
             raise InfrastructureError(f"There is no memory for step {save.step} any more.")
-        slot = self._room.begin(save)
+        slot = self._pool.begin(save)
         faults.point("save.begun")
-        generation, buffer = self._room.buffer(slot, self._copier.device)
+        generation, buffer = self._pool.buffer(slot, self._copier.device)
         copy(buffer)
         faults.point("save.copied")
-        generation.publish(layout, rank=self._world.rank, world_size=self._world.size, save=save)
-        self._client.publish(slot, save, to_storage=order.to_storage, metrics=order.metrics)
-        faults.point("save.published")
+        generation.seal(layout, rank=self._world.rank, world_size=self._world.size, save=save)
+        self._client.commit(slot, save, to_storage=order.to_storage, metrics=order.metrics)
+        faults.point("save.committed")
         if order.to_storage:
             self._pace.asked[save] = time.monotonic()
 
@@ -398,7 +362,7 @@ class Checkpointer:
             if self._background is not None:
                 self._background.wait()
             self._wait_for_saver()
-            self._commits.settle()
+            self._notifier.settle()
         problems, self._problems = self._problems, []
         self._pace.asked.clear()
         if problems:
@@ -414,9 +378,9 @@ class Checkpointer:
         """Disconnect from the saver, which goes on storing the requested steps."""
         if self._background is not None:
             self._background.close()
-        self._commits.close()
+        self._notifier.close()
         self._copier.forget()
-        self._room.forget()
+        self._pool.forget()
         self._client.close()
         self._leave_world()
 
@@ -424,7 +388,7 @@ class Checkpointer:
         """Connect to a new saver; the memory of the old one is lost."""
         self._problems += filter(None, map(self._lost, sorted(self._pace.asked)))
         self._pace.asked.clear()
-        self._room.forget()
+        self._pool.forget()
         self._client.attach(self._world.rank)
         self._client.join(self._joined)
 
@@ -463,24 +427,18 @@ class Checkpointer:
             record = self._load(prepare, step)
             if self._read_only:
                 return record
-            self._go_on_from(record, step)
+            if step is not None:
+                self._world.agree(lambda: self._client.keep(None))
+                self._findings.go_back(step, self._numbering.go_back())
+            elif record is None or record.source == "storage":
+                self._findings.continue_from(None if record is None else record.step)
             self._world.agree(lambda: self._reserve_ahead(state))
         launched.loaded(0 if record is None else record.step)
         return record
 
-    def _go_on_from(self, record: LoadRecord | None, step: int | None) -> None:
-        """Begin a new line if ``step`` was requested by its number. Collective."""
-        if step is not None:
-            self._world.agree(lambda: self._client.keep(None))
-            self._went_back = step, self._numbering.go_back()
-        elif self._went_back is not None and (record is None or record.source == "storage"):
-            # The training continues from this later load, perhaps from the newest step after all.
-            line = self._went_back[1]
-            self._went_back = None if record is None else (record.step, line)
-
     def _reserve_ahead(self, state: State) -> None:
         layout = self._copier.layout(tree.flatten(state))
-        self._room.reserve_ahead(layout, tree.expected_bytes(state))
+        self._pool.reserve_ahead(layout, tree.expected_bytes(state))
 
     def read(
         self, keys: Collection[str] | None = None, step: int | None = None
@@ -502,7 +460,7 @@ class Checkpointer:
         """
         readings: list[Reading] = []
 
-        def prepare(tree: Any, specs: Sequence[Tensor], moved: bool) -> Reading:
+        def prepare(tree: Any, specs: Sequence[TensorSpec], moved: bool) -> Reading:
             reading = Reading(tree, specs, keys)
             if moved and any(
                 spec.part is not None and need is not None
@@ -549,13 +507,16 @@ class Checkpointer:
         client = None if self._read_only else self._client
         loader = Loader(self._world, client, self._store, self._identity, planner)
         found = loader.load() if step is None else loader.load_stored(step)
-        self._damaged |= loader.damaged
+        self._findings.damaged |= loader.damaged
         if found is None:
-            self._refuse_fresh_start(loader)
+            fresh.begin(
+                self._world, self._store, self._identity, job_of(config.environ()), loader,
+                start_afresh=self._start_afresh, read_only=self._read_only,
+            )  # fmt: skip
             if client is not None:
                 self._world.agree(lambda: client.keep(None))
             return None
-        self._tell_what_was_lost(loader.lost, found)
+        self._warn_of_loss(loader.lost, found)
         if found.save is not None and not self._read_only:
             self._numbering.pass_over(found.save)
         record = LoadRecord(found.step, found.source, time.monotonic() - began)
@@ -565,47 +526,16 @@ class Checkpointer:
     def _prepare_to_load(self) -> None:
         if self._background is not None:
             self._background.wait()
-        self._room.wait()
+        self._pool.wait()
         if self._world.rank == 0 and not self._read_only:
             storage.adopt(self._store)
 
-    def _tell_what_was_lost(self, lost: Lost | None, found: Found) -> None:
+    def _warn_of_loss(self, lost: Lost | None, found: Found) -> None:
         """Warn if the training falls back by more than one save: ranks may be one save apart."""
         if lost is None or self._world.rank:
             return
         if found.save is None or lost.save.number > found.save.number + 1:
             logger.warning("%s The training goes back to step %d", lost.sentence, found.step)
-
-    def _refuse_fresh_start(self, loader: Loader) -> None:
-        """Handle a load that found nothing: raise an error if there was ever a checkpoint."""
-        evidence = fresh.gather(
-            self._world, self._store, self._identity, job_of(config.environ()), loader.unrecorded
-        )
-        if self._read_only:  # saves in memory are another program's
-            evidence = msgspec.structs.replace(evidence, recorded="none")
-        loss = fresh.loss(evidence, self._store, loader.problems, loader.lost)
-        if loss and self._read_only:
-            raise CheckpointsLostError(loss)
-        if loss and not self._start_afresh:
-            raise CheckpointsLostError(
-                f"{loss} Remove the directory to start afresh, or give Checkpointer start_afresh=True."
-            )
-        if loss:
-            self._world.agree(self._forget_first_save)
-        if self._world.rank == 0:
-            level = logging.WARNING if loss or evidence.recorded == "earlier" else logging.INFO
-            said = fresh.said(loss, self._store, loader.lost, evidence.recorded)
-            logger.log(level, "%s", said)
-
-    def _forget_first_save(self) -> None:
-        """Give up all earlier saves: delete their record, so that the next save writes a new one."""
-        if self._world.rank == 0:
-            try:
-                first_save.forget(self._store)
-            except OSError as error:
-                logger.warning(
-                    "%s still says that steps were saved: %s", self._store.location, reason(error)
-                )
 
 
 def _check_arguments(step: int, to: str | None) -> None:

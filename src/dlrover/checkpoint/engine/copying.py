@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import math
 import operator
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
 import msgspec
 import torch
 
 from dlrover.checkpoint.engine import tree
-from dlrover.checkpoint.engine.devices import SideStream, device_of
 from dlrover.checkpoint.engine.tree import Flat
 from dlrover.checkpoint.machine import layout as layouts
-from dlrover.checkpoint.machine.layout import SMALL, PackedLayout, Tensor, TensorEntry
+from dlrover.checkpoint.machine.extent import Box
+from dlrover.checkpoint.machine.layout import SMALL, PackedLayout, TensorEntry, TensorSpec
+from dlrover.checkpoint.saver.memory import Generation
 from dlrover.checkpoint.saver.protocol import GENERATIONS
 
 _libc = ctypes.CDLL(None)
@@ -49,12 +53,29 @@ def _neighbours(entries: Sequence[TensorEntry]) -> Iterator[list[TensorEntry]]:
         yield run
 
 
-def view(data: memoryview, tensor: Tensor) -> torch.Tensor:
+def view(data: memoryview, tensor: TensorSpec) -> torch.Tensor:
     """Return the tensor whose bytes are ``data``."""
     if not data:
         return torch.empty(tensor.shape, dtype=tree.DTYPES[tensor.dtype])
     flat = torch.frombuffer(data, dtype=torch.uint8)
     return flat.view(tree.DTYPES[tensor.dtype]).view(tensor.shape)
+
+
+def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return the elements of the box in its source ``tensor``."""
+    return tensor if box.shape == tuple(tensor.shape) else tensor[box.source]
+
+
+def joined(
+    dtype: str, shape: tuple[int, ...], pieces: Sequence[tuple[Box, Callable[[], torch.Tensor]]]
+) -> torch.Tensor:
+    """Return a tensor made of pieces that are read one by one; a single piece is not copied."""
+    if len(pieces) == 1 and pieces[0][0].shape == shape:
+        return pieces[0][1]()
+    whole = torch.empty(shape, dtype=tree.DTYPES[dtype])
+    for box, read in pieces:
+        whole[box.target] = read()
+    return whole
 
 
 class Copier:
@@ -282,3 +303,53 @@ def _runs(items: list[_Item]) -> Iterator[list[_Item]]:
         before = entry if plain and size else None
     for _, group in groupby(numbered, key=lambda pair: pair[0]):
         yield [item for _, item in group]
+
+
+logger = logging.getLogger(__name__)
+
+
+def device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
+    """Return the accelerator that holds tensors of a state; None if all are in host memory."""
+    return next((t.device for t in tensors if t.device.type != "cpu"), None)
+
+
+class SideStream:
+    """A stream beside the one that an accelerator computes on.
+
+    This class and `pin` could not be run where they were written, as no accelerator was available there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.Stream(device=device)
+        self._ready: torch.Event | None = None
+
+    def mark(self) -> None:
+        """Make the copies wait for the work that the device has queued until now."""
+        self._ready = torch.Event(device=self._device)
+        self._ready.record(torch.accelerator.current_stream(self._device))
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
+        """Run the block's copies on this stream; they are complete at its end."""
+        before = torch.accelerator.current_stream(self._device)
+        torch.accelerator.set_stream(self._stream)
+        try:
+            if self._ready is not None:
+                self._stream.wait_event(self._ready)
+            yield
+            self._stream.synchronize()
+        finally:
+            torch.accelerator.set_stream(before)
+
+
+def pin(generation: Generation, buffer: torch.Tensor, device: torch.device) -> None:
+    """Pin a generation's memory, where the runtime offers that, so that the device writes to it directly."""
+    runtime: Any = getattr(getattr(torch, device.type, None), "cudart", None)
+    if runtime is None:
+        return
+    error = int(runtime().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0))
+    if error:
+        logger.warning("Memory of %d bytes is not pinned: error %d", buffer.numel(), error)
+        return
+    weakref.finalize(generation, runtime().cudaHostUnregister, buffer.data_ptr())

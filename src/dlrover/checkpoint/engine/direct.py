@@ -1,10 +1,11 @@
-"""Writes of a state to storage by the worker itself, for when no generation fits in memory.
+"""Writes to storage by the worker itself: of a state that fits in no generation, and of what a load found.
 
 The files have the saver's format and place, because other ranks' savers may write their own parts.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from dlrover.checkpoint.machine.policies import Policy
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.storage import persist, storage
 from dlrover.checkpoint.storage.lease import Lease
-from dlrover.checkpoint.storage.persist import PEER_PATIENCE, RETRY_DELAYS, Job, Source
+from dlrover.checkpoint.storage.persist import PEER_PATIENCE, Job, Source
 from dlrover.checkpoint.storage.stores import Store
 from dlrover.errors import InfrastructureError
 
@@ -51,34 +52,28 @@ class Writer:
         ``tensors`` are those of the layout, in its order. They are read twice, as checksums come first.
         """
         layout = msgspec.msgpack.decode(packed.encoded, type=Layout)
-        live = _Live(layout, tensors)
-        sums = [xxhash.xxh3_64_intdigest(live.tensor_bytes(entry)) for entry in layout.entries]
+        paths = [entry.path for entry in layout.entries]
+        read = functools.partial(_live, dict(zip(paths, tensors, strict=True)))
+        sums = [xxhash.xxh3_64_intdigest(read(entry)) for entry in layout.entries]
         job = Job(
             store=self.store,
             save=save,
             world_size=self.world_size,
-            sources={self.rank: Source(live, layout, sums)},
-            pause=_pause,
+            sources={self.rank: Source(read, layout, sums)},
+            pause=_wait,
             patience=PEER_PATIENCE,
-            guard=lambda: self._guard(save.session, _pause),
+            guard=lambda: self._guard(save.session, _wait),
             metrics=metrics,
         )
         problem = "it was interrupted"
         try:
-            problem = self._carry_out(job)
+            problem = persist.retry(
+                save.step, self.store.location, lambda: self._persist(job), _wait
+            )
         finally:
             if problem:
                 self.give_up(save)
         return problem
-
-    def _carry_out(self, job: Job) -> str:
-        for delay in RETRY_DELAYS:
-            problem, again = self._attempt(job)
-            if not again:
-                return problem
-            logger.warning("It is tried again in %g s: %s", delay, problem)
-            _pause(delay)
-        return self._attempt(job)[0]
 
     def give_up(self, save: SaveId) -> None:
         """Let other ranks, and savers of other nodes, see at once that a save will not be complete."""
@@ -96,47 +91,74 @@ class Writer:
         """
         self._guard(session, _refuse_to_wait)
 
-    def _guard(self, session: int, pause: Callable[[float], None]) -> None:
+    def _guard(self, session: int, pause: Callable[[float], object]) -> None:
         if self.identity:
             storage.check_identity(self.store, self.identity)
         if self.lease is not None:
             self.lease.check(session, pause)
 
-    def _attempt(self, job: Job) -> tuple[str, bool]:
-        """Persist once; return what went wrong, and whether a retry may help."""
-        try:
-            persist.persist(job)
-        except OSError as error:
-            where, reason = self.store.location, error.strerror or error
-            return f"Step {job.step} was not stored in {where}: {reason}.", True
-        except InfrastructureError as error:
-            return str(error), False
+    def _persist(self, job: Job) -> None:
+        persist.persist(job)
         if self.rank == 0:
             try:
                 storage.prune(self.store, self.keep, job.guard)
             except (OSError, InfrastructureError) as error:
                 logger.warning("Old checkpoints in %s stay: %s", self.store.location, error)
-        return "", False
 
 
-def _pause(seconds: float) -> None:
-    threading.Event().wait(seconds)
+class LoadFindings:
+    """What loads found and the directory does not show yet: damaged steps, and a return to an older step."""
+
+    def __init__(self) -> None:
+        self.damaged: dict[int, bytes] = {}
+        """Damaged stored steps, with their manifests; a checkpointer that only reads leaves them in place."""
+        self._went_back: tuple[int, int] | None = None
+        """After going back: the stored step to continue from and its line, until a save follows."""
+
+    def go_back(self, step: int, line: int) -> None:
+        """Begin a new line at a stored step."""
+        self._went_back = step, line
+
+    def continue_from(self, step: int | None) -> None:
+        """After going back: continue from another stored step, perhaps the newest one; None: from none."""
+        if self._went_back is not None:
+            self._went_back = None if step is None else (step, self._went_back[1])
+
+    def apply(self, writer: Writer, session: int) -> None:
+        """Quarantine damaged steps before new ones come; record the line of a training that went back."""
+        if not self.damaged and self._went_back is None:
+            return
+        if writer.rank == 0:
+            try:
+                writer.guard(session)
+            except (OSError, InfrastructureError) as error:
+                logger.warning("What the load found is not marked in storage yet: %s", error)
+                return
+        damaged, self.damaged = self.damaged, {}
+        if writer.rank == 0:
+            for step, manifest in damaged.items():
+                storage.quarantine(writer.store, step, manifest)
+            if self._went_back is not None:
+                step, line = self._went_back
+                try:
+                    storage.begin_line(writer.store, step, line)
+                except (OSError, InfrastructureError) as error:
+                    logger.warning("It is not recorded that step %d is the newest: %s", step, error)
+                    return
+        self._went_back = None
+
+
+def _wait(seconds: float) -> bool:
+    return threading.Event().wait(seconds)
 
 
 def _refuse_to_wait(_: float) -> None:
     raise InfrastructureError("Another training may still use the directory.")
 
 
-class _Live:
-    """Source of the tensors' bytes, like a generation, one tensor at a time."""
-
-    def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
-        paths = [entry.path for entry in layout.entries]
-        self._tensors: dict[layouts.Path, torch.Tensor] = dict(zip(paths, tensors, strict=True))
-
-    def tensor_bytes(self, entry: TensorEntry) -> memoryview:
-        """Return the bytes of one tensor."""
-        if not entry.nbytes:
-            return memoryview(b"")
-        tensor = self._tensors[entry.path].detach().resolve_conj().resolve_neg().cpu()
-        return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+def _live(tensors: Mapping[layouts.Path, torch.Tensor], entry: TensorEntry) -> memoryview:
+    """Return the bytes of one tensor of a state."""
+    if not entry.nbytes:
+        return memoryview(b"")
+    tensor = tensors[entry.path].detach().resolve_conj().resolve_neg().cpu()
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())

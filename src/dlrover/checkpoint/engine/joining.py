@@ -16,7 +16,6 @@ import msgspec
 from dlrover import config
 from dlrover.checkpoint.engine.client import SaverClient
 from dlrover.checkpoint.engine.world import World
-from dlrover.checkpoint.machine.placement import holders
 from dlrover.checkpoint.machine.saves import Newest, Numbering
 from dlrover.checkpoint.saver import certificates
 from dlrover.checkpoint.saver.protocol import Attached, Join, Peer, Replication
@@ -116,9 +115,9 @@ def join(
         FORMAT, saver, secrets.randbits(63), secrets.token_bytes(32), newest, taker.peer,
         _seal(secret, taker.peer),
     )  # fmt: skip
-    told = world.gather(msgspec.msgpack.encode(mine))
-    _refuse_other_formats(told)
-    every = [msgspec.msgpack.decode(data, type=_Facts) for data in told]
+    gathered = world.gather(msgspec.msgpack.encode(mine))
+    _refuse_other_formats(gathered)
+    every = [msgspec.msgpack.decode(data, type=_Facts) for data in gathered]
     if wishes.replicas:
         world.agree(lambda: _check(every, secret))
     joined = Join(
@@ -135,9 +134,9 @@ def join(
     return joined, Numbering(joined.session, newest)
 
 
-def _refuse_other_formats(told: Sequence[bytes]) -> None:
+def _refuse_other_formats(gathered: Sequence[bytes]) -> None:
     """Refuse ranks that run different versions of DLRover, on every rank alike."""
-    found = [msgspec.msgpack.decode(data, type=_Head).format for data in told]
+    found = [msgspec.msgpack.decode(data, type=_Head).format for data in gathered]
     other = next((rank for rank, number in enumerate(found) if number != found[0]), 0)
     if other:
         raise ConfigurationError(
@@ -202,3 +201,29 @@ def _own_address(other: str) -> str:
             if other in _LOOPBACK or not ipaddress.ip_address(address).is_loopback:
                 return address
     return _LOOPBACK[0]
+
+
+def holders(node: int, nodes: int, copies: int) -> tuple[int, ...]:
+    """Return the other nodes that hold copies of a node's memory, placed as in GEMINI (SOSP 2023).
+
+    A step is lost only when all nodes of one group are lost; in a ring, every run of neighbours is a group.
+
+    Args:
+        node: the node's number, from 0.
+        nodes: the number of nodes.
+        copies: the number of copies of each node's memory, including its own.
+
+    Nodes are grouped by number, ``copies`` to a group; if some are left over, they form a ring with the
+    last group.
+    """
+    copies = max(1, min(copies, nodes))
+    grouped = (nodes // copies - 1) * copies  # a ring of ``copies`` nodes is a group, too
+    if node < grouped:
+        first = node - node % copies
+        return tuple(other for other in range(first, first + copies) if other != node)
+    return tuple(grouped + n for n in ring(node - grouped, nodes - grouped, copies))
+
+
+def ring(node: int, nodes: int, copies: int) -> tuple[int, ...]:
+    """Return the holders in a ring, where each node's memory is copied to the nodes that follow it."""
+    return tuple((node + distance) % nodes for distance in range(1, copies))

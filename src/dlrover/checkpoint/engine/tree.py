@@ -23,7 +23,7 @@ State = dict[str, Any]
 
 DTYPES = {key: getattr(torch, key) for key in ITEM_BYTES if hasattr(torch, key)}
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-_NAMES = {dtype: key for key, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: key for key, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def specs(flat: Flat) -> list[TensorSpec]:
                     f" it should be {list(box.shape)} at {list(box.at)} of {list(box.whole)}."
                 )
             part = Part(box.whole, box.at, _owner(value))
-        found.append(TensorSpec(path, _NAMES[tensor.dtype], tuple(tensor.shape), part))
+        found.append(TensorSpec(path, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), part))
     return found
 
 
@@ -223,7 +223,7 @@ def _problem(tensor: torch.Tensor) -> str:
         return f"has the layout {tensor.layout}"
     if tensor.is_meta:
         return "is on the meta device"
-    if tensor.dtype not in _NAMES:
+    if tensor.dtype not in DTYPE_NAMES:
         return f"has the type {tensor.dtype}"
     return ""
 

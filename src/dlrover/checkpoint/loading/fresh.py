@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import msgspec
 
 from dlrover.checkpoint.engine.world import World
-from dlrover.checkpoint.loading.loader import Lost
+from dlrover.checkpoint.loading.loader import Loader
+from dlrover.checkpoint.loading.memory_step import Lost
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.storage import first_save, storage
-from dlrover.checkpoint.storage.stores import Store, failure
+from dlrover.checkpoint.storage.stores import Store, explained, reason
+from dlrover.errors import CheckpointsLostError
+
+logger = logging.getLogger(__name__)
 
 
 class Evidence(msgspec.Struct, frozen=True, array_like=True):
@@ -22,6 +27,57 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True):
     """The job whose ranks all had a save in memory once: none, an earlier one, or this one."""
     unrecorded: str
     """Reason why such a save may have existed without a record; empty if there was none."""
+
+
+def begin(
+    world: World,
+    store: Store,
+    identity: str,
+    job: str,
+    loader: Loader,
+    *,
+    start_afresh: bool,
+    read_only: bool,
+) -> None:
+    """Let a training whose load found nothing start from scratch, if no checkpoint is lost. Collective.
+
+    Args:
+        world: the ranks.
+        store: the checkpoint directory.
+        identity: its name.
+        job: the loading job.
+        loader: the load that found nothing.
+        start_afresh: start from scratch even if checkpoints are lost.
+        read_only: change nothing; saves in memory are another program's.
+
+    Raises:
+        CheckpointsLostError: there was a checkpoint.
+        InfrastructureError: a rank cannot read the directory now.
+    """
+    evidence = gather(world, store, identity, job, loader.unrecorded)
+    if read_only:
+        evidence = msgspec.structs.replace(evidence, recorded="none")
+    lost = loss(evidence, store, loader.problems, loader.lost)
+    if lost and read_only:
+        raise CheckpointsLostError(lost)
+    if lost and not start_afresh:
+        raise CheckpointsLostError(
+            f"{lost} Remove the directory to start afresh, or give Checkpointer start_afresh=True."
+        )
+    if lost:
+        world.agree(lambda: _forget_first_save(world, store))
+    if world.rank == 0:
+        level = logging.WARNING if lost or evidence.recorded == "earlier" else logging.INFO
+        logger.log(level, "%s", explanation(lost, store, loader.lost, evidence.recorded))
+
+
+def _forget_first_save(world: World, store: Store) -> None:
+    """Give up all earlier saves: delete their record, so that the next save writes a new one."""
+    if world.rank == 0:
+        try:
+            first_save.forget(store)
+        except OSError as error:
+            logger.warning("%s still says that steps were saved: %s", store.location, reason(error))
 
 
 def gather(world: World, store: Store, identity: str, job: str, unrecorded: str) -> Evidence:
@@ -51,10 +107,8 @@ def gather(world: World, store: Store, identity: str, job: str, unrecorded: str)
 
 def _look(store: Store, identity: str, job: str, unrecorded: str) -> Evidence:
     tracked = storage.tracked(store)
-    try:
+    with explained(f"{store.location} cannot be read"):
         return Evidence(tracked, first_save.recorded(store, identity, job), unrecorded)
-    except OSError as error:
-        raise failure(error, f"{store.location} cannot be read") from error
 
 
 def loss(evidence: Evidence, store: Store, problems: Sequence[str], lost: Lost | None) -> str:
@@ -88,12 +142,14 @@ def loss(evidence: Evidence, store: Store, problems: Sequence[str], lost: Lost |
     return f"No checkpoint in {store.location} can be loaded ({was}): {said}"
 
 
-def said(loss: str, store: Store, lost: Lost | None, recorded: first_save.Whose) -> str:
+def explanation(loss: str, store: Store, lost: Lost | None, recorded: first_save.Whose) -> str:
     """Explain, in one or two sentences, why nothing is loaded."""
     if loss:
-        return f"{loss} The training starts afresh, as start_afresh says"
+        return f"{loss} The training starts from scratch, as start_afresh says"
     if lost is not None:
-        return f"{lost.sentence} There was never a save of all ranks: the training begins anew"
+        return (
+            f"{lost.sentence} There was never a save of all ranks: the training starts from scratch"
+        )
     if recorded == "earlier":
-        return f"An earlier job in {store.location} saved to memory only, which ended with it: the training begins anew"
+        return f"An earlier job in {store.location} saved to memory only, which ended with it: the training starts from scratch"
     return f"There is no checkpoint in {store.location} yet"

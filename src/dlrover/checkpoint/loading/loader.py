@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import logging
 import os
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
@@ -19,20 +17,27 @@ from dlrover.checkpoint.engine import copying, shared
 from dlrover.checkpoint.engine.client import SaverClient
 from dlrover.checkpoint.engine.tree import DTYPES
 from dlrover.checkpoint.engine.world import World
-from dlrover.checkpoint.loading import peers
-from dlrover.checkpoint.loading.pieces import assemble, cut
-from dlrover.checkpoint.loading.plan import Plan, Planner, Question, RankState
-from dlrover.checkpoint.loading.verified import LARGE, THREADS, VerifiedCopy, is_plain
+from dlrover.checkpoint.loading.memory_step import (
+    THREADS,
+    Candidate,
+    Fetched,
+    Lost,
+    MemoryStep,
+    candidates,
+    is_plain,
+    newest_lost,
+)
+from dlrover.checkpoint.loading.plan import LoadRequest, Plan, Planner, RankState, assemble
 from dlrover.checkpoint.machine.extent import Piece
-from dlrover.checkpoint.machine.layout import ITEM_BYTES, Layout, TensorEntry
 from dlrover.checkpoint.machine.saves import Order, SaveId
-from dlrover.checkpoint.saver.memory import Generation
-from dlrover.checkpoint.saver.protocol import Held, Holding
+from dlrover.checkpoint.saver.protocol import HeldGeneration, Holding
 from dlrover.checkpoint.storage import storage
+from dlrover.checkpoint.storage.stored_step import StoredStep, StoredTensor
 from dlrover.checkpoint.storage.stores import (
     MANIFEST,
     StorageAwayError,
     Store,
+    explained,
     failure,
     join,
     step_folder,
@@ -48,8 +53,7 @@ ATTEMPTS = 3
 
 _stored = msgspec.msgpack.Decoder(list[tuple[int, SaveId | None]])
 _tracked = msgspec.msgpack.Decoder(SaveId | None)
-_held = msgspec.msgpack.Decoder(list[Held])
-_described = msgspec.msgpack.Decoder(dict[int, tuple[tuple[TensorEntry, ...], bytes, list[int]]])
+_held = msgspec.msgpack.Decoder(list[HeldGeneration])
 
 
 class Found(NamedTuple):
@@ -118,7 +122,7 @@ class Loader:
             self._world.agree(lambda: client.keep(save))
 
     def _older(
-        self, held: Sequence[Candidate], mine: Sequence[Held]
+        self, held: Sequence[Candidate], mine: Sequence[HeldGeneration]
     ) -> list[Callable[[], Found | None]]:
         """Return attempts to load stored steps and the given ones in memory, newest first. Collective."""
         stored = dict(itertools.islice(self._stored_steps().items(), MAX_STORED))
@@ -137,7 +141,7 @@ class Loader:
         self, known: Mapping[int, RankState], saved_size: int, *, complete: bool, own: bool = False
     ) -> Plan | None:
         return self._planner(
-            Question(
+            LoadRequest(
                 known,
                 base=self._world.rank if self._world.rank < saved_size else 0,
                 moved=saved_size != self._world.size,
@@ -149,7 +153,7 @@ class Loader:
 
     # ---- memory
 
-    def _try_memory(self, candidate: Candidate, mine: Sequence[Held]) -> Found | None:
+    def _try_memory(self, candidate: Candidate, mine: Sequence[HeldGeneration]) -> Found | None:
         assert self._client is not None, "there is something in memory"
         step = MemoryStep(self._world, self._client, candidate, mine)
         try:
@@ -227,10 +231,8 @@ class Loader:
             raise failure(error, f"Step {step} in {self._store.location} cannot be read") from error
 
     def _check_directory(self) -> None:
-        try:
+        with explained(f"{self._store.location} cannot be read"):
             storage.check_identity(self._store, self._identity)
-        except (OSError, MemoryError) as error:
-            raise failure(error, f"{self._store.location} cannot be read") from error
 
     def load_stored(self, step: int) -> Found:
         """Restore one stored step.
@@ -256,10 +258,8 @@ class Loader:
         found: dict[int, SaveId | None] = {}
         if self._world.rank == 0:
             self._check_directory()
-            try:
+            with explained(f"{self._store.location} cannot be read"):
                 found = storage.saves(self._store)
-            except (OSError, MemoryError) as error:
-                raise failure(error, f"{self._store.location} cannot be read") from error
         return list(found.items())
 
     def _restore_same(
@@ -283,10 +283,8 @@ class Loader:
         return self._restore_same(step, there[step], attempts - 1)
 
     def _is_replaced(self, step: int, save: SaveId | None) -> bool:
-        try:
+        with explained(f"Step {step} in {self._store.location} cannot be read"):
             return _differ(storage.save_of(self._store, step), save)
-        except (OSError, MemoryError) as error:
-            raise failure(error, f"Step {step} in {self._store.location} cannot be read") from error
 
     def _await_sight(self, step: int) -> None:
         """Wait until all ranks see a step that rank 0 sees. Collective.
@@ -310,7 +308,7 @@ class Loader:
         )
 
     def _restore_stored(self, step: int, save: SaveId | None) -> None:
-        with storage.StoredStep(self._store, step_folder(step)) as stored:
+        with StoredStep(self._store, step_folder(step)) as stored:
             if save is not None and _differ(stored.manifest.save, save):
                 raise InfrastructureError(
                     f"Step {step} in {self._store.location} was stored again while it was read."
@@ -337,7 +335,7 @@ def _differ(found: SaveId | None, save: SaveId | None) -> bool:
 class _Stored:
     """Reader of pieces of a stored step."""
 
-    def __init__(self, stored: storage.StoredStep) -> None:
+    def __init__(self, stored: StoredStep) -> None:
         self._stored = stored
 
     def tensors(self, planned: Plan) -> Sequence[torch.Tensor]:
@@ -355,17 +353,17 @@ class _Stored:
 
     def _read(self, piece: Piece) -> torch.Tensor:
         tensor = self._tensor(piece)
-        part = cut(copying.view(self._stored.verified(tensor), tensor), piece)
+        part = copying.cut(copying.view(self._stored.verified(tensor), tensor), piece.box)
         return part.clone() if part.nbytes < tensor.nbytes else part  # this releases the rest
 
-    def _tensor(self, piece: Piece) -> storage.StoredTensor:
-        return self._stored.index(piece.chunk.rank).tensors[piece.chunk.index]
+    def _tensor(self, piece: Piece) -> StoredTensor:
+        return self._stored.index(piece.rank).tensors[piece.entry]
 
 
 class _OnDemand(Sequence[torch.Tensor]):
     """The tensors of one rank, read and checked one by one, where possible straight into their targets."""
 
-    def __init__(self, stored: storage.StoredStep, tensors: Sequence[storage.StoredTensor]) -> None:
+    def __init__(self, stored: StoredStep, tensors: Sequence[StoredTensor]) -> None:
         self._stored = stored
         self._tensors = tensors
 
@@ -384,7 +382,7 @@ class _OnDemand(Sequence[torch.Tensor]):
                 assert done is None
         return [item for item, is_direct in zip(pending, direct, strict=True) if not is_direct]
 
-    def _fits(self, target: torch.Tensor, tensor: storage.StoredTensor) -> bool:
+    def _fits(self, target: torch.Tensor, tensor: StoredTensor) -> bool:
         same = (tuple(target.shape), target.dtype) == (tensor.shape, DTYPES[tensor.dtype])
         return same and is_plain(target)
 
@@ -394,241 +392,6 @@ class _OnDemand(Sequence[torch.Tensor]):
         self._stored.fill(self._tensors[index], memoryview(flat.numpy()))
 
 
-def _rank_state(stored: storage.StoredStep, rank: int) -> RankState:
+def _rank_state(stored: StoredStep, rank: int) -> RankState:
     index = stored.index(rank)
     return RankState(index.tensors, index.skeleton, [tensor.xxh3 for tensor in index.tensors])
-
-
-# ---- memory of this node and of others
-
-Fetched = dict[Piece, torch.Tensor]
-"""Data from other ranks, by requested piece."""
-
-
-class MemoryStep:
-    """A step in the memory of the nodes, as one rank loads it."""
-
-    def __init__(
-        self, world: World, client: SaverClient, candidate: Candidate, mine: Sequence[Held]
-    ) -> None:
-        self._world = world
-        self._client = client
-        self._candidate = candidate
-        self._held = {item.rank: item for item in mine if candidate.key == _key(item)}
-        self._generations: dict[int, tuple[Generation, torch.Tensor, Layout]] = {}
-        self._views: dict[int, list[torch.Tensor]] = {}
-
-    # ---- what this node has
-
-    def _open(self, rank: int) -> tuple[Generation, torch.Tensor, Layout]:
-        found = self._generations.get(rank)
-        if found is None:
-            slot = self._held[rank].slot
-            mine = rank == self._world.rank
-            generation = self._client.generation(slot) if mine else self._client.open(rank)[slot]
-            header = generation.header()
-            if header is None or header.save != self._candidate.save:
-                raise InfrastructureError(f"Step {self._candidate.step} is not in memory any more.")
-            buffer = torch.frombuffer(generation.data, dtype=torch.uint8)
-            found = self._generations[rank] = generation, buffer, generation.layout(header)
-        return found
-
-    def at_hand(self) -> dict[int, RankState]:
-        """Return this rank's own part of the step, if its node has it."""
-        rank = self._world.rank
-        if rank not in self._held:
-            return {}
-        _, _, layout = self._open(rank)
-        return {rank: RankState(layout.entries, layout.skeleton, ())}
-
-    def _verify(self, ranks: Iterable[int]) -> str:
-        for rank in ranks:
-            problem = self._client.verify(rank, self._held[rank].slot)
-            if problem:
-                return problem
-        return ""
-
-    # ---- what all nodes have
-
-    def everything(self) -> dict[int, RankState]:
-        """Return all ranks' parts. Collective.
-
-        Raises:
-            InfrastructureError: one of them is damaged.
-        """
-        described = self._world.agree(self._describe)
-        found: dict[int, RankState] = {}
-        for data in self._world.gather(msgspec.msgpack.encode(described)):
-            for rank, (entries, skeleton, sums) in _described.decode(data).items():
-                found[rank] = RankState(entries, skeleton, sums)
-        return found
-
-    def _describe(self) -> dict[int, tuple[tuple[TensorEntry, ...], bytes, list[int]]]:
-        """Describe the parts that this rank reads for the others."""
-        served = [r for r, by in self._candidate.servers.items() if by == self._world.rank]
-        problem = self._verify(served)
-        if problem:
-            raise InfrastructureError(problem)
-        found = {}
-        for rank in served:
-            generation, _, layout = self._open(rank)
-            header = generation.header()
-            sums = generation.sums(header) if header is not None else None
-            if sums is None:
-                raise InfrastructureError(f"Rank {rank}'s part of the step is gone from memory.")
-            found[rank] = (layout.entries, layout.skeleton, sums)
-        return found
-
-    def fetch(self, planned: Plan, known: Mapping[int, RankState]) -> Fetched:
-        """Fetch what only other nodes have. Collective."""
-        remote = [piece for piece in planned.pieces if piece.chunk.rank not in self._held]
-
-        def itemsize(piece: Piece) -> int:
-            return ITEM_BYTES[known[piece.chunk.rank].tensors[piece.chunk.index].dtype]
-
-        return dict(peers.fetch(self._world, self._candidate.servers, remote, itemsize, self._read))
-
-    # ---- restore
-
-    def _tensors(self, rank: int) -> list[torch.Tensor]:
-        if rank not in self._views:
-            _, buffer, layout = self._open(rank)
-            self._views[rank] = copying.views(buffer, layout.entries)
-        return self._views[rank]
-
-    def _read(self, piece: Piece) -> torch.Tensor:
-        return cut(self._tensors(piece.chunk.rank)[piece.chunk.index], piece)
-
-    def restore(self, planned: Plan, known: Mapping[int, RankState], fetched: Fetched) -> None:
-        """Restore everything, and check the data meanwhile.
-
-        Raises:
-            InfrastructureError: the data is damaged.
-        """
-
-        def read(piece: Piece) -> torch.Tensor:
-            data = fetched.get(piece)
-            if data is None:
-                return self._read(piece)
-            dtype = DTYPES[known[piece.chunk.rank].tensors[piece.chunk.index].dtype]
-            return data.view(dtype).view(piece.box.shape)
-
-        if planned.needed is None:
-            self._restore_own(planned)
-            return
-        used = {piece.chunk.rank for piece in planned.pieces} & self._held.keys()
-        tensors = assemble(planned, planned.needed, read)
-        with _meanwhile(lambda: self._verify(used)):
-            planned.restoration.run(tensors)
-
-    def _restore_own(self, planned: Plan) -> None:
-        """Restore all of a rank's part: this process checks large tensors, the saver the rest."""
-        rank = planned.base
-        generation, _, layout = self._open(rank)
-        header = generation.header()
-        sums = generation.sums(header) if header is not None else None
-        if sums is None:
-            with _meanwhile(lambda: self._verify([rank])):
-                planned.restoration.run(self._tensors(rank))
-            return
-        verified = VerifiedCopy(generation, layout.entries, sums, len(self._held))
-        with _meanwhile(lambda: self._client.verify(rank, self._held[rank].slot, LARGE)):
-            planned.restoration.run(self._tensors(rank), verified.copy)
-            problem = verified.problem()
-        if problem:
-            raise InfrastructureError(problem)
-
-
-class Candidate(NamedTuple):
-    """A step that is completely in memory, on one node or several."""
-
-    key: tuple[SaveId, int]
-    """The save and the number of ranks that made it."""
-    servers: dict[int, int]
-    """By saved rank: the rank that reads it for others."""
-
-    @property
-    def save(self) -> SaveId:
-        """The save."""
-        return self.key[0]
-
-    @property
-    def step(self) -> int:
-        """The step."""
-        return self.save.step
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks that made the save."""
-        return self.key[1]
-
-
-def _key(item: Held) -> tuple[SaveId, int]:
-    return item.save, item.world_size
-
-
-class Lost(NamedTuple):
-    """A save in memory that lacks the parts of some ranks."""
-
-    save: SaveId
-    ranks: tuple[int, ...]
-
-    @property
-    def sentence(self) -> str:
-        """Description of the loss."""
-        ranks = ", ".join(map(str, self.ranks))
-        several = len(self.ranks) > 1
-        return (
-            f"Step {self.save.step} was saved to memory, and the part{'s' if several else ''} of"
-            f" rank{'s' if several else ''} {ranks} {'are' if several else 'is'} gone."
-        )
-
-
-def newest_lost(everyone: Sequence[Sequence[Held]]) -> Lost | None:
-    """Return the newest save that any rank sees in memory, or None if none of its parts is missing."""
-    items = [item for held in everyone for item in held]
-    if not items:
-        return None
-    key = max(map(_key, items))
-    missing = set(range(key[1])) - {item.rank for item in items if _key(item) == key}
-    return Lost(key[0], tuple(sorted(missing))) if missing else None
-
-
-def candidates(everyone: Sequence[Sequence[Held]]) -> list[Candidate]:
-    """Return the steps in memory that can be loaded, newest first, from what each rank sees."""
-    seen: dict[tuple[SaveId, int], dict[int, list[int]]] = {}
-    for viewer, held in enumerate(everyone):
-        for item in held:
-            seen.setdefault(_key(item), {}).setdefault(item.rank, []).append(viewer)
-    found = []
-    for key in sorted(seen, reverse=True):
-        viewers = seen[key]
-        if viewers.keys() >= set(range(key[1])):
-            servers = {rank: who[rank % len(who)] for rank, who in viewers.items()}
-            found.append(Candidate(key, servers))
-    return found
-
-
-@contextlib.contextmanager
-def _meanwhile(check: Callable[[], str]) -> Iterator[None]:
-    """Run ``check`` beside the block; afterwards raise what it found.
-
-    Raises:
-        InfrastructureError: the check found something, or failed.
-    """
-    found: list[str] = []
-
-    def run() -> None:
-        try:
-            found.append(check())
-        except InfrastructureError as error:
-            found.append(str(error))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
-        if not found or found[0]:
-            raise InfrastructureError(found[0] if found else "The check ended with an error.")

@@ -9,13 +9,11 @@ import torch
 import torch.distributed as dist
 
 from dlrover.checkpoint.engine.world import World
-from dlrover.checkpoint.machine.extent import Box, Chunk, Extent, Piece
+from dlrover.checkpoint.loading.plan import Read
+from dlrover.checkpoint.machine.extent import Box, Piece
 
 BATCH = 1 << 26
 """Maximum bytes per message, unless one piece is larger."""
-
-Read = Callable[[Piece], torch.Tensor]
-"""Returns the elements of a piece that this rank can read."""
 
 _pieces = msgspec.msgpack.Decoder(list[tuple[int, int, tuple[int, ...], tuple[int, ...]]])
 
@@ -36,7 +34,7 @@ def fetch(
         itemsize: returns the bytes per element of a piece.
         read: returns the elements of a piece that this rank sends.
     """
-    asked = [(p.chunk.rank, p.chunk.index, p.box.in_source, p.box.shape) for p in wanted]
+    asked = [(p.rank, p.entry, p.box.in_source, p.box.shape) for p in wanted]
     everyone = [_pieces.decode(data) for data in world.gather(msgspec.msgpack.encode(asked))]
     for shift in range(world.size):
         receiver = (world.rank + shift) % world.size
@@ -44,7 +42,7 @@ def fetch(
         outgoing = _batches(
             [_piece(ask) for ask in everyone[receiver] if servers[ask[0]] == world.rank], itemsize
         )
-        incoming = _batches([p for p in wanted if servers[p.chunk.rank] == sender], itemsize)
+        incoming = _batches([p for p in wanted if servers[p.rank] == sender], itemsize)
         for number in range(max(len(outgoing), len(incoming))):
             parts = _read(outgoing[number], read) if number < len(outgoing) else None
             if shift == 0:
@@ -59,9 +57,8 @@ def fetch(
 
 
 def _piece(ask: tuple[int, int, tuple[int, ...], tuple[int, ...]]) -> Piece:
-    rank, index, start, shape = ask
-    nowhere = (0,) * len(shape)
-    return Piece(Chunk(rank, index, Extent(shape, nowhere, shape)), Box(shape, start, nowhere))
+    rank, entry, start, shape = ask
+    return Piece(rank, entry, Box(shape, start, (0,) * len(shape)))
 
 
 def _batches(found: Sequence[Piece], itemsize: Callable[[Piece], int]) -> list[list[Piece]]:

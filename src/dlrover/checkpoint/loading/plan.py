@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from dlrover.checkpoint.engine.copying import joined
 from dlrover.checkpoint.loading.restore import Copy, Prepare, Reading, Restoration
 from dlrover.checkpoint.machine import extent, layout as layouts
-from dlrover.checkpoint.machine.extent import Chunk, Extent, Piece
-from dlrover.checkpoint.machine.layout import Tensor, extent_of, name
-from dlrover.errors import ConfigurationError, InfrastructureError
+from dlrover.checkpoint.machine.extent import Box, Extent, Piece, cover
+from dlrover.checkpoint.machine.layout import TensorSpec, name
+from dlrover.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
 class RankState:
     """The state that one rank saved."""
 
-    tensors: Sequence[Tensor]
+    tensors: Sequence[TensorSpec]
     skeleton: bytes
     sums: Sequence[int]
     """Checksums of the tensors; empty if they are not known."""
@@ -29,10 +31,10 @@ class RankState:
 class Plan:
     """The pieces to read, and the restoration that uses them."""
 
-    restoration: Restoration | Reading | Taking
+    restoration: Restoration | Reading | PartialLoad
     base: int
     """Saved rank whose plain values are restored."""
-    tensors: Sequence[Tensor]
+    tensors: Sequence[TensorSpec]
     """Tensors to restore: those that rank ``base`` saved, or the chosen parts of saved ones."""
     needed: list[list[Piece]] | None
     """Pieces of each tensor; None if all tensors are just as rank ``base`` saved them."""
@@ -44,7 +46,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Question:
+class LoadRequest:
     """Everything that decides how a step is restored on this rank."""
 
     ranks: Mapping[int, RankState]
@@ -61,52 +63,55 @@ class Question:
     """Number of ranks that saved."""
 
 
-Planner = Callable[[Question], Plan | None]
+Read = Callable[[Piece], torch.Tensor]
+"""Returns the elements of a piece."""
+
+Planner = Callable[[LoadRequest], Plan | None]
 """Returns the plan for a step; None if more saved ranks must be known."""
 
 
-def restoring(prepare: Prepare, question: Question) -> Plan | None:
+def restoring(prepare: Prepare, request: LoadRequest) -> Plan | None:
     """Plan how to restore all of a step; return None if more saved ranks must be known.
 
     Args:
         prepare: turns the saved tree into a restoration.
-        question: the step to restore.
+        request: the step to restore.
 
     Raises:
         ConfigurationError: the saved state does not fit.
         InfrastructureError: a part of the state was not saved.
     """
-    ranks, base, moved = question.ranks, question.base, question.moved
+    ranks, base, moved = request.ranks, request.base, request.moved
     mine = ranks.get(base)
     if mine is None:
         return None
     restoration = prepare(layouts.decode(mine.skeleton), mine.tensors, moved)
     from_all = restoration.needs_ranks
     if from_all:
-        if len(ranks) < question.size:
+        if len(ranks) < request.size:
             return None
         restoration.know([layouts.decode(ranks[rank].skeleton) for rank in sorted(ranks)])
-    if not moved and (not question.complete or (from_all and question.own)):
+    if not moved and (not request.complete or (from_all and request.own)):
         found = _own(restoration, base, mine)
         if found is not None:
             return found
-    if not question.complete:
+    if not request.complete:
         return None
-    return Plan(restoration, base, mine.tensors, _from_anybody(restoration, question, mine))
+    return Plan(restoration, base, mine.tensors, _from_anybody(restoration, request, mine))
 
 
 def _from_anybody(
-    restoration: Restoration | Reading, question: Question, mine: RankState
+    restoration: Restoration | Reading, request: LoadRequest, mine: RankState
 ) -> list[list[Piece]]:
     """Return the pieces of each tensor, from any saved rank."""
-    known = _Chunks(question.ranks, question.base)
+    known = _SavedTensors(request.ranks, request.base)
     needed: list[list[Piece]] = []
     for index, (tensor, need) in enumerate(zip(mine.tensors, restoration.wanted, strict=True)):
-        has = extent_of(tensor.shape, tensor.part)
+        has = tensor.extent
         if need is None:
             needed.append([])
-        elif need == has and not question.moved:
-            needed.append([_entire(question.base, index, has)])
+        elif need == has and not request.moved:
+            needed.append([_entire(request.base, index, has)])
         else:
             if tensor.part is None:
                 known.check_equal(tensor, mine.sums[index])
@@ -118,7 +123,7 @@ def _own(restoration: Restoration | Reading, base: int, mine: RankState) -> Plan
     """Plan how to restore from what rank ``base`` saved; return None if that is not enough."""
     if restoration.as_saved:
         return Plan(restoration, base, mine.tensors, None)
-    own = [extent_of(tensor.shape, tensor.part) for tensor in mine.tensors]
+    own = [tensor.extent for tensor in mine.tensors]
     if all(need in (None, has) for need, has in zip(restoration.wanted, own, strict=True)):
         needed = [
             [] if need is None else [_entire(base, index, need)]
@@ -128,27 +133,13 @@ def _own(restoration: Restoration | Reading, base: int, mine: RankState) -> Plan
     return None
 
 
-@dataclass(frozen=True)
-class Target:
-    """A part of a saved tensor, and the tensor that receives it. It also is a `Tensor`."""
+class Target(TensorSpec, frozen=True):
+    """A part of a saved tensor, and the tensor that receives it."""
 
-    path: layouts.Path
-    dtype: str
-    extent: Extent
     tensor: torch.Tensor
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the part."""
-        return self.extent.shape
 
-    @property
-    def part(self) -> layouts.Part:
-        """Position of the part in the whole tensor."""
-        return layouts.Part(self.extent.whole, self.extent.at, -1)
-
-
-class Taking:
+class PartialLoad:
     """A restoration that copies parts of saved tensors to given targets."""
 
     def __init__(self, targets: Sequence[Target]) -> None:
@@ -164,64 +155,78 @@ class Taking:
 
 
 def taking(
-    choose: Callable[[Mapping[int, RankState]], Sequence[Target]], question: Question
+    choose: Callable[[Mapping[int, RankState]], Sequence[Target]], request: LoadRequest
 ) -> Plan | None:
     """Plan how to get parts of tensors from any saved ranks; return None if not all ranks are known.
 
     Args:
         choose: returns the targets for a step, given all its ranks.
-        question: the step to read.
+        request: the step to read.
 
     Raises:
         InfrastructureError: a part was not saved.
     """
-    if not question.complete:
+    if not request.complete:
         return None
-    targets = choose(question.ranks)
-    known = _Chunks(question.ranks, question.base)
+    targets = choose(request.ranks)
+    known = _SavedTensors(request.ranks, request.base)
     needed = [known.pieces(target, target.extent) for target in targets]
-    return Plan(Taking(targets), question.base, targets, needed)
+    return Plan(PartialLoad(targets), request.base, targets, needed)
 
 
 def _entire(rank: int, index: int, has: Extent) -> Piece:
     start = (0,) * len(has.shape)
-    return Piece(Chunk(rank, index, has), extent.Box(has.shape, start, start))
+    return Piece(rank, index, Box(has.shape, start, start))
 
 
-class _Chunks:
+class _SavedTensors:
     """All saved parts of tensors, by path."""
 
     def __init__(self, ranks: Mapping[int, RankState], base: int) -> None:
-        self._found: dict[layouts.Path, list[tuple[Chunk, Tensor, int]]] = {}
+        self._found: dict[layouts.Path, list[tuple[tuple[int, int], TensorSpec, int]]] = {}
         for rank in extent.starting_with(base, sorted(ranks)):
             sums = ranks[rank].sums
             for index, tensor in enumerate(ranks[rank].tensors):
-                chunk = Chunk(rank, index, extent_of(tensor.shape, tensor.part))
-                self._found.setdefault(tensor.path, []).append((chunk, tensor, sums[index]))
+                part = (rank, index), tensor, sums[index]
+                self._found.setdefault(tensor.path, []).append(part)
 
-    def _of(self, tensor: Tensor) -> Iterator[tuple[Chunk, int]]:
-        for chunk, other, checksum in self._found.get(tensor.path, ()):
+    def _of(self, tensor: TensorSpec) -> Iterator[tuple[tuple[int, int], Extent, int]]:
+        for key, other, checksum in self._found.get(tensor.path, ()):
             if other.dtype == tensor.dtype:
-                yield chunk, checksum
+                yield key, other.extent, checksum
 
-    def check_equal(self, tensor: Tensor, checksum: int) -> None:
+    def check_equal(self, tensor: TensorSpec, checksum: int) -> None:
         """Refuse a tensor whose content differs between ranks."""
-        if any(other != checksum for _, other in self._of(tensor)):
+        if any(other != checksum for _, _, other in self._of(tensor)):
             raise ConfigurationError(
                 f"Each rank saved another tensor {name(tensor.path)}, so another number of ranks cannot load"
                 f" it; name its key in local= if it belongs to a rank: {tensor.path[0]!r}."
             )
 
-    def pieces(self, tensor: Tensor, wanted: Extent) -> list[Piece]:
+    def pieces(self, tensor: TensorSpec, wanted: Extent) -> list[Piece]:
         """Return pieces that cover the wanted part of a tensor."""
-        parts: dict[Extent, int] = {}
-        for chunk, checksum in self._of(tensor):
-            if parts.setdefault(chunk.extent, checksum) != checksum:
+        sums: dict[Extent, int] = {}
+        for _, part, checksum in self._of(tensor):
+            if sums.setdefault(part, checksum) != checksum:
                 raise ConfigurationError(
                     f"Several ranks saved the same part of the tensor {name(tensor.path)}, with other"
                     " content; so it cannot be loaded in other parts."
                 )
-        try:
-            return extent.pieces(wanted, [chunk for chunk, _ in self._of(tensor)])
-        except extent.MissingPartError as error:
-            raise InfrastructureError(f"Of the tensor {name(tensor.path)} {error}.") from error
+        parts = [(part, key) for key, part, _ in self._of(tensor)]
+        return [
+            Piece(*key, box) for key, box in cover(f"The tensor {name(tensor.path)}", wanted, parts)
+        ]
+
+
+def assemble(planned: Plan, needed: Sequence[Sequence[Piece]], read: Read) -> list[torch.Tensor]:
+    """Return the wanted part of each tensor; where one piece covers it, return that piece without a copy."""
+    return [
+        joined(
+            tensor.dtype,
+            (0,) if wanted is None else wanted.shape,
+            [(piece.box, functools.partial(read, piece)) for piece in pieces],
+        )
+        for tensor, wanted, pieces in zip(
+            planned.tensors, planned.restoration.wanted, needed, strict=True
+        )
+    ]

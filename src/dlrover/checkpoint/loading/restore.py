@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 from dlrover.checkpoint.engine import tree as trees
 from dlrover.checkpoint.engine.tree import DTYPES, Shard, Spread, State
 from dlrover.checkpoint.machine.extent import Extent
-from dlrover.checkpoint.machine.layout import Path, Tensor, TensorRef, extent_of, name
+from dlrover.checkpoint.machine.layout import Path, TensorRef, TensorSpec, name, replace_refs
 from dlrover.errors import ConfigurationError
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-Prepare = Callable[[Any, Sequence[Tensor], bool], "Restoration | Reading"]
+Prepare = Callable[[Any, Sequence[TensorSpec], bool], "Restoration | Reading"]
 """Prepares the restoration of a saved tree and its tensors; True: another number of ranks saved them."""
 
 Copy = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], object]
@@ -40,7 +40,7 @@ class Filler(Protocol):
 def in_place(state: State, local: Collection[str]) -> Prepare:
     """Return how to restore ``state``; the keys in ``local`` only if the number of ranks is unchanged."""
 
-    def prepare(tree: Any, specs: Sequence[Tensor], moved: bool) -> Restoration:
+    def prepare(tree: Any, specs: Sequence[TensorSpec], moved: bool) -> Restoration:
         return Restoration(state, tree, specs, except_for=local if moved else ())
 
     return prepare
@@ -63,7 +63,7 @@ class Restoration:
         self,
         state: State,
         tree: Any,
-        specs: Sequence[Tensor],
+        specs: Sequence[TensorSpec],
         except_for: Collection[str] = (),
     ) -> None:
         if not isinstance(tree, dict):
@@ -97,7 +97,7 @@ class Restoration:
         spread = {i for i, model in self._models.items() if isinstance(model, Spread | _Like)}
         parts = {i for i, spec in enumerate(self._specs) if spec.part is not None}
         return all(
-            self._wanted(index) == _extent_of(self._specs[index])
+            self._wanted(index) == self._specs[index].extent
             for index in spread | parts
             if index in self._used
         )
@@ -136,7 +136,7 @@ class Restoration:
             known = spec.shape, DTYPES[spec.dtype]
             if known == (value.shape, value.dtype):
                 return
-        whole, saved_whole = trees.extent(value, path).whole, _extent_of(spec).whole
+        whole, saved_whole = trees.extent(value, path).whole, spec.extent.whole
         dtype = trees.local_part(value, path).dtype if isinstance(value, Spread) else value.dtype
         if (saved_whole, DTYPES[spec.dtype]) != (whole, dtype):
             raise ConfigurationError(
@@ -180,12 +180,12 @@ class Restoration:
                 ref = item[1]
                 if isinstance(ref, TensorRef) and ref.index not in self._models:
                     spec = self._specs[ref.index]
-                    if _extent_of(spec).whole == tuple(parameter.shape):
+                    if spec.extent.whole == tuple(parameter.shape):
                         self._models[ref.index] = _Like(parameter)
 
     def _wanted(self, index: int) -> Extent:
         spec = self._specs[index]
-        saved = _extent_of(spec)
+        saved = spec.extent
         model = self._models.get(index)
         if model is None:
             if spec.part is not None:
@@ -268,16 +268,12 @@ class Restoration:
 
     def _filled(self, saved: Any, *, copy: bool) -> Any:
         """Return the saved tree with its tensors."""
-        if isinstance(saved, TensorRef):
-            tensor = self._tensors[saved.index]
-            return self._like_model(saved.index, tensor.clone() if copy else tensor)
-        if isinstance(saved, dict):
-            return {key: self._filled(item, copy=copy) for key, item in saved.items()}
-        if isinstance(saved, list):
-            return [self._filled(item, copy=copy) for item in saved]
-        if isinstance(saved, tuple):
-            return tuple(self._filled(item, copy=copy) for item in saved)
-        return saved
+
+        def content(ref: TensorRef, _: Path) -> Any:
+            tensor = self._tensors[ref.index]
+            return self._like_model(ref.index, tensor.clone() if copy else tensor)
+
+        return replace_refs(saved, content)
 
     def _like_model(self, index: int, tensor: torch.Tensor) -> Any:
         """Wrap a part in the type that the state has there now."""
@@ -325,7 +321,7 @@ class Reading:
     """
 
     def __init__(
-        self, tree: Any, specs: Sequence[Tensor], keys: Collection[str] | None = None
+        self, tree: Any, specs: Sequence[TensorSpec], keys: Collection[str] | None = None
     ) -> None:
         self._tree, self._specs = tree, specs
         self.needs_ranks = False
@@ -335,7 +331,7 @@ class Reading:
         used = {ref.index for ref in _refs(chosen)}
         self.as_saved = len(used) == len(specs)
         self.wanted: list[Extent | None] = [
-            _extent_of(spec) if index in used else None for index, spec in enumerate(specs)
+            spec.extent if index in used else None for index, spec in enumerate(specs)
         ]
 
     def know(self, trees: Sequence[Any]) -> None:
@@ -343,20 +339,13 @@ class Reading:
 
     def run(self, tensors: Sequence[torch.Tensor], copy: Copy = torch._foreach_copy_) -> None:
         """Build the state from copies of these tensors, which may be views of memory that changes later."""
-        self.state = self._made(self._tree, tensors)
+        self.state = replace_refs(
+            self._tree, lambda ref, _: self._tensor(ref.index, tensors[ref.index])
+        )
         targets, contents = self._pending
         if targets:
             copy(targets, contents)
         self._pending = [], []
-
-    def _made(self, saved: Any, tensors: Sequence[torch.Tensor]) -> Any:
-        if isinstance(saved, TensorRef):
-            return self._tensor(saved.index, tensors[saved.index])
-        if isinstance(saved, dict):
-            return {key: self._made(item, tensors) for key, item in saved.items()}
-        if isinstance(saved, list | tuple):
-            return type(saved)(self._made(item, tensors) for item in saved)
-        return saved
 
     def _tensor(self, index: int, tensor: torch.Tensor) -> Any:
         spec = self._specs[index]
@@ -368,10 +357,6 @@ class Reading:
             self._pending[0].append(made)
             self._pending[1].append(tensor)
         return made if part is None else Shard(made, part.whole, part.at, part.owner)
-
-
-def _extent_of(spec: Tensor) -> Extent:
-    return extent_of(spec.shape, spec.part)
 
 
 class _Like:

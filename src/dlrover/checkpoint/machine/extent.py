@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+from dlrover.errors import InfrastructureError
 
 Numbers = tuple[int, ...]
+_Source = TypeVar("_Source")
 
 
 class Extent(NamedTuple):
@@ -42,6 +44,20 @@ class Box(NamedTuple):
     in_source: Numbers
     in_target: Numbers
 
+    @property
+    def source(self) -> tuple[slice, ...]:
+        """The slices that select the overlap in the source."""
+        return _slices(self.in_source, self.shape)
+
+    @property
+    def target(self) -> tuple[slice, ...]:
+        """The slices that select the overlap in the target."""
+        return _slices(self.in_target, self.shape)
+
+
+def _slices(start: Numbers, shape: Numbers) -> tuple[slice, ...]:
+    return tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))
+
 
 def overlap(source: Extent, target: Extent) -> Box | None:
     """Return the overlap of two extents; None if they share no element."""
@@ -60,45 +76,39 @@ def overlap(source: Extent, target: Extent) -> Box | None:
     )
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """One saved part of a tensor: entry ``index`` of what rank ``rank`` saved."""
+class Piece(NamedTuple):
+    """A part of a saved tensor, and its position in the wanted part."""
 
     rank: int
-    index: int
-    extent: Extent
-
-
-class Piece(NamedTuple):
-    """A part of a chunk, and its position in the wanted part."""
-
-    chunk: Chunk
+    """The rank that saved the tensor."""
+    entry: int
+    """The number of the tensor among those of the rank."""
     box: Box
 
 
-class MissingPartError(Exception):
-    """The saved chunks do not cover what is wanted."""
-
-
-def pieces(wanted: Extent, chunks: Iterable[Chunk]) -> list[Piece]:
-    """Cover ``wanted`` with chunks; of equal chunks, use the first one.
+def cover(
+    subject: str, wanted: Extent, parts: Iterable[tuple[Extent, _Source]]
+) -> list[tuple[_Source, Box]]:
+    """Cover the wanted part of a tensor with saved parts; of equal ones, use the first.
 
     Raises:
-        MissingPartError: the chunks do not cover it, or overlap; the message says how much is there.
+        InfrastructureError: the parts do not cover it, or overlap. The message says that ``subject`` is incomplete.
     """
-    found: list[Piece] = []
+    found: list[tuple[_Source, Box]] = []
     seen: set[Extent] = set()
     covered = 0
-    for chunk in chunks:
-        if chunk.extent in seen or chunk.extent.whole != wanted.whole:
+    for extent, source in parts:
+        if extent in seen or extent.whole != wanted.whole:
             continue
-        seen.add(chunk.extent)
-        box = overlap(chunk.extent, wanted)
+        seen.add(extent)
+        box = overlap(extent, wanted)
         if box is not None:
-            found.append(Piece(chunk, box))
+            found.append((source, box))
             covered += math.prod(box.shape)
     if covered != wanted.elements:
-        raise MissingPartError(f"{covered} of its {wanted.elements} elements were saved")
+        raise InfrastructureError(
+            f"{subject} is incomplete: {covered} of its {wanted.elements} elements were saved."
+        )
     return found
 
 

@@ -7,8 +7,9 @@ list of its tensors and a *skeleton*: the tree in MessagePack, with a `TensorRef
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import xxhash
@@ -50,56 +51,34 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     """The lowest rank that has the same part."""
 
 
-class TensorSpec(NamedTuple):
-    """A tensor without a place yet."""
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank has of a tensor, wherever it is stored."""
 
     path: Path
     dtype: str
+    """Torch's name of the element type."""
     shape: tuple[int, ...]
-    part: Part | None = None
-    """None if the tensor is not spread over ranks; each rank then has all of it."""
-
-
-class Tensor(Protocol):
-    """Description of a saved tensor, wherever it is stored."""
+    part: Part | None
+    """The position in a tensor that is spread over ranks; None if each rank has all of it."""
 
     @property
-    def path(self) -> Path:
-        """The tensor's path in the state."""
-
-    @property
-    def dtype(self) -> str:
-        """Torch's name of the element type."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of what the rank has."""
-
-    @property
-    def part(self) -> Part | None:
-        """The position in a tensor that is spread over ranks; None if the tensor is not spread."""
+    def extent(self) -> Extent:
+        """The position in the whole tensor."""
+        part = self.part
+        return entire(self.shape) if part is None else Extent(part.whole, part.at, self.shape)
 
 
-class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor, dense and in row-major order. Tied tensors have entries with the same offset."""
+class TensorEntry(TensorSpec, frozen=True, array_like=True):
+    """A tensor in memory, dense and in row-major order. Tied tensors have entries with the same offset."""
 
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
     offset: int
     """Bytes from the start of the data."""
     nbytes: int
-    part: Part | None = None
 
     @property
     def end(self) -> int:
         """The offset after the last byte."""
         return self.offset + self.nbytes
-
-    @property
-    def extent(self) -> Extent:
-        """The position in the whole tensor."""
-        return extent_of(self.shape, self.part)
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
@@ -127,11 +106,6 @@ class TensorRef(msgspec.Struct, frozen=True):
     index: int
 
 
-def extent_of(shape: tuple[int, ...], part: Part | None) -> Extent:
-    """Return the position of a tensor of this shape in the whole one."""
-    return entire(shape) if part is None else Extent(part.whole, part.at, shape)
-
-
 def place(specs: Sequence[TensorSpec], same_as: Sequence[int]) -> tuple[TensorEntry, ...]:
     """Give each tensor its place.
 
@@ -139,8 +113,8 @@ def place(specs: Sequence[TensorSpec], same_as: Sequence[int]) -> tuple[TensorEn
     """
     entries: list[TensorEntry] = []
     end, before = 0, ""
-    for index, (path, dtype, shape, part) in enumerate(specs):
-        elements = _elements(shape)
+    for index, spec in enumerate(specs):
+        dtype, elements = spec.dtype, math.prod(spec.shape)
         nbytes = elements * ITEM_BYTES[dtype]
         if same_as[index] != index:
             offset = entries[same_as[index]].offset
@@ -149,7 +123,7 @@ def place(specs: Sequence[TensorSpec], same_as: Sequence[int]) -> tuple[TensorEn
             offset = end if packed else -(-end // ALIGNMENT) * ALIGNMENT
             end = offset + nbytes
             before = dtype if elements < SMALL else ""
-        entries.append(TensorEntry(path, dtype, shape, offset, nbytes, part))
+        entries.append(TensorEntry(spec.path, dtype, spec.shape, spec.part, offset, nbytes))
     return tuple(entries)
 
 
@@ -165,34 +139,34 @@ def layout_hash(entries: tuple[TensorEntry, ...]) -> int:
 
 
 def check(layout: Layout, data_bytes: int) -> None:
-    """Refuse a layout, read from memory or storage, that does not fit ``data_bytes`` of data.
+    """Refuse a layout, read from memory, that does not fit ``data_bytes`` of data.
 
     Raises:
         InfrastructureError: the layout does not fit.
     """
     for entry in layout.entries:
-        item = ITEM_BYTES.get(entry.dtype)
-        sizes_fit = item is not None and min(entry.shape, default=0) >= 0
-        if not sizes_fit or entry.nbytes != _elements(entry.shape) * (item or 0):
-            raise InfrastructureError(
-                f"The tensor {name(entry.path)} has an impossible size or type."
-            )
-        if entry.part is not None and not entry.extent.fits():
-            raise InfrastructureError(f"{name(entry.path)} is no part of its tensor.")
-        if entry.offset < 0 or entry.end > data_bytes or entry.offset % (item or 1):
+        item = check_tensor(entry, entry.nbytes)
+        if entry.offset < 0 or entry.end > data_bytes or entry.offset % item:
             raise InfrastructureError(f"The tensor {name(entry.path)} lies outside of the data.")
+
+
+def check_tensor(spec: TensorSpec, nbytes: int) -> int:
+    """Refuse a tensor, read from memory or storage, that cannot have ``nbytes``; return bytes per element.
+
+    Raises:
+        InfrastructureError: its size, type or part is impossible.
+    """
+    item = ITEM_BYTES.get(spec.dtype, 0)
+    if not item or min(spec.shape, default=0) < 0 or nbytes != math.prod(spec.shape) * item:
+        raise InfrastructureError(f"The tensor {name(spec.path)} has an impossible size or type.")
+    if spec.part is not None and not spec.extent.fits():
+        raise InfrastructureError(f"{name(spec.path)} is no part of its tensor.")
+    return item
 
 
 def name(path: Path) -> str:
     """Return a path as DCP writes it: the keys joined by dots."""
     return ".".join(map(str, path)) or "the state itself"
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 # ---- skeletons
@@ -274,6 +248,17 @@ def decode(skeleton: bytes) -> Any:
         raise InfrastructureError(
             f"The plain values of a checkpoint are damaged: {error}."
         ) from error
+
+
+def replace_refs(tree: Any, replace: Callable[[TensorRef, Path], Any], path: Path = ()) -> Any:
+    """Return a decoded tree with ``replace(ref, path)`` in place of each `TensorRef`."""
+    if isinstance(tree, TensorRef):
+        return replace(tree, path)
+    if isinstance(tree, dict):
+        return {key: replace_refs(item, replace, (*path, key)) for key, item in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(replace_refs(item, replace, (*path, i)) for i, item in enumerate(tree))
+    return tree
 
 
 def _check_key(key: Any, path: Path) -> None:

@@ -14,8 +14,15 @@ import xxhash
 
 from dlrover.checkpoint.machine.layout import PackedLayout, name
 from dlrover.checkpoint.saver import memory
-from dlrover.checkpoint.saver.memory import INDEX_ROOM, PAGE, Generation, Header
-from dlrover.checkpoint.saver.ranks import ENOUGH, RankMemory, Ranks, Slot, World, reserve
+from dlrover.checkpoint.saver.memory import INDEX_RESERVE, PAGE, Generation, Header
+from dlrover.checkpoint.saver.ranks import (
+    ENOUGH,
+    GenerationSlot,
+    RankMemory,
+    Ranks,
+    SaveGroup,
+    reserve,
+)
 from dlrover.checkpoint.storage import faults
 from dlrover.errors import DLRoverError, InfrastructureError, ProtocolError
 
@@ -33,9 +40,9 @@ class SupersededError(DLRoverError):
 class Copy:
     """A generation that is being sent or received, valid until its memory is granted again."""
 
-    world: World
+    group: SaveGroup
     header: Header
-    slot: Slot
+    slot: GenerationSlot
     epoch: int
     generation: Generation
 
@@ -66,40 +73,40 @@ class Exchange:
         self._ranks = ranks
         self._changed = ranks.changed
 
-    def world(self) -> World | None:
+    def group(self) -> SaveGroup | None:
         """Return the world that was joined last."""
         with self._changed:
-            return self._ranks.world
+            return self._ranks.group
 
     # ---- to other nodes
 
-    def next(self, world: World, sent: Mapping[int, int]) -> Copy | None:
+    def next(self, group: SaveGroup, sent: Mapping[int, int]) -> Copy | None:
         """Wait for a save newer than the last one sent for its rank; return None if the world changes.
 
         ``sent``: by rank, the number of the newest save sent.
         """
         with self._changed:
-            while self._ranks.world is world:
-                found = self._newest(world, sent)
+            while self._ranks.group is group:
+                found = self._newest(group, sent)
                 if found is not None:
                     return found
                 self._changed.wait()
             return None
 
-    def _newest(self, world: World, sent: Mapping[int, int]) -> Copy | None:
+    def _newest(self, group: SaveGroup, sent: Mapping[int, int]) -> Copy | None:
         """Return the newest unsent save, trying ranks with the oldest sent save first."""
-        for rank in sorted(world.joined.ranks, key=lambda rank: (sent.get(rank, -1), rank)):
+        for rank in sorted(group.joined.ranks, key=lambda rank: (sent.get(rank, -1), rank)):
             mine = self._ranks.memories.get(rank)
             ours = {
                 slot.saved: slot
                 for slot in (mine.slots if mine is not None else ())
-                if slot.saved is not None and slot.saved.session == world.joined.session
+                if slot.saved is not None and slot.saved.session == group.joined.session
             }
             for save in sorted(ours, reverse=True):
                 slot = ours[save]
                 header = slot.header() if save.number > sent.get(rank, -1) else None
                 if header is not None and _is_summed(slot.generation, header):
-                    return Copy(world, header, slot, slot.epoch, slot.generation)
+                    return Copy(group, header, slot, slot.epoch, slot.generation)
         return None
 
     def pause(self, copy: Copy, seconds: float) -> bool:
@@ -109,24 +116,24 @@ class Exchange:
             return self._is_current(copy)
 
     def _is_current(self, copy: Copy) -> bool:
-        return copy.slot.epoch == copy.epoch and self._ranks.world is copy.world
+        return copy.slot.epoch == copy.epoch and self._ranks.group is copy.group
 
-    def wait(self, world: World, seconds: float) -> bool:
+    def wait(self, group: SaveGroup, seconds: float) -> bool:
         """Wait up to ``seconds``; return whether the world is still the newest one."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ranks.world is not world, seconds)
-            return self._ranks.world is world
+            self._changed.wait_for(lambda: self._ranks.group is not group, seconds)
+            return self._ranks.group is group
 
     # ---- from other nodes
 
-    def begin(self, world: World, header: Header) -> Copy | None:
+    def begin(self, group: SaveGroup, header: Header) -> Copy | None:
         """Return where to put a generation; None if it is here already. Call `end` when it is done.
 
         Raises:
             SupersededError: there is another world, or the rank has a worker here.
             InfrastructureError: the generation cannot be accepted.
         """
-        rank, joined = header.rank, world.joined
+        rank, joined = header.rank, group.joined
         sizes = (header.data_bytes, header.index_bytes, header.tensors, header.save.step)
         if min(sizes) < 0 or (header.save.session, header.world_size) != (
             joined.session, joined.world_size
@@ -136,18 +143,18 @@ class Exchange:
             raise InfrastructureError(f"Rank {rank} is not one of another node.")
         with self._changed:
             mine = self._ranks.of(rank, ENOUGH)
-            self._check(world, mine)
+            self._check(group, mine)
             if any(slot.saved == header.save for slot in mine.slots):
                 return None
             mine.receiving += 1
         try:
             needed = memory.required(header.data_bytes, header.index_bytes, header.tensors)
-            reserve(mine.slots, -(-(needed + INDEX_ROOM) // PAGE) * PAGE, rank)
+            reserve(mine.slots, -(-(needed + INDEX_RESERVE) // PAGE) * PAGE, rank)
             with self._changed:
-                self._check(world, mine)
+                self._check(group, mine)
                 slot = self._ranks.grant(mine, joined.session, to_worker=False)
                 slot.remap()
-                return Copy(world, header, slot, slot.epoch, slot.generation)
+                return Copy(group, header, slot, slot.epoch, slot.generation)
         except BaseException:
             self.end(header)
             raise
@@ -159,8 +166,8 @@ class Exchange:
             if mine is not None:
                 mine.receiving -= 1
 
-    def _check(self, world: World, mine: RankMemory) -> None:
-        if self._ranks.world is not world or mine.owner:
+    def _check(self, group: SaveGroup, mine: RankMemory) -> None:
+        if self._ranks.group is not group or mine.owner:
             raise SupersededError
         if all(slot.pinned for slot in mine.slots):
             raise InfrastructureError("All memory of the replica is being stored.")
@@ -204,7 +211,7 @@ class Exchange:
             mine = self._ranks.memories[header.rank]
             if not self._is_current(copy) or mine.owner:
                 raise SupersededError
-            generation.publish(
+            generation.seal(
                 packed,
                 rank=header.rank,
                 world_size=header.world_size,

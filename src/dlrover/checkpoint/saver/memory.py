@@ -4,7 +4,7 @@
 
     header page | data (64-byte aligned) | index (MessagePack of the Layout) | checksums (8 bytes each)
 
-The header's ``state`` is written last when a generation is published and first when it is given up. A
+The header's ``state`` is written last when a generation is sealed and first when it is given up. A
 process that dies in between leaves an invalid generation. Readers trust no size: they check every range
 against the file, and the header and the index against their checksums.
 """
@@ -37,7 +37,7 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 MADV_POPULATE_WRITE = 23
 POPULATE_CHUNK = 1 << 26
 """Bytes of memory that one call enters in the page tables."""
-INDEX_ROOM = 1 << 16
+INDEX_RESERVE = 1 << 16
 """Bytes reserved for the index to grow before the memory must be enlarged."""
 
 _FIELDS = struct.Struct("<8sIIqQQQQQQQQQ")
@@ -96,7 +96,7 @@ class Generation:
         _WORD.pack_into(self._map, _STATE_AT, state)
         _WORD.pack_into(self._map, _SUMMED_AT, 0)
 
-    def publish(self, packed: PackedLayout, *, rank: int, world_size: int, save: SaveId) -> None:
+    def seal(self, packed: PackedLayout, *, rank: int, world_size: int, save: SaveId) -> None:
         """Write index and header for data already in place, then mark the generation valid."""
         index, data_bytes = packed.encoded, packed.data_bytes
         if needed_for(packed) > self.size:
@@ -215,9 +215,9 @@ def needed_for(packed: PackedLayout) -> int:
     return required(packed.data_bytes, len(packed.encoded), packed.tensors)
 
 
-def room_for(packed: PackedLayout, more: int = 0) -> int:
+def capacity_for(packed: PackedLayout, more: int = 0) -> int:
     """Return the bytes to reserve for a state like this one that gains ``more`` bytes of tensors."""
-    size = needed_for(packed) + more + more // 8 + len(packed.encoded) + INDEX_ROOM
+    size = needed_for(packed) + more + more // 8 + len(packed.encoded) + INDEX_RESERVE
     return -(-size // PAGE) * PAGE
 
 

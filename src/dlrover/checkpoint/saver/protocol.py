@@ -106,7 +106,7 @@ class Begin(Message, frozen=True):
     """Number of generations that have memory. The reply may name the next one, but does not grant it."""
 
 
-class Publish(Message, frozen=True):
+class Commit(Message, frozen=True):
     """Notice that a generation is valid."""
 
     slot: int
@@ -161,7 +161,7 @@ class Look(Message, frozen=True):
     """Request for the valid generations of all ranks; answered by `Holding`."""
 
 
-class Held(msgspec.Struct, frozen=True, array_like=True):
+class HeldGeneration(msgspec.Struct, frozen=True, array_like=True):
     """A valid generation."""
 
     rank: int
@@ -189,7 +189,7 @@ class Reserved(Message, frozen=True):
 class Holding(Message, frozen=True):
     """Reply with all valid generations of this saver."""
 
-    held: tuple[Held, ...]
+    held: tuple[HeldGeneration, ...]
     unrecorded: str = ""
     """Reason why the directory has no record of whole saves; empty if it has, or there were none."""
 
@@ -248,7 +248,7 @@ Request = (
     | Open
     | Reserve
     | Begin
-    | Publish
+    | Commit
     | PassOver
     | Keep
     | Verify
@@ -336,8 +336,8 @@ def receive_reply(sock: socket.socket) -> tuple[Reply, list[int]]:
         SaverGoneError: the saver is gone.
         ProtocolError: the packet is not a reply, or was truncated.
     """
-    room = socket.CMSG_SPACE(GENERATIONS * array.array("i").itemsize)
-    data, ancillary, flags, _ = sock.recvmsg(MAX_PACKET, room, socket.MSG_CMSG_CLOEXEC)
+    space = socket.CMSG_SPACE(GENERATIONS * array.array("i").itemsize)
+    data, ancillary, flags, _ = sock.recvmsg(MAX_PACKET, space, socket.MSG_CMSG_CLOEXEC)
     fds = array.array("i")
     for level, kind, content in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):

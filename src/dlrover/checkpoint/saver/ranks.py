@@ -1,21 +1,34 @@
-"""The memory of a node's ranks: its writers, its users, and the generations that may be overwritten."""
+"""The memory of a node's ranks: its generations, which of them may be overwritten, and their checksums."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
+from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import psutil
+
+from dlrover.checkpoint.machine.layout import name
 from dlrover.checkpoint.machine.saves import Newest, SaveId
 from dlrover.checkpoint.saver import memory, protocol
-from dlrover.checkpoint.saver.limits import available_memory
 from dlrover.checkpoint.saver.memory import Generation, Header, State
 from dlrover.checkpoint.storage.formats import FORMAT
+from dlrover.checkpoint.storage.persist import Source
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 logger = logging.getLogger(__name__)
 
+PROC_CGROUP = Path("/proc/self/cgroup")
+ROOT = Path("/sys/fs/cgroup")
+_FILES = (
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
+"""Files with limit and usage, in versions 2 and 1 of the control group interface."""
 ENOUGH = 2
 """Number of generations that a rank needs."""
 
@@ -25,7 +38,7 @@ class NoMemoryError(InfrastructureError):
 
 
 @dataclass
-class Slot:
+class GenerationSlot:
     """One generation of a rank."""
 
     fd: int
@@ -79,7 +92,7 @@ class Slot:
 
 
 @dataclass
-class World:
+class SaveGroup:
     """The ranks that save together, as far as this node knows them."""
 
     joined: protocol.Join
@@ -113,15 +126,15 @@ class World:
 class RankMemory:
     """One rank's generations and its worker. Without a worker: left from an earlier world, or a replica."""
 
-    slots: list[Slot]
+    slots: list[GenerationSlot]
     owner: int = 0
     """Connection of the rank's worker; 0 if there is none."""
     pid: int = 0
     """Process id of the worker; 0 if unknown."""
     job: str = ""
     """Job identifier of the worker; empty if the job has none."""
-    world: World | None = None
-    told: int = 0
+    group: SaveGroup | None = None
+    problems_sent: int = 0
     """Number of the world's problems that the worker has received."""
     providing: threading.Lock = field(default_factory=threading.Lock)
     """Lock held while memory is provided for one of the generations."""
@@ -133,7 +146,7 @@ class RankMemory:
     @property
     def session(self) -> int:
         """Session of the world; 0 if there is none."""
-        return self.world.joined.session if self.world is not None else 0
+        return self.group.joined.session if self.group is not None else 0
 
 
 class Ranks:
@@ -142,7 +155,7 @@ class Ranks:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.memories: dict[int, RankMemory] = {}
-        self.world: World | None = None
+        self.group: SaveGroup | None = None
         """World that was joined last."""
         self._base: SaveId | None = None
         """Save that the world continues from."""
@@ -157,7 +170,7 @@ class Ranks:
             mine = self.memories[rank] = RankMemory(slots)
         return mine
 
-    def held(self) -> tuple[protocol.Held, ...]:
+    def held(self) -> tuple[protocol.HeldGeneration, ...]:
         """Return all usable generations; give damaged ones up."""
         held = []
         for rank, mine in self.memories.items():
@@ -168,7 +181,9 @@ class Ranks:
                     continue
                 header = slot.header()
                 if header is not None and header.save == slot.saved:
-                    held.append(protocol.Held(rank, number, slot.saved, header.world_size))
+                    held.append(
+                        protocol.HeldGeneration(rank, number, slot.saved, header.world_size)
+                    )
                 elif not slot.pinned:
                     slot.give_up()
         return tuple(held)
@@ -182,7 +197,7 @@ class Ranks:
                     if slot.saved is None or slot.saved != save:
                         slot.retire()
 
-    def admit(self, slot: Slot, save: SaveId) -> None:
+    def admit(self, slot: GenerationSlot, save: SaveId) -> None:
         """Record that a generation holds a valid save."""
         slot.saved = save
         self.newest = self.newest.including(save)
@@ -223,7 +238,7 @@ class Ranks:
         *,
         to_worker: bool,
         ready: int = protocol.GENERATIONS,
-    ) -> Slot:
+    ) -> GenerationSlot:
         """Return the generation to write next, the oldest that is free and has memory; there must be one."""
         free = [slot for slot in mine.slots[:ready] if not slot.pinned]
         for slot in free:
@@ -248,7 +263,7 @@ class Ranks:
 
     def _forget_strangers(self, mine: RankMemory) -> None:
         """Free the memory of ranks that no longer belong to the world."""
-        ranks = mine.world.joined.ranks if mine.world is not None else ()
+        ranks = mine.group.joined.ranks if mine.group is not None else ()
         for rank, known in list(self.memories.items()):
             in_use = any(
                 slot.pinned or (slot.saved is not None and slot.saved.session == mine.session)
@@ -261,12 +276,12 @@ class Ranks:
                 del self.memories[rank]
 
 
-def _age(slot: Slot) -> tuple[int, int]:
+def _age(slot: GenerationSlot) -> tuple[int, int]:
     """Return a sort key, greater for newer content."""
     return (slot.saved.line, slot.saved.number) if slot.saved is not None else (-1, -1)
 
 
-def reserve(slots: list[Slot], nbytes: int, rank: int, *, spare: bool = False) -> None:
+def reserve(slots: list[GenerationSlot], nbytes: int, rank: int, *, spare: bool = False) -> None:
     """Enlarge generations to ``nbytes`` each and have the kernel provide the memory.
 
     With ``spare``, take at most half of the available memory: the training needs the rest more.
@@ -295,6 +310,108 @@ def _provide(fd: int, nbytes: int, rank: int) -> None:
         ) from error
 
 
-def _new_slot(rank: int, number: int) -> Slot:
+def _new_slot(rank: int, number: int) -> GenerationSlot:
     fd = os.memfd_create(f"dlrover-checkpoint-{FORMAT}-{rank}-{number}", os.MFD_CLOEXEC)
-    return Slot(fd, Generation(fd))
+    return GenerationSlot(fd, Generation(fd))
+
+
+def available_memory(proc: Path = PROC_CGROUP, root: Path = ROOT) -> int:
+    """Return the bytes left on the machine, or in the control group if that is less."""
+    left = [int(psutil.virtual_memory().available)]
+    for group in _groups(proc, root):
+        for limit, use in _FILES:
+            most, used = _number(group / limit), _number(group / use)
+            if most is not None and used is not None:
+                left.append(max(0, most - used))
+    return min(left)
+
+
+def _groups(proc: Path, root: Path) -> list[Path]:
+    """Return this process's version 2 group and its ancestors, up to the root that a container mounts."""
+    try:
+        lines = proc.read_text().splitlines()
+    except OSError:
+        return [root]
+    relative = next((line.partition("::")[2] for line in lines if line.startswith("0::")), "")
+    group = root / relative.strip("/")
+    return [parent for parent in (group, *group.parents) if parent.is_relative_to(root)]
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # no such file, or "max"
+        return None
+
+
+class Checksums:
+    """Checksums of all ranks' generations."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._unsummed: deque[tuple[GenerationSlot, int]] = deque()
+
+    def ask(self, slot: GenerationSlot) -> None:
+        """Queue a generation for its checksums. Hold the lock of the ranks."""
+        self._unsummed.append((slot, slot.epoch))
+
+    def compute_next(self) -> None:
+        """Wait for a queued generation and compute its checksums, unless it is granted again meanwhile."""
+        with self._ranks.changed:
+            self._ranks.changed.wait_for(lambda: bool(self._unsummed))
+            slot, epoch = self._unsummed.popleft()
+            generation = slot.generation
+            if slot.epoch != epoch:
+                return
+        with contextlib.suppress(InfrastructureError):  # overwritten while it was read
+            self._add(slot, generation, epoch)
+
+    def _add(self, slot: GenerationSlot, generation: Generation, epoch: int) -> list[int] | None:
+        header = generation.header()
+        if header is None:
+            return None
+        sums = memory.compute_sums(generation, generation.layout(header))
+        with self._ranks.changed:
+            if slot.epoch != epoch:
+                return None
+            generation.store_sums(header, sums)
+            self._ranks.changed.notify_all()
+        return sums
+
+    def verify(self, slot: GenerationSlot, below: int = 0) -> str:
+        """Compare a generation with its checksums; return the problem, or an empty text.
+
+        Only tensors of less than ``below`` bytes are compared; 0 means all.
+        """
+        with self._ranks.changed:
+            generation, epoch = slot.generation, slot.epoch
+        try:
+            header = generation.header()
+            if header is None:
+                return "The generation is not valid."
+            sums = generation.sums(header)
+            if sums is None:
+                self._add(slot, generation, epoch)
+                return ""
+            layout = generation.layout(header)
+        except InfrastructureError as error:
+            return str(error)
+        for entry, expected in zip(layout.entries, sums, strict=True):
+            if (not below or entry.nbytes < below) and memory.sum_of(generation, entry) != expected:
+                return f"The tensor {name(entry.path)} of step {header.save.step} in memory is damaged."
+        return ""
+
+    def source(self, slot: GenerationSlot, save: SaveId) -> Source:
+        """Return the source to persist a save from a generation.
+
+        Raises:
+            InfrastructureError: the generation no longer holds the save.
+        """
+        generation, epoch = slot.generation, slot.epoch
+        header = generation.header()
+        sums = generation.sums(header) if header is not None else None
+        if header is not None and sums is None:
+            sums = self._add(slot, generation, epoch)
+        if header is None or sums is None or header.save != save:
+            raise InfrastructureError(f"Step {save.step} is not in memory any more.")
+        return Source(generation.tensor_bytes, generation.layout(header), sums)

@@ -1,6 +1,6 @@
 """Replicas between nodes: a saver sends copies of its node's memory to others and receives theirs.
 
-No rank waits for a replica. Each step that a rank publishes is sent to the other nodes in the background.
+No rank waits for a replica. Each step that a rank commits is sent to the other nodes in the background.
 If the rank needs the memory again before all of it is sent, the rest is given up for a newer step.
 """
 
@@ -18,10 +18,9 @@ import time
 import xxhash
 
 from dlrover.checkpoint.saver import certificates, wire
-from dlrover.checkpoint.saver.bucket import TokenBucket
 from dlrover.checkpoint.saver.exchange import Copy, Exchange, SupersededError
 from dlrover.checkpoint.saver.protocol import Join, Peer, Replication
-from dlrover.checkpoint.saver.ranks import World
+from dlrover.checkpoint.saver.ranks import SaveGroup
 from dlrover.checkpoint.storage import faults, formats
 from dlrover.checkpoint.storage.formats import FORMAT, OtherFormatError
 from dlrover.errors import InfrastructureError, ProtocolError
@@ -36,6 +35,29 @@ BACK_OFF = (0.2, 30.0)
 """Seconds before another attempt to reach a saver: the first delay, and the longest."""
 
 
+class TokenBucket:
+    """Rate limiter that never lets the sender get more than ``burst`` bytes ahead of the rate.
+
+    Args:
+        rate: bytes per second.
+        burst: bytes that may be sent at once after a pause.
+    """
+
+    def __init__(self, rate: float, burst: float) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._level = burst
+        self._at = float("-inf")
+
+    def take(self, nbytes: int, now: float) -> float:
+        """Count ``nbytes``; return the seconds to wait before sending them. ``now`` is in seconds."""
+        if self._at > float("-inf"):
+            self._level = min(self._burst, self._level + (now - self._at) * self._rate)
+        self._at = now
+        self._level -= nbytes
+        return max(0.0, -self._level / self._rate)
+
+
 class Replicas:
     """Sender and receiver of replicas. Methods may be called from any thread."""
 
@@ -43,7 +65,7 @@ class Replicas:
         self._exchange = exchange
         self._lock = threading.Lock()
         self._listeners: dict[str, socket.socket] = {}
-        self._sending: World | None = None
+        self._sending: SaveGroup | None = None
         self._pem = ""
 
     def certify(self, *, tls: bool) -> str:
@@ -85,13 +107,13 @@ class Replicas:
 
     def join(self, joined: Join) -> None:
         """Start sending what a world saves, and stop sending for any other world."""
-        world, plan = self._exchange.world(), joined.replication
-        if plan is None or world is None or world.joined.session != joined.session:
+        group, plan = self._exchange.group(), joined.replication
+        if plan is None or group is None or group.joined.session != joined.session:
             return
         with self._lock:
-            if self._sending is world:
+            if self._sending is group:
                 return
-            self._sending = world
+            self._sending = group
             self._pem = plan.pem
         try:  # a saver that has just started does not listen yet
             self.listen(plan.own.host, plan.own.port)
@@ -101,7 +123,7 @@ class Replicas:
         if plan.bandwidth is not None:
             bucket = _Limit(TokenBucket(plan.bandwidth, min(plan.bandwidth, 4 * wire.CHUNK)))
         for peer in plan.peers:
-            sender = Sender(self._exchange, world, plan, peer, bucket)
+            sender = Sender(self._exchange, group, plan, peer, bucket)
             threading.Thread(target=sender.run, daemon=True).start()
 
     # ---- receive
@@ -169,36 +191,36 @@ class Receiver:
         return certificates.accept(self._sock, self._pem) if self._pem else self._sock
 
     def _attend(self) -> None:
-        world = self._greet()
-        while world is not None:
+        group = self._greet()
+        while group is not None:
             self._sock.settimeout(None)  # no limit, until the next step comes
             offer = wire.expect(self._sock, wire.Offer)
-            if not self._exchange.wait(world, 0.0):
+            if not self._exchange.wait(group, 0.0):
                 return
             self._sock.settimeout(PATIENCE)
-            self._take(world, offer)
+            self._take(group, offer)
 
-    def _greet(self) -> World | None:
+    def _greet(self) -> SaveGroup | None:
         hello = wire.expect(self._sock, wire.Hello, wire.MAX_HELLO)
         try:
             formats.check(hello.format, f"The replica from {self._address}")
         except OtherFormatError as error:
             wire.send(self._sock, wire.Answer(wanted=False, problem=str(error)))
             raise
-        world = self._exchange.world()
-        plan = world.joined.replication if world is not None else None
-        if world is None or plan is None or hello.session != world.joined.session:
+        group = self._exchange.group()
+        plan = group.joined.replication if group is not None else None
+        if group is None or plan is None or hello.session != group.joined.session:
             wire.send(self._sock, wire.Answer(wanted=False, problem="There is another world."))
             return None
         if not hmac.compare_digest(hello.token, plan.token):
             raise ProtocolError("It does not know the token of the world.")
         wire.send(self._sock, wire.Answer(wanted=True))
-        return world
+        return group
 
-    def _take(self, world: World, offer: wire.Offer) -> None:
+    def _take(self, group: SaveGroup, offer: wire.Offer) -> None:
         header = offer.header
         try:
-            copy = self._exchange.begin(world, header)
+            copy = self._exchange.begin(group, header)
         except (InfrastructureError, OSError) as error:
             self._refuse(header.rank, f"No replica of rank {header.rank} is taken: {error}")
             return
@@ -248,13 +270,13 @@ class Sender:
     def __init__(
         self,
         exchange: Exchange,
-        world: World,
+        group: SaveGroup,
         plan: Replication,
         peer: Peer,
         limit: _Limit | None,
     ) -> None:
         self._exchange = exchange
-        self._world = world
+        self._group = group
         self._plan = plan
         self._peer = peer
         self._limit = limit
@@ -265,7 +287,7 @@ class Sender:
     def run(self) -> None:
         """Send until another world begins."""
         delay = BACK_OFF[0]
-        while self._exchange.wait(self._world, 0.0):
+        while self._exchange.wait(self._group, 0.0):
             before = len(self._sent), sum(self._sent.values())
             try:
                 self._connect_and_send()
@@ -275,19 +297,19 @@ class Sender:
                 )
             if before != (len(self._sent), sum(self._sent.values())):
                 delay = BACK_OFF[0]
-            self._exchange.wait(self._world, delay)
+            self._exchange.wait(self._group, delay)
             delay = min(2 * delay, BACK_OFF[1])
 
     def _connect_and_send(self) -> None:
-        if self._exchange.next(self._world, self._sent) is None:
+        if self._exchange.next(self._group, self._sent) is None:
             return
         with self._connected() as sock:
-            wire.send(sock, wire.Hello(self._world.joined.session, self._plan.token, FORMAT))
+            wire.send(sock, wire.Hello(self._group.joined.session, self._plan.token, FORMAT))
             answer = wire.expect(sock, wire.Answer)
             if not answer.wanted:
                 raise InfrastructureError(answer.problem)
             sock.settimeout(PATIENCE)
-            while (copy := self._exchange.next(self._world, self._sent)) is not None:
+            while (copy := self._exchange.next(self._group, self._sent)) is not None:
                 self._send(sock, copy)
                 self._sent[copy.header.rank] = copy.header.save.number
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import functools
 import importlib
 import logging
@@ -26,15 +25,15 @@ from dlrover import config
 from dlrover.checkpoint.machine import policies
 from dlrover.checkpoint.machine.policies import Policy
 from dlrover.checkpoint.saver import protocol
-from dlrover.checkpoint.saver.book import Book
 from dlrover.checkpoint.saver.breakpoint import Breakpoints, remove_votes
 from dlrover.checkpoint.saver.protocol import SaverGoneError
 from dlrover.checkpoint.saver.ranks import NoMemoryError
 from dlrover.checkpoint.saver.replicas import Replicas
+from dlrover.checkpoint.saver.state import SaverState
 from dlrover.checkpoint.saver.tasks import Task
 from dlrover.checkpoint.storage import first_save, lease, persist, storage
 from dlrover.checkpoint.storage.lease import Lease
-from dlrover.checkpoint.storage.persist import PEER_PATIENCE, RETRY_DELAYS
+from dlrover.checkpoint.storage.persist import PEER_PATIENCE
 from dlrover.checkpoint.storage.stores import Store, location_of, open_store, reason
 from dlrover.errors import ConfigurationError, DLRoverError, InfrastructureError, ProtocolError
 
@@ -61,25 +60,25 @@ class Saver:
         self._keep = keep
         self._linger = linger
         self._listener = listener
-        self._book = Book()
-        self._replicas = Replicas(self._book.exchange)
+        self._state = SaverState()
+        self._replicas = Replicas(self._state.exchange)
         self._lease = Lease(store, lease.job_of(config.environ()))
 
     def serve(self) -> None:
         """Run until no worker needs this process any more."""
-        breakpoints = Breakpoints(self._store, self._book.breaks, self._book.saver)
+        breakpoints = Breakpoints(self._store, self._state.breaks, self._state.saver)
         targets = (
             self._accept, self._compute_sums, self._persist, self._record, self._beat, breakpoints.run,
         )  # fmt: skip
         for target in targets:
             threading.Thread(target=target, daemon=True, name=target.__name__).start()
-        self._book.wait_until_idle(self._linger)
+        self._state.wait_until_idle(self._linger)
         self._lease.release()
         logger.info("The saver leaves")
 
     def stop(self) -> None:
         """Exit once all requested steps are durable or failed."""
-        self._book.stop()
+        self._state.stop()
 
     # ---- workers
 
@@ -92,8 +91,8 @@ class Saver:
         with sock, contextlib.suppress(ConnectionError, SaverGoneError):
             try:
                 pid = protocol.check_peer(sock)
-                client = Client(self._book, self._replicas, self._lease, sock, pid)
-                with self._book.connection():
+                client = Client(self._state, self._replicas, self._lease, sock, pid)
+                with self._state.connection():
                     client.attend()
             except ProtocolError as error:
                 logger.warning("A connection is closed: %s", error)
@@ -102,12 +101,12 @@ class Saver:
 
     def _compute_sums(self) -> None:
         while True:
-            self._book.sums.compute_next()
+            self._state.sums.compute_next()
 
     def _record(self) -> None:
         said = False
         while True:
-            first, saves = self._book.next_first_saves()
+            first, saves = self._state.next_first_saves()
             recorded, problem = False, ""
             try:
                 storage.check_identity(self._store, self._identity)
@@ -119,7 +118,7 @@ class Saver:
                     f"It is not recorded in {self._store.location} that steps were saved to memory:"
                     f" {reason(error)}."
                 )
-            self._book.note_first_saves(first, len(saves), recorded=recorded, problem=problem)
+            self._state.note_first_saves(first, len(saves), recorded=recorded, problem=problem)
             if problem:
                 logger.log(logging.INFO if said else logging.WARNING, "%s", problem)
                 said = True
@@ -134,53 +133,41 @@ class Saver:
             threading.Event().wait(lease.BEAT)
 
     def _persist(self) -> None:
-        self._book.wait_for_world()
+        self._state.wait_for_world()
         importlib.import_module("dlrover.checkpoint.storage.dcp")  # loads torch before it is needed
         while True:
-            task = self._book.tasks.next()
-            problem = self._carry_out(task)
+            task = self._state.tasks.next()
+            problem = self._store_task(task)
             if problem:
                 logger.error("%s", problem)
                 self._give_up(task)
-            self._book.tasks.finish(task, problem)
+            self._state.tasks.finish(task, problem)
 
-    def _carry_out(self, task: Task) -> str:
+    def _store_task(self, task: Task) -> str:
         """Persist a task; return the problem in one sentence, or an empty text."""
-        for delay in RETRY_DELAYS:
-            problem, again = self._attempt(task)
-            if not again:
-                return problem
-            logger.warning("It is tried again in %g s: %s", delay, problem)
-            if self._book.tasks.pause(task, delay, yielding=True):
-                return f"{problem} It was given up for a newer step."
-        return self._attempt(task)[0]
-
-    def _attempt(self, task: Task) -> tuple[str, bool]:
-        """Persist a task once; return the problem and whether a retry may succeed."""
         try:
-            self._persist_task(task)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                self._make_room(task)
-            where = self._store.location
-            return f"Step {task.step} was not stored in {where}: {reason(error)}.", True
+            return persist.retry(
+                task.step,
+                self._store.location,
+                lambda: self._persist_task(task),
+                lambda delay: self._state.tasks.pause(task, delay, yielding=True),
+                lambda: self._free_space(task),
+            )
         except DLRoverError as error:
-            return str(error), False
+            return str(error)
         except Exception as error:
             # This thread must not end, whatever the error: all workers would wait forever.
             logger.exception("Step %d was not stored", task.step)
-            return f"Step {task.step} was not stored: {error!r}.", False
-        return "", False
+            return f"Step {task.step} was not stored: {error!r}."
 
     def _persist_task(self, task: Task) -> None:
         began = time.monotonic()
-
         guard = functools.partial(self._guard, task)
         job = persist.Job(
             store=self._store,
             save=task.save,
             world_size=task.world_size,
-            sources=self._book.tasks.sources(task),
+            sources=self._state.tasks.sources(task),
             pause=lambda seconds: self._wait_for_peers(task, seconds, began),
             patience=BREAKPOINT_PATIENCE if task.at_breakpoint else PEER_PATIENCE,
             guard=guard,
@@ -191,7 +178,7 @@ class Saver:
         if 0 in job.sources:
             try:
                 storage.prune(self._store, self._keep, guard)
-                if self._book.only(task.session):
+                if self._state.only(task.session):
                     guard()
                     storage.remove_unfinished(self._store, task.session)
                     remove_votes(self._store, task.session)
@@ -206,9 +193,9 @@ class Saver:
             self._lease.check(task.session, lambda seconds: self._pause(task, seconds))
 
     def _pause(self, task: Task, seconds: float) -> None:
-        self._book.tasks.pause(task, seconds, yielding=False)
+        self._state.tasks.pause(task, seconds, yielding=False)
 
-    def _make_room(self, task: Task) -> None:
+    def _free_space(self, task: Task) -> None:
         """Delete unfinished files of other worlds that have not changed for `PEER_PATIENCE`."""
         if 0 in task.ranks:
             try:
@@ -229,7 +216,7 @@ class Saver:
     def _wait_for_peers(self, task: Task, seconds: float, began: float) -> None:
         """Wait for other nodes; after `STARVING_PATIENCE` give up if a rank of this node needs the memory."""
         late = time.monotonic() - began > STARVING_PATIENCE
-        if self._book.tasks.pause(task, seconds, yielding=late):
+        if self._state.tasks.pause(task, seconds, yielding=late):
             raise InfrastructureError(
                 f"Step {task.step} was not stored: other nodes did not store their parts within"
                 f" {STARVING_PATIENCE:g} s, and its memory is needed."
@@ -240,9 +227,9 @@ class Client:
     """Connection of one worker."""
 
     def __init__(
-        self, book: Book, replicas: Replicas, lease: Lease, sock: socket.socket, pid: int
+        self, state: SaverState, replicas: Replicas, lease: Lease, sock: socket.socket, pid: int
     ) -> None:
-        self._book = book
+        self._state = state
         self._replicas = replicas
         self._lease = lease
         self._session = 0
@@ -262,7 +249,7 @@ class Client:
                 self._answer(request)
         finally:
             if self._rank >= 0:
-                self._book.detach(self._rank, self._owner, goodbye=self._goodbye)
+                self._state.detach(self._rank, self._owner, goodbye=self._goodbye)
                 self._lease.leave(self._session)
 
     def _answer(self, request: protocol.Request) -> None:
@@ -272,62 +259,67 @@ class Client:
             known = self._rank >= 0 or isinstance(request, protocol.Reserve)
             if isinstance(request, protocol.Attach) == known:
                 raise ProtocolError("A worker attaches once, before it asks for anything.")
-            if isinstance(request, protocol.Attach):
-                reply, self._owner, fds = self._book.attach(request.rank, self._pid, request.job)
-                self._rank = request.rank
-            elif isinstance(request, protocol.Open):
-                reply, fds = self._book.open(request.rank)
-            else:
-                reply = self._reply(request)
+            match request:
+                case protocol.Attach():
+                    reply, self._owner, fds = self._state.attach(
+                        request.rank, self._pid, request.job
+                    )
+                    self._rank = request.rank
+                case protocol.Open():
+                    reply, fds = self._state.open(request.rank)
+                case _:
+                    reply = self._reply(request)
         except (DLRoverError, OSError) as error:
             reply = protocol.Refused(str(error), isinstance(error, ConfigurationError))
         protocol.send(self._sock, reply, fds)
 
     def _reply(self, request: protocol.Request) -> protocol.Reply:  # noqa: PLR0911 - one per request
-        book, rank = self._book, self._rank
-        if isinstance(request, protocol.Look):
-            return protocol.Holding(book.look(), book.unrecorded)
-        if isinstance(request, protocol.Begin):
-            return protocol.Granted(book.begin(rank, request.save, request.ready), book.news(rank))
-        if isinstance(request, protocol.Verify):
-            return protocol.Verified(book.verify(request.rank, request.slot, request.below))
-        if isinstance(request, protocol.Wait):
-            return protocol.Settled(book.settled(rank))
-        if isinstance(request, protocol.Stored):
-            return protocol.NewestStored(book.stored(rank))
-        if isinstance(request, protocol.Reserve):
-            try:
-                return protocol.Reserved(book.reserve(request.rank, request.slot, request.nbytes))
-            except NoMemoryError as error:
-                return protocol.Reserved(1, str(error))
-        if isinstance(request, protocol.Listen):
-            pem = self._replicas.certify(tls=request.tls)
-            return protocol.Listening(self._replicas.listen(request.host, request.port), pem)
-        self._do(request)
-        return protocol.Done()
+        state, rank = self._state, self._rank
+        match request:
+            case protocol.Look():
+                return protocol.Holding(state.look(), state.unrecorded)
+            case protocol.Begin():
+                slot = state.begin(rank, request.save, request.ready)
+                return protocol.Granted(slot, state.news(rank))
+            case protocol.Verify():
+                return protocol.Verified(state.verify(request.rank, request.slot, request.below))
+            case protocol.Wait():
+                return protocol.Settled(state.settled(rank))
+            case protocol.Stored():
+                return protocol.NewestStored(state.stored(rank))
+            case protocol.Reserve():
+                return self._reserve(request)
+            case protocol.Listen():
+                pem = self._replicas.certify(tls=request.tls)
+                return protocol.Listening(self._replicas.listen(request.host, request.port), pem)
+            case _:
+                self._do(request)
+                return protocol.Done()
+
+    def _reserve(self, request: protocol.Reserve) -> protocol.Reserved:
+        try:
+            return protocol.Reserved(
+                self._state.reserve(request.rank, request.slot, request.nbytes)
+            )
+        except NoMemoryError as error:
+            return protocol.Reserved(1, str(error))
 
     def _do(self, request: protocol.Request) -> None:
-        book, rank = self._book, self._rank
-        if isinstance(request, protocol.Publish):
-            book.publish(
-                rank,
-                request.slot,
-                request.save,
-                to_storage=request.to_storage,
-                metrics=request.metrics,
-            )
-        elif isinstance(request, protocol.Join):
-            book.join(rank, request)
-            self._replicas.join(request)
-            if rank == 0:
-                self._session = request.session
-                self._lease.join(request.session)
-        elif isinstance(request, protocol.Keep):
-            book.keep(rank, request.save)
-        elif isinstance(request, protocol.PassOver):
-            book.pass_over(rank, request.save, written=request.written)
-        elif isinstance(request, protocol.Goodbye):
-            self._goodbye = True
+        match request:
+            case protocol.Commit():
+                self._state.commit(self._rank, request)
+            case protocol.Join():
+                self._state.join(self._rank, request)
+                self._replicas.join(request)
+                if self._rank == 0:
+                    self._session = request.session
+                    self._lease.join(request.session)
+            case protocol.Keep():
+                self._state.keep(self._rank, request.save)
+            case protocol.PassOver():
+                self._state.pass_over(self._rank, request.save, written=request.written)
+            case protocol.Goodbye():
+                self._goodbye = True
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,21 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dlrover.checkpoint.machine.saves import SaveId
-from dlrover.checkpoint.saver.ranks import RankMemory, Ranks, Slot, World
-from dlrover.checkpoint.saver.sums import Checksums
+from dlrover.checkpoint.saver.ranks import Checksums, GenerationSlot, RankMemory, Ranks, SaveGroup
 from dlrover.checkpoint.storage.persist import Source
 from dlrover.errors import InfrastructureError
 
 
 @dataclass(eq=False)
 class Task:
-    """One save to persist, once all its ranks on this node have published it."""
+    """One save to persist, once all its ranks on this node have committed it."""
 
-    world: World
+    group: SaveGroup
     save: SaveId
     ranks: tuple[int, ...]
     """Ranks whose parts this node writes."""
-    slots: dict[int, Slot] = field(default_factory=dict)
+    slots: dict[int, GenerationSlot] = field(default_factory=dict)
     at_breakpoint: bool = False
     """True if the save is persisted because the world ended, not on request."""
     given_up: str = ""
@@ -41,7 +40,7 @@ class Task:
     @property
     def world_size(self) -> int:
         """The number of ranks of the step."""
-        return self.world.joined.world_size
+        return self.group.joined.world_size
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -50,7 +49,7 @@ class Task:
 
     @property
     def lacking(self) -> set[int]:
-        """Ranks that have not published the save."""
+        """Ranks that have not committed the save."""
         return set(self.ranks) - self.slots.keys() - self.elsewhere
 
     @property
@@ -99,41 +98,41 @@ class Tasks:
         self._tasks[task.save] = task
         self._changed.notify_all()
 
-    def publish(self, world: World, save: SaveId, rank: int, slot: Slot) -> None:
-        """Record that a rank published a save, which is persisted once all ranks of the node have."""
-        task = self._task(world, save)
+    def add_part(self, group: SaveGroup, save: SaveId, rank: int, slot: GenerationSlot) -> None:
+        """Add a rank's part of a save, which is persisted once all ranks of the node have committed theirs."""
+        task = self._task(group, save)
         if rank not in task.slots:
             slot.pins += 1
             task.slots[rank] = slot
         self._drop_hopeless(task)
 
-    def exempt(self, world: World, save: SaveId, rank: int) -> None:
+    def exempt(self, group: SaveGroup, save: SaveId, rank: int) -> None:
         """Persist a save without the part of one rank, whose worker writes it itself."""
-        task = self._task(world, save)
+        task = self._task(group, save)
         task.elsewhere.add(rank)
         if task.elsewhere >= set(task.ranks):
             del self._tasks[save]  # nothing is left to do here
         else:
             self._drop_hopeless(task)
 
-    def _task(self, world: World, save: SaveId) -> Task:
+    def _task(self, group: SaveGroup, save: SaveId) -> Task:
         task = self.find(save)
         if task is None:
-            task = Task(world, save, world.joined.ranks)
+            task = Task(group, save, group.joined.ranks)
             self.add(task)
         return task
 
     def drop_passed(self, rank: int, mine: RankMemory) -> None:
-        """End tasks that a rank has passed without publishing its part: it never will."""
+        """End tasks that a rank has passed without committing its part: it never will."""
         for task in self.of(mine.session):
             if task.save.number <= mine.passed and rank in task.lacking:
                 self._end_without(task, rank, "did not save it")
 
     def _drop_hopeless(self, task: Task) -> None:
-        """Give a save up if a rank of the node will never publish it."""
+        """Give a save up if a rank of the node will never commit it."""
         for rank in sorted(task.lacking):
             known = self._ranks.memories.get(rank)
-            if known is None or known.world is None:
+            if known is None or known.group is None:
                 continue  # it has yet to connect
             if not known.owner or known.session != task.session:
                 self._end_without(task, rank, "ended before")
@@ -171,7 +170,7 @@ class Tasks:
             return
         for slot in task.slots.values():
             slot.unpin()
-        task.world.note(task.save, problem)
+        task.group.note(task.save, problem)
         self._changed.notify_all()
 
     def is_starved(self, rank: int) -> bool:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from dlrover.checkpoint.engine.tree import DTYPES
 from dlrover.checkpoint.machine import layout as layouts
 from dlrover.checkpoint.machine.layout import TensorRef
-from dlrover.checkpoint.storage.storage import StoredTensor
+from dlrover.checkpoint.storage.stored_step import StoredTensor
 from dlrover.errors import ConfigurationError
 
 
@@ -81,19 +81,13 @@ def _is_followed(value: list[Any]) -> bool:
 def encode_object(value: Any, tensor: Callable[[int], tuple[StoredTensor, memoryview]]) -> bytes:
     """Encode an object as DCP stores it; ``tensor`` looks up the tensors in its tuples."""
 
-    def filled(value: Any) -> Any:
-        if isinstance(value, TensorRef):
-            stored, data = tensor(value.index)
-            flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
-            return flat.view(DTYPES[stored.dtype]).view(stored.shape)
-        if isinstance(value, dict):
-            return {key: filled(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(map(filled, value))
-        return value
+    def live(ref: TensorRef, _: layouts.Path) -> torch.Tensor:
+        stored, data = tensor(ref.index)
+        flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
+        return flat.view(DTYPES[stored.dtype]).view(stored.shape)
 
     buffer = io.BytesIO()
-    torch.save(filled(value), buffer)
+    torch.save(layouts.replace_refs(value, live), buffer)
     return buffer.getvalue()
 
 

@@ -8,7 +8,7 @@ POINTS = frozenset(
     {
         "save.begun",
         "save.copied",
-        "save.published",
+        "save.committed",
         "persist.begun",
         "persist.written",
         "persist.manifest",

@@ -50,7 +50,7 @@ class Record(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False)
 class FirstSaves:
-    """The first saves of a world that all its ranks on this node have published."""
+    """The first saves of a world that all its ranks on this node have committed."""
 
     joined: Join
     whole: list[SaveId] = field(default_factory=list)
@@ -60,7 +60,7 @@ class FirstSaves:
     problem: str = ""
     """Failure of the last attempt to read or write the record; empty if it succeeded."""
     _missing: dict[SaveId, set[int]] = field(default_factory=dict)
-    """By save: the ranks that have not published it."""
+    """By save: the ranks that have not committed it."""
 
     @property
     def pending(self) -> bool:
@@ -72,8 +72,8 @@ class FirstSaves:
         """True if the record should be tried, for the first time or again."""
         return self.pending or (bool(self.problem) and not self.recorded)
 
-    def publish(self, save: SaveId, rank: int) -> None:
-        """Note that a rank has published a save."""
+    def note_part(self, save: SaveId, rank: int) -> None:
+        """Note that a rank has committed its part of a save."""
         if self.recorded or len(self.whole) == MOST:
             return
         missing = self._missing.setdefault(save, set(self.joined.ranks))

@@ -176,7 +176,7 @@ class Lease:
             if self._living == session:
                 self._living = None
 
-    def check(self, session: int, pause: Callable[[float], None]) -> None:
+    def check(self, session: int, pause: Callable[[float], object]) -> None:
         """Ensure that a world may publish and delete; take the lease unless this process holds it.
 
         Args:
@@ -220,7 +220,7 @@ class Lease:
         same_job = bool(self.job) and holder.job == self.job
         return (is_later and same_job) or holder.session in self._joined or holder.process.is_dead
 
-    def _watch(self, holder: Holder, pause: Callable[[float], None]) -> None:
+    def _watch(self, holder: Holder, pause: Callable[[float], object]) -> None:
         """Wait until a holder that may be newer or of another job counts as dead.
 
         Raises:

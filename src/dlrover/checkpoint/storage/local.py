@@ -156,7 +156,7 @@ class _LocalStore:
         """Give the finished directory its name; replace a step of that name.
 
         A first rename keeps other processes from giving the save up. Then the new and the old step exchange
-        names. Where the file system cannot do that, the old step is set aside for a moment; if the process
+        names. Where the file system cannot do that, the old step is renamed for a moment; if the process
         dies then, `adopt` gives the name to one of the two.
         """
         target = self._root / f"{draft.top}{_TAKEN}"
@@ -210,7 +210,7 @@ class _LocalStore:
     def is_given_up(self, draft: Draft) -> bool:
         return not _mode(self._root / draft.top) and not _mode(self._root / f"{draft.top}{_TAKEN}")
 
-    def set_aside(self, step: int) -> str:
+    def quarantine(self, step: int) -> str:
         bad = self._root / f"step-{step}.bad"
         number = 1
         while bad.exists():

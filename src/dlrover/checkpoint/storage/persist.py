@@ -7,23 +7,41 @@ indices, adds DCP's metadata and the manifest, and publishes the step.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import logging
+import struct
 import threading
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import xxhash
 
 from dlrover.checkpoint.machine.layout import ALIGNMENT, Layout, TensorEntry
 from dlrover.checkpoint.machine.saves import SaveId
-from dlrover.checkpoint.storage import faults, formats, storage, torchfile
+from dlrover.checkpoint.storage import faults, formats, storage
 from dlrover.checkpoint.storage.formats import OtherFormatError
-from dlrover.checkpoint.storage.storage import FileRecord, Manifest, RankIndex, StoredTensor
-from dlrover.checkpoint.storage.stores import DCP_METADATA, MANIFEST, Draft, Store, Writer, join
+from dlrover.checkpoint.storage.stored_step import (
+    FileRecord,
+    Manifest,
+    RankIndex,
+    StoredTensor,
+    index_file,
+    record_of,
+)
+from dlrover.checkpoint.storage.stores import (
+    DCP_METADATA,
+    MANIFEST,
+    Draft,
+    Store,
+    Writer,
+    join,
+    reason,
+)
 from dlrover.errors import InfrastructureError
 
 logger = logging.getLogger(__name__)
@@ -41,18 +59,12 @@ WRITERS = 4
 _Value = TypeVar("_Value")
 
 
-class TensorBytes(Protocol):
-    """Holder of a layout's tensors, for example a `Generation`."""
-
-    def tensor_bytes(self, entry: TensorEntry) -> memoryview:
-        """Return the bytes of one tensor."""
-
-
 @dataclass(frozen=True)
 class Source:
     """One rank's part of the step."""
 
-    generation: TensorBytes
+    read: Callable[[TensorEntry], memoryview]
+    """Returns the bytes of one tensor."""
     layout: Layout
     sums: list[int]
 
@@ -66,7 +78,7 @@ class Job:
     world_size: int
     sources: Mapping[int, Source]
     """This node's parts of the step, by rank."""
-    pause: Callable[[float], None]
+    pause: Callable[[float], object]
     """Waits the given number of seconds; raises when the job must be given up."""
     patience: float
     """Seconds to wait for other nodes before giving up."""
@@ -107,6 +119,37 @@ def persist(job: Job) -> None:
     if 0 in job.sources:
         storage.track(job.store, job.save)
         faults.point("persist.tracked")
+
+
+def retry(
+    step: int,
+    where: str,
+    attempt: Callable[[], None],
+    pause: Callable[[float], bool],
+    free_space: Callable[[], None] = lambda: None,
+) -> str:
+    """Attempt to store a step, again after each failure of the storage ``where``; return the problem.
+
+    The problem is one sentence, or an empty text if the step is stored. ``pause`` waits, and returns True if
+    a newer step needs the memory; ``free_space`` is called when the storage is full.
+    """
+    problem = ""
+    for delay in (0.0, *RETRY_DELAYS):
+        try:
+            if problem:
+                logger.warning("Retrying in %g s: %s", delay, problem)
+                if pause(delay):
+                    return f"{problem} It was given up for a newer step."
+            attempt()
+        except OSError as error:  # noqa: PERF203 - that is what the loop is for
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                free_space()
+            problem = f"Step {step} was not stored in {where}: {reason(error)}."
+        except InfrastructureError as error:
+            return str(error)
+        else:
+            return ""
+    return problem
 
 
 def _is_stored(job: Job) -> bool:
@@ -161,12 +204,12 @@ def _write_rank(job: Job, draft: Draft, rank: int) -> None:
             wanted = (entry.path, entry.dtype, entry.extent, checksum)
             known = elsewhere.get(wanted) or written.get((entry.offset, entry.nbytes))
             if known is None:
-                data = source.generation.tensor_bytes(entry)
-                head, tail = torchfile.wrap(entry.dtype, entry.shape, data, file.size, ALIGNMENT)
+                data = source.read(entry)
+                head, tail = torch_file(entry.dtype, entry.shape, data, file.size, ALIGNMENT)
                 start = file.size
                 known = StoredTensor(
-                    entry.path, entry.dtype, entry.shape, name, start + len(head), entry.nbytes, checksum,
-                    (start, len(head) + len(data) + len(tail)), entry.part,
+                    entry.path, entry.dtype, entry.shape, entry.part, name, start + len(head), entry.nbytes,
+                    checksum, (start, len(head) + len(data) + len(tail)),
                 )  # fmt: skip
                 for part in (head, data, tail):
                     file.write(part)
@@ -178,7 +221,7 @@ def _write_rank(job: Job, draft: Draft, rank: int) -> None:
         job.store.delete(draft.path(plain))
         files = {}
     index = RankIndex(rank, job.step, source.layout.skeleton, tuple(tensors), files)
-    job.store.write(draft.path(storage.index_file(rank)), msgspec.msgpack.encode(index))
+    job.store.write(draft.path(index_file(rank)), msgspec.msgpack.encode(index))
 
 
 def _written_by_others(job: Job, draft: Draft, rank: int) -> dict[tuple[object, ...], StoredTensor]:
@@ -197,8 +240,8 @@ def _finish(job: Job, draft: Draft) -> None:
     indices = [_await_index(job, draft, rank) for rank in range(job.world_size)]
     metadata, files = _encode_metadata(job, draft, indices)
     for index in indices:
-        name = storage.index_file(index.rank)
-        files[draft.named(name)] = storage.record_of(job.store.read(draft.path(name)))
+        name = index_file(index.rank)
+        files[draft.named(name)] = record_of(job.store.read(draft.path(name)))
         files.update(index.files)
     own = {draft.named(f"__{index.rank}_0.distcp") for index in indices[1:]}
     manifest = Manifest(
@@ -234,7 +277,7 @@ def _encode_metadata(
 
     def tensor(number: int) -> tuple[StoredTensor, memoryview]:
         entry = source.layout.entries[number]
-        return indices[0].tensors[number], source.generation.tensor_bytes(entry)
+        return indices[0].tensors[number], source.read(entry)
 
     plain = "__0_1.distcp"
     name = draft.named(plain)
@@ -247,7 +290,7 @@ def _encode_metadata(
                 objects[leaf.name] = dcp.Item(name, file.size, len(data))
                 file.write(data)
     metadata = dcp.metadata([(index.skeleton, index.tensors) for index in indices], objects)
-    return metadata, {name: file.record(), DCP_METADATA: storage.record_of(metadata)}
+    return metadata, {name: file.record(), DCP_METADATA: record_of(metadata)}
 
 
 def _await_index(job: Job, draft: Draft, rank: int) -> RankIndex:
@@ -256,7 +299,7 @@ def _await_index(job: Job, draft: Draft, rank: int) -> RankIndex:
 
 def _finished_index(job: Job, draft: Draft, rank: int) -> RankIndex | None:
     try:
-        data = job.store.read(draft.path(storage.index_file(rank)))
+        data = job.store.read(draft.path(index_file(rank)))
         index = msgspec.msgpack.decode(data, type=RankIndex)
     except (FileNotFoundError, msgspec.DecodeError):
         return None  # not there yet
@@ -303,3 +346,105 @@ class _File:
 
     def record(self) -> FileRecord:
         return FileRecord(self.size, self._hash.hexdigest())
+
+
+_LOCAL = struct.Struct("<4s5H3L2H")
+_CENTRAL = struct.Struct("<4s6H3L5H2L")
+_SIZES64 = struct.Struct("<2H2Q")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR64 = struct.Struct("<4sLQL")
+_END = struct.Struct("<4s4H2LH")
+_PADDING = struct.Struct("<2H")
+_PADDING_ID = 0x4246  # the ID that torch uses
+_BIG = 0xFFFFFFFF
+_VERSION = 45  # of the zip format: the first with 64-bit sizes
+_MIDNIGHT = (0, 0x21)  # 1980-01-01, the earliest time that zip knows
+
+
+def torch_file(
+    dtype: str, shape: Sequence[int], data: memoryview, at: int, alignment: int
+) -> tuple[bytes, bytes]:
+    """Return the bytes that make ``data``, a tensor's in row-major order, a file of ``torch.save``: before, after.
+
+    Such a file is a zip archive: a pickle that says how to rebuild the tensor, and the tensor's raw bytes. The
+    pickle holds only names and numbers, so ``torch.load`` with ``weights_only=True`` reads it. DCP stores each
+    tensor in this form; it is written here without torch.
+
+    ``at`` is the start of the result in a larger file; it places the data at a multiple of ``alignment``.
+    """
+    small = [
+        (b"archive/data.pkl", _pickle(dtype, shape, len(data))),
+        (b"archive/version", b"3\n"),
+        (b"archive/byteorder", b"little"),
+    ]
+    head, directory = bytearray(), bytearray()
+    for name, content in small:
+        crc = zlib.crc32(content)
+        directory += _central(name, crc, len(content), len(head))
+        head += _local(name, crc, len(content)) + content
+    crc = zlib.crc32(data)
+    directory += _central(b"archive/data/0", crc, len(data), len(head), wide=True)
+    unpadded = at + len(head) + len(_local(b"archive/data/0", crc, len(data), wide=True, padding=0))
+    padding = -unpadded % alignment
+    head += _local(b"archive/data/0", crc, len(data), wide=True, padding=padding)
+    start = len(head) + len(data)
+    end64 = _END64.pack(
+        b"PK\6\6", _END64.size - 12, _VERSION, _VERSION, 0, 0, len(small) + 1, len(small) + 1,
+        len(directory), start,
+    )  # fmt: skip
+    locator = _LOCATOR64.pack(b"PK\6\7", 0, start + len(directory), 1)
+    counts = (len(small) + 1, len(small) + 1)
+    end = _END.pack(b"PK\5\6", 0, 0, *counts, len(directory), min(start, _BIG), 0)
+    return bytes(head), bytes(directory) + end64 + locator + end
+
+
+def _local(
+    name: bytes, crc: int, size: int, *, wide: bool = False, padding: int | None = None
+) -> bytes:
+    extra = _SIZES64.pack(1, 16, size, size) if wide else b""
+    if padding is not None:
+        extra += _PADDING.pack(_PADDING_ID, padding) + bytes(padding)
+    shown = _BIG if wide else size
+    header = _LOCAL.pack(
+        b"PK\3\4", _VERSION, 0, 0, *_MIDNIGHT, crc, shown, shown, len(name), len(extra)
+    )
+    return header + name + extra
+
+
+def _central(name: bytes, crc: int, size: int, offset: int, *, wide: bool = False) -> bytes:
+    extra = _SIZES64.pack(1, 16, size, size) if wide else b""
+    shown = _BIG if wide else size
+    header = _CENTRAL.pack(
+        b"PK\1\2", _VERSION, _VERSION, 0, 0, *_MIDNIGHT, crc, shown, shown, len(name), len(extra),
+        0, 0, 0, 0, offset,
+    )  # fmt: skip
+    return header + name + extra
+
+
+def _pickle(dtype: str, shape: Sequence[int], nbytes: int) -> bytes:
+    """Pickle the call ``_rebuild_tensor_v3(storage, 0, shape, strides, False, OrderedDict(), dtype)``."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    storage = (
+        b"(" + _text("storage") + b"ctorch.storage\nUntypedStorage\n" + _text("0") + _text("cpu")
+        + _number(nbytes) + b"tQ"
+    )  # fmt: skip
+    return (
+        b"\x80\x02ctorch._utils\n_rebuild_tensor_v3\n(" + storage + _number(0)
+        + _numbers(shape) + _numbers(strides[::-1])
+        + b"\x89ccollections\nOrderedDict\n)Rctorch\n" + dtype.encode() + b"\ntR."
+    )  # fmt: skip
+
+
+def _text(text: str) -> bytes:
+    return b"X" + struct.pack("<I", len(text)) + text.encode()
+
+
+def _number(number: int) -> bytes:
+    return b"\x8a\x09" + number.to_bytes(9, "little")
+
+
+def _numbers(numbers: Sequence[int]) -> bytes:
+    return b"(" + b"".join(map(_number, numbers)) + b"t"

@@ -279,7 +279,7 @@ class _RemoteStore:
     def is_given_up(self, draft: Draft) -> bool:
         return False
 
-    def set_aside(self, step: int) -> str:
+    def quarantine(self, step: int) -> str:
         top = step_folder(step)
         self.write(join(top, BAD), self.read(join(top, MANIFEST)))
         self.delete(join(top, MANIFEST))

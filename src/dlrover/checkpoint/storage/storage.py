@@ -1,4 +1,4 @@
-"""Checkpoints in a directory: their names, their required content, and the choice of usable ones.
+"""Checkpoints in a directory: their names, and the choice of usable ones.
 
 ::
 
@@ -23,101 +23,37 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import msgspec
-import xxhash
 
-from dlrover.checkpoint.machine import layout as layouts
-from dlrover.checkpoint.machine.extent import Extent
-from dlrover.checkpoint.machine.layout import Layout, TensorEntry, name
 from dlrover.checkpoint.machine.policies import Policy, StepInfo
 from dlrover.checkpoint.machine.saves import Newest, Order, SaveId
 from dlrover.checkpoint.storage import faults, formats
 from dlrover.checkpoint.storage.formats import OtherFormatError
+from dlrover.checkpoint.storage.stored_step import read_manifest
 from dlrover.checkpoint.storage.stores import (
     IDENTITY,
     MANIFEST,
     TRACKER,
     Draft,
-    Range,
     StorageAwayError,
     Store,
+    explained,
     failure,
     join,
     step_folder,
 )  # fmt: skip
 from dlrover.errors import InfrastructureError
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-
 logger = logging.getLogger(__name__)
 
-CHUNK = 4 << 20
-"""Bytes read and hashed at a time: they must fit in a cache that the cores share."""
 IDENTITY_BYTES = 16
 IDENTITY_WAIT = 10.0
 """Seconds in which another process completes the identity that it has begun to write."""
 GIVEN_UP, BREAKPOINT_GIVEN_UP = "given-up", "given-up.breakpoint"
 """Mark files of a given-up save: for the training's attempt, and for the last one, at the breakpoint."""
 _STEP = re.compile(r"step-(\d+)")
-
-
-class FileRecord(msgspec.Struct, frozen=True):
-    """One file of a checkpoint."""
-
-    nbytes: int
-    xxh3_64: str
-    """Checksum of the whole file, in hexadecimal."""
-
-
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of a checkpoint."""
-
-    step: int
-    save: SaveId
-    world_size: int
-    replicated: bool
-    """True if all ranks hold the same tensors; any number of ranks can then load the checkpoint."""
-    files: dict[str, FileRecord]
-    metrics: dict[str, float] = {}
-    """Metrics that the training measured at this step."""
-    place: str = ""
-    """Folder of the files, beside the manifest; empty if the files are directly beside it."""
-
-
-class StoredTensor(msgspec.Struct, frozen=True, array_like=True):
-    """Location of a tensor's bytes."""
-
-    path: layouts.Path
-    dtype: str
-    shape: tuple[int, ...]
-    file: str
-    offset: int
-    nbytes: int
-    xxh3: int
-    item: tuple[int, int]
-    """Offset and length of the ``torch.save`` file around it."""
-    part: layouts.Part | None = None
-
-    @property
-    def extent(self) -> Extent:
-        """Position in the whole tensor."""
-        return layouts.extent_of(self.shape, self.part)
-
-
-class RankIndex(msgspec.Struct, frozen=True):
-    """The saved state of one rank."""
-
-    rank: int
-    step: int
-    skeleton: bytes
-    tensors: tuple[StoredTensor, ...]
-    files: dict[str, FileRecord]
-    """Files that this rank wrote."""
 
 
 class _Saved(msgspec.Struct):
@@ -129,12 +65,7 @@ class _Saved(msgspec.Struct):
 _DAMAGED = SaveId(0, 0, -1, 0)
 
 
-# ---- names
-
-
-def index_file(rank: int, place: str = "") -> str:
-    """Return the file name of a rank's `RankIndex`, as in the manifest."""
-    return join(place, f"rank-{rank}.index")
+# ---- identity
 
 
 def identity(store: Store, *, create: bool = True) -> str:
@@ -145,14 +76,12 @@ def identity(store: Store, *, create: bool = True) -> str:
     Raises:
         InfrastructureError: the directory cannot be read or written, or its identity is incomplete.
     """
-    try:
+    with explained(f"The checkpoint directory {store.location} cannot be used"):
         if not store.exists(IDENTITY):
             if not create:
                 return ""
             store.write_once(IDENTITY, secrets.token_hex(IDENTITY_BYTES).encode())
         return _whole_identity(store)
-    except (OSError, MemoryError) as error:
-        raise failure(error, f"The checkpoint directory {store.location} cannot be used") from error
 
 
 def _whole_identity(store: Store) -> str:
@@ -253,10 +182,8 @@ def newest(store: Store) -> Newest:
         InfrastructureError: the directory cannot be read.
     """
     last = tracked(store)
-    try:
+    with explained(f"{store.location} cannot be read"):
         known = [save for save in saves(store).values() if save is not None]
-    except (OSError, MemoryError) as error:
-        raise failure(error, f"{store.location} cannot be read") from error
     return Newest().including(*known, *([last] if last is not None else []))
 
 
@@ -308,7 +235,7 @@ def quarantine(store: Store, step: int, manifest: bytes | None = None) -> None:
     """Withdraw a damaged step, unless its manifest no longer equals ``manifest``."""
     try:
         if manifest is None or store.read(join(step_folder(step), MANIFEST)) == manifest:
-            logger.warning("Step %d is damaged and is now %s", step, store.set_aside(step))
+            logger.warning("Step %d is damaged and is now %s", step, store.quarantine(step))
     except OSError as error:
         logger.warning("Step %d is damaged and stays in its place: %s", step, error)
 
@@ -325,10 +252,8 @@ def prune(store: Store, policy: Policy, guard: Callable[[], None] = lambda: None
         OSError: a step cannot be deleted.
         StorageAwayError: the data that the policy needs cannot be read now.
     """
-    try:
+    with explained(f"{store.location} cannot be read"):
         stored = {step: save for step, save in saves(store).items() if save is not None}
-    except (OSError, MemoryError) as error:
-        raise failure(error, f"{store.location} cannot be read") from error
     kept = policy.kept([_info(store, save, policy) for save in stored.values()])
     for step in stored:
         if step in kept:
@@ -412,167 +337,3 @@ def adopt(store: Store) -> None:
         store.adopt()
     except OSError as error:
         logger.warning("What a saver left in %s stays: %s", store.location, error)
-
-
-# ---- read
-
-
-class StoredStep:
-    """A checkpoint whose files are read on demand. Use it in a ``with`` block.
-
-    Args:
-        store: the store that holds the checkpoint.
-        folder: the checkpoint's folder in the store; empty if the store is the step itself.
-
-    Raises:
-        InfrastructureError: the manifest is missing or damaged.
-    """
-
-    def __init__(self, store: Store, folder: str) -> None:
-        self.manifest = read_manifest(store, folder)
-        self._store = store
-        self._folder = folder
-        self._indices: dict[int, RankIndex] = {}
-        self._reader = store.reader(folder)
-        self._whole: set[str] = set()
-        """Files whose size is correct."""
-        self._verified: set[tuple[str, int]] = set()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._reader = self._store.reader(self._folder)  # its data is freed with the last view
-
-    def index(self, rank: int) -> RankIndex:
-        """Return the index of a rank.
-
-        Raises:
-            InfrastructureError: the index is missing or damaged.
-        """
-        found = self._indices.get(rank)
-        if found is None:
-            found = read_index(self._store, self._folder, rank, self.manifest)
-            _check(found)
-            self._indices[rank] = found
-        return found
-
-    def expect(self, tensors: Iterable[StoredTensor]) -> None:
-        """Announce the tensors to read; a remote store reads them now, many at once.
-
-        Raises:
-            InfrastructureError: the tensors are missing.
-        """
-        with self._told():
-            self._reader.expect([self._range(tensor) for tensor in tensors])
-
-    def verified(self, tensor: StoredTensor) -> memoryview:
-        """Return the bytes of a tensor, compared with its checksum.
-
-        Raises:
-            InfrastructureError: the bytes are missing or damaged.
-        """
-        with self._told():
-            data = self._reader.view(self._range(tensor))
-        if (tensor.file, tensor.offset) not in self._verified:
-            if xxhash.xxh3_64_intdigest(data) != tensor.xxh3:
-                raise self._damaged(tensor)
-            self._verified.add((tensor.file, tensor.offset))
-        return data
-
-    def fill(self, tensor: StoredTensor, buffer: memoryview) -> None:
-        """Read a tensor into a buffer of its size, and compare it with its checksum. Any thread may call it.
-
-        Raises:
-            InfrastructureError: the tensor is missing or damaged; the buffer may be overwritten nevertheless.
-        """
-        where = self._range(tensor)
-        digest = xxhash.xxh3_64()
-        with self._told():
-            for start in range(0, tensor.nbytes, CHUNK):
-                part = buffer[start : start + CHUNK]
-                self._reader.fill(Range(where.file, where.offset + start, len(part)), part)
-                digest.update(part)  # while it is in the processor's cache
-        if digest.intdigest() != tensor.xxh3:
-            raise self._damaged(tensor)
-
-    def _damaged(self, tensor: StoredTensor) -> InfrastructureError:
-        where = self._where(tensor.file)
-        return InfrastructureError(f"The tensor {name(tensor.path)} in {where} is damaged.")
-
-    def _range(self, tensor: StoredTensor) -> Range:
-        """Return the range of a tensor, in a file whose size is correct."""
-        record = self.manifest.files.get(tensor.file)
-        if tensor.file not in self._whole:
-            size = self._reader.size(tensor.file)
-            if record is None or size != record.nbytes:
-                expected = record.nbytes if record is not None else "no"
-                raise InfrastructureError(
-                    f"{self._where(tensor.file)} has {size} bytes, not {expected}."
-                )
-            self._whole.add(tensor.file)
-        if record is None or tensor.offset < 0 or tensor.offset + tensor.nbytes > record.nbytes:
-            raise InfrastructureError(f"{name(tensor.path)} lies outside of {tensor.file}.")
-        return Range(tensor.file, tensor.offset, tensor.nbytes)
-
-    def _where(self, file: str) -> str:
-        return self._store.where(join(self._folder, file))
-
-    @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, MemoryError) as error:
-            where = getattr(error, "filename", None) or self._where("")
-            raise failure(error, f"{where} cannot be read") from error
-
-
-def read_manifest(store: Store, folder: str) -> Manifest:
-    """Read the manifest of a checkpoint.
-
-    Raises:
-        OtherFormatError: another version of DLRover has written the manifest.
-        InfrastructureError: the manifest is missing or damaged.
-    """
-    where = store.where(join(folder, MANIFEST))
-    try:
-        return formats.decode(store.read(join(folder, MANIFEST)), Manifest, store.where(folder))
-    except (OSError, MemoryError, msgspec.DecodeError) as error:
-        raise failure(error, f"{where} cannot be read") from error
-
-
-def read_index(store: Store, folder: str, rank: int, manifest: Manifest) -> RankIndex:
-    """Read a rank's index, and compare it with the manifest.
-
-    Raises:
-        InfrastructureError: the index is missing or damaged.
-    """
-    file = index_file(rank, manifest.place)
-    record = manifest.files.get(file)
-    where = store.where(join(folder, file))
-    try:
-        data = store.read(join(folder, file))
-        if record is None or record != record_of(data):
-            raise InfrastructureError(f"{where} differs from what the manifest says.")
-        return msgspec.msgpack.decode(data, type=RankIndex)
-    except (OSError, MemoryError, msgspec.DecodeError) as error:
-        raise failure(error, f"{where} cannot be read") from error
-
-
-def record_of(data: bytes) -> FileRecord:
-    """Return the record of a file with this content."""
-    return FileRecord(len(data), xxhash.xxh3_64_hexdigest(data))
-
-
-def _check(index: RankIndex) -> None:
-    """Refuse impossible sizes and unknown types."""
-    entries = []
-    end = 0
-    for tensor in index.tensors:
-        item = layouts.ITEM_BYTES.get(tensor.dtype, 1)
-        offset = -(-end // item) * item
-        entries.append(
-            TensorEntry(tensor.path, tensor.dtype, tensor.shape, offset, tensor.nbytes, tensor.part)
-        )
-        end = offset + tensor.nbytes
-    layouts.check(Layout(tuple(entries), index.skeleton, 0), end)

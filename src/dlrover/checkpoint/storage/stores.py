@@ -9,7 +9,7 @@ import contextlib
 import importlib
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol, cast
 from urllib.parse import urlsplit
@@ -177,7 +177,7 @@ class Store(Protocol):
     def is_given_up(self, draft: Draft) -> bool:
         """Return True if the save was given up, or the step was published."""
 
-    def set_aside(self, step: int) -> str:
+    def quarantine(self, step: int) -> str:
         """Withdraw a damaged step so that it no longer counts; return its new name."""
 
     def remove_step(self, step: int) -> None:
@@ -270,6 +270,19 @@ def failure(error: Exception, what: str) -> InfrastructureError:
     """Return an error that says ``what`` and the reason; a `StorageAwayError` unless it shows damage."""
     kind = InfrastructureError if is_damage(error) else StorageAwayError
     return kind(f"{what}: {reason(error)}.")
+
+
+@contextlib.contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Convert a failure of the system in the block to an error that says ``what`` and the reason.
+
+    Raises:
+        InfrastructureError: the system reported an error.
+    """
+    try:
+        yield
+    except (OSError, MemoryError) as error:
+        raise failure(error, what) from error
 
 
 def reason(error: Exception) -> str:

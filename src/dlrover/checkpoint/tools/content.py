@@ -18,7 +18,7 @@ from dlrover.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
-class Held:
+class LazyTensor:
     """A tensor that is read on demand."""
 
     dtype: str
@@ -47,7 +47,7 @@ class Content:
     skeleton: bytes
     paths: Sequence[layouts.Path]
     """The paths of the tensors."""
-    tensors: Sequence[Held]
+    tensors: Sequence[LazyTensor]
     step: int | None = None
     """The step's number; None if the source does not say."""
     differing: Sequence[str] = ()
@@ -71,7 +71,7 @@ class Content:
 
 
 def content_of(tree: Any, step: int | None = None, differing: Sequence[str] = ()) -> Content:
-    """Return the content of a state whose tensors are live ones or `Held`.
+    """Return the content of a state whose tensors are live ones or `LazyTensor`.
 
     Raises:
         ConfigurationError: something in it cannot be kept.
@@ -82,7 +82,7 @@ def content_of(tree: Any, step: int | None = None, differing: Sequence[str] = ()
     paths: list[layouts.Path] = []
 
     def leaf(value: Any, path: layouts.Path) -> Any:
-        if not isinstance(value, Held | torch.Tensor):
+        if not isinstance(value, LazyTensor | torch.Tensor):
             return value
         found.append(value)
         paths.append(path)
@@ -94,7 +94,7 @@ def content_of(tree: Any, step: int | None = None, differing: Sequence[str] = ()
     same = trees.same_tensors(flat.tensors)
     for index, spec, first in zip(live, trees.specs(flat), same, strict=True):
         read_it = functools.partial(_dense, found[index])
-        found[index] = Held(spec.dtype, spec.shape, ("live", first), read_it)
+        found[index] = LazyTensor(spec.dtype, spec.shape, ("live", first), read_it)
     return Content(layouts.encode(packed), paths, found, step, differing)
 
 

@@ -7,29 +7,31 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import torch
 import xxhash
 
 from dlrover.checkpoint.machine import layout as layouts
-from dlrover.checkpoint.machine.layout import Layout, TensorEntry, TensorRef, TensorSpec
+from dlrover.checkpoint.machine.layout import Layout, TensorSpec
 from dlrover.checkpoint.machine.saves import SaveId
-from dlrover.checkpoint.storage import persist, storage
+from dlrover.checkpoint.storage import persist
 from dlrover.checkpoint.storage.local import sync_directory
+from dlrover.checkpoint.storage.stored_step import index_file
 from dlrover.checkpoint.storage.stores import (
     DCP_METADATA,
     MANIFEST,
+    explained,
     is_url,
     join,
     location_of,
     open_store,
     step_folder,
 )
-from dlrover.checkpoint.tools import safetensorsfile, sources, tools
+from dlrover.checkpoint.tools import safetensorsfile, sources
 from dlrover.checkpoint.tools.content import Content
 from dlrover.checkpoint.tools.tools import Place
 from dlrover.errors import ConfigurationError, InfrastructureError
@@ -81,7 +83,15 @@ def convert(
     number = _step(content, step, to)
     try:
         with target.published() as temporary:
-            _WRITERS[to](content, temporary, number or 0)
+            match to:
+                case "flash":
+                    _write_flash(content, temporary, number or 0)
+                case "dcp":
+                    _write_dcp(content, temporary, number or 0)
+                case "safetensors":
+                    safetensorsfile.write(content, temporary)
+                case "torch":
+                    _write_torch(content, temporary)
     except OSError as error:
         raise InfrastructureError(f"{location_of(text)} cannot be written: {error}.") from error
     return Conversion(
@@ -121,7 +131,7 @@ def _write_flash(content: Content, temporary: Path, step: int) -> None:
     """Write a checkpoint directory; read sources twice, as checksums come before the data."""
     same = content.same_as
     held = list(zip(content.paths, content.tensors, strict=True))
-    specs = [TensorSpec(path, tensor.dtype, tensor.shape) for path, tensor in held]
+    specs = [TensorSpec(path, tensor.dtype, tensor.shape, None) for path, tensor in held]
     entries = layouts.place(specs, same)
     sums: list[int] = []
     for index, first in enumerate(same):
@@ -130,7 +140,8 @@ def _write_flash(content: Content, temporary: Path, step: int) -> None:
             sums[first] if known else xxhash.xxh3_64_intdigest(content.tensors[index].data())
         )
     layout = Layout(entries, content.skeleton, layouts.layout_hash(entries))
-    source = persist.Source(_OneByOne(content), layout, sums)
+    by_path = dict(held)
+    source = persist.Source(lambda entry: by_path[entry.path].data(), layout, sums)
     temporary.mkdir()
     persist.persist(
         persist.Job(
@@ -145,17 +156,6 @@ def _write_flash(content: Content, temporary: Path, step: int) -> None:
     )
 
 
-class _OneByOne:
-    """Source of the tensors' bytes, like a generation, that keeps none of them in memory."""
-
-    def __init__(self, content: Content) -> None:
-        self._by_path = dict(zip(content.paths, content.tensors, strict=True))
-
-    def tensor_bytes(self, entry: TensorEntry) -> memoryview:
-        """Return the bytes of one tensor."""
-        return self._by_path[entry.path].data()
-
-
 def _write_dcp(content: Content, temporary: Path, step: int) -> None:
     """Write a stored step, which is a DCP directory, without the files that only DLRover reads."""
     flash = temporary.with_name(f"{temporary.name}.flash")
@@ -163,34 +163,22 @@ def _write_dcp(content: Content, temporary: Path, step: int) -> None:
         _write_flash(content, flash, step)
         written = flash / step_folder(step)
         (written / MANIFEST).unlink()
-        (written / storage.index_file(0)).unlink()
+        (written / index_file(0)).unlink()
         sync_directory(written)
         written.rename(temporary)
     finally:
         shutil.rmtree(flash, ignore_errors=True)
 
 
-def _write_safetensors(content: Content, temporary: Path, _: int) -> None:
-    safetensorsfile.write(content, temporary)
-
-
-def _write_torch(content: Content, temporary: Path, _: int) -> None:
+def _write_torch(content: Content, temporary: Path) -> None:
     """Write all tensors at once: the format wants all descriptions before the first tensor's data."""
     tensors: list[torch.Tensor] = []
     for index, first in enumerate(content.same_as):
         tensors.append(tensors[first] if first < index else _alone(content.tensors[index].read()))
 
-    def filled(value: Any) -> Any:
-        if isinstance(value, TensorRef):
-            return tensors[value.index]
-        if isinstance(value, dict):
-            return {key: filled(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(map(filled, value))
-        return value
-
+    state = layouts.replace_refs(content.tree, lambda ref, _: tensors[ref.index])
     with temporary.open("wb") as file:
-        torch.save(filled(content.tree), file)
+        torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
 
@@ -200,14 +188,6 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.numel():
         return torch.empty_like(tensor)  # torch refuses one that begins where another begins
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-
-_WRITERS: dict[Format, Callable[[Content, Path, int], None]] = {
-    "dcp": _write_dcp,
-    "safetensors": _write_safetensors,
-    "torch": _write_torch,
-    "flash": _write_flash,
-}
 
 
 # ---- places
@@ -250,7 +230,7 @@ class _Remote:
 
     def check(self) -> None:
         where = self._parent.where(self._name)
-        with tools.told(where):
+        with explained(f"{where} cannot be used"):
             if self._parent.names(self._name) or self._parent.exists(self._name):
                 raise ConfigurationError(f"{where} exists already; name one that does not.")
 

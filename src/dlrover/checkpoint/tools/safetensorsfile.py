@@ -14,7 +14,7 @@ from typing import Any
 
 from dlrover.checkpoint.engine.tree import DTYPES
 from dlrover.checkpoint.machine.layout import ITEM_BYTES, TensorRef, name
-from dlrover.checkpoint.tools.content import Content, Held, content_of
+from dlrover.checkpoint.tools.content import Content, LazyTensor, content_of
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 TREE = "dlrover.tree"
@@ -61,14 +61,16 @@ def read(path: Path) -> Content:
     return content
 
 
-def _tensor(file: Any, key: str) -> Held:
+def _tensor(file: Any, key: str) -> LazyTensor:
     described = file.get_slice(key)
     dtype = _OURS.get(described.get_dtype())
     if dtype is None:
         raise ConfigurationError(
             f"The tensor {key} has the type {described.get_dtype()}, which is not supported."
         )
-    return Held(dtype, tuple(described.get_shape()), key, functools.partial(file.get_tensor, key))
+    return LazyTensor(
+        dtype, tuple(described.get_shape()), key, functools.partial(file.get_tensor, key)
+    )
 
 
 def write(content: Content, path: Path) -> None:

@@ -13,7 +13,7 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +23,23 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 
 from dlrover.checkpoint.engine import copying
-from dlrover.checkpoint.engine.tree import DTYPES
+from dlrover.checkpoint.engine.tree import DTYPE_NAMES, DTYPES
 from dlrover.checkpoint.machine import extent, layout as layouts
-from dlrover.checkpoint.machine.extent import Box, Chunk, Extent
-from dlrover.checkpoint.machine.layout import TensorRef, name
-from dlrover.checkpoint.storage.storage import StoredStep, StoredTensor
+from dlrover.checkpoint.machine.extent import Box, Extent, cover
+from dlrover.checkpoint.machine.layout import name
+from dlrover.checkpoint.storage.stored_step import StoredStep, StoredTensor
 from dlrover.checkpoint.storage.stores import (
     DCP_METADATA,
     MANIFEST,
     Store,
+    explained,
     failure,
     is_url,
     open_store,
     step_folder,
 )
 from dlrover.checkpoint.tools import safetensorsfile, tools
-from dlrover.checkpoint.tools.content import Content, Held, content_of
+from dlrover.checkpoint.tools.content import Content, LazyTensor, content_of
 from dlrover.errors import ConfigurationError, InfrastructureError
 
 _UNPICKLING = (
@@ -46,7 +47,6 @@ _UNPICKLING = (
     ValueError,
 )  # fmt: skip
 """Errors that a damaged pickle can raise."""
-_DTYPE_NAMES = {dtype: key for key, dtype in DTYPES.items()}
 
 
 def read(
@@ -62,7 +62,7 @@ def read(
         InfrastructureError: the content is damaged.
     """
     store = open_store(place)
-    with tools.told(store.location):
+    with explained(f"{store.location} cannot be used"):
         if not is_url(store.location):
             path = Path(place)
             if not path.exists():
@@ -93,18 +93,17 @@ class _Ranks:
     def __init__(self, stored: StoredStep) -> None:
         self._stored = stored
         self.differing: dict[str, None] = {}
-        found: dict[layouts.Path, list[tuple[Chunk, StoredTensor]]] = {}
+        found: dict[layouts.Path, list[StoredTensor]] = {}
         skeletons = []
         for rank in range(stored.manifest.world_size):
             index = stored.index(rank)
             skeletons.append(index.skeleton)
-            for number, tensor in enumerate(index.tensors):
-                chunk = Chunk(rank, number, tensor.extent)
-                found.setdefault(tensor.path, []).append((chunk, tensor))
+            for tensor in index.tensors:
+                found.setdefault(tensor.path, []).append(tensor)
         held = {path: self._put_together(path, saved) for path, saved in found.items()}
         self.tree: Any = {}
         for skeleton in dict.fromkeys(skeletons):
-            tree = _filled(layouts.decode(skeleton), (), held)
+            tree = layouts.replace_refs(layouts.decode(skeleton), lambda _, path: held[path])
             self.tree = self._merged(self.tree, tree, ()) if self.tree else tree
 
     def _merged(self, known: Any, more: Any, path: layouts.Path) -> Any:
@@ -122,27 +121,27 @@ class _Ranks:
             self.differing[name(path)] = None
         return known
 
-    def _put_together(
-        self, path: layouts.Path, saved: Sequence[tuple[Chunk, StoredTensor]]
-    ) -> Held:
+    def _put_together(self, path: layouts.Path, saved: Sequence[StoredTensor]) -> LazyTensor:
         """Combine the saves of one tensor, of which each rank saved a part or all."""
-        first = saved[0][1]
+        first = saved[0]
         whole = first.extent.whole
         parts: dict[Extent, StoredTensor] = {}
-        for chunk, tensor in saved:
-            known = parts.setdefault(chunk.extent, tensor)
+        for tensor in saved:
+            known = parts.setdefault(tensor.extent, tensor)
             same = (known.dtype, known.xxh3) == (tensor.dtype, tensor.xxh3)
-            if not same or chunk.extent.whole != whole:
+            if not same or tensor.extent.whole != whole:
                 self._differs(tensor)
-        chunks = [chunk for chunk, tensor in saved if tensor.dtype == first.dtype]
-        try:
-            pieces = extent.pieces(extent.entire(whole), chunks if first.part else chunks[:1])
-        except extent.MissingPartError as error:
-            raise InfrastructureError(f"Of the tensor {name(path)} {error}.") from error
-        needed = [(piece.box, parts[piece.chunk.extent]) for piece in pieces]
-        places = tuple((tensor.file, tensor.offset, box) for box, tensor in needed)
-        assemble = functools.partial(_assembled, self._stored, first.dtype, whole, needed)
-        return Held(first.dtype, whole, places, assemble)
+        alike = [(tensor.extent, tensor) for tensor in saved if tensor.dtype == first.dtype]
+        pieces = cover(
+            f"The tensor {name(path)}", extent.entire(whole), alike if first.part else alike[:1]
+        )
+        places = tuple((tensor.file, tensor.offset, box) for tensor, box in pieces)
+        reads = [(box, functools.partial(self._read, tensor, box)) for tensor, box in pieces]
+        join = functools.partial(copying.joined, first.dtype, whole, reads)
+        return LazyTensor(first.dtype, whole, places, join)
+
+    def _read(self, tensor: StoredTensor, box: Box) -> torch.Tensor:
+        return copying.cut(copying.view(self._stored.verified(tensor), tensor), box)
 
     def _differs(self, tensor: StoredTensor) -> None:
         if tensor.part is not None:
@@ -152,36 +151,6 @@ class _Ranks:
         self.differing[name(tensor.path)] = None
 
 
-def _filled(tree: Any, path: layouts.Path, held: Mapping[layouts.Path, Held]) -> Any:
-    """Return the tree with each tensor reference replaced by the tensor at its path."""
-    if isinstance(tree, TensorRef):
-        return held[path]
-    if isinstance(tree, dict):
-        return {key: _filled(item, (*path, key), held) for key, item in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(_filled(item, (*path, at), held) for at, item in enumerate(tree))
-    return tree
-
-
-def _assembled(
-    stored: StoredStep,
-    dtype: str,
-    whole: tuple[int, ...],
-    needed: Sequence[tuple[Box, StoredTensor]],
-) -> torch.Tensor:
-    if len(needed) == 1 and needed[0][0].shape == whole:
-        return copying.view(stored.verified(needed[0][1]), needed[0][1])
-    result = torch.empty(whole, dtype=DTYPES[dtype])
-    for box, tensor in needed:
-        part = copying.view(stored.verified(tensor), tensor)
-        result[_slices(box.in_target, box.shape)] = part[_slices(box.in_source, box.shape)]
-    return result
-
-
-def _slices(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
-
-
 # ---- DCP
 
 
@@ -189,7 +158,7 @@ def _read_dcp(store: Store, *, trusted: bool) -> Content:
     if not trusted:
         raise ConfigurationError(
             f"{store.where(DCP_METADATA)} is a pickle, and to read it runs whatever it says; pass trusted=True"
-            " (dlrover ckpt convert: --trusted) if you trust whoever wrote it."
+            " (dlrover ckpt convert: --trusted) if you trust its author."
         )
     reader = (FsspecReader if is_url(store.location) else FileSystemReader)(store.url)
     try:
@@ -209,19 +178,16 @@ def _read_dcp(store: Store, *, trusted: bool) -> Content:
     return content_of(_with_lists(tree))
 
 
-def _dcp_tensor(reader: Any, metadata: Any, key: str) -> Held:
+def _dcp_tensor(reader: Any, metadata: Any, key: str) -> LazyTensor:
     described = metadata.state_dict_metadata[key]
-    dtype = _DTYPE_NAMES.get(described.properties.dtype)
+    dtype = DTYPE_NAMES.get(described.properties.dtype)
     if dtype is None:
         raise ConfigurationError(
             f"The tensor {key} has the type {described.properties.dtype}, which is not supported."
         )
     whole = tuple(described.size)
     boxes = [Extent(whole, tuple(c.offsets), tuple(c.sizes)) for c in described.chunks]
-    try:
-        extent.pieces(extent.entire(whole), [Chunk(0, 0, box) for box in boxes])
-    except extent.MissingPartError as error:
-        raise InfrastructureError(f"Of the tensor {key} {error}.") from error
+    cover(f"The tensor {key}", extent.entire(whole), [(box, None) for box in boxes])
     places = [metadata.storage_data.get(dcp.MetadataIndex(key, box.at)) for box in boxes]
     same = tuple((at.relative_path, at.offset) for at in places if at is not None)
 
@@ -230,7 +196,7 @@ def _dcp_tensor(reader: Any, metadata: Any, key: str) -> Held:
         _Reading(reader, metadata, key, target).run()
         return target
 
-    return Held(dtype, whole, same or key, run)
+    return LazyTensor(dtype, whole, same or key, run)
 
 
 class _Reading:
@@ -261,7 +227,7 @@ class _Reading:
     def resolve_tensor(self, item: Any) -> torch.Tensor:
         """Return the target for a part of the tensor."""
         assert self._value is not None
-        return self._value[_slices(item.dest_offsets, item.lengths)]
+        return self._value[Box(item.lengths, item.dest_offsets, item.dest_offsets).target]
 
     def commit_tensor(self, _: Any, __: torch.Tensor) -> None:
         """Do nothing: the part is in place."""

@@ -15,7 +15,7 @@ from dlrover.checkpoint.machine.layout import ITEM_BYTES, TensorRef, name
 from dlrover.checkpoint.machine.saves import Order, SaveId
 from dlrover.checkpoint.storage import storage
 from dlrover.checkpoint.storage.formats import OtherFormatError
-from dlrover.checkpoint.storage.storage import StoredStep, StoredTensor
+from dlrover.checkpoint.storage.stored_step import StoredStep, StoredTensor, read_manifest
 from dlrover.checkpoint.storage.stores import (
     BAD,
     IDENTITY,
@@ -23,7 +23,7 @@ from dlrover.checkpoint.storage.stores import (
     TRACKER,
     StorageAwayError,
     Store,
-    failure,
+    explained,
     open_store,
     step_folder,
 )
@@ -36,7 +36,7 @@ Place = str | os.PathLike[str]
 
 StepState = Literal["complete", "damaged", "bad", "unfinished", "other version"]
 """State of a stored step. ``complete``: every file of the manifest is there with its size. ``damaged``: the
-manifest or a file is missing or wrong. ``bad``: put aside by a load. ``unfinished``: being written or deleted,
+manifest or a file is missing or wrong. ``bad``: quarantined by a load. ``unfinished``: being written or deleted,
 or left over from that. ``other version``: written in the format of another version of DLRover."""
 
 
@@ -111,7 +111,7 @@ def check_directory(store: Store) -> None:
         InfrastructureError: the place cannot be read.
     """
     where = store.location
-    with told(where):
+    with explained(f"{where} cannot be used"):
         if not store.is_there():
             raise ConfigurationError(f"{where} is no directory; name one that holds checkpoints.")
         if store.exists(MANIFEST):
@@ -139,7 +139,10 @@ def listing(place: Place) -> list[StepSummary]:
         latest = tracked.step if tracked is not None else None
     found = []
     for folder, step in _entries(store):
-        with told(store.where(folder)), contextlib.suppress(FileNotFoundError):
+        with (
+            explained(f"{store.where(folder)} cannot be used"),
+            contextlib.suppress(FileNotFoundError),
+        ):
             # Suppressed: a saver has just renamed it.
             found.append(_summary(store, folder, step, latest))
     found.sort(key=lambda item: (item.state == "complete", item.name))
@@ -169,10 +172,10 @@ def finished(place: Place) -> list[int]:
     """Return the steps that have their final name, newest first, even if damaged."""
     store = open_store(place)
     if not store.renames:
-        with told(store.location):
+        with explained(f"{store.location} cannot be used"):
             return storage.steps(store)
     there = [step for folder, step in _entries(store) if _is_final(folder, step)]
-    with told(store.location):
+    with explained(f"{store.location} cannot be used"):
         known = storage.saves(store)
     order = Order(save for save in known.values() if save is not None)
     return sorted(there, key=lambda step: order.key(step, known.get(step)), reverse=True)
@@ -183,25 +186,12 @@ def _is_final(name: str, step: int) -> bool:
 
 
 def _entries(store: Store) -> Iterator[tuple[str, int]]:
-    with told(store.location):
+    with explained(f"{store.location} cannot be used"):
         folders = store.folders()
     for folder in folders:
         match = _ENTRY.fullmatch(folder)
         if match:
             yield folder, int(match[2])
-
-
-@contextlib.contextmanager
-def told(where: str) -> Iterator[None]:
-    """Convert a system error about a path or a URL to an error with a sentence.
-
-    Raises:
-        InfrastructureError: the system reported an error.
-    """
-    try:
-        yield
-    except (OSError, MemoryError) as error:
-        raise failure(error, f"{where} cannot be used") from error
 
 
 def _summary(store: Store, folder: str, step: int, latest: int | None) -> StepSummary:
@@ -210,7 +200,7 @@ def _summary(store: Store, folder: str, step: int, latest: int | None) -> StepSu
     save: SaveId | None = None
     state: StepState = "damaged"
     try:
-        manifest = storage.read_manifest(store, folder)
+        manifest = read_manifest(store, folder)
     except OtherFormatError:
         state = "other version"
     except StorageAwayError:
@@ -248,7 +238,10 @@ def describe(place: Place, step: int) -> StepDescription:
         InfrastructureError: an index is missing or damaged.
     """
     store = open_store(place)
-    with told(store.location), StoredStep(store, step_folder(step)) as stored:
+    with (
+        explained(f"{store.location} cannot be used"),
+        StoredStep(store, step_folder(step)) as stored,
+    ):
         ranks = stored.manifest.world_size
         tensors: dict[layouts.Path, list[StoredTensor]] = {}
         values: dict[str, None] = {}
@@ -321,5 +314,8 @@ def prune(place: Place, keep: int, *, dry_run: bool = False) -> Pruning:
 
 def _delete(store: Store, step: int) -> None:
     where = store.where(step_folder(step))
-    with told(where), contextlib.suppress(FileNotFoundError):  # a saver deleted it first
+    with (
+        explained(f"{where} cannot be used"),
+        contextlib.suppress(FileNotFoundError),
+    ):  # a saver deleted it first
         store.remove_step(step)

@@ -10,15 +10,20 @@ import msgspec
 import xxhash
 
 from dlrover.checkpoint.machine import extent, layout as layouts
-from dlrover.checkpoint.machine.extent import Chunk, Extent
+from dlrover.checkpoint.machine.extent import Extent, cover
 from dlrover.checkpoint.machine.layout import TensorRef, name
-from dlrover.checkpoint.storage import storage
-from dlrover.checkpoint.storage.storage import FileRecord, RankIndex, StoredStep, StoredTensor
+from dlrover.checkpoint.storage.stored_step import (
+    FileRecord,
+    RankIndex,
+    StoredStep,
+    StoredTensor,
+    index_file,
+)
 from dlrover.checkpoint.storage.stores import (
     MANIFEST,
     StorageAwayError,
     Store,
-    failure,
+    explained,
     is_damage,
     join,
     open_store,
@@ -61,10 +66,8 @@ def verify(place: str | os.PathLike[str], step: int) -> Verification:
         InfrastructureError: the step cannot be read now.
     """
     store = open_store(place)
-    try:
+    with explained(f"{store.location} cannot be used"):
         return _Check(store, step).run()
-    except (OSError, MemoryError) as error:
-        raise failure(error, f"{store.location} cannot be used") from error
 
 
 class _Check:
@@ -112,7 +115,7 @@ class _Check:
     def _indices(self, stored: StoredStep) -> Iterator[RankIndex]:
         """Yield the readable indices; note the problems of the others."""
         for rank in range(stored.manifest.world_size):
-            file = storage.index_file(rank, stored.manifest.place)
+            file = index_file(rank, stored.manifest.place)
             try:
                 index = stored.index(rank)
                 refs = [item for _, item in leaves(layouts.decode(index.skeleton))]
@@ -170,18 +173,10 @@ class _Check:
                     key = (tensor.path, tensor.dtype, tensor.part.whole)
                     found.setdefault(key, []).append(tensor.extent)
         for (path, _, whole), extents in found.items():
-            missing = _missing(whole, extents)
-            if missing:
-                self._add(MANIFEST, name(path), f"is not complete: {missing}")
-
-
-def _missing(whole: tuple[int, ...], extents: list[Extent]) -> str:
-    """Return what is missing if the parts do not cover a tensor; else an empty text."""
-    try:
-        extent.pieces(extent.entire(whole), [Chunk(0, 0, box) for box in extents])
-    except extent.MissingPartError as error:
-        return str(error)
-    return ""
+            try:
+                cover("it", extent.entire(whole), [(box, None) for box in extents])
+            except InfrastructureError as error:  # noqa: PERF203 - report all
+                self._add(MANIFEST, name(path), str(error).removesuffix("."))
 
 
 def _sums(

@@ -8,8 +8,8 @@ import torch
 
 from dlrover.checkpoint import Checkpointer
 from dlrover.checkpoint.engine import tree
+from dlrover.checkpoint.engine.client import GenerationPool
 from dlrover.checkpoint.engine.copying import Copier
-from dlrover.checkpoint.engine.room import Room
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.saver import memory
 from dlrover.checkpoint.saver.memory import Generation
@@ -139,15 +139,15 @@ class Small:
 @pytest.mark.parametrize("good", [0, 1])
 def test_a_save_is_told_when_no_descriptor_is_left_to_ask_for_memory(monkeypatch, good):
     monkeypatch.setattr(memory, "populate", lambda *_: None)
-    room = Room(client := Client(good))
+    pool = GenerationPool(client := Client(good))
     client.generations = [Small(), Small()]
     layout = Copier().layout(tree.flatten(STATE))
     told = []
 
     def save() -> None:
         try:
-            room.make(layout)
-            told.append(room.begin(SaveId(0, 2, 2, 1)))
+            pool.reserve(layout)
+            told.append(pool.begin(SaveId(0, 2, 2, 1)))
         except InfrastructureError as error:
             told.append(str(error))
 

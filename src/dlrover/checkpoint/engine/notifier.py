@@ -17,7 +17,7 @@ from typing import Any
 from dlrover.checkpoint.machine import layout as layouts
 from dlrover.checkpoint.machine.layout import Path
 from dlrover.checkpoint.machine.saves import SaveId
-from dlrover.checkpoint.storage.storage import StoredStep
+from dlrover.checkpoint.storage.stored_step import StoredStep
 from dlrover.checkpoint.storage.stores import Store, is_damage, step_folder
 from dlrover.errors import InfrastructureError
 
@@ -29,7 +29,7 @@ LAST_WAIT = 15.0
 """Seconds to wait for notifications when the training waits for its last step, or closes."""
 
 
-class Commits:
+class StoredStepNotifier:
     """Pending notifications. ``newest`` returns the newest save that the saver stored."""
 
     def __init__(self, store: Store, newest: Callable[[], SaveId | None]) -> None:
@@ -54,7 +54,7 @@ class Commits:
             self._waiting[save] = found
             if self._thread is None:
                 self._thread = threading.Thread(
-                    target=self._run, name="dlrover-commits", daemon=True
+                    target=self._run, name="dlrover-notifier", daemon=True
                 )
                 self._thread.start()
 
@@ -88,9 +88,9 @@ class Commits:
                 if self._closed:
                     return
                 asked, waits = self._asked, bool(self._waiting)
-            told = self._tell() if waits else None
+            done = self._notify() if waits else None
             with self._changed:
-                for save in [save for save in self._waiting if told is not None and save <= told]:
+                for save in [save for save in self._waiting if done is not None and save <= done]:
                     del self._waiting[save]
                 self._served = asked
                 self._changed.notify_all()
@@ -98,7 +98,7 @@ class Commits:
     def _wanted(self) -> bool:
         return self._closed or self._served < self._asked
 
-    def _tell(self) -> SaveId | None:
+    def _notify(self) -> SaveId | None:
         """Notify of the newest stored step; return the save up to which nothing is left to do."""
         try:
             known = (self._stored, self._newest())
@@ -116,10 +116,12 @@ class Commits:
             if not is_damage(error):
                 logger.warning("What step %d holds cannot be read yet: %s", save.step, error)
                 return None  # the next attempt may succeed
-            logger.warning("What step %d holds is not told to others: %s", save.step, error)
+            logger.warning(
+                "Objects are not notified of step %d, which cannot be read: %s", save.step, error
+            )
             return save
         for path, committer in found:
-            _tell_one(committer, path, trees, save.step)
+            _notify_one(committer, path, trees, save.step)
         return save
 
     def _trees(self, step: int) -> list[Any]:
@@ -129,13 +131,13 @@ class Commits:
             return [layouts.decode(stored.index(rank).skeleton) for rank in ranks]
 
 
-def _tell_one(committer: Any, path: Path, trees: list[Any], step: int) -> None:
+def _notify_one(committer: Any, path: Path, trees: list[Any], step: int) -> None:
     try:
         states = [functools.reduce(operator.getitem, path, tree) for tree in trees]
         committer.commit_rank_states(states)
     except Exception:
         # The user's own class: no exception of it may end the notification of later steps.
-        logger.exception("%s could not be told what step %d holds", layouts.name(path), step)
+        logger.exception("%s failed when it was notified of step %d", layouts.name(path), step)
 
 
 def _committers(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:

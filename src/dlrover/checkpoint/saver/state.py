@@ -9,15 +9,22 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from dlrover._util import procs
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.saver import protocol
-from dlrover.checkpoint.saver.breaks import Breaks
+from dlrover.checkpoint.saver.breakpoint import Breaks
 from dlrover.checkpoint.saver.exchange import Exchange
-from dlrover.checkpoint.saver.ranks import ENOUGH, NoMemoryError, RankMemory, Ranks, World, reserve
-from dlrover.checkpoint.saver.sums import Checksums
+from dlrover.checkpoint.saver.ranks import (
+    ENOUGH,
+    Checksums,
+    NoMemoryError,
+    RankMemory,
+    Ranks,
+    SaveGroup,
+    reserve,
+)
 from dlrover.checkpoint.saver.tasks import Tasks
 from dlrover.checkpoint.storage.first_save import FirstSaves
 from dlrover.errors import InfrastructureError, ProtocolError
@@ -32,7 +39,7 @@ PREDECESSOR_POLL = 0.05
 """Seconds between checks for that process: its children may keep its connection open."""
 
 
-class Book:
+class SaverState:
     """The state of a saver."""
 
     def __init__(self) -> None:
@@ -76,8 +83,8 @@ class Book:
         """Make `wait_until_idle` return as soon as nothing is left to persist."""
         with self._changed:
             self._stopping = True
-            if self._ranks.world is not None:
-                self.breaks.note(self._ranks.world)
+            if self._ranks.group is not None:
+                self.breaks.note(self._ranks.group)
             self._changed.notify_all()
 
     def wait_until_idle(self, linger: float) -> None:
@@ -113,7 +120,7 @@ class Book:
     def wait_for_world(self) -> None:
         """Wait until a worker has joined a world."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ranks.world is not None)
+            self._changed.wait_for(lambda: self._ranks.group is not None)
 
     # ---- workers
 
@@ -141,7 +148,7 @@ class Book:
             if mine.owner:
                 self._end_worker(rank, mine, goodbye=False)
             self._owners += 1
-            mine.owner, mine.pid, mine.job, mine.world = self._owners, pid, job, None
+            mine.owner, mine.pid, mine.job, mine.group = self._owners, pid, job, None
             self._changed.notify_all()
             attached = protocol.Attached(self.saver, self._ranks.newest)
             return attached, mine.owner, [slot.fd for slot in mine.slots]
@@ -159,7 +166,7 @@ class Book:
         with self._changed:
             return protocol.Attached(self.saver), [slot.fd for slot in self._known(rank).slots]
 
-    def look(self) -> tuple[protocol.Held, ...]:
+    def look(self) -> tuple[protocol.HeldGeneration, ...]:
         """Return all valid generations."""
         with self._changed:
             return self._ranks.held()
@@ -173,8 +180,8 @@ class Book:
 
     def _end_worker(self, rank: int, mine: RankMemory, *, goodbye: bool) -> None:
         mine.owner = 0
-        if mine.world is not None and not goodbye:
-            self.breaks.note(mine.world)
+        if mine.group is not None and not goodbye:
+            self.breaks.note(mine.group)
         self.breaks.left(rank, mine)
         self.tasks.drop_incomplete(rank)
         self._changed.notify_all()
@@ -184,12 +191,12 @@ class Book:
         if rank not in joined.ranks or not 0 <= rank < joined.world_size:
             raise ProtocolError(f"Rank {rank} is not one of {joined.ranks} of {joined.world_size}.")
         with self._changed:
-            world = self._ranks.world
-            if world is None or world.joined.session != joined.session:
-                world = self._ranks.world = World(joined)
+            group = self._ranks.group
+            if group is None or group.joined.session != joined.session:
+                group = self._ranks.group = SaveGroup(joined)
                 self._first = [*(first for first in self._first if first.due), FirstSaves(joined)]
             mine = self._ranks.memories[rank]
-            mine.world, mine.told, mine.passed = world, 0, 0
+            mine.group, mine.problems_sent, mine.passed = group, 0, 0
             self.tasks.drop_others(joined.session)
             self._changed.notify_all()
 
@@ -258,60 +265,53 @@ class Book:
     def news(self, rank: int) -> str:
         """Return a pending storage message for the user; empty if none, or if another rank reports it."""
         with self._changed:
-            world = self._known(rank).world
-            if world is None or rank != min(world.joined.ranks):
+            group = self._known(rank).group
+            if group is None or rank != min(group.joined.ranks):
                 return ""
-            news, world.news = world.news, ""
+            news, group.news = group.news, ""
             return news
 
-    def publish(
-        self,
-        rank: int,
-        number: int,
-        save: SaveId,
-        *,
-        to_storage: bool,
-        metrics: Mapping[str, float] | None = None,
-    ) -> None:
-        """Mark a generation as valid; persist it once all ranks of the node have published the save.
+    def commit(self, rank: int, done: protocol.Commit) -> None:
+        """Mark a generation as valid; persist it once all ranks of the node have committed the save.
 
         Raises:
             ConfigurationError: another rank of the node has saved a different step instead.
         """
+        save = done.save
         with self._changed:
             mine = self._known(rank)
-            if not 0 <= number < len(mine.slots):
-                raise ProtocolError(f"There is no generation {number}.")
-            if mine.world is None:
+            if not 0 <= done.slot < len(mine.slots):
+                raise ProtocolError(f"There is no generation {done.slot}.")
+            if mine.group is None:
                 raise ProtocolError(f"Rank {rank} saves before it has joined a world.")
-            slot = mine.slots[number]
+            slot = mine.slots[done.slot]
             slot.remap()
             header = slot.generation.header()
             if header is None or header.save != save or slot.pinned:
-                raise ProtocolError(f"Generation {number} does not hold step {save.step}.")
+                raise ProtocolError(f"Generation {done.slot} does not hold step {save.step}.")
             if save.session != mine.session:
                 raise ProtocolError(f"Rank {rank} saves for another world than its own.")
             self._ranks.check_agreement(mine, save)
             self._ranks.admit(slot, save)
-            slot.metrics = dict(metrics or {})
+            slot.metrics = done.metrics
             mine.passed = save.number
             for first in self._first:
                 if first.joined.session == save.session:
-                    first.publish(save, rank)
-            if to_storage:
-                self.tasks.publish(mine.world, save, rank, slot)
+                    first.note_part(save, rank)
+            if done.to_storage:
+                self.tasks.add_part(mine.group, save, rank, slot)
             self.tasks.drop_passed(rank, mine)
             self.sums.ask(slot)
             self._changed.notify_all()
 
     def pass_over(self, rank: int, save: SaveId, *, written: bool) -> None:
-        """Note that a rank will not publish its part of a save; ``written``: its worker stores the part."""
+        """Note that a rank will not commit its part of a save; ``written``: its worker stores the part."""
         with self._changed:
             mine = self._known(rank)
-            if mine.world is not None and save.session == mine.session:
+            if mine.group is not None and save.session == mine.session:
                 mine.passed = max(mine.passed, save.number)
                 if written:
-                    self.tasks.exempt(mine.world, save, rank)
+                    self.tasks.exempt(mine.group, save, rank)
                 self.tasks.drop_passed(rank, mine)
                 self._changed.notify_all()
 
@@ -334,9 +334,9 @@ class Book:
                     other.problem = problem
             if recorded:
                 self._first = [first] if first is self._first[-1] else self._first[-1:]
-            world = self._ranks.world
-            if problem and world is not None:
-                world.news = world.news or problem
+            group = self._ranks.group
+            if problem and group is not None:
+                group.news = group.news or problem
             self._changed.notify_all()
 
     @property
@@ -359,12 +359,12 @@ class Book:
         with self._changed:
             mine = self._known(rank)
             self._changed.wait_for(lambda: not self.tasks.wants(rank))
-            problems = mine.world.problems if mine.world is not None else []
-            told, mine.told = mine.told, len(problems)
-            return tuple(problems[told:])
+            problems = mine.group.problems if mine.group is not None else []
+            sent, mine.problems_sent = mine.problems_sent, len(problems)
+            return tuple(problems[sent:])
 
     def stored(self, rank: int) -> SaveId | None:
         """Return the newest stored save of the rank's world."""
         with self._changed:
-            world = self._known(rank).world
-            return world.stored if world is not None else None
+            group = self._known(rank).group
+            return group.stored if group is not None else None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dlrover.checkpoint import Checkpointer
-from dlrover.checkpoint.engine import commits
+from dlrover.checkpoint.engine import notifier
 from dlrover.checkpoint.storage.storage import steps
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -38,10 +38,10 @@ class Committing:
 
 @pytest.fixture
 def checkpointer(directory: Path, monkeypatch):
-    monkeypatch.setattr(commits, "POLL", 0.02)
+    monkeypatch.setattr(notifier, "POLL", 0.02)
     with contextlib.closing(Checkpointer(directory, linger=0.0)) as made:
         yield made
-    assert not [t for t in threading.enumerate() if t.name == "dlrover-commits"]
+    assert not [t for t in threading.enumerate() if t.name == "dlrover-notifier"]
 
 
 def test_what_is_stored_is_told_and_what_is_in_memory_only_is_not(checkpointer) -> None:
@@ -56,7 +56,7 @@ def test_what_is_stored_is_told_and_what_is_in_memory_only_is_not(checkpointer) 
 
 
 def test_the_last_step_is_told_when_the_training_has_waited(checkpointer, monkeypatch) -> None:
-    monkeypatch.setattr(commits, "POLL", 60.0)
+    monkeypatch.setattr(notifier, "POLL", 60.0)
     one = Committing(7)
     checkpointer.save(3, {"one": one}, to="storage")
     checkpointer.wait()
@@ -76,7 +76,7 @@ def test_a_step_is_told_when_it_is_durable(checkpointer) -> None:
 
 
 def test_a_step_that_memory_has_no_room_for_is_told_too(checkpointer, monkeypatch) -> None:
-    monkeypatch.setattr(checkpointer._room, "make", lambda _: False)
+    monkeypatch.setattr(checkpointer._pool, "reserve", lambda _: False)
     one = Committing(5)
     checkpointer.save(2, {"one": one}, to="storage")
     checkpointer.wait()
@@ -86,11 +86,11 @@ def test_a_step_that_memory_has_no_room_for_is_told_too(checkpointer, monkeypatc
 def test_a_step_that_cannot_be_read_again_stops_nobody(checkpointer, monkeypatch, caplog) -> None:
     caplog.set_level(logging.WARNING)
     one = Committing()
-    monkeypatch.setattr(commits, "step_folder", lambda step: f"elsewhere-{step}")
+    monkeypatch.setattr(notifier, "step_folder", lambda step: f"elsewhere-{step}")
     checkpointer.save(2, {"one": one}, to="storage")
     checkpointer.wait()
     assert one.told == []
-    assert "What step 2 holds is not told to others" in caplog.text
+    assert "Objects are not notified of step 2" in caplog.text
 
 
 def test_one_that_fails_does_not_keep_others_from_being_told(checkpointer, caplog) -> None:
@@ -102,20 +102,20 @@ def test_one_that_fails_does_not_keep_others_from_being_told(checkpointer, caplo
     checkpointer.save(2, {"a": {"failing": failing}, "b": one}, to="storage")
     checkpointer.wait()
     assert one.told == [{"value": 1}]
-    assert "a.failing could not be told what step 2 holds" in caplog.text
+    assert "a.failing failed when it was notified of step 2" in caplog.text
     assert "no way" in caplog.text
 
 
 def test_a_save_that_is_stored_while_the_saver_is_asked_is_told(checkpointer, monkeypatch) -> None:
     asked, answers = threading.Event(), threading.Event()
-    newest = checkpointer._commits._newest
+    newest = checkpointer._notifier._newest
 
     def slow():
         asked.set()
         assert answers.wait(10)
         return newest()
 
-    monkeypatch.setattr(checkpointer._commits, "_newest", slow)
+    monkeypatch.setattr(checkpointer._notifier, "_newest", slow)
     one = Committing(1)
     checkpointer.save(1, {"one": one}, to="storage")
     assert asked.wait(10)

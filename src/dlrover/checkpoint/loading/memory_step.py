@@ -1,0 +1,367 @@
+"""A step in the memory of the nodes: which ranks can load it, and its transfer, verified, to their state."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import msgspec
+import torch
+import xxhash
+
+from dlrover.checkpoint.engine import copying
+from dlrover.checkpoint.engine.client import SaverClient
+from dlrover.checkpoint.engine.tree import DTYPES
+from dlrover.checkpoint.engine.world import World
+from dlrover.checkpoint.loading import peers
+from dlrover.checkpoint.loading.plan import Plan, RankState, assemble
+from dlrover.checkpoint.machine.extent import Piece
+from dlrover.checkpoint.machine.layout import ITEM_BYTES, Layout, TensorEntry, name
+from dlrover.checkpoint.machine.saves import SaveId
+from dlrover.checkpoint.saver.memory import Generation
+from dlrover.checkpoint.saver.protocol import HeldGeneration
+from dlrover.errors import InfrastructureError
+
+LARGE = 1 << 20
+"""Minimum bytes of a tensor checked here; the saver checks smaller ones, so both processes have work."""
+CHUNK = 4 << 20
+"""Bytes hashed and copied at a time: they must fit in a cache that the cores share."""
+THREADS = 4
+"""Maximum number of threads; beyond it, memory bandwidth is the limit."""
+
+
+_described = msgspec.msgpack.Decoder(dict[int, tuple[tuple[TensorEntry, ...], bytes, list[int]]])
+
+Fetched = dict[Piece, torch.Tensor]
+"""Data from other ranks, by requested piece."""
+
+
+class MemoryStep:
+    """A step in the memory of the nodes, as one rank loads it."""
+
+    def __init__(
+        self,
+        world: World,
+        client: SaverClient,
+        candidate: Candidate,
+        mine: Sequence[HeldGeneration],
+    ) -> None:
+        self._world = world
+        self._client = client
+        self._candidate = candidate
+        self._held = {item.rank: item for item in mine if candidate.key == _key(item)}
+        self._generations: dict[int, tuple[Generation, torch.Tensor, Layout]] = {}
+        self._views: dict[int, list[torch.Tensor]] = {}
+
+    # ---- what this node has
+
+    def _open(self, rank: int) -> tuple[Generation, torch.Tensor, Layout]:
+        found = self._generations.get(rank)
+        if found is None:
+            slot = self._held[rank].slot
+            mine = rank == self._world.rank
+            generation = self._client.generation(slot) if mine else self._client.open(rank)[slot]
+            header = generation.header()
+            if header is None or header.save != self._candidate.save:
+                raise InfrastructureError(f"Step {self._candidate.step} is not in memory any more.")
+            buffer = torch.frombuffer(generation.data, dtype=torch.uint8)
+            found = self._generations[rank] = generation, buffer, generation.layout(header)
+        return found
+
+    def at_hand(self) -> dict[int, RankState]:
+        """Return this rank's own part of the step, if its node has it."""
+        rank = self._world.rank
+        if rank not in self._held:
+            return {}
+        _, _, layout = self._open(rank)
+        return {rank: RankState(layout.entries, layout.skeleton, ())}
+
+    def _verify(self, ranks: Iterable[int]) -> str:
+        for rank in ranks:
+            problem = self._client.verify(rank, self._held[rank].slot)
+            if problem:
+                return problem
+        return ""
+
+    # ---- what all nodes have
+
+    def everything(self) -> dict[int, RankState]:
+        """Return all ranks' parts. Collective.
+
+        Raises:
+            InfrastructureError: one of them is damaged.
+        """
+        described = self._world.agree(self._describe)
+        found: dict[int, RankState] = {}
+        for data in self._world.gather(msgspec.msgpack.encode(described)):
+            for rank, (entries, skeleton, sums) in _described.decode(data).items():
+                found[rank] = RankState(entries, skeleton, sums)
+        return found
+
+    def _describe(self) -> dict[int, tuple[tuple[TensorEntry, ...], bytes, list[int]]]:
+        """Describe the parts that this rank reads for the others."""
+        served = [r for r, by in self._candidate.servers.items() if by == self._world.rank]
+        problem = self._verify(served)
+        if problem:
+            raise InfrastructureError(problem)
+        found = {}
+        for rank in served:
+            generation, _, layout = self._open(rank)
+            header = generation.header()
+            sums = generation.sums(header) if header is not None else None
+            if sums is None:
+                raise InfrastructureError(f"Rank {rank}'s part of the step is gone from memory.")
+            found[rank] = (layout.entries, layout.skeleton, sums)
+        return found
+
+    def fetch(self, planned: Plan, known: Mapping[int, RankState]) -> Fetched:
+        """Fetch what only other nodes have. Collective."""
+        remote = [piece for piece in planned.pieces if piece.rank not in self._held]
+
+        def itemsize(piece: Piece) -> int:
+            return ITEM_BYTES[known[piece.rank].tensors[piece.entry].dtype]
+
+        return dict(peers.fetch(self._world, self._candidate.servers, remote, itemsize, self._read))
+
+    # ---- restore
+
+    def _tensors(self, rank: int) -> list[torch.Tensor]:
+        if rank not in self._views:
+            _, buffer, layout = self._open(rank)
+            self._views[rank] = copying.views(buffer, layout.entries)
+        return self._views[rank]
+
+    def _read(self, piece: Piece) -> torch.Tensor:
+        return copying.cut(self._tensors(piece.rank)[piece.entry], piece.box)
+
+    def restore(self, planned: Plan, known: Mapping[int, RankState], fetched: Fetched) -> None:
+        """Restore everything, and check the data meanwhile.
+
+        Raises:
+            InfrastructureError: the data is damaged.
+        """
+
+        def read(piece: Piece) -> torch.Tensor:
+            data = fetched.get(piece)
+            if data is None:
+                return self._read(piece)
+            dtype = DTYPES[known[piece.rank].tensors[piece.entry].dtype]
+            return data.view(dtype).view(piece.box.shape)
+
+        if planned.needed is None:
+            self._restore_own(planned)
+            return
+        used = {piece.rank for piece in planned.pieces} & self._held.keys()
+        tensors = assemble(planned, planned.needed, read)
+        with _meanwhile(lambda: self._verify(used)):
+            planned.restoration.run(tensors)
+
+    def _restore_own(self, planned: Plan) -> None:
+        """Restore all of a rank's part: this process checks large tensors, the saver the rest."""
+        rank = planned.base
+        generation, _, layout = self._open(rank)
+        header = generation.header()
+        sums = generation.sums(header) if header is not None else None
+        if sums is None:
+            with _meanwhile(lambda: self._verify([rank])):
+                planned.restoration.run(self._tensors(rank))
+            return
+        verified = VerifiedCopy(generation, layout.entries, sums, len(self._held))
+        with _meanwhile(lambda: self._client.verify(rank, self._held[rank].slot, LARGE)):
+            planned.restoration.run(self._tensors(rank), verified.copy)
+            problem = verified.problem()
+        if problem:
+            raise InfrastructureError(problem)
+
+
+class Candidate(NamedTuple):
+    """A step that is completely in memory, on one node or several."""
+
+    key: tuple[SaveId, int]
+    """The save and the number of ranks that made it."""
+    servers: dict[int, int]
+    """By saved rank: the rank that reads it for others."""
+
+    @property
+    def save(self) -> SaveId:
+        """The save."""
+        return self.key[0]
+
+    @property
+    def step(self) -> int:
+        """The step."""
+        return self.save.step
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that made the save."""
+        return self.key[1]
+
+
+def _key(item: HeldGeneration) -> tuple[SaveId, int]:
+    return item.save, item.world_size
+
+
+class Lost(NamedTuple):
+    """A save in memory that lacks the parts of some ranks."""
+
+    save: SaveId
+    ranks: tuple[int, ...]
+
+    @property
+    def sentence(self) -> str:
+        """Description of the loss."""
+        ranks = ", ".join(map(str, self.ranks))
+        several = len(self.ranks) > 1
+        return (
+            f"Step {self.save.step} was saved to memory, and the part{'s' if several else ''} of"
+            f" rank{'s' if several else ''} {ranks} {'are' if several else 'is'} gone."
+        )
+
+
+def newest_lost(everyone: Sequence[Sequence[HeldGeneration]]) -> Lost | None:
+    """Return the newest save that any rank sees in memory, or None if none of its parts is missing."""
+    items = [item for held in everyone for item in held]
+    if not items:
+        return None
+    key = max(map(_key, items))
+    missing = set(range(key[1])) - {item.rank for item in items if _key(item) == key}
+    return Lost(key[0], tuple(sorted(missing))) if missing else None
+
+
+def candidates(everyone: Sequence[Sequence[HeldGeneration]]) -> list[Candidate]:
+    """Return the steps in memory that can be loaded, newest first, from what each rank sees."""
+    seen: dict[tuple[SaveId, int], dict[int, list[int]]] = {}
+    for viewer, held in enumerate(everyone):
+        for item in held:
+            seen.setdefault(_key(item), {}).setdefault(item.rank, []).append(viewer)
+    found = []
+    for key in sorted(seen, reverse=True):
+        viewers = seen[key]
+        if viewers.keys() >= set(range(key[1])):
+            servers = {rank: who[rank % len(who)] for rank, who in viewers.items()}
+            found.append(Candidate(key, servers))
+    return found
+
+
+_Job = tuple[int, torch.Tensor | None]
+"""Number of a tensor, and its target; None if the tensor is only checked."""
+
+
+class VerifiedCopy:
+    """Verified copy of one generation's tensors. Call `copy` any number of times, then `problem` once.
+
+    Each chunk is hashed while it is in the processor's cache: hashing apart from the copy would read the memory
+    a second time, and memory bandwidth limits a load.
+
+    Args:
+        generation: The generation that holds the tensors.
+        entries: The descriptions of the tensors.
+        sums: The checksums of the tensors.
+        share: The number of processes on this machine that do the same at the same time.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        entries: Sequence[TensorEntry],
+        sums: Sequence[int],
+        share: int,
+    ) -> None:
+        self._generation = generation
+        self._entries = entries
+        self._sums = sums
+        self._threads = max(1, min(THREADS, len(os.sched_getaffinity(0)) // share))
+        self._base = torch.frombuffer(generation.data, dtype=torch.uint8).data_ptr()
+        self._large = {
+            entry.offset: index for index, entry in enumerate(entries) if entry.nbytes >= LARGE
+        }
+        self._checked: set[int] = set()
+        self._damaged: list[int] = []
+
+    def copy(self, targets: Sequence[torch.Tensor], contents: Sequence[torch.Tensor]) -> None:
+        """Copy each content to its target; both have the same shape."""
+        jobs: list[_Job] = []
+        others: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        for target, content in zip(targets, contents, strict=True):
+            index = self._whole(content) if is_plain(target) else None
+            if index is not None and target.dtype == content.dtype:
+                jobs.append((index, target))
+            else:
+                others[0].append(target)
+                others[1].append(content)
+        if others[0]:
+            torch._foreach_copy_(*others)
+        self._run(jobs)
+
+    def problem(self) -> str:
+        """Check the large tensors not copied by `copy`; return the first problem, or an empty text."""
+        missing = [index for index in self._large.values() if index not in self._checked]
+        self._run([(index, None) for index in missing])
+        if not self._damaged:
+            return ""
+        return f"The tensor {name(self._entries[min(self._damaged)].path)} in memory is damaged."
+
+    def _whole(self, content: torch.Tensor) -> int | None:
+        """Return the number of a whole large tensor not checked yet; None for any other content."""
+        index = self._large.get(content.data_ptr() - self._base)
+        if index is None or index in self._checked or not is_plain(content):
+            return None
+        return index if content.nbytes == self._entries[index].nbytes else None
+
+    def _run(self, jobs: list[_Job]) -> None:
+        self._checked.update(index for index, _ in jobs)
+        with ThreadPoolExecutor(self._threads) as pool:
+            for index, digest in pool.map(self._hash, jobs):
+                if digest != self._sums[index]:
+                    self._damaged.append(index)
+
+    def _hash(self, job: _Job) -> tuple[int, int]:
+        index, target = job
+        data = self._generation.tensor_bytes(self._entries[index])
+        digest = xxhash.xxh3_64()
+        if target is None:
+            digest.update(data)
+            return index, digest.intdigest()
+        source = torch.frombuffer(data, dtype=torch.uint8)
+        flat = target.detach().view(-1).view(torch.uint8)
+        with torch.no_grad():
+            for start in range(0, len(data), CHUNK):
+                digest.update(data[start : start + CHUNK])
+                flat[start : start + CHUNK].copy_(source[start : start + CHUNK])
+        return index, digest.intdigest()
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return True if the tensor is exactly its contiguous bytes in this process's memory."""
+    plain = tensor.device.type == "cpu" and tensor.is_contiguous()
+    return plain and not tensor.is_conj() and not tensor.is_neg()
+
+
+@contextlib.contextmanager
+def _meanwhile(check: Callable[[], str]) -> Iterator[None]:
+    """Run ``check`` beside the block; afterwards raise what it found.
+
+    Raises:
+        InfrastructureError: the check found something, or failed.
+    """
+    found: list[str] = []
+
+    def run() -> None:
+        try:
+            found.append(check())
+        except InfrastructureError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+        if not found or found[0]:
+            raise InfrastructureError(found[0] if found else "The check ended with an error.")

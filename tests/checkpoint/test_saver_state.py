@@ -1,0 +1,580 @@
+import os
+import threading
+
+import msgspec
+import pytest
+
+from dlrover.checkpoint.machine import layout as layouts
+from dlrover.checkpoint.machine.layout import TensorSpec
+from dlrover.checkpoint.machine.policies import KeepLast
+from dlrover.checkpoint.machine.saves import SaveId
+from dlrover.checkpoint.saver import memory, protocol
+from dlrover.checkpoint.saver.breakpoint import Breakpoints
+from dlrover.checkpoint.saver.memory import Generation
+from dlrover.checkpoint.saver.protocol import Commit, Join, SaverGoneError
+from dlrover.checkpoint.saver.saver import Saver
+from dlrover.checkpoint.saver.state import SaverState
+from dlrover.checkpoint.storage import storage
+from dlrover.checkpoint.storage.stores import open_store
+from dlrover.errors import ConfigurationError, InfrastructureError, ProtocolError
+
+ENTRIES = layouts.place([TensorSpec(("a",), "uint8", (8,), None)], [0])
+PACKED = layouts.packed(msgspec.Raw(msgspec.msgpack.encode(ENTRIES)), b"\x80", (8, 1, 0))
+HERE = os.getpid()
+
+
+class Worker:
+    """One rank, without a process."""
+
+    def __init__(
+        self,
+        saver_state: SaverState,
+        rank: int,
+        world: tuple[int, ...] = (0,),
+        session: int = 1,
+        *,
+        stores=False,
+        size=0,
+        generations=2,
+    ):
+        self.saver_state, self.rank, self.session, self.size = (
+            saver_state,
+            rank,
+            session,
+            size or len(world),
+        )
+        _, self.owner, fds = saver_state.attach(rank, HERE)
+        self.fds = fds[:generations]
+        for _ in fds[generations:]:
+            saver_state._ranks.drop_last(saver_state._ranks.memories[rank])
+        saver_state.join(rank, Join(session, self.size, world, save_at_breakpoint=stores))
+
+    def id(self, step: int, number: int = 0) -> SaveId:
+        return SaveId(0, number or step, step, self.session)
+
+    def write(self, step: int, number: int = 0) -> int:
+        save = self.id(step, number)
+        slot = self.saver_state.begin(self.rank, save)
+        os.ftruncate(self.fds[slot], memory.capacity_for(PACKED))
+        Generation(self.fds[slot]).seal(PACKED, rank=self.rank, world_size=self.size, save=save)
+        return slot
+
+    def save(self, step: int, number: int = 0, *, to_storage: bool = False) -> int:
+        slot = self.write(step, number)
+        self.saver_state.commit(self.rank, Commit(slot, self.id(step, number), to_storage))
+        return slot
+
+    def leave(self) -> None:
+        self.saver_state.detach(self.rank, self.owner)
+
+    @property
+    def steps(self) -> list[int]:
+        return sorted(held.save.step for held in self.saver_state.look() if held.rank == self.rank)
+
+
+def test_the_last_two_steps_are_held():
+    worker = Worker(SaverState(), 0)
+    for step in range(5):
+        worker.save(step)
+    assert worker.steps == [3, 4]
+
+
+def test_an_unfinished_save_costs_the_older_step_only():
+    worker = Worker(SaverState(), 0)
+    worker.save(1)
+    worker.save(2)
+    worker.write(3)
+    assert worker.steps == [2]
+
+
+def test_what_is_to_be_persisted_is_not_written():
+    worker = Worker(SaverState(), 0)
+    pinned = worker.save(1, to_storage=True)
+    assert {worker.save(step) for step in range(2, 6)} == {1 - pinned}
+    assert worker.steps == [1, 5]
+
+
+def test_two_generations_are_written_in_turn_while_a_third_is_persisted():
+    worker = Worker(SaverState(), 0, generations=3)
+    worker.save(1, to_storage=True)
+    for step in range(2, 6):
+        worker.save(step)
+    assert worker.steps == [1, 4, 5]
+
+
+def test_a_save_waits_while_both_generations_are_to_be_persisted():
+    saver_state = SaverState()
+    worker = Worker(saver_state, 0)
+    worker.save(1, to_storage=True)
+    worker.save(2, to_storage=True)
+    saving = threading.Thread(target=worker.save, args=(3,))
+    saving.start()
+    task = saver_state.tasks.next()
+    assert task.step == 1
+    assert saver_state.tasks.pause(task, 5.0, yielding=True), (
+        "the task hears that its memory is wanted"
+    )
+    assert worker.steps == [1, 2]
+    saver_state.tasks.finish(task, "")
+    saving.join(5)
+    assert worker.steps == [2, 3]
+
+
+def test_a_step_is_persisted_when_all_ranks_have_committed_it():
+    saver_state = SaverState()
+    workers = [Worker(saver_state, rank, (0, 1)) for rank in range(2)]
+    workers[0].save(1, to_storage=True)
+    assert not any(task.complete for task in saver_state.tasks._tasks.values())
+    workers[1].save(1, to_storage=True)
+    task = saver_state.tasks.next()
+    assert sorted(saver_state.tasks.sources(task)) == [0, 1]
+
+
+def test_a_step_that_a_rank_cannot_commit_any_more_fails():
+    saver_state = SaverState()
+    workers = [Worker(saver_state, rank, (0, 1)) for rank in range(2)]
+    workers[0].save(1, to_storage=True)
+    workers[1].leave()
+    assert saver_state.settled(0) == ("Step 1 was not stored: rank 1 ended before.",)
+    assert saver_state.settled(0) == ()
+
+
+def saved_twice(*saves: int) -> tuple[SaverState, list[Worker]]:
+    """A state whose ranks have each saved step 1 that often, for the storage."""
+    saver_state = SaverState()
+    ranks = tuple(range(len(saves)))
+    workers = [Worker(saver_state, rank, ranks, generations=3) for rank in ranks]
+    for worker, count in zip(workers, saves, strict=True):
+        for number in range(1, count + 1):
+            worker.save(1, number, to_storage=True)
+    return saver_state, workers
+
+
+def stored(saver_state: SaverState) -> list[tuple[int, ...]]:
+    """Persist what there is; of each task the numbers of the saves that the ranks' parts are of."""
+    found = []
+    while saver_state.tasks.ready:
+        task = saver_state.tasks.next()
+        found.append(tuple(task.slots[rank].saved.number for rank in task.ranks))
+        saver_state.tasks.sources(task)
+        saver_state.tasks.finish(task, "")
+    return found
+
+
+def pins(saver_state: SaverState) -> int:
+    return sum(slot.pins for mine in saver_state._ranks.memories.values() for slot in mine.slots)
+
+
+def test_each_save_of_a_step_is_persisted_by_itself_and_the_last_one_last():
+    saver_state, _ = saved_twice(2, 2)
+    assert stored(saver_state) == [(1, 1), (2, 2)]
+    assert [saver_state.settled(rank) for rank in range(2)] == [(), ()]
+    assert pins(saver_state) == 0
+
+
+@pytest.mark.parametrize("dies_first", [True, False])
+def test_a_second_save_that_a_rank_did_not_live_to_make_is_given_up(dies_first):
+    saver_state, workers = saved_twice(1 if dies_first else 2, 1)
+    workers[1].leave()
+    if dies_first:
+        workers[0].save(1, 2, to_storage=True)
+    assert stored(saver_state) == [(1, 1)]
+    (problem,) = saver_state.settled(0)
+    assert problem.startswith("Step 1 was not stored: rank 1 ended before.")
+    assert pins(saver_state) == 0
+
+
+def test_a_rank_that_is_a_save_behind_still_has_one_in_common():
+    saver_state, _ = saved_twice(2, 1)
+    held = {(held.rank, held.save.number) for held in saver_state.look()}
+    assert held == {(0, 1), (0, 2), (1, 1)}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_save_that_one_rank_passed_over_holds_up_nothing(first):
+    saver_state, workers = saved_twice(0, 0)
+    save = workers[0].id(1)
+    steps = [
+        lambda: workers[0].save(1, to_storage=True),
+        lambda: saver_state.pass_over(1, save, written=False),
+    ]
+    for step in steps if first == 0 else steps[::-1]:
+        step()
+    assert saver_state.settled(0) == ("Step 1 was not stored: rank 1 did not save it.",)
+    assert pins(saver_state) == 0
+    for worker in workers:
+        worker.save(2, to_storage=True)
+    assert stored(saver_state) == [(2, 2)]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_part_that_its_worker_writes_itself_is_not_waited_for(first):
+    saver_state, workers = saved_twice(0, 0)
+    save = workers[0].id(1)
+    steps = [
+        lambda: workers[0].save(1, to_storage=True),
+        lambda: saver_state.pass_over(1, save, written=True),
+    ]
+    for step in steps if first == 0 else steps[::-1]:
+        step()
+    task = saver_state.tasks.next()
+    assert list(saver_state.tasks.sources(task)) == [0]
+    saver_state.tasks.finish(task, "")
+    assert saver_state.settled(0) == ()
+    saver_state.pass_over(0, workers[0].id(2), written=True)
+    saver_state.pass_over(1, workers[0].id(2), written=True)
+    assert not saver_state.tasks._tasks
+
+
+def test_ranks_that_do_not_make_the_same_saves_are_told_at_once():
+    _, workers = saved_twice(0, 0)
+    workers[0].save(1)
+    workers[0].save(2)
+    workers[1].save(1)
+    with pytest.raises(ConfigurationError, match="saves step 3 where rank 0 has saved step 2"):
+        workers[1].save(3, 2)
+
+
+def test_a_step_that_was_gone_back_to_is_newer_than_what_was_abandoned():
+    worker = Worker(SaverState(), 0)
+    for step in (1, 2):
+        worker.save(step)
+    worker.save(1, 3)
+    assert worker.steps == [1, 2]
+    worker.save(2, 4)
+    assert {(held.save.step, held.save.number) for held in worker.saver_state.look()} == {
+        (1, 3),
+        (2, 4),
+    }
+
+
+def test_a_saver_says_what_the_newest_save_was_that_it_has_seen():
+    saver_state, _ = saved_twice(2, 1)
+    attached, *_ = saver_state.attach(2, HERE)
+    assert attached.newest.number == 2
+
+
+def test_storage_that_fails_is_told_once_and_so_is_its_return():
+    saver_state = SaverState()
+    workers = [Worker(saver_state, rank, (0, 1), generations=3) for rank in range(2)]
+    told = []
+    for step, problem in enumerate(["", "It is full.", "It is full.", "", ""], 1):
+        for worker in workers:
+            worker.save(step, to_storage=True)
+        saver_state.tasks.finish(saver_state.tasks.next(), problem)
+        told += [(step, rank, news) for rank in range(2) if (news := saver_state.news(rank))]
+    assert told == [
+        (2, 0, "It is full. Training goes on, and later steps are tried."),
+        (4, 0, "Step 4 was stored: the storage takes steps again."),
+    ]
+    assert saver_state.settled(1) == ("It is full.", "It is full.")
+
+
+def test_a_new_world_drops_what_the_old_one_left_half_done():
+    saver_state = SaverState()
+    old = [Worker(saver_state, rank, (0, 1)) for rank in range(2)]
+    old[0].save(1, to_storage=True)
+    old[0].leave()
+    new = Worker(saver_state, 0, (0,), session=2)
+    assert not saver_state.tasks._tasks
+    assert not any(slot.pinned for slot in saver_state._ranks.memories[0].slots)
+    assert new.steps == [1], "but may load it"
+
+
+def test_a_world_that_did_not_load_gives_up_the_memory_of_the_old_one():
+    saver_state = SaverState()
+    old = Worker(saver_state, 0)
+    old.save(100)
+    old.save(101)
+    old.leave()
+    new = Worker(saver_state, 0, session=2)
+    new.save(1)
+    assert new.steps == [1]
+
+
+def test_the_step_that_was_loaded_is_kept_until_two_others_are_there():
+    saver_state = SaverState()
+    old = Worker(saver_state, 0)
+    kept = old.save(100)
+    old.save(101)
+    old.leave()
+    new = Worker(saver_state, 0, session=2)
+    saver_state.keep(0, old.id(100))
+    assert new.steps == [100]
+    assert new.save(101) != kept
+    assert new.steps == [100, 101]
+    assert new.save(102) == kept
+    assert new.steps == [101, 102]
+
+
+def test_the_step_of_a_larger_world_is_kept_whole_until_the_second_save():
+    saver_state = SaverState()
+    old = [Worker(saver_state, rank, (0, 1)) for rank in range(2)]
+    for worker in old:
+        worker.save(100)
+        worker.leave()
+    new = Worker(saver_state, 0, (0,), session=2)
+    saver_state.keep(0, old[0].id(100))
+    new.save(101)
+    assert [(held.rank, held.save.step) for held in saver_state.look()] == [
+        (0, 100),
+        (0, 101),
+        (1, 100),
+    ]
+    new.save(102)
+    assert [(held.rank, held.save.step) for held in saver_state.look()] == [(0, 102), (0, 101)]
+    with pytest.raises(InfrastructureError, match="Nothing of rank 1"):
+        saver_state.open(1)
+
+
+def test_two_processes_cannot_be_the_same_rank(monkeypatch):
+    monkeypatch.setattr("dlrover.checkpoint.saver.state.PREDECESSOR_WAIT", 0.1)
+    saver_state = SaverState()
+    Worker(saver_state, 0)
+    with pytest.raises(InfrastructureError, match="two jobs cannot share"):
+        saver_state.attach(0, HERE)
+
+
+def test_a_process_that_is_gone_does_not_keep_its_rank():
+    saver_state = SaverState()
+    _, first, _ = saver_state.attach(0, 2**22 + 1)  # no such process
+    _, second, _ = saver_state.attach(0, HERE)
+    saver_state.detach(0, first)
+    assert saver_state._ranks.memories[0].owner == second
+
+
+def test_a_flipped_bit_is_found_when_the_sums_are_known():
+    saver_state = SaverState()
+    worker = Worker(saver_state, 0)
+    slot = worker.save(1)
+    saver_state.sums.compute_next()
+    assert saver_state.verify(0, slot) == ""
+    Generation(worker.fds[slot]).data[3] ^= 1
+    assert "The tensor a of step 1 in memory is damaged" in saver_state.verify(0, slot)
+
+
+def test_sums_of_memory_that_is_written_again_are_not_stored():
+    saver_state = SaverState()
+    worker = Worker(saver_state, 0)
+    worker.save(1)
+    worker.save(2)
+    slot = worker.write(3)
+    saver_state.sums.compute_next()
+    generation = Generation(worker.fds[slot])
+    assert generation.sums(generation.header()) is None
+
+
+def test_more_memory_than_there_is_is_refused_with_a_sentence():
+    saver_state = SaverState()
+    Worker(saver_state, 0)
+    with pytest.raises(InfrastructureError, match="MiB are available"):
+        saver_state.reserve(0, 0, 1 << 50)
+
+
+def test_a_worker_that_commits_what_it_did_not_write_is_refused():
+    saver_state = SaverState()
+    worker = Worker(saver_state, 0)
+    slot = worker.write(1)
+    with pytest.raises(ProtocolError, match="does not hold step 2"):
+        saver_state.commit(0, Commit(slot, worker.id(2), False))
+    with pytest.raises(ProtocolError, match="no generation 7"):
+        saver_state.commit(0, Commit(7, worker.id(1), False))
+
+
+def test_the_saver_leaves_after_the_linger_time_and_then_takes_no_more_connections():
+    saver_state = SaverState()
+    with saver_state.connection():
+        Worker(saver_state, 0).leave()
+    saver_state.wait_until_idle(0.0)
+    with pytest.raises(SaverGoneError), saver_state.connection():
+        pass
+
+
+def test_the_saver_leaves_when_it_is_stopped():
+    saver_state = SaverState()
+    with saver_state.connection():
+        saver_state.stop()
+        saver_state.wait_until_idle(1000.0)
+
+
+# ---- worlds that end
+
+
+def leave(worker, *, goodbye=False):
+    worker.saver_state.detach(worker.rank, worker.owner, goodbye=goodbye)
+
+
+def broken_world(*last):
+    """A state whose ranks have saved up to these steps and then died."""
+    saver_state = SaverState()
+    ranks = tuple(range(len(last)))
+    workers = [Worker(saver_state, rank, ranks, stores=True) for rank in ranks]
+    for worker, newest in zip(workers, last, strict=True):
+        for step in range(1, newest + 1):
+            worker.save(step)
+    for worker in workers:
+        leave(worker)
+    return saver_state, workers
+
+
+def test_what_is_in_memory_stays_until_it_is_decided():
+    saver_state, old = broken_world(3, 2)
+    ended = saver_state.breaks.next()
+    held = {rank: sorted(save.step for save in saves) for rank, saves in ended.saves.items()}
+    assert held == {0: [2, 3], 1: [1, 2]}
+    new = [Worker(saver_state, rank, (0, 1), session=2) for rank in range(2)]
+    for worker in new:
+        saver_state.keep(worker.rank, old[0].id(2))
+    saving = threading.Thread(target=new[0].save, args=(3,))
+    saving.start()
+    assert saver_state.breaks.pause(ended, 5.0), "the savers hear that the memory is wanted"
+    saver_state.breaks.finish(ended)
+    saving.join(5)
+    assert new[0].steps == [2, 3]
+    assert new[1].steps == [2], "what the new world does not continue from is given up at last"
+
+
+def test_the_step_is_persisted_and_the_other_memory_is_free():
+    saver_state, old = broken_world(3, 2)
+    ended = saver_state.breaks.next()
+    storing = threading.Thread(target=saver_state.breaks.store, args=(ended, old[0].id(2), (0, 1)))
+    storing.start()
+    task = saver_state.tasks.next()
+    assert (task.step, sorted(saver_state.tasks.sources(task))) == (2, [0, 1])
+    new = Worker(saver_state, 0, (0, 1), session=2)
+    new.save(3)
+    new.save(4)
+    assert [h.save.step for h in saver_state.look() if h.rank == 0 and h.save.session == 1] == [
+        2
+    ], "it is not overwritten"
+    assert storing.is_alive()
+    saver_state.tasks.finish(task, "")
+    storing.join(5)
+    saver_state.breaks.finish(ended)
+    assert not any(slot.pinned for m in saver_state._ranks.memories.values() for slot in m.slots)
+
+
+def test_a_step_that_was_asked_for_but_is_not_complete_elsewhere_is_given_up():
+    saver_state = SaverState()
+    worker = Worker(saver_state, 0, (0,), stores=True)
+    worker.save(1)
+    worker.save(2, to_storage=True)
+    task = saver_state.tasks.next()
+    leave(worker)
+    ended = saver_state.breaks.next()
+    storing = threading.Thread(target=saver_state.breaks.store, args=(ended, worker.id(1), (0,)))
+    storing.start()
+    with pytest.raises(Exception, match="Step 2 was not stored: its world ended"):
+        saver_state.tasks.pause(task, 5.0, yielding=False)
+    saver_state.tasks.finish(task, task.given_up)
+    task = saver_state.tasks.next()
+    assert task.step == 1
+    saver_state.tasks.finish(task, "")
+    storing.join(5)
+    assert not storing.is_alive()
+
+
+@pytest.mark.parametrize(("asked", "goodbye"), [(False, False), (True, True)])
+def test_nothing_happens_without_being_asked_or_after_a_goodbye(asked, goodbye):
+    saver_state = SaverState()
+    worker = Worker(saver_state, 0, stores=asked)
+    worker.save(1)
+    leave(worker, goodbye=goodbye)
+    assert not saver_state.breaks.pending
+
+
+def test_the_same_world_is_not_asked_twice_about_the_same_step():
+    saver_state, _ = broken_world(3)
+    saver_state.breaks.finish(saver_state.breaks.next())
+    again = Worker(saver_state, 0, stores=True)
+    leave(again)
+    assert not saver_state.breaks.pending
+
+
+def test_a_predecessor_whose_end_was_not_heard_of_counts_as_ended():
+    saver_state = SaverState()
+    worker = Worker(saver_state, 0, stores=True)
+    saver_state._ranks.memories[0].pid = 2**22 + 1  # no such process
+    worker.save(1)
+    Worker(saver_state, 0, session=2)
+    assert saver_state.breaks.pending
+
+
+def test_savers_that_do_not_answer_are_not_waited_for_longer(tmp_path, monkeypatch):
+    monkeypatch.setattr("dlrover.checkpoint.saver.breakpoint.VOTE_PATIENCE", 0.1)
+    saver_state = SaverState()
+    joined = Join(5, 2, (0,), save_at_breakpoint=True)
+    _, owner, _ = saver_state.attach(0, 1)
+    saver_state.join(0, joined)
+    saver_state.detach(0, owner, goodbye=False)
+    ended = saver_state.breaks.next()
+    Breakpoints(open_store(tmp_path), saver_state.breaks, 1)._carry_out(ended)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lost_node_has_its_part_stored_from_its_replica(tmp_path, monkeypatch):
+    monkeypatch.setattr("dlrover.checkpoint.saver.breakpoint.VOTE_PATIENCE", 0.1)
+    saver_state = SaverState()
+    own = Worker(saver_state, 0, (0,), stores=True, size=2)
+    replica = Worker(saver_state, 1, (0, 1))
+    for worker in (replica, own):
+        worker.save(3)
+    replica.leave()
+    leave(own)
+    ended = saver_state.breaks.next()
+    voting = threading.Thread(
+        target=Breakpoints(open_store(tmp_path), saver_state.breaks, 1)._carry_out, args=(ended,)
+    )
+    voting.start()
+    task = saver_state.tasks.next()
+    assert (task.step, task.ranks) == (3, (0, 1))
+    assert sorted(saver_state.tasks.sources(task)) == [0, 1]
+    saver_state.tasks.finish(task, "")
+    voting.join(5)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_rank_left_is_not_written_over_before_its_peers_have_ended():
+    saver_state = SaverState()
+    old = [Worker(saver_state, rank, (0, 1), stores=True) for rank in range(2)]
+    for worker in old:
+        worker.save(1)
+    leave(old[0])
+    new = Worker(saver_state, 0, (0, 1), session=2)
+    for step in (5, 6):
+        new.save(step)
+    assert new.steps == [1, 6]
+    leave(old[1])
+    assert saver_state.breaks.next().saves == {0: (old[0].id(1),), 1: (old[1].id(1),)}
+
+
+def test_other_nodes_do_not_hold_up_a_training_for_long(tmp_path, monkeypatch):
+    monkeypatch.setattr("dlrover.checkpoint.saver.saver.STARVING_PATIENCE", 0.2)
+    with protocol.new_socket() as listener:
+        saver = Saver(
+            open_store(tmp_path), storage.identity(open_store(tmp_path)), KeepLast(2), 1.0, listener
+        )
+        worker = Worker(saver._state, 0, (0,), size=2)
+        for step in (1, 2):
+            worker.save(step, to_storage=True)
+        saving = threading.Thread(target=worker.save, args=(3,))
+        saving.start()
+        task = saver._state.tasks.next()
+        problem = saver._store_task(task)
+        assert "other nodes did not store their parts within 0.2 s" in problem
+        saver._state.tasks.finish(task, problem)
+        saving.join(5)
+        assert worker.steps == [2, 3]
+
+
+def test_a_generation_without_its_memory_is_not_granted():
+    saver_state = SaverState()
+    worker = Worker(saver_state, 0, generations=3)
+    assert saver_state.begin(0, 1, ready=0) == 0, "none is there yet: wait for the first"
+    assert worker.steps == []
+    worker.save(1)
+    assert saver_state.begin(0, 2, ready=1) == 1, "the only one holds the newest step"
+    assert worker.steps == [1]
+    worker.save(2)
+    assert saver_state.begin(0, 3, ready=2) == 0, "the third one is not waited for"
+    assert worker.steps == [2]
