@@ -14,6 +14,16 @@ settings.load_profile("project")
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One cache for all test processes: a program's modules are imported once for all workers of a job."""
+    base = tmp_path_factory.getbasetemp()
+    cache = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DLROVER_CACHE_DIR", str(cache))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _own_state_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     before = os.environ.get("DLROVER_STATE_DIR")
     os.environ["DLROVER_STATE_DIR"] = str(tmp_path_factory.mktemp("state"))

@@ -33,7 +33,7 @@ TORCH_RDZV_KEYS = frozenset(
 ALIASES = {"lastcall_timeout": "last_call_timeout"}
 """Names of settings in the original DLRover, and today's names."""
 OTHER_VARIABLES = frozenset(
-    {"MASTER_ADDR", "JOB_DIR", "CONFIG", "TOKEN", "STATE_DIR", "KUBERNETES_JOB", "KUBERNETES_JOB_UID", "NODE_ID",
+    {"MASTER_ADDR", "JOB_DIR", "CONFIG", "TOKEN", "STATE_DIR", "CACHE_DIR", "KUBERNETES_JOB", "KUBERNETES_JOB_UID", "NODE_ID",
      "NODE_NAME", "NODE_RANK", "NODE_COMMAND", "STEPS_FILE", "BRAIN_TOKEN", "BRAIN_DATABASE", "REPLICA_SECRET"}
 )  # fmt: skip
 """``DLROVER_...`` variables that are not settings of the configuration file."""
@@ -270,6 +270,15 @@ def state_dirs(env: Mapping[str, str]) -> list[Path]:
         return [Path(env["XDG_STATE_HOME"]) / "dlrover", temporary]
     home = [Path(env["HOME"]) / ".local" / "state" / "dlrover"] if env.get("HOME") else []
     return [*home, temporary]
+
+
+def cache_dir(env: Mapping[str, str]) -> Path | None:
+    """Return the directory for what only saves time; None without a home. ``DLROVER_CACHE_DIR`` replaces it."""
+    if "DLROVER_CACHE_DIR" in env:
+        return Path(env["DLROVER_CACHE_DIR"]) if env["DLROVER_CACHE_DIR"] else None
+    if env.get("XDG_CACHE_HOME"):
+        return Path(env["XDG_CACHE_HOME"]) / "dlrover"
+    return Path(env["HOME"]) / ".cache" / "dlrover" if env.get("HOME") else None
 
 
 def _budgets(text: str) -> dict[str, int]:

@@ -234,6 +234,7 @@ class Session:
         ]
         self.env["PATH"] = ":".join([str(tools), *elsewhere])
         self.env["DLROVER_STATE_DIR"] = str(directory / ".state")
+        self.env["DLROVER_CACHE_DIR"] = os.environ["DLROVER_CACHE_DIR"]
         self.env["COLUMNS"] = "200"
         self._port, self.brain_port = free_port(), free_port()
         self.env["DLROVER_BRAIN"] = f"127.0.0.1:{self.brain_port}"

@@ -251,6 +251,7 @@ class Runner:
             if not name.startswith(("DLROVER_", "PET_", "TORCHELASTIC_", "OMP_", "TORCH_NCCL"))
         }
         self.env["DLROVER_STATE_DIR"] = str(directory / "state")
+        self.env["DLROVER_CACHE_DIR"] = os.environ["DLROVER_CACHE_DIR"]
         self._launches: list[Launch] = []
 
     def __call__(

@@ -74,7 +74,9 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
     def on_exit(local_rank: int, failure: Failure | None) -> None:
         agent.worker_ended(local_rank, failure)
 
-    workers = WorkerGroup(launch, env, RunLogs(launch, base), hostname, on_exit)
+    workers = WorkerGroup(
+        launch, env, RunLogs(launch, base), hostname, on_exit, config.cache_dir(env)
+    )
     # Not the node's id: a replacement of a dead agent must find its saver, as on the same machine.
     workers.place = f"{args.node_rank} of {job_dir.path}"
     checker = Checker(job_dir.path, settings.accelerator, env)

@@ -22,6 +22,7 @@ from dlrover.agent.devices import Devices
 from dlrover.agent.workers import environment, evidence, numa, zygotes
 from dlrover.agent.workers.facts import NodeFacts
 from dlrover.agent.workers.logs import AttemptLogs, RunLogs
+from dlrover.agent.workers.modules import ModuleList
 from dlrover.agent.workers.zygote import Order
 from dlrover.errors import ConfigurationError
 from dlrover.spec.activity import WorkerActivity
@@ -72,6 +73,7 @@ class WorkerGroup:
         logs: RunLogs,
         hostname: str,
         on_exit: Callable[[int, Failure | None], None],
+        cache: Path | None = None,
     ) -> None:
         if launch.nproc_per_node > MAX_SLOTS:
             raise ConfigurationError(
@@ -97,6 +99,8 @@ class WorkerGroup:
         self._cold: zygotes.ZygoteProcess | None = None
         self._warm: zygotes.ZygoteProcess | None = None
         self._retired: list[zygotes.ZygoteProcess] = []
+        self._python = launch.python or sys.executable
+        self._modules = ModuleList(cache, launch, self._python, base_env.get("PYTHONPATH", ""))
         self._modules_file = ""
         self._workers: dict[int, Worker] = {}
         self._ids = 0
@@ -110,9 +114,12 @@ class WorkerGroup:
     # ---- start
 
     def prepare(self) -> None:
-        """Start a zygote before the first round."""
-        if self._cold is None:
-            self._cold = self._start_zygote("")
+        """Start a zygote before the first round, with the modules of the program's last run."""
+        if self._cold is None and self._warm is None:
+            if known := self._modules.find():
+                self._warm = self._start_zygote(known)
+            else:
+                self._cold = self._start_zygote("")
 
     def start(self, world: World) -> None:
         """Start the workers of a round.
@@ -123,6 +130,7 @@ class WorkerGroup:
         """
         count = self._launch.nproc_per_node
         ranks = {local: world.first_rank + local for local in range(count)}
+        started_before = self._world is not None
         self._world = world
         self._stopped_at = None
         self._oom_kills = cgroup.oom_kills()
@@ -133,6 +141,10 @@ class WorkerGroup:
         for worker in [Worker(local, rank) for local, rank in ranks.items()]:
             self._ids += 1
             orders.append((worker, self._order(self._ids, worker, world, self._logs)))
+        if started_before and not self._modules_file:
+            # No worker has come to a step. The modules of the last run may be the reason.
+            self._modules.forget()
+            self.discard_zygotes()
         zygote = self._pick_zygote()
         for worker, order in orders:  # all or none: errors in the orders have been raised by now
             self._workers[worker.local_rank] = self._by_id[order.spawn] = worker
@@ -190,7 +202,7 @@ class WorkerGroup:
 
     def _start_zygote(self, preload_file: str) -> zygotes.ZygoteProcess:
         return zygotes.ZygoteProcess(
-            self._launch.python or sys.executable,
+            self._python,
             self._base_env,
             self._board_fd,
             preload_file,
@@ -216,18 +228,22 @@ class WorkerGroup:
             self._cold_zygote().spawn(order)
 
     def _cold_zygote(self) -> zygotes.ZygoteProcess:
-        self.prepare()
-        assert self._cold is not None
+        if self._cold is None:
+            self._cold = self._start_zygote("")
         return self._cold
 
     def _warm_up(self) -> None:
         """Start a zygote with the workers' imports once the workers have listed them."""
-        if self._warm is not None or self._launch.entry is Entry.COMMAND or self._logs is None:
+        if self._launch.entry is Entry.COMMAND or self._logs is None:
             return
+        if self._warm is not None and self._warm.problem:
+            self._modules.forget()
         listed = str(self._logs.directory / "modules.json")
         if listed != self._modules_file and self._board.read(0).modules_listed:
             self._modules_file = listed  # one attempt per list: importing may crash
-            self._warm = self._start_zygote(listed)
+            self._modules.keep(Path(listed))
+            if self._warm is None:
+                self._warm = self._start_zygote(listed)
 
     def _signal_zygotes(self, number: signal.Signals) -> None:
         procs.kill((z.process.pid for z in (self._cold, self._warm) if z is not None), number)
@@ -250,6 +266,7 @@ class WorkerGroup:
         self._retired.append(zygote)
         if zygote is self._warm:
             self._warm = None
+            self._modules.forget()
         elif zygote is self._cold:
             self._cold = None
         for worker in sorted(zygote.workers):
