@@ -28,6 +28,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(90)]
 
+NODES = 2
+STEPS = 120
+STEP_SECONDS = 0.05
+
 BASE_UNITS = ("seconds", "bytes", "ratio")
 LABELS = {
     "dlrover_job_seconds": {"cause"},
@@ -128,8 +132,8 @@ def test_a_real_job_can_be_watched_while_it_runs_and_explained_when_it_has_ended
     port = run.free_port()
     (tmp_path / "out").mkdir()
     launch = run(
-        *("--local-nodes", 2, "--nproc-per-node", 1, "--rdzv-conf", f"metrics_port={port}"),
-        *(run.scripts / "train.py", tmp_path / "out", 60, 0.05),
+        *("--local-nodes", NODES, "--nproc-per-node", 1, "--rdzv-conf", f"metrics_port={port}"),
+        *(run.scripts / "train.py", tmp_path / "out", STEPS, STEP_SECONDS),
         env={"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint},
     )
     launch.until(lambda: launch.events_of(events.RoundCompleted), what="the first world")
@@ -173,7 +177,8 @@ def check_goodput(run, launch, running: dict) -> None:
     assert sum(ended["seconds"].values()) == pytest.approx(ended["wall_seconds"], abs=1e-5)
     # Two nodes from the job's submission on; they leave soon after its end.
     assert 2 * ended["job_seconds"] <= ended["wall_seconds"] < 2 * ended["job_seconds"] + 10
-    assert ended["seconds"]["productive"] > 2 * 60 * 0.05 * 0.8
+    # A round's steps count from the first report of a step, up to an interval of reports after it.
+    assert ended["seconds"]["productive"] > NODES * STEPS * STEP_SECONDS * 0.6
     (incident,) = ended["incidents"]
     assert "killed by SIGKILL" in incident["title"]
     recovered = launch.events_of(events.Recovered)[0]
