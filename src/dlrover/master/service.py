@@ -27,7 +27,7 @@ from dlrover.master.scaling.autoscale import AutoScaler
 from dlrover.master.shards import ShardsService
 from dlrover.master.storeside import StoreService, waited
 from dlrover.master.views.status import status_of
-from dlrover.platform.base import RoleSize, PlacedNode, Platform, Progress, scaled_by
+from dlrover.platform.base import PlacedNode, Platform, Progress, RoleSize, scaled_by
 from dlrover.rpc import messages
 from dlrover.rpc.server import Server
 from dlrover.spec.check import CheckReport

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
 from dlrover.planning.throughput import TrustRegion
 from dlrover.spec import events
 from dlrover.spec.plan import Effect, Group, Plan, PlanOutcome
