@@ -51,17 +51,21 @@ def test_torch_reads_a_wrapped_tensor_without_trusting_it(dtype, shape, at):
     assert zipfile.ZipFile(io.BytesIO(whole)).testzip() is None
 
 
-def source(state: dict) -> Source:
+def generation(state: dict) -> tuple[Generation, layouts.Layout]:
     """A state in memory, as a saver holds it."""
     copier = Copier()
     packed = copier.layout(tree.flatten(state))
     fd = os.memfd_create("test")
     os.ftruncate(fd, memory.capacity_for(packed))
-    generation = Generation(fd)
+    held = Generation(fd)
     os.close(fd)
-    copier.copy(torch.frombuffer(generation.data, dtype=torch.uint8))
-    layout = msgspec.msgpack.decode(packed.encoded, type=layouts.Layout)
-    return Source(generation.tensor_bytes, layout, memory.compute_sums(generation, layout))
+    copier.copy(torch.frombuffer(held.data, dtype=torch.uint8))
+    return held, msgspec.msgpack.decode(packed.encoded, type=layouts.Layout)
+
+
+def source(state: dict) -> Source:
+    held, layout = generation(state)
+    return Source(held.tensor_bytes, layout, memory.compute_sums(held, layout))
 
 
 def job(
@@ -246,9 +250,9 @@ def test_a_directory_is_named_once(tmp_path):
 
 
 def test_views_of_a_layout_are_the_tensors():
-    held = source(state())
-    data = torch.frombuffer(held.generation.data, dtype=torch.uint8)
-    found = copying.views(data, held.layout.entries)
+    held, layout = generation(state())
+    data = torch.frombuffer(held.data, dtype=torch.uint8)
+    found = copying.views(data, layout.entries)
     assert torch.equal(found[0], state()["model"]["w"])
 
 
