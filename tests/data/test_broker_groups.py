@@ -179,5 +179,5 @@ def test_a_group_of_kafka_with_consumers_is_left_alone(kafka_port: int, caplog) 
             consumer.poll(0.1)
         with reading(topic) as data:
             commit_after(data, 20)
-    assert "The group job of kafka://" in caplog.text
+    assert "to the group job of kafka://" in caplog.text
     assert "Unknown member" in caplog.text

@@ -170,7 +170,7 @@ class Job:
                 world_size=len(self.ranks),
                 epoch=0,
                 base=self.base,
-                mine=rank.mine.packed(),
+                acknowledged=rank.mine.packed(),
             ).as_dict()
             for number, rank in enumerate(self.ranks)
         ]

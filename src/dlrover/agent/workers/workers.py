@@ -141,7 +141,7 @@ class WorkerGroup:
         for worker in [Worker(local, rank) for local, rank in ranks.items()]:
             self._ids += 1
             orders.append((worker, self._order(self._ids, worker, world, self._logs)))
-        if started_before and not self._modules_file:
+        if started_before and self._warm is not None and not self._modules_file:
             # No worker has come to a step. The modules of the last run may be the reason.
             self._modules.forget()
             self.discard_zygotes()
