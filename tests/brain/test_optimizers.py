@@ -14,9 +14,8 @@ from dlrover.master.scaling.brainside import shape_of
 from dlrover.planning.shapes import allowed, ring_sample
 from dlrover.planning.warmstart import PastJob, first_plan
 from dlrover.spec import brain
-from dlrover.spec.batches import Batches
+from dlrover.spec.measurements import Batches, SpeedSample
 from dlrover.spec.plan import Effect, Group, PlanOutcome
-from dlrover.spec.speed import SpeedSample
 from tests.brain import jobs
 
 NOTHING = brain.Cluster()

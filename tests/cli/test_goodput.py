@@ -23,9 +23,9 @@ from dlrover.errors import ConfigurationError
 from dlrover.master.journal.file import FileJournal
 from dlrover.master.machine.goodput.roundtime import nothing
 from dlrover.spec.events import SizeSettled
-from dlrover.spec.goodput import CAUSES, Cause, Goodput
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.jobdir import JobDir
+from dlrover.spec.outcome import CAUSES, Cause, Goodput
 from dlrover.testing.cluster import Cluster
 
 

@@ -20,8 +20,7 @@ from dlrover.kubernetes.resources.types import PlannedPod, ScalePlanSpec, ScaleR
 from dlrover.master import scale
 from dlrover.master.machine import inputs
 from dlrover.rpc.messages import ScaleReply
-from dlrover.spec.node import LaunchNode
-from dlrover.spec.roles import FIRST_SERVER
+from dlrover.spec.node import FIRST_SERVER, LaunchNode
 from dlrover.testing.drivers import JobDriver
 from tests.kubernetes import manifests
 from tests.kubernetes.controlplane import ControlPlane

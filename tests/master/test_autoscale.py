@@ -4,11 +4,10 @@ import pytest
 
 from dlrover.master.machine.scaling.autoscale import DRIFT_WINDOWS, MOST_CHANGES, AutoScaling
 from dlrover.spec import events
-from dlrover.spec.batches import Batches
 from dlrover.spec.job import JobSpec, Limits
-from dlrover.spec.plan import Effect, Group, Plan
-from dlrover.spec.roles import Size
-from dlrover.spec.speed import ModelProfile, ScaleDecision, ScaleKind, ScaleStage, SpeedSample
+from dlrover.spec.measurements import Batches, ModelProfile, SpeedSample
+from dlrover.spec.node import Size
+from dlrover.spec.plan import Effect, Group, Plan, ScaleDecision, ScaleKind, ScaleStage
 
 LIMITS = Limits(autoscale_interval=300.0, autoscale_patience=900.0)
 

@@ -18,15 +18,13 @@ from dlrover.planning.throughput import TrustRegion
 from dlrover.rpc import wire
 from dlrover.rpc.brain import BrainClient, request_id
 from dlrover.rpc.server import Server
-from dlrover.spec.batches import Batches
 from dlrover.spec.brain import ClusterNode, ReportCluster
 from dlrover.spec.events import Event, JobEnded, PlanDropped
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import BrainSide
-from dlrover.spec.plan import Group, Plan
-from dlrover.spec.roles import Size
-from dlrover.spec.speed import ModelProfile, ScaleKind, SpeedSample
-from dlrover.spec.usage import NodeUsage
+from dlrover.spec.measurements import Batches, ModelProfile, NodeUsage, SpeedSample
+from dlrover.spec.node import Size
+from dlrover.spec.plan import Group, Plan, ScaleKind
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,7 @@ from hypothesis import given, settings, strategies as st
 from dlrover.master.diagnosis_rules import table
 from dlrover.master.machine.diagnosis import diagnosis
 from dlrover.master.machine.diagnosis.traceback import is_user_file
-from dlrover.spec.failure import Failure, FailureKind, Origin
-from dlrover.spec.rules import Rule
+from dlrover.spec.failure import Failure, FailureKind, Origin, Rule
 
 TABLE = table()
 diagnose = TABLE.diagnose

@@ -14,9 +14,9 @@ from dlrover.master.machine.watches.hangs import (
     Tick,
     WorldFormed,
 )
-from dlrover.spec.activities import Activity
-from dlrover.spec.activity import WorkerActivity
+from dlrover.spec.activity import Activity
 from dlrover.spec.job import Limits
+from dlrover.spec.measurements import WorkerActivity
 from dlrover.spec.stacks import Frame, WorkerEvidence
 
 STEP, EVAL, START = Activity.STEP, Activity.EVAL, Activity.START

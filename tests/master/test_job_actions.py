@@ -19,10 +19,9 @@ from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.state import Phase
 from dlrover.rpc.messages import CallToRound, Dismiss
 from dlrover.spec import events
-from dlrover.spec.failure import Action, Failure, FailureKind, Origin
+from dlrover.spec.failure import Action, Failure, FailureKind, Origin, Rule
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.node import LaunchNode, NodeStatus
-from dlrover.spec.rules import Rule
 from dlrover.testing.drivers import JobDriver
 
 BROKEN = {

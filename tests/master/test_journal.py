@@ -28,10 +28,9 @@ from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.store import KeyValueStore
 from dlrover.rpc.messages import AddToKey, DeleteKeys, EnterBarrier, SetKey, StoreRequest
 from dlrover.spec import events
-from dlrover.spec.failure import Action, Origin
+from dlrover.spec.failure import Action, Origin, Rule
 from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.jobdir import FORMAT
-from dlrover.spec.rules import Rule
 from dlrover.testing.cluster import WORKER_KINDS, Cluster
 from dlrover.testing.nodes import Delays
 

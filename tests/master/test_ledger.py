@@ -11,8 +11,8 @@ from dlrover.master.machine.goodput.incidents import KEPT
 from dlrover.master.machine.goodput.roundtime import RoundTime
 from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
-from dlrover.spec.goodput import IncidentKind
 from dlrover.spec.job import Limits
+from dlrover.spec.outcome import IncidentKind
 from dlrover.testing.drivers import JobDriver
 
 

@@ -8,8 +8,8 @@ from dlrover.rpc.messages import Dismiss
 from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import Limits
+from dlrover.spec.measurements import SpeedSample
 from dlrover.spec.node import LaunchNode, NodeStatus
-from dlrover.spec.speed import SpeedSample
 from dlrover.testing.drivers import JobDriver
 
 OOM = {"kind": FailureKind.SIGNAL, "signal": 9, "oom_killed": True}

@@ -16,9 +16,9 @@ from dlrover.master.machine import inputs
 from dlrover.master.machine.watches.activities import Activities
 from dlrover.master.service import Master
 from dlrover.rpc import messages
-from dlrover.spec.activities import Activity
-from dlrover.spec.activity import WorkerActivity
+from dlrover.spec.activity import Activity
 from dlrover.spec.job import JobSpec
+from dlrover.spec.measurements import WorkerActivity
 from dlrover.spec.world import Offer
 
 

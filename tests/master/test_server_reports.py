@@ -9,10 +9,10 @@ from dlrover.master.machine import inputs
 from dlrover.master.scaling.autoscale import AutoScaler
 from dlrover.master.service import status_of
 from dlrover.rpc import messages
-from dlrover.spec.activities import Activity
-from dlrover.spec.activity import WorkerActivity
+from dlrover.spec.activity import Activity
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import Limits
+from dlrover.spec.measurements import WorkerActivity
 from dlrover.testing.drivers import JobDriver
 
 

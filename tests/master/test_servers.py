@@ -10,11 +10,18 @@ from dlrover.master.machine.rendezvous import Rendezvous
 from dlrover.master.machine.state import Phase
 from dlrover.master.machine.waiting import waiting_for
 from dlrover.rpc import messages
-from dlrover.spec import events, roles
+from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec
-from dlrover.spec.node import FoundNode, LaunchNode, NodeStatus
-from dlrover.spec.roles import FIRST_SERVER, Size
+from dlrover.spec.node import (
+    FIRST_SERVER,
+    FoundNode,
+    LaunchNode,
+    NodeStatus,
+    Size,
+    index_in_role,
+    role_of,
+)
 from dlrover.spec.world import Offer
 from dlrover.testing.drivers import JobDriver
 
@@ -65,7 +72,7 @@ def come(driver: JobDriver, *nodes: int) -> None:
     [(0, "worker", 0), (99_999, "worker", 99_999), (FIRST_SERVER, "ps", 0), (FIRST_SERVER + 7, "ps", 7)],
 )  # fmt: skip
 def test_a_wanted_rank_tells_the_role(node_rank: int, role: str, index: int) -> None:
-    assert (roles.role_of(node_rank), roles.index_in_role(node_rank)) == (role, index)
+    assert (role_of(node_rank), index_in_role(node_rank)) == (role, index)
 
 
 # ---- worlds

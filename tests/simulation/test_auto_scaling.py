@@ -9,8 +9,7 @@ from dlrover.master.views.status import size_of
 from dlrover.spec import brain, events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec, Limits
-from dlrover.spec.plan import Group
-from dlrover.spec.speed import ScaleKind
+from dlrover.spec.plan import Group, ScaleKind
 from dlrover.testing.cluster import Cluster
 from tests.simulation.autoscaled import LIMITS, NOISE, WITHIN, settled, told
 

@@ -6,9 +6,9 @@ from dlrover.master.machine import inputs
 from dlrover.master.machine.scaling.autoscale import MOST_CHANGES
 from dlrover.spec import events
 from dlrover.spec.job import JobSpec, Limits
-from dlrover.spec.roles import Size
-from dlrover.spec.speed import ScaleKind
-from dlrover.spec.usage import NodeUsage
+from dlrover.spec.measurements import NodeUsage
+from dlrover.spec.node import Size
+from dlrover.spec.plan import ScaleKind
 from dlrover.testing.cluster import Cluster
 from tests.simulation.autoscaled import LIMITS, NOISE, WITHIN, settled, told
 

@@ -17,7 +17,7 @@ from dlrover.master.machine.watches.hangs import (
     WorldFormed,
 )
 from dlrover.master.machine.watches.slow import SpeedWatch
-from dlrover.spec.activities import Activity
+from dlrover.spec.activity import Activity
 from dlrover.spec.events import SlowRank
 from dlrover.spec.job import Limits
 from dlrover.testing.activities import SimulatedTraining

@@ -8,7 +8,7 @@ import pytest
 from dlrover.spec import events
 from dlrover.spec.events import Event
 from dlrover.spec.failure import Failure, FailureKind, Origin, Verdict
-from dlrover.spec.goodput import Goodput, IncidentCost
+from dlrover.spec.outcome import Goodput, IncidentCost
 from dlrover.testing.chaos.report import FaultRow, Report, unmet
 from dlrover.testing.chaos.strike import Sighting, sight, steps_lost
 from dlrover.testing.chaos.watcher import EventLog

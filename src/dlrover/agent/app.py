@@ -28,8 +28,8 @@ from dlrover.rpc import wire
 from dlrover.rpc.client import MasterClient
 from dlrover.spec.failure import Failure
 from dlrover.spec.jobdir import AgentConfig, JobDir, MasterAddress, decode
+from dlrover.spec.node import SERVER, is_server
 from dlrover.spec.outcome import Outcome
-from dlrover.spec.roles import SERVER, is_server
 
 logger = logging.getLogger(__name__)
 

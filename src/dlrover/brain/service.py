@@ -29,8 +29,8 @@ from dlrover.errors import (
 from dlrover.planning.shapes import predict, ring_shape, server_shape
 from dlrover.rpc.server import Server, Unary, caller
 from dlrover.spec import brain
+from dlrover.spec.node import Size
 from dlrover.spec.plan import Plan
-from dlrover.spec.roles import Size
 
 logger = logging.getLogger(__name__)
 

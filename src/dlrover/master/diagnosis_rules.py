@@ -1,6 +1,6 @@
 """The table of causes: the rows that come with DLRover, and those of a user's file.
 
-Both are TOML with a list named ``rule``, whose entries have the fields of `dlrover.spec.rules.Rule`. A
+Both are TOML with a list named ``rule``, whose entries have the fields of `dlrover.spec.failure.Rule`. A
 failure gets the first row of its kind whose conditions all hold. The user's rows are tried first.
 DLRover's last row for each kind has no condition, so every failure gets one.
 """
@@ -20,7 +20,7 @@ import msgspec
 
 from dlrover.errors import ConfigurationError
 from dlrover.master.machine.diagnosis.diagnosis import Table
-from dlrover.spec.rules import Rule
+from dlrover.spec.failure import Rule
 
 BUILT_IN = Path(__file__).with_name("diagnosis_rules.toml")
 """File with the rows that come with DLRover."""

@@ -17,9 +17,9 @@ from dlrover.master.machine.watches import hangs
 from dlrover.master.machine.watches.slow import SpeedWatch
 from dlrover.rpc import messages
 from dlrover.spec import stacks
-from dlrover.spec.activities import Activity
-from dlrover.spec.activity import WorkerActivity
+from dlrover.spec.activity import Activity
 from dlrover.spec.jobdir import JobDir
+from dlrover.spec.measurements import WorkerActivity
 from dlrover.spec.stacks import WorkerEvidence
 
 logger = logging.getLogger(__name__)

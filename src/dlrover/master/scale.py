@@ -8,8 +8,7 @@ from dlrover.master.machine.scaling.scaling import Wanted
 from dlrover.master.machine.waiting import waiting_for
 from dlrover.platform.base import RoleSize
 from dlrover.rpc import messages
-from dlrover.spec.node import NodeStatus
-from dlrover.spec.roles import WORKER
+from dlrover.spec.node import WORKER, NodeStatus
 
 
 def refusal(machine: JobMachine, asked: inputs.ScaleAsked) -> str:

@@ -31,8 +31,7 @@ from dlrover.platform.base import PlacedNode, Platform, Progress, RoleSize, scal
 from dlrover.rpc import messages
 from dlrover.rpc.server import Server
 from dlrover.spec.check import CheckReport
-from dlrover.spec.node import LaunchNode
-from dlrover.spec.roles import WORKER
+from dlrover.spec.node import WORKER, LaunchNode
 from dlrover.spec.shards import LookShards, ShardReply, ShardRequest
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from dlrover.planning.search import Choice, worth
 from dlrover.planning.throughput import Prediction
+from dlrover.spec.node import Size
 from dlrover.spec.plan import Effect
-from dlrover.spec.roles import Size
 
 ERROR = 0.05
 """Maximum relative error by which a measured speed may be too low."""

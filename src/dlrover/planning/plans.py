@@ -16,8 +16,8 @@ from dlrover.planning.allreduce import RingModel, RingShape
 from dlrover.planning.parameter_server import ServerModel, ServerShape
 from dlrover.planning.search import Choice, Prices, best, candidates, worth
 from dlrover.planning.throughput import Prediction, Shape, TrustRegion
+from dlrover.spec.node import SERVER, WORKER
 from dlrover.spec.plan import Group, Plan
-from dlrover.spec.roles import SERVER, WORKER
 
 UNSURE = 0.1
 """Relative standard deviation of a prediction above which a size is worth measuring."""

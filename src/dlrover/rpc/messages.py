@@ -11,14 +11,14 @@ from typing import TypeAlias
 
 import msgspec
 
-from dlrover.spec.activity import WorkerActivity
 from dlrover.spec.check import CheckOrder, CheckReport
 from dlrover.spec.events import Event
 from dlrover.spec.failure import Failure
+from dlrover.spec.measurements import NodeUsage, WorkerActivity
+from dlrover.spec.node import WORKER, Size
 from dlrover.spec.outcome import Outcome
-from dlrover.spec.roles import WORKER, Size
 from dlrover.spec.stacks import Group, WorkerEvidence
-from dlrover.spec.usage import NodeUsage
+from dlrover.spec.words import counted
 from dlrover.spec.world import Holding, Offer, World
 
 # ---- agent to master
@@ -179,10 +179,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
     def processes(self) -> str:
         """Return the world's processes in words: ``4 workers``, ``4 workers and 2 servers``."""
-        workers = Size(self.world_size - self.servers, self.servers)
         if self.servers:
-            return workers.sentence_part()
-        return f"{self.world_size} worker{'' if self.world_size == 1 else 's'}"
+            return Size(self.world_size - self.servers, self.servers).in_words()
+        return counted(self.world_size, "worker")
 
 
 class StacksRequest(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from dlrover.spec.batches import Batches
+from dlrover.spec.measurements import Batches
 from dlrover.spec.plan import Group, Plan
 
 Id: TypeAlias = Annotated[str, Meta(min_length=1, max_length=100, pattern=r"^[!-~]+$")]

@@ -10,9 +10,8 @@ from typing import TypeAlias
 import msgspec
 
 from dlrover.spec.failure import Action, Failure, Verdict
-from dlrover.spec.plan import Effect
-from dlrover.spec.roles import SERVER, Size
-from dlrover.spec.speed import ScaleKind
+from dlrover.spec.node import SERVER, Size
+from dlrover.spec.plan import Effect, ScaleKind
 from dlrover.spec.words import counted
 
 
@@ -214,9 +213,8 @@ class NodeCheckFinished(msgspec.Struct, frozen=True, tag="node_check_finished"):
 
     def sentence(self) -> str:
         """Return the event as one sentence."""
-        rounds = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
         return (
-            f"The node check took {self.seconds:.2f} s in {rounds}: "
+            f"The node check took {self.seconds:.2f} s in {counted(self.rounds, 'round')}: "
             f"{self.nodes - self.excluded} of {self.nodes} nodes go on."
         )
 
@@ -417,16 +415,6 @@ def size(amount: int) -> str:
     return f"{amount / GIB:.1f} GiB" if amount >= GIB else f"{amount >> 20} MiB"
 
 
-def count(nodes: int) -> str:
-    """Return ``1 node``, ``2 nodes``."""
-    return f"{nodes} node{'' if nodes == 1 else 's'}"
-
-
-def told_size(nodes: int, servers: int) -> str:
-    """Return ``2 nodes``, or ``2 workers and 1 server``."""
-    return Size(nodes, servers).sentence_part() if servers else count(nodes)
-
-
 class PlanMade(msgspec.Struct, frozen=True, tag="plan_made"):
     """The auto-scaler begins to carry out a plan: other nodes, servers or batches."""
 
@@ -466,7 +454,9 @@ class FirstSize(msgspec.Struct, frozen=True, tag="first_size"):
 
     def sentence(self) -> str:
         """Return the event as one sentence."""
-        return f"The job starts with {count(self.nodes)}, as the Brain says: {self.reason}."
+        return (
+            f"The job starts with {counted(self.nodes, 'node')}, as the Brain says: {self.reason}."
+        )
 
 
 class PlanMeasured(msgspec.Struct, frozen=True, tag="plan_measured"):
@@ -493,8 +483,9 @@ class PlanMeasured(msgspec.Struct, frozen=True, tag="plan_measured"):
         """Return the event as one sentence."""
         where = "within" if self.within else "outside of"
         short = "; that does not pay" if self.short else ""
+        nodes = Size(self.nodes, self.servers).in_words()
         return (
-            f"Plan {self.number} brought {self.throughput:.3g} {self.unit} on {told_size(self.nodes, self.servers)}, "
+            f"Plan {self.number} brought {self.throughput:.3g} {self.unit} on {nodes}, "
             f"{self.error:+.0%} from what was predicted and {where} its interval{short}."
         )
 
@@ -526,8 +517,9 @@ class SizeSettled(msgspec.Struct, frozen=True, tag="size_settled"):
 
     def sentence(self) -> str:
         """Return the event as one sentence."""
+        nodes = Size(self.nodes, self.servers).in_words()
         return (
-            f"The job stays at {told_size(self.nodes, self.servers)} with {self.throughput:.3g} {self.unit}: of {self.tried} "
+            f"The job stays at {nodes} with {self.throughput:.3g} {self.unit}: of {self.tried} "
             "measured sizes none is worth a change, and no other is expected to be."
         )
 

@@ -8,8 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from dlrover.errors import FormatError
-from dlrover.spec.job import JobSpec, Limits
-from dlrover.spec.launch import LaunchSpec
+from dlrover.spec.job import JobSpec, LaunchSpec, Limits
 from dlrover.spec.node import NodeLimits
 from dlrover.spec.plan import Group
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from dlrover.spec.activity import WorkerActivity
+from dlrover.spec.measurements import WorkerActivity
 
 STACK_FRAMES = 64
 """Innermost frames of a worker's main thread that are kept."""

@@ -11,8 +11,8 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dlrover.spec.activities import Activity
-from dlrover.spec.activity import WorkerActivity
+from dlrover.spec.activity import Activity
+from dlrover.spec.measurements import WorkerActivity
 from dlrover.spec.stacks import Frame, WorkerEvidence
 
 _WAITING = Frame("all_reduce", "/site-packages/torch/distributed/distributed_c10d.py", 2800)

@@ -32,9 +32,8 @@ from dlrover.spec.check import CheckReport
 from dlrover.spec.events import Event
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec
-from dlrover.spec.node import FoundNode, LaunchNode
+from dlrover.spec.node import WORKER, FoundNode, LaunchNode, is_server
 from dlrover.spec.outcome import Outcome
-from dlrover.spec.roles import WORKER, is_server
 from dlrover.testing.nodes import Delays, Link, Program, SimulatedNode, Time
 
 _DETAILS: dict[FailureKind, dict[str, Any]] = {

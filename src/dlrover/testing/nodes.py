@@ -17,12 +17,11 @@ import msgspec
 from dlrover.agent.machine import node as agent_machine
 from dlrover.agent.machine.node import AgentMachine, Stage
 from dlrover.rpc import messages
-from dlrover.spec.activities import Activity
-from dlrover.spec.activity import WorkerActivity
+from dlrover.spec.activity import Activity
 from dlrover.spec.check import CheckOrder
 from dlrover.spec.failure import Failure, FailureKind
-from dlrover.spec.roles import SERVER, Size
-from dlrover.spec.usage import NodeUsage
+from dlrover.spec.measurements import NodeUsage, WorkerActivity
+from dlrover.spec.node import SERVER, Size
 from dlrover.spec.world import Offer, World
 from dlrover.testing import ailments
 from dlrover.testing.ailments import Ailment

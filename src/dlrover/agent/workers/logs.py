@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, BinaryIO
 from dlrover.agent.workers.copying import Copier, LineFormatter, Pump, Sink, Source
 from dlrover.errors import ConfigurationError
 from dlrover.spec.failure import TEXT_LIMIT
-from dlrover.spec.launch import Std
+from dlrover.spec.job import Std
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from dlrover.spec.launch import LaunchSpec
+    from dlrover.spec.job import LaunchSpec
 
 logger = logging.getLogger(__name__)
 

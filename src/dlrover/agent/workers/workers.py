@@ -25,9 +25,9 @@ from dlrover.agent.workers.logs import AttemptLogs, RunLogs
 from dlrover.agent.workers.modules import ModuleList
 from dlrover.agent.workers.zygote import Order
 from dlrover.errors import ConfigurationError
-from dlrover.spec.activity import WorkerActivity
 from dlrover.spec.failure import OWN_ENDS, Failure, FailureKind
-from dlrover.spec.launch import Entry, LaunchSpec, Std
+from dlrover.spec.job import Entry, LaunchSpec, Std
+from dlrover.spec.measurements import WorkerActivity
 from dlrover.spec.stacks import WorkerEvidence
 from dlrover.spec.world import World
 from dlrover.training.worker.bootstrap import Program

@@ -35,9 +35,9 @@ from dlrover.planning.warmstart import (
     similarity,
 )
 from dlrover.spec import brain
-from dlrover.spec.batches import Batches
+from dlrover.spec.measurements import Batches
+from dlrover.spec.node import SERVER, WORKER
 from dlrover.spec.plan import Plan
-from dlrover.spec.roles import SERVER, WORKER
 
 SIZES = 24
 """Maximum number of a job's sizes that are compared."""

@@ -32,8 +32,8 @@ from dlrover.planning.shapes import (
 )
 from dlrover.planning.warmstart import first_plan
 from dlrover.spec import brain
+from dlrover.spec.node import SERVER, WORKER, Size
 from dlrover.spec.plan import Group, Plan
-from dlrover.spec.roles import SERVER, WORKER, Size
 
 STAYS = "no size near what was measured is worth a change"
 NO_SAMPLES = "no throughput of the job has been reported yet"

@@ -12,9 +12,8 @@ from dlrover.master import diagnosis_rules
 from dlrover.master.journal import history
 from dlrover.master.machine.diagnosis.diagnosis import root_cause
 from dlrover.spec.events import WorkerFailed
-from dlrover.spec.failure import Verdict
+from dlrover.spec.failure import Rule, Verdict
 from dlrover.spec.jobdir import JobDir, MasterConfig, decode
-from dlrover.spec.rules import Rule
 
 LOG_BYTES = 256 * 1024
 """Bytes at the end of a log that are examined."""

@@ -23,8 +23,8 @@ from dlrover.master.machine import inputs
 from dlrover.master.machine.goodput.ledger import Ledger
 from dlrover.master.machine.job import JobMachine
 from dlrover.spec import events
-from dlrover.spec.goodput import CAUSES, Cause, Goodput, IncidentCost
 from dlrover.spec.jobdir import JobDir
+from dlrover.spec.outcome import CAUSES, Cause, Goodput, IncidentCost
 
 HOURS_FROM = 36_000.0
 """Wall seconds, summed over all nodes, from which times are shown in hours."""

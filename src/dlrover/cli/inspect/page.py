@@ -14,7 +14,7 @@ from dlrover.cli.inspect.goodput import Amounts, Report, notes, percent, spent, 
 from dlrover.cli.inspect.plans import PlanRecord, interval
 from dlrover.cli.run.report import duration
 from dlrover.master.machine.goodput.roundtime import MICRO
-from dlrover.spec.goodput import Cause, IncidentCost, IncidentKind
+from dlrover.spec.outcome import Cause, IncidentCost, IncidentKind
 
 ROWS = 64
 """Most nodes that are drawn: those with the most incidents, then the first ones."""

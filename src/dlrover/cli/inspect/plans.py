@@ -10,8 +10,8 @@ from dlrover.errors import ConfigurationError
 from dlrover.master.journal import history
 from dlrover.spec import events
 from dlrover.spec.jobdir import JobDir, MasterConfig, decode
-from dlrover.spec.plan import Effect
-from dlrover.spec.speed import ScaleKind
+from dlrover.spec.node import Size
+from dlrover.spec.plan import Effect, ScaleKind
 
 
 class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,7 +176,7 @@ def _headline(report: Plans) -> str:
         return f"Auto-scaling {span}: the search for the best size goes on."
     settled = report.settled
     return (
-        f"Auto-scaling {span}: the best size is {events.told_size(settled.nodes, settled.servers)}, with "
+        f"Auto-scaling {span}: the best size is {Size(settled.nodes, settled.servers).in_words()}, with "
         f"{settled.throughput:.3g} {settled.unit}; {settled.tried} sizes were measured."
     )
 

@@ -22,7 +22,7 @@ from dlrover.rpc import messages
 from dlrover.rpc.client import MasterClient, connect
 from dlrover.spec.events import Event, size
 from dlrover.spec.jobdir import JobDir
-from dlrover.spec.roles import WORKER
+from dlrover.spec.node import WORKER
 
 Reply = TypeVar("Reply")
 

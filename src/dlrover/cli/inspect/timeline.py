@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from dlrover.spec.goodput import CAUSES, Cause
+from dlrover.spec.outcome import CAUSES, Cause
 
 KEPT = 4096
 """Most intervals kept per round or node. Beyond, neighbours are merged: their order is lost, no time is."""

@@ -14,7 +14,7 @@ from dlrover.kubernetes.api.client import ELASTIC_JOBS, EVENTS, ApiError, Client
 from dlrover.kubernetes.machine.decisions import Event
 from dlrover.kubernetes.resources import names, times
 from dlrover.kubernetes.resources.types import ElasticJob, ElasticJobStatus, Manifest
-from dlrover.spec.roles import WORKER
+from dlrover.spec.node import WORKER
 
 logger = logging.getLogger(__name__)
 

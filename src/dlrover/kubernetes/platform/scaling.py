@@ -29,7 +29,7 @@ from dlrover.kubernetes.platform.migration import Migration
 from dlrover.kubernetes.resources import names, times, validation
 from dlrover.kubernetes.resources.types import ElasticJob, Manifest, ScalePlan, ScalePlanSpec
 from dlrover.platform import base
-from dlrover.spec.roles import SERVER, WORKER
+from dlrover.spec.node import SERVER, WORKER
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,8 @@ from dlrover.master.machine.rendezvous import UNRANKED
 from dlrover.master.machine.state import JobState, Migration, Node, given_up, released
 from dlrover.rpc.messages import Dismiss
 from dlrover.spec import events
-from dlrover.spec.node import FoundNode, LaunchNode, NodeStatus
+from dlrover.spec.node import FoundNode, LaunchNode, NodeStatus, is_server, role_of
 from dlrover.spec.outcome import Outcome
-from dlrover.spec.roles import is_server, role_of
 
 _USAGE = (ExitCode.USAGE, 126, 127)
 """Exit codes by which an agent, or the shell that starts it, reports that its command is wrong."""

@@ -9,12 +9,12 @@ import msgspec
 from dlrover.rpc.messages import AssignWorld, CallToRound, Dismiss
 from dlrover.spec.check import CheckOrder, CheckReport
 from dlrover.spec.events import EventBody, HangFound, SlowRank, SlowRankRecovered, WorkerFailed
+from dlrover.spec.failure import Rule
 from dlrover.spec.job import JobSpec
-from dlrover.spec.node import FoundNode, LaunchNode
+from dlrover.spec.measurements import ModelProfile, SpeedSample
+from dlrover.spec.node import WORKER, FoundNode, LaunchNode
 from dlrover.spec.outcome import Outcome
-from dlrover.spec.roles import WORKER
-from dlrover.spec.rules import Rule
-from dlrover.spec.speed import ModelProfile, ScaleDecision, SpeedSample
+from dlrover.spec.plan import ScaleDecision
 from dlrover.spec.world import Holding, Offer
 
 # ---- inputs

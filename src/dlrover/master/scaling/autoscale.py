@@ -13,8 +13,8 @@ from dlrover.master.machine.watches.meter import WARM_UP_STEPS, Meter, Servers
 from dlrover.master.machine.watches.serverwatch import ServerWatch
 from dlrover.master.scaling.brainside import JobBrain
 from dlrover.rpc import messages
-from dlrover.spec.speed import ScaleDecision, ScaleKind, ScaleStage
-from dlrover.spec.usage import NodeUsage
+from dlrover.spec.measurements import NodeUsage
+from dlrover.spec.plan import ScaleDecision, ScaleKind, ScaleStage
 
 TICK = 0.5
 """Interval in seconds at which the auto-scaler measures and plans."""

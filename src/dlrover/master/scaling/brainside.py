@@ -22,10 +22,9 @@ from dlrover.spec import brain, events
 from dlrover.spec.events import Event
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import BrainSide
-from dlrover.spec.plan import Group, Plan
-from dlrover.spec.roles import SERVER, Size
-from dlrover.spec.speed import ModelProfile, ScaleDecision, ScaleKind, SpeedSample
-from dlrover.spec.usage import NodeUsage
+from dlrover.spec.measurements import ModelProfile, NodeUsage, SpeedSample
+from dlrover.spec.node import SERVER, Size
+from dlrover.spec.plan import Group, Plan, ScaleDecision, ScaleKind
 
 if TYPE_CHECKING:
     from dlrover.master.machine.scaling.changes import Question

@@ -14,9 +14,9 @@ from prometheus_client.registry import Collector
 from dlrover.errors import ConfigurationError
 from dlrover.master.machine.goodput.roundtime import MICRO, microseconds
 from dlrover.master.service import Master
-from dlrover.spec.goodput import CAUSES
 from dlrover.spec.jobdir import MetricsAddress
 from dlrover.spec.node import NodeStatus
+from dlrover.spec.outcome import CAUSES
 
 ANSWER_TIMEOUT = 5.0
 """Seconds that the master's event loop has to answer one scrape."""

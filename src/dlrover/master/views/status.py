@@ -8,8 +8,8 @@ from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.state import Node
 from dlrover.master.machine.waiting import waiting_for
 from dlrover.rpc import messages
+from dlrover.spec.measurements import NodeUsage
 from dlrover.spec.node import NodeStatus
-from dlrover.spec.usage import NodeUsage
 
 _UNKNOWN = NodeUsage(0.0, 0, 0)
 

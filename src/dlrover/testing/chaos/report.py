@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from dlrover.spec.goodput import Goodput
+from dlrover.spec.outcome import Goodput
 
 
 class FaultRow(msgspec.Struct, frozen=True, kw_only=True):

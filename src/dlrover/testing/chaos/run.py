@@ -13,11 +13,10 @@ import msgspec
 
 from dlrover.errors import ExitCode, InfrastructureError
 from dlrover.master.app import read_outcome
-from dlrover.spec.goodput import Goodput
 from dlrover.spec.job import Limits
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.node import NodeStatus
-from dlrover.spec.outcome import Outcome
+from dlrover.spec.outcome import Goodput, Outcome
 from dlrover.testing.chaos import network
 from dlrover.testing.chaos.guard import Launch
 from dlrover.testing.chaos.report import FaultRow, Report

@@ -50,7 +50,7 @@ class Program:
     """The program of a worker, with its settings and output files."""
 
     entry: str
-    """``script``, ``module`` or ``run_path``: see ``dlrover.spec.launch.Entry``."""
+    """``script``, ``module`` or ``run_path``: see ``dlrover.spec.job.Entry``."""
     target: str
     args: Sequence[str]
     error_file: str

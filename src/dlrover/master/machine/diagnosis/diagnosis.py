@@ -18,8 +18,7 @@ from dlrover.master.machine.diagnosis.facts import UNKNOWN_CODE, Facts, read, re
 from dlrover.master.machine.diagnosis.match import last_match, occurs, search
 from dlrover.master.machine.diagnosis.traceback import one_line
 from dlrover.spec.events import WorkerFailed
-from dlrover.spec.failure import Action, Failure, FailureKind, Origin, Verdict
-from dlrover.spec.rules import OwnCode, Rule
+from dlrover.spec.failure import Action, Failure, FailureKind, Origin, OwnCode, Rule, Verdict
 
 ECHO_WINDOW = 10.0
 """Maximum delay in seconds between an echo and its root cause, if the root cause is noticed later.

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 
 from dlrover.master.machine.diagnosis import log, traceback as tracebacks
 from dlrover.master.machine.diagnosis.traceback import Frame, Raised, is_user_file, one_line
-from dlrover.spec.failure import OWN_ENDS, Failure, FailureKind
-from dlrover.spec.rules import OwnCode
+from dlrover.spec.failure import OWN_ENDS, Failure, FailureKind, OwnCode
 
 NAMED_SIGNALS = frozenset(signal.Signals)
 """Numbers of the signals that have a name."""

@@ -15,7 +15,7 @@ from dlrover.master.machine.goodput.roundtime import (
     nothing,
 )
 from dlrover.master.machine.incident import Incident
-from dlrover.spec.goodput import CAUSES, Cause, IncidentCost, IncidentKind
+from dlrover.spec.outcome import CAUSES, Cause, IncidentCost, IncidentKind
 
 KEPT = 200
 """Maximum number of incidents kept individually; earlier ones are summed up."""

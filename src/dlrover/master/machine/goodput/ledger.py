@@ -29,9 +29,8 @@ from dlrover.master.machine.goodput.roundtime import (
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.state import Node
 from dlrover.spec import events
-from dlrover.spec.goodput import CAUSES, Cause, Goodput
-from dlrover.spec.node import NodeStatus
-from dlrover.spec.roles import Size
+from dlrover.spec.node import NodeStatus, Size
+from dlrover.spec.outcome import CAUSES, Cause, Goodput
 
 _WAITING = INDEX[Cause.WAITING_FOR_RESOURCES]
 _RENDEZVOUS = INDEX[Cause.RENDEZVOUS]

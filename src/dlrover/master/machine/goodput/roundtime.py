@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dlrover.spec.activities import Activity
-from dlrover.spec.goodput import CAUSES, Cause
+from dlrover.spec.activity import Activity
+from dlrover.spec.outcome import CAUSES, Cause
 
 MICRO = 1_000_000
 """Microseconds per second."""

@@ -36,9 +36,9 @@ from dlrover.planning.search import Choice, Prices
 from dlrover.planning.shapes import latest_of_each, ring_shape
 from dlrover.planning.throughput import Prediction
 from dlrover.spec import brain
-from dlrover.spec.plan import Plan
-from dlrover.spec.roles import SERVER, WORKER, Size
-from dlrover.spec.speed import ScaleDecision, ScaleKind, SpeedSample
+from dlrover.spec.measurements import SpeedSample
+from dlrover.spec.node import SERVER, WORKER, Size
+from dlrover.spec.plan import Plan, ScaleDecision, ScaleKind
 
 BY_WORKERS = Prices(cpu=0.0, memory=0.0, accelerator=1.0)
 """Prices by which a job costs its number of workers, as all nodes of a job are alike."""

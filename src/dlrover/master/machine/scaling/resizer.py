@@ -19,10 +19,8 @@ from dlrover.master.machine.rounds import Rounds
 from dlrover.master.machine.scaling.scaling import Wanted
 from dlrover.master.machine.state import JobState, Migration, Node
 from dlrover.spec import events
-from dlrover.spec.node import NodeStatus
-from dlrover.spec.roles import SERVER, WORKER
-from dlrover.spec.speed import ScaleDecision, ScaleKind
-from dlrover.spec.words import counted
+from dlrover.spec.node import SERVER, WORKER, NodeStatus
+from dlrover.spec.plan import ScaleDecision, ScaleKind
 
 ResizeInput: TypeAlias = (
     inputs.RankSpeed
@@ -116,9 +114,7 @@ class Resizer:
         scaling.due = False
         busy = (NodeStatus.RUNNING, NodeStatus.SUCCEEDED)
         if any(node.status in busy for node in surplus) and not state.rendezvous.collecting:
-            size = scaling.size
-            count = size.sentence_part() if size.servers else counted(size.workers, "node")
-            self.rounds.open(f"the job is to have {count}", now)
+            self.rounds.open(f"the job is to have {scaling.size.in_words()}", now)
         else:
             for node in surplus:
                 fleet.drain(node, now)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from dlrover.master.machine import inputs
 from dlrover.spec.job import JobSpec
-from dlrover.spec.roles import FIRST_SERVER, SERVER, WORKER, Size, index_in_role, is_server, role_of
+from dlrover.spec.node import FIRST_SERVER, SERVER, WORKER, Size, index_in_role, is_server, role_of
 
 MOST_NODES = 100_000
 """Maximum number of nodes of a role that can be requested."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dlrover.spec.job import JobSpec
-from dlrover.spec.roles import SERVER, WORKER, Size
+from dlrover.spec.node import SERVER, WORKER, Size
 
 
 @dataclass

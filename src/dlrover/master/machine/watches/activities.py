@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from dlrover.master.machine import inputs
-from dlrover.spec.activities import Activity
-from dlrover.spec.activity import WorkerActivity, mean
+from dlrover.spec.activity import Activity
+from dlrover.spec.measurements import WorkerActivity, mean
 
 
 class Activities:

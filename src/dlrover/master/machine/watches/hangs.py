@@ -25,10 +25,10 @@ from typing import TypeAlias
 import msgspec
 
 from dlrover.spec import stacks
-from dlrover.spec.activities import Activity
-from dlrover.spec.activity import WorkerActivity
+from dlrover.spec.activity import Activity
 from dlrover.spec.events import HangFound
 from dlrover.spec.job import Limits
+from dlrover.spec.measurements import WorkerActivity
 from dlrover.spec.stacks import WorkerEvidence
 from dlrover.spec.words import counted
 

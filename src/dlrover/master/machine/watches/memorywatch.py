@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from dlrover.planning.memory import MemoryAdvice, MemorySample, prevent_oom
-from dlrover.spec.usage import NodeUsage
+from dlrover.spec.measurements import NodeUsage
 
 SAMPLES = 120
 """Number of latest samples of a node that count."""

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dlrover.spec.activities import Activity
-from dlrover.spec.activity import WorkerActivity
+from dlrover.spec.activity import Activity
 from dlrover.spec.events import SlowRank, SlowRankRecovered
 from dlrover.spec.job import Limits
+from dlrover.spec.measurements import WorkerActivity
 
 MIN_STEPS = 3
 """Minimum number of steps of every rank in a window for a comparison."""
