@@ -24,7 +24,7 @@ from dlrover.agent.workers.workers import WorkerGroup
 from dlrover.errors import ConfigurationError, ExitCode, InfrastructureError
 from dlrover.rpc import messages
 from dlrover.rpc.client import MasterClient
-from dlrover.spec.check import CheckReport
+from dlrover.spec.check import CheckOrder, CheckReport
 from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.jobdir import AgentConfig
 from dlrover.spec.outcome import Outcome
@@ -128,7 +128,7 @@ class Agent:
 
     def abandon(self, exit_code: int, reason: str) -> None:
         """Stop the workers and leave without the master's order."""
-        self._handle(agent_machine.Abandoned(Outcome(exit_code=exit_code, reason=reason)))
+        self._handle(messages.Dismiss(Outcome(exit_code=exit_code, reason=reason)))
 
     def worker_ended(self, local_rank: int, failure: Failure | None) -> None:
         """Handle the end of a worker; called by the worker group."""
@@ -269,22 +269,19 @@ class Agent:
         match command:
             case agent_machine.JoinRound():
                 self._join(command.round)
-            case agent_machine.Say():
+            case messages.Failed() | messages.Succeeded() | CheckReport():
                 self._say_progress()
-                self._say(command.message)
-            case agent_machine.RunCheck():
-                self._checker.start(command.order, self._machine.node_id, self._checked)
-            case agent_machine.StartWorkers():
+                self._say(command)
+            case CheckOrder():
+                self._checker.start(command, self._machine.node_id, self._handle)
+            case messages.AssignWorld():
                 self._checker.stop()
                 self._waits.started()
                 self._start(command.world, command.fresh)
             case agent_machine.StopWorkers():
                 self._stopping = asyncio.create_task(self._stop_workers())
-            case agent_machine.Leave() if not self._left.done():
+            case messages.Dismiss() if not self._left.done():
                 self._left.set_result(command.outcome)
-
-    def _checked(self, report: CheckReport) -> None:
-        self._handle(agent_machine.Checked(report))
 
     def _join(self, round_: int) -> None:
         if self._port is not None and self._port_used:

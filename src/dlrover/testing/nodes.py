@@ -18,7 +18,7 @@ from dlrover.agent.machine import node as agent_machine
 from dlrover.agent.machine.node import AgentMachine, Stage
 from dlrover.rpc import messages
 from dlrover.spec.activity import Activity
-from dlrover.spec.check import CheckOrder
+from dlrover.spec.check import CheckOrder, CheckReport
 from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.measurements import NodeUsage, WorkerActivity
 from dlrover.spec.node import SERVER, Size
@@ -405,12 +405,12 @@ class SimulatedNode:
     def _carry_out(self, command: agent_machine.Command) -> None:
         if isinstance(command, agent_machine.JoinRound):
             self._say(messages.Join(command.round, Offer(self.machine.nproc, self.uid, 29400)))
-        elif isinstance(command, agent_machine.Say):
+        elif isinstance(command, messages.Failed | messages.Succeeded | CheckReport):
             self.report_steps()
-            self._say(command.message)
-        elif isinstance(command, agent_machine.RunCheck):
-            self._begin_check(command.order)
-        elif isinstance(command, agent_machine.StartWorkers):
+            self._say(command)
+        elif isinstance(command, CheckOrder):
+            self._begin_check(command)
+        elif isinstance(command, messages.AssignWorld):
             self._run = self._program.run_of(command.world)
             self._run_since = self._time.now
             self._time.after(self._delays.start, self._started, self._run)
@@ -435,7 +435,7 @@ class SimulatedNode:
     def _answer(self, order: CheckOrder, began: float) -> None:
         others, chance = self._others(order), self._time.random
         answer = ailments.report(order, self.ailment, others, chance, self._time.now)
-        self.handle(agent_machine.Checked(msgspec.structs.replace(answer, received_at=began)))
+        self.handle(msgspec.structs.replace(answer, received_at=began))
 
     def _others(self, order: CheckOrder) -> list[Ailment | None]:
         nodes = [self._program.nodes.get(i) for i in order.members if i != self.machine.node_id]
