@@ -26,7 +26,7 @@ from dlrover.master.journal.journal import JOURNALS, Journal, open_journal
 from dlrover.master.machine import inputs
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.store import KeyValueStore
-from dlrover.rpc.messages import AddToKey, DeleteKeys, EnterBarrier, SetKey, StoreRequest
+from dlrover.rpc.messages import AddToKey, DeleteKeys, EnterBarrier, Hello, SetKey, StoreRequest
 from dlrover.spec import events
 from dlrover.spec.failure import Action, Origin, Rule
 from dlrover.spec.job import JobSpec, Limits
@@ -232,7 +232,7 @@ def test_entries_come_back_in_order_with_their_times(journal, path):
     written = [
         (1.5, inputs.Submitted(JobSpec(name="jöb"), "/tmp/job")),
         (2.5, SetKey("key", b"\x00\xff")),
-        (2.5, inputs.NodeConnected("uid", -1, 2**63 - 1, "host", 0)),
+        (2.5, Hello("uid", -1, 2**63 - 1, "host", 0)),
         (0.5, inputs.DeadlinePassed()),
         (3.0, EnterBarrier("gate", "node 0", 2, 1.0)),
     ]

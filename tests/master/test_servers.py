@@ -10,6 +10,7 @@ from dlrover.master.machine.rendezvous import Rendezvous
 from dlrover.master.machine.state import Phase
 from dlrover.master.machine.waiting import waiting_for
 from dlrover.rpc import messages
+from dlrover.rpc.messages import Succeeded
 from dlrover.spec import events
 from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec
@@ -26,8 +27,8 @@ from dlrover.spec.world import Offer
 from dlrover.testing.drivers import JobDriver
 
 
-def asked(nodes: int, source: str = "user", role: str = "ps") -> inputs.ScaleAsked:
-    return inputs.ScaleAsked(nodes, "it was asked for", source, role)
+def asked(nodes: int, source: str = "user", role: str = "ps") -> inputs.ScaleRequested:
+    return inputs.ScaleRequested(nodes, "it was asked for", source, role)
 
 
 def of(commands: list[inputs.Command], kind: type) -> list[inputs.Command]:
@@ -173,9 +174,9 @@ def test_a_lost_server_is_replaced_and_costs_one_round() -> None:
 
 def test_the_job_succeeds_with_its_workers_and_the_servers_are_dismissed() -> None:
     driver = running(2, 2)
-    driver.give(inputs.NodeSucceeded(0, 1))
+    driver.give(inputs.Reported(0, Succeeded(1)))
     assert driver.machine.outcome is None
-    commands = driver.give(inputs.NodeSucceeded(1, 1))
+    commands = driver.give(inputs.Reported(1, Succeeded(1)))
     assert driver.machine.outcome is not None
     assert driver.machine.outcome.exit_code == ExitCode.SUCCESS
     assert {c.node_id for c in of(commands, messages.Dismiss)} == {0, 1, 2, 3}
@@ -189,10 +190,10 @@ def test_a_server_that_fails_while_workers_finish_is_no_fault() -> None:
         "message": "closed by peer",
     }
     driver = running(2, 1)
-    driver.give(inputs.NodeSucceeded(0, 1))
+    driver.give(inputs.Reported(0, Succeeded(1)))
     assert driver.fail(2, closed) == []
     assert len(driver.emitted(events.WorkerFailed)) == 1
-    driver.give(inputs.NodeSucceeded(1, 1))
+    driver.give(inputs.Reported(1, Succeeded(1)))
     assert driver.machine.outcome is not None
     assert driver.machine.outcome.exit_code == ExitCode.SUCCESS
 
@@ -207,7 +208,7 @@ def test_a_server_that_fails_before_that_is_one() -> None:
 
 def test_a_server_that_ends_by_itself_ends_nothing() -> None:
     driver = running(1, 2)
-    driver.give(inputs.NodeSucceeded(1, 1), inputs.NodeSucceeded(2, 1))
+    driver.give(inputs.Reported(1, Succeeded(1)), inputs.Reported(2, Succeeded(1)))
     assert driver.status(1) is NodeStatus.SUCCEEDED
     assert driver.machine.state.phase is Phase.RUNNING
     told = driver.emitted(events.NodeSucceeded)[0]

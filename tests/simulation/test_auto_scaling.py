@@ -292,7 +292,9 @@ def test_a_node_gets_more_memory_before_it_runs_out_where_the_platform_can_do_th
     cluster.run_until(lambda: settled(cluster) and size(cluster) == 1, 3600)
     machine = cluster.machine
     node = machine.rendezvous.members[0]
-    forecast = inputs.MemoryForecast(machine.rendezvous.round, node, 24 << 30, 16 << 30, 1800.0)
+    forecast = inputs.MemoryForecast(
+        machine.rendezvous.round, events.MemoryGrows(node, 24 << 30, 16 << 30, 1800.0)
+    )
     cluster._submit(forecast)
     cluster.run(120.0)
     assert cluster.training

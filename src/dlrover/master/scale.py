@@ -11,14 +11,14 @@ from dlrover.rpc import messages
 from dlrover.spec.node import WORKER, NodeStatus
 
 
-def refusal(machine: JobMachine, asked: inputs.ScaleAsked) -> str:
+def refusal(machine: JobMachine, asked: inputs.ScaleRequested) -> str:
     """Return why a job refuses a request, as one sentence; empty if it accepts."""
     if machine.outcome is not None:
         return f"The job has ended: {machine.outcome.reason}"
     return machine.scaling.refusal(asked)
 
 
-def changes(machine: JobMachine, asked: inputs.ScaleAsked) -> bool:
+def changes(machine: JobMachine, asked: inputs.ScaleRequested) -> bool:
     """Return whether a request changes the number or, as a user's first, keeps plans from changing it."""
     of_role = machine.scaling.roles[asked.role]
     pins = asked.source == "user" and not of_role.by_user

@@ -31,6 +31,7 @@ from dlrover.platform.base import PlacedNode, Platform, Progress, RoleSize, scal
 from dlrover.rpc import messages
 from dlrover.rpc.server import Server
 from dlrover.spec.check import CheckReport
+from dlrover.spec.events import NodeWaits
 from dlrover.spec.node import WORKER, LaunchNode
 from dlrover.spec.shards import LookShards, ShardReply, ShardRequest
 
@@ -214,7 +215,7 @@ class Master:
 
     def on_node_wait(self, node_id: int, reason: str) -> None:
         """Process the platform's report of what keeps a node from starting; empty: nothing any more."""
-        self._submit_with_retry(inputs.NodeWaits(node_id, reason))
+        self._submit_with_retry(NodeWaits(node_id, reason))
 
     def _submit_with_retry(self, event: inputs.Input) -> None:
         """Submit an input that no peer will resend; retry while the journal is unwritable."""
@@ -338,7 +339,7 @@ class Master:
                 self._launch(command)
             case inputs.KillNode(node_id):
                 self._kill([self.machine.nodes[node_id]])
-            case inputs.Welcome():
+            case inputs.Greet():
                 self._welcome(command)
             case inputs.Say(node_id, message):
                 self._say(node_id, message)
@@ -356,15 +357,14 @@ class Master:
         else:
             loop.call_soon(self._submit_with_retry, inputs.NodePlaced(command.node_id, handle))
 
-    def _welcome(self, command: inputs.Welcome) -> None:
+    def _welcome(self, command: inputs.Greet) -> None:
         queue = self._greeted[command.uid]
-        older = self._queues.get(command.node_id)
+        welcome = msgspec.structs.replace(command.message, epoch=self._journal.epoch)
+        older = self._queues.get(welcome.node_id)
         if older is not None and older is not queue:
             older.put_nowait(None)
-        self._queues[command.node_id] = queue
-        interval = self.machine.job.limits.heartbeat_interval
-        epoch = self._journal.epoch
-        queue.put_nowait(messages.Welcome(command.node_id, command.round, interval, epoch))
+        self._queues[welcome.node_id] = queue
+        queue.put_nowait(welcome)
 
     def _say(self, node_id: int, message: messages.MasterMessage) -> None:
         if isinstance(message, messages.AssignWorld):
@@ -388,11 +388,7 @@ class Master:
         self._meet(hello)
         queue: asyncio.Queue[messages.MasterMessage | None] = asyncio.Queue()
         self._greeted[hello.uid] = queue
-        self.submit(
-            inputs.NodeConnected(
-                hello.uid, hello.node_id, hello.node_rank, hello.hostname, hello.round, hello.held
-            )
-        )
+        self.submit(hello)
         node_id = self.machine.fleet.by_uid[hello.uid]
         self._queues[node_id] = queue
         self._heard[node_id] = self.clock()
@@ -419,18 +415,18 @@ class Master:
         match message:
             case messages.Heartbeat():
                 self._take_heartbeat(node_id, message)
-            case messages.Join(round=round_, offer=offer):
-                self.submit(inputs.NodeJoined(node_id, round_, offer))
+            case messages.Join():
+                self.submit(inputs.Reported(node_id, message))
             case CheckReport():
-                self.submit(inputs.NodeChecked(node_id, message.bounded()))
+                self.submit(inputs.Reported(node_id, message.bounded()))
             case messages.Failed(failure):
                 failed = self.machine.recovery.admitted(failure)
                 if failed is not None:
                     self._flush_progress()
                     self.submit(failed)
-            case messages.Succeeded(round_):
+            case messages.Succeeded():
                 self._flush_progress()
-                self.submit(inputs.NodeSucceeded(node_id, round_))
+                self.submit(inputs.Reported(node_id, message))
             case messages.Evidence():
                 self.hangs.answered(node_id, message)
 
@@ -530,7 +526,7 @@ class Master:
     async def stop(self, request: messages.StopRequest) -> messages.Done:
         """End the job."""
         self._flush_progress()
-        self.submit(inputs.StopRequested(request.reason, request.exit_code))
+        self.submit(request)
         return messages.Done()
 
     async def scale(self, request: messages.ScaleRequest) -> messages.ScaleReply:
@@ -550,7 +546,7 @@ class Master:
         factors: tuple[float, float] = (1.0, 1.0),
     ) -> messages.ScaleReply:
         """Change the number of nodes of a role if that is possible; return what follows."""
-        asked = inputs.ScaleAsked(nodes, reason[:REASON_LIMIT], source, role, factors)
+        asked = inputs.ScaleRequested(nodes, reason[:REASON_LIMIT], source, role, factors)
         refused = scale.refusal(self.machine, asked)
         if refused:
             return messages.ScaleReply(refused, refused=True)

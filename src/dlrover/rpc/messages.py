@@ -25,7 +25,11 @@ from dlrover.spec.world import Holding, Offer, World
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The first message on a stream; its fields are those of the master machine's ``NodeConnected``."""
+    """The first message on a stream; also an input of the master's machine.
+
+    ``uid`` is unique to the agent process. ``node_id`` is the id that it was launched with or got earlier; -1
+    for none. ``round`` is the round whose workers it runs; 0 for none. ``held`` has the details.
+    """
 
     uid: str
     node_id: int = -1
@@ -213,8 +217,8 @@ class Notice(msgspec.Struct, frozen=True):
     status: Status
 
 
-class StopRequest(msgspec.Struct, frozen=True):
-    """Request to stop the job."""
+class StopRequest(msgspec.Struct, frozen=True, tag="stop_request"):
+    """Request to stop the job; also an input of the master's machine."""
 
     reason: str
     exit_code: int

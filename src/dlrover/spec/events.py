@@ -89,7 +89,7 @@ class NodeLaunched(msgspec.Struct, frozen=True, tag="node_launched"):
 
 
 class NodeWaits(msgspec.Struct, frozen=True, tag="node_waits"):
-    """A node cannot be started yet."""
+    """A node cannot be started yet; without a reason, as the platform reports it: nothing hinders it any more."""
 
     node: int
     reason: str
@@ -534,7 +534,7 @@ class MemoryGrows(msgspec.Struct, frozen=True, tag="memory_grows"):
     """Bytes that the node has."""
     seconds: float
     """Time until then, at most."""
-    ordered: bool
+    ordered: bool = False
     """True if another node with more memory takes its place before that."""
     given: int = 0
     """Bytes of the other node; 0 if unknown."""

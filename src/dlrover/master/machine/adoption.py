@@ -20,7 +20,7 @@ from dlrover.spec.events import WorkerFailed
 from dlrover.spec.failure import Failure
 from dlrover.spec.world import Holding, World
 
-Report = WorkerFailed | inputs.NodeSucceeded
+Report = WorkerFailed | inputs.Reported
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Adoption:
 
     def report(self, report: Report) -> None:
         """Keep an agent's report on its world until the world is adopted; repetitions count once."""
-        if isinstance(report, inputs.NodeSucceeded):
+        if isinstance(report, inputs.Reported):
             self.reports[f"succeeded {report.node_id}"] = report
             return
         self.reports.setdefault(f"failed {report.failure.id}", report)

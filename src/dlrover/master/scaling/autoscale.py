@@ -13,6 +13,7 @@ from dlrover.master.machine.watches.meter import WARM_UP_STEPS, Meter, Servers
 from dlrover.master.machine.watches.serverwatch import ServerWatch
 from dlrover.master.scaling.brainside import JobBrain
 from dlrover.rpc import messages
+from dlrover.spec.events import MemoryGrows
 from dlrover.spec.measurements import NodeUsage
 from dlrover.spec.plan import ScaleDecision, ScaleKind, ScaleStage
 
@@ -87,12 +88,8 @@ class AutoScaler:
             return  # nothing can be done about it now
         advice = self._memory.advice(node_id, usage.limit, limits.memory_horizon, now)
         if advice is not None:
-            seconds = limits.memory_horizon
-            self._submit(
-                inputs.MemoryForecast(
-                    self._round, node_id, advice.needed, usage.limit, seconds, advice.memory
-                )
-            )
+            found = MemoryGrows(node_id, advice.needed, usage.limit, limits.memory_horizon)
+            self._submit(inputs.MemoryForecast(self._round, found, advice.memory))
 
     async def run(self, clock: Callable[[], float]) -> None:
         """Measure and plan until cancelled."""

@@ -28,6 +28,7 @@ from dlrover.master.machine.goodput.roundtime import (
 )
 from dlrover.master.machine.job import JobMachine
 from dlrover.master.machine.state import Node
+from dlrover.rpc.messages import Hello
 from dlrover.spec import events
 from dlrover.spec.node import NodeStatus, Size
 from dlrover.spec.outcome import CAUSES, Cause, Goodput
@@ -192,7 +193,7 @@ class Ledger:
 
     def _note_absence(self, event: inputs.Input, now: int, machine: JobMachine) -> None:
         """Record since when nodes have been disconnected."""
-        if isinstance(event, inputs.NodeConnected):
+        if isinstance(event, Hello):
             self._away.pop(machine.fleet.by_uid[event.uid], None)
         elif isinstance(event, inputs.NodeDisconnected) and event.node_id in self.accounts:
             self._away.setdefault(event.node_id, now)
@@ -204,13 +205,13 @@ class Ledger:
         """Return the nodes that the input may have changed; changes of the whole round do not count."""
         touched = list(machine.nodes)[self.nodes :] if len(machine.nodes) > self.nodes else []
         self.nodes = len(machine.nodes)
-        if isinstance(event, inputs.MasterStarted | inputs.ScaleAsked):
+        if isinstance(event, inputs.MasterStarted | inputs.ScaleRequested):
             return [*machine.nodes]
         if isinstance(event, inputs.DeadlinePassed):
             return [*touched, *self._away]
-        if isinstance(event, inputs.NodeConnected):
+        if isinstance(event, Hello):
             return [*touched, machine.fleet.by_uid[event.uid]]
-        if isinstance(event, inputs.MigrateAsked):
+        if isinstance(event, inputs.MigrationRequested):
             return touched  # it may name any node and changes no present one
         return [*touched, event.node_id] if hasattr(event, "node_id") else touched
 

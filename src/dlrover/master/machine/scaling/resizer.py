@@ -28,8 +28,8 @@ ResizeInput: TypeAlias = (
     | inputs.MemoryForecast
     | inputs.ServersBusy
     | inputs.ScalePlanned
-    | inputs.MigrateAsked
-    | inputs.ScaleAsked
+    | inputs.MigrationRequested
+    | inputs.ScaleRequested
 )
 
 
@@ -47,9 +47,9 @@ class Resizer:
         """Handle a request or a measurement."""
         round_ = self.state.rendezvous.round
         match event:
-            case inputs.MigrateAsked():
+            case inputs.MigrationRequested():
                 self.migrate(event, now)
-            case inputs.ScaleAsked():
+            case inputs.ScaleRequested():
                 self.ask(event)
             case _ if event.round != round_:
                 pass  # it is about an earlier world
@@ -74,7 +74,7 @@ class Resizer:
         whole = state.rendezvous.size == state.scaling.size and not self.fleet.migrations
         return whole and state.quiet and state.autoscaling.due(now)
 
-    def ask(self, event: inputs.ScaleAsked) -> None:
+    def ask(self, event: inputs.ScaleRequested) -> None:
         """Set the wanted number of nodes of a role."""
         scaling, rdzv = self.state.scaling, self.state.rendezvous
         before, after = scaling.take(event)
@@ -98,9 +98,9 @@ class Resizer:
         if decision is None:
             return
         number = f"plan {self.state.autoscaling.made}"
-        self.ask(inputs.ScaleAsked(decision.nodes, number, "plan"))
+        self.ask(inputs.ScaleRequested(decision.nodes, number, "plan"))
         if decision.servers:
-            self.ask(inputs.ScaleAsked(decision.servers, number, "plan", SERVER))
+            self.ask(inputs.ScaleRequested(decision.servers, number, "plan", SERVER))
 
     def scale(self, now: float) -> None:
         """Launch missing nodes; drain surplus ones, with a new round if they train.
@@ -125,7 +125,7 @@ class Resizer:
 
     # ---- migrations
 
-    def migration_refusal(self, asked: inputs.MigrateAsked) -> str:
+    def migration_refusal(self, asked: inputs.MigrationRequested) -> str:
         """Return why a node cannot be replaced now, as one sentence; empty if it can."""
         node = self.state.nodes.get(asked.node_id)
         if node is None or not node.launched:
@@ -145,7 +145,7 @@ class Resizer:
             "memory were asked for; both must be more than 0."
         )
 
-    def migrate(self, event: inputs.MigrateAsked, now: float) -> None:
+    def migrate(self, event: inputs.MigrationRequested, now: float) -> None:
         """Launch a successor of a node, unless that is refused."""
         if self.migration_refusal(event):
             return
@@ -223,7 +223,9 @@ class Resizer:
     def _replace_slow(self, found: events.SlowRank, now: float) -> None:
         """Replace a slow node if the auto-scaler finds that worth it."""
         node = self.state.nodes[found.node]
-        asked = inputs.MigrateAsked(node.id, node.cpu_factor, node.memory_factor, "it is slow")
+        asked = inputs.MigrationRequested(
+            node.id, node.cpu_factor, node.memory_factor, "it is slow"
+        )
         if self.migration_refusal(asked):
             return
         made = self.state.autoscaling.slow(found, now)
@@ -236,22 +238,20 @@ class Resizer:
     def _memory_forecast(self, event: inputs.MemoryForecast, now: float) -> None:
         """Replace a node by one with more memory before it runs out, if the platform can provide it."""
         state = self.state
-        node = state.nodes[event.node_id]
+        found = event.found
+        node = state.nodes[found.node]
         if node.status is not NodeStatus.RUNNING:
             return
-        more = (event.memory or event.needed) / event.limit
+        more = (event.enough or found.needed) / found.limit
         factor = self.bounded(node.memory_factor * more)
-        given = round(event.limit * factor / node.memory_factor)
-        body = events.MemoryGrows(
-            node.id, event.needed, event.limit, event.seconds, ordered=True, given=given
-        )
-        asked = inputs.MigrateAsked(node.id, node.cpu_factor, factor, f"it is {body.need()}")
+        given = round(found.limit * factor / node.memory_factor)
+        asked = inputs.MigrationRequested(node.id, node.cpu_factor, factor, f"it is {found.need()}")
         replaces = state.job.grows_memory and state.job.limits.memory_action == "replace"
         if replaces and self.may_grow(node) and not self.migration_refusal(asked):
-            state.emit(body)
+            state.emit(msgspec.structs.replace(found, ordered=True, given=given))
             self.migrate(asked, now)
             return
-        state.emit(msgspec.structs.replace(body, ordered=False, given=0))
+        state.emit(found)
         if replaces and not self.may_grow(node):
             state.emit(events.MemoryBound(node.id, node.memory_factor))
 
@@ -274,8 +274,8 @@ class Resizer:
         if event.rebalance:
             self.rounds.open("the program is to divide its parameters anew", now)
 
-    def _with_cores(self, node_id: int, factor: float) -> inputs.MigrateAsked:
+    def _with_cores(self, node_id: int, factor: float) -> inputs.MigrationRequested:
         """Return the request to replace a server by a node with ``factor`` times its cores."""
         node = self.state.nodes[node_id]
         cores = node.cpu_factor * factor
-        return inputs.MigrateAsked(node_id, cores, node.memory_factor, "it is a hot server")
+        return inputs.MigrationRequested(node_id, cores, node.memory_factor, "it is a hot server")

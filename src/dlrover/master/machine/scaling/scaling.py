@@ -116,7 +116,7 @@ class Scaling:
         """Return the role for events; empty if all of the job's nodes have it."""
         return role if self.job.other_nodes or self.job.servers else ""
 
-    def refusal(self, asked: inputs.ScaleAsked) -> str:
+    def refusal(self, asked: inputs.ScaleRequested) -> str:
         """Return why the job cannot have that many nodes, as one sentence; empty if it can."""
         unit = self.job.node_unit
         if not self.job.managed_nodes:
@@ -148,7 +148,7 @@ class Scaling:
 
     # ---- changes
 
-    def take(self, asked: inputs.ScaleAsked) -> tuple[int, int]:
+    def take(self, asked: inputs.ScaleRequested) -> tuple[int, int]:
         """Set the wanted number as far as possible; return the role's number before and after."""
         if self.refusal(asked):
             same = self.roles[asked.role].nodes if asked.role in self.roles else 0
