@@ -69,7 +69,7 @@ class Told:
         return migrate.placed(self.driver.machine)
 
     def ask(self, pod: str, cpu: float, memory: float, why: str) -> str:
-        asked = migrate.asked(self.driver.machine, pod, (cpu, memory), why)
+        asked = migrate.requested(self.driver.machine, pod, (cpu, memory), why)
         refused = self.driver.machine.resizer.migration_refusal(asked)
         self.driver.give(asked)
         return refused

@@ -19,6 +19,7 @@ from dlrover.errors import (
     InfrastructureError,
     ProtocolError,
 )
+from dlrover.master.diagnosis_rules import built_in
 from dlrover.master.journal import history
 from dlrover.master.journal.file import FileJournal
 from dlrover.master.journal.history import History
@@ -292,6 +293,14 @@ KILLS_RELAUNCH = Rule(
     advice="Look who did it.",
 )
 """The user's: it has to come back out of the journal."""
+
+
+def test_a_journal_of_another_release_replays_by_its_own_rules(journal, path):
+    submitted = inputs.Submitted(JobSpec(name="job", max_restarts=3), rules=(KILLS_RELAUNCH,))
+    journal.append(submitted, 1.0)
+    journal.append(inputs.MasterStarted(1), 2.0)
+    machine, _ = replayed(path)
+    assert machine.state.table.rules == (KILLS_RELAUNCH,) != built_in()
 
 
 def eventful(seed: int) -> Cluster:

@@ -44,7 +44,7 @@ def test_the_world_trains_until_the_other_node_has_joined():
     assert told.sentence() == ("Node 1 trains on until node 3 takes its place: its queue is long.")
     assert driver.emitted(events.NodeLaunched)[-1].sentence() == (
         "Node 3 is being started in place of node 1 with 1.5 times the cores and 2 times the memory "
-        "that the job asked for."
+        "that the job requested."
     )
     commands = come(driver, 3, at=30.0)
     assert driver.machine.state.phase is Phase.RESTARTING
@@ -214,7 +214,7 @@ def test_a_job_that_is_to_have_fewer_nodes_calls_both_off():
         (asked(3), "Node 3 does not train: only nodes of the running world can be replaced."),
         (
             asked(0, cpu=0.0),
-            "Node 0: 0 times the cores and 2 times the memory were asked for; both must be more than 0.",
+            "Node 0: 0 times the cores and 2 times the memory were requested; both must be more than 0.",
         ),
     ],
 )

@@ -232,7 +232,7 @@ def test_a_users_number_of_nodes_ends_auto_scaling():
     cluster.run(1800)
     assert size(cluster) == 3
     ended = told(cluster, events.AutoScalingEnded)
-    assert [body.reason for body in ended] == ["a user asked for 3 nodes"]
+    assert [body.reason for body in ended] == ["a user requested 3 nodes"]
     assert len(told(cluster, events.PlanMade)) == 1
 
 

@@ -132,7 +132,7 @@ def test_a_users_number_of_servers_is_kept_and_the_workers_are_still_chosen():
     cluster.run(600)
     assert size(cluster) == (3, 2)
     ended = told(cluster, events.AutoScalingEnded)
-    assert [body.reason for body in ended] == ["a user asked for 3 nodes"]
+    assert [body.reason for body in ended] == ["a user requested 3 nodes"]
 
 
 class Hot:

@@ -100,13 +100,13 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
             node_id=args.node_id,
             node_rank=args.node_rank,
             locate=locate,
-            tell=None if job_dir.master.exists() else _tell,
+            notify=None if job_dir.master.exists() else _notify,
         )
         _handle_ends(agent, launch.signals_to_handle, args.lifeline_fd)
         return await agent.run()
 
 
-def _tell(line: str) -> None:
+def _notify(line: str) -> None:
     """Show a line to the user of a machine without the job's master."""
     with contextlib.suppress(OSError, ValueError):  # standard error may be closed
         sys.stderr.write(f"dlrover: {line}\n")

@@ -78,12 +78,12 @@ class HangWatch:
         self._nodes: dict[int, int] = {}
         self._told: dict[int, tuple[WorkerActivity, ...]] = {}
         self._questions: dict[int, _Question] = {}
-        self._asked = 0
+        self._last_question = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ---- reports from nodes
 
-    def heard(self, node_id: int, message: messages.Heartbeat, now: float) -> None:
+    def take_heartbeat(self, node_id: int, message: messages.Heartbeat, now: float) -> None:
         """Process a node's report of what its workers do."""
         self._follow_round()
         world = self._machine.rounds.worlds.get(node_id)
@@ -144,12 +144,12 @@ class HangWatch:
             else:
                 self._found(command)
 
-    async def _look(self, round_: int, asked_at: float) -> None:
+    async def _look(self, round_: int, since: float) -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
         seen, _ = await self._ask()
         workers = [worker for worker in seen if worker.rank < self._machine.rounds.workers]
-        now = asked_at + loop.time() - began
+        now = since + loop.time() - began
         self._handle(hangs.Looked(round_, tuple(workers)), now)
 
     def _found(self, found: hangs.Found) -> None:
@@ -186,15 +186,15 @@ class HangWatch:
     async def _ask(self) -> tuple[list[WorkerEvidence], tuple[int, ...]]:
         """Ask all nodes of the world for evidence; return it, with the ranks that are missing from it."""
         worlds = self._machine.rounds.worlds
-        self._asked += 1
-        question = self._questions[self._asked] = _Question(set(worlds))
+        self._last_question += 1
+        question = self._questions[self._last_question] = _Question(set(worlds))
         try:
             for node_id in worlds:
-                self._say(node_id, messages.CollectEvidence(self._asked))
+                self._say(node_id, messages.CollectEvidence(self._last_question))
             if worlds:
                 await asyncio.wait_for(question.complete.wait(), LOOK_TIME)
         except asyncio.TimeoutError:
-            logger.warning("%d nodes do not tell where their workers are", len(question.awaited))
+            logger.warning("%d nodes do not report where their workers are", len(question.awaited))
         finally:
             self._questions = {i: q for i, q in self._questions.items() if q is not question}
         return question.workers, self._ranks_of(question.awaited)

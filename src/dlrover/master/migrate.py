@@ -43,7 +43,7 @@ def _standing(
     return "trains" if node.status is NodeStatus.RUNNING or between or unknown else "idle"
 
 
-def asked(
+def requested(
     machine: JobMachine, handle: str, factors: tuple[float, float], reason: str
 ) -> inputs.MigrationRequested:
     """Return the input that asks the machine to replace the node with a handle.

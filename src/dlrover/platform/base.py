@@ -46,10 +46,10 @@ class Progress(NamedTuple):
 class RoleSize(NamedTuple):
     """The size of one role: the wanted number of nodes and whether the job has all its nodes."""
 
-    asked: int
+    requested: int
     """The number that a user last requested; initially the number from the job's submission."""
     wanted: int
-    """The number that the job wants now: ``asked``, or what a plan has changed it to."""
+    """The number that the job wants now: ``requested``, or what a plan has changed it to."""
     complete: bool
     """True if the running world has exactly the wanted nodes of all roles and no node is still leaving."""
     waits_for: str

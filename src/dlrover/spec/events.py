@@ -68,7 +68,7 @@ class MasterAdopted(msgspec.Struct, frozen=True, tag="master_adopted"):
 
 
 class NodeLaunched(msgspec.Struct, frozen=True, tag="node_launched"):
-    """The platform was asked to start a node."""
+    """The platform starts a node."""
 
     node: int
     replaces: int = -1
@@ -84,7 +84,7 @@ class NodeLaunched(msgspec.Struct, frozen=True, tag="node_launched"):
         replaced = f" in place of node {self.replaces}" if self.replaces >= 0 else ""
         sizes = (("cores", self.cpu_factor), ("memory", self.memory_factor))
         other = [f"{factor:.3g} times the {what}" for what, factor in sizes if factor != 1.0]
-        size = f" with {' and '.join(other)} that the job asked for" if other else ""
+        size = f" with {' and '.join(other)} that the job requested" if other else ""
         return f"{_node(self.node, self.role)} is being started{replaced}{size}."
 
 
@@ -561,7 +561,7 @@ class MemoryBound(msgspec.Struct, frozen=True, tag="memory_bound"):
 
     def sentence(self) -> str:
         """Return the event as one sentence."""
-        has = f", {self.factor:.3g} times what was asked for" if self.factor != 1.0 else ""
+        has = f", {self.factor:.3g} times the requested amount" if self.factor != 1.0 else ""
         return f"Node {self.node} has all the memory that it can be given{has}: it gets no more."
 
 

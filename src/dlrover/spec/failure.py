@@ -69,7 +69,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     exception: str = ""
     """Qualified name of the exception's type, for instance ``ValueError``; one of `OWN_ENDS` if the program
     ended itself, with the call in ``traceback``."""
-    asked_by: int = 0
+    handled_signal: int = 0
     """Signal from outside that the program handled shortly before; 0: none."""
     message: str = ""
     traceback: str = ""

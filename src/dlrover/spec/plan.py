@@ -65,11 +65,6 @@ class PlanOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """True if the measured throughput lies in the predicted interval."""
         return self.effect.low <= self.throughput <= self.effect.high
 
-    @property
-    def worthwhile(self) -> bool:
-        """True if the job is faster than before the plan."""
-        return self.throughput > self.effect.before
-
 
 class ScaleKind(str, enum.Enum):
     """Reason for a change of a job's size. Users see the value."""

@@ -69,14 +69,14 @@ class WorkerEvidence(msgspec.Struct, frozen=True, kw_only=True):
         """State of its accelerator in words; empty if unknown."""
         if self.busy < 0:
             return ""
-        told = f"{self.busy} % busy"
+        state = f"{self.busy} % busy"
         if self.moving >= 0:
-            told += f", memory {self.moving} %"
+            state += f", memory {self.moving} %"
         if self.busy < BUSY:
-            return f"{told}: it has next to nothing to do"
+            return f"{state}: it has next to nothing to do"
         if self.device_computes or self.moving < 0:
-            return told
-        return f"{told}: as a collective that waits for other ranks"
+            return state
+        return f"{state}: as a collective that waits for other ranks"
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -209,8 +209,8 @@ def starved(evidence: Iterable[WorkerEvidence]) -> tuple[int, ...]:
     """
     known = list(evidence)
     idle = tuple(sorted(one.rank for one in known if 0 <= one.busy < BUSY))
-    told = all(one.busy >= 0 for one in known)
-    return idle if told and 0 < 2 * len(idle) < len(known) else ()
+    complete = all(one.busy >= 0 for one in known)
+    return idle if complete and 0 < 2 * len(idle) < len(known) else ()
 
 
 def _beside_most(found: Sequence[Group], odd: Sequence[Group], total: int) -> Sequence[Group]:

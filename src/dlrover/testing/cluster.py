@@ -445,7 +445,7 @@ class Cluster:
                     )
                 if self._activities.steps > self.machine.progress.steps:
                     self._submit(self._activities.progress(self.machine.rounds.training()))
-                self._scaler.heard(link.node_id, message, self.time.now)
+                self._scaler.take_heartbeat(link.node_id, message, self.time.now)
                 self._auto_scale()
         elif isinstance(message, messages.Failed):
             failed = self.machine.recovery.admitted(message.failure)

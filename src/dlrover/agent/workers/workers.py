@@ -320,7 +320,7 @@ class WorkerGroup:
             exit_code=None if signaled else os.WEXITSTATUS(status),
             signal=os.WTERMSIG(status) if signaled else None,
             exception=error.type,
-            asked_by=error.asked_by,
+            handled_signal=error.handled_signal,
             message=error.message,
             traceback=error.traceback,
             stderr_tail=self._logs.stderr_tail(worker.local_rank),
@@ -446,7 +446,7 @@ class RecordedError:
     message: str = ""
     traceback: str = ""
     time: float = 0.0
-    asked_by: int = 0
+    handled_signal: int = 0
     """As in `Failure`."""
 
     def __bool__(self) -> bool:
@@ -469,15 +469,15 @@ def _recorded_error(path: Path) -> RecordedError:
         when = float(extra.get("time") or extra.get("timestamp") or 0)
     except (TypeError, ValueError):
         when = 0.0
-    asked_by = extra.get("asked_by")
-    if not isinstance(asked_by, int) or not 0 < asked_by < signal.NSIG:
-        asked_by = 0
+    handled_signal = extra.get("handled_signal")
+    if not isinstance(handled_signal, int) or not 0 < handled_signal < signal.NSIG:
+        handled_signal = 0
     return RecordedError(
         type=str(message.get("errorType") or name.partition("(")[0]),
         message=rest if colon and name.isidentifier() else text,
         traceback=str(extra.get("py_callstack", "")),
         time=when,
-        asked_by=asked_by,
+        handled_signal=handled_signal,
     )
 
 

@@ -110,9 +110,9 @@ class Scaler:
         """Continue where the last master was, with or without its journal."""
         for role in self._roles:
             size = self._size(role)
-            self._seen[role], self._plans_seen[role] = size.asked, size.plans
+            self._seen[role], self._plans_seen[role] = size.requested, size.plans
             self._resize(role, size.wanted)
-            if size.wanted > size.asked and not size.plans:
+            if size.wanted > size.requested and not size.plans:
                 # Pods that were leaving when the journal was lost are not wanted.
                 self._seen[role] = -1
 
@@ -138,7 +138,7 @@ class Scaler:
             return
         number, size = spec.replicas, self._size(role)
         self._seen[role] = number
-        if number == size.asked and (size.plans or number == size.wanted):
+        if number == size.requested and (size.plans or number == size.wanted):
             return  # written by a plan
         reason = f"spec.replicaSpecs.{role}.replicas is {number}"
         sentence, refused = self._scale(role, number, reason, "user")

@@ -51,7 +51,7 @@ class AutoScaler:
         self._round = 0
         self._steady_since = 0.0  # time of the round's first sample; 0.0 before
 
-    def heard(self, node_id: int, message: messages.Heartbeat, now: float) -> None:
+    def take_heartbeat(self, node_id: int, message: messages.Heartbeat, now: float) -> None:
         """Process a node's report of what its workers do and, now and then, what it uses."""
         machine = self._machine
         self._follow_round()
@@ -97,23 +97,23 @@ class AutoScaler:
             await asyncio.sleep(TICK)
             self.measure(clock())
             self.watch_servers()
-            asked = self.question(clock())
-            if asked is not None:
+            question = self.question(clock())
+            if question is not None:
                 round_ = self._round
-                decision = await self._decide(asked)
+                decision = await self._decide(question)
                 # It changes nothing if its world has ended by then.
                 self._submit(inputs.ScalePlanned(round_, decision))
 
-    async def _decide(self, asked: Question) -> ScaleDecision | None:
+    async def _decide(self, question: Question) -> ScaleDecision | None:
         """Return the Brain's decision if the Brain plans and answers; otherwise the job's own."""
         if self.brain is not None and self.brain.cluster:
-            answered, decision = await self.brain.size(asked)
+            answered, decision = await self.brain.size(question)
             if answered:
                 return decision
         from dlrover.master.machine.scaling.planner import decide  # noqa: PLC0415 - an extra
 
         similar = await self.brain.similar() if self.brain is not None else None
-        return await asyncio.to_thread(decide, asked, similar)
+        return await asyncio.to_thread(decide, question, similar)
 
     def measure(self, now: float) -> None:
         """Submit the sample of a window that has ended."""

@@ -158,17 +158,17 @@ class JobBrain:
             job, managed_nodes=size.workers, servers=size.servers, first_size=advice.reason
         )
 
-    async def size(self, asked: Question) -> tuple[bool, ScaleDecision | None]:
+    async def size(self, question: Question) -> tuple[bool, ScaleDecision | None]:
         """Return whether the Brain has answered, and the size that it wants; None: the present one."""
-        advice = await self._link.plan(shape_of(asked.current, self._side.node))
+        advice = await self._link.plan(shape_of(question.current, self._side.node))
         if advice is None:
             return False, None
-        plan, current = advice.plan, asked.current.size
+        plan, current = advice.plan, question.current.size
         size = current if plan is None else size_of(plan, current)
-        allowed = size.workers in asked.sizes and size.servers in asked.servers
+        allowed = size.workers in question.sizes and size.servers in question.servers
         if plan is None or not allowed:
             return True, None
-        batch = _batch_of(plan, asked.current)
+        batch = _batch_of(plan, question.current)
         if size == current and not batch:
             return True, None
         kind = ScaleKind.BATCH if size == current else direction(current, size)

@@ -125,7 +125,9 @@ def _doubts(evidence: Evidence, faulty: set[int], reach: Standing) -> list[Findi
     if suspects:
         nodes = tuple(sorted(suspects))
         who = f"nodes {', '.join(map(str, nodes))}" if len(nodes) > 1 else f"node {nodes[0]}"
-        message = f"it cannot be told which of {who} or their links is at fault ({unexplained[-1].failed})"
+        message = (
+            f"undetermined: any of {who} or their links may be at fault ({unexplained[-1].failed})"
+        )
         found.append(Finding(Kind.UNDETERMINED, nodes, Component.NETWORK, message))
     for node in evidence.nodes if len(evidence.nodes) > 1 else ():
         if node not in suspects | known | reach.sound:
@@ -202,7 +204,7 @@ def _slow_network(
         found.append(Finding(Kind.NOTE, tuple(slow), component, message))
     doubtful = tuple(sorted(speed.doubtful & set(active)))
     if doubtful:
-        message = "pairs with them are slow; it cannot be told whose fault it is"
+        message = "pairs with them are slow; any of them may be at fault"
         found.append(Finding(Kind.NOTE, doubtful, component, message))
     few = len(reach.sound) < 2 or bool(evidence.trusted)
     comparable = few or _closing(active, evidence.trials)[1]

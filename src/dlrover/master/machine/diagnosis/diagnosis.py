@@ -241,7 +241,7 @@ def _verdict(failure: Failure, reading: Reading) -> Verdict:
 
 def _title(failure: Failure, facts: Facts, title: str) -> str:
     what, _, why = title.partition(": ")
-    if failure.asked_by:
+    if failure.handled_signal:
         ended = f"left with exit code {failure.exit_code}"
         ended = (
             ended

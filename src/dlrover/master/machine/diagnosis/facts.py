@@ -109,8 +109,8 @@ def read(failure: Failure) -> list[Facts]:
         steps=failure.steps,
         node=failure.node_facts,
     )
-    if failure.asked_by:
-        return [_with_signal(facts, failure.asked_by)]
+    if failure.handled_signal:
+        return [_with_signal(facts, failure.handled_signal)]
     if failure.kind is FailureKind.EXCEPTION:
         return _read_exception(facts, failure)
     if failure.kind in (FailureKind.SPAWN, FailureKind.NODE):

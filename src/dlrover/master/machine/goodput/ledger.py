@@ -90,7 +90,7 @@ class Ledger:
         # number of the first step that no round has made
         self._furthest = 0
         # True if the program is known to report its steps
-        self._tells = False
+        self._reports_steps = False
         # True if any round has made a step
         self._trained = False
         # since when each disconnected node has been away
@@ -259,7 +259,7 @@ class Ledger:
             entry.charge(last, len(members))
             self.incidents.begin(entry)
         self._undone_by = self.incidents.open
-        self._tells, self._trained = round_.tells, round_.trained
+        self._reports_steps, self._trained = round_.reports_steps, round_.trained
         if round_.first_step >= 0:
             self._furthest = max(self._furthest, round_.first_step + round_.steps)
         self.rounds_without_first_step += self._lacks_first_step()
@@ -286,8 +286,10 @@ class Ledger:
         """Assign the time from now on to the right causes."""
         rdzv, over = machine.rendezvous, machine.outcome is not None
         if self.round is None and not rdzv.collecting and rdzv.members and not over:
-            tells, trained = self._tells, self._trained
-            self.round = RoundTime(rdzv.round, now, self._furthest, tells=tells, trained=trained)
+            reports_steps, trained = self._reports_steps, self._trained
+            self.round = RoundTime(
+                rdzv.round, now, self._furthest, reports_steps=reports_steps, trained=trained
+            )
         here = len(self.accounts) - self._pending
         serving = sum(i in self.accounts and not self.accounts[i].pending for i in rdzv.servers)
         short = rdzv.collecting and not rdzv.usable(Size(here - serving, serving)).nodes

@@ -89,7 +89,7 @@ class Resizer:
         """Keep the auto-scaler from changing what a user has set."""
         if wanted.by_user:  # else the request was refused
             what = "nodes" if role == WORKER else "servers"
-            reason = f"a user asked for {wanted.nodes} {what}"
+            reason = f"a user requested {wanted.nodes} {what}"
             self.state.emit(*self.state.autoscaling.overruled(reason, role, wanted.nodes))
 
     def apply(self, bodies: list[events.EventBody], decision: ScaleDecision | None) -> None:
@@ -125,11 +125,11 @@ class Resizer:
 
     # ---- migrations
 
-    def migration_refusal(self, asked: inputs.MigrationRequested) -> str:
+    def migration_refusal(self, request: inputs.MigrationRequested) -> str:
         """Return why a node cannot be replaced now, as one sentence; empty if it can."""
-        node = self.state.nodes.get(asked.node_id)
+        node = self.state.nodes.get(request.node_id)
         if node is None or not node.launched:
-            return f"Node {asked.node_id} is none that DLRover has started: only those can be replaced."
+            return f"Node {request.node_id} is none that DLRover has started: only those can be replaced."
         if node.status is not NodeStatus.RUNNING or node.id in self.state.scaling.leaving:
             return (
                 f"Node {node.id} does not train: only nodes of the running world can be replaced."
@@ -138,11 +138,11 @@ class Resizer:
             return f"Node {node.id} is being replaced already."
         if not self.state.quiet:
             return "The job does not train: its nodes are not replaced meanwhile."
-        if min(asked.cpu_factor, asked.memory_factor) > 0:
+        if min(request.cpu_factor, request.memory_factor) > 0:
             return ""
         return (
-            f"Node {node.id}: {asked.cpu_factor:g} times the cores and {asked.memory_factor:g} times the "
-            "memory were asked for; both must be more than 0."
+            f"Node {node.id}: {request.cpu_factor:g} times the cores and {request.memory_factor:g} times the "
+            "memory were requested; both must be more than 0."
         )
 
     def migrate(self, event: inputs.MigrationRequested, now: float) -> None:
@@ -223,17 +223,17 @@ class Resizer:
     def _replace_slow(self, found: events.SlowRank, now: float) -> None:
         """Replace a slow node if the auto-scaler finds that worth it."""
         node = self.state.nodes[found.node]
-        asked = inputs.MigrationRequested(
+        request = inputs.MigrationRequested(
             node.id, node.cpu_factor, node.memory_factor, "it is slow"
         )
-        if self.migration_refusal(asked):
+        if self.migration_refusal(request):
             return
         made = self.state.autoscaling.slow(found, now)
         if made is None:
             return
         self.state.emit(made)
         self.fleet.exclude(node, f"rank {found.rank} is slow there", now)
-        self.migrate(asked, now)
+        self.migrate(request, now)
 
     def _memory_forecast(self, event: inputs.MemoryForecast, now: float) -> None:
         """Replace a node by one with more memory before it runs out, if the platform can provide it."""
@@ -245,11 +245,13 @@ class Resizer:
         more = (event.enough or found.needed) / found.limit
         factor = self.bounded(node.memory_factor * more)
         given = round(found.limit * factor / node.memory_factor)
-        asked = inputs.MigrationRequested(node.id, node.cpu_factor, factor, f"it is {found.need()}")
+        request = inputs.MigrationRequested(
+            node.id, node.cpu_factor, factor, f"it is {found.need()}"
+        )
         replaces = state.job.grows_memory and state.job.limits.memory_action == "replace"
-        if replaces and self.may_grow(node) and not self.migration_refusal(asked):
+        if replaces and self.may_grow(node) and not self.migration_refusal(request):
             state.emit(msgspec.structs.replace(found, ordered=True, given=given))
-            self.migrate(asked, now)
+            self.migrate(request, now)
             return
         state.emit(found)
         if replaces and not self.may_grow(node):

@@ -65,7 +65,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class Looked(msgspec.Struct, frozen=True):
-    """The nodes have sampled their workers, as `Look` asked; some may not have answered."""
+    """The nodes have sampled their workers, on the order `Look`; some may not have answered."""
 
     round: int
     workers: tuple[WorkerEvidence, ...]
@@ -237,8 +237,8 @@ class HangDetector:
         if event.round != self.round or suspicion is None:
             return []
         seen = {one.rank: one for one in event.workers}
-        told = {rank: one.activity for rank, one in seen.items() if one.activity}
-        self._report(Report(self.round, told), now)
+        activities = {rank: one.activity for rank, one in seen.items() if one.activity}
+        self._report(Report(self.round, activities), now)
         if self.suspicion is None:
             return []
         if not suspicion.first:
