@@ -185,7 +185,10 @@ def test_a_size_with_servers_in_the_brains_terms():
         nodes=2, replicas=4, step_seconds=0.1, steps=20, servers=3, server_cpu=8.0, worker_cpu=4.0
     )
     shape = brainside.shape_of(served, Group(count=1, cpu=4.0))
-    assert shape.groups == {"worker": Group(count=2, cpu=4.0), "ps": Group(count=3, cpu=8.0)}
+    assert shape.groups == {
+        "worker": Group(count=2, cpu=4.0),
+        "ps": Group(count=3, cpu=8.0),
+    }
     assert shape.per_node == 2
     plan = Plan(groups={"ps": Group(count=1)}, reason="one is enough")
     assert brainside.size_of(plan, served.size) == Size(2, 1)

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from dlrover.errors import ExitCode
-from dlrover.master.machine.diagnosis.diagnosis import Table
+from dlrover.master.machine.diagnosis.diagnosis import RuleTable
 from dlrover.master.machine.inputs import (
     Greet,
     KillNode,
@@ -330,13 +330,13 @@ def test_the_table_is_the_one_that_the_job_began_with():
 
 def test_a_failure_is_diagnosed_once_and_replayed_with_its_verdict(monkeypatch):
     diagnosed = []
-    diagnose = Table.diagnose
+    diagnose = RuleTable.diagnose
 
     def counted(table, failure):
         diagnosed.append(failure.id)
         return diagnose(table, failure)
 
-    monkeypatch.setattr(Table, "diagnose", counted)
+    monkeypatch.setattr(RuleTable, "diagnose", counted)
     job = JobDriver.launched()
     job.fail(1, BROKEN, at=100.0, id="broken")
     assert job.machine.incident.decided

@@ -19,7 +19,7 @@ from dlrover import config
 from dlrover._util import files, logs, procs
 from dlrover._util.sockets import address_towards
 from dlrover.agent.checking import Checker
-from dlrover.agent.relay import Relay
+from dlrover.agent.relay import ShardRelay
 from dlrover.agent.shell import Agent
 from dlrover.agent.workers.logs import RunLogs
 from dlrover.agent.workers.workers import WorkerGroup
@@ -88,7 +88,7 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
     locate = (
         None if settings.master_address else functools.partial(_master_address, job_dir, address)
     )
-    async with MasterClient(address, token, tls) as client, Relay(client) as relay:
+    async with MasterClient(address, token, tls) as client, ShardRelay(client) as relay:
         workers.relay = relay.address
         workers.token = token if tls.ca else ""
         agent = Agent(

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from dlrover.errors import ConfigurationError
-from dlrover.master.machine.diagnosis.diagnosis import Table
+from dlrover.master.machine.diagnosis.diagnosis import RuleTable
 from dlrover.spec.failure import Rule
 
 BUILT_IN = Path(__file__).with_name("diagnosis_rules.toml")
@@ -38,9 +38,9 @@ def built_in() -> tuple[Rule, ...]:
     return load(BUILT_IN)
 
 
-def table(own: tuple[Rule, ...] = ()) -> Table:
+def table(own: tuple[Rule, ...] = ()) -> RuleTable:
     """Return the table of a job: the user's ``own`` rows, then DLRover's."""
-    return Table((*own, *built_in()), own=len(own))
+    return RuleTable((*own, *built_in()), own=len(own))
 
 
 def causes(own: tuple[Rule, ...] = ()) -> frozenset[str]:

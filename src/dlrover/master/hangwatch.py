@@ -94,7 +94,7 @@ class HangWatch:
         self._nodes.update(dict.fromkeys(workers, node_id))
         if node_id in self._machine.rendezvous.servers:
             return  # servers make no steps
-        self._handle(hangs.Report(message.round, workers), now)
+        self._handle(hangs.NodeActivities(message.round, workers), now)
 
     def answered(self, node_id: int, message: messages.Evidence) -> None:
         """Process a node's evidence about its workers."""
@@ -137,7 +137,7 @@ class HangWatch:
 
     def _handle(self, event: hangs.Input, now: float) -> None:
         for command in self._detector.handle(event, now):
-            if isinstance(command, hangs.Look):
+            if isinstance(command, hangs.SampleWorkers):
                 task = asyncio.get_running_loop().create_task(self._look(command.round, now))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
@@ -152,7 +152,7 @@ class HangWatch:
         now = since + loop.time() - began
         self._handle(hangs.Looked(round_, tuple(workers)), now)
 
-    def _found(self, found: hangs.Found) -> None:
+    def _found(self, found: hangs.Hang) -> None:
         logger.warning("%s", found.hang.sentence())
         name = ""
         try:
@@ -162,7 +162,7 @@ class HangWatch:
         hang = msgspec.structs.replace(found.hang, evidence=name)
         self._submit(inputs.Hung(hang, found.restart))
 
-    def _keep(self, found: hangs.Found) -> str:
+    def _keep(self, found: hangs.Hang) -> str:
         """Write the evidence; return its name within the job directory."""
         if not self._machine.state.job_dir:
             return ""

@@ -86,7 +86,7 @@ memory multipliers relative to the job's request, and the reason. Returns why th
 if accepted."""
 
 
-class Job(Protocol):
+class PlatformJob(Protocol):
     """A master's job, as its platform sees it."""
 
     @property
@@ -124,7 +124,7 @@ class Setup(NamedTuple):
     env: Mapping[str, str]
     lifeline_fd: int
     """File descriptor that closes when the process that owns the master dies; -1 for none."""
-    job: Job
+    job: PlatformJob
     node_size: NodeLimits = NodeLimits()
     """The size of each node, on a platform whose nodes share one machine."""
 

@@ -17,7 +17,7 @@ from dlrover.spec.failure import Failure
 from dlrover.spec.measurements import NodeUsage, WorkerActivity
 from dlrover.spec.node import WORKER, Size
 from dlrover.spec.outcome import Outcome
-from dlrover.spec.stacks import Group, WorkerEvidence
+from dlrover.spec.stacks import StackGroup, WorkerEvidence
 from dlrover.spec.words import counted
 from dlrover.spec.world import Holding, Offer, World
 
@@ -196,7 +196,7 @@ class Stacks(msgspec.Struct, frozen=True):
     """The stacks of every rank, grouped."""
 
     round: int
-    groups: tuple[Group, ...]
+    groups: tuple[StackGroup, ...]
     missing: tuple[int, ...]
     """Ranks that did not answer."""
     report: str

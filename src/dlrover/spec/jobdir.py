@@ -167,7 +167,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tls: TlsFiles = TlsFiles()
 
 
-class Header(msgspec.Struct, frozen=True):
+class ConfigHeader(msgspec.Struct, frozen=True):
     """Fields that the configurations of all versions share."""
 
     format: int = 1
@@ -183,7 +183,7 @@ def decode(path: Path, data: bytes, kind: type[T]) -> T:
         FormatError: another version of DLRover wrote it.
         msgspec.DecodeError: it is damaged.
     """
-    check_format(path, msgspec.json.decode(data, type=Header).format)
+    check_format(path, msgspec.json.decode(data, type=ConfigHeader).format)
     return msgspec.json.decode(data, type=kind)
 
 

@@ -152,7 +152,7 @@ def _quiet() -> Iterator[None]:
             warnings.showwarning = shown
 
 
-class _Watched(dict[bytes, bytes]):
+class _WatchedEnviron(dict[bytes, bytes]):
     """The mapping behind ``os.environ``, which records lookups of per-worker variables."""
 
     def __init__(self, variables: Mapping[bytes, bytes]) -> None:
@@ -170,7 +170,7 @@ class _Watched(dict[bytes, bytes]):
 def _watched() -> Iterator[set[str]]:
     """Record the per-worker variables that are read; the yielded set grows meanwhile."""
     environ: Any = os.environ  # noqa: TID251
-    watched = _Watched(environ._data)  # noqa: SLF001
+    watched = _WatchedEnviron(environ._data)  # noqa: SLF001
     environ._data = watched  # noqa: SLF001 - os.environ itself has many aliases and copies
     try:
         yield watched.reads

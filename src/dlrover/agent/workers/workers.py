@@ -23,7 +23,7 @@ from dlrover.agent.workers import environment, evidence, numa, zygotes
 from dlrover.agent.workers.facts import NodeFacts
 from dlrover.agent.workers.logs import AttemptLogs, RunLogs
 from dlrover.agent.workers.modules import ModuleList
-from dlrover.agent.workers.zygote import Order
+from dlrover.agent.workers.zygote import StartOrder
 from dlrover.errors import ConfigurationError
 from dlrover.spec.failure import OWN_ENDS, Failure, FailureKind
 from dlrover.spec.job import Entry, LaunchSpec, Std
@@ -152,11 +152,11 @@ class WorkerGroup:
         sys.stdout.flush()
         self._logs.start(sys.stdout.buffer, sys.stderr.buffer)
 
-    def _order(self, id_: int, worker: Worker, world: World, logs: AttemptLogs) -> Order:
+    def _order(self, id_: int, worker: Worker, world: World, logs: AttemptLogs) -> StartOrder:
         local_rank = worker.local_rank
         error_file = str(logs.error_file(local_rank))
         launch = self._launch
-        return Order(
+        return StartOrder(
             spawn=id_,
             program=Program(
                 entry=launch.entry.value,
@@ -222,7 +222,7 @@ class WorkerGroup:
             return warm
         return self._cold_zygote()
 
-    def _start_cold(self, orders: list[Order]) -> None:
+    def _start_cold(self, orders: list[StartOrder]) -> None:
         """Start workers from the cold zygote: the warm one is unfit or late."""
         for order in orders:
             self._cold_zygote().spawn(order)

@@ -17,7 +17,7 @@ from rich.text import Text
 from dlrover.errors import ConfigurationError, ExitCode
 from dlrover.master.machine.checks import nodecheck
 from dlrover.master.machine.checks.checking import trial
-from dlrover.master.machine.checks.evidence import Evidence, Finding, Kind, better
+from dlrover.master.machine.checks.evidence import CheckEvidence, CheckFinding, Kind, better
 from dlrover.spec.check import (
     CheckOrder,
     CheckReport,
@@ -62,7 +62,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The checked machine, or the ranks of the job with their machines, by number."""
     results: dict[int, tuple[ProbeResult, ...]]
     """Results by node number."""
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckFinding, ...]
 
     @property
     def exit_code(self) -> ExitCode:
@@ -147,7 +147,9 @@ async def _alone(arguments: Sequence[str], env: Mapping[str, str], limits: Limit
     network = next((r for r in (*pair[0], *pair[1]) if r.state is ProbeState.FAILED), pair[0][0])
     own += (msgspec.structs.replace(network, name="this machine"),)
     found = tuple(
-        Finding(Kind.FAULT, (0,), r.component, f"{r.name}: {r.message}" if r.name else r.message)
+        CheckFinding(
+            Kind.FAULT, (0,), r.component, f"{r.name}: {r.message}" if r.name else r.message
+        )
         for r in own
         if r.state is ProbeState.FAILED
     )
@@ -172,7 +174,7 @@ def _free_port() -> int:
 async def _together(process: CheckProcess, place: Place, limits: Limits) -> Report:
     """Check together with the other ranks. All see the same reports and reach the same verdict."""
     began = time.monotonic()
-    evidence = Evidence(tuple(range(place.size)))
+    evidence = CheckEvidence(tuple(range(place.size)))
     groups = nodecheck.first_pairs(evidence.nodes)
     results: dict[int, tuple[ProbeResult, ...]] = {}
     names: dict[int, str] = {}

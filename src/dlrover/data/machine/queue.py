@@ -21,7 +21,7 @@ from dlrover.errors import ProtocolError
 from dlrover.spec.shards import (
     DataSpec,
     ExtendShards,
-    Failed,
+    FailedSpan,
     Incarnation,
     LookShards,
     OpenShards,
@@ -226,7 +226,7 @@ class ShardQueue:
                 )
             seen.add(span)
 
-    def _fail(self, worker: Worker, failure: Failed) -> None:
+    def _fail(self, worker: Worker, failure: FailedSpan) -> None:
         span = failure.span
         worker.held.remove(span)
         partition, key = self.partitions[span.partition], (span.partition, span.start)

@@ -48,7 +48,7 @@ class Scaler:
         self,
         client: Client,
         job: ElasticJob,
-        calls: base.Job,
+        calls: base.PlatformJob,
         resize: Callable[[str, int], None],
     ) -> None:
         """Prepare; `run` starts the work.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from dlrover.master.machine import inputs
-from dlrover.master.machine.diagnosis.diagnosis import Table
+from dlrover.master.machine.diagnosis.diagnosis import RuleTable
 from dlrover.master.machine.incident import FIRST_TEXTS, LATER_TEXT
 from dlrover.spec.events import WorkerFailed
 from dlrover.spec.failure import Failure
@@ -88,7 +88,7 @@ class Adoption:
             return
         self.reports.setdefault(f"failed {report.failure.id}", report)
 
-    def admit(self, failure: Failure, table: Table) -> WorkerFailed | None:
+    def admit(self, failure: Failure, table: RuleTable) -> WorkerFailed | None:
         """Return a failure with its verdict and as much of its texts as the limits allow; None if known."""
         if f"failed {failure.id}" in self.reports:
             return None

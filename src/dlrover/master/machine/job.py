@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
 from dlrover.master.machine.checks.checking import findings_of
-from dlrover.master.machine.checks.evidence import Finding
-from dlrover.master.machine.diagnosis.diagnosis import Table
+from dlrover.master.machine.checks.evidence import CheckFinding
+from dlrover.master.machine.diagnosis.diagnosis import RuleTable
 from dlrover.master.machine.fleet import Fleet
 from dlrover.master.machine.incident import Incident
 from dlrover.master.machine.recovery import Recovery
@@ -149,7 +149,7 @@ class JobMachine:
 
     def _submitted(self, event: inputs.Submitted, now: float) -> None:
         job, own = event.job, event.job.diagnosis_rules
-        table = Table((*own, *event.rules), own=len(own))
+        table = RuleTable((*own, *event.rules), own=len(own))
         self.state = state = JobState(job, event.job_dir, now, table)
         self._compose()
         if not event.earlier_events:
@@ -396,7 +396,7 @@ class JobMachine:
         self.state.send(*checks.begin(rdzv.in_order(ranks), rdzv.offers, now))
         return True
 
-    def _leave_out(self, node: Node, finding: Finding, now: float) -> None:
+    def _leave_out(self, node: Node, finding: CheckFinding, now: float) -> None:
         """Continue without a node that the check named."""
         state, fleet = self.state, self.fleet
         if state.has_ended() or node.status.final:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
-from dlrover.master.machine.goodput.incidents import Entry, IncidentBook
+from dlrover.master.machine.goodput.incidents import IncidentAccount, IncidentBook
 from dlrover.master.machine.goodput.roundtime import (
     INDEX,
     MICRO,
@@ -41,7 +41,7 @@ _WORLD = -1
 """Placeholder for a cause: the node's workers run in the world, and its `RoundTime` has the causes."""
 
 
-class Listener(Protocol):
+class IntervalListener(Protocol):
     """Receiver of intervals once their causes are known. Times are microseconds since the epoch."""
 
     def node_spent(self, node: int, since: int, until: int, parts: Sequence[int]) -> None:
@@ -70,7 +70,7 @@ class _Account:
 class Ledger:
     """The ledger of one job. `handle` is the only way to change it."""
 
-    def __init__(self, listener: Listener | None = None) -> None:
+    def __init__(self, listener: IntervalListener | None = None) -> None:
         self.incidents = IncidentBook()
         #: accounts of the present nodes, by id
         self.accounts: dict[int, _Account] = {}
@@ -96,7 +96,7 @@ class Ledger:
         # since when each disconnected node has been away
         self._away: dict[int, int] = {}
         # the incident that ended the last round; None if no fault did
-        self._undone_by: Entry | None = None
+        self._undone_by: IncidentAccount | None = None
         self._key: tuple[object, ...] = ()
         # of the open intervals: their number and the sum of their beginnings, by cause
         self._open = nothing()
@@ -255,7 +255,7 @@ class Ledger:
             self._begin(_RENDEZVOUS, now)
         if fault and self.incidents.open is None:
             lost = (a.node for a in members if machine.nodes[a.node].status.final)
-            entry = Entry(sign, round_.number, self.sums(now), next(lost, -1))
+            entry = IncidentAccount(sign, round_.number, self.sums(now), next(lost, -1))
             entry.charge(last, len(members))
             self.incidents.begin(entry)
         self._undone_by = self.incidents.open
@@ -389,7 +389,7 @@ class Ledger:
             book.end_master(now, self.sums(now), trains=self.round is not None)
         if book.open is None and incident is not None and not over:
             # A fault while no world runs: the loss of another node, or a late report.
-            book.begin(Entry(now, incident.round, self.sums(now)))
+            book.begin(IncidentAccount(now, incident.round, self.sums(now)))
         if book.open is None:
             return
         if incident is not None and (incident.decided or over):
