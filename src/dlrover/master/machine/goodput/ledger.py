@@ -174,13 +174,14 @@ class Ledger:
         round_ = self.round
         if round_ is None:
             return
-        if isinstance(event, inputs.Progressed) and event.round == round_.number:
-            report = (event.seconds, event.steps, event.first_step)
-        elif isinstance(event, events.WorkerFailed) and event.failure.round == round_.number:
-            serves = event.failure.node_id in machine.rendezvous.servers
-            report = ((), 0 if serves else event.failure.steps, -1)
-        else:
-            return
+        match event:
+            case inputs.Progressed(number, steps, seconds, first_step) if number == round_.number:
+                report = (seconds, steps, first_step)
+            case events.WorkerFailed(failure) if failure.round == round_.number:
+                serves = failure.node_id in machine.rendezvous.servers
+                report = ((), 0 if serves else failure.steps, -1)
+            case _:
+                return
         since, before, began = round_.proved, list(round_.spent), round_.first_step
         round_.report(now, *report)
         parts = [new - old for new, old in zip(round_.spent, before, strict=True)]
@@ -193,27 +194,30 @@ class Ledger:
 
     def _note_absence(self, event: inputs.Input, now: int, machine: JobMachine) -> None:
         """Record since when nodes have been disconnected."""
-        if isinstance(event, Hello):
-            self._away.pop(machine.fleet.by_uid[event.uid], None)
-        elif isinstance(event, inputs.NodeDisconnected) and event.node_id in self.accounts:
-            self._away.setdefault(event.node_id, now)
-        elif isinstance(event, inputs.MasterStarted):
-            # The nodes were last known to be present at the dead master's last entry.
-            self._away = dict.fromkeys(self.accounts, self._now) | self._away
+        match event:
+            case Hello(uid):
+                self._away.pop(machine.fleet.by_uid[uid], None)
+            case inputs.NodeDisconnected(node_id) if node_id in self.accounts:
+                self._away.setdefault(node_id, now)
+            case inputs.MasterStarted():
+                # The nodes were last known to be present at the dead master's last entry.
+                self._away = dict.fromkeys(self.accounts, self._now) | self._away
 
     def _touched(self, event: inputs.Input, machine: JobMachine) -> list[int]:
         """Return the nodes that the input may have changed; changes of the whole round do not count."""
         touched = list(machine.nodes)[self.nodes :] if len(machine.nodes) > self.nodes else []
         self.nodes = len(machine.nodes)
-        if isinstance(event, inputs.MasterStarted | inputs.ScaleRequested):
-            return [*machine.nodes]
-        if isinstance(event, inputs.DeadlinePassed):
-            return [*touched, *self._away]
-        if isinstance(event, Hello):
-            return [*touched, machine.fleet.by_uid[event.uid]]
-        if isinstance(event, inputs.MigrationRequested):
-            return touched  # it may name any node and changes no present one
-        return [*touched, event.node_id] if hasattr(event, "node_id") else touched
+        match event:
+            case inputs.MasterStarted() | inputs.ScaleRequested():
+                return [*machine.nodes]
+            case inputs.DeadlinePassed():
+                return [*touched, *self._away]
+            case Hello(uid):
+                return [*touched, machine.fleet.by_uid[uid]]
+            case inputs.MigrationRequested():
+                return touched  # it may name any node and changes no present one
+            case _:
+                return [*touched, event.node_id] if hasattr(event, "node_id") else touched
 
     def _note_presence(self, node: Node, now: int, machine: JobMachine) -> None:
         """Open the account of a node that has come; close the account of one that has gone."""
@@ -272,13 +276,12 @@ class Ledger:
 
     def _first_sign(self, event: inputs.Input, now: int, machine: JobMachine) -> int:
         """Return when the fault reported by an input began."""
-        if isinstance(event, inputs.NodeSilent):
-            return now - max(0, microseconds(event.seconds))
-        if isinstance(event, inputs.Hung):
-            return now - max(0, microseconds(event.found.seconds))
-        if isinstance(event, events.WorkerFailed):
-            ended = microseconds(event.failure.time)
-            return ended if 0 < ended < now else now
+        match event:
+            case inputs.NodeSilent(_, seconds) | inputs.Hung(events.HangFound(seconds=seconds)):
+                return now - max(0, microseconds(seconds))
+            case events.WorkerFailed(failure):
+                ended = microseconds(failure.time)
+                return ended if 0 < ended < now else now
         lost = [i for i in self._away if machine.nodes[i].status.final]
         return min((self._away[i] for i in lost), default=now)
 

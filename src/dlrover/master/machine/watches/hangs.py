@@ -135,15 +135,17 @@ class HangDetector:
         """Handle one input at time ``now``; return the resulting commands."""
         if not self.limits.hang_detection:
             return []
-        if isinstance(event, WorldFormed):
-            self._begin(event)
-        elif isinstance(event, NodeActivities):
-            self._report(event, now)
-        elif isinstance(event, Looked):
-            return self._looked(event, now)
-        else:
-            return self._watch(now)
-        return []
+        match event:
+            case WorldFormed():
+                self._begin(event)
+                return []
+            case NodeActivities():
+                self._report(event, now)
+                return []
+            case Looked():
+                return self._looked(event, now)
+            case _:
+                return self._watch(now)
 
     # ---- the first signal
 
