@@ -311,7 +311,7 @@ def _has_load_hooks(module: torch.nn.Module) -> bool:
     return any(part._load_state_dict_pre_hooks for part in module.modules())  # noqa: SLF001
 
 
-class Reading:
+class StateReading:
     """A saved state read into new tensors; parts of spread ones become `Shard` objects.
 
     Args:
