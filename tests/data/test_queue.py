@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from dlrover.data.machine.datasets import Shards
-from dlrover.data.machine.queue import Answer, Report
+from dlrover.data.machine.queue import Answer, ReportSkipped
 from dlrover.data.machine.spans import Spans
 from dlrover.data.machine.state import RankData, merged
 from dlrover.errors import ProtocolError
@@ -75,7 +75,7 @@ class Job:
         commands = self.shards.handle(request, self.now)
         self.shards.validate()
         for command in commands:
-            if isinstance(command, Report):
+            if isinstance(command, ReportSkipped):
                 span = command.what.span
                 self.skipped.update((span.partition, n) for n in range(span.start, span.stop))
         return next(c.reply for c in commands if isinstance(c, Answer))

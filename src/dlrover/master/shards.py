@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 
 from dlrover.data.machine.datasets import Shards
-from dlrover.data.machine.queue import Answer, Command, Report
+from dlrover.data.machine.queue import Answer, Command, ReportSkipped
 from dlrover.errors import ProtocolError
 from dlrover.master.machine import inputs
 from dlrover.spec.events import Event, EventBody, SamplesSkipped, WorkerFailed
@@ -62,7 +62,7 @@ class ShardsService:
 
     def _report(self, commands: list[Command], now: float) -> None:
         for command in commands:
-            if isinstance(command, Report):
+            if isinstance(command, ReportSkipped):
                 span, why = command.what.span, command.what.error
                 body = SamplesSkipped(command.data, span.partition, span.start, span.stop, why)
                 event = self._record(body, now)
