@@ -10,7 +10,7 @@ import pytest
 from dlrover.errors import ConfigurationError
 from dlrover.kubernetes.machine import nodes, pods, scaleplans
 from dlrover.kubernetes.platform import migration
-from dlrover.kubernetes.platform.migration import Factors, Migration
+from dlrover.kubernetes.platform.migration import Factors, PodMigration
 from dlrover.kubernetes.resources import validation
 from dlrover.kubernetes.resources.types import ElasticJob, ScalePlanSpec
 from dlrover.master import migrate
@@ -82,9 +82,9 @@ class Told:
         migration.check(spec, self.job, self.placed(), counts)
         return migration.moves(spec, self.job, self.placed(), counts)
 
-    def begun(self, spec: ScalePlanSpec) -> Migration:
+    def begun(self, spec: ScalePlanSpec) -> PodMigration:
         """Whoever carries out a plan, after the first look."""
-        moved = Migration(self.moves(spec), self.placed, self.ask, "ScalePlan larger")
+        moved = PodMigration(self.moves(spec), self.placed, self.ask, "ScalePlan larger")
         moved.advance()
         return moved
 
@@ -318,7 +318,7 @@ def test_another_master_goes_on_where_the_last_one_was() -> None:
     told = Told(elastic_job(worker=3))
     spec = plan(migratePods=[{"name": "w1"}, {"name": "w2"}])
     told.ask("w1", 1.0, 1.0, "ScalePlan larger")  # it went no further
-    moved = Migration(
+    moved = PodMigration(
         migration.moves(spec, told.job, told.placed(), {}),
         told.placed,
         told.ask,

@@ -81,9 +81,11 @@ class BrainClient(Connection):
         story: brain.Story = await self._call("Explain", brain.Explain(job), brain.Story)
         return story
 
-    async def cluster(self) -> brain.Cluster:
+    async def cluster(self) -> brain.ClusterResources:
         """Return the cluster's resources, in total and free."""
-        found: brain.Cluster = await self._call("Cluster", brain.AskCluster(), brain.Cluster)
+        found: brain.ClusterResources = await self._call(
+            "Cluster", brain.AskCluster(), brain.ClusterResources
+        )
         return found
 
     async def divide(self) -> brain.Division:

@@ -125,7 +125,9 @@ class JobBrain:
             case events.PlanDropped() as body:
                 self._outcome(self._name(body), "refused", 0.0, body.reason)
             case events.JobEnded() as body:
-                self._report(brain.EndJob, state=_state(body.exit_code), reason=body.reason[:2000])
+                self._report(
+                    brain.ReportEnd, state=_state(body.exit_code), reason=body.reason[:2000]
+                )
 
     def _outcome(
         self, plan_id: str, state: brain.PlanState, throughput: float, reason: str = ""

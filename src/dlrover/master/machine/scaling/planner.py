@@ -32,7 +32,7 @@ from dlrover.planning.plans import (
     sample_ring,
     sample_servers,
 )
-from dlrover.planning.search import Choice, Prices
+from dlrover.planning.search import Preferences, Prices
 from dlrover.planning.shapes import latest_of_each, ring_shape
 from dlrover.planning.throughput import Prediction
 from dlrover.spec import brain
@@ -67,7 +67,7 @@ def _measured(question: Question, past: Mapping[Size, float]) -> Measured:
     """Return the sizes that the job has measured, completed by those of a similar one."""
     own = means((sample.size, sample.throughput) for sample in question.samples)
     current = question.current
-    return Measured(current.size, {**past, **own}, current.cost, Choice(weight=question.cost))
+    return Measured(current.size, {**past, **own}, current.cost, Preferences(weight=question.cost))
 
 
 def _better(question: Question, measured: Measured) -> Proposal | None:
