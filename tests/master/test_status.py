@@ -59,7 +59,7 @@ def test_the_step_number_stays_until_the_next_one_is_known() -> None:
 
 def test_an_ended_jobs_world_is_its_last_one() -> None:
     text = io.StringIO()
-    report = queries.Report("job", False, status(ended(ExitCode.SUCCESS)))
+    report = queries.StatusReport("job", False, status(ended(ExitCode.SUCCESS)))
     queries.render_status(report, Console(file=text, width=120))
     assert (
         "last round 1: 4 workers; 0 restarts; at step 400, 40 steps in this round"
