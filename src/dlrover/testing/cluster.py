@@ -35,7 +35,7 @@ from dlrover.spec.failure import FailureKind
 from dlrover.spec.job import JobSpec
 from dlrover.spec.node import WORKER, FoundNode, LaunchNode, is_server
 from dlrover.spec.outcome import Outcome
-from dlrover.testing.nodes import Delays, Link, Program, SimulatedNode, Time
+from dlrover.testing.nodes import Delays, Link, SimulatedNode, SimulatedProgram, Time
 
 _DETAILS: dict[FailureKind, dict[str, Any]] = {
     FailureKind.SIGNAL: {"signal": 9},
@@ -96,7 +96,7 @@ class Cluster:
         self.alive: dict[str, SimulatedNode] = {}
         """Nodes whose agents are alive, by the agents' unique ids, in order."""
         self.master_away = False
-        self.program = Program(self.time, delays or Delays(), steps)
+        self.program = SimulatedProgram(self.time, delays or Delays(), steps)
         self.similar: Similar | None = None
         """Similar past job that the planner receives."""
         self._activities = Activities()

@@ -84,7 +84,7 @@ class Time:
 class Run:
     """Workers of one round. They step together, once those of every node are up."""
 
-    def __init__(self, program: Program, size: Size, store: str = "") -> None:
+    def __init__(self, program: SimulatedProgram, size: Size, store: str = "") -> None:
         self.store = store
         """Address of its store; a master that lost its journal may reuse a round's number."""
         self.nodes: list[SimulatedNode] = []
@@ -135,7 +135,7 @@ class Run:
 
 
 @dataclass
-class Program:
+class SimulatedProgram:
     """Program of the job's workers. After a fault they resume from the last checkpoint."""
 
     time: Time
@@ -263,7 +263,7 @@ class SimulatedNode:
     def __init__(
         self,
         uid: str,
-        program: Program,
+        program: SimulatedProgram,
         dial: Callable[[SimulatedNode], Link | None],
         ended: Callable[[SimulatedNode, str], None],
         *,
