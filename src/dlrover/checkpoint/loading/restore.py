@@ -22,7 +22,7 @@ from dlrover.errors import ConfigurationError
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-Prepare = Callable[[Any, Sequence[TensorSpec], bool], "Restoration | Reading"]
+Prepare = Callable[[Any, Sequence[TensorSpec], bool], "Restoration | StateReading"]
 """Prepares the restoration of a saved tree and its tensors; True: another number of ranks saved them."""
 
 Copy = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], object]
